@@ -1,0 +1,53 @@
+"""The errors a user can meet, each with its exit code.
+
+FinetuneError            2   bad input: place, value, remedy
+├── RecipeError          2   every mistake of a recipe at once
+├── DataError            2   every mistake found in the data
+├── DoesNotFit           3   the plan or the device says no
+├── EnvironmentMismatch  4   what runs would not be what the recipe asks for
+└── Stopped            130   stopped by a signal, saved first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class FinetuneError(Exception):
+    """A user's mistake or a failed expectation: its text is shown as it is, without a traceback."""
+
+    exit_code = 2
+
+
+class RecipeError(FinetuneError):
+    """All mistakes of a recipe, one entry each: `place: key: what is wrong; remedy`."""
+
+    def __init__(self, mistakes: Sequence[str]) -> None:
+        super().__init__("\n".join(mistakes))
+        self.mistakes = tuple(mistakes)
+
+
+class DataError(FinetuneError):
+    """All mistakes found in the data, one entry each: `file:line: what is wrong; remedy`."""
+
+    def __init__(self, mistakes: Sequence[str]) -> None:
+        super().__init__("\n".join(mistakes))
+        self.mistakes = tuple(mistakes)
+
+
+class DoesNotFit(FinetuneError):
+    """The run needs more memory than there is."""
+
+    exit_code = 3
+
+
+class EnvironmentMismatch(FinetuneError):
+    """The machine, the launcher or the libraries are not what the recipe asks for."""
+
+    exit_code = 4
+
+
+class Stopped(FinetuneError):
+    """Stopped by a signal after the running step was finished and saved."""
+
+    exit_code = 130

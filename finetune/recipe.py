@@ -1,0 +1,208 @@
+"""The typed recipe: sections, defaults and cross-checks. The only place where a default lives.
+
+Keys carry Hugging Face's names where the meaning is the same. Nothing here imports torch, so that checking a
+recipe stays instant. Field descriptions say meaning, unit and frame of reference; docs/recipe.md and the JSON
+Schema are generated from them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+Attention = Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"]
+RowFormat = Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt"]
+TrainOn = Literal["assistant", "completion", "all"]
+Truncation = Literal["error", "right", "drop"]
+Scheduler = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "warmup_stable_decay",
+]
+Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
+
+Count = Annotated[int, Field(ge=1)]
+WholeNumber = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def _mistake(key: str, problem: str, remedy: str) -> PydanticCustomError:
+    """A cross-check's error; `key` is the dotted path, below the section that raises, of the value to point at."""
+    return PydanticCustomError("cross_check", "{problem}; {remedy}", {"key": key, "problem": problem, "remedy": remedy})
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Budget(Section):
+    """What the recipe is made for."""
+
+    gpus: WholeNumber = Field(0, description="GPUs per node; 0 means the CPU.")
+    gpu_memory_gb: float = Field(0, ge=0, description="Memory of one GPU in GB as its maker states it.")
+    nodes: Count = Field(1, description="Machines.")
+
+
+class ModelSection(Section):
+    """The base model."""
+
+    name_or_path: str = Field(
+        min_length=1,
+        description="Hub repository, local folder, or `package:NAME` for a model shipped inside an installed package.",
+    )
+    revision: str = Field("main", min_length=1, description="Branch, tag or commit on the Hub.")
+    dtype: Dtype = Field("bfloat16", description="Of frozen base weights; trained weights are float32.")
+    attention: Attention = Field("auto", description="auto: document-isolated variable-length attention.")
+    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model's repository.")
+
+
+class Quantization(Section):
+    """Quantised frozen base weights (bitsandbytes); needs `lora`."""
+
+    load_in_4bit: bool = Field(False, description="4-bit base weights (QLoRA).")
+    load_in_8bit: bool = Field(False, description="8-bit base weights (LLM.int8()).")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field("nf4", description="4-bit number format.")
+    bnb_4bit_use_double_quant: bool = Field(True, description="Quantise the scales too: 0.37 bits a weight less.")
+    bnb_4bit_compute_dtype: Dtype = Field("bfloat16", description="Number format the weights are multiplied in.")
+    bnb_4bit_quant_storage: Literal["uint8", "bfloat16", "float16", "float32"] = Field(
+        "uint8", description="Container of the packed weights; sharded strategies need the compute dtype here."
+    )
+
+    @model_validator(mode="after")
+    def one_width(self) -> Quantization:
+        if self.load_in_4bit == self.load_in_8bit:
+            raise _mistake(
+                "load_in_4bit",
+                "exactly one of load_in_4bit and load_in_8bit must be true",
+                "set one of them, or quantization: null for a 16-bit base",
+            )
+        return self
+
+
+class Lora(Section):
+    """Low-rank adapters; the keys are peft's own."""
+
+    r: Count = Field(16, description="Rank.")
+    lora_alpha: float = Field(32, gt=0, description="Scale; the update is multiplied by lora_alpha / r.")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
+    target_modules: str | list[str] = Field("all-linear", description="Layers that get an adapter.")
+    modules_to_save: list[str] = Field([], description="Further modules trained in full and saved with the adapter.")
+    use_rslora: bool = Field(False, description="Scale by lora_alpha / sqrt(r).")
+    use_dora: bool = Field(False, description="Train magnitude and direction apart (DoRA).")
+    init_lora_weights: bool | Literal["gaussian", "orthogonal", "olora", "pissa"] | str = Field(
+        True, description="peft's initialisation: true, gaussian, orthogonal, olora, pissa, pissa_niter_[n]."
+    )
+
+
+class DataSet(Section):
+    """One data set: load_dataset's arguments, plus how to read a row and how often."""
+
+    path: str = Field(min_length=1, description="json, csv, parquet, a local folder, or a Hub data set.")
+    name: str | None = Field(None, description="Configuration of a Hub data set.")
+    data_files: str | list[str] | None = Field(None, description="Local files, relative to the working folder.")
+    split: str = Field("train", min_length=1, description="Split, slices allowed: train[:1000].")
+    revision: str = Field("main", min_length=1, description="Branch, tag or commit on the Hub.")
+    format: RowFormat = Field("auto", description="Layout of a row; auto looks at the columns.")
+    weight: float = Field(1.0, gt=0, le=1000, description="How often each row is seen an epoch; 0.5: half of the rows.")
+
+
+class EvalFraction(Section):
+    """Held-out share of the training rows."""
+
+    fraction: float = Field(gt=0, lt=1, description="Share of the training rows held out.")
+
+
+class Data(Section):
+    """What is learned from."""
+
+    train: list[DataSet] = Field(min_length=1, description="Data sets, mixed by weight.")
+    eval: EvalFraction | list[DataSet] | None = Field(None, description="{fraction: 0.05}, data sets, or null.")
+    max_length: Annotated[int, Field(ge=8)] = Field(2048, description="Tokens of one row, packed or not.")
+    packing: bool = Field(True, description="Fill rows with whole documents; they do not see each other.")
+    train_on: TrainOn = Field("assistant", description="assistant: its turns; completion: the last answer; all.")
+    truncation: Truncation = Field("error", description="What a document longer than max_length does.")
+    chat_template: str | None = Field(None, description="Jinja text or a file; null: the tokenizer's own.")
+    date_string: str = Field("26 Jul 2024", description="The day that templates print as today's.")
+
+
+class Training(Section):
+    """The training itself: the same for every strategy and number of GPUs."""
+
+    global_batch_size: Count = Field(64, description="Rows per optimizer step over all ranks; accumulation is derived.")
+    per_device_batch_size: Count = Field(1, description="Rows of one forward on one rank.")
+    num_train_epochs: float = Field(1.0, gt=0, description="Passes over the rows; max_steps wins.")
+    max_steps: Count | None = Field(None, description="Optimizer steps; null: from num_train_epochs.")
+    learning_rate: float = Field(2e-4, gt=0, description="Peak of the schedule.")
+    lr_scheduler_type: Scheduler = Field("cosine", description="Shape of the schedule, by transformers' names.")
+    lr_scheduler_kwargs: dict[str, Any] = Field({}, description="The shape's own arguments, by transformers' names.")
+    warmup_ratio: Fraction = Field(0.03, description="Share of the steps spent warming up.")
+    warmup_steps: WholeNumber | None = Field(None, description="Steps of warming up; wins over warmup_ratio.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled decay; not on biases and norms.")
+    max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the gradient's global norm to this; null: never.")
+    optim: Optimizer = Field("adamw", description="betas 0.9, 0.999, epsilon 1e-8.")
+    mixed_precision: Literal["bf16", "fp16", "no"] = Field("bf16", description="Number format of the computation.")
+    pure_bf16: bool = Field(False, description="Trained weights and optimizer state in bfloat16 too.")
+    activation_checkpointing: bool | Count = Field(
+        True, description="Recompute layers in backward: true, false, or n for every n-th layer."
+    )
+    non_blocking: bool = Field(True, description="Pinned memory and copies one batch ahead.")
+    seed: WholeNumber = Field(42, description="Of row order, adapter initialisation and dropout.")
+    resume: Literal["auto", "never"] = Field("auto", description="auto: continue the run folder's newest checkpoint.")
+    early_stopping_patience: Count | None = Field(None, description="Evaluations without a better loss before the end.")
+
+
+class Samples(Section):
+    """Answers before and after training, to be looked at."""
+
+    count: WholeNumber = Field(4, description="Held-out prompts answered when prompts is null; 0: none.")
+    prompts: list[str] | None = Field(None, description="User messages to answer; null: the first held-out rows'.")
+    max_new_tokens: Count = Field(64, description="Length of an answer in tokens.")
+
+
+class Recipe(Section):
+    """One fine-tuning run."""
+
+    budget: Budget = Field(default_factory=Budget, description="What the recipe is made for.")
+    accelerate_config: str = Field("single", min_length=1, description="A file of accelerate_configs/, or a path.")
+    model: ModelSection = Field(description="The base model.")
+    quantization: Quantization | None = Field(None, description="Quantised base weights; null: none.")
+    lora: Lora | None = Field(default_factory=Lora, description="Adapters; null: all weights are trained.")
+    data: Data = Field(description="What is learned from.")
+    training: Training = Field(default_factory=Training, description="The training itself.")
+    samples: Samples = Field(default_factory=Samples, description="Answers before and after training.")
+    logging_steps: Count = Field(1, description="Optimizer steps between two lines of metrics.")
+    eval_steps: Count = Field(100, description="Optimizer steps between two evaluations.")
+    save_steps: Count = Field(100, description="Optimizer steps between two checkpoints.")
+    save_total_limit: Count = Field(2, description="Checkpoints kept.")
+    output_dir: str | None = Field(None, min_length=1, description="Run folder; null: runs/ and the recipe's name.")
+
+    @model_validator(mode="after")
+    def cross_checks(self) -> Recipe:
+        if self.quantization and not self.lora:
+            raise _mistake("quantization", "quantised weights cannot be trained", "add lora: {}, or quantization: null")
+        if self.training.early_stopping_patience and self.data.eval is None:
+            raise _mistake(
+                "training.early_stopping_patience",
+                "early stopping needs held-out rows",
+                "add data.eval: {fraction: 0.05}",
+            )
+        if self.training.pure_bf16 and self.training.mixed_precision != "bf16":
+            raise _mistake(
+                "training.pure_bf16", "pure_bf16 needs mixed_precision: bf16", "set one or take the other away"
+            )
+        return self
+
+    @property
+    def run_dir(self) -> str:
+        """The run folder; filled in by the loader when the recipe names none."""
+        assert self.output_dir is not None, "load_recipe fills output_dir"
+        return self.output_dir
