@@ -6,7 +6,7 @@ kernel, and gives it back as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,8 +44,10 @@ def answer(
     """The model's answer to a prompt that ends where the assistant begins; greedy when `temperature` is 0."""
     inputs = torch.tensor([list(prompt_ids)], device=next(model.parameters()).device)
     options: dict[str, Any] = {"do_sample": temperature > 0, "use_cache": True, "max_new_tokens": max_new_tokens}
-    options.update({"temperature": temperature} if temperature > 0 else {"temperature": None, "top_p": None, "top_k": None})
-    output = model.generate(
+    # None takes away what the model's own generation settings say of sampling.
+    options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(("temperature", "top_p", "top_k"))
+    generate: Callable[..., torch.Tensor] = getattr(model, "generate")  # noqa: B009  # peft and transformers both have it
+    output = generate(
         input_ids=inputs,
         attention_mask=torch.ones_like(inputs),
         eos_token_id=end_tokens(model, tokenizer),
@@ -53,8 +55,7 @@ def answer(
         streamer=streamer,
         **options,
     )
-    text: str = tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True)
-    return text.strip()
+    return str(tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True)).strip()
 
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -59,7 +59,7 @@ def _by_document(
 ) -> Tensor:
     grouped = key.shape[1] != query.shape[1]
     outputs = []
-    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
+    for q, k, v in zip(*(torch.split(x, lengths, dim=2) for x in (query, key, value)), strict=True):
         tokens = q.shape[2]
         mask = None
         if window is not None and window < tokens:
@@ -91,7 +91,9 @@ def _on_cuda(
         options["is_causal"] = True
     if "enable_gqa" in known:
         options["enable_gqa"] = k.shape[1] != q.shape[1]
-    return varlen_attn(q, k, v, starts, starts, longest, longest, **options).unsqueeze(0)
+    output = varlen_attn(q, k, v, starts, starts, longest, longest, **options)
+    assert isinstance(output, Tensor)
+    return output.unsqueeze(0)
 
 
 @cache

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -58,6 +58,19 @@ class Plan:
     def micro_steps(self, rows: int) -> int:
         """Forwards of one rank for this many rows."""
         return math.ceil(rows / (self.per_device_batch_size * self.world_size))
+
+    def facts(self) -> dict[str, int]:
+        """The batch arithmetic, for the receipt and the terminal."""
+        micro_steps = self.micro_steps(self.global_batch_size)
+        return {
+            "rows": self.rows,
+            "global_batch_size": self.global_batch_size,
+            "per_device_batch_size": self.per_device_batch_size,
+            "world_size": self.world_size,
+            "micro_steps": micro_steps,
+            "total_rows": self.total_rows,
+            "total_steps": self.total_steps,
+        }
 
 
 def make_plan(recipe: Recipe, rows: int, *, world_size: int, rank: int, flat: bool) -> Plan:
@@ -126,8 +139,9 @@ def optimizer_step(
                 accelerator.backward(loss * (scale + 0.0 * loss.detach()))
     with phases("step"):
         norm = accelerator.clip_grad_norm_(model.parameters(), math.inf if max_grad_norm is None else max_grad_norm)
-        tally = accelerator.reduce(tally, reduction="sum")
-        loss_sum, counted, stops, grad_norm = [*tally.tolist(), float(norm)]  # the step's one wait for the device
+        tally = accelerator.reduce(tally, reduction="sum")  # [3]
+        # The step's one wait for the device.
+        loss_sum, counted, stops, grad_norm = torch.cat([tally, norm.double().reshape(1).to(tally)]).tolist()
         assert counted == supervised_tokens, f"{counted} supervised tokens seen, {supervised_tokens} planned"
         if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
             optimizer.zero_grad()
@@ -166,6 +180,18 @@ class TrainState:
     best_eval_loss: float = math.inf
     worse_evaluations: int = 0
     window: Window = field(default_factory=Window)
+
+    def as_json(self) -> dict[str, Any]:
+        """For a checkpoint; JSON has no infinity, so no evaluation yet is null."""
+        best = self.best_eval_loss if math.isfinite(self.best_eval_loss) else None
+        return {**asdict(self), "best_eval_loss": best}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> TrainState:
+        """The state that `as_json` gave."""
+        best = math.inf if saved["best_eval_loss"] is None else float(saved["best_eval_loss"])
+        records = [StepRecord(**record) for record in saved["window"]["records"]]
+        return cls(int(saved["step"]), best, int(saved["worse_evaluations"]), Window(records))
 
 
 @dataclass(frozen=True)

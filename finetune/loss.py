@@ -57,7 +57,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 def _pass(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, wants: Sequence[bool]
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
     """One pass over chunks of tokens: loss, and those of the gradients of hidden, weight and bias that are wanted."""
     dtype = _compute_dtype(hidden)
     flat, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)  # [tokens, hidden_size], [tokens]
@@ -83,7 +83,11 @@ def _pass(
             if grad_weight is not None:
                 grad_weight += slope.T @ part
     gradients = grad_hidden, grad_weight, grad_bias
-    return loss, *(None if g is None else g.to(x.dtype).view(x.shape) for g, x in zip(gradients, (hidden, weight, bias)))
+    whole = (
+        None if gradient is None or like is None else gradient.to(like.dtype).view(like.shape)
+        for gradient, like in zip(gradients, (hidden, weight, bias), strict=True)
+    )
+    return loss, *whole
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:

@@ -96,7 +96,12 @@ class Terminal:
     """One live line on a tty, plain lines elsewhere; silent on every rank but the first."""
 
     def __init__(
-        self, total_steps: int, *, silent: bool, stream: TextIO = sys.stdout, clock: Callable[[], float] = time.monotonic
+        self,
+        total_steps: int,
+        *,
+        silent: bool,
+        stream: TextIO = sys.stdout,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total = total_steps
         self._silent = silent

@@ -12,6 +12,8 @@ from types import MethodType
 from typing import Any
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -57,10 +59,11 @@ def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
     put_loss_into_forward(model)
     if recipe.training.activation_checkpointing:
         _checkpoint_layers(model, int(recipe.training.activation_checkpointing))
-    if recipe.lora is None:
-        return model.to(device)
-    torch.manual_seed(recipe.training.seed)  # every rank draws the same adapters
-    return _add_adapters(model, recipe.lora, recipe.training.pure_bf16).to(device)
+    whole: nn.Module = model
+    if recipe.lora is not None:
+        torch.manual_seed(recipe.training.seed)  # every rank draws the same adapters
+        whole = _add_adapters(model, recipe.lora, recipe.training.pure_bf16)
+    return whole.to(device)
 
 
 def attention_name(recipe: Recipe) -> str:
@@ -70,7 +73,7 @@ def attention_name(recipe: Recipe) -> str:
 
 def decoder_parts(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside an adapter's wrapping, or the model itself."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(inner, PreTrainedModel)
     return inner
 
@@ -90,9 +93,10 @@ def _load_base(recipe: Recipe) -> PreTrainedModel:
     if recipe.quantization:
         options["quantization_config"] = _bitsandbytes(recipe.quantization)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(resolve_model_path(section.name_or_path), **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(resolve_model_path(section.name_or_path), **options)
     except (OSError, ValueError, ImportError) as error:
         raise _not_loaded("weights", section.name_or_path, error) from error
+    model, info = loaded
     _refuse_incomplete(section.name_or_path, info)
     assert isinstance(model, PreTrainedModel)
     model.config.use_cache = False
@@ -179,9 +183,10 @@ def _head_forward(head: nn.Linear, hidden: Tensor, shift_labels: Tensor | None =
 
 def _checkpoint_layers(model: PreTrainedModel, every: int) -> None:
     """Recompute every n-th decoder layer in backward, by torch's non-reentrant checkpoint."""
-    # transformers 5.2x renamed it; the old name warns.
-    name = "activation_checkpointing_enable"
-    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")({"use_reentrant": False})
+    # Renamed within transformers 5; the old name warns in the new releases.
+    renamed = hasattr(model, "activation_checkpointing_enable")
+    enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise FinetuneError(
@@ -192,9 +197,6 @@ def _checkpoint_layers(model: PreTrainedModel, every: int) -> None:
 
 
 def _add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     settings = lora.model_dump()
     settings["modules_to_save"] = lora.modules_to_save or None
     try:

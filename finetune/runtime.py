@@ -45,7 +45,7 @@ def read_strategy(name_or_path: str) -> Strategy:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise RecipeError([f"accelerate_config: {name_or_path}: cannot be read: {reason}; name an existing file"]) from error
+        raise RecipeError([f"accelerate_config: {path}: cannot be read: {reason}; name an existing file"]) from error
     kind = KIND_OF_TYPE.get(str(settings.get("distributed_type", "NO")) if isinstance(settings, dict) else "")
     if kind is None:
         known = ", ".join(KIND_OF_TYPE)
