@@ -114,7 +114,7 @@ def _find(package: str) -> tuple[Path, Origin]:
     return path, Origin(
         package=metadata["Name"],
         version=distribution.version,
-        licence=metadata.get("License-Expression") or metadata.get("License") or "unknown",
+        licence=next((metadata[key] for key in ("License-Expression", "License") if key in metadata), "unknown"),
         file=str(files[0]),
         sha256=base64.urlsafe_b64decode(recorded.value + "==").hex() if recorded and known else _sha256(path),
         repository=ONLINE_REPOSITORIES.get(metadata["Name"]),
@@ -149,7 +149,8 @@ def _save_model(gguf_path: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    model, loading = AutoModelForCausalLM.from_pretrained(
+    from_pretrained: Any = AutoModelForCausalLM.from_pretrained  # its annotation knows no output_loading_info
+    model, loading = from_pretrained(
         gguf_path.parent,
         gguf_file=gguf_path.name,
         dtype=getattr(torch, STORED_DTYPE),
