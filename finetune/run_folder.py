@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from finetune.checkpoint import Checkpoint, newest_valid
 from finetune.durable import ASIDE, clear_leftovers, cut_lines, lock, sync, write_json

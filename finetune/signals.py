@@ -6,7 +6,8 @@ What reaches the trainer (read in torch 2.13's elastic agent and accelerate 1.15
   SIGKILL reach the launcher alone. So the kernel is asked for a SIGTERM to us when the launcher dies.
 - Several processes (torchrun, `accelerate launch`): ranks live in sessions of their own. The agent passes SIGINT,
   SIGTERM, SIGHUP on to every rank, a second Ctrl-C as SIGTERM, and kills what is left after 30 s
-  (TORCH_ELASTIC_SHUTDOWN_TIMEOUT). When one rank ends first, it sends the others SIGTERM: leave together, after a barrier.
+  (TORCH_ELASTIC_SHUTDOWN_TIMEOUT). When one rank ends first, it sends the others SIGTERM: leave together, after a
+  barrier.
 
 Hence only a second SIGINT breaks off at once; any number of SIGTERMs means one thing.
 """
@@ -53,15 +54,17 @@ def stop_on_signals(*, announce: bool = True) -> Iterator[StopRequest]:
         KeyboardInterrupt: at the second SIGINT.
     """
     request = StopRequest()
+    interrupted = False
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and request.signal_name == "SIGINT":
+        nonlocal interrupted
+        if number == signal.SIGINT and interrupted:
             raise KeyboardInterrupt
+        interrupted |= number == signal.SIGINT
         if announce and not request:
             # os.write, because a handler may interrupt a print that holds the stream's lock.
             os.write(2, b"\nstopping: finishing this step, then saving; Ctrl-C again breaks off without saving\n")
-        # A SIGINT after a SIGTERM is the user's first: the next one counts.
-        request.signal_name = signal.Signals(number).name
+        request.signal_name = request.signal_name or signal.Signals(number).name
 
     if threading.current_thread() is not threading.main_thread():
         yield request
