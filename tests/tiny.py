@@ -22,67 +22,12 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-WORDS = [
-    "a",
-    "river",
-    "carries",
-    "the",
-    "small",
-    "boat",
-    "down",
-    "to",
-    "sea",
-    "while",
-    "seven",
-    "quiet",
-    "birds",
-    "watch",
-    "from",
-    "an",
-    "old",
-    "stone",
-    "bridge",
-    "and",
-    "nobody",
-    "knows",
-    "which",
-    "of",
-    "them",
-    "will",
-    "sing",
-    "first",
-    "when",
-    "morning",
-    "comes",
-    "over",
-    "hills",
-    "that",
-    "were",
-    "green",
-    "before",
-    "any",
-    "road",
-    "was",
-    "built",
-    "here",
-    "question",
-    "answer",
-    "why",
-    "because",
-    "system",
-    "user",
-    "assistant",
-    "one",
-    "two",
-    "three",
-    "number",
-    "please",
-    "tell",
-    "me",
-    "what",
-    "it",
-    "is",
-]
+TEXT = """
+a river carries the small boat down to sea while seven quiet birds watch from an old stone bridge and nobody knows
+which of them will sing first when morning comes over hills that were green before any road was built here question
+answer why because system user assistant one two three number please tell me what it is
+"""
+WORDS = TEXT.split()
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
