@@ -181,3 +181,12 @@ def _save_tokenizer(gguf_path: Path, folder: Path) -> None:
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence(split)
     tokenizer.model_max_length = AutoConfig.from_pretrained(folder).max_position_embeddings
     tokenizer.save_pretrained(folder)
+
+
+def published_name(name_or_path: str) -> str:
+    """The name under which others can load the base: a `package:` model's repository on the Hub, where known."""
+    if not name_or_path.startswith(PREFIX):
+        return name_or_path
+    folder = resolve_model_path(name_or_path)
+    origin = read_origin(folder)
+    return str((origin or {}).get("repository") or folder)

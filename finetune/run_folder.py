@@ -1,0 +1,279 @@
+"""A run's folder: who may write in it, where a run starts, how it ended, and what it leaves behind.
+
+recipe.yaml  environment.json  receipt.json  run_state.json
+metrics.jsonl  samples.jsonl  checkpoints/  adapter/ or model/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from finetune.checkpoint import Checkpoint, newest_valid
+from finetune.durable import ASIDE, clear_leftovers, cut_lines, lock, sync, write_json
+from finetune.errors import FinetuneError
+from finetune.recipe import Recipe
+
+STATE = "run_state.json"
+LOCK = ".lock"
+LINES = ("metrics.jsonl", "samples.jsonl")
+
+# What a resumed run may change: how often it reports, where and with what split it runs. Not the curve.
+FREE_TO_CHANGE = (
+    "budget",
+    "accelerate_config",
+    "samples",
+    "logging_steps",
+    "eval_steps",
+    "save_steps",
+    "save_total_limit",
+    "output_dir",
+    "training.per_device_batch_size",
+    "training.non_blocking",
+    "training.resume",
+)
+
+State = Literal["running", "stopped", "finished", "failed"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the owner of a run's folder does now."""
+
+    status: Literal["fresh", "resumed", "finished"]
+    checkpoint: Checkpoint | None  # to start from; None when fresh
+    notes: tuple[str, ...]  # one line each, for the user: a folder moved aside, a damaged checkpoint
+    lock: int | None  # descriptor held for life; None when finished
+
+    def release(self) -> None:
+        """Gives the folder free before the process ends."""
+        if self.lock is not None:
+            os.close(self.lock)
+
+
+def curve_identity(recipe: Recipe) -> dict[str, Any]:
+    """Every key that the curve depends on, flat: dotted path -> value."""
+    flat = _flatten(recipe.model_dump(mode="json"), "")
+    return {key: value for key, value in flat.items() if not _is_free(key)}
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in FREE_TO_CHANGE)
+
+
+def _flatten(value: Any, path: str) -> dict[str, Any]:
+    if isinstance(value, dict) and value:
+        entries = [(f"{path}.{key}" if path else key, entry) for key, entry in value.items()]
+    elif isinstance(value, list) and value:
+        entries = [(f"{path}[{index}]", entry) for index, entry in enumerate(value)]
+    else:
+        return {path: value}
+    return {key: leaf for name, entry in entries for key, leaf in _flatten(entry, name).items()}
+
+
+def claim_run_folder(
+    run_dir: Path,
+    *,
+    resume: Literal["auto", "never"],
+    identity: Mapping[str, Any],
+    command: str,
+    wait_seconds: float = 10.0,
+) -> Claim:
+    """Takes the folder for this process's life and decides where the run starts. For rank 0 alone.
+
+    Afterwards the folder says `running`, nothing written aside is left, and metrics reach exactly to the checkpoint.
+
+    Args:
+        run_dir: Made if missing.
+        resume: never: a run that is there already is moved aside as `<run_dir>.previous-N`; nothing is deleted.
+        identity: `curve_identity(recipe)` and what else the curve depends on (fingerprint of the data, ...), as JSON.
+        command: What the user types to continue.
+        wait_seconds: Patience with a process that is still saving.
+
+    Raises:
+        FinetuneError: another process trains here; the folder is no run; the run there has another identity; all its
+            checkpoints are damaged.
+    """
+    _refuse_foreign(run_dir)
+    held = _lock(run_dir, wait_seconds)
+    notes: list[str] = []
+    previous = read_state(run_dir)
+    if previous is not None and resume == "never":
+        aside = _move_aside(run_dir)
+        notes.append(f"{run_dir}: resume is never: the run that was there is now {aside}")
+        os.close(held)
+        held, previous = _lock(run_dir, wait_seconds), None
+    try:
+        status, checkpoint, damaged = _start(run_dir, previous, json.loads(json.dumps(identity)))
+        if status == "finished":
+            os.close(held)
+            return Claim(status, checkpoint, (*notes, *damaged), None)
+        _tidy(run_dir, checkpoint.step if checkpoint else None)
+        _write_state(run_dir, "running", checkpoint.step if checkpoint else 0, command, identity)
+    except BaseException:
+        os.close(held)
+        raise
+    return Claim(status, checkpoint, (*notes, *damaged), held)
+
+
+def _start(
+    run_dir: Path, previous: Mapping[str, Any] | None, identity: Mapping[str, Any]
+) -> tuple[Literal["fresh", "resumed", "finished"], Checkpoint | None, tuple[str, ...]]:
+    checkpoint, damaged = newest_valid(run_dir)
+    finished = previous is not None and previous["state"] == "finished"
+    if checkpoint is None and damaged:
+        raise FinetuneError("\n".join([*damaged, f"{run_dir}: no checkpoint is left whole; {_START_OVER}"]))
+    if previous is None or (checkpoint is None and not finished):
+        return "fresh", None, ()
+    _refuse_another_run(run_dir, previous["identity"], identity)
+    return ("finished" if finished else "resumed"), checkpoint, damaged
+
+
+_START_OVER = "training.resume=never starts over (this folder is kept beside the new one)"
+
+
+def _refuse_foreign(run_dir: Path) -> None:
+    if run_dir.exists() and not run_dir.is_dir():
+        raise FinetuneError(f"{run_dir}: output_dir is a file; choose another output_dir")
+    if not run_dir.exists() or (run_dir / STATE).exists():
+        return
+    foreign = sorted(path.name for path in run_dir.iterdir() if path.name != LOCK and not path.name.startswith(ASIDE))
+    if foreign:
+        shown = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
+        raise FinetuneError(f"{run_dir}: output_dir holds other files ({shown}) and no run; choose another output_dir")
+
+
+def _lock(run_dir: Path, wait_seconds: float) -> int:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return lock(run_dir / LOCK, wait_seconds=wait_seconds)
+    except BlockingIOError as error:
+        remedy = "wait for it, stop it, or choose another output_dir"
+        raise FinetuneError(f"{run_dir}: another run is writing here ({error.strerror}); {remedy}") from None
+    except OSError as error:
+        raise FinetuneError(f"{run_dir}: output_dir cannot be used: {error.strerror}; choose another") from None
+
+
+def _move_aside(run_dir: Path) -> Path:
+    number = 1
+    while (aside := run_dir.with_name(f"{run_dir.name}.previous-{number}")).exists():
+        number += 1
+    os.rename(run_dir, aside)
+    sync(run_dir.parent)
+    return aside
+
+
+def _refuse_another_run(run_dir: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    differing = [key for key in {**there, **here} if there.get(key, _UNSET) != here.get(key, _UNSET)]
+    if differing:
+        lines = [f"  {key}: {there.get(key, _UNSET)} there, {here.get(key, _UNSET)} now" for key in differing]
+        remedy = f"  set them back, choose another output_dir, or start over: {_START_OVER}"
+        raise FinetuneError("\n".join([f"{run_dir}: holds a run of another recipe:", *lines, remedy]))
+
+
+_UNSET = "(not set)"
+
+
+def _tidy(run_dir: Path, step: int | None) -> None:
+    for folder in (run_dir, run_dir / "checkpoints"):
+        clear_leftovers(folder)
+    for name in LINES:
+        if step is None:
+            (run_dir / name).unlink(missing_ok=True)  # of a run that ended before its first checkpoint
+        else:
+            cut_lines(run_dir / name, step)
+
+
+def read_state(run_dir: Path) -> dict[str, Any] | None:
+    """run_state.json, or None where no run ever was.
+
+    Raises:
+        FinetuneError: it is there and unreadable.
+    """
+    try:
+        state = json.loads((run_dir / STATE).read_text(encoding="utf-8"))
+        if not (isinstance(state, dict) and {"state", "step", "command", "identity"} <= state.keys()):
+            raise ValueError("keys are missing")
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise FinetuneError(f"{run_dir / STATE}: unreadable ({error}); choose another output_dir") from None
+    return state
+
+
+def mark_run(run_dir: Path, state: State, *, step: int) -> str:
+    """Writes how the run stands after `step`; returns the command that continues it."""
+    known = read_state(run_dir)
+    assert known is not None, "claim_run_folder comes first"
+    _write_state(run_dir, state, step, known["command"], known["identity"])
+    return str(known["command"])
+
+
+def mark_failed(run_dir: Path, error: BaseException, *, phase: str, rank: int, step: int) -> None:
+    """Records a failure, from any rank. The first one stays: what other ranks meet then is its consequence."""
+    known = read_state(run_dir)
+    if known is None or known["state"] != "running":
+        return
+    text = f"{type(error).__name__}: {error}"
+    where = {"phase": phase, "rank": rank, "error": text}
+    _write_state(run_dir, "failed", step, known["command"], known["identity"], where)
+
+
+def _write_state(
+    run_dir: Path,
+    state: State,
+    step: int,
+    command: str,
+    identity: Mapping[str, Any],
+    failure: Mapping[str, Any] | None = None,
+) -> None:
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    facts = {"state": state, "step": step, **(failure or {}), "command": command, "updated": now}
+    write_json(run_dir / STATE, {**facts, "process": os.getpid(), "identity": dict(identity)})
+
+
+_LIBRARIES = (
+    "finetune",
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "numpy",
+    "bitsandbytes",
+    "deepspeed",
+    "liger-kernel",
+)
+
+
+def environment() -> dict[str, Any]:
+    """What the run stands on, for environment.json: versions and devices. No variables, no names of people or hosts."""
+    versions: dict[str, str | None] = {}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    devices = [{"name": device.name, "memory_bytes": device.total_memory} for device in found]
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+        "devices": devices,
+        "versions": versions,
+    }

@@ -1,0 +1,136 @@
+"""Stopping: a signal sets a flag, the step finishes, the run saves.
+
+What reaches the trainer (read in torch 2.13's elastic agent and accelerate 1.15's launchers):
+
+- One process, `accelerate launch`: Ctrl-C reaches launcher and trainer; the launcher gives up after 0.25 s. SIGTERM and
+  SIGKILL reach the launcher alone. So the kernel is asked for a SIGTERM to us when the launcher dies.
+- Several processes (torchrun, `accelerate launch`): ranks live in sessions of their own. The agent passes SIGINT,
+  SIGTERM, SIGHUP on to every rank, a second Ctrl-C as SIGTERM, and kills what is left after 30 s
+  (TORCH_ELASTIC_SHUTDOWN_TIMEOUT). When one rank ends first, it sends the others SIGTERM: leave together, after a
+  barrier.
+
+Hence only a second SIGINT breaks off at once; any number of SIGTERMs means one thing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+_PARENT_AT_START = os.getppid()
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+@dataclass
+class StopRequest:
+    """Truthy once a signal came; `signal_name` says which was first."""
+
+    signal_name: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.signal_name is not None
+
+
+@contextmanager
+def stop_on_signals(*, announce: bool = True) -> Iterator[StopRequest]:
+    """Turns SIGINT, SIGTERM and SIGHUP into a flag while the block runs; the handlers before it come back after it.
+
+    A SIGHUP that is ignored (nohup) stays ignored. Outside the main thread, where Python allows no handlers, the flag
+    is never set.
+
+    Args:
+        announce: Say on standard error that the step is being finished; for one rank.
+
+    Raises:
+        KeyboardInterrupt: at the second SIGINT.
+    """
+    request = StopRequest()
+    interrupted = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if number == signal.SIGINT and interrupted:
+            raise KeyboardInterrupt
+        interrupted |= number == signal.SIGINT
+        if announce and not request:
+            # os.write, because a handler may interrupt a print that holds the stream's lock.
+            os.write(2, b"\nstopping: finishing this step, then saving; Ctrl-C again breaks off without saving\n")
+        request.signal_name = request.signal_name or signal.Signals(number).name
+
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if _is_heard(number)]
+    before = {number: signal.signal(number, handle) for number in wanted}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_heard(number: signal.Signals) -> bool:
+    return not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN)
+
+
+def die_with_launcher() -> bool:
+    """Asks the kernel for a SIGTERM to this process when its launcher dies; returns whether that is in force.
+
+    Only under `accelerate launch` or torchrun, which otherwise leave a trainer without its launcher (SIGTERM to the
+    launcher of one process, SIGKILL to any). Under a shell it would end a run that nohup protects. Linux only. Call it
+    from inside `stop_on_signals`, so that the signal saves; not inherited by child processes.
+    """
+    if sys.platform != "linux" or not _under_launcher():
+        return False
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        return False
+    if _launcher_is_gone():  # it died before the kernel knew of our wish
+        os.kill(os.getpid(), signal.SIGTERM)
+    return True
+
+
+def _under_launcher() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
+
+
+def _launcher_is_gone() -> bool:
+    """Whether an orphan's new parent has taken the launcher's place; in a container the launcher itself may be 1."""
+    return os.getppid() != _PARENT_AT_START or (os.getppid() == 1 and not _launcher_words(_arguments(1)))
+
+
+def _arguments(process: int) -> list[str]:
+    """A process's command line; empty where there is no /proc or it may not be read."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+    except OSError:
+        return []
+
+
+def _launcher_words(arguments: list[str]) -> list[str]:
+    """`accelerate launch ...` or `torchrun ...` as the user typed it, from the launcher's own command line."""
+    for index, word in enumerate(arguments[:3]):
+        name = os.path.basename(word)
+        if name in ("accelerate", "accelerate-launch", "torchrun"):
+            return [name, *arguments[index + 1 :]]
+    if "-m" in arguments[:4] and any(word.startswith(("accelerate.", "torch.distributed.")) for word in arguments[:5]):
+        return ["python", *arguments[1:]]
+    return []
+
+
+def continue_command() -> str:
+    """What the user types, in the same folder, to continue this run. Call it early, while the launcher lives."""
+    words = _launcher_words(_arguments(os.getppid())) if _under_launcher() else []
+    if not words:
+        words = ["python", *sys.orig_argv[1:]]
+    # "never" was for this start; continuing with it would start over.
+    words = [word for word in words if word.replace(" ", "") != "training.resume=never"]
+    return shlex.join(words)
