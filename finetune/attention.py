@@ -1,0 +1,104 @@
+"""Document-isolated attention, registered with transformers under the name "varlen".
+
+A micro-batch is one row of tokens, its documents end to end. No mask function is registered under this name, so
+transformers builds no mask (and makes no host read to look for one), and the forward's `cu_seq_lens` and `max_length`
+reach this function, under activation checkpointing too. On CUDA it is torch's own variable-length flash attention; on
+a CPU one scaled-dot-product call a document, exact in every number format.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface
+
+NAME = "varlen"
+
+
+def register() -> None:
+    """Make `attn_implementation="varlen"` known to transformers; harmless when repeated."""
+    AttentionInterface.register(NAME, varlen_attention)
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, tokens, head_dim]
+    key: Tensor,  # [1, kv_heads, tokens, head_dim]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens: Tensor,  # int32 [documents + 1], where each document begins, and the end
+    document_lengths: tuple[int, ...],
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each document of a flat row. Returns [1, tokens, heads, head_dim] and no weights.
+
+    `document_lengths` are the same lengths on the host, so that nothing is read back from the device.
+    Padding-free equivalent of one forward per document (`tests/test_attention.py`).
+    """
+    assert query.shape[0] == 1, "varlen attention takes one flat row of documents"
+    assert attention_mask is None, "a mask would be ignored here"
+    assert not dropout, "attention dropout is refused when the model is built"
+    if query.is_cuda:
+        output = _on_cuda(query, key, value, cu_seq_lens, max(document_lengths), scaling, sliding_window)
+    else:
+        output = _by_document(query, key, value, document_lengths, scaling, sliding_window)
+    return output, None
+
+
+def _by_document(
+    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scaling: float | None, window: int | None
+) -> Tensor:
+    grouped = key.shape[1] != query.shape[1]
+    outputs = []
+    for q, k, v in zip(*(torch.split(x, lengths, dim=2) for x in (query, key, value)), strict=True):
+        tokens = q.shape[2]
+        mask = None
+        if window is not None and window < tokens:
+            mask = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+            )
+        )
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _on_cuda(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
+    known = _varlen_parameters()
+    if "enable_gqa" not in known and k.shape[1] != q.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    # (window - 1, 0): so many tokens to the left of each, none to the right; (-1, 0) is plain causal.
+    left = -1 if window is None or window >= longest else window - 1
+    options: dict[str, Any] = {"scale": scaling}
+    if "window_size" in known:
+        options["window_size"] = (left, 0)
+    else:
+        assert left == -1, "this torch has no sliding window; refused when the model is built"
+        options["is_causal"] = True
+    if "enable_gqa" in known:
+        options["enable_gqa"] = k.shape[1] != q.shape[1]
+    output = varlen_attn(q, k, v, starts, starts, longest, longest, **options)
+    assert isinstance(output, Tensor)
+    return output.unsqueeze(0)
+
+
+@cache
+def _varlen_parameters() -> frozenset[str]:
+    """The signature differs between torch releases (2.11 to 2.13), so it is asked for rather than assumed."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)

@@ -1,0 +1,157 @@
+"""What a run says of itself while it runs: lines of metrics.jsonl and the terminal.
+
+The step function hands over plain numbers, read from the device once a step; nothing here touches a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+import torch
+
+from finetune.phases import GIB, memory_now
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One finished optimizer step, as the loop saw it. Counts are over all ranks, seconds of this one."""
+
+    step: int  # finished optimizer steps
+    epoch: float
+    loss: float  # mean over the step's supervised tokens
+    grad_norm: float  # before clipping
+    learning_rate: float
+    supervised_tokens: int
+    tokens: int
+    seconds: float
+    data_wait_seconds: float
+
+
+@dataclass
+class Window:
+    """The steps since the last line of metrics: losses weighted by their tokens, seconds added up."""
+
+    records: list[StepRecord] = field(default_factory=list)
+
+    def flush(self, device: torch.device) -> dict[str, Any]:
+        """The line of metrics.jsonl for these steps. With `logging_steps: 1` these are the last step's own figures."""
+        records, self.records = self.records, []
+        last = records[-1]
+        supervised = sum(record.supervised_tokens for record in records)
+        tokens = sum(record.tokens for record in records)
+        seconds = sum(record.seconds for record in records)
+        loss = last.loss
+        if len(records) > 1:
+            loss = math.fsum(record.loss * record.supervised_tokens for record in records) / supervised
+        return {
+            "kind": "train",
+            "step": last.step,
+            "epoch": round(last.epoch, 6),
+            "loss": loss,
+            "grad_norm": last.grad_norm,
+            "learning_rate": last.learning_rate,
+            "supervised_tokens": supervised,
+            "tokens": tokens,
+            "step_seconds": seconds / len(records),
+            "tokens_per_second": tokens / seconds,
+            "data_wait_fraction": sum(record.data_wait_seconds for record in records) / seconds,
+            "peak_memory_gib": memory_now(device)[1] / GIB,
+        }
+
+
+def eval_line(step: int, loss: float) -> dict[str, Any]:
+    """An evaluation's line of metrics.jsonl."""
+    return {"kind": "eval", "step": step, "loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+
+
+def sparkline(values: list[float], width: int = 24) -> str:
+    """The last `width` values as bars between their own smallest and largest."""
+    values = [value for value in values if math.isfinite(value)][-width:]
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in values)
+
+
+def duration(seconds: float) -> str:
+    """3 s, 2:05 or 1:02:03."""
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    if hours:
+        return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
+    return f"{whole // 60}:{whole % 60:02d}" if whole >= 60 else f"{whole} s"
+
+
+class Terminal:
+    """One live line on a tty, plain lines elsewhere; silent on every rank but the first."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        silent: bool,
+        stream: TextIO = sys.stdout,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total = total_steps
+        self._silent = silent
+        self._stream = stream
+        self._live = stream.isatty()
+        self._losses: deque[float] = deque(maxlen=120)
+        self._clock = clock
+        self._began: tuple[float, int] | None = None
+        self._drawn = False
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self._silent:
+            return
+        self._erase()
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def step(self, line: dict[str, Any]) -> None:
+        """Show a training line of metrics."""
+        if self._silent:
+            return
+        self._losses.append(line["loss"])
+        if self._began is None:  # the first step compiles and warms up; time is counted from its end
+            self._began = (self._clock(), line["step"])
+        text = self._text(line)
+        if not self._live:
+            self._stream.write(text + "\n")
+        else:
+            width = shutil.get_terminal_size().columns - 1
+            self._stream.write("\r\x1b[2K" + text[:width])
+            self._drawn = True
+        self._stream.flush()
+
+    def _text(self, line: dict[str, Any]) -> str:
+        bars = f" {sparkline(list(self._losses))}" if self._live else ""
+        return (
+            f"step {line['step']}/{self._total}  loss {line['loss']:.4f}{bars}  norm {line['grad_norm']:.3g}  "
+            f"{line['tokens_per_second']:,.0f} tok/s  {line['peak_memory_gib']:.1f} GiB  "
+            f"data wait {line['data_wait_fraction']:.0%}  ETA {self._remaining(line)}"
+        )
+
+    def _remaining(self, line: dict[str, Any]) -> str:
+        assert self._began is not None
+        began, first = self._began
+        done = line["step"] - first
+        seconds = (self._clock() - began) / done if done else line["step_seconds"]
+        return duration(seconds * (self._total - line["step"]))
+
+    def _erase(self) -> None:
+        if self._drawn:  # keep the last live line above what is said
+            self._stream.write("\n")
+            self._drawn = False

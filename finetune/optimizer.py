@@ -1,0 +1,28 @@
+"""The optimizer that a recipe names."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from finetune.recipe import Recipe
+
+
+def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """AdamW over what is trained: betas 0.9 and 0.999, epsilon 1e-8, decay on matrices alone.
+
+    Biases and norms are vectors and are not decayed, as in transformers' Trainer. The learning rate of each step is
+    written into the groups by the loop.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": recipe.training.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=recipe.training.learning_rate,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        fused=True,  # one kernel for all parameters; on a CPU too
+    )

@@ -1,0 +1,96 @@
+"""What really runs, read off the built objects, and held against what the recipe asks for.
+
+Libraries skip silently: a target module that matches nothing, a layer that was not quantised, a layer that is not
+recomputed. So the receipt looks at parameters and layers, never at flags that were passed in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from finetune.errors import EnvironmentMismatch
+from finetune.model import attention_name, decoder_parts
+from finetune.recipe import Recipe
+
+COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def write_receipt(recipe: Recipe, accelerator: Accelerator, model: nn.Module, strategy: str) -> dict[str, Any]:
+    """The receipt of a prepared model. Raises EnvironmentMismatch where it differs from the recipe."""
+    inner = accelerator.unwrap_model(model)
+    trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
+    frozen = [parameter for parameter in inner.parameters() if not parameter.requires_grad]
+    layers = [module for module in inner.modules() if isinstance(module, GradientCheckpointingLayer)]
+    receipt = {
+        "strategy": strategy,
+        "world_size": accelerator.num_processes,
+        "device": str(accelerator.device.type),
+        "wrapper": type(model).__name__,
+        "architecture": type(decoder_parts(inner)).__name__,
+        "attention": decoder_parts(inner).config._attn_implementation,
+        "dtypes": {
+            "master": _dtypes(trained),
+            "frozen": _dtypes(frozen),
+            "compute": COMPUTE_DTYPES.get(accelerator.mixed_precision, _dtypes(frozen or trained)),
+            "reduce": _dtypes(trained),
+            "optimizer_state": _dtypes(trained),
+        },
+        "parameters": {
+            "trained": sum(parameter.numel() for parameter in trained),
+            "frozen": sum(parameter.numel() for parameter in frozen),
+            "sharded": 0,
+        },
+        "quantized_layers": _quantized_layers(inner),
+        "adapted_layers": _adapted_layers(inner),
+        "layers": len(layers),
+        "checkpointed_layers": sum(bool(layer.gradient_checkpointing) for layer in layers),
+        "pinned_memory": recipe.training.non_blocking and accelerator.device.type == "cuda",
+        "non_blocking": recipe.training.non_blocking,
+        "batches_copied_ahead": int(recipe.training.non_blocking),
+    }
+    _compare(recipe, receipt)
+    return receipt
+
+
+def _dtypes(parameters: Iterable[torch.Tensor]) -> str:
+    """The number formats of these parameters, most frequent first."""
+    count = Counter(str(parameter.dtype).removeprefix("torch.") for parameter in parameters)
+    return ", ".join(name for name, _ in count.most_common()) or "none"
+
+
+def _quantized_layers(model: nn.Module) -> int:
+    """Layers whose weight is one of bitsandbytes' own parameter classes."""
+    kinds = ("Params4bit", "Int8Params")
+    return sum(type(parameter).__name__ in kinds for parameter in model.parameters())
+
+
+def _adapted_layers(model: nn.Module) -> int:
+    return sum(1 for module in model.modules() if hasattr(module, "lora_A") and len(module.lora_A))
+
+
+def _compare(recipe: Recipe, receipt: dict[str, Any]) -> None:
+    every = int(recipe.training.activation_checkpointing)
+    expected_master = "bfloat16" if recipe.training.pure_bf16 else "float32"
+    checks = [
+        ("model.attention", attention_name(recipe), receipt["attention"]),
+        ("training.pure_bf16: number format of trained weights", expected_master, receipt["dtypes"]["master"]),
+        ("lora: layers with an adapter", recipe.lora is not None, receipt["adapted_layers"] > 0),
+        ("quantization: layers quantised", recipe.quantization is not None, receipt["quantized_layers"] > 0),
+        (
+            "training.activation_checkpointing: layers recomputed",
+            -(-receipt["layers"] // every) if every else 0,
+            receipt["checkpointed_layers"],
+        ),
+    ]
+    differing = [f"{place}: asked {asked}, runs {runs}" for place, asked, runs in checks if asked != runs]
+    if not receipt["parameters"]["trained"]:
+        differing.append("lora.target_modules: nothing is trained")
+    if differing:
+        raise EnvironmentMismatch("\n".join([*differing, "what is built is not what the recipe asks for"]))

@@ -1,0 +1,107 @@
+"""Packed documents do not see each other: loss and gradients equal those of one document at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from finetune import attention
+from finetune.model import put_loss_into_forward
+
+LENGTHS = (5, 20, 1, 13)
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SMALL),
+    "llama-tied": LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "mistral-window": MistralConfig(**SMALL, sliding_window=6),
+    "qwen2": Qwen2Config(**SMALL),
+    "qwen2-window": Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "qwen3": Qwen3Config(**SMALL),
+}
+
+
+def build(config: PreTrainedConfig, implementation: str) -> PreTrainedModel:
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32)
+    put_loss_into_forward(model)
+    return model.train()
+
+
+def flat_batch(tokens: Tensor) -> dict[str, object]:
+    documents = tokens.split(LENGTHS)
+    ignored = torch.tensor([-100])
+    return {
+        "input_ids": tokens[None],
+        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
+        "shift_labels": torch.cat([torch.cat([document[1:], ignored]) for document in documents])[None],
+        "cu_seq_lens": torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32),
+        "document_lengths": LENGTHS,
+    }
+
+
+def one_at_a_time(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    total = torch.zeros(())
+    for document in tokens.split(LENGTHS):
+        logits = model(input_ids=document[None], use_cache=False).logits[0]
+        total = total + F.cross_entropy(logits[:-1], document[1:], reduction="sum") if len(document) > 1 else total
+    return total
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_equal_to_one_document_at_a_time(family: str, checkpointing: bool) -> None:
+    attention.register()
+    tokens = torch.randint(0, 97, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    packed, alone = build(FAMILIES[family], attention.NAME), build(FAMILIES[family], "eager")
+    if checkpointing:
+        packed.activation_checkpointing_enable({"use_reentrant": False})
+    loss, expected = packed(**flat_batch(tokens)), one_at_a_time(alone, tokens)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    loss.backward()
+    expected.backward()
+    for (name, ours), theirs in zip(packed.named_parameters(), alone.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert (ours.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm() + 1e-7, name
+
+
+def test_a_document_does_not_feel_its_neighbour() -> None:
+    attention.register()
+    model = build(FAMILIES["llama"], attention.NAME).eval()
+    tokens = torch.randint(0, 97, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    other = tokens.clone()
+    other[:5] = (other[:5] + 1) % 97
+    batch, changed = flat_batch(tokens), flat_batch(other)
+    for each in (batch, changed):
+        del each["shift_labels"]
+    with torch.no_grad():
+        first, second = model(**batch, use_cache=False).logits, model(**changed, use_cache=False).logits
+    assert not torch.equal(first[0, :5], second[0, :5])
+    assert torch.equal(first[0, 5:], second[0, 5:])
+
+
+def test_generation_still_works_after_the_loss_moved_in() -> None:
+    model = build(FAMILIES["llama"], "sdpa").eval()
+    output = model.generate(
+        torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 3), max_new_tokens=3, min_new_tokens=3
+    )
+    assert output.shape == (1, 6)

@@ -1,0 +1,83 @@
+"""The house rules that a machine can hold: import order, figures of the code, names that shadow nothing."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "finetune"
+# Strictly downward: a module imports only from those before it.
+ORDER = (
+    "errors recipe recipe_keys recipe_file launcher schedule conversations packing batches "
+    "attention loss embedded model answers runtime signals phases metrics checkpoint loop train cli"
+).split()
+LIGHT = {"errors", "recipe", "recipe_keys", "recipe_file", "conversations", "packing", "cli"}  # never import torch
+# Functions over 60 lines and files over 300, each with its reason.
+LONG_FUNCTIONS: dict[str, str] = {}
+LONG_FILES: dict[str, str] = {}
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+
+
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.module == "finetune":
+                names |= {f"finetune.{alias.name}" for alias in node.names}
+            names.add(node.module)
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names
+
+
+def test_every_module_has_its_place_in_the_order() -> None:
+    assert {path.stem for path in modules()} == set(ORDER)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: path.stem)
+def test_imports_go_downward(path: Path) -> None:
+    above = ORDER[: ORDER.index(path.stem)]
+    used = {name.split(".")[1] for name in imported(path) if name.startswith("finetune.")}
+    assert used <= set(above), f"{path.stem} imports {used - set(above)}, which come after it"
+
+
+@pytest.mark.parametrize("name", sorted(LIGHT))
+def test_light_modules_import_no_torch_at_the_top(name: str) -> None:
+    tree = ast.parse((PACKAGE / f"{name}.py").read_text())
+    top = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+    top |= {node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)}
+    assert not {entry.split(".")[0] for entry in top} & {"torch", "transformers", "accelerate", "peft", "datasets"}
+
+
+def test_names_shadow_nothing() -> None:
+    installed = set(importlib.metadata.packages_distributions()) | set(sys.stdlib_module_names)
+    assert not {path.stem for path in modules()} & installed
+
+
+def functions() -> list[tuple[int, str]]:
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                found.append((node.end_lineno - node.lineno + 1, f"{path.stem}.{node.name}"))
+    return found
+
+
+def test_figures_of_the_code() -> None:
+    found = functions()
+    sizes = sorted(size for size, _ in found)
+    assert len(sizes) > 50
+    assert statistics.median(sizes) <= 12
+    assert sizes[int(0.9 * (len(sizes) - 1))] <= 35
+    assert not {name for size, name in found if size > 60} - set(LONG_FUNCTIONS)
+    long_files = {path.name for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 300}
+    assert not long_files - set(LONG_FILES)

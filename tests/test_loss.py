@@ -1,0 +1,111 @@
+"""The chunked loss against torch's own, in float64, for heads of every kind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from finetune import loss as loss_module
+from finetune.loss import IGNORE, summed_cross_entropy
+
+VOCABULARY, HIDDEN = 97, 32
+
+
+def inputs(dtype: torch.dtype, *, bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    hidden = torch.randn(2, 50, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    offset = torch.randn(VOCABULARY, generator=generator).to(dtype).requires_grad_() if bias else None
+    targets = torch.randint(0, VOCABULARY, (2, 50), generator=generator)
+    targets[0, :9] = IGNORE
+    return hidden, weight, offset, targets
+
+
+def reference(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
+    leaves = [x.detach().double().requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    logits = F.linear(leaves[0], leaves[1], leaves[2] if bias is not None else None)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    return loss, list(torch.autograd.grad(loss * 0.3, leaves))
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.double() - theirs).norm() / theirs.norm())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens_per_chunk", [1, 7, 100, 1000])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_loss_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bound: float, tokens_per_chunk: int, bias: bool
+) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * VOCABULARY * tokens_per_chunk)
+    hidden, weight, offset, targets = inputs(dtype, bias=bias)
+    expected, gradients = reference(hidden, weight, offset, targets)
+    loss = summed_cross_entropy(hidden, weight, targets, offset)
+    assert loss.dtype == torch.float32
+    assert loss.shape == ()
+    assert abs(loss.item() / expected.item() - 1) < (1e-6 if dtype == torch.float32 else 1e-3)
+    (loss * 0.3).backward()
+    for ours, theirs in zip([x for x in (hidden, weight, offset) if x is not None], gradients, strict=True):
+        assert ours.grad is not None
+        assert relative(ours.grad, theirs) < bound
+
+
+def test_frozen_head_gets_no_gradient_and_hidden_the_same_one() -> None:
+    hidden, weight, _, targets = inputs(torch.float32, bias=False)
+    _, gradients = reference(hidden, weight, None, targets)
+    (summed_cross_entropy(hidden, weight.detach(), targets) * 0.3).backward()
+    assert hidden.grad is not None
+    assert relative(hidden.grad, gradients[0]) < 1e-6
+
+
+def test_trained_head_under_frozen_hidden() -> None:
+    hidden, weight, _, targets = inputs(torch.float32, bias=False)
+    _, gradients = reference(hidden, weight, None, targets)
+    (summed_cross_entropy(hidden.detach(), weight, targets) * 0.3).backward()
+    assert weight.grad is not None
+    assert relative(weight.grad, gradients[1]) < 1e-6
+
+
+def test_nothing_learned_is_zero() -> None:
+    hidden, weight, _, targets = inputs(torch.float32, bias=False)
+    loss = summed_cross_entropy(hidden, weight, torch.full_like(targets, IGNORE))
+    loss.backward()
+    assert loss.item() == 0
+    assert hidden.grad is not None
+    assert hidden.grad.abs().max() == 0
+
+
+def test_autocast_multiplies_in_its_own_dtype() -> None:
+    hidden, weight, _, targets = inputs(torch.float32, bias=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = summed_cross_entropy(hidden, weight, targets)
+    rounded = summed_cross_entropy(hidden.bfloat16(), weight.bfloat16(), targets)
+    assert loss.item() == rounded.item()
+
+
+def test_no_gradient_wanted_computes_none() -> None:
+    hidden, weight, _, targets = inputs(torch.float32, bias=False)
+    with torch.no_grad():
+        loss = summed_cross_entropy(hidden, weight, targets)
+    assert not loss.requires_grad
+    assert loss.item() == summed_cross_entropy(hidden, weight, targets).item()
+
+
+def test_all_logits_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = 0
+    linear = F.linear
+
+    def watched(*arguments: Tensor) -> Tensor:
+        nonlocal largest
+        logits = linear(*arguments)
+        largest = max(largest, logits.numel())
+        return logits
+
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * VOCABULARY * 10)
+    monkeypatch.setattr(loss_module.F, "linear", watched)
+    hidden, weight, _, targets = inputs(torch.float32, bias=False)
+    summed_cross_entropy(hidden, weight, targets).backward()
+    assert largest == VOCABULARY * 10

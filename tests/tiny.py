@@ -1,0 +1,107 @@
+"""Tiny models from a config and a tokenizer trained on the spot: 0.2 s, no download. Shared by all tests."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEXT = """
+a river carries the small boat down to sea while seven quiet birds watch from an old stone bridge and nobody knows
+which of them will sing first when morning comes over hills that were green before any road was built here question
+answer why because system user assistant one two three number please tell me what it is
+"""
+WORDS = TEXT.split()
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE of 512 tokens with a ChatML template and no generation marks; pad and eos differ."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    alphabet = ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=512, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([" ".join(WORDS)], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        chat_template=CHATML,
+        model_max_length=2048,
+    )
+
+
+def tiny_model(family: str = "llama", seed: int = 0, **config: Any) -> PreTrainedModel:
+    """A float32 model of about 0.14M parameters with grouped-query attention; `config` overrides its settings."""
+    settings: dict[str, Any] = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    generator_state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings | config), dtype=torch.float32)
+    torch.random.set_rng_state(generator_state)
+    return model
+
+
+def save_tiny(folder: Path, family: str = "llama", seed: int = 0, **config: Any) -> Path:
+    """Model and tokenizer in `folder`, as safetensors, as a recipe's model.name_or_path takes them."""
+    tiny_model(family, seed, **config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def chat_of(tokens: int, tokenizer: PreTrainedTokenizerFast, seed: int) -> dict[str, Any]:
+    """One chat, user and assistant, whose rendering has exactly `tokens` tokens (at least 20)."""
+    draw = random.Random(seed)
+    question, answer = [draw.choice(WORDS) for _ in range(1 + tokens // 40)], [draw.choice(WORDS)]
+
+    def rendered() -> dict[str, Any]:
+        turns = (("user", question), ("assistant", answer))
+        return {"messages": [{"role": role, "content": " ".join(words)} for role, words in turns]}
+
+    def length() -> int:
+        return len(tokenizer.apply_chat_template(rendered()["messages"], return_dict=True)["input_ids"])
+
+    while length() < tokens:
+        answer.append(draw.choice(WORDS))
+    while length() > tokens:  # a word of several tokens overshot: letters are one token each
+        answer.pop()
+        while length() < tokens:
+            answer.append("x")
+    assert length() == tokens, (tokens, length())
+    return rendered()
+
+
+def write_chats(file: Path, lengths: Sequence[int], seed: int = 0) -> Path:
+    """A JSONL file with one chat for each of `lengths` (in tokens of the rendered chat)."""
+    tokenizer = tiny_tokenizer()
+    rows = [chat_of(tokens, tokenizer, seed + index) for index, tokens in enumerate(lengths)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return file
