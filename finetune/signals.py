@@ -126,11 +126,15 @@ def _launcher_words(arguments: list[str]) -> list[str]:
     return []
 
 
-def continue_command() -> str:
-    """What the user types, in the same folder, to continue this run. Call it early, while the launcher lives."""
+def continue_command(*, resume: str) -> str:
+    """What the user types, in the same folder, to continue this run. Call it early, while the launcher lives.
+
+    Args:
+        resume: The recipe's training.resume; `never` was for this start, and would start over.
+    """
     words = _launcher_words(_arguments(os.getppid())) if _under_launcher() else []
     if not words:
         words = ["python", *sys.orig_argv[1:]]
-    # "never" was for this start; continuing with it would start over.
-    words = [word for word in words if word.replace(" ", "") != "training.resume=never"]
+    if resume == "never":
+        words = [word for word in words if not word.startswith("training.resume=")] + ["training.resume=auto"]
     return shlex.join(words)

@@ -1,0 +1,340 @@
+"""Who may write in a run's folder, where a run starts, and how its end is recorded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.checkpoint import step_folder, write_checkpoint
+from finetune.durable import append_lines, cut_lines, read_lines
+from finetune.errors import FinetuneError
+from finetune.recipe import Recipe
+from finetune.run_folder import (
+    Claim,
+    claim_run_folder,
+    curve_identity,
+    environment,
+    mark_failed,
+    mark_run,
+    read_state,
+)
+
+IDENTITY = {"training.seed": 42, "training.learning_rate": 2e-4, "lora.r": 16, "data": "abc"}
+
+
+def claim(run_dir: Path, resume: str = "auto", **changes: Any) -> Claim:
+    return claim_run_folder(
+        run_dir, resume=resume, identity=IDENTITY | changes, command="python train.py r.yaml", wait_seconds=0
+    )  # type: ignore[arg-type]
+
+
+def save(run_dir: Path, step: int) -> None:
+    append_lines(run_dir / "metrics.jsonl", [{"kind": "train", "step": step, "loss": 1 / step}])
+    write_checkpoint(run_dir, step, {"model": {"w": torch.full((3,), float(step))}}, {}, keep=2)
+
+
+def run(run_dir: Path, *, steps: int, end: str | None = None) -> None:
+    """A run that made `steps` checkpoints and then ended, or was killed."""
+    held = claim(run_dir)
+    for step in range(1, steps + 1):
+        save(run_dir, step)
+    if end == "failed":
+        mark_failed(run_dir, RuntimeError("out of memory"), phase="forward", rank=0, step=steps)
+    elif end:
+        mark_run(run_dir, end, step=steps)  # type: ignore[arg-type]
+    held.release()
+
+
+# what is there, resume, changed keys -> status, step, what the notes say
+DECISIONS: list[tuple[Callable[[Path], object], str, dict[str, Any], str, int | None, str]] = [
+    (lambda path: None, "auto", {}, "fresh", None, ""),
+    (lambda path: None, "never", {}, "fresh", None, ""),
+    (lambda path: path.mkdir(), "auto", {}, "fresh", None, ""),
+    (lambda path: run(path, steps=0), "auto", {}, "fresh", None, ""),
+    (lambda path: run(path, steps=0), "auto", {"lora.r": 8}, "fresh", None, ""),
+    (lambda path: run(path, steps=0, end="failed"), "auto", {"lora.r": 8}, "fresh", None, ""),
+    (lambda path: run(path, steps=0), "never", {}, "fresh", None, "previous-1"),
+    (lambda path: run(path, steps=2), "auto", {}, "resumed", 2, ""),
+    (lambda path: run(path, steps=2, end="stopped"), "auto", {}, "resumed", 2, ""),
+    (lambda path: run(path, steps=2, end="failed"), "auto", {}, "resumed", 2, ""),
+    (lambda path: run(path, steps=2), "never", {}, "fresh", None, "previous-1"),
+    (lambda path: run(path, steps=2), "never", {"lora.r": 8}, "fresh", None, "previous-1"),
+    (lambda path: run(path, steps=2, end="finished"), "auto", {}, "finished", 2, ""),
+    (lambda path: run(path, steps=2, end="finished"), "never", {}, "fresh", None, "previous-1"),
+]
+
+
+@pytest.mark.parametrize(("there", "resume", "changes", "status", "step", "note"), DECISIONS)
+def test_where_a_run_starts(
+    tmp_path: Path,
+    there: Callable[[Path], object],
+    resume: str,
+    changes: dict[str, Any],
+    status: str,
+    step: int | None,
+    note: str,
+) -> None:
+    run_dir = tmp_path / "runs" / "a"
+    run_dir.parent.mkdir()
+    there(run_dir)
+    held = claim(run_dir, resume, **changes)
+    assert held.status == status
+    assert (held.checkpoint.step if held.checkpoint else None) == step
+    assert note in "\n".join(held.notes)
+    assert bool(held.notes) == bool(note)
+    state = read_state(run_dir)
+    assert state is not None
+    assert state["state"] == ("finished" if status == "finished" else "running")
+    assert state["identity"] == json.loads(json.dumps(IDENTITY | changes))
+    assert (held.lock is None) == (status == "finished")
+    held.release()
+
+
+def damage(run_dir: Path, step: int) -> None:
+    (step_folder(run_dir, step) / "model.safetensors").write_bytes(b"")
+
+
+def foreign(run_dir: Path) -> None:
+    run_dir.mkdir()
+    (run_dir / "thesis.tex").write_text("do not touch")
+
+
+def unreadable(run_dir: Path) -> None:
+    run_dir.mkdir()
+    (run_dir / "run_state.json").write_text("{")
+
+
+def all_damaged(run_dir: Path) -> None:
+    run(run_dir, steps=2)
+    damage(run_dir, 1)
+    damage(run_dir, 2)
+
+
+REFUSALS: list[tuple[Callable[[Path], object], str, dict[str, Any], str]] = [
+    (foreign, "auto", {}, r"holds other files \(thesis.tex\)"),
+    (foreign, "never", {}, r"holds other files \(thesis.tex\)"),
+    (lambda path: path.write_text(""), "auto", {}, "is a file"),
+    (unreadable, "auto", {}, "run_state.json: unreadable"),
+    (all_damaged, "auto", {}, r"(?s)step-00000002: damaged.*step-00000001: damaged.*no checkpoint is left whole"),
+    (lambda path: run(path, steps=2), "auto", {"lora.r": 8}, "lora.r: 16 there, 8 now"),
+    (lambda path: run(path, steps=2, end="finished"), "auto", {"lora.r": 8}, "lora.r: 16 there, 8 now"),
+    (lambda path: run(path, steps=2), "auto", {"data": "xyz"}, "data: abc there, xyz now"),
+    (lambda path: run(path, steps=2), "auto", {"new.key": None}, r"new.key: \(not set\) there, None now"),
+]
+
+
+@pytest.mark.parametrize(("there", "resume", "changes", "words"), REFUSALS)
+def test_what_is_refused_stays_as_it_was(
+    tmp_path: Path, there: Callable[[Path], object], resume: str, changes: dict[str, Any], words: str
+) -> None:
+    run_dir = tmp_path / "run"
+    there(run_dir)
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock"}
+    with pytest.raises(FinetuneError, match=words) as caught:
+        claim(run_dir, resume, **changes)
+    assert "choose another output_dir" in str(caught.value) or "training.resume=never" in str(caught.value)
+    after = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert after == before
+
+
+def test_the_tables_are_whole() -> None:
+    assert len(DECISIONS) + len(REFUSALS) >= 23
+
+
+def test_every_difference_is_listed(tmp_path: Path) -> None:
+    run(tmp_path / "run", steps=1)
+    with pytest.raises(FinetuneError) as caught:
+        claim(tmp_path / "run", **{"lora.r": 8, "training.seed": 1})
+    assert "training.seed: 42 there, 1 now" in str(caught.value)
+    assert "lora.r: 16 there, 8 now" in str(caught.value)
+    assert "learning_rate" not in str(caught.value)
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_older_one_used(tmp_path: Path) -> None:
+    run(tmp_path, steps=3)
+    damage(tmp_path, 3)
+    held = claim(tmp_path)
+    assert held.checkpoint is not None
+    assert held.checkpoint.step == 2
+    assert len(held.notes) == 1
+    assert "step-00000003: damaged, not used: model.safetensors" in held.notes[0]
+    assert [row["step"] for row in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    held.release()
+
+
+def test_never_moves_run_after_run_aside(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    for number in (1, 2, 3):
+        held = claim(run_dir, "never")
+        save(run_dir, number)
+        held.release()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.previous-1", "run.previous-2"]
+    assert step_folder(tmp_path / "run.previous-1", 1).is_dir()
+    assert step_folder(tmp_path / "run.previous-2", 2).is_dir()
+    assert not step_folder(run_dir, 2).exists()
+
+
+def test_leftovers_go_and_metrics_end_at_the_checkpoint(tmp_path: Path) -> None:
+    run(tmp_path, steps=3)
+    (tmp_path / "checkpoints" / ".tmp-step-00000004").mkdir()
+    (tmp_path / "checkpoints" / ".tmp-step-00000004" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / ".tmp-77-run_state.json").write_text("{")
+    (tmp_path / ".tmp-adapter").mkdir()
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b'{"kind":"train","step":4,"loss":1.0}\n{"kind":"train","st')
+    claim(tmp_path).release()
+    assert not list(tmp_path.rglob(".tmp-*"))
+    assert (tmp_path / "metrics.jsonl").read_bytes() == whole
+
+
+def test_a_run_without_a_checkpoint_starts_with_empty_metrics(tmp_path: Path) -> None:
+    held = claim(tmp_path)
+    append_lines(tmp_path / "metrics.jsonl", [{"step": 1}])
+    held.release()
+    claim(tmp_path).release()
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from finetune.run_folder import claim_run_folder
+claim_run_folder(Path(sys.argv[1]), resume="auto", identity={}, command="c")
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_another_living_process_is_refused_and_a_killed_one_is_not(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "held\n"
+        for resume in ("auto", "never"):
+            with pytest.raises(FinetuneError, match=rf"another run is writing here \(process {holder.pid} on "):
+                claim(tmp_path, resume)
+        holder.kill()
+        holder.wait()
+        claim(tmp_path, identity={}).release()
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+
+
+def test_an_unusable_folder_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FinetuneError, match="output_dir cannot be used: Not a directory"):
+        claim(tmp_path / "file" / "run")
+
+
+def recipe(**changes: Any) -> Recipe:
+    body: dict[str, Any] = {
+        "model": {"name_or_path": "m"},
+        "data": {"train": [{"path": "json"}]},
+        "output_dir": "runs/a",
+    }
+    return Recipe.model_validate({**body, **changes})
+
+
+def test_the_identity_is_what_the_curve_depends_on() -> None:
+    base = curve_identity(recipe())
+    assert base["training.learning_rate"] == 2e-4
+    assert base["data.train[0].path"] == "json"
+    free: list[dict[str, Any]] = [
+        {"budget": {"gpus": 4, "gpu_memory_gb": 24}},
+        {"accelerate_config": "fsdp2"},
+        {"samples": {"count": 0}},
+        {"logging_steps": 7},
+        {"eval_steps": 7},
+        {"save_steps": 7},
+        {"save_total_limit": 7},
+        {"output_dir": "runs/b"},
+        {"training": {"per_device_batch_size": 7}},
+        {"training": {"non_blocking": False}},
+        {"training": {"resume": "never"}},
+    ]
+    assert [change for change in free if curve_identity(recipe(**change)) != base] == []
+    bound: list[dict[str, Any]] = [
+        {"model": {"name_or_path": "n"}},
+        {"lora": None},
+        {"lora": {"r": 8}},
+        {"training": {"seed": 1}},
+        {"training": {"global_batch_size": 8}},
+        {"training": {"max_steps": 8}},
+        {"data": {"train": [{"path": "json"}, {"path": "csv"}]}},
+    ]
+    assert [change for change in bound if curve_identity(recipe(**change)) == base] == []
+
+
+def test_the_end_is_recorded_with_the_command_that_continues(tmp_path: Path) -> None:
+    held = claim(tmp_path)
+    assert mark_run(tmp_path, "stopped", step=5) == "python train.py r.yaml"
+    state = read_state(tmp_path)
+    assert state is not None
+    assert (state["state"], state["step"], state["command"]) == ("stopped", 5, "python train.py r.yaml")
+    held.release()
+
+
+def test_the_first_failure_stays(tmp_path: Path) -> None:
+    held = claim(tmp_path)
+    mark_failed(tmp_path, ValueError("loss is nan"), phase="backward", rank=1, step=7)
+    mark_failed(tmp_path, RuntimeError("connection closed by peer"), phase="forward", rank=0, step=6)
+    state = read_state(tmp_path)
+    assert state is not None
+    assert {key: state[key] for key in ("state", "step", "phase", "rank", "error")} == {
+        "state": "failed",
+        "step": 7,
+        "phase": "backward",
+        "rank": 1,
+        "error": "ValueError: loss is nan",
+    }
+    held.release()
+
+
+def test_the_environment_names_versions_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    facts = environment()
+    assert facts["versions"]["torch"] == torch.__version__
+    text = json.dumps(facts)
+    assert "hf_secret" not in text
+
+
+@pytest.mark.parametrize(
+    ("content", "kept"),
+    [
+        (b"", b""),
+        (b'{"step":1}\n{"step":2}\n{"step":3}\n', b'{"step":1}\n{"step":2}\n'),
+        (b'{"kind":"phase"}\n{"step":3}\n{"kind":"phase"}\n', b'{"kind":"phase"}\n{"kind":"phase"}\n'),
+        (b'{"step":2}\n{"ste', b'{"step":2}\n'),
+        (b'{"step":2}\n{"step":2}', b'{"step":2}\n'),
+        (b'{"step":1,"t":"\xc3\xa4"}\n{"step":2,"t":"\xc3', b'{"step":1,"t":"\xc3\xa4"}\n'),
+        (b'{"step":1}\n\0\0\0\0\0', b'{"step":1}\n'),
+        (b'{"step":1}\n[]\n', b'{"step":1}\n'),
+        (b'{"step":1, "x": 1e-3}\n', b'{"step":1, "x": 1e-3}\n'),
+    ],
+)
+def test_lines_are_cut_bit_for_bit(tmp_path: Path, content: bytes, kept: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(content)
+    cut_lines(path, 2)
+    assert path.read_bytes() == kept
+
+
+def test_appended_lines_are_whole_and_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_lines(path, [{"step": 1, "loss": 0.1 + 0.2, "text": "ä\n"}])
+    append_lines(path, [{"step": 2, "loss": float("nan"), "parts": [float("inf"), 1]}])
+    assert path.read_text().count("\n") == 2
+    assert read_lines(path) == [
+        {"step": 1, "loss": 0.1 + 0.2, "text": "ä\n"},
+        {"step": 2, "loss": None, "parts": [None, 1]},
+    ]

@@ -1,0 +1,93 @@
+"""A launch that would not run what the recipe asks for is refused, before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config import config_args
+
+from finetune.errors import EnvironmentMismatch, RecipeError
+from finetune.launcher import Launch
+from finetune.recipe import Recipe
+from finetune.runtime import CONFIG_FOLDER, check_launch, read_strategy
+
+ALONE = Launch(
+    launcher="accelerate",
+    asked_processes=None,
+    config_file=None,
+    threads_chosen=True,
+    world_size=1,
+    rank=0,
+    local_rank=0,
+    on_cpu=False,
+)
+TWO = replace(ALONE, world_size=2, on_cpu=True)
+
+
+def recipe(**changes: Any) -> Recipe:
+    return Recipe.model_validate(
+        {"model": {"name_or_path": "x"}, "data": {"train": [{"path": "json"}]}, "lora": None, **changes}
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_default_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    path = tmp_path / "default_config.yaml"
+    monkeypatch.setattr(config_args, "default_config_file", str(path))
+    return path
+
+
+def test_what_fits_is_let_through() -> None:
+    assert check_launch(recipe(), ALONE).kind == "single"
+    assert check_launch(recipe(accelerate_config="ddp"), TWO).kind == "ddp"
+    cpu = CONFIG_FOLDER / "cpu_2proc.yaml"
+    assert check_launch(recipe(accelerate_config="ddp"), replace(TWO, config_file=cpu)).kind == "ddp"
+
+
+@pytest.mark.parametrize(
+    ("changes", "launch", "words"),
+    [
+        ({}, TWO, ["single", "2", "accelerate_config=ddp"]),
+        ({"accelerate_config": "ddp"}, ALONE, ["ddp", "one", "--num_processes 2"]),
+        ({}, replace(ALONE, asked_processes=2), ["2 processes", "one process", "cpu_2proc"]),
+        ({}, replace(ALONE, config_file=CONFIG_FOLDER / "fsdp2.yaml"), ["single", "fsdp", "--config_file"]),
+        ({"accelerate_config": "fsdp2"}, replace(TWO, config_file=CONFIG_FOLDER / "ddp.yaml"), ["fsdp", "ddp"]),
+        ({"training": {"mixed_precision": "fp16"}}, ALONE, ["fp16", "bf16"]),
+        ({"training": {"optim": "paged_adamw_8bit"}}, ALONE, ["paged_adamw_8bit", "adamw"]),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], launch: Launch, words: list[str]) -> None:
+    with pytest.raises(EnvironmentMismatch) as caught:
+        check_launch(recipe(**changes), launch)
+    assert caught.value.exit_code == 4
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_recipe_without_gpus_is_refused() -> None:
+    with pytest.raises(EnvironmentMismatch, match=r"4 GPU.*24 GB.*budget\.gpus=0"):
+        check_launch(recipe(budget={"gpus": 4, "gpu_memory_gb": 24}), ALONE)
+
+
+def test_a_stray_default_config_is_named(no_default_config: Path) -> None:
+    no_default_config.write_text(yaml.safe_dump({"distributed_type": "FSDP", "num_processes": 1}))
+    with pytest.raises(EnvironmentMismatch, match="default config in the cache") as caught:
+        check_launch(recipe(), ALONE)
+    assert str(no_default_config) in str(caught.value)
+    assert check_launch(recipe(), replace(ALONE, launcher="python")).kind == "single"
+
+
+def test_an_unreadable_strategy_is_a_recipe_error(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="accelerate_config"):
+        read_strategy(str(tmp_path / "missing.yaml"))
+    odd = tmp_path / "odd.yaml"
+    odd.write_text("distributed_type: MAGIC\n")
+    with pytest.raises(RecipeError, match="distributed_type"):
+        read_strategy(str(odd))
