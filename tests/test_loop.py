@@ -151,8 +151,10 @@ def test_no_clipping_leaves_the_gradient_whole(tiny_llama: Path) -> None:
     first, second = clipped.step(1, max_grad_norm=1e-3), whole.step(1, max_grad_norm=None)
     assert first.grad_norm == second.grad_norm > 1e-3
     start = Bench(tiny_llama)
-    moved = [float(torch.stack([(a - b).norm() for a, b in zip(weights(m), weights(start.model), strict=True)]).norm())
-             for m in (clipped.model, whole.model)]
+    moved = [
+        float(torch.stack([(a - b).norm() for a, b in zip(weights(m), weights(start.model), strict=True)]).norm())
+        for m in (clipped.model, whole.model)
+    ]
     assert moved[0] == pytest.approx(0.1 * 1e-3, rel=1e-3)
     assert moved[1] == pytest.approx(0.1 * second.grad_norm, rel=1e-3)
 
