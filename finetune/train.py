@@ -62,7 +62,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     from finetune.signals import continue_command, die_with_launcher, stop_on_signals
 
     recipe, launch = loaded.recipe, read_launch()
-    command = continue_command()
+    command = continue_command(resume=recipe.training.resume)
     strategy = check_launch(recipe, launch)
     with stop_on_signals(announce=launch.is_main) as stop:
         die_with_launcher()
@@ -120,7 +120,9 @@ def _train_claimed(start: Start) -> int:
     resumed_step = _agree_on_start(accelerator, start.claim)
     if resumed_step is None:
         if start.launch.is_main:
-            print(f"{start.run_dir}: this run is finished; to train again: training.resume=never, or another output_dir")
+            print(
+                f"{start.run_dir}: this run is finished; to train again: training.resume=never, or another output_dir"
+            )
         return 0
     progress = Progress()
     try:

@@ -39,6 +39,7 @@ with stop_on_signals() as stop:
         sys.exit(1)
 """
 
+REPOSITORY = str(Path(__file__).parent.parent)
 LAUNCHER = """
 import subprocess, sys
 subprocess.Popen([sys.executable, *sys.argv[1:]]).wait()
@@ -57,7 +58,7 @@ def wait_for(path: Path, seconds: float = 20) -> str:
 def started(command: list[str], **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
         command,
-        env=os.environ | environment,
+        env=os.environ | {"PYTHONPATH": REPOSITORY} | environment,
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,

@@ -1,0 +1,269 @@
+"""Where a rendered chat holds what is learned, for any chat template, found by rendering.
+
+Templates with generation marks are rare, and wrong ones not, so marks are not used. Instead each message's texts are
+wrapped in private characters, the chat is rendered once more, and the characters show where every text went:
+
+    <|im_start|>user\\n[Hi]<|im_end|>\\n<|im_start|>assistant\\n[Hello]<|im_end|>\\n
+                         `------------- tail -------------´`---------------´  learned: answer and end of turn
+
+The tail, from the end of the message before to where an answer begins, is what the template writes as its generation
+prompt: what the model is given at inference. What it writes itself is learned, up to and with the first special token
+after the answer. When marked and plain rendering differ (a template that looks at its texts), prefixes of the chat
+are rendered instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from finetune.chat_messages import REASONING
+from finetune.row_reading import BadRow
+
+_BLOCKS = (0x100000, 0xF0000)  # private planes 16 and 15; the second when a row's own text uses the first
+_BLOCK_SIZE = 0xFFF0
+Span = tuple[int, int]
+Messages = Sequence[dict[str, Any]]
+Tools = list[dict[str, Any]] | None
+
+
+class Renderer(Protocol):
+    """ChatTemplate.render."""
+
+    def __call__(self, messages: Messages, tools: Tools, *, generation_prompt: bool = False) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A rendered chat: its text, what each assistant turn wrote, and texts that only look like control tokens."""
+
+    text: str
+    turns: dict[int, Span]  # index of the assistant's message -> characters that the model writes
+    literals: list[Span]
+
+
+@dataclass(slots=True)
+class _Marked:
+    """Where the marks of each message stand in the plain text."""
+
+    text: str
+    first: dict[int, int] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
+    literals: list[Span] = field(default_factory=list)
+
+
+class SpanFinder:
+    """Finds the assistant's spans with one template; remembers the tails it has seen."""
+
+    def __init__(self, render: Renderer, special_tokens: Sequence[str]) -> None:
+        self._render = render
+        longest_first = sorted(special_tokens, key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._tails: dict[tuple[str, bool], str] = {}
+
+    def find(self, messages: Messages, tools: Tools) -> Rendered:
+        """Render a chat and find what its assistant wrote. Raises BadRow when the template cannot be followed."""
+        text = self._render(messages, tools)
+        marked = self._mark_and_render(messages, tools)
+        followed = marked is not None and marked.text == text
+        if not followed:
+            self._refuse_literals(messages, tools)
+        turns = {}
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant" and marked is not None and followed:
+                turns[index] = self._turn(messages, tools, index, marked)
+            elif message["role"] == "assistant":
+                turns[index] = self._turn_by_prefix(messages, tools, index, text)
+        if marked is None or not followed:
+            return Rendered(text, turns, [])
+        _check_kept(messages, marked)
+        return Rendered(text, turns, marked.literals)
+
+    def find_literals(self, messages: Messages, tools: Tools, prompt: str) -> list[Span]:
+        """Texts in a rendered prompt that only look like control tokens. Raises BadRow."""
+        if not any(self.special.search(part) for part in _texts([messages, tools])):
+            return []
+        marked = self._mark_and_render(messages, tools, generation_prompt=True)
+        if marked is None or marked.text != prompt:
+            self._refuse_literals(messages, tools)
+        return marked.literals if marked else []
+
+    def _refuse_literals(self, messages: Messages, tools: Tools) -> None:
+        found = next((token for part in _texts([messages, tools]) if (token := self.special.search(part))), None)
+        if found:
+            raise BadRow(
+                f"the text spells the control token {found.group()!r}, and the chat template changes it on its way; "
+                "take it out of the row"
+            )
+
+    def _mark_and_render(self, messages: Messages, tools: Tools, *, generation_prompt: bool = False) -> _Marked | None:
+        block = _free_block([messages, tools], 2 * len(messages) + 4)
+        fence = chr(block) + r"\g<0>" + chr(block + 1)
+
+        def marker(index: int) -> Callable[[str], str]:
+            opening, closing = chr(block + 2 * index + 4), chr(block + 2 * index + 5)
+
+            def mark(text: str) -> str:
+                core = text.strip()  # marks stand inside of the space that many templates trim
+                if not core:
+                    return text
+                start = text.index(core)
+                fenced = self.special.sub(fence, core)
+                return f"{text[:start]}{opening}{fenced}{closing}{text[start + len(core) :]}"
+
+            return mark
+
+        with_marks = [_mark_message(message, marker(index)) for index, message in enumerate(messages)]
+        fenced_tools = tools and _map_texts(tools, lambda text: self.special.sub(fence, text))
+        try:
+            rendered = self._render(with_marks, fenced_tools, generation_prompt=generation_prompt)
+        except BadRow:  # the plain texts rendered, so it is the marks that the template does not take
+            return None
+        return _unmark(rendered, block)
+
+    def _turn(self, messages: Messages, tools: Tools, index: int, marked: _Marked) -> Span:
+        """Characters that the assistant writes in its turn: answer and end-of-turn token."""
+        if index not in marked.last or index - 1 not in marked.last:
+            return self._turn_by_prefix(messages, tools, index, marked.text, marked.literals)
+        start = self._start(messages, tools, index, marked)
+        return start, self._end(marked.text, marked.last[index], marked.first.get(index + 1))
+
+    def _start(self, messages: Messages, tools: Tools, index: int, marked: _Marked) -> int:
+        before, own = marked.last[index - 1], marked.first[index]
+        key = (messages[index - 1]["role"], bool(tools))
+        tail = self._tails.get(key)
+        if tail is None or not marked.text.startswith(tail, before):
+            tail = self._tails[key] = self._tail(messages, tools, index)
+        matched = _common(tail, marked.text, before)
+        if matched == len(tail):
+            return min(before + matched, own)
+        # The generation prompt goes on where a finished turn does not (DeepSeek-R1 opens a thinking block there).
+        if marked.text[before + matched : own].strip():
+            raise BadRow(
+                f"cannot tell where the chat template's header ends before {marked.text[own : own + 40]!r}; "
+                "give data.chat_template one whose generation prompt is how its assistant turns begin"
+            )
+        return own
+
+    def _tail(self, messages: Messages, tools: Tools, index: int) -> str:
+        """What the template writes after message index-1 when it asks for an answer."""
+        mark = chr(_free_block([messages, tools], 2))
+        last = _mark_message(messages[index - 1], lambda text: f"{text.rstrip()}{mark}{text[len(text.rstrip()) :]}")
+        prompt = self._prompt([*messages[: index - 1], last], tools)
+        return prompt[prompt.rfind(mark) + 1 :]
+
+    def _prompt(self, head: Messages, tools: Tools) -> str:
+        """The text that asks for an answer to `head`: with the generation prompt, or with the header that a template
+        without one writes before an answer."""
+        prompt = self._render(head, tools, generation_prompt=True)
+        if prompt != self._render(head, tools):
+            return prompt
+        mark = chr(_free_block([head, tools], 2) + 1)
+        answered = self._render([*head, {"role": "assistant", "content": mark}], tools)
+        header = answered[len(prompt) : answered.find(mark)] if answered.startswith(prompt) else ""
+        return prompt + header if header.strip() else prompt
+
+    def _end(self, text: str, after: int, limit: int | None) -> int:
+        found = self.special.search(text, after)
+        if found is None or (limit is not None and found.start() >= limit):
+            raise BadRow(
+                "the chat template writes no end-of-turn token after the assistant's text, so the model would not "
+                "learn to stop; give data.chat_template one that does, for example {{ eos_token }}"
+            )
+        return found.end()
+
+    def _turn_by_prefix(
+        self, messages: Messages, tools: Tools, index: int, text: str, literals: Sequence[Span] = ()
+    ) -> Span:
+        """From the end of the prompt for an answer to the last special token of the chat that ends with it."""
+        prompt, turn = self._prompt(messages[:index], tools), self._render(messages[: index + 1], tools)
+        if not (text.startswith(prompt) and text.startswith(turn)):
+            raise BadRow(
+                f"cannot tell where turn {index + 1} stands in the chat template's text; "
+                "change the row, or give data.chat_template another"
+            )
+        closing = [found.end() for found in self.special.finditer(turn, len(prompt)) if found.span() not in literals]
+        return len(prompt), closing[-1] if closing else self._end(text, len(turn), None)
+
+
+def _check_kept(messages: Messages, marked: _Marked) -> None:
+    for index, message in enumerate(messages):
+        if message["content"].strip() and index not in marked.last:
+            raise BadRow(
+                f"the chat template leaves out the {message['role']} turn {index + 1}; "
+                "take the turn away, or give data.chat_template one that writes it"
+            )
+
+
+def _unmark(marked: str, block: int) -> _Marked:
+    """The text without marks, and where they stood. Relative codes 0 and 1 fence literals, 4 up are messages'."""
+    result, parts, position, done, fence_from = _Marked(""), [], 0, 0, 0
+    for found in re.finditer(f"[{chr(block)}-{chr(block + _BLOCK_SIZE - 1)}]", marked):
+        parts.append(marked[done : found.start()])
+        position += found.start() - done
+        done = found.end()
+        code = ord(found.group()) - block
+        if code == 0:
+            fence_from = position
+        elif code == 1:
+            result.literals.append((fence_from, position))
+        else:
+            result.first.setdefault((code - 4) // 2, position)
+            result.last[(code - 4) // 2] = position
+    result.text = "".join([*parts, marked[done:]])
+    return result
+
+
+def _mark_message(message: dict[str, Any], mark: Callable[[str], str]) -> dict[str, Any]:
+    """Marks on content, reasoning, and the names and arguments of tool calls; ids and types stay as they are."""
+    made = dict(message)
+    for key in ("content", *REASONING):
+        if key in made:
+            made[key] = mark(made[key])
+    if "tool_calls" in made:
+        made["tool_calls"] = [
+            call | {"function": call["function"] | {
+                "name": mark(call["function"]["name"]), "arguments": _map_texts(call["function"]["arguments"], mark)
+            }}
+            for call in made["tool_calls"]
+        ]  # fmt: skip
+    return made
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_map_texts(item, change) for item in value]
+    return value
+
+
+def _texts(value: Any) -> list[str]:
+    found: list[str] = []
+    _map_texts(value, lambda text: found.append(text) or text)  # type: ignore[func-returns-value]
+    return found
+
+
+def _free_block(value: Any, size: int) -> int:
+    """First code of a block of private characters that the row's own texts do not use."""
+    assert size < _BLOCK_SIZE, "a chat of 30,000 messages"
+    texts = [text for text in _texts(value) if not text.isascii()]
+    for block in _BLOCKS:
+        used = re.compile(f"[{chr(block)}-{chr(block + _BLOCK_SIZE - 1)}]")
+        if not any(used.search(text) for text in texts):
+            return block
+    raise BadRow("the row uses private characters of both planes 15 and 16; take one kind out")
+
+
+def _common(tail: str, text: str, start: int) -> int:
+    """Length of the common prefix of `tail` and text[start:]."""
+    if text.startswith(tail, start):
+        return len(tail)
+    length = 0
+    while length < len(tail) and start + length < len(text) and tail[length] == text[start + length]:
+        length += 1
+    return length

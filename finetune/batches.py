@@ -1,0 +1,218 @@
+"""Rows of tokenised documents, their order, and the micro-batches of a rank.
+
+Which rows make a step depends on data, seed and global_batch_size alone. Everything but `prepare` is a pure function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypedDict, cast
+
+import numpy as np
+import torch
+
+from finetune.conversations import IGNORE, Encoder, SamplePrompt
+from finetune.data_sources import resolve
+from finetune.document_pool import DocumentPool, Rows, Split, split_documents
+from finetune.recipe import EvalFraction, Recipe
+from finetune.row_check import data_entries
+from finetune.seeded import ROW_ORDER, seeded_order
+from finetune.token_cache import content_key, stored_documents
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["MicroBatch", "Prepared", "Rows", "micro_batches", "prefetch", "prepare", "rows_of_step"]
+
+
+class MicroBatch(TypedDict, total=False):
+    """What one forward gets: [1, tokens] with the documents of all its rows, or [rows, longest] padded right."""
+
+    input_ids: torch.Tensor  # int64
+    position_ids: torch.Tensor  # int64, from 0 in each document; a padded tail counts as one more document
+    shift_labels: torch.Tensor  # int64, the target of each position; IGNORE at each document's last
+    cu_seq_lens: torch.Tensor  # int32 [documents + 1], flat only
+    document_lengths: tuple[int, ...]  # the same on the host, so that attention reads nothing back; flat only
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The data of a run."""
+
+    train: Rows
+    eval: Rows | None
+    fingerprint: str  # content address of data, tokenizer, template and settings
+    facts: dict[str, Any]  # counts for receipt and terminal
+    prompts: list[SamplePrompt]  # to be answered before and after training
+
+
+def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
+    """Tokenise what is not in the cache, hold out, weigh and pack. Any number of processes may call it at once.
+
+    Raises DataError with every mistake of the rows (file:line: what is wrong; remedy).
+    """
+    data, seed = recipe.data, recipe.training.seed
+    encoder = Encoder(tokenizer, data)
+    entries = data_entries(data)
+    keys, stores = zip(*(stored_documents(resolve(entry), data, encoder) for entry in entries), strict=True)
+    pool = DocumentPool(stores)
+    split = split_documents(pool, entries, len(data.train), data.eval, seed)
+    capacity = data.max_length if data.packing else None
+    train = pool.rows(split.train, capacity)
+    held_out = pool.rows(split.held_out, capacity) if len(split.held_out) else None
+    eval_key = data.eval.fraction if isinstance(data.eval, EvalFraction) else None
+    settings = [recipe.training.seed, data.packing, data.max_length, eval_key, [entry.weight for entry in entries]]
+    return Prepared(
+        train=train,
+        eval=held_out,
+        fingerprint=content_key({"documents": keys, "settings": settings, "training sets": len(data.train)}),
+        facts=_facts(pool, split, train, held_out, capacity),
+        prompts=_prompts(recipe, encoder, pool, split),
+    )
+
+
+def _facts(
+    pool: DocumentPool, split: Split, train: Rows, held_out: Rows | None, capacity: int | None
+) -> dict[str, Any]:
+    def total(name: str) -> int:
+        return sum(int(store.facts[name]) for store in pool.stores)
+
+    tokens = int(train.lengths.sum())
+    return {
+        "documents": len(split.train),  # of one epoch, copies by weight included
+        "distinct_documents": len(np.unique(split.train)),
+        "tokens": tokens,
+        "supervised_tokens": int(train.supervised.sum()),
+        "rows": len(train),
+        # Unpacked rows are not filled up: the longest of them is what they would be padded to.
+        "fill": tokens / (len(train) * (capacity or int(train.lengths.max()))),
+        "eval_documents": len(split.held_out),
+        "eval_tokens": int(held_out.lengths.sum()) if held_out else 0,
+        "eval_duplicates_left_out": split.duplicates,
+        "truncated": total("truncated"),
+        "dropped": total("dropped"),
+        "control_token_texts": total("control_token_texts"),
+        "largest_token_id": max(int(store.facts["largest_token_id"]) for store in pool.stores),
+    }
+
+
+def _prompts(recipe: Recipe, encoder: Encoder, pool: DocumentPool, split: Split) -> list[SamplePrompt]:
+    wanted = recipe.samples
+    if wanted.prompts is not None:
+        return [encoder.sample_prompt(text) for text in wanted.prompts]
+    documents = split.held_out if len(split.held_out) else np.unique(split.train)
+    return [encoder.prompt_of(*pool.document(index)) for index in documents[: wanted.count].tolist()]
+
+
+def rows_of_step(step: int, *, rows: int, global_batch_size: int, seed: int, total_rows: int) -> np.ndarray:
+    """The rows of step `step` (from 0), int64 [at most global_batch_size].
+
+    The stream of rows is one seeded permutation of all rows after another; step s takes its s-th stretch of
+    global_batch_size, and `total_rows` ends it, so the last step may be short: nothing is dropped, nothing doubled.
+    """
+    first = step * global_batch_size
+    positions = np.arange(first, min(first + global_batch_size, total_rows))
+    epochs = positions // rows
+    parts = [_epoch_order(rows, seed, epoch)[positions[epochs == epoch] % rows] for epoch in np.unique(epochs).tolist()]
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+@lru_cache(maxsize=2)  # a step touches two epochs at most, unless rows are fewer than a batch
+def _epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
+    order = seeded_order(rows, seed, ROW_ORDER, epoch)
+    order.flags.writeable = False
+    return order
+
+
+def micro_batches(
+    rows: Rows,
+    indices: np.ndarray | Sequence[int],
+    *,
+    rank: int,
+    world_size: int,
+    per_device_batch_size: int,
+    flat: bool,
+) -> list[MicroBatch]:
+    """This rank's forwards for the rows of a step: as many on every rank.
+
+    Rows are dealt out in turn, so that ranks differ by at most one row a micro-batch; a rank without a row gets a
+    batch of one token, of which nothing is learned, because its gradients must still be reduced.
+    """
+    share = per_device_batch_size * world_size
+    dealt = [indices[at : at + share][rank::world_size] for at in range(0, len(indices), share)]
+    return [_batch([rows.documents(int(row)) for row in mine], flat=flat) for mine in dealt]
+
+
+def _batch(rows: list[list[tuple[np.ndarray, np.ndarray]]], *, flat: bool) -> MicroBatch:
+    if not rows:
+        rows = [[(np.zeros(1, np.int64), np.full(1, IGNORE))]]
+    if flat:
+        documents = [document for row in rows for document in row]
+        ends = np.cumsum([0] + [len(ids) for ids, _ in documents])
+        return MicroBatch(
+            **_joined([documents], int(ends[-1])),
+            cu_seq_lens=torch.from_numpy(ends.astype(np.int32)),
+            document_lengths=tuple(np.diff(ends).tolist()),
+        )
+    return _joined(rows, max(sum(len(ids) for ids, _ in row) for row in rows))
+
+
+def _joined(rows: list[list[tuple[np.ndarray, np.ndarray]]], width: int) -> MicroBatch:
+    """Documents of each row one after another, padded right to `width`; labels shifted within each document."""
+    input_ids = np.zeros((len(rows), width), np.int64)
+    position_ids = np.zeros((len(rows), width), np.int64)
+    shift_labels = np.full((len(rows), width), IGNORE, np.int64)
+    for index, row in enumerate(rows):
+        at = 0
+        for ids, labels in row:
+            end = at + len(ids)
+            input_ids[index, at:end] = ids
+            position_ids[index, at:end] = np.arange(len(ids))
+            shift_labels[index, at : end - 1] = labels[1:]
+            at = end
+        position_ids[index, at:] = np.arange(width - at)
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(position_ids),
+        shift_labels=torch.from_numpy(shift_labels),
+    )
+
+
+def prefetch(batches: Iterable[MicroBatch], device: torch.device | str, non_blocking: bool) -> Iterator[MicroBatch]:
+    """The batches on the device. On CUDA with `non_blocking`, each is copied from pinned memory on a stream of its own
+    while the one before it is computed on."""
+    device = torch.device(device)
+    if device.type != "cuda" or not non_blocking:
+        for batch in batches:
+            yield _moved(batch, lambda tensor: tensor.to(device))
+        return
+    copies = torch.cuda.Stream(device)
+    ahead: tuple[MicroBatch, torch.cuda.Event] | None = None
+    for batch in batches:
+        with torch.cuda.stream(copies):
+            moved = _moved(batch, lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
+            copied = copies.record_event()
+        if ahead is not None:
+            yield _received(*ahead)
+        ahead = moved, copied
+    if ahead is not None:
+        yield _received(*ahead)
+
+
+def _received(batch: MicroBatch, copied: torch.cuda.Event) -> MicroBatch:
+    """A copied batch, for use on the present stream."""
+    present = torch.cuda.current_stream()
+    present.wait_event(copied)
+
+    def use(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.record_stream(present)  # its memory belongs to the copying stream; keep it until this one is done
+        return tensor
+
+    return _moved(batch, use)
+
+
+def _moved(batch: MicroBatch, move: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+    moved = {key: move(value) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    return cast(MicroBatch, moved)

@@ -1,0 +1,161 @@
+"""One message of a chat, checked strictly and brought into the form that chat templates read (OpenAI's keys)."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from finetune.row_reading import BadRow, json_kind, parse_json
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
+REASONING = ("reasoning_content", "thinking", "reasoning")
+MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING)
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def is_learned(message: Mapping[str, Any], where: str) -> bool:
+    weight = message.get("weight")
+    if weight is None:
+        return bool(message["role"] == "assistant")
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise BadRow(f"{where}: weight must be 0 (read) or 1 (learned), this is {json_kind(weight)}")
+    if weight and message["role"] != "assistant":
+        raise BadRow(
+            f"{where}: weight 1 on a {message['role']} turn; only the assistant's turns are learned: take it away"
+        )
+    return bool(weight)
+
+
+def read_message(message: Any, where: str) -> dict[str, Any]:
+    """A message with the keys that templates read: no nulls, no weight, arguments of tool calls as objects."""
+    if not isinstance(message, dict):
+        raise BadRow(f'{where} must be an object, this is {json_kind(message)}; write {{"role": ..., "content": ...}}')
+    role = _role(message, where)
+    made = {key: value for key, value in message.items() if value is not None and key != "weight"}
+    for key in made:
+        if key not in MESSAGE_KEYS and (near := nearest(key, MESSAGE_KEYS, cutoff=0.75)) and near not in message:
+            raise BadRow(f"{where}: unknown key {key!r}; did you mean {near!r}?")
+    if not made.get("tool_calls"):
+        made.pop("tool_calls", None)  # an empty list makes some templates write an empty call
+    else:
+        if role != "assistant":
+            raise BadRow(f"{where}: tool_calls on a {role} turn; only the assistant calls tools")
+        made["tool_calls"] = _tool_calls(made["tool_calls"], f"{where}.tool_calls")
+    for key in REASONING:
+        if key in made:
+            made[key] = checked_text(made[key], f"{where}.{key}", may_be_empty=True)
+    return made | {"content": _content(message, where, may_be_empty="tool_calls" in made or role == "tool")}
+
+
+def _role(message: Mapping[str, Any], where: str) -> str:
+    if "role" not in message:
+        near = nearest("role", message)
+        hint = f"{near!r} is there: rename it" if near else "add it: user, assistant, system or tool"
+        if "from" in message:
+            hint = "'from' is there: this is format: sharegpt, whose column is 'conversations'"
+        raise BadRow(f"{where}: 'role' is missing; {hint}")
+    role = message["role"]
+    if not isinstance(role, str) or role not in ROLES:
+        near = OTHER_ROLES.get(str(role).lower()) or nearest(str(role), ROLES)
+        hint = f"did you mean {near!r}?" if near else f"known are {', '.join(ROLES)}"
+        raise BadRow(f"{where}: unknown role {json.dumps(role, ensure_ascii=False)}; {hint}")
+    return role
+
+
+def _content(message: Mapping[str, Any], where: str, *, may_be_empty: bool) -> str:
+    if "content" not in message and not may_be_empty:
+        near = nearest("content", [key for key in message if key not in MESSAGE_KEYS], cutoff=0.6)
+        near = near or next((key for key in ("value", "text") if key in message), None)
+        raise BadRow(f"{where}: 'content' is missing; " + (f"{near!r} is there: rename it" if near else "add it"))
+    content = message.get("content")
+    if content is None and may_be_empty:
+        return ""
+    if isinstance(content, list):
+        content = _join_parts(content, f"{where}.content")
+    return checked_text(content, f"{where}.content", may_be_empty=may_be_empty)
+
+
+def _join_parts(parts: list[Any], where: str) -> str:
+    for index, part in enumerate(parts):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = repr(part.get("type")) if isinstance(part, dict) else json_kind(part)
+            raise BadRow(f"{where}[{index}]: {kind} instead of a text part; only text is learned here: take it away")
+    return "".join(part["text"] for part in parts)
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise BadRow(f'{where} must be a list, this is {json_kind(calls)}; write [{{"type": "function", ...}}]')
+    made = []
+    for index, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise BadRow(f'{where}[{index}]: a call needs a function name; write {{"function": {{"name": ...}}}}')
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):  # OpenAI's way; templates want the object
+            arguments = json_text(arguments or "{}", f"{where}[{index}]: arguments")
+        if not isinstance(arguments, dict):
+            raise BadRow(
+                f"{where}[{index}]: arguments must be an object, this is {json_kind(arguments)}; write {{...}}"
+            )
+        _check_inside(arguments, f"{where}[{index}]: arguments")
+        checked_text(function["name"], f"{where}[{index}]: name")
+        kept = {key: value for key, value in call.items() if key not in ("name", "arguments") and value is not None}
+        made.append({"type": "function", **kept, "function": {**function, "arguments": arguments}})
+    return made
+
+
+def read_tools(tools: Any) -> list[dict[str, Any]] | None:
+    if isinstance(tools, str):  # as text, because table formats cannot hold schemas that differ from row to row
+        tools = json_text(tools, "tools") if tools.strip() else None
+    if not tools and (tools is None or isinstance(tools, list)):
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRow(f"'tools' must be a list of JSON schemas, this is {json_kind(tools)}; write [{{\"type\": ...}}]")
+    _check_inside(tools, "tools")
+    return tools
+
+
+def json_text(text: str, where: str) -> Any:
+    try:
+        return parse_json(text)
+    except BadRow as error:
+        raise BadRow(f"{where}: {error}") from None
+
+
+def _check_inside(value: Any, where: str) -> None:
+    """The text checks for every text inside a JSON value."""
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, str):
+            checked_text(item, where, may_be_empty=True)
+        elif isinstance(item, dict):
+            todo += [*item, *item.values()]
+        elif isinstance(item, list):
+            todo += item
+
+
+def checked_text(value: Any, where: str, *, may_be_empty: bool = False) -> str:
+    if not isinstance(value, str):
+        raise BadRow(f"{where} must be text, this is {json_kind(value)}; put it in quotes")
+    if not may_be_empty and not value.strip():
+        raise BadRow(f"{where} is empty; give it a text, or take the row away")
+    if "\x00" in value:
+        raise BadRow(f"{where} holds the character NUL at position {value.index(chr(0))}; take it out")
+    if not value.isascii() and (found := _LONE_SURROGATE.search(value)):
+        raise BadRow(
+            f"{where} holds half a character (\\u{ord(found.group()):04x}) at position {found.start()}; "
+            "escape both halves of the pair, or write the character itself"
+        )
+    return value
+
+
+def nearest(word: str, among: Iterable[str], cutoff: float = 0.7) -> str | None:
+    """The name most like `word`, for "did you mean"."""
+    found = difflib.get_close_matches(word.lower(), list(among), 1, cutoff)
+    return found[0] if found else None

@@ -1,0 +1,108 @@
+"""A chat template made reproducible: the library renders, today's date is pinned."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import DataError
+from finetune.row_reading import BadRow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FORMAT = re.compile(r"""["']([^"'\n]*%[a-zA-Z-][^"'\n]*)["']""")
+
+
+class ChatTemplate:
+    """Renders messages with the tokenizer's template, or the recipe's, on the same day every day."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str | None, date_string: str) -> None:
+        """`source` is Jinja text or a file's name; None: the tokenizer's own. Raises DataError."""
+        self._tokenizer = tokenizer
+        self._date = date_string
+        self._own = read_source(source) if source is not None else None
+        if self._own is None and not tokenizer.chat_template:
+            raise DataError(
+                ["data.chat_template: the tokenizer has no chat template; name one (Jinja text or a file), or choose "
+                 "data of format text or prompt_completion"]
+            )  # fmt: skip
+        self._pinned: dict[bool, str] = {}
+
+    def source(self, *, tools: bool = False) -> str:
+        """The template's text with the date pinned; some tokenizers have another one for rows with tools."""
+        if tools not in self._pinned:
+            text = self._own or self._tokenizer.get_chat_template(None, tools=[{}] if tools else None)
+            self._pinned[tools] = pin_date(text, self._date)
+        return self._pinned[tools]
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        generation_prompt: bool = False,
+    ) -> str:
+        """The text of a chat. Raises BadRow with the template's own words."""
+        from jinja2 import TemplateError, TemplateSyntaxError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=tools,
+                chat_template=self.source(tools=bool(tools)),
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                date_string=self._date,
+            )
+        except TemplateSyntaxError as error:
+            raise DataError(
+                [f"data.chat_template: line {error.lineno}: {error.message}; correct the template"]
+            ) from None
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            words = str(error).strip().rstrip(".") or type(error).__name__
+            raise BadRow(
+                f"the chat template refuses this row: {words}; change the row, or data.chat_template"
+            ) from None
+        assert isinstance(text, str)
+        return text
+
+
+def read_source(source: str) -> str:
+    """Jinja text as it is, or what the named file holds. Raises DataError."""
+    if "{" in source:
+        return source
+    try:
+        return Path(source).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise DataError(
+            [f"data.chat_template: {source}: {reason}; name a file of Jinja text, or write the text"]
+        ) from None
+
+
+def pin_date(source: str, date_string: str) -> str:
+    """The template with `strftime_now` replaced by the pinned day, in whatever format it asks for.
+
+    A macro of that name hides the library's function (templates of Llama 3.2 call it; 3.1 takes `date_string`). The
+    macro stands on the template's first line, so line numbers in errors stay right.
+    """
+    if "strftime_now" not in source:
+        return source
+    formats = dict.fromkeys(_FORMAT.findall(source))
+    branches = "".join(
+        f"{{%- elif format == {form!r} -%}}{{{{- {_in_format(date_string, form)!r} -}}}}" for form in formats
+    )
+    otherwise = f"{{%- else -%}}{{{{- {date_string!r} -}}}}"
+    return f"{{%- macro strftime_now(format) -%}}{{%- if false -%}}{branches}{otherwise}{{%- endif -%}}{{%- endmacro -%}}{source}"
+
+
+def _in_format(date_string: str, form: str) -> str:
+    """The pinned day in another format; as it stands when it is no day in Llama's own format."""
+    try:
+        return datetime.strptime(date_string, "%d %b %Y").strftime(form)
+    except ValueError:
+        return date_string

@@ -1,0 +1,135 @@
+"""The documents of all data sets as one: which are held out, how often each is seen, and which share a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from finetune.errors import DataError
+from finetune.packing import pack
+from finetune.recipe import DataSet, EvalFraction
+from finetune.seeded import HOLD_OUT, WEIGH, seeded_order
+from finetune.token_cache import StoredDocuments
+
+
+class DocumentPool:
+    """All documents, counted over the data sets in their order; the tokens stay on disk, memory-mapped."""
+
+    def __init__(self, stores: Sequence[StoredDocuments]) -> None:
+        self.stores = tuple(stores)
+        self.starts = np.cumsum([0, *map(len, stores)]).astype(np.int64)  # [stores + 1]
+        self.lengths = np.concatenate([np.diff(store.offsets) for store in stores])  # int64 [documents]: tokens
+        self.supervised = np.concatenate([store.supervised for store in stores])
+        self.digests = np.concatenate([store.digests for store in stores])
+
+    def group(self, store: int) -> np.ndarray:
+        """The documents of one data set."""
+        return np.arange(self.starts[store], self.starts[store + 1])
+
+    def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(input_ids, labels), int64, unshifted."""
+        store, local = self._locate(index)
+        return store.document(local)
+
+    def place(self, index: int) -> str:
+        """file:line of the row that a document was made of."""
+        store, local = self._locate(index)
+        return store.place(local)
+
+    def rows(self, documents: np.ndarray, capacity: int | None) -> Rows:
+        """Rows of packed documents, or one document a row where `capacity` is None."""
+        packs = [[index] for index in range(len(documents))]
+        if capacity is not None:
+            packs = pack(self.lengths[documents], capacity)
+        offsets = np.concatenate([[0], np.cumsum([len(members) for members in packs])]).astype(np.int64)
+        flat = np.fromiter((index for members in packs for index in members), dtype=np.int64, count=len(documents))
+        members = documents[flat]
+        lengths, supervised = np.add.reduceat(
+            np.stack([self.lengths[members], self.supervised[members]]), offsets[:-1], axis=1
+        )
+        return Rows(lengths, supervised, self, offsets, members)
+
+    def _locate(self, index: int) -> tuple[StoredDocuments, int]:
+        store = int(np.searchsorted(self.starts, index, side="right")) - 1
+        return self.stores[store], int(index - self.starts[store])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one or more whole documents."""
+
+    lengths: np.ndarray  # int64 [rows]: tokens
+    supervised: np.ndarray  # int64 [rows]: tokens that are learned
+    _pool: DocumentPool
+    _offsets: np.ndarray  # int64 [rows + 1], into _members
+    _members: np.ndarray  # int64 [documents]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def documents(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(input_ids, labels), int64, unshifted, of each document in a row."""
+        return [self._pool.document(index) for index in self.members(row)]
+
+    def places(self, row: int) -> list[str]:
+        """file:line of each document in a row."""
+        return [self._pool.place(index) for index in self.members(row)]
+
+    def members(self, row: int) -> list[int]:
+        """The pool's documents in a row."""
+        members: list[int] = self._members[self._offsets[row] : self._offsets[row + 1]].tolist()
+        return members
+
+
+@dataclass(frozen=True)
+class Split:
+    """The documents to train on, as often as their weights say, and those held out."""
+
+    train: np.ndarray
+    held_out: np.ndarray
+    duplicates: int  # held-out documents left out because an identical one is trained on
+
+
+def split_documents(
+    pool: DocumentPool,
+    entries: Sequence[DataSet],
+    training_sets: int,
+    evaluation: EvalFraction | list[DataSet] | None,
+    seed: int,
+) -> Split:
+    """Hold out first, then weigh, so that no copy of a held-out document is trained on. Raises DataError."""
+    end = int(pool.starts[training_sets])
+    train, held_out = np.arange(end), np.arange(end, len(pool.lengths))
+    if not end:
+        raise DataError(["data.train: no document is left; look at data.max_length and data.truncation"])
+    if isinstance(evaluation, EvalFraction):
+        if end < 2:
+            raise DataError(["data.eval: one document cannot be split; give more rows, or eval: null"])
+        order = seeded_order(end, seed, HOLD_OUT)
+        held = max(1, min(end - 1, round(evaluation.fraction * end)))
+        train, held_out = np.sort(order[held:]), np.sort(order[:held])
+    known = np.isin(pool.digests[held_out], pool.digests[train])
+    if len(held_out) and known.all():
+        raise DataError(["data.eval: every held-out document is also a training one; name other rows, or eval: null"])
+    weighed = [weigh(train, pool, store, entries[store].weight, seed) for store in range(training_sets)]
+    held_groups = [held_out[~known]]
+    if isinstance(evaluation, list):
+        held_groups = [
+            weigh(held_groups[0], pool, store, entries[store].weight, seed)
+            for store in range(training_sets, len(entries))
+        ]
+    taken = np.concatenate(weighed)
+    if not len(taken):
+        raise DataError(["data.train: weights leave no document; raise them"])
+    return Split(taken, np.concatenate(held_groups), int(known.sum()))
+
+
+def weigh(documents: np.ndarray, pool: DocumentPool, store: int, weight: float, seed: int) -> np.ndarray:
+    """Of one data set: floor(weight) copies of each document, and one more of a seeded share of them; ascending."""
+    mine = documents[(documents >= pool.starts[store]) & (documents < pool.starts[store + 1])]
+    whole = int(weight)
+    extra = round((weight - whole) * len(mine))
+    chosen = mine[seeded_order(len(mine), seed, WEIGH, store)[:extra]]
+    return np.sort(np.concatenate([np.repeat(mine, whole), chosen]))

@@ -1,0 +1,84 @@
+"""Every mistake of the data before anything heavy is loaded: file, line, what is wrong, remedy.
+
+Needs neither tokenizer nor torch; memory holds one row. What only a chat template or a tokenizer can know (a role
+order it refuses, a length) comes up in the same form when the rows are tokenised, still before the model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from finetune.data_sources import Source, resolve
+from finetune.errors import DataError
+from finetune.recipe import Data, DataSet, RowFormat
+from finetune.row_formats import detect_format, read_row
+from finetune.row_reading import BadRow, SourceRow
+
+SHOWN = 20
+
+
+class Mistakes:
+    """The first SHOWN mistakes, and the number of all."""
+
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+        self.count = 0
+
+    def add(self, mistake: str) -> None:
+        """Note one more."""
+        self.count += 1
+        if len(self.shown) < SHOWN:
+            self.shown.append(mistake)
+
+    def raise_if_any(self) -> None:
+        """Raises DataError with those shown and how many more there are."""
+        if self.count:
+            more = [f"and {self.count - SHOWN} more"] if self.count > SHOWN else []
+            raise DataError([*self.shown, *more])
+
+
+class FormatOfSource:
+    """The layout of a data set's rows: the entry's own, or found from the first good row and then held to."""
+
+    def __init__(self, entry: DataSet) -> None:
+        self.found: RowFormat = entry.format
+
+    def of(self, row: SourceRow) -> RowFormat:
+        """The layout to read this row by. Raises BadRow."""
+        assert row.values is not None
+        if self.found == "auto":
+            self.found = detect_format(row.values)
+        return self.found
+
+
+def data_entries(data: Data) -> list[DataSet]:
+    """All data sets of a data section, training first."""
+    return [*data.train, *(data.eval if isinstance(data.eval, list) else [])]
+
+
+def check_rows(data: Data) -> dict[str, int]:
+    """Check every local row; returns how many rows each data set has. Raises DataError with every mistake."""
+    mistakes, counts = Mistakes(), {}
+    for entry in data_entries(data):
+        try:
+            source = resolve(entry)
+        except DataError as error:
+            mistakes.add(str(error))
+            continue
+        if source.kind != "hub":
+            counts[source.name] = sum(1 for _ in _good_rows(source, mistakes))
+    mistakes.raise_if_any()
+    return counts
+
+
+def _good_rows(source: Source, mistakes: Mistakes) -> Iterator[SourceRow]:
+    layout = FormatOfSource(source.entry)
+    for row in source.rows():
+        try:
+            if row.values is None:
+                raise BadRow(row.problem)
+            read_row(row.values, layout.of(row))
+        except BadRow as error:
+            mistakes.add(f"{row.place}: {error}")
+        else:
+            yield row

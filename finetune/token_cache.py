@@ -1,0 +1,206 @@
+"""Data sets, tokenised once into a content-addressed folder of memory-mapped arrays.
+
+The address covers everything that the tokens follow from: the bytes of the data, tokenizer, template, settings, and
+VERSION, which goes up when this code makes other tokens of the same row. A folder is written aside and renamed, under a
+lock, so that any number of processes may ask for it at once; one that does not read back whole is made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+
+from finetune.array_files import ArrayWriter, read_array
+from finetune.conversations import IGNORE, Document, Encoder, RowError, Script
+from finetune.data_sources import Source
+from finetune.recipe import Data
+from finetune.row_check import FormatOfSource, Mistakes
+from finetune.row_reading import SourceRow
+
+VERSION = 1
+CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; memory holds so many rows
+ARRAYS = {"tokens": "<i4", "learned": "|b1", "lengths": "<i8", "supervised": "<i8", "digests": "<u8", "lines": "<i8",
+          "files": "<i4"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StoredDocuments:
+    """The tokenised rows of one data set, memory-mapped."""
+
+    tokens: np.ndarray  # int32 [all tokens]
+    learned: np.ndarray  # bool [all tokens]: labels are tokens here, IGNORE elsewhere
+    offsets: np.ndarray  # int64 [documents + 1]
+    supervised: np.ndarray  # int64 [documents]: learned tokens
+    digests: np.ndarray  # uint64 [documents]: equal documents have equal digests
+    lines: np.ndarray  # int64 [documents]: line of the row in its file
+    files: np.ndarray  # int32 [documents]: index into names
+    names: tuple[str, ...]
+    facts: dict[str, Any]
+
+    def __len__(self) -> int:
+        return len(self.supervised)
+
+    def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(input_ids, labels), int64, of one document."""
+        span = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        ids = self.tokens[span].astype(np.int64)
+        return ids, np.where(self.learned[span], ids, IGNORE)
+
+    def place(self, index: int) -> str:
+        """file:line of the row that the document was made of."""
+        return f"{self.names[int(self.files[index])]}:{int(self.lines[index])}"
+
+
+def cache_folder() -> Path:
+    """$FINETUNE_CACHE, or ~/.cache/finetune."""
+    return Path(os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
+
+
+def content_key(parts: dict[str, Any]) -> str:
+    """The address of what follows from `parts`: 32 hexadecimal digits."""
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def documents_key(source: Source, data: Data, encoder: Encoder) -> str:
+    """The address of one tokenised data set."""
+    settings = data.model_dump(include={"max_length", "train_on", "truncation", "date_string"})
+    parts = {"version": VERSION, "source": source.key(), "format": source.entry.format, "encoder": encoder.identity()}
+    return content_key(parts | settings)
+
+
+def stored_documents(source: Source, data: Data, encoder: Encoder) -> tuple[str, StoredDocuments]:
+    """(address, documents) of a data set, tokenised now if they are not in the cache. Raises DataError."""
+    key = documents_key(source, data, encoder)
+    folder = cache_folder() / "tokens" / key
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    names = tuple(str(file) for file in source.files) or (source.entry.path,)
+    with FileLock(folder.with_suffix(".lock")):
+        found = _open(folder, names)
+        if found is None:
+            _build(folder, source, data, encoder)
+            found = _open(folder, names)
+            assert found is not None, f"{folder} does not read back"
+    return key, found
+
+
+def _open(folder: Path, names: tuple[str, ...]) -> StoredDocuments | None:
+    """The folder's arrays, or None when anything about them is not as it was written."""
+    try:
+        facts = json.loads((folder / "facts.json").read_text("utf-8"))
+        arrays = {name: read_array(folder / f"{name}.npy", facts["digests"][name]) for name in ARRAYS}
+    except (OSError, ValueError, KeyError):
+        return None
+    offsets = np.concatenate([[0], np.cumsum(arrays.pop("lengths"))]).astype(np.int64)
+    return StoredDocuments(offsets=offsets, names=names, facts=facts["facts"], **arrays)
+
+
+def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
+    aside = folder.with_suffix(".partial")  # the lock makes it ours; what is there, a killed process left
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        writer = _Writer(aside, source)
+        mistakes = Mistakes()
+        for places, documents in _tokenised(source, encoder, mistakes, writer.counts):
+            for place, document in zip(places, documents, strict=True):
+                if isinstance(document, RowError):
+                    mistakes.add(f"{place.place}: {document}")
+                elif (kept := _fit(document, place, data, mistakes, writer.counts)) and not mistakes.count:
+                    writer.add(place, kept)
+        mistakes.raise_if_any()
+        writer.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _tokenised(
+    source: Source, encoder: Encoder, mistakes: Mistakes, counts: dict[str, int]
+) -> Iterator[tuple[list[SourceRow], list[Document | RowError]]]:
+    """Rows and their documents, a chunk at a time."""
+    scripts = _scripts(source, encoder, mistakes)
+    while chunk := list(islice(scripts, CHUNK_ROWS)):
+        counts["control_token_texts"] += sum(bool(script.literals) for _, script in chunk)
+        yield [row for row, _ in chunk], encoder.tokenise([script for _, script in chunk])
+
+
+def _scripts(source: Source, encoder: Encoder, mistakes: Mistakes) -> Iterator[tuple[SourceRow, Script]]:
+    layout = FormatOfSource(source.entry)
+    for row in source.rows():
+        try:
+            if row.values is None:
+                raise RowError(row.problem)
+            script = encoder.script(row.values, layout.of(row))
+        except RowError as error:
+            mistakes.add(f"{row.place}: {error}")
+        else:
+            yield row, script
+
+
+def _fit(
+    document: Document, place: SourceRow, data: Data, mistakes: Mistakes, counts: dict[str, int]
+) -> Document | None:
+    """The document within max_length, as data.truncation says; None where none of it is left."""
+    length, limit = len(document.input_ids), data.max_length
+    if not any(label != IGNORE for label in document.labels):
+        mistakes.add(f"{place.place}: nothing in this row is learned; give it a longer text")
+        return None
+    if length <= limit:
+        return document
+    if data.truncation == "error":
+        mistakes.add(
+            f"{place.place}: {length} tokens are more than data.max_length {limit}; raise it, shorten the row, or set "
+            "data.truncation: right or drop"
+        )
+        return None
+    cut = Document(document.input_ids[:limit], document.labels[:limit])
+    if data.truncation == "right" and any(label != IGNORE for label in cut.labels):
+        counts["truncated"] += 1
+        return cut
+    counts["dropped"] += 1  # too long, or cut off before the first token that is learned
+    return None
+
+
+class _Writer:
+    """Appends documents to the arrays of a folder."""
+
+    def __init__(self, folder: Path, source: Source) -> None:
+        self.counts = {"documents": 0, "truncated": 0, "dropped": 0, "control_token_texts": 0, "largest_token_id": 0}
+        self._folder = folder
+        self._arrays = {name: ArrayWriter(folder / f"{name}.npy", dtype) for name, dtype in ARRAYS.items()}
+        self._files = {str(file): index for index, file in enumerate(source.files)}
+
+    def add(self, place: SourceRow, document: Document) -> None:
+        tokens = np.asarray(document.input_ids, dtype="<i4")
+        learned = np.asarray(document.labels) != IGNORE
+        digest = hashlib.blake2b(tokens.tobytes() + learned.tobytes(), digest_size=8).digest()
+        values: dict[str, Any] = {
+            "tokens": tokens,
+            "learned": learned,
+            "lengths": len(tokens),
+            "supervised": int(learned.sum()),
+            "digests": int.from_bytes(digest, "little"),
+            "lines": place.line,
+            "files": self._files.get(place.file, 0),
+        }
+        for name, value in values.items():
+            self._arrays[name].append(value)
+        self.counts["documents"] += 1
+        self.counts["largest_token_id"] = max(self.counts["largest_token_id"], int(tokens.max()))
+
+    def close(self) -> None:
+        """Finish the arrays; facts.json, written last, vouches for them."""
+        digests = {name: array.close() for name, array in self._arrays.items()}
+        facts = {"digests": digests, "facts": self.counts}
+        (self._folder / "facts.json").write_text(json.dumps(facts), "utf-8")
