@@ -32,9 +32,9 @@ from tests.tiny import FAMILIES, save_tiny, write_chats
 REPOSITORY = Path(__file__).resolve().parent.parent
 LENGTHS = [300, 20, 170, 61, 222, 37, 128, 90]
 STEPS, SEED = 6, 7
-PEAK = {"full": 3e-3, "lora": 1e-2}
-LORA = {"r": 4, "lora_alpha": 8.0, "target_modules": "all-linear"}
-MAX_GRAD_NORM, WEIGHT_DECAY = 0.5, 0.1  # the norm is above 0.5 throughout, so every step is clipped
+PEAK = {"full": 3e-3, "lora": 2e-2}
+LORA = {"r": 4, "lora_alpha": 32.0, "target_modules": "all-linear"}
+MAX_GRAD_NORM, WEIGHT_DECAY = 0.1, 0.1  # the norm is above 0.1 throughout, so every step is clipped
 TOLERANCE = 1e-5
 
 # What differs from the plain recipe: eight rows, all in one forward.
@@ -158,7 +158,7 @@ def assert_same_curve(curve: list[Step], expected: list[Step]) -> None:
 def test_the_curve_moves_and_is_clipped(curves: dict[str, list[Step]]) -> None:
     """Else the comparisons below would prove little."""
     for method, curve in curves.items():
-        assert curve[-1].loss < 0.95 * curve[0].loss, method
+        assert curve[-1].loss < 0.98 * curve[0].loss, method
         assert min(step.grad_norm for step in curve) > MAX_GRAD_NORM, method
     assert (len(SPLITS), len(RANKS), len(PEAK), len(FAMILIES)) == (9, 2, 2, 4)
 
