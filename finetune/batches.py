@@ -35,7 +35,7 @@ class MicroBatch(TypedDict, total=False):
     position_ids: torch.Tensor  # int64, from 0 in each document; a padded tail counts as one more document
     shift_labels: torch.Tensor  # int64, the target of each position; IGNORE at each document's last
     cu_seq_lens: torch.Tensor  # int32 [documents + 1], flat only
-    max_length: int  # longest document, flat only
+    document_lengths: tuple[int, ...]  # the same on the host, so that attention reads nothing back; flat only
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _batch(rows: list[list[tuple[np.ndarray, np.ndarray]]], *, flat: bool) -> Mi
         return MicroBatch(
             **_joined([documents], int(ends[-1])),
             cu_seq_lens=torch.from_numpy(ends.astype(np.int32)),
-            max_length=int(np.diff(ends).max()),
+            document_lengths=tuple(np.diff(ends).tolist()),
         )
     return _joined(rows, max(sum(len(ids) for ids, _ in row) for row in rows))
 

@@ -55,6 +55,17 @@ class Plan:
             total_rows=self.total_rows,
         )
 
+    def micro_batches(self, rows: Rows, indices: np.ndarray) -> list[MicroBatch]:
+        """This rank's share of these rows."""
+        return micro_batches(
+            rows,
+            indices,
+            rank=self.rank,
+            world_size=self.world_size,
+            per_device_batch_size=self.per_device_batch_size,
+            flat=self.flat,
+        )
+
     def micro_steps(self, rows: int) -> int:
         """Forwards of one rank for this many rows."""
         return math.ceil(rows / (self.per_device_batch_size * self.world_size))
@@ -154,17 +165,9 @@ def optimizer_step(
 def evaluate(accelerator: Accelerator, model: nn.Module, rows: Rows, plan: Plan) -> float:
     """Mean loss over all supervised tokens of `rows`, exact for any number of ranks: one sum, one division."""
     tally = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
-    batches = micro_batches(
-        rows,
-        np.arange(len(rows)),
-        rank=plan.rank,
-        world_size=plan.world_size,
-        per_device_batch_size=plan.per_device_batch_size,
-        flat=plan.flat,
-    )
     model.eval()
     with torch.no_grad():
-        for batch in prefetch(batches, accelerator.device, non_blocking=True):
+        for batch in prefetch(_in_order(rows, plan), accelerator.device, non_blocking=True):
             tally[0] += model(**batch)
             tally[1] += (batch["shift_labels"] != -100).sum()
     model.train()
@@ -242,16 +245,15 @@ def train(run: Run, state: TrainState) -> bool:
 
 def _stream(run: Run, first_step: int) -> Iterator[MicroBatch]:
     """This rank's micro-batches from a step on, to the end of the run."""
-    plan = run.plan
-    for step in range(first_step, plan.total_steps):
-        yield from micro_batches(
-            run.train_rows,
-            plan.rows_of(step),
-            rank=plan.rank,
-            world_size=plan.world_size,
-            per_device_batch_size=plan.per_device_batch_size,
-            flat=plan.flat,
-        )
+    for step in range(first_step, run.plan.total_steps):
+        yield from run.plan.micro_batches(run.train_rows, run.plan.rows_of(step))
+
+
+def _in_order(rows: Rows, plan: Plan) -> Iterator[MicroBatch]:
+    """This rank's micro-batches of all rows, one at a time."""
+    share = plan.per_device_batch_size * plan.world_size
+    for first in range(0, len(rows), share):
+        yield from plan.micro_batches(rows, np.arange(first, min(first + share, len(rows))))
 
 
 def _step_and_record(run: Run, state: TrainState, batches: Iterator[MicroBatch]) -> bool:

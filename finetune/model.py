@@ -7,6 +7,7 @@ none of it.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping
 from types import MethodType
 from typing import Any
@@ -57,12 +58,13 @@ def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
     model = _load_base(recipe)
     _refuse_unsuitable(model, attention_name(recipe))
     put_loss_into_forward(model)
-    if recipe.training.activation_checkpointing:
-        _checkpoint_layers(model, int(recipe.training.activation_checkpointing))
     whole: nn.Module = model
     if recipe.lora is not None:
         torch.manual_seed(recipe.training.seed)  # every rank draws the same adapters
         whole = _add_adapters(model, recipe.lora, recipe.training.pure_bf16)
+    if recipe.training.activation_checkpointing:
+        # After peft, which else makes the embeddings' output require a gradient, as reentrant checkpointing would need.
+        _checkpoint_layers(model, int(recipe.training.activation_checkpointing))
     return whole.to(device)
 
 
@@ -199,10 +201,12 @@ def _checkpoint_layers(model: PreTrainedModel, every: int) -> None:
 def _add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool) -> nn.Module:
     settings = lora.model_dump()
     settings["modules_to_save"] = lora.modules_to_save or None
+    config = LoraConfig(task_type="CAUSAL_LM", **settings)
     try:
-        adapted = get_peft_model(
-            model, LoraConfig(task_type="CAUSAL_LM", **settings), autocast_adapter_dtype=not pure_bf16
-        )
+        with warnings.catch_warnings():
+            # peft 0.21 asks transformers 5.2x by a name that is deprecated there.
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+            adapted = get_peft_model(model, config, autocast_adapter_dtype=not pure_bf16)
     except ValueError as error:
         raise FinetuneError(f"lora: {' '.join(str(error).split())}; correct the section") from error
     if isinstance(decoder_parts(adapted).get_output_embeddings(), BaseTunerLayer):

@@ -6,6 +6,8 @@ fit them, so everything is compared after building: strategy, world size, precis
 
 from __future__ import annotations
 
+import logging
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -176,6 +178,24 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
     if differing:
         raise EnvironmentMismatch(f"launch: {'; '.join(differing)}; correct the launcher's settings and environment")
     return accelerator
+
+
+def prepare_quietly(accelerator: Accelerator, *parts: Any) -> Any:
+    """`accelerator.prepare`, without a warning that is not the user's."""
+    with warnings.catch_warnings():
+        # torch 2.13 renames broadcast_buffers; 2.11 knows only this name, and buffers here never change.
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+        return accelerator.prepare(*parts)
+
+
+def hush_libraries(launch: Launch) -> None:
+    """Take progress bars and notices that are not about this run off the terminal; errors stay."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    if not launch.is_main:
+        transformers_logging.set_verbosity_error()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # speaks of kernels it would like to download
 
 
 def use_all_cores(launch: Launch, device: torch.device) -> None:

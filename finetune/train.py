@@ -54,15 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_recipe(loaded: LoadedRecipe) -> int:
     """Train to the end, or to a signal; returns 0 or 130. Raises FinetuneError."""
-    from finetune.batches import prepare
     from finetune.launcher import read_launch
-    from finetune.model import load_tokenizer
-    from finetune.run_folder import claim_run_folder, curve_identity
-    from finetune.runtime import check_launch
-    from finetune.signals import continue_command, die_with_launcher, stop_on_signals
+    from finetune.runtime import check_launch, hush_libraries
 
     recipe, launch = loaded.recipe, read_launch()
-    command = continue_command()
+    hush_libraries(launch)
+    from finetune.batches import prepare
+    from finetune.model import load_tokenizer
+    from finetune.run_folder import claim_run_folder, curve_identity
+    from finetune.signals import continue_command, die_with_launcher, stop_on_signals
+
+    command = continue_command(resume=recipe.training.resume)
     strategy = check_launch(recipe, launch)
     with stop_on_signals(announce=launch.is_main) as stop:
         die_with_launcher()
@@ -120,7 +122,9 @@ def _train_claimed(start: Start) -> int:
     resumed_step = _agree_on_start(accelerator, start.claim)
     if resumed_step is None:
         if start.launch.is_main:
-            print(f"{start.run_dir}: this run is finished; to train again: training.resume=never, or another output_dir")
+            print(
+                f"{start.run_dir}: this run is finished; to train again: training.resume=never, or another output_dir"
+            )
         return 0
     progress = Progress()
     try:
@@ -183,6 +187,7 @@ def _build(start: Start, accelerator: Accelerator, first_step: int, progress: Pr
     from finetune.model import build_model
     from finetune.optimizer import make_optimizer
     from finetune.phases import Phases
+    from finetune.runtime import prepare_quietly
     from finetune.schedule import learning_rate_schedule
 
     recipe, prepared = start.recipe, start.prepared
@@ -192,7 +197,7 @@ def _build(start: Start, accelerator: Accelerator, first_step: int, progress: Pr
     with phases("load"):
         model: Any = build_model(recipe, accelerator.device)
         check_vocabulary(prepared, model)
-        model, optimizer = accelerator.prepare(model, make_optimizer(model, recipe))
+        model, optimizer = prepare_quietly(accelerator, model, make_optimizer(model, recipe))
         state = _restore(start, accelerator.unwrap_model(model), optimizer, first_step)
     terminal = Terminal(plan.total_steps, silent=not start.launch.is_main)
     _write_receipt(start, accelerator, model, plan, terminal)

@@ -1,0 +1,114 @@
+"""What the benchmarks share: a place for results with date, versions and device, and the parts of one of our runs."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import io
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from finetune.batches import Prepared, prepare
+
+from finetune import attention
+from finetune.loop import Run, TrainState, make_plan, train
+from finetune.metrics import Terminal
+from finetune.model import attention_name, build_model, load_tokenizer
+from finetune.optimizer import make_optimizer
+from finetune.phases import Phases
+from finetune.recipe import Recipe
+from finetune.schedule import learning_rate_schedule
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "trl")
+
+
+def write_result(name: str, result: dict[str, Any]) -> Path:
+    """benchmarks/results/NAME.json: the figures, and on what they were measured."""
+    file = RESULTS / f"{name}.json"
+    versions = {package: version for package in PACKAGES if (version := version_of(package))}
+    stamp = {"date": datetime.date.today().isoformat(), "device": device(), "versions": versions}
+    file.write_text(json.dumps(stamp | result, indent=2) + "\n", "utf-8")
+    return file
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def device() -> str:
+    """The GPU's name, or the processor's with the cores that this process may use."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{names[0] if names else platform.processor()}, {cores} cores, {torch.get_num_threads()} threads used"
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A temporary folder that is also the data cache, so that nothing is found from before."""
+    before = os.environ.get("FINETUNE_CACHE")
+    with TemporaryDirectory() as folder:
+        os.environ["FINETUNE_CACHE"] = f"{folder}/cache"
+        try:
+            yield Path(folder)
+        finally:
+            if before is None:
+                del os.environ["FINETUNE_CACHE"]
+            else:
+                os.environ["FINETUNE_CACHE"] = before
+
+
+def tiny_recipe(model: Path, chats: Path, *, data: dict[str, Any], training: dict[str, Any], **rest: Any) -> Recipe:
+    """Full fine-tuning in float32 of the model in a folder on a file of chats."""
+    plain = {"mixed_precision": "no", "activation_checkpointing": False, "learning_rate": 1e-4, "warmup_ratio": 0.0}
+    sections = {
+        "model": {"name_or_path": str(model), "dtype": "float32"},
+        "lora": None,
+        "data": {"train": [{"path": "json", "data_files": str(chats)}], **data},
+        "training": plain | training,
+    }
+    return Recipe.model_validate(sections | rest)
+
+
+def prepare_quietly(recipe: Recipe) -> Prepared:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        return prepare(recipe, load_tokenizer(recipe))
+
+
+def run_ours(recipe: Recipe, prepared: Prepared, write_metrics: Callable[[dict[str, Any]], None]) -> None:
+    """The product's own loop from its first step to its last, without run folder, samples and checkpoints."""
+    accelerator = Accelerator(mixed_precision=recipe.training.mixed_precision, cpu=not torch.cuda.is_available())
+    flat = attention_name(recipe) == attention.NAME
+    plan = make_plan(recipe, len(prepared.train), world_size=1, rank=0, flat=flat)
+    model: Any = build_model(recipe, accelerator.device)
+    model, optimizer = accelerator.prepare(model, make_optimizer(model, recipe))
+    run = Run(
+        recipe=recipe,
+        accelerator=accelerator,
+        model=model.train(),
+        optimizer=optimizer,
+        train_rows=prepared.train,
+        eval_rows=None,
+        plan=plan,
+        learning_rate=learning_rate_schedule(recipe.training, plan.total_steps),
+        terminal=Terminal(plan.total_steps, silent=False, stream=io.StringIO()),
+        phases=Phases(accelerator.device, enabled=False),
+        stop_requested=lambda: False,
+        write_metrics=write_metrics,
+        save=lambda state: None,
+    )
+    assert train(run, TrainState())

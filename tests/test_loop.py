@@ -1,0 +1,195 @@
+"""The optimizer step: one count, one wait for the device, nothing bad reaches the weights."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from finetune.loop import NotFinite, Plan, StepResult, TrainState, make_plan, optimizer_step
+from finetune.metrics import StepRecord
+from finetune.model import build_model
+from finetune.phases import Phases
+from finetune.recipe import Recipe
+
+CPU = torch.device("cpu")
+READS = {"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero"}
+
+
+def recipe(folder: Path, **training: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"name_or_path": str(folder), "dtype": "float32"},
+            "data": {"train": [{"path": "json"}]},
+            "lora": None,
+            "training": {"mixed_precision": "no", "activation_checkpointing": False, **training},
+        }
+    )
+
+
+def micro_batch(seed: int, lengths: tuple[int, ...] = (7, 12)) -> dict[str, Any]:
+    tokens = torch.randint(3, 512, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    ends = [torch.cat([part[1:], torch.tensor([-100])]) for part in tokens.split(lengths)]
+    return {
+        "input_ids": tokens[None],
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+        "shift_labels": torch.cat(ends)[None],
+        "cu_seq_lens": torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
+        "document_lengths": lengths,
+    }
+
+
+class Bench:
+    """A prepared tiny model with its optimizer."""
+
+    def __init__(self, folder: Path) -> None:
+        self.accelerator = Accelerator(cpu=True, mixed_precision="no")
+        model: nn.Module = build_model(recipe(folder), CPU)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.model, self.optimizer = self.accelerator.prepare(model.train(), optimizer)
+
+    def step(self, micro_steps: int, batches: list[dict[str, Any]] | None = None, **changes: Any) -> StepResult:
+        options: dict[str, Any] = {"max_grad_norm": 1.0, "stop": False, **changes}
+        return optimizer_step(
+            self.accelerator,
+            self.model,
+            self.optimizer,
+            iter(batches or [micro_batch(seed) for seed in range(micro_steps)]),
+            micro_steps=micro_steps,
+            supervised_tokens=17 * micro_steps,
+            seed=5,
+            phases=Phases(CPU, enabled=False),
+            **options,
+        )
+
+
+@pytest.fixture
+def bench(tiny_llama: Path) -> Bench:
+    return Bench(tiny_llama)
+
+
+class CountReads(TorchFunctionMode):
+    """Counts what would wait for a device: values read to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in READS:
+            self.reads[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2, 5])
+def test_one_read_a_step_however_many_micro_steps(bench: Bench, micro_steps: int) -> None:
+    batches = [micro_batch(seed) for seed in range(micro_steps)]
+    with CountReads() as counter:
+        bench.step(micro_steps, batches)
+    assert sum(counter.reads.values()) == 1, counter.reads
+
+
+def test_the_counter_of_reads_can_fail(bench: Bench) -> None:
+    with CountReads() as counter:
+        float(torch.ones(1))
+        bool(torch.ones(1) > 0)
+        torch.ones(1).item()
+    assert sum(counter.reads.values()) == 3
+
+
+def test_one_reduction_a_step(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    reduce = bench.accelerator.reduce
+    monkeypatch.setattr(bench.accelerator, "reduce", lambda *a, **k: (calls.append(a), reduce(*a, **k))[1])
+    bench.step(3)
+    assert len(calls) == 1
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def spoil_gradient(model: nn.Module) -> None:
+    next(model.parameters()).register_hook(lambda gradient: gradient * math.nan)
+
+
+def spoil_loss(model: nn.Module) -> None:
+    inner = model.forward
+    # Infinite, with gradients that are finite by themselves.
+    model.forward = lambda **batch: inner(**batch) + math.inf
+
+
+@pytest.mark.parametrize("spoil", [spoil_gradient, spoil_loss])
+def test_what_is_not_finite_never_reaches_the_weights(bench: Bench, spoil: Callable[[nn.Module], None]) -> None:
+    before = weights(bench.model)
+    spoil(bench.model)
+    with pytest.raises(NotFinite):
+        bench.step(2)
+    assert all(torch.equal(x, y) for x, y in zip(before, weights(bench.model), strict=True))
+    assert all(parameter.grad is None for parameter in bench.model.parameters())
+
+
+def test_a_wrong_count_is_our_own_bug(bench: Bench) -> None:
+    before = weights(bench.model)
+    bench.accelerator.reduce = lambda tally, reduction: tally + 1
+    with pytest.raises(AssertionError, match="planned"):
+        bench.step(1)
+    assert all(torch.equal(x, y) for x, y in zip(before, weights(bench.model), strict=True))
+
+
+def test_no_clipping_leaves_the_gradient_whole(tiny_llama: Path) -> None:
+    clipped, whole = Bench(tiny_llama), Bench(tiny_llama)
+    first, second = clipped.step(1, max_grad_norm=1e-3), whole.step(1, max_grad_norm=None)
+    assert first.grad_norm == second.grad_norm > 1e-3
+    start = Bench(tiny_llama)
+    moved = [
+        float(torch.stack([(a - b).norm() for a, b in zip(weights(m), weights(start.model), strict=True)]).norm())
+        for m in (clipped.model, whole.model)
+    ]
+    assert moved[0] == pytest.approx(0.1 * 1e-3, rel=1e-3)
+    assert moved[1] == pytest.approx(0.1 * second.grad_norm, rel=1e-3)
+
+
+def test_the_stop_flag_comes_back(bench: Bench) -> None:
+    assert bench.step(1, stop=True).stop
+    assert not bench.step(1).stop
+
+
+@pytest.mark.parametrize(
+    ("training", "rows", "steps", "total_rows"),
+    [
+        ({"global_batch_size": 4, "num_train_epochs": 1.0}, 10, 3, 10),
+        ({"global_batch_size": 4, "num_train_epochs": 2.5}, 10, 7, 25),
+        ({"global_batch_size": 4, "max_steps": 5}, 10, 5, 20),
+        ({"global_batch_size": 64, "num_train_epochs": 1.0}, 3, 1, 3),
+    ],
+)
+def test_the_arithmetic_of_a_run(
+    tmp_path: Path, training: dict[str, Any], rows: int, steps: int, total_rows: int
+) -> None:
+    plan = make_plan(recipe(tmp_path, **training), rows, world_size=2, rank=0, flat=True)
+    assert (plan.total_steps, plan.total_rows) == (steps, total_rows)
+    seen = [row for step in range(plan.total_steps) for row in plan.rows_of(step).tolist()]
+    assert len(seen) == total_rows
+    assert sorted(seen[:rows]) == list(range(rows))
+
+
+def test_micro_steps_round_up() -> None:
+    plan = Plan(9, 9, 1, 9, 2, world_size=2, rank=0, seed=0, flat=True)
+    assert [plan.micro_steps(rows) for rows in (1, 4, 5, 9)] == [1, 1, 2, 3]
+
+
+def test_the_state_survives_json() -> None:
+    state = TrainState(step=3)
+    state.window.records.append(StepRecord(3, 0.1, 1.5, 0.2, 1e-4, 10, 20, 0.5, 0.01))
+    assert TrainState.from_json(state.as_json()) == state
+    assert TrainState.from_json(state.as_json()).best_eval_loss == math.inf

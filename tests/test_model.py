@@ -1,0 +1,188 @@
+"""Methods as ways to build a model: what is trained, in which format, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional as F
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.model import build_model, decoder_parts, load_tokenizer
+from finetune.recipe import Recipe
+from tests.tiny import FAMILIES, save_tiny
+
+CPU = torch.device("cpu")
+
+
+def recipe(folder: Path | str, *, model: dict[str, Any] | None = None, **changes: Any) -> Recipe:
+    section = {"name_or_path": str(folder), "dtype": "float32", **(model or {})}
+    return Recipe.model_validate({"model": section, "data": {"train": [{"path": "json"}]}, **changes})
+
+
+def flat_batch(lengths: tuple[int, ...] = (7, 12)) -> dict[str, Any]:
+    tokens = torch.randint(3, 512, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    ends = [torch.cat([part[1:], torch.tensor([-100])]) for part in tokens.split(lengths)]
+    return {
+        "input_ids": tokens[None],
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
+        "shift_labels": torch.cat(ends)[None],
+        "cu_seq_lens": torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
+        "document_lengths": lengths,
+    }
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_equals_the_librarys_logits(tmp_path: Path, family: str) -> None:
+    model = build_model(recipe(save_tiny(tmp_path, family), lora=None), CPU)
+    batch = flat_batch((19,))
+    loss = model(**batch)
+    inner = decoder_parts(model)
+    inner.set_attn_implementation("eager")
+    logits = model(input_ids=batch["input_ids"]).logits[0, :-1]
+    expected = F.cross_entropy(logits, batch["input_ids"][0, 1:], reduction="sum")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_full_trains_everything_in_float32(tiny_llama: Path) -> None:
+    model = build_model(recipe(tiny_llama, lora=None, model={"dtype": "bfloat16"}), CPU)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert len(trained(model)) == len(list(model.parameters()))
+
+
+def test_pure_bf16_is_an_explicit_choice(tiny_llama: Path) -> None:
+    model = build_model(recipe(tiny_llama, lora=None, training={"pure_bf16": True}), CPU)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_lora_trains_adapters_alone_in_float32_over_a_bfloat16_base(tiny_llama: Path) -> None:
+    model = build_model(recipe(tiny_llama, lora={"r": 4}, model={"dtype": "bfloat16"}), CPU)
+    adapters = trained(model)
+    assert len(adapters) == 2 * 7 * 2  # A and B, seven linear layers, two blocks; not the head
+    assert all("lora_" in name and parameter.dtype == torch.float32 for name, parameter in adapters.items())
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    assert {parameter.dtype for parameter in frozen} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"use_rslora": True},
+        {"use_dora": True},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "pissa_niter_4"},
+        {"target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.1},
+        {"target_modules": r".*\.mlp\..*_proj"},
+        {"modules_to_save": ["lm_head"]},
+    ],
+    ids=str,
+)
+def test_variants_of_lora_reach_peft(tiny_llama: Path, lora: dict[str, Any]) -> None:
+    model = build_model(recipe(tiny_llama, lora={"r": 4, **lora}), CPU).train()
+    model(**flat_batch()).backward()
+    gradients = {name: parameter.grad for name, parameter in trained(model).items()}
+    assert all(gradient is not None for gradient in gradients.values())
+    config = model.peft_config["default"]
+    for key, value in lora.items():
+        found = getattr(config, key)
+        assert (set(found) == set(value)) if isinstance(value, list) else (found == value)
+
+
+def test_a_saved_head_trains_its_own_weight(tiny_llama: Path) -> None:
+    model = build_model(recipe(tiny_llama, lora={"r": 4, "modules_to_save": ["lm_head"]}), CPU).train()
+    head = next(parameter for name, parameter in trained(model).items() if "lm_head" in name)
+    before = model(**flat_batch()).item()
+    with torch.no_grad():
+        head.mul_(1.5)
+    assert model(**flat_batch()).item() != before
+
+
+def test_ranks_draw_the_same_adapters(tiny_llama: Path) -> None:
+    first = trained(build_model(recipe(tiny_llama, lora={"r": 4}), CPU))
+    torch.manual_seed(99)
+    second = trained(build_model(recipe(tiny_llama, lora={"r": 4}), CPU))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(("setting", "layers"), [(False, [False] * 4), (True, [True] * 4), (2, [True, False] * 2)])
+def test_checkpointing_of_every_nth_layer(tmp_path: Path, setting: bool | int, layers: list[bool]) -> None:
+    folder = save_tiny(tmp_path, num_hidden_layers=4)
+    model = build_model(recipe(folder, lora=None, training={"activation_checkpointing": setting}), CPU)
+    found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    assert [bool(layer.gradient_checkpointing) for layer in found] == layers
+
+
+@pytest.mark.parametrize("quantization", [{"load_in_4bit": True}, {"load_in_8bit": True}], ids=str)
+def test_quantised_base_trains_adapters(tiny_llama: Path, quantization: dict[str, bool]) -> None:
+    model = build_model(recipe(tiny_llama, lora={"r": 4}, quantization=quantization), CPU).train()
+    kinds = {type(parameter).__name__ for parameter in model.parameters()}
+    assert kinds & {"Params4bit", "Int8Params"}
+    loss = model(**flat_batch())
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in trained(model).values())
+
+
+def test_an_adapter_on_the_head_is_refused(tiny_llama: Path) -> None:
+    with pytest.raises(FinetuneError, match="modules_to_save"):
+        build_model(recipe(tiny_llama, lora={"target_modules": ["lm_head"]}), CPU)
+
+
+def test_a_target_that_matches_nothing_is_refused(tiny_llama: Path) -> None:
+    with pytest.raises(FinetuneError, match="lora"):
+        build_model(recipe(tiny_llama, lora={"target_modules": ["no_such_layer"]}), CPU)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "words"),
+    [
+        ("llama", {"attention_dropout": 0.1}, "attention dropout"),
+        ("gemma2", {"final_logit_softcapping": 30.0}, "softcapping"),
+    ],
+)
+def test_models_that_would_train_something_else_are_refused(
+    tmp_path: Path, family: str, config: dict[str, Any], words: str
+) -> None:
+    folder = save_tiny(tmp_path, family, **config)
+    with pytest.raises(FinetuneError, match=words):
+        build_model(recipe(folder, lora=None), CPU)
+
+
+@pytest.mark.parametrize("damage", ["missing", "unexpected"])
+def test_weights_of_another_architecture_are_refused(tmp_path: Path, damage: str) -> None:
+    folder = save_tiny(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    if damage == "missing":
+        del weights["model.layers.1.mlp.up_proj.weight"]
+    else:
+        weights["model.layers.1.mlp.extra.weight"] = torch.zeros(3)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FinetuneError, match=f"{damage} keys"):
+        build_model(recipe(folder, lora=None), CPU)
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    with pytest.raises(EnvironmentMismatch, match="safetensors"):
+        build_model(recipe(folder, lora=None), CPU)
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    missing = recipe(tmp_path / "nowhere")
+    for load in (load_tokenizer, lambda asked: build_model(asked, CPU)):
+        with pytest.raises(EnvironmentMismatch) as caught:
+            load(missing)
+        assert "\n" not in str(caught.value)
+        assert "model.name_or_path" in str(caught.value)

@@ -1,0 +1,209 @@
+"""Signals finish the step; a launcher's death reaches the trainer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from finetune import signals
+from finetune.signals import continue_command, die_with_launcher, stop_on_signals
+
+TRAINER = """
+import os, sys, time
+from pathlib import Path
+from finetune.signals import die_with_launcher, stop_on_signals
+out = Path(sys.argv[1])
+with stop_on_signals() as stop:
+    tied = die_with_launcher()
+    (out / "aside").write_text(f"{os.getpid()} {tied}")
+    (out / "aside").rename(out / "started")
+    try:
+        for step in range(600):
+            time.sleep(0.05)
+            if stop:
+                time.sleep(float(sys.argv[2]))  # a step and its checkpoint
+                (out / "aside").write_text(f"saved after {stop.signal_name}")
+                (out / "aside").rename(out / "ended")
+                sys.exit(130)
+    except KeyboardInterrupt:
+        (out / "ended").write_text("broken off")
+        sys.exit(1)
+"""
+
+REPOSITORY = str(Path(__file__).parent.parent)
+LAUNCHER = """
+import subprocess, sys
+subprocess.Popen([sys.executable, *sys.argv[1:]]).wait()
+"""
+
+
+def wait_for(path: Path, seconds: float = 20) -> str:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"{path.name} did not appear"
+        time.sleep(0.02)
+    return path.read_text()
+
+
+@contextmanager
+def started(command: list[str], **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": REPOSITORY} | environment,
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> list[str]:
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    return [str(tmp_path / "trainer.py"), str(tmp_path)]
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_finishes_the_step(tmp_path: Path, script: list[str], name: str) -> None:
+    with started([sys.executable, *script, "0"]) as trainer:
+        wait_for(tmp_path / "started")
+        trainer.send_signal(getattr(signal, name))
+        assert trainer.wait(20) == 130
+    assert wait_for(tmp_path / "ended") == f"saved after {name}"
+
+
+@pytest.mark.parametrize(
+    ("sent", "end"),
+    [
+        (["SIGINT", "SIGINT"], "broken off"),
+        (["SIGINT", "SIGTERM", "SIGTERM"], "saved after SIGINT"),
+        (["SIGTERM", "SIGINT"], "saved after SIGTERM"),
+        (["SIGTERM", "SIGINT", "SIGINT"], "broken off"),
+    ],
+)
+def test_only_a_second_interrupt_breaks_off(tmp_path: Path, script: list[str], sent: list[str], end: str) -> None:
+    with started([sys.executable, *script, "1"]) as trainer:
+        wait_for(tmp_path / "started")
+        for name in sent:
+            trainer.send_signal(getattr(signal, name))
+            time.sleep(0.2)
+        trainer.wait(20)
+    assert wait_for(tmp_path / "ended") == end
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_the_launchers_death_saves(tmp_path: Path, script: list[str], name: str) -> None:
+    with started([sys.executable, "-c", LAUNCHER, *script, "0"], ACCELERATE_MIXED_PRECISION="no") as launcher:
+        assert wait_for(tmp_path / "started").endswith("True")
+        launcher.send_signal(getattr(signal, name))
+        launcher.wait(20)
+        assert wait_for(tmp_path / "ended") == "saved after SIGTERM"
+
+
+def test_without_a_launcher_the_parents_death_is_nothing(tmp_path: Path, script: list[str]) -> None:
+    with started([sys.executable, "-c", LAUNCHER, *script, "0"]) as launcher:
+        process, tied = wait_for(tmp_path / "started").split()
+        assert tied == "False"
+        launcher.kill()
+        launcher.wait()
+        time.sleep(0.5)
+        assert not (tmp_path / "ended").exists()
+        os.kill(int(process), signal.SIGTERM)
+        wait_for(tmp_path / "ended")
+
+
+def test_a_launcher_that_died_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(signals, "_PARENT_AT_START", 1 if os.getppid() != 1 else 2)
+    monkeypatch.setattr(signals.ctypes, "CDLL", lambda *_, **__: type("C", (), {"prctl": lambda *_: 0}))
+    with stop_on_signals(announce=False) as stop:
+        assert die_with_launcher()
+        assert stop.signal_name == "SIGTERM"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_real_launchers(tmp_path: Path, script: list[str], name: str, processes: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    if processes == 1:
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    with started([*command, *script, "0"]) as launcher:
+        wait_for(tmp_path / "started", 60)
+        time.sleep(1)
+        if name == "SIGINT" and processes == 1:
+            os.killpg(launcher.pid, signal.SIGINT)  # what a terminal does
+        else:
+            launcher.send_signal(getattr(signal, name))
+        launcher.wait(60)
+        assert wait_for(tmp_path / "ended").startswith("saved after SIG")
+
+
+def test_handlers_come_back_and_nohup_stays() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        with stop_on_signals(announce=False) as stop:
+            assert signal.getsignal(signal.SIGTERM) != handlers[signal.SIGTERM]
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop
+        assert handlers == {number: signal.getsignal(number) for number in handlers}
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_outside_the_main_thread_the_flag_stays_down() -> None:
+    seen: list[bool] = []
+
+    def body() -> None:
+        with stop_on_signals() as stop:
+            seen.append(bool(stop))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == [False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["/usr/bin/python3", "/env/bin/accelerate", "launch", "finetune/train.py", "r.yaml", "a=b c"],
+            "accelerate launch",
+        ),
+        (["/usr/bin/python3", "/env/bin/torchrun", "--nproc-per-node", "2", "finetune/train.py"], "torchrun --nproc"),
+        (["/usr/bin/python3", "-m", "torch.distributed.run", "x.py"], "python -m torch.distributed.run x.py"),
+        (["/usr/bin/python3", "-m", "accelerate.commands.launch", "x.py"], "python -m accelerate.commands.launch x.py"),
+        (["bash", "run.sh"], "python "),
+    ],
+)
+def test_the_command_that_continues(monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setattr(signals, "_arguments", lambda process: arguments)
+    assert continue_command(resume="auto").startswith(words)
+
+
+def test_the_command_that_continues_does_not_start_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(
+        sys, "orig_argv", ["/x/python", "finetune/train.py", "r.yaml", "training.resume=never", "a=b c"]
+    )
+    assert continue_command(resume="never") == "python finetune/train.py r.yaml 'a=b c' training.resume=auto"
+    assert continue_command(resume="auto") == "python finetune/train.py r.yaml training.resume=never 'a=b c'"
