@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -40,20 +41,28 @@ class _Source:
     text: str
     parsed: Parsed
     overridden: set[Path] = field(default_factory=set)
-    lines: list[str] = field(default_factory=list)  # mistakes, ready to be shown
+    mistakes: list[tuple[float, str]] = field(default_factory=list)  # line (the command line comes last) and text
 
     def report(self, path: Path, text: str, *, at_key: bool) -> None:
         """Add a mistake at a key of the recipe, or at the nearest section that stands in the file."""
         key = dotted(path)
         if any(path[: len(over)] == over or over[: len(path)] == path for over in self.overridden if over):
-            self.lines.append(f"{COMMAND_LINE}: {key}: {text}")
+            self.add_override(key, text)
             return
         self.add(self._place(path, at_key=at_key), key, text)
 
     def add(self, place: Place, key: str, text: str) -> None:
         """Add a mistake at a place of the file."""
         head = f"{self.path}:{place.line}:{place.column}: " + (f"{key}: " if key else "")
-        self.lines.append("\n".join([head + text, *excerpt(self.text, place)]))
+        self.mistakes.append((place.line, "\n".join([head + text, *excerpt(self.text, place)])))
+
+    def add_override(self, key: str, text: str) -> None:
+        """Add a mistake of the command line."""
+        self.mistakes.append((math.inf, f"{COMMAND_LINE}: {key}: {text}"))
+
+    def error(self) -> RecipeError:
+        """All mistakes, in the order of the file."""
+        return RecipeError([text for _, text in sorted(self.mistakes, key=lambda mistake: mistake[0])])
 
     def _place(self, path: Path, *, at_key: bool) -> Place:
         order = (self.parsed.keys, self.parsed.values) if at_key else (self.parsed.values, self.parsed.keys)
@@ -79,18 +88,18 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         source.add(flaw.place, flaw.key, flaw.problem)
     value = source.parsed.value
     if not isinstance(value, dict):
-        if not source.lines:
+        if not source.mistakes:
             what = "is empty" if value is None else f"is {shown(value)}"
             source.add(
                 Place(1, 1), "", f"a recipe is a page of key: value, this one {what}; begin with model: and data:"
             )
-        raise RecipeError(source.lines)
+        raise source.error()
     for override in overrides:
         _override(source, value, override)
     _rename_aliases(source, value)
     recipe = _validate(source, value)
-    if recipe is None or source.lines:
-        raise RecipeError(source.lines)
+    if recipe is None or source.mistakes:
+        raise source.error()
     if recipe.output_dir is None:
         recipe = recipe.model_copy(update={"output_dir": f"runs/{file.stem}"})
     return LoadedRecipe(recipe, _origins(source, recipe), file)
@@ -127,17 +136,15 @@ def _override(source: _Source, value: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     path: Path = tuple(int(part) if part.isdigit() else part for part in name.strip().split("."))
     if not equals or "" in path:
-        source.lines.append(
-            f"{COMMAND_LINE}: {override}: an override is written key=value, for example training.seed=1"
-        )
+        source.add_override(override, "an override is written key=value, for example training.seed=1")
         return
     parsed = parse(text)
     if parsed.flaws:
-        source.lines.append(f"{COMMAND_LINE}: {dotted(path)}: {parsed.flaws[0].problem}")
+        source.add_override(dotted(path), parsed.flaws[0].problem)
         return
     problem = _put(value, path, parsed.value)
     if problem:
-        source.lines.append(f"{COMMAND_LINE}: {dotted(path)}: {problem}")
+        source.add_override(dotted(path), problem)
     else:
         source.overridden.add(path)
 

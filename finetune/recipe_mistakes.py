@@ -168,12 +168,14 @@ def _right_branch(branches: list[_Branch], value: Any) -> bool:
 
 def _at(value: Any, path: Path) -> Any:
     for part in path:
-        value = value[part] if isinstance(value, (dict, list)) and _has(value, part) else None
+        value = value[part] if _has(value, part) else None
     return value
 
 
-def _has(value: Any, part: str | int) -> bool:
-    return part in value if isinstance(value, dict) else isinstance(part, int) and part < len(value)
+def _has(value: Any, part: Any) -> bool:
+    if isinstance(value, list):
+        return isinstance(part, int) and part < len(value)
+    return isinstance(value, dict) and part in value
 
 
 def _either(path: Path) -> str:
@@ -212,7 +214,7 @@ def _wants(wanted: str, given: Any) -> str:
     if given is None:
         return f"is empty; it must be {wanted}, or take the line away for the default"
     text = f"is {shown(given)}; it must be {wanted}"
-    if wanted == "true or false" and str(given).lower() in TRUTH_WORDS:
+    if wanted.startswith("true") and str(given).lower() in TRUTH_WORDS:
         return f"{text}: {given} is text here, write {TRUTH_WORDS[str(given).lower()]}"
     if wanted == "text" and isinstance(given, (bool, int, float)):
         return f'{text}: put it in quotes, "{shown(given)}"'
