@@ -73,7 +73,9 @@ def open_run(run_dir: Path) -> Parlour:
         raise FinetuneError(f"{run_dir}: no run is here (recipe.yaml is missing); name a run's output_dir")
     adapter, whole = run_dir / "adapter", run_dir / "model"
     if not adapter.is_dir() and not whole.is_dir():
-        raise FinetuneError(f"{run_dir}: this run has not finished: neither adapter/ nor model/ is there; resume it first")
+        raise FinetuneError(
+            f"{run_dir}: this run has not finished: neither adapter/ nor model/ is there; resume it first"
+        )
     recipe = recipe_from_resolved(resolved)
     tokenizer = AutoTokenizer.from_pretrained(adapter if adapter.is_dir() else whole)
     loaded = _load(recipe, resolve_model_path(recipe.model.name_or_path))
@@ -122,9 +124,7 @@ def converse(
             for speaker in parlour.speakers(who):
                 say(f"\n{speaker.name}:")
                 streamer = TextStreamer(parlour.tokenizer, skip_prompt=True, skip_special_tokens=True)
-                parlour.reply(
-                    speaker, text, max_new_tokens=max_new_tokens, temperature=temperature, streamer=streamer
-                )
+                parlour.reply(speaker, text, max_new_tokens=max_new_tokens, temperature=temperature, streamer=streamer)
 
 
 def typed_lines(prompt: str = "\nyou: ") -> Iterator[str]:

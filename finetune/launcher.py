@@ -8,6 +8,8 @@ launcher's own command line does.
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +21,17 @@ import psutil
 class Launch:
     """How the trainer was started."""
 
-    launcher: str  # accelerate | torchrun | python
+    words: tuple[str, ...]  # the command line as typed: accelerate launch ..., torchrun ..., python ...
     asked_processes: int | None  # as written on the launcher's command line
     config_file: Path | None  # --config_file of accelerate launch
     threads_chosen: bool  # the user, not the launcher, set OMP_NUM_THREADS
     world_size: int  # as the launcher tells the ranks; 1 without one
     rank: int
-    local_rank: int
     on_cpu: bool  # the launcher was told to use the CPU
+
+    @property
+    def by_accelerate(self) -> bool:
+        return any("accelerate" in word for word in self.words[:3])
 
     @property
     def is_main(self) -> bool:
@@ -34,51 +39,74 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Look at the environment and at the processes above this one."""
-    launcher, arguments, parent_environment = _find_launcher()
-    config = _option(arguments, "--config_file", "--config-file")
-    asked = _option(arguments, "--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node")
+    """Look at the environment and at the processes above this one. Early, while the launcher lives."""
+    words, above = _find_launcher(environment)
+    options = _before_script(words)
+    config = _option(options, "--config_file", "--config-file")
+    asked = _option(options, "--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node")
     return Launch(
-        launcher=launcher,
+        words=tuple(words or ["python", *sys.orig_argv[1:]]),
         asked_processes=int(asked) if asked and asked.isdigit() else None,
         config_file=Path(config) if config else None,
-        threads_chosen="OMP_NUM_THREADS" in parent_environment,
+        threads_chosen="OMP_NUM_THREADS" in above,
         world_size=int(environment.get("WORLD_SIZE", "1")),
         rank=int(environment.get("RANK", "0")),
-        local_rank=int(environment.get("LOCAL_RANK", "0")),
         on_cpu=environment.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes"),
     )
 
 
-def _find_launcher() -> tuple[str, list[str], Mapping[str, str]]:
-    """Name, arguments and environment of the nearest launcher above; python with our own where there is none."""
-    # Two levels reach it: the ranks are its children, and it may run under a shell or `python -m`.
-    for process in psutil.Process().parents()[:2]:
-        try:
-            command = process.cmdline()
-            name = _launcher_name(command)
-            if name:
-                return name, _before_script(command), process.environ()
-        except psutil.Error:  # ended meanwhile, or another user's
-            continue
-    return "python", [], os.environ
+def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether `accelerate launch` or torchrun started this process, by what they leave in the environment."""
+    return "TORCHELASTIC_RUN_ID" in environment or "ACCELERATE_MIXED_PRECISION" in environment
 
 
-def _launcher_name(command: Sequence[str]) -> str | None:
-    names = [Path(word).name for word in command[:4]]
-    if "accelerate" in names or "accelerate.commands.launch" in command or "accelerate-launch" in names:
-        return "accelerate"
-    if "torchrun" in names or "torch.distributed.run" in command:
-        return "torchrun"
-    return None
+def launcher_words(arguments: Sequence[str]) -> list[str]:
+    """`accelerate launch ...` or `torchrun ...` as typed, from a process's arguments; empty for any other program."""
+    for index, word in enumerate(arguments[:3]):
+        name = os.path.basename(word)
+        if name in ("accelerate", "accelerate-launch", "torchrun"):
+            return [name, *arguments[index + 1 :]]
+    if "-m" in arguments[:4] and any(word.startswith(("accelerate.", "torch.distributed.")) for word in arguments[:5]):
+        return ["python", *arguments[1:]]
+    return []
 
 
-def _before_script(command: Sequence[str]) -> list[str]:
+def arguments_of(process: int) -> list[str]:
+    """A process's command line; empty where it is gone or may not be read."""
+    try:
+        return list(psutil.Process(process).cmdline())
+    except psutil.Error:
+        return []
+
+
+def continue_command(launch: Launch, *, resume: str) -> str:
+    """What the user types, in the same folder, to continue this run.
+
+    `resume` is the recipe's training.resume: `never` was for this start, and would start over.
+    """
+    words = list(launch.words)
+    if resume == "never":
+        words = [word for word in words if not word.startswith("training.resume=")] + ["training.resume=auto"]
+    return shlex.join(words)
+
+
+def _find_launcher(environment: Mapping[str, str]) -> tuple[list[str], Mapping[str, str]]:
+    """The launcher's words and its environment; nothing and our own environment where there is none."""
+    words = launcher_words(arguments_of(os.getppid())) if under_launcher(environment) else []
+    if not words:
+        return [], environment
+    try:
+        return words, psutil.Process(os.getppid()).environ()
+    except psutil.Error:
+        return words, environment
+
+
+def _before_script(words: Sequence[str]) -> list[str]:
     """The launcher's own arguments: those before our entrypoint."""
-    for index, word in enumerate(command):
+    for index, word in enumerate(words):
         if word.endswith("train.py") or word == "finetune.train":
-            return list(command[:index])
-    return list(command)
+            return list(words[:index])
+    return list(words)
 
 
 def _option(arguments: Sequence[str], *names: str) -> str | None:

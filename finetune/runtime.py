@@ -90,7 +90,7 @@ def _default_config(launch: Launch) -> Path | None:
     from accelerate.commands.config.config_args import default_config_file
 
     path = Path(default_config_file)
-    return path if launch.launcher == "accelerate" and path.is_file() else None
+    return path if launch.by_accelerate and path.is_file() else None
 
 
 def _agree(recipe_side: Strategy, launch_side: Strategy, path: Path, *, stray: bool) -> None:

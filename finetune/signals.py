@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shlex
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
+
+from finetune.launcher import arguments_of, launcher_words, under_launcher
 
 _PARENT_AT_START = os.getppid()
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -89,7 +89,7 @@ def die_with_launcher() -> bool:
     launcher of one process, SIGKILL to any). Under a shell it would end a run that nohup protects. Linux only. Call it
     from inside `stop_on_signals`, so that the signal saves; not inherited by child processes.
     """
-    if sys.platform != "linux" or not _under_launcher():
+    if sys.platform != "linux" or not under_launcher():
         return False
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         return False
@@ -98,43 +98,6 @@ def die_with_launcher() -> bool:
     return True
 
 
-def _under_launcher() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
-
-
 def _launcher_is_gone() -> bool:
     """Whether an orphan's new parent has taken the launcher's place; in a container the launcher itself may be 1."""
-    return os.getppid() != _PARENT_AT_START or (os.getppid() == 1 and not _launcher_words(_arguments(1)))
-
-
-def _arguments(process: int) -> list[str]:
-    """A process's command line; empty where there is no /proc or it may not be read."""
-    try:
-        return Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
-    except OSError:
-        return []
-
-
-def _launcher_words(arguments: list[str]) -> list[str]:
-    """`accelerate launch ...` or `torchrun ...` as the user typed it, from the launcher's own command line."""
-    for index, word in enumerate(arguments[:3]):
-        name = os.path.basename(word)
-        if name in ("accelerate", "accelerate-launch", "torchrun"):
-            return [name, *arguments[index + 1 :]]
-    if "-m" in arguments[:4] and any(word.startswith(("accelerate.", "torch.distributed.")) for word in arguments[:5]):
-        return ["python", *arguments[1:]]
-    return []
-
-
-def continue_command(*, resume: str) -> str:
-    """What the user types, in the same folder, to continue this run. Call it early, while the launcher lives.
-
-    Args:
-        resume: The recipe's training.resume; `never` was for this start, and would start over.
-    """
-    words = _launcher_words(_arguments(os.getppid())) if _under_launcher() else []
-    if not words:
-        words = ["python", *sys.orig_argv[1:]]
-    if resume == "never":
-        words = [word for word in words if not word.startswith("training.resume=")] + ["training.resume=auto"]
-    return shlex.join(words)
+    return os.getppid() != _PARENT_AT_START or (os.getppid() == 1 and not launcher_words(arguments_of(1)))

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_recipe(loaded: LoadedRecipe) -> int:
     """Train to the end, or to a signal; returns 0 or 130. Raises FinetuneError."""
-    from finetune.launcher import read_launch
+    from finetune.launcher import continue_command, read_launch
     from finetune.runtime import check_launch, hush_libraries
 
     recipe, launch = loaded.recipe, read_launch()
@@ -62,9 +62,9 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     from finetune.batches import prepare
     from finetune.model import load_tokenizer
     from finetune.run_folder import claim_run_folder, curve_identity
-    from finetune.signals import continue_command, die_with_launcher, stop_on_signals
+    from finetune.signals import die_with_launcher, stop_on_signals
 
-    command = continue_command(resume=recipe.training.resume)
+    command = continue_command(launch, resume=recipe.training.resume)
     strategy = check_launch(recipe, launch)
     with stop_on_signals(announce=launch.is_main) as stop:
         die_with_launcher()

@@ -17,13 +17,12 @@ from finetune.recipe import Recipe
 from finetune.runtime import CONFIG_FOLDER, check_launch, read_strategy
 
 ALONE = Launch(
-    launcher="accelerate",
+    words=("accelerate", "launch"),
     asked_processes=None,
     config_file=None,
     threads_chosen=True,
     world_size=1,
     rank=0,
-    local_rank=0,
     on_cpu=False,
 )
 TWO = replace(ALONE, world_size=2, on_cpu=True)
@@ -81,7 +80,7 @@ def test_a_stray_default_config_is_named(no_default_config: Path) -> None:
     with pytest.raises(EnvironmentMismatch, match="default config in the cache") as caught:
         check_launch(recipe(), ALONE)
     assert str(no_default_config) in str(caught.value)
-    assert check_launch(recipe(), replace(ALONE, launcher="python")).kind == "single"
+    assert check_launch(recipe(), replace(ALONE, words=("python",))).kind == "single"
 
 
 def test_an_unreadable_strategy_is_a_recipe_error(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from finetune import signals
-from finetune.signals import continue_command, die_with_launcher, stop_on_signals
+from finetune.signals import die_with_launcher, stop_on_signals
 
 TRAINER = """
 import os, sys, time
@@ -178,32 +178,3 @@ def test_outside_the_main_thread_the_flag_stays_down() -> None:
     thread.start()
     thread.join()
     assert seen == [False]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (
-            ["/usr/bin/python3", "/env/bin/accelerate", "launch", "finetune/train.py", "r.yaml", "a=b c"],
-            "accelerate launch",
-        ),
-        (["/usr/bin/python3", "/env/bin/torchrun", "--nproc-per-node", "2", "finetune/train.py"], "torchrun --nproc"),
-        (["/usr/bin/python3", "-m", "torch.distributed.run", "x.py"], "python -m torch.distributed.run x.py"),
-        (["/usr/bin/python3", "-m", "accelerate.commands.launch", "x.py"], "python -m accelerate.commands.launch x.py"),
-        (["bash", "run.sh"], "python "),
-    ],
-)
-def test_the_command_that_continues(monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    monkeypatch.setattr(signals, "_arguments", lambda process: arguments)
-    assert continue_command(resume="auto").startswith(words)
-
-
-def test_the_command_that_continues_does_not_start_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setattr(
-        sys, "orig_argv", ["/x/python", "finetune/train.py", "r.yaml", "training.resume=never", "a=b c"]
-    )
-    assert continue_command(resume="never") == "python finetune/train.py r.yaml 'a=b c' training.resume=auto"
-    assert continue_command(resume="auto") == "python finetune/train.py r.yaml training.resume=never 'a=b c'"
