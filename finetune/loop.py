@@ -224,23 +224,27 @@ def train(run: Run, state: TrainState) -> bool:
     recipe, plan = run.recipe, run.plan
     batches = prefetch(_stream(run, state.step), run.accelerator.device, recipe.training.non_blocking)
     stopped = False
-    while state.step < plan.total_steps and not stopped:
+    while not (stopped or _finished(run, state)):
         stopped = _step_and_record(run, state, batches)
-        finished = state.step == plan.total_steps
-        if finished or state.step % recipe.logging_steps == 0:
+        last = state.step == plan.total_steps
+        if last or state.step % recipe.logging_steps == 0:
             _flush(run, state)
-        if run.eval_rows is not None and (finished or state.step % recipe.eval_steps == 0):
+        if run.eval_rows is not None and (last or state.step % recipe.eval_steps == 0):
             _evaluate_and_compare(run, state)
-            patience = recipe.training.early_stopping_patience
-            if patience is not None and state.worse_evaluations >= patience:
-                run.terminal.say(f"early stopping: {patience} evaluations without a better loss")
-                finished = True
-        if finished or stopped or state.step % recipe.save_steps == 0:
+        if _finished(run, state) or stopped or state.step % recipe.save_steps == 0:
             with run.phases("save"):
                 run.save(state)
-        if finished:
-            return True
-    return state.step == plan.total_steps
+    return _finished(run, state)
+
+
+def _finished(run: Run, state: TrainState) -> bool:
+    """Whether no step is left, or early stopping ended the run: known from the state alone, so also after a resume."""
+    return state.step == run.plan.total_steps or _gave_up(run, state)
+
+
+def _gave_up(run: Run, state: TrainState) -> bool:
+    patience = run.recipe.training.early_stopping_patience
+    return patience is not None and state.worse_evaluations >= patience
 
 
 def _stream(run: Run, first_step: int) -> Iterator[MicroBatch]:
@@ -346,3 +350,7 @@ def _evaluate_and_compare(run: Run, state: TrainState) -> None:
     better = loss < state.best_eval_loss
     state.worse_evaluations = 0 if better else state.worse_evaluations + 1
     state.best_eval_loss = min(loss, state.best_eval_loss)
+    if _gave_up(run, state):
+        run.terminal.say(f"early stopping: {state.worse_evaluations} evaluations without a better loss")
+        if state.window.records:
+            _flush(run, state)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from finetune.metrics import Terminal
     from finetune.run_folder import Claim
     from finetune.runtime import Strategy
+    from finetune.signals import StopRequest
 
 USAGE = "usage: accelerate launch finetune/train.py RECIPE [key=value ...]"
 
@@ -62,22 +63,21 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     from finetune.batches import prepare
     from finetune.model import load_tokenizer
     from finetune.run_folder import claim_run_folder, curve_identity
-    from finetune.signals import die_with_launcher, stop_on_signals
+    from finetune.signals import StopRequest, die_with_launcher
 
     command = continue_command(launch, resume=recipe.training.resume)
     strategy = check_launch(recipe, launch)
-    with stop_on_signals(announce=launch.is_main) as stop:
-        die_with_launcher()
-        tokenizer = load_tokenizer(recipe)
-        prepared = prepare(recipe, tokenizer)
-        claim = None
-        if launch.is_main:
-            identity = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint}
-            claim = claim_run_folder(
-                Path(recipe.run_dir), resume=recipe.training.resume, identity=identity, command=command
-            )
-            _write_start(loaded, claim)
-        return _train_claimed(Start(loaded, launch, strategy, tokenizer, prepared, claim, lambda: bool(stop)))
+    die_with_launcher()
+    tokenizer = load_tokenizer(recipe)
+    prepared = prepare(recipe, tokenizer)
+    claim = None
+    if launch.is_main:
+        identity = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint}
+        claim = claim_run_folder(
+            Path(recipe.run_dir), resume=recipe.training.resume, identity=identity, command=command
+        )
+        _write_start(loaded, claim)
+    return _train_claimed(Start(loaded, launch, strategy, tokenizer, prepared, claim, StopRequest()))
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Start:
     tokenizer: PreTrainedTokenizerBase
     prepared: Prepared
     claim: Claim | None  # of rank 0 alone
-    stop_requested: Callable[[], bool]
+    stop: StopRequest
 
     @property
     def recipe(self) -> Recipe:
@@ -114,11 +114,18 @@ def _write_start(loaded: LoadedRecipe, claim: Claim) -> None:
 
 
 def _train_claimed(start: Start) -> int:
-    from finetune.run_folder import mark_failed
     from finetune.runtime import build_accelerator, use_all_cores
+    from finetune.signals import stop_on_signals
 
     accelerator = build_accelerator(start.recipe, start.strategy, start.launch)
     use_all_cores(start.launch, accelerator.device)
+    with stop_on_signals(start.stop, announce=start.launch.is_main):
+        return _train_together(start, accelerator)
+
+
+def _train_together(start: Start, accelerator: Accelerator) -> int:
+    from finetune.run_folder import mark_failed
+
     resumed_step = _agree_on_start(accelerator, start.claim)
     if resumed_step is None:
         if start.launch.is_main:
@@ -212,7 +219,7 @@ def _build(start: Start, accelerator: Accelerator, first_step: int, progress: Pr
         learning_rate=learning_rate,
         terminal=terminal,
         phases=phases,
-        stop_requested=start.stop_requested,
+        stop_requested=lambda: bool(start.stop),
         write_metrics=_metrics_writer(start, progress),
         save=lambda state: _save(start, accelerator.unwrap_model(model), optimizer, state),
     )
