@@ -168,7 +168,9 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], str | None, str]] = {
     "deepseek": (DEEPSEEK, _DEEPSEEK, "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
     "no_prompt": (NO_PROMPT, ("<s>", "</s>"), None, "</s>"),
 }
-WORDS = "system user assistant model tool date today what is the weather in Paris sunny answer with a function call hello"
+WORDS = (
+    "system user assistant model tool date today what is the weather in Paris sunny answer with a function call hello"
+)
 # How GPT-4's, Llama 3's and Qwen's tokenizers cut words: line breaks join with those that follow.
 _CUT = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
