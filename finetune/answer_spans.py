@@ -15,7 +15,7 @@ are rendered instead.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -50,6 +50,7 @@ class _Marked:
 
     text: str
     first: dict[int, int] = field(default_factory=dict)
+    opened: set[int] = field(default_factory=set)  # messages whose text is there from its beginning
     last: dict[int, int] = field(default_factory=dict)
     literals: list[Span] = field(default_factory=list)
 
@@ -57,11 +58,12 @@ class _Marked:
 class SpanFinder:
     """Finds the assistant's spans with one template; remembers the tails it has seen."""
 
-    def __init__(self, render: Renderer, special_tokens: Sequence[str]) -> None:
+    def __init__(self, render: Renderer, special_tokens: Collection[str]) -> None:
         self._render = render
-        longest_first = sorted(special_tokens, key=len, reverse=True)
-        self.special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.special = any_of(special_tokens)
+        self._ends_of_headers = tuple(special_tokens)
         self._tails: dict[tuple[str, bool], str] = {}
+        self._writes_tools: bool | None = None  # not known before the first row that has tools
 
     def find(self, messages: Messages, tools: Tools) -> Rendered:
         """Render a chat and find what its assistant wrote. Raises BadRow when the template cannot be followed."""
@@ -70,16 +72,22 @@ class SpanFinder:
         followed = marked is not None and marked.text == text
         if not followed:
             self._refuse_literals(messages, tools)
-        turns = {}
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant" and marked is not None and followed:
-                turns[index] = self._turn(messages, tools, index, marked)
-            elif message["role"] == "assistant":
-                turns[index] = self._turn_by_prefix(messages, tools, index, text)
+        if tools:
+            self._check_tools_kept(messages, tools, text)
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if marked is None or not followed:
-            return Rendered(text, turns, [])
+            by_prefix = {index: self._turn_by_prefix(messages, tools, index, text) for index in answers}
+            return Rendered(text, by_prefix, [])
         _check_kept(messages, marked)
-        return Rendered(text, turns, marked.literals)
+        return Rendered(text, {index: self._turn(messages, tools, index, marked) for index in answers}, marked.literals)
+
+    def _check_tools_kept(self, messages: Messages, tools: Tools, text: str) -> None:
+        if self._writes_tools is None:
+            self._writes_tools = self._render(messages, None) != text
+        if not self._writes_tools:
+            raise BadRow(
+                "the chat template does not write the row's tools; take them away, or give data.chat_template one"
+            )
 
     def find_literals(self, messages: Messages, tools: Tools, prompt: str) -> list[Span]:
         """Texts in a rendered prompt that only look like control tokens. Raises BadRow."""
@@ -139,13 +147,16 @@ class SpanFinder:
         matched = _common(tail, marked.text, before)
         if matched == len(tail):
             return min(before + matched, own)
-        # The generation prompt goes on where a finished turn does not (DeepSeek-R1 opens a thinking block there).
-        if marked.text[before + matched : own].strip():
+        # The generation prompt goes on where a finished turn does not (DeepSeek-R1 opens a thinking block there), so
+        # the header is what they share, unless there is more text before the answer that is not the answer's own.
+        start = min(before + matched, own)
+        is_own = index not in marked.opened and marked.text[:start].endswith(self._ends_of_headers)
+        if marked.text[start:own].strip() and not is_own:
             raise BadRow(
                 f"cannot tell where the chat template's header ends before {marked.text[own : own + 40]!r}; "
                 "give data.chat_template one whose generation prompt is how its assistant turns begin"
             )
-        return own
+        return start
 
     def _tail(self, messages: Messages, tools: Tools, index: int) -> str:
         """What the template writes after message index-1 when it asks for an answer."""
@@ -188,11 +199,18 @@ class SpanFinder:
         return len(prompt), closing[-1] if closing else self._end(text, len(turn), None)
 
 
+def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Matches any of the tokens, the longest where one begins another; never when there are none."""
+    longest_first = sorted(tokens, key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
 def _check_kept(messages: Messages, marked: _Marked) -> None:
     for index, message in enumerate(messages):
-        if message["content"].strip() and index not in marked.last:
+        if index not in marked.last and (message["content"].strip() or "tool_calls" in message):
+            what = "text" if message["content"].strip() else "tool call"
             raise BadRow(
-                f"the chat template leaves out the {message['role']} turn {index + 1}; "
+                f"the chat template leaves out the {what} of turn {index + 1} ({message['role']}); "
                 "take the turn away, or give data.chat_template one that writes it"
             )
 
@@ -211,6 +229,8 @@ def _unmark(marked: str, block: int) -> _Marked:
             result.literals.append((fence_from, position))
         else:
             result.first.setdefault((code - 4) // 2, position)
+            if code % 2 == 0 and result.first[(code - 4) // 2] == position:
+                result.opened.add((code - 4) // 2)
             result.last[(code - 4) // 2] = position
     result.text = "".join([*parts, marked[done:]])
     return result

@@ -50,6 +50,7 @@ def read_array(file: Path, digest: str) -> np.ndarray:
     if found.hexdigest() != digest:
         raise ValueError(f"{file} is not what was written")
     if file.stat().st_size == _HEADER_BYTES:  # an empty file cannot be mapped
-        return np.load(file)
+        empty: np.ndarray = np.load(file)
+        return empty
     array: np.ndarray = np.load(file, mmap_mode="r")
     return array

@@ -8,7 +8,6 @@ header's last token (the model is prompted with the header alone, so it must lea
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.answer_spans import Rendered, Span, SpanFinder
+from finetune.answer_spans import Rendered, Span, SpanFinder, any_of
 from finetune.chat_template import ChatTemplate, read_source
+from finetune.errors import FinetuneError
 from finetune.recipe import Data, RowFormat
 from finetune.row_formats import Chat, Passage, read_row
 from finetune.row_reading import BadRow
@@ -61,17 +61,17 @@ class Encoder:
     """Tokenises rows with one tokenizer and one data section. Needs neither model nor torch."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
-        """Raises DataError when the template cannot be read."""
+        """Raises FinetuneError for a tokenizer that is not a fast one."""
         if not tokenizer.is_fast:
-            raise TypeError("a tokenizer without character positions; use one with a tokenizer.json")
+            raise FinetuneError(
+                "model.name_or_path: its tokenizer knows no character positions; it needs a tokenizer.json"
+            )
         self._tokenizer = tokenizer
         self._data = data
         added = tokenizer.added_tokens_decoder.values()
         self._special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
-        self._special_pattern = re.compile(
-            "|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or "(?!)"
-        )
-        self._special_ids = set(tokenizer.convert_tokens_to_ids(sorted(self._special)))
+        self._special_pattern = any_of(self._special)
+        self._special_ids = {tokenizer.convert_tokens_to_ids(token) for token in self._special}
         self._finder: SpanFinder | None = None
         self._template: ChatTemplate | None = None
         self._start_ids = _start_ids(tokenizer)
@@ -119,8 +119,8 @@ class Encoder:
         if start <= 1:
             start = max(1, min(TEXT_PROMPT_TOKENS, len(ids) // 2))
         prompt = ids[:start].tolist()
-        reference = self._tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=True)
-        return SamplePrompt(prompt, self._tokenizer.decode(prompt), reference)
+        reference = self._decode(ids[start:end].tolist(), skip_special_tokens=True)
+        return SamplePrompt(prompt, self._decode(prompt), reference)
 
     def identity(self) -> dict[str, str]:
         """What tokens and masks follow from besides data and settings, each as a digest."""
@@ -229,11 +229,8 @@ class Encoder:
         """Stretches between the template's own control tokens that hold a text spelling one."""
         if not script.literals:
             return []
-        own = [
-            span
-            for found in self._special_pattern.finditer(script.text)
-            if (span := found.span()) not in set(script.literals)
-        ]
+        spelt = {found.span() for found in self._special_pattern.finditer(script.text)}
+        own = sorted(spelt.difference(script.literals))
         begins, ends = [0, *(end for _, end in own)], [*(start for start, _ in own), len(script.text)]
         return [
             (begin, end)
@@ -264,14 +261,18 @@ class Encoder:
             labels[0] = IGNORE
         return Document(ids, labels)
 
+    def _decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens, clean_up_tokenization_spaces=False))
+
     def _check_decoded(self, ids: list[int], text: str) -> None:
-        decoded = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        decoded = self._decode(ids)
         if decoded == text or self._tokenizer.unk_token_id in ids:
             return
         normalizer = self._tokenizer.backend_tokenizer.normalizer
         wanted = normalizer.normalize_str(text) if normalizer else text
-        # Tokenizers that write words as "▁word" put a space first, and take one away when decoding.
-        if decoded.replace("▁", " ").strip(" ") != wanted.replace("▁", " ").strip(" "):
+        if self._puts_space:  # before the text and after each control token, and decoding does not take all away
+            decoded, wanted = ("".join(text.replace("▁", " ").split(" ")) for text in (decoded, wanted))
+        if decoded != wanted:
             raise RowError(f"the tokenizer reads {text[:40]!r} back as {decoded[:40]!r}; use the model's own tokenizer")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -50,7 +51,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, model: nn.Module, st
         "quantized_layers": _quantized_layers(inner),
         "adapted_layers": _adapted_layers(inner),
         "layers": len(layers),
-        "checkpointed_layers": sum(bool(layer.gradient_checkpointing) for layer in layers),
+        "checkpointed_layers": sum(1 for layer in layers if layer.gradient_checkpointing),
         "pinned_memory": recipe.training.non_blocking and accelerator.device.type == "cuda",
         "non_blocking": recipe.training.non_blocking,
         "batches_copied_ahead": int(recipe.training.non_blocking),
@@ -72,7 +73,7 @@ def _quantized_layers(model: nn.Module) -> int:
 
 
 def _adapted_layers(model: nn.Module) -> int:
-    return sum(1 for module in model.modules() if hasattr(module, "lora_A") and len(module.lora_A))
+    return sum(1 for module in model.modules() if isinstance(module, BaseTunerLayer) and module.active_adapters)
 
 
 def _compare(recipe: Recipe, receipt: dict[str, Any]) -> None:

@@ -223,9 +223,7 @@ def _read_csv(file: Path) -> Iterator[SourceRow]:
             except StopIteration:
                 return
             except (csv.Error, BadRow) as error:
-                remedy = (
-                    "" if isinstance(error, BadRow) else "; put quotes around texts with commas, quotes or line breaks"
-                )
+                remedy = "" if isinstance(error, BadRow) else "; put quotes around texts with commas or line breaks"
                 yield SourceRow(str(file), line, None, f"{error}{remedy}")
                 return  # quoting is lost: what follows cannot be told apart
             if not values:
@@ -263,8 +261,8 @@ def _check_width(values: list[str], names: list[str]) -> str | None:
 
 
 def _read_parquet(file: Path) -> Iterator[SourceRow]:
-    import pyarrow
-    import pyarrow.parquet
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
 
     try:
         with pyarrow.parquet.ParquetFile(file) as table:

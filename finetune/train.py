@@ -255,7 +255,8 @@ def check_vocabulary(prepared: Prepared, model: nn.Module) -> None:
     """Refuse token ids that the embedding has no row for. Raises FinetuneError."""
     from finetune.model import decoder_parts
 
-    rows, largest = decoder_parts(model).get_input_embeddings().weight.shape[0], prepared.facts["largest_token_id"]
+    embeddings: Any = decoder_parts(model).get_input_embeddings()
+    rows, largest = embeddings.weight.shape[0], prepared.facts["largest_token_id"]
     if largest >= rows:
         raise FinetuneError(
             f"model.name_or_path: the tokenizer makes token {largest}, the model has {rows} embeddings; "
