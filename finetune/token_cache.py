@@ -132,7 +132,7 @@ def _tokenised(
     scripts = _scripts(source, encoder, mistakes)
     while chunk := list(islice(scripts, CHUNK_ROWS)):
         counts["control_token_texts"] += sum(bool(script.literals) for _, script in chunk)
-        yield [row for row, _ in chunk], encoder.tokenise([script for _, script in chunk])
+        yield [row for row, _ in chunk], encoder.texts.tokenise([script for _, script in chunk])
 
 
 def _scripts(source: Source, encoder: Encoder, mistakes: Mistakes) -> Iterator[tuple[SourceRow, Script]]:
