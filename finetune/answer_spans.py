@@ -15,15 +15,16 @@ are rendered instead.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from finetune.chat_messages import REASONING
 from finetune.row_reading import BadRow
 
-_BLOCKS = (0x100000, 0xF0000)  # private planes 16 and 15; the second when a row's own text uses the first
-_BLOCK_SIZE = 0xFFF0
+_PLANES = (0x100000, 0xF0000)  # Unicode's private planes 16 and 15; icon fonts use the latter
+_PLANE_SIZE = 0xFFFE
+_PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 Span = tuple[int, int]
 Messages = Sequence[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
@@ -50,6 +51,7 @@ class _Marked:
 
     text: str
     first: dict[int, int] = field(default_factory=dict)
+    opened: set[int] = field(default_factory=set)  # messages whose text is there from its beginning
     last: dict[int, int] = field(default_factory=dict)
     literals: list[Span] = field(default_factory=list)
 
@@ -57,11 +59,12 @@ class _Marked:
 class SpanFinder:
     """Finds the assistant's spans with one template; remembers the tails it has seen."""
 
-    def __init__(self, render: Renderer, special_tokens: Sequence[str]) -> None:
+    def __init__(self, render: Renderer, special_tokens: Collection[str]) -> None:
         self._render = render
-        longest_first = sorted(special_tokens, key=len, reverse=True)
-        self.special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.special = any_of(special_tokens)
+        self._ends_of_headers = tuple(special_tokens)
         self._tails: dict[tuple[str, bool], str] = {}
+        self._writes_tools: bool | None = None  # not known before the first row that has tools
 
     def find(self, messages: Messages, tools: Tools) -> Rendered:
         """Render a chat and find what its assistant wrote. Raises BadRow when the template cannot be followed."""
@@ -70,16 +73,22 @@ class SpanFinder:
         followed = marked is not None and marked.text == text
         if not followed:
             self._refuse_literals(messages, tools)
-        turns = {}
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant" and marked is not None and followed:
-                turns[index] = self._turn(messages, tools, index, marked)
-            elif message["role"] == "assistant":
-                turns[index] = self._turn_by_prefix(messages, tools, index, text)
+        if tools:
+            self._check_tools_kept(messages, tools, text)
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if marked is None or not followed:
-            return Rendered(text, turns, [])
+            by_prefix = {index: self._turn_by_prefix(messages, tools, index, text) for index in answers}
+            return Rendered(text, by_prefix, [])
         _check_kept(messages, marked)
-        return Rendered(text, turns, marked.literals)
+        return Rendered(text, {index: self._turn(messages, tools, index, marked) for index in answers}, marked.literals)
+
+    def _check_tools_kept(self, messages: Messages, tools: Tools, text: str) -> None:
+        if self._writes_tools is None:
+            self._writes_tools = self._render(messages, None) != text
+        if not self._writes_tools:
+            raise BadRow(
+                "the chat template does not write the row's tools; take them away, or give data.chat_template one"
+            )
 
     def find_literals(self, messages: Messages, tools: Tools, prompt: str) -> list[Span]:
         """Texts in a rendered prompt that only look like control tokens. Raises BadRow."""
@@ -99,7 +108,8 @@ class SpanFinder:
             )
 
     def _mark_and_render(self, messages: Messages, tools: Tools, *, generation_prompt: bool = False) -> _Marked | None:
-        block = _free_block([messages, tools], 2 * len(messages) + 4)
+        size = 2 * len(messages) + 4
+        block = _free_block([messages, tools], size)
         fence = chr(block) + r"\g<0>" + chr(block + 1)
 
         def marker(index: int) -> Callable[[str], str]:
@@ -121,7 +131,7 @@ class SpanFinder:
             rendered = self._render(with_marks, fenced_tools, generation_prompt=generation_prompt)
         except BadRow:  # the plain texts rendered, so it is the marks that the template does not take
             return None
-        return _unmark(rendered, block)
+        return _unmark(rendered, block, size)
 
     def _turn(self, messages: Messages, tools: Tools, index: int, marked: _Marked) -> Span:
         """Characters that the assistant writes in its turn: answer and end-of-turn token."""
@@ -139,13 +149,16 @@ class SpanFinder:
         matched = _common(tail, marked.text, before)
         if matched == len(tail):
             return min(before + matched, own)
-        # The generation prompt goes on where a finished turn does not (DeepSeek-R1 opens a thinking block there).
-        if marked.text[before + matched : own].strip():
+        # The generation prompt goes on where a finished turn does not (DeepSeek-R1 opens a thinking block there), so
+        # the header is what they share, unless there is more text before the answer that is not the answer's own.
+        start = min(before + matched, own)
+        is_own = index not in marked.opened and marked.text[:start].endswith(self._ends_of_headers)
+        if marked.text[start:own].strip() and not is_own:
             raise BadRow(
                 f"cannot tell where the chat template's header ends before {marked.text[own : own + 40]!r}; "
                 "give data.chat_template one whose generation prompt is how its assistant turns begin"
             )
-        return own
+        return start
 
     def _tail(self, messages: Messages, tools: Tools, index: int) -> str:
         """What the template writes after message index-1 when it asks for an answer."""
@@ -188,19 +201,26 @@ class SpanFinder:
         return len(prompt), closing[-1] if closing else self._end(text, len(turn), None)
 
 
+def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Matches any of the tokens, the longest where one begins another; never when there are none."""
+    longest_first = sorted(tokens, key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
 def _check_kept(messages: Messages, marked: _Marked) -> None:
     for index, message in enumerate(messages):
-        if message["content"].strip() and index not in marked.last:
+        if index not in marked.last and (message["content"].strip() or "tool_calls" in message):
+            what = "text" if message["content"].strip() else "tool call"
             raise BadRow(
-                f"the chat template leaves out the {message['role']} turn {index + 1}; "
+                f"the chat template leaves out the {what} of turn {index + 1} ({message['role']}); "
                 "take the turn away, or give data.chat_template one that writes it"
             )
 
 
-def _unmark(marked: str, block: int) -> _Marked:
+def _unmark(marked: str, block: int, size: int) -> _Marked:
     """The text without marks, and where they stood. Relative codes 0 and 1 fence literals, 4 up are messages'."""
     result, parts, position, done, fence_from = _Marked(""), [], 0, 0, 0
-    for found in re.finditer(f"[{chr(block)}-{chr(block + _BLOCK_SIZE - 1)}]", marked):
+    for found in re.finditer(f"[{chr(block)}-{chr(block + size - 1)}]", marked):
         parts.append(marked[done : found.start()])
         position += found.start() - done
         done = found.end()
@@ -211,6 +231,8 @@ def _unmark(marked: str, block: int) -> _Marked:
             result.literals.append((fence_from, position))
         else:
             result.first.setdefault((code - 4) // 2, position)
+            if code % 2 == 0 and result.first[(code - 4) // 2] == position:
+                result.opened.add((code - 4) // 2)
             result.last[(code - 4) // 2] = position
     result.text = "".join([*parts, marked[done:]])
     return result
@@ -249,14 +271,13 @@ def _texts(value: Any) -> list[str]:
 
 
 def _free_block(value: Any, size: int) -> int:
-    """First code of a block of private characters that the row's own texts do not use."""
-    assert size < _BLOCK_SIZE, "a chat of 30,000 messages"
-    texts = [text for text in _texts(value) if not text.isascii()]
-    for block in _BLOCKS:
-        used = re.compile(f"[{chr(block)}-{chr(block + _BLOCK_SIZE - 1)}]")
-        if not any(used.search(text) for text in texts):
-            return block
-    raise BadRow("the row uses private characters of both planes 15 and 16; take one kind out")
+    """First of `size` private characters in a row that the value's own texts do not use."""
+    used = {ord(char) for text in _texts(value) if not text.isascii() for char in _PRIVATE.findall(text)}
+    for plane in _PLANES:
+        for block in range(plane, plane + _PLANE_SIZE - size, size):
+            if not used or not any(block <= code < block + size for code in used):
+                return block
+    raise BadRow("the row uses nearly all private characters of Unicode, which this program needs; take some out")
 
 
 def _common(tail: str, text: str, start: int) -> int:

@@ -39,6 +39,10 @@ class ArrayWriter:
         self._stream.close()
         return self._digest.hexdigest()
 
+    def abandon(self) -> None:
+        """Give up on the file; nothing happens after `close`."""
+        self._stream.close()
+
 
 def read_array(file: Path, digest: str) -> np.ndarray:
     """The array, memory-mapped and read-only. Raises OSError or ValueError when it is not what was written."""
@@ -50,6 +54,7 @@ def read_array(file: Path, digest: str) -> np.ndarray:
     if found.hexdigest() != digest:
         raise ValueError(f"{file} is not what was written")
     if file.stat().st_size == _HEADER_BYTES:  # an empty file cannot be mapped
-        return np.load(file)
+        empty: np.ndarray = np.load(file)
+        return empty
     array: np.ndarray = np.load(file, mmap_mode="r")
     return array

@@ -59,7 +59,7 @@ def _by_document(
 ) -> Tensor:
     grouped = key.shape[1] != query.shape[1]
     outputs = []
-    for q, k, v in zip(*(torch.split(x, lengths, dim=2) for x in (query, key, value)), strict=True):
+    for q, k, v in zip(*(torch.split(x, list(lengths), dim=2) for x in (query, key, value)), strict=True):
         tokens = q.shape[2]
         mask = None
         if window is not None and window < tokens:

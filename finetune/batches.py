@@ -16,10 +16,11 @@ import torch
 from finetune.conversations import IGNORE, Encoder, SamplePrompt
 from finetune.data_sources import resolve
 from finetune.document_pool import DocumentPool, Rows, Split, split_documents
-from finetune.recipe import EvalFraction, Recipe
-from finetune.row_check import data_entries
+from finetune.errors import DataError
+from finetune.recipe import Data, DataSet, EvalFraction, Recipe
+from finetune.row_check import Mistakes, data_entries
 from finetune.seeded import ROW_ORDER, seeded_order
-from finetune.token_cache import content_key, stored_documents
+from finetune.token_cache import StoredDocuments, content_key, stored_documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +57,7 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     data, seed = recipe.data, recipe.training.seed
     encoder = Encoder(tokenizer, data)
     entries = data_entries(data)
-    keys, stores = zip(*(stored_documents(resolve(entry), data, encoder) for entry in entries), strict=True)
+    keys, stores = zip(*_store_all(entries, data, encoder), strict=True)
     pool = DocumentPool(stores)
     split = split_documents(pool, entries, len(data.train), data.eval, seed)
     capacity = data.max_length if data.packing else None
@@ -71,6 +72,18 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
         facts=_facts(pool, split, train, held_out, capacity),
         prompts=_prompts(recipe, encoder, pool, split),
     )
+
+
+def _store_all(entries: list[DataSet], data: Data, encoder: Encoder) -> list[tuple[str, StoredDocuments]]:
+    """Each data set, tokenised. Raises DataError with the mistakes of all of them."""
+    stored, mistakes = [], Mistakes()
+    for entry in entries:
+        try:
+            stored.append(stored_documents(resolve(entry), data, encoder))
+        except DataError as error:
+            mistakes.take(error)
+    mistakes.raise_if_any()
+    return stored
 
 
 def _facts(

@@ -127,6 +127,19 @@ def converse(
                 parlour.reply(speaker, text, max_new_tokens=max_new_tokens, temperature=temperature, streamer=streamer)
 
 
+def answers_to(
+    parlour: Parlour, prompts: Iterable[str], *, who: Who, max_new_tokens: int, temperature: float
+) -> list[dict[str, str]]:
+    """The answers of each speaker to each prompt, each a conversation of its own."""
+    said = []
+    for prompt in prompts:
+        for speaker in parlour.speakers(who):
+            speaker.history.clear()
+            text = parlour.reply(speaker, prompt, max_new_tokens=max_new_tokens, temperature=temperature)
+            said.append({"prompt": prompt, "who": speaker.name, "answer": text})
+    return said
+
+
 def typed_lines(prompt: str = "\nyou: ") -> Iterator[str]:
     """What the user types, until Ctrl-D."""
     while True:

@@ -18,22 +18,21 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def is_learned(message: Mapping[str, Any], where: str) -> bool:
+    """Whether a message is learned: an assistant's without weight 0. Raises BadRow."""
     weight = message.get("weight")
     if weight is None:
         return bool(message["role"] == "assistant")
     if isinstance(weight, bool) or weight not in (0, 1):
-        raise BadRow(f"{where}: weight must be 0 (read) or 1 (learned), this is {json_kind(weight)}")
+        raise BadRow(f"{where}: weight is {json_kind(weight)}; write 0 (read only) or 1 (learned)")
     if weight and message["role"] != "assistant":
-        raise BadRow(
-            f"{where}: weight 1 on a {message['role']} turn; only the assistant's turns are learned: take it away"
-        )
+        raise BadRow(f"{where}: weight 1 on a {message['role']} turn; only assistant turns are learned: take it away")
     return bool(weight)
 
 
 def read_message(message: Any, where: str) -> dict[str, Any]:
     """A message with the keys that templates read: no nulls, no weight, arguments of tool calls as objects."""
     if not isinstance(message, dict):
-        raise BadRow(f'{where} must be an object, this is {json_kind(message)}; write {{"role": ..., "content": ...}}')
+        raise BadRow(f'{where} must be an object, this is {json_kind(message)}; write {{"role": ...}}')
     role = _role(message, where)
     made = {key: value for key, value in message.items() if value is not None and key != "weight"}
     for key in made:
@@ -99,9 +98,7 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         if isinstance(arguments, str):  # OpenAI's way; templates want the object
             arguments = json_text(arguments or "{}", f"{where}[{index}]: arguments")
         if not isinstance(arguments, dict):
-            raise BadRow(
-                f"{where}[{index}]: arguments must be an object, this is {json_kind(arguments)}; write {{...}}"
-            )
+            raise BadRow(f"{where}[{index}]: arguments must be an object, not {json_kind(arguments)}; write {{...}}")
         _check_inside(arguments, f"{where}[{index}]: arguments")
         checked_text(function["name"], f"{where}[{index}]: name")
         kept = {key: value for key, value in call.items() if key not in ("name", "arguments") and value is not None}
@@ -110,6 +107,7 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def read_tools(tools: Any) -> list[dict[str, Any]] | None:
+    """The schemas of a row's tools, given as a list or as its JSON text; None for none. Raises BadRow."""
     if isinstance(tools, str):  # as text, because table formats cannot hold schemas that differ from row to row
         tools = json_text(tools, "tools") if tools.strip() else None
     if not tools and (tools is None or isinstance(tools, list)):
@@ -121,6 +119,7 @@ def read_tools(tools: Any) -> list[dict[str, Any]] | None:
 
 
 def json_text(text: str, where: str) -> Any:
+    """The value of a text that holds JSON. Raises BadRow."""
     try:
         return parse_json(text)
     except BadRow as error:
@@ -141,6 +140,7 @@ def _check_inside(value: Any, where: str) -> None:
 
 
 def checked_text(value: Any, where: str, *, may_be_empty: bool = False) -> str:
+    """The value, which must be text that a tokenizer can take. Raises BadRow."""
     if not isinstance(value, str):
         raise BadRow(f"{where} must be text, this is {json_kind(value)}; put it in quotes")
     if not may_be_empty and not value.strip():

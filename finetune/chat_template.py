@@ -52,16 +52,15 @@ class ChatTemplate:
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
-                tools=tools,
+                tools=None if tools is None else [*tools],
                 chat_template=self.source(tools=bool(tools)),
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
                 date_string=self._date,
             )
         except TemplateSyntaxError as error:
-            raise DataError(
-                [f"data.chat_template: line {error.lineno}: {error.message}; correct the template"]
-            ) from None
+            mistake = f"data.chat_template: line {error.lineno}: {error.message}; correct the template"
+            raise DataError([mistake]) from None
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             words = str(error).strip().rstrip(".") or type(error).__name__
             raise BadRow(
@@ -79,9 +78,8 @@ def read_source(source: str) -> str:
         return Path(source).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise DataError(
-            [f"data.chat_template: {source}: {reason}; name a file of Jinja text, or write the text"]
-        ) from None
+        mistake = f"data.chat_template: {source}: {reason}; name a file of Jinja text, or write the text"
+        raise DataError([mistake]) from None
 
 
 def pin_date(source: str, date_string: str) -> str:
@@ -97,7 +95,8 @@ def pin_date(source: str, date_string: str) -> str:
         f"{{%- elif format == {form!r} -%}}{{{{- {_in_format(date_string, form)!r} -}}}}" for form in formats
     )
     otherwise = f"{{%- else -%}}{{{{- {date_string!r} -}}}}"
-    return f"{{%- macro strftime_now(format) -%}}{{%- if false -%}}{branches}{otherwise}{{%- endif -%}}{{%- endmacro -%}}{source}"
+    choice = f"{{%- if false -%}}{branches}{otherwise}{{%- endif -%}}"
+    return f"{{%- macro strftime_now(format) -%}}{choice}{{%- endmacro -%}}{source}"
 
 
 def _in_format(date_string: str, form: str) -> str:

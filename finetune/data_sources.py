@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,17 +34,15 @@ class Source:
 
     def rows(self) -> Iterator[SourceRow]:
         """Every row of the split, in the order of the files, or what is wrong with it."""
-        whole = self._hub_rows() if self.kind == "hub" else self._file_rows()
-        if self.kind != "hub" and self._slice() is not None:
-            first, last = self._bounds()
-            whole = islice(whole, first, last)
-        return whole
+        if self.kind == "hub":
+            return self._hub_rows()
+        return islice(self._file_rows(), *self._bounds()) if self._slice() else self._file_rows()
 
     def key(self) -> dict[str, Any]:
         """What the rows follow from: the bytes of the files, or the Hub data set's fingerprint."""
         if self.kind == "hub":
             # A private name, but the only address of a loaded data set's content; tests watch that it is there.
-            return {"hub": self.entry.path, "fingerprint": self._hub_data_set()._fingerprint}
+            return {"hub": self.entry.path, "fingerprint": self._hub_data_set._fingerprint}
         hashes = [_hash_file(file) for file in self.files]
         return {"kind": self.kind, "files": hashes, "split": self.entry.split if self._slice() else "all"}
 
@@ -78,6 +77,7 @@ class Source:
         first = bound(parts[0], 0)
         return first, max(first, bound(parts[1], total))
 
+    @cached_property
     def _hub_data_set(self) -> Any:
         from datasets import load_dataset
 
@@ -93,7 +93,7 @@ class Source:
             ) from None
 
     def _hub_rows(self) -> Iterator[SourceRow]:
-        for number, values in enumerate(self._hub_data_set(), start=1):
+        for number, values in enumerate(self._hub_data_set, start=1):
             yield SourceRow(self.entry.path, number, values, None)
 
 

@@ -9,98 +9,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from finetune.batches import MicroBatch, Rows, micro_batches, prefetch, rows_of_step
+from finetune.batches import MicroBatch, Rows, prefetch
 from finetune.errors import FinetuneError
-from finetune.metrics import StepRecord, Terminal, Window, eval_line
+from finetune.metrics import StepRecord, eval_line
 from finetune.phases import Phases
-from finetune.recipe import Recipe
+from finetune.run import Plan, Run, TrainState
 
 
 class NotFinite(FinetuneError):
     """A loss or gradient norm is not finite; the weights are those before the step."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The arithmetic of a run, fixed before its first step."""
-
-    rows: int  # training rows of one epoch
-    total_rows: int  # rows of the whole run
-    total_steps: int
-    global_batch_size: int
-    per_device_batch_size: int
-    world_size: int
-    rank: int
-    seed: int
-    flat: bool  # micro-batches are one flat row of documents
-
-    def rows_of(self, step: int) -> np.ndarray:
-        """The rows of step `step`, counted from 0; the same on every rank."""
-        return rows_of_step(
-            step,
-            rows=self.rows,
-            global_batch_size=self.global_batch_size,
-            seed=self.seed,
-            total_rows=self.total_rows,
-        )
-
-    def micro_batches(self, rows: Rows, indices: np.ndarray) -> list[MicroBatch]:
-        """This rank's share of these rows."""
-        return micro_batches(
-            rows,
-            indices,
-            rank=self.rank,
-            world_size=self.world_size,
-            per_device_batch_size=self.per_device_batch_size,
-            flat=self.flat,
-        )
-
-    def micro_steps(self, rows: int) -> int:
-        """Forwards of one rank for this many rows."""
-        return math.ceil(rows / (self.per_device_batch_size * self.world_size))
-
-    def facts(self) -> dict[str, int]:
-        """The batch arithmetic, for the receipt and the terminal."""
-        micro_steps = self.micro_steps(self.global_batch_size)
-        return {
-            "rows": self.rows,
-            "global_batch_size": self.global_batch_size,
-            "per_device_batch_size": self.per_device_batch_size,
-            "world_size": self.world_size,
-            "micro_steps": micro_steps,
-            "total_rows": self.total_rows,
-            "total_steps": self.total_steps,
-        }
-
-
-def make_plan(recipe: Recipe, rows: int, *, world_size: int, rank: int, flat: bool) -> Plan:
-    """Steps and rows of the run. The last step of the last epoch may be short; nothing is dropped or doubled."""
-    training = recipe.training
-    wanted = math.ceil(training.num_train_epochs * rows)
-    if training.max_steps is not None:
-        wanted = training.max_steps * training.global_batch_size
-    return Plan(
-        rows=rows,
-        total_rows=wanted,
-        total_steps=math.ceil(wanted / training.global_batch_size),
-        global_batch_size=training.global_batch_size,
-        per_device_batch_size=training.per_device_batch_size,
-        world_size=world_size,
-        rank=rank,
-        seed=training.seed,
-        flat=flat,
-    )
 
 
 @dataclass(frozen=True)
@@ -175,47 +102,6 @@ def evaluate(accelerator: Accelerator, model: nn.Module, rows: Rows, plan: Plan)
     return float(loss_sum / tokens)
 
 
-@dataclass
-class TrainState:
-    """Everything that a resumed run must know besides weights and optimizer."""
-
-    step: int = 0  # finished optimizer steps: the one integer that says where the run is
-    best_eval_loss: float = math.inf
-    worse_evaluations: int = 0
-    window: Window = field(default_factory=Window)
-
-    def as_json(self) -> dict[str, Any]:
-        """For a checkpoint; JSON has no infinity, so no evaluation yet is null."""
-        best = self.best_eval_loss if math.isfinite(self.best_eval_loss) else None
-        return {**asdict(self), "best_eval_loss": best}
-
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> TrainState:
-        """The state that `as_json` gave."""
-        best = math.inf if saved["best_eval_loss"] is None else float(saved["best_eval_loss"])
-        records = [StepRecord(**record) for record in saved["window"]["records"]]
-        return cls(int(saved["step"]), best, int(saved["worse_evaluations"]), Window(records))
-
-
-@dataclass(frozen=True)
-class Run:
-    """The parts of a run, put together by train.py."""
-
-    recipe: Recipe
-    accelerator: Accelerator
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    train_rows: Rows
-    eval_rows: Rows | None
-    plan: Plan
-    learning_rate: Callable[[int], float]
-    terminal: Terminal
-    phases: Phases
-    stop_requested: Callable[[], bool]
-    write_metrics: Callable[[dict[str, Any]], None]
-    save: Callable[[TrainState], None]
-
-
 def train(run: Run, state: TrainState) -> bool:
     """Train from `state.step` to the end, or to a signal. Returns whether the end was reached.
 
@@ -224,23 +110,27 @@ def train(run: Run, state: TrainState) -> bool:
     recipe, plan = run.recipe, run.plan
     batches = prefetch(_stream(run, state.step), run.accelerator.device, recipe.training.non_blocking)
     stopped = False
-    while state.step < plan.total_steps and not stopped:
+    while not (stopped or _finished(run, state)):
         stopped = _step_and_record(run, state, batches)
-        finished = state.step == plan.total_steps
-        if finished or state.step % recipe.logging_steps == 0:
+        last = state.step == plan.total_steps
+        if last or state.step % recipe.logging_steps == 0:
             _flush(run, state)
-        if run.eval_rows is not None and (finished or state.step % recipe.eval_steps == 0):
+        if run.eval_rows is not None and (last or state.step % recipe.eval_steps == 0):
             _evaluate_and_compare(run, state)
-            patience = recipe.training.early_stopping_patience
-            if patience is not None and state.worse_evaluations >= patience:
-                run.terminal.say(f"early stopping: {patience} evaluations without a better loss")
-                finished = True
-        if finished or stopped or state.step % recipe.save_steps == 0:
+        if _finished(run, state) or stopped or state.step % recipe.save_steps == 0:
             with run.phases("save"):
                 run.save(state)
-        if finished:
-            return True
-    return state.step == plan.total_steps
+    return _finished(run, state)
+
+
+def _finished(run: Run, state: TrainState) -> bool:
+    """Whether no step is left, or early stopping ended the run: known from the state alone, so also after a resume."""
+    return state.step == run.plan.total_steps or _gave_up(run, state)
+
+
+def _gave_up(run: Run, state: TrainState) -> bool:
+    patience = run.recipe.training.early_stopping_patience
+    return patience is not None and state.worse_evaluations >= patience
 
 
 def _stream(run: Run, first_step: int) -> Iterator[MicroBatch]:
@@ -346,3 +236,7 @@ def _evaluate_and_compare(run: Run, state: TrainState) -> None:
     better = loss < state.best_eval_loss
     state.worse_evaluations = 0 if better else state.worse_evaluations + 1
     state.best_eval_loss = min(loss, state.best_eval_loss)
+    if _gave_up(run, state):
+        run.terminal.say(f"early stopping: {state.worse_evaluations} evaluations without a better loss")
+        if state.window.records:
+            _flush(run, state)

@@ -8,7 +8,7 @@ states and of the head, is computed in the same pass, so that no logits outlive 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ def summed_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias: 
     3.8 % off.
     """
     if torch.is_grad_enabled():
-        loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, targets)
-        return loss
+        return cast(Tensor, _ChunkedCrossEntropy.apply(hidden, weight, bias, targets))  # type: ignore[no-untyped-call]
     return _pass(hidden, weight, bias, targets, (False, False, False))[0]
 
 
@@ -88,11 +87,6 @@ def _pass(
         for gradient, like in zip(gradients, (hidden, weight, bias), strict=True)
     )
     return loss, *whole
-
-
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 def _softmax_minus_target(logits: Tensor, target: Tensor) -> Tensor:

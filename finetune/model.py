@@ -149,7 +149,7 @@ def _refuse_unsuitable(model: PreTrainedModel, attention_in_use: str) -> None:
                 f"model.name_or_path: {type(model).__name__} changes its logits by {key}, which the fused loss does "
                 "not know; choose a model without it"
             )
-    if attention_in_use == attention.NAME and getattr(config, "attention_dropout", 0):
+    if attention_in_use == attention.NAME and getattr(config, "attention_dropout", None):
         raise FinetuneError("model.attention: this model has attention dropout; set model.attention: sdpa")
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise FinetuneError(f"model.name_or_path: {type(model).__name__} has no linear head; choose a causal model")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -50,7 +51,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, model: nn.Module, st
         "quantized_layers": _quantized_layers(inner),
         "adapted_layers": _adapted_layers(inner),
         "layers": len(layers),
-        "checkpointed_layers": sum(bool(layer.gradient_checkpointing) for layer in layers),
+        "checkpointed_layers": sum(1 for layer in layers if layer.gradient_checkpointing),
         "pinned_memory": recipe.training.non_blocking and accelerator.device.type == "cuda",
         "non_blocking": recipe.training.non_blocking,
         "batches_copied_ahead": int(recipe.training.non_blocking),
@@ -72,7 +73,7 @@ def _quantized_layers(model: nn.Module) -> int:
 
 
 def _adapted_layers(model: nn.Module) -> int:
-    return sum(1 for module in model.modules() if hasattr(module, "lora_A") and len(module.lora_A))
+    return sum(1 for module in model.modules() if isinstance(module, BaseTunerLayer) and module.active_adapters)
 
 
 def _compare(recipe: Recipe, receipt: dict[str, Any]) -> None:
@@ -94,3 +95,17 @@ def _compare(recipe: Recipe, receipt: dict[str, Any]) -> None:
         differing.append("lora.target_modules: nothing is trained")
     if differing:
         raise EnvironmentMismatch("\n".join([*differing, "what is built is not what the recipe asks for"]))
+
+
+def describe(receipt: dict[str, Any]) -> str:
+    """The run in three lines, before its first step: what is trained, on what, in which batches."""
+    parameters, batch, data, dtypes = (receipt[key] for key in ("parameters", "batch", "data", "dtypes"))
+    share = parameters["trained"] / (parameters["trained"] + parameters["frozen"])
+    return (
+        f"{receipt['architecture']}: {parameters['trained']:,} parameters trained ({share:.2%}) in {dtypes['master']}, "
+        f"computed in {dtypes['compute']}, {receipt['strategy']} on {receipt['world_size']} x {receipt['device']}\n"
+        f"data: {data['documents']:,} documents, {data['tokens']:,} tokens in {batch['rows']:,} rows, "
+        f"{data['fill']:.0%} full, {data['supervised_tokens']:,} tokens learned\n"
+        f"batch: {batch['global_batch_size']} rows a step = {batch['world_size']} ranks x {batch['micro_steps']} "
+        f"micro-steps x {batch['per_device_batch_size']}; {batch['total_steps']:,} steps"
+    )

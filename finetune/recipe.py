@@ -30,6 +30,26 @@ Scheduler = Literal[
 ]
 Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
 
+# The arguments that each shape of the schedule knows, by transformers' names.
+SCHEDULER_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "polynomial": ("lr_end", "power"),
+    "constant": (),
+    "constant_with_warmup": (),
+    "inverse_sqrt": ("timescale",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "warmup_stable_decay": (
+        "num_decay_steps",
+        "num_stable_steps",
+        "warmup_type",
+        "decay_type",
+        "min_lr_ratio",
+        "num_cycles",
+    ),
+}
+
 Count = Annotated[int, Field(ge=1)]
 WholeNumber = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -158,6 +178,19 @@ class Training(Section):
     seed: WholeNumber = Field(42, description="Of row order, adapter initialisation and dropout.")
     resume: Literal["auto", "never"] = Field("auto", description="auto: continue the run folder's newest checkpoint.")
     early_stopping_patience: Count | None = Field(None, description="Evaluations without a better loss before the end.")
+
+    @model_validator(mode="after")
+    def known_schedule(self) -> Training:
+        known, given = SCHEDULER_ARGUMENTS[self.lr_scheduler_type], self.lr_scheduler_kwargs
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            remedy = f"it knows {', '.join(known)}" if known else "it takes none; take them away"
+            problem = f"{self.lr_scheduler_type} has no argument {unknown[0]}"
+            raise _mistake("lr_scheduler_kwargs", problem, remedy)
+        if self.lr_scheduler_type == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(given)) != 1:
+            remedy = "add lr_scheduler_kwargs: {min_lr_rate: 0.1}"
+            raise _mistake("lr_scheduler_type", "cosine_with_min_lr needs one of min_lr and min_lr_rate", remedy)
+        return self
 
 
 class Samples(Section):

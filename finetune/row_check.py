@@ -6,6 +6,7 @@ order it refuses, a length) comes up in the same form when the rows are tokenise
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from finetune.data_sources import Source, resolve
@@ -15,6 +16,7 @@ from finetune.row_formats import detect_format, read_row
 from finetune.row_reading import BadRow, SourceRow
 
 SHOWN = 20
+_MORE = re.compile(r"and (\d+) more")
 
 
 class Mistakes:
@@ -35,6 +37,14 @@ class Mistakes:
         if self.count:
             more = [f"and {self.count - SHOWN} more"] if self.count > SHOWN else []
             raise DataError([*self.shown, *more])
+
+    def take(self, error: DataError) -> None:
+        """Add the mistakes of an error; one that was cut short counts what it left out."""
+        *_, last = error.mistakes
+        found = _MORE.fullmatch(last)
+        for mistake in error.mistakes[:-1] if found else error.mistakes:
+            self.add(mistake)
+        self.count += int(found[1]) if found else 0
 
 
 class FormatOfSource:
@@ -63,7 +73,7 @@ def check_rows(data: Data) -> dict[str, int]:
         try:
             source = resolve(entry)
         except DataError as error:
-            mistakes.add(str(error))
+            mistakes.take(error)
             continue
         if source.kind != "hub":
             counts[source.name] = sum(1 for _ in _good_rows(source, mistakes))

@@ -62,9 +62,7 @@ def detect_format(row: Mapping[str, Any]) -> KnownFormat:
         if len(missing) < len(columns):
             raise BadRow(f"the field {missing[0]!r} is missing beside {_other(columns, missing[0])!r}; add it")
     has = ", ".join(map(repr, list(row)[:8])) or "none"
-    raise BadRow(
-        f"no known layout: the columns are {has}; name the text 'messages', 'text', or 'prompt' and 'completion'"
-    )
+    raise BadRow(f"no known layout: the columns are {has}; name them messages, text, or prompt and completion")
 
 
 def _other(columns: tuple[str, ...], missing: str) -> str:

@@ -25,7 +25,9 @@ from finetune.recipe import Recipe
 
 STATE = "run_state.json"
 LOCK = ".lock"
-LINES = ("metrics.jsonl", "samples.jsonl")
+# Steps from a checkpoint back to the last line that was there before it. Metrics of a step are written before its
+# checkpoint; of the samples, those of step 0 are, and those after the last step follow its checkpoint.
+LINES = {"metrics.jsonl": 0, "samples.jsonl": 1}
 
 # What a resumed run may change: how often it reports, where and with what split it runs. Not the curve.
 FREE_TO_CHANGE = (
@@ -186,11 +188,11 @@ _UNSET = "(not set)"
 def _tidy(run_dir: Path, step: int | None) -> None:
     for folder in (run_dir, run_dir / "checkpoints"):
         clear_leftovers(folder)
-    for name in LINES:
+    for name, back in LINES.items():
         if step is None:
             (run_dir / name).unlink(missing_ok=True)  # of a run that ended before its first checkpoint
         else:
-            cut_lines(run_dir / name, step)
+            cut_lines(run_dir / name, step - back)
 
 
 def read_state(run_dir: Path) -> dict[str, Any] | None:

@@ -20,10 +20,10 @@ from accelerate.utils import DistributedType
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.launcher import Launch
 from finetune.recipe import Recipe
+from finetune.recipe_file import CONFIG_FOLDER
 
 Kind = Literal["single", "ddp", "fsdp", "deepspeed"]
 KIND_OF_TYPE: dict[str, Kind] = {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
-CONFIG_FOLDER = Path(__file__).resolve().parent.parent / "accelerate_configs"
 
 
 @dataclass(frozen=True)

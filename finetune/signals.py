@@ -41,19 +41,20 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals(*, announce: bool = True) -> Iterator[StopRequest]:
+def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[None]:
     """Turns SIGINT, SIGTERM and SIGHUP into a flag while the block runs; the handlers before it come back after it.
 
     A SIGHUP that is ignored (nohup) stays ignored. Outside the main thread, where Python allows no handlers, the flag
-    is never set.
+    is never set. Not around the start of a process group: a rank that waits there for another inside a library never
+    gets to run a handler, so that only the default action ends it before the launcher's 30 s.
 
     Args:
+        request: The flag.
         announce: Say on standard error that the step is being finished; for one rank.
 
     Raises:
         KeyboardInterrupt: at the second SIGINT.
     """
-    request = StopRequest()
     interrupted = False
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -67,12 +68,12 @@ def stop_on_signals(*, announce: bool = True) -> Iterator[StopRequest]:
         request.signal_name = request.signal_name or signal.Signals(number).name
 
     if threading.current_thread() is not threading.main_thread():
-        yield request
+        yield
         return
     wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if _is_heard(number)]
     before = {number: signal.signal(number, handle) for number in wanted}
     try:
-        yield request
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -86,8 +87,8 @@ def die_with_launcher() -> bool:
     """Asks the kernel for a SIGTERM to this process when its launcher dies; returns whether that is in force.
 
     Only under `accelerate launch` or torchrun, which otherwise leave a trainer without its launcher (SIGTERM to the
-    launcher of one process, SIGKILL to any). Under a shell it would end a run that nohup protects. Linux only. Call it
-    from inside `stop_on_signals`, so that the signal saves; not inherited by child processes.
+    launcher of one process, SIGKILL to any). Under a shell it would end a run that nohup protects. Linux only. Inside
+    `stop_on_signals` that signal saves, before it it ends the process; not inherited by child processes.
     """
     if sys.platform != "linux" or not under_launcher():
         return False

@@ -195,6 +195,13 @@ def test_leftovers_go_and_metrics_end_at_the_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_bytes() == whole
 
 
+def test_samples_after_the_last_step_follow_its_checkpoint(tmp_path: Path) -> None:
+    run(tmp_path, steps=2)
+    append_lines(tmp_path / "samples.jsonl", [{"when": "before", "step": 0}, {"when": "after", "step": 2}])
+    claim(tmp_path).release()
+    assert read_lines(tmp_path / "samples.jsonl") == [{"when": "before", "step": 0}]
+
+
 def test_a_run_without_a_checkpoint_starts_with_empty_metrics(tmp_path: Path) -> None:
     held = claim(tmp_path)
     append_lines(tmp_path / "metrics.jsonl", [{"step": 1}])

@@ -15,14 +15,15 @@ from pathlib import Path
 import pytest
 
 from finetune import signals
-from finetune.signals import die_with_launcher, stop_on_signals
+from finetune.signals import StopRequest, die_with_launcher, stop_on_signals
 
 TRAINER = """
 import os, sys, time
 from pathlib import Path
-from finetune.signals import die_with_launcher, stop_on_signals
+from finetune.signals import StopRequest, die_with_launcher, stop_on_signals
 out = Path(sys.argv[1])
-with stop_on_signals() as stop:
+stop = StopRequest()
+with stop_on_signals(stop):
     tied = die_with_launcher()
     (out / "aside").write_text(f"{os.getpid()} {tied}")
     (out / "aside").rename(out / "started")
@@ -129,14 +130,14 @@ def test_a_launcher_that_died_too_early_is_noticed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setattr(signals, "_PARENT_AT_START", 1 if os.getppid() != 1 else 2)
     monkeypatch.setattr(signals.ctypes, "CDLL", lambda *_, **__: type("C", (), {"prctl": lambda *_: 0}))
-    with stop_on_signals(announce=False) as stop:
+    stop = StopRequest()
+    with stop_on_signals(stop, announce=False):
         assert die_with_launcher()
         assert stop.signal_name == "SIGTERM"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(("processes", "name"), [(1, "SIGINT"), (1, "SIGKILL"), (2, "SIGINT"), (2, "SIGKILL")])
 def test_real_launchers(tmp_path: Path, script: list[str], name: str, processes: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     if processes == 1:
@@ -156,7 +157,8 @@ def test_handlers_come_back_and_nohup_stays() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        with stop_on_signals(announce=False) as stop:
+        stop = StopRequest()
+        with stop_on_signals(stop, announce=False):
             assert signal.getsignal(signal.SIGTERM) != handlers[signal.SIGTERM]
             os.kill(os.getpid(), signal.SIGHUP)
             assert not stop
@@ -171,7 +173,8 @@ def test_outside_the_main_thread_the_flag_stays_down() -> None:
     seen: list[bool] = []
 
     def body() -> None:
-        with stop_on_signals() as stop:
+        stop = StopRequest()
+        with stop_on_signals(stop):
             seen.append(bool(stop))
 
     thread = threading.Thread(target=body)

@@ -1,0 +1,124 @@
+"""The verbs: `finetune check`, `finetune chat`. Heavy imports inside them, so that help and check are instant."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from finetune.errors import FinetuneError
+
+app = typer.Typer(
+    name="finetune",
+    help="Fine-tune Llama-3-style models: one YAML recipe, every strategy, the same curve.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Win over the recipe.", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")]
+
+
+@app.callback()
+def verbs() -> None:
+    """Fine-tune Llama-3-style models: one YAML recipe, every strategy, the same curve.
+
+    To train: accelerate launch finetune/train.py RECIPE [key=value ...]
+    """
+
+
+@app.command()
+def check(
+    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="A recipe file.", show_default=False)] = None,
+    overrides: Overrides = None,
+    resolved: Annotated[bool, typer.Option(help="Print every value and where it came from.")] = False,
+    schema: Annotated[bool, typer.Option(help="Write recipe.schema.json and docs/recipe.md again.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Is the recipe right? Every mistake at once, by file, line and column."""
+    from finetune.recipe_file import load_recipe, resolved_yaml
+
+    if schema:
+        from finetune.recipe_reference import write_generated
+
+        for path in write_generated():
+            typer.echo(path)
+        return
+    if recipe is None:
+        raise typer.BadParameter("name a recipe", param_hint="RECIPE")
+
+    def work() -> dict[str, Any]:
+        loaded = load_recipe(recipe, overrides or [])
+        if not as_json:
+            typer.echo(resolved_yaml(loaded) if resolved else f"{recipe}: right", nl=not resolved)
+        values = {"recipe": loaded.recipe.model_dump(mode="json"), "origins": loaded.origins} if resolved else {}
+        return {"ok": True, "path": str(recipe), **values}
+
+    run_verb(work, as_json=as_json)
+
+
+@app.command()
+def chat(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A finished run's folder.", show_default=False)],
+    who: Annotated[str, typer.Option(help="Who answers: base, tuned or both.")] = "both",
+    prompt: Annotated[list[str] | None, typer.Option(help="Answer this and end; may be repeated.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Talk to the base model, the tuned one, or both."""
+    if who not in ("base", "tuned", "both"):
+        raise typer.BadParameter(f"{who} is none of base, tuned, both", param_hint="--who")
+    if as_json and not prompt:
+        raise typer.BadParameter("--json needs --prompt", param_hint="--json")
+
+    def work() -> dict[str, Any]:
+        from finetune.chat import HELP, answers_to, converse, open_run, typed_lines
+
+        parlour = open_run(run)
+        options: dict[str, Any] = {"who": who, "max_new_tokens": max_new_tokens, "temperature": temperature}
+        if as_json:
+            return {"ok": True, "answers": answers_to(parlour, prompt or [], **options)}
+        if not prompt:
+            typer.echo(HELP)
+        converse(parlour, prompt or typed_lines(), say=typer.echo, **options)
+        return {"ok": True}
+
+    run_verb(work, as_json=as_json)
+
+
+def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
+    """Do the work; a user's mistake becomes its text and its exit code, never a traceback."""
+    try:
+        result = work()
+    except FinetuneError as error:
+        if as_json:
+            mistakes = list(getattr(error, "mistakes", [str(error)]))
+            typer.echo(json.dumps({"ok": False, "exit_code": error.exit_code, "mistakes": mistakes}))
+        else:
+            typer.echo(str(error), err=True)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    if as_json:
+        typer.echo(json.dumps(result))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script. Returns the exit code."""
+    try:
+        app(args=None if argv is None else list(argv), prog_name="finetune")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(bool(end.code))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

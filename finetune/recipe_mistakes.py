@@ -1,0 +1,246 @@
+"""What a person is told about a wrong recipe: place, key, what is wrong, remedy.
+
+pydantic finds the mistakes; its words name types and branches of unions, ours name what to write.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from finetune.recipe import Recipe
+from finetune.recipe_keys import answer_for
+from finetune.yaml_text import Path, dotted
+
+# What each key that takes several kinds of value wants.
+EITHER = {
+    "data.eval": "{fraction: 0.05}, a list of data sets, or null",
+    "data_files": "a file or a list of files",
+    "target_modules": "all-linear, a pattern, or a list of layer names",
+    "activation_checkpointing": "true, false, or n for every n-th layer",
+    "init_lora_weights": "true, gaussian, orthogonal, olora, pissa or pissa_niter_[n]",
+}
+WANTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a section of key: value",
+    "model_type": "a section of key: value",
+}
+BOUNDS = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+}
+TRUTH_WORDS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake and the value or key it stands at."""
+
+    path: Path
+    text: str  # what is wrong; remedy
+    at_key: bool  # the key itself is wrong, not its value
+
+
+def explain(errors: Sequence[ErrorDetails], value: Any) -> list[Mistake]:
+    """One mistake for each thing that is wrong, in the order of the recipe's sections."""
+    found: dict[tuple[Path, str], Mistake] = {}
+    for error in errors:
+        path, branches = _real_path(error, value)
+        if branches and not _right_branch(branches, _at(value, path[: branches[0].depth])):
+            path = path[: branches[0].depth]
+            mistake = Mistake(path, _wants(_either(path), _at(value, path)), at_key=False)
+        else:
+            mistake = _mistake(error, path, value)
+        found.setdefault((mistake.path, mistake.text), mistake)
+    # A union whose right branch has its own mistake needs no second one at the union itself.
+    deeper = {mistake.path for mistake in found.values()}
+    return [m for m in found.values() if not (_is_either(m) and any(_inside(m.path, other) for other in deeper))]
+
+
+def unknown_key(path: Path) -> str:
+    """What to say of a key that no section has here."""
+    name, section = str(path[-1]), path[:-1]
+    known = keys_of(section)
+    elsewhere = [dotted(p) for p in _all_paths(Recipe, ()) if p[-1] == name]
+    answer = answer_for(name)
+    close = difflib.get_close_matches(name, known, 1, 0.7)
+    if elsewhere:
+        return f"belongs elsewhere; write {' or '.join(elsewhere)}"
+    if answer and not close:
+        return f"is another tool's key; {answer}"
+    close = close or difflib.get_close_matches(name, known, 1, 0.55)
+    if close:
+        return f"is unknown; did you mean {dotted((*section, close[0]))}?"
+    far = difflib.get_close_matches(name, [str(p[-1]) for p in _all_paths(Recipe, ())], 1, 0.75)
+    if far:
+        places = [dotted(p) for p in _all_paths(Recipe, ()) if p[-1] == far[0]]
+        return f"is unknown; did you mean {places[0]}?"
+    if answer:
+        return f"is another tool's key; {answer}"
+    return f"is unknown; the keys here are {', '.join(known)}"
+
+
+def keys_of(section: Path) -> list[str]:
+    """The keys of the section at a path of the recipe."""
+    model: type[BaseModel] = Recipe
+    for part in section:
+        if isinstance(part, str):
+            inner = list(_models(model.model_fields[part].annotation)) if part in model.model_fields else []
+            model = inner[0] if inner else model
+    return list(model.model_fields)
+
+
+def section_models(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The sections inside a section; a list's are named like `data.train[]`."""
+    for name, info in model.model_fields.items():
+        for inner in list(_models(info.annotation))[:1]:
+            yield (f"{name}[]" if inner.__name__ == "DataSet" else name), inner
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The section classes inside an annotation such as `EvalFraction | list[DataSet] | None`."""
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        if issubclass(annotation, BaseModel):
+            yield annotation
+        return
+    for argument in typing.get_args(annotation):
+        yield from _models(argument)
+
+
+def _all_paths(model: type[BaseModel], above: Path) -> Iterator[Path]:
+    for name, info in model.model_fields.items():
+        yield (*above, name)
+        is_list = "list[" in str(info.annotation)
+        for inner in list(_models(info.annotation))[:1]:
+            yield from _all_paths(inner, (*above, name, 0) if is_list else (*above, name))
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """A union's branch in pydantic's location, and how deep in the recipe the union stands."""
+
+    label: str
+    depth: int
+
+
+def _real_path(error: ErrorDetails, value: Any) -> tuple[Path, list[_Branch]]:
+    """pydantic's location without the names of union branches, which stand in no recipe."""
+    path: list[str | int] = []
+    branches: list[_Branch] = []
+    current = value
+    location = error["loc"]
+    for index, part in enumerate(location):
+        last_and_absent = index == len(location) - 1 and error["type"] == "missing"
+        if isinstance(current, Mapping) and (part in current or last_and_absent):
+            path.append(part)
+            current = current.get(part)
+        elif isinstance(current, list) and isinstance(part, int) and part < len(current):
+            path.append(part)
+            current = current[part]
+        else:
+            branches.append(_Branch(str(part), len(path)))
+    return tuple(path), branches
+
+
+def _right_branch(branches: list[_Branch], value: Any) -> bool:
+    """Whether the value is of the kind that the branch is for: only then its own mistakes say something."""
+    label = branches[0].label
+    if label.startswith("list["):
+        return isinstance(value, list)
+    return isinstance(value, dict) and label[:1].isupper()
+
+
+def _at(value: Any, path: Path) -> Any:
+    for part in path:
+        value = value[part] if _has(value, part) else None
+    return value
+
+
+def _has(value: Any, part: Any) -> bool:
+    if isinstance(value, list):
+        return isinstance(part, int) and part < len(value)
+    return isinstance(value, dict) and part in value
+
+
+def _either(path: Path) -> str:
+    return EITHER.get(dotted(path)) or EITHER[str(path[-1])]
+
+
+def _is_either(mistake: Mistake) -> bool:
+    return any(f"must be {wanted}" in mistake.text for wanted in EITHER.values())
+
+
+def _inside(outer: Path, inner: Path) -> bool:
+    return len(inner) > len(outer) and inner[: len(outer)] == outer
+
+
+def _mistake(error: ErrorDetails, path: Path, value: Any) -> Mistake:
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        return Mistake(path, unknown_key(path), at_key=True)
+    if kind == "missing":
+        return Mistake(path, f"is missing; add {dotted(path)}", at_key=True)
+    if kind == "cross_check":
+        keyed = (*path, *context["key"].split("."))
+        return Mistake(keyed, f"{context['problem']}; {context['remedy']}", at_key=False)
+    given = _at(value, path)
+    if kind == "literal_error":
+        return Mistake(path, _wrong_choice(given, re.findall(r"'([^']*)'", context["expected"])), at_key=False)
+    if kind in BOUNDS:
+        bound, word = BOUNDS[kind]
+        return Mistake(path, f"is {shown(given)}; it must be {word} {context[bound]:g}", at_key=False)
+    if kind in ("too_short", "string_too_short"):
+        return Mistake(path, "is empty; name at least one", at_key=False)
+    return Mistake(path, _wants(WANTED.get(kind, "another kind of value"), given), at_key=False)
+
+
+def _wants(wanted: str, given: Any) -> str:
+    if given is None:
+        return f"is empty; it must be {wanted}, or take the line away for the default"
+    text = f"is {shown(given)}; it must be {wanted}"
+    if wanted.startswith("true") and str(given).lower() in TRUTH_WORDS:
+        return f"{text}: {given} is text here, write {TRUTH_WORDS[str(given).lower()]}"
+    if wanted == "text" and isinstance(given, (bool, int, float)):
+        return f'{text}: put it in quotes, "{shown(given)}"'
+    if "number" in wanted and isinstance(given, str):
+        return f"{text}, without quotes, units or expressions"
+    return text
+
+
+def _wrong_choice(given: Any, choices: list[str]) -> str:
+    if given is None:
+        return f"is empty; choose one of {', '.join(choices)}"
+    text = f"is {shown(given)}"
+    if isinstance(given, bool) and "no" in choices:
+        return f"{text}; choose one of {', '.join(choices)}"
+    close = difflib.get_close_matches(str(given).lower(), choices, 1, 0.5)
+    suggestion = f"did you mean {close[0]}? " if close else ""
+    return f"{text}; {suggestion}choose one of {', '.join(choices)}"
+
+
+def shown(value: Any) -> str:
+    """A value as YAML would show it, short."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "a section"
+    if isinstance(value, list):
+        return "a list"
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
