@@ -22,8 +22,9 @@ from typing import Any, Protocol
 from finetune.chat_messages import REASONING
 from finetune.row_reading import BadRow
 
-_BLOCKS = (0x100000, 0xF0000)  # private planes 16 and 15; the second when a row's own text uses the first
-_BLOCK_SIZE = 0xFFF0
+_PLANES = (0x100000, 0xF0000)  # Unicode's private planes 16 and 15; icon fonts use the latter
+_PLANE_SIZE = 0xFFFE
+_PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 Span = tuple[int, int]
 Messages = Sequence[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
@@ -107,7 +108,8 @@ class SpanFinder:
             )
 
     def _mark_and_render(self, messages: Messages, tools: Tools, *, generation_prompt: bool = False) -> _Marked | None:
-        block = _free_block([messages, tools], 2 * len(messages) + 4)
+        size = 2 * len(messages) + 4
+        block = _free_block([messages, tools], size)
         fence = chr(block) + r"\g<0>" + chr(block + 1)
 
         def marker(index: int) -> Callable[[str], str]:
@@ -129,7 +131,7 @@ class SpanFinder:
             rendered = self._render(with_marks, fenced_tools, generation_prompt=generation_prompt)
         except BadRow:  # the plain texts rendered, so it is the marks that the template does not take
             return None
-        return _unmark(rendered, block)
+        return _unmark(rendered, block, size)
 
     def _turn(self, messages: Messages, tools: Tools, index: int, marked: _Marked) -> Span:
         """Characters that the assistant writes in its turn: answer and end-of-turn token."""
@@ -215,10 +217,10 @@ def _check_kept(messages: Messages, marked: _Marked) -> None:
             )
 
 
-def _unmark(marked: str, block: int) -> _Marked:
+def _unmark(marked: str, block: int, size: int) -> _Marked:
     """The text without marks, and where they stood. Relative codes 0 and 1 fence literals, 4 up are messages'."""
     result, parts, position, done, fence_from = _Marked(""), [], 0, 0, 0
-    for found in re.finditer(f"[{chr(block)}-{chr(block + _BLOCK_SIZE - 1)}]", marked):
+    for found in re.finditer(f"[{chr(block)}-{chr(block + size - 1)}]", marked):
         parts.append(marked[done : found.start()])
         position += found.start() - done
         done = found.end()
@@ -269,14 +271,13 @@ def _texts(value: Any) -> list[str]:
 
 
 def _free_block(value: Any, size: int) -> int:
-    """First code of a block of private characters that the row's own texts do not use."""
-    assert size < _BLOCK_SIZE, "a chat of 30,000 messages"
-    texts = [text for text in _texts(value) if not text.isascii()]
-    for block in _BLOCKS:
-        used = re.compile(f"[{chr(block)}-{chr(block + _BLOCK_SIZE - 1)}]")
-        if not any(used.search(text) for text in texts):
-            return block
-    raise BadRow("the row uses private characters of both planes 15 and 16; take one kind out")
+    """First of `size` private characters in a row that the value's own texts do not use."""
+    used = {ord(char) for text in _texts(value) if not text.isascii() for char in _PRIVATE.findall(text)}
+    for plane in _PLANES:
+        for block in range(plane, plane + _PLANE_SIZE - size, size):
+            if not used or not any(block <= code < block + size for code in used):
+                return block
+    raise BadRow("the row uses nearly all private characters of Unicode, which this program needs; take some out")
 
 
 def _common(tail: str, text: str, start: int) -> int:

@@ -39,6 +39,10 @@ class ArrayWriter:
         self._stream.close()
         return self._digest.hexdigest()
 
+    def abandon(self) -> None:
+        """Give up on the file; nothing happens after `close`."""
+        self._stream.close()
+
 
 def read_array(file: Path, digest: str) -> np.ndarray:
     """The array, memory-mapped and read-only. Raises OSError or ValueError when it is not what was written."""

@@ -23,7 +23,7 @@ def is_learned(message: Mapping[str, Any], where: str) -> bool:
     if weight is None:
         return bool(message["role"] == "assistant")
     if isinstance(weight, bool) or weight not in (0, 1):
-        raise BadRow(f"{where}: weight must be 0 (read) or 1 (learned), this is {json_kind(weight)}")
+        raise BadRow(f"{where}: weight is {json_kind(weight)}; write 0 (read only) or 1 (learned)")
     if weight and message["role"] != "assistant":
         raise BadRow(f"{where}: weight 1 on a {message['role']} turn; only assistant turns are learned: take it away")
     return bool(weight)

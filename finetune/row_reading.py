@@ -91,7 +91,7 @@ def _read_lines(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRo
                 raw = stream.readline(MAX_ROW_BYTES)
         elif raw.strip():
             try:
-                yield SourceRow(str(file), number, parse_object(_decode(raw, offset)), None)
+                yield SourceRow(str(file), number, parse_object(_decode(raw.rstrip(b"\r\n"), offset)), None)
             except BadRow as error:
                 yield SourceRow(str(file), number, None, str(error))
         offset += len(raw)
@@ -249,6 +249,8 @@ def _check_header(names: list[str]) -> str | None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         return f"the column {twice[0]!r} stands twice in the header; rename one"
+    if len(names) == 1 and (found := next((mark for mark in ";\t|" if mark in names[0]), None)):
+        return f"the columns are separated by {found!r}; save the file with commas"
     if not all(name.strip() for name in names):
         return "a column of the header has no name; the first line of a CSV file names the columns"
     return None

@@ -108,8 +108,8 @@ def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
     aside = folder.with_suffix(".partial")  # the lock makes it ours; what is there, a killed process left
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
+    writer = _Writer(aside, source)
     try:
-        writer = _Writer(aside, source)
         mistakes = Mistakes()
         for places, documents in _tokenised(source, encoder, mistakes, writer.counts):
             for place, document in zip(places, documents, strict=True):
@@ -122,6 +122,7 @@ def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
     finally:
+        writer.abandon()
         shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -132,7 +133,7 @@ def _tokenised(
     scripts = _scripts(source, encoder, mistakes)
     while chunk := list(islice(scripts, CHUNK_ROWS)):
         counts["control_token_texts"] += sum(bool(script.literals) for _, script in chunk)
-        yield [row for row, _ in chunk], encoder.tokenise([script for _, script in chunk])
+        yield [row for row, _ in chunk], encoder.texts.tokenise([script for _, script in chunk])
 
 
 def _scripts(source: Source, encoder: Encoder, mistakes: Mistakes) -> Iterator[tuple[SourceRow, Script]]:
@@ -198,6 +199,11 @@ class _Writer:
             self._arrays[name].append(value)
         self.counts["documents"] += 1
         self.counts["largest_token_id"] = max(self.counts["largest_token_id"], int(tokens.max()))
+
+    def abandon(self) -> None:
+        """Let go of the files, finished or not."""
+        for array in self._arrays.values():
+            array.abandon()
 
     def close(self) -> None:
         """Finish the arrays; facts.json, written last, vouches for them."""

@@ -1,0 +1,182 @@
+"""Texts with marked spans to token ids and labels.
+
+Ordinary texts get the very tokens that the tokenizer makes of them. Two kinds are cut before they are tokenised: one
+that spells a control token (it stays text), and an answer whose first characters would melt into the header's last
+token (the model is prompted with the header alone, so it must learn to go on from there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from finetune.answer_spans import Span, any_of
+from finetune.errors import FinetuneError
+from finetune.row_reading import BadRow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+IGNORE = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One tokenised row."""
+
+    input_ids: list[int]
+    labels: list[int]  # as long; labels[i] is input_ids[i] or IGNORE (unshifted); labels[0] is always IGNORE
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A row ready to be tokenised: its text, and character spans of it."""
+
+    text: str
+    learned: list[Span]
+    literals: list[Span]  # look like control tokens, are text
+    affixes: bool = False  # the tokenizer's own beginning and a learned end of text belong around it
+
+
+class TextTokenizer:
+    """One tokenizer, asked in the one way that this package asks it. Needs no torch."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises FinetuneError for a tokenizer that is not a fast one."""
+        if not tokenizer.is_fast:
+            raise FinetuneError(
+                "model.name_or_path: its tokenizer knows no character positions; it needs a tokenizer.json"
+            )
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.values()
+        self.special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+        self._pattern = any_of(self.special)
+        self._special_ids = {tokenizer.convert_tokens_to_ids(token) for token in self.special}
+        # What the tokenizer puts before a text by itself: usually the begin-of-text token, or nothing.
+        plain, whole = self.call(["a"]).input_ids[0], tokenizer("a").input_ids
+        where = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
+        self.start_ids: list[int] = list(whole[:where])
+        self._puts_space = self.call(["\na"]).input_ids[0][-len(plain) :] != plain
+
+    def literals(self, text: str) -> list[Span]:
+        """Where a text spells control tokens."""
+        return [found.span() for found in self._pattern.finditer(text)]
+
+    def tokenise(self, scripts: Sequence[Script]) -> list[Document | BadRow]:
+        """Documents of many rows, or why not; one call of the tokenizer for all ordinary ones."""
+        ordinary = [script for script in scripts if not script.literals]
+        encodings = iter(self.call([script.text for script in ordinary]).encodings if ordinary else ())
+        made: list[Document | BadRow] = []
+        for script in scripts:
+            encoding = None if script.literals else next(encodings)
+            try:
+                spans = None if encoding is None else _token_spans(encoding, script.learned)
+                if encoding is None or spans is None:
+                    document = self.tokenise_cut(script)
+                else:
+                    document = self._finish(script, encoding.ids, spans)
+                made.append(document)
+            except BadRow as error:
+                made.append(error)
+        return made
+
+    def call(self, texts: list[str], *, as_text: bool = False) -> Any:
+        """The tokenizer's answer for many texts: nothing added, nothing cut; `as_text`: control tokens are text."""
+        return self._tokenizer(
+            texts,
+            add_special_tokens=False,
+            split_special_tokens=as_text,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            padding=False,
+            truncation=False,
+            verbose=False,
+        )
+
+    def tokenise_cut(self, script: Script) -> Document:
+        """Tokens of a text cut at the edges of what is learned and around texts that spell control tokens."""
+        text = script.text
+        apart = self._apart(script)
+        edges = sorted({0, len(text), *(edge for span in [*script.learned, *apart] for edge in span)})
+        ids: list[int] = []
+        token_at = {0: 0}
+        for start, end in pairwise(edges):
+            as_text = any(first <= start < last for first, last in apart)
+            piece = self._piece(text[start:end], as_text=as_text, first=start == 0)
+            if as_text and (wrong := self._special_ids.intersection(piece)):
+                token = self._tokenizer.convert_ids_to_tokens(min(wrong))
+                raise BadRow(f"the tokenizer cannot write {token!r} as text; take it out of the row")
+            ids += piece
+            token_at[end] = len(ids)
+        spans = [(token_at[start], token_at[end]) for start, end in script.learned]
+        return self._finish(script, ids, spans)
+
+    def _apart(self, script: Script) -> list[Span]:
+        """Stretches between the template's own control tokens that hold a text spelling one."""
+        if not script.literals:
+            return []
+        spelt = {found.span() for found in self._pattern.finditer(script.text)}
+        own = sorted(spelt.difference(script.literals))
+        begins, ends = [0, *(end for _, end in own)], [*(start for start, _ in own), len(script.text)]
+        return [
+            (begin, end)
+            for begin, end in zip(begins, ends, strict=True)
+            if any(begin <= start and stop <= end for start, stop in script.literals)
+        ]
+
+    def _piece(self, text: str, *, as_text: bool, first: bool) -> list[int]:
+        """Tokens of a text that stands inside of another: no space is put before it."""
+        if self._puts_space and not first:
+            line_break = self.call(["\n"]).input_ids[0]
+            after_break: list[int] = self.call(["\n" + text], as_text=as_text).input_ids[0]
+            if after_break[: len(line_break)] == line_break:
+                return after_break[len(line_break) :]
+        plain: list[int] = self.call([text], as_text=as_text).input_ids[0]
+        return plain
+
+    def _finish(self, script: Script, ids: list[int], spans: list[Span]) -> Document:
+        """The document, after checking that what is learned reads as it was rendered."""
+        labels = [IGNORE] * len(ids)
+        for (start, end), (first, last) in zip(script.learned, spans, strict=True):
+            self._check_decoded(ids[first:last], script.text[start:end])
+            labels[first:last] = ids[first:last]
+        if script.affixes:
+            end_id = self._tokenizer.eos_token_id
+            ids, labels = [*self.start_ids, *ids, end_id], [IGNORE] * len(self.start_ids) + [*labels, end_id]
+        if labels:
+            labels[0] = IGNORE
+        return Document(ids, labels)
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of some tokens."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens, clean_up_tokenization_spaces=False))
+
+    def _check_decoded(self, ids: list[int], text: str) -> None:
+        decoded = self.decode(ids)
+        if decoded == text or self._tokenizer.unk_token_id in ids:
+            return
+        normalizer = self._tokenizer.backend_tokenizer.normalizer
+        wanted = normalizer.normalize_str(text) if normalizer else text
+        if self._puts_space:  # before the text and after each control token, and decoding does not take all away
+            decoded, wanted = ("".join(text.replace("▁", " ").split(" ")) for text in (decoded, wanted))
+        if decoded != wanted:
+            raise BadRow(f"the tokenizer reads {text[:40]!r} back as {decoded[:40]!r}; use the model's own tokenizer")
+
+
+def _token_spans(encoding: Any, learned: Sequence[Span]) -> list[Span] | None:
+    """Token spans of character spans; None where an edge lies inside of a token."""
+    spans = []
+    for start, end in learned:
+        if start == end:
+            return None
+        first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
+        if first is None or last is None or encoding.token_to_chars(first)[0] != start:
+            return None
+        while last + 1 < len(encoding) and encoding.token_to_chars(last + 1)[1] <= end:
+            last += 1  # further bytes of the last character
+        if encoding.token_to_chars(last)[1] != end:
+            return None
+        spans.append((first, last + 1))
+    return spans

@@ -1,0 +1,126 @@
+"""Every bad data file in bad_data/: one error that names file and line, what is wrong, and the remedy.
+
+A new case is one YAML file. Keys: `file`, its name (the ending decides the kind), and its content: `text`, `bytes` (with
+Python's escapes), or `table` (columns, for Parquet); after a text come `repeat: {text, times}`, `then`, `repeat_then`
+and `end`. `entry` and `data` add settings to the recipe. `family` tokenises with that family of chat_families.py, for
+mistakes that only a template or a length shows. Expected: the line (`at`) and words of the message (`says`).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import yaml
+
+from finetune.batches import prepare
+from finetune.errors import DataError
+from finetune.recipe import Data, Recipe
+from finetune.row_check import check_rows
+from tests.chat_families import tokenizer_of
+
+CASES = sorted((Path(__file__).parent / "bad_data").glob("*.yaml"))
+
+
+def write_bad_file(case: dict[str, Any], folder: Path) -> Path:
+    file = folder / str(case["file"])
+    if "table" in case:
+        pyarrow.parquet.write_table(pyarrow.table(case["table"]), file)
+        return file
+    content = case["bytes"].encode().decode("unicode_escape").encode("latin-1") if "bytes" in case else b""
+    content += str(case.get("text", "")).encode()
+    for key in ("repeat", "then", "repeat_then", "end"):
+        part = case.get(key, "")
+        content += (part["text"] * part["times"] if isinstance(part, dict) else part).encode()
+    file.write_bytes(content)
+    return file
+
+
+def mistakes_of(case: dict[str, Any], file: Path) -> tuple[str, ...]:
+    builder = {"csv": "csv", "parquet": "parquet"}.get(file.suffix[1:], "json")
+    entry = {"path": builder, "data_files": str(file), **case.get("entry", {})}
+    data = {"train": [entry], **case.get("data", {})}
+    with pytest.raises(DataError) as raised:
+        if "family" in case:
+            recipe = Recipe.model_validate({"model": {"name_or_path": "none"}, "data": data})
+            prepare(recipe, tokenizer_of(case["family"]))
+        else:
+            check_rows(Data.model_validate(data))
+    assert raised.value.exit_code == 2
+    return raised.value.mistakes
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_bad_data(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    case = yaml.safe_load(path.read_text("utf-8"))
+    file = write_bad_file(case, tmp_path)
+    mistakes = mistakes_of(case, file)
+    assert len(mistakes) <= 3, mistakes
+    wanted = [mistake for mistake in mistakes if mistake.startswith(f"{file}:{case['at']}: ")]
+    assert wanted, f"none names line {case['at']}: {mistakes}"
+    said = wanted[0].removeprefix(f"{file}:{case['at']}: ")
+    assert case["says"] in said, said
+    assert "\n" not in said
+    assert len(said) <= 240
+    assert "; " in said, f"no remedy: {said}"
+    assert not list((tmp_path / "cache").glob("tokens/*/"))
+
+
+def test_the_corpus_is_large() -> None:
+    assert len(CASES) >= 60
+    assert len({path.stem for path in CASES}) == len(CASES)
+
+
+def test_the_check_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": ""}\n')
+    program = (
+        "import json, sys; from finetune.row_check import check_rows; from finetune.recipe import Data\n"
+        f"data = Data.model_validate({{'train': [{{'path': 'json', 'data_files': {str(rows)!r}}}]}})\n"
+        "try: check_rows(data)\n"
+        "except Exception as error: print(json.dumps([str(error), sorted(sys.modules)]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    said, modules = json.loads(done.stdout)
+    assert said == f"{rows}:1: text is empty; give it a text, or take the row away"
+    heavy = {"torch", "transformers", "datasets", "tokenizers", "pyarrow", "accelerate", "peft"}
+    assert not heavy & set(modules)
+
+
+def test_all_mistakes_up_to_twenty_are_named(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    first.write_text('{"text": ""}\n' * 15)
+    second.write_text('{"text": "good"}\n' + "{\n" * 12)
+    entries = [{"path": "json", "data_files": str(file)} for file in (first, second)]
+    missing = {"path": "json", "data_files": str(tmp_path / "c.jsonl")}
+    data = Data.model_validate({"train": entries, "eval": [missing]})
+    with pytest.raises(DataError) as raised:
+        check_rows(data)
+    *shown, last = raised.value.mistakes
+    assert len(shown) == 20
+    assert last == "and 8 more"
+    assert shown[14].startswith(f"{first}:15: ")
+    assert shown[15].startswith(f"{second}:2: ")
+    recipe = Recipe.model_validate({"model": {"name_or_path": "none"}, "data": data.model_dump()})
+    with pytest.raises(DataError) as prepared:
+        prepare(recipe, tokenizer_of("llama3"))
+    assert prepared.value.mistakes == raised.value.mistakes
+
+
+def test_good_rows_are_counted(tmp_path: Path) -> None:
+    """What the corpus' mistakes stand beside is right: marks, blank lines, both JSON shapes, quoted CSV."""
+    (tmp_path / "mark.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b", "id": 1e5}')
+    (tmp_path / "array.json").write_text('\n [ {"text": "a"} ,\n{"text": "b"}, {"text": "c"}]\n')
+    (tmp_path / "rows.csv").write_bytes(b'\xef\xbb\xbftext,id\r\n"two\nlines, and ""quotes""",1\r\n')
+    counts = {}
+    for name, builder in (("mark.jsonl", "json"), ("array.json", "json"), ("rows.csv", "csv")):
+        entry = {"path": builder, "data_files": str(tmp_path / name)}
+        counts |= check_rows(Data.model_validate({"train": [entry]}))
+    assert [*counts.values()] == [2, 3, 1]

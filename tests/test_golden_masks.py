@@ -1,0 +1,93 @@
+"""Golden masks: for each template family and kind of chat, the rendered text with what is learned in ⟦ ⟧.
+
+To add a case, add a row to golden_masks/rows.json; the file that is then missing is printed, to be looked at and kept.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from finetune.conversations import IGNORE, Document, Encoder, RowError
+from finetune.recipe import Data
+from tests.chat_families import FAMILIES, tokenizer_of
+
+GOLDEN = Path(__file__).parent / "golden_masks"
+ROWS: dict[str, dict[str, Any]] = json.loads((GOLDEN / "rows.json").read_text("utf-8"))
+CASES = [(family, case) for family in FAMILIES for case in ROWS]
+# What a template cannot say is refused, in these words.
+REFUSED = {"tools": "does not write the row's tools", "system": "System role not supported"}
+WRITES_TOOLS = {"llama31", "qwen", "mistral"}
+
+
+def data_section(**settings: Any) -> Data:
+    return Data.model_validate({"train": [{"path": "json", "data_files": "x.jsonl"}], **settings})
+
+
+def shown(document: Document, tokenizer: PreTrainedTokenizerFast) -> str:
+    """The document's text; what is learned stands in ⟦ ⟧."""
+    text, run, inside = "", [], False
+    for token, label in zip(document.input_ids, document.labels, strict=True):
+        assert label in (token, IGNORE)
+        if (label != IGNORE) != inside:
+            inside = not inside
+            text += tokenizer.decode(run) + ("⟦" if inside else "⟧")
+            run = []
+        run.append(token)
+    return text + tokenizer.decode(run) + ("⟧" if inside else "")
+
+
+def as_templates_want(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The row's messages for the tokenizer's own apply_chat_template."""
+    messages = json.loads(json.dumps(row["messages"]))
+    for message in messages:
+        message.pop("weight", None)
+        message["content"] = message["content"] or ""
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return messages
+
+
+def refused(family: str, case: str) -> bool:
+    return (case == "tools" and family not in WRITES_TOOLS) or (case == "system" and family == "gemma")
+
+
+@pytest.mark.parametrize(("family", "case"), CASES)
+def test_golden_mask(family: str, case: str) -> None:
+    tokenizer, row = tokenizer_of(family), ROWS[case]
+    encoder = Encoder(tokenizer, data_section())
+    if refused(family, case):
+        with pytest.raises(RowError, match=REFUSED[case]):
+            encoder.encode(row, "auto")
+        return
+    document = encoder.encode(row, "auto")
+    golden = GOLDEN / f"{family}.{case}.txt"
+    found = shown(document, tokenizer)
+    assert golden.is_file(), f"{golden.name} is missing; look at this and keep it:\n{found}"
+    assert found == golden.read_text("utf-8")
+    # An ordinary row has the very tokens that the tokenizer makes of it.
+    plain = tokenizer.apply_chat_template(as_templates_want(row), tools=row.get("tools"), date_string="26 Jul 2024")
+    assert document.input_ids == plain["input_ids"]
+
+
+def test_no_golden_file_is_left_over() -> None:
+    wanted = {f"{family}.{case}.txt" for family, case in CASES if not refused(family, case)}
+    assert wanted == {file.name for file in GOLDEN.glob("*.txt")}
+    assert len(wanted) >= 28
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_learned_run_ends_with_the_end_of_turn(family: str) -> None:
+    tokenizer = tokenizer_of(family)
+    document = Encoder(tokenizer, data_section()).encode(ROWS["multi_turn"], "auto")
+    ends = [
+        document.input_ids[at]
+        for at in range(len(document.labels))
+        if document.labels[at] != IGNORE and (document.labels[at + 1 :] or [IGNORE])[0] == IGNORE
+    ]
+    closing = {"gemma": "<end_of_turn>"}.get(family, tokenizer.eos_token)
+    assert ends == [tokenizer.convert_tokens_to_ids(closing)] * 2

@@ -1,0 +1,235 @@
+"""The main job from recipe to run folder, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune import loop
+from finetune.cli import main as cli
+from finetune.train import main
+from tests.tiny import write_chats
+
+ROOT = Path(__file__).resolve().parent.parent
+LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", LENGTHS)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny_llama: Path, chats: Path) -> Path:
+    content = {
+        "model": {"name_or_path": str(tiny_llama), "dtype": "float32"},
+        "lora": {"r": 4},
+        "data": {
+            "train": [{"path": "json", "data_files": str(chats)}],
+            "eval": {"fraction": 0.2},
+            "max_length": 128,
+        },
+        "training": {
+            "global_batch_size": 2,
+            "max_steps": 6,
+            "learning_rate": 1e-2,
+            "mixed_precision": "no",
+            "activation_checkpointing": False,
+        },
+        "samples": {"count": 2, "max_new_tokens": 4},
+        "eval_steps": 2,
+        "save_steps": 4,
+        "output_dir": str(tmp_path / "run"),
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_run_folder_holds_what_is_promised(recipe: Path, tmp_path: Path) -> None:
+    assert main([str(recipe)]) == 0
+    run = tmp_path / "run"
+    metrics = lines(run / "metrics.jsonl")
+    train = [line for line in metrics if line["kind"] == "train"]
+    evals = [line for line in metrics if line["kind"] == "eval"]
+    assert [line["step"] for line in train] == [1, 2, 3, 4, 5, 6]
+    assert set(train[0]) == {
+        "kind", "step", "epoch", "loss", "grad_norm", "learning_rate", "supervised_tokens", "tokens", "step_seconds",
+        "tokens_per_second", "data_wait_fraction", "peak_memory_gib",
+    }  # fmt: skip
+    assert [line["step"] for line in evals] == [0, 2, 4, 6]
+    assert evals[-1]["loss"] < evals[0]["loss"]
+    assert evals[0]["perplexity"] == pytest.approx(math.exp(evals[0]["loss"]))
+    samples = lines(run / "samples.jsonl")
+    assert [(line["when"], line["step"]) for line in samples] == [("before", 0)] * 2 + [("after", 6)] * 2
+    assert samples[0]["prompt"] == samples[2]["prompt"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+    assert json.loads((run / "run_state.json").read_text())["state"] == "finished"
+    receipt = json.loads((run / "receipt.json").read_text())
+    assert (receipt["strategy"], receipt["world_size"], receipt["non_blocking"]) == ("single", 1, True)
+    assert receipt["dtypes"]["master"] == "float32"
+    assert receipt["batch"]["total_steps"] == 6
+    assert json.loads((run / "environment.json").read_text())["versions"]["torch"]
+    assert {path.name for path in run.iterdir()} >= {"recipe.yaml", "adapter"}
+
+
+def test_the_adapter_loads_in_plain_peft(recipe: Path, tmp_path: Path, tiny_llama: Path) -> None:
+    assert main([str(recipe), "samples.count=0", "lora.lora_dropout=0.1"]) == 0
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    tuned = PeftModel.from_pretrained(base, str(tmp_path / "run" / "adapter"))
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        moved = tuned(input_ids=ids).logits
+        with tuned.disable_adapter():
+            still = tuned(input_ids=ids).logits
+        base_alone = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)(input_ids=ids).logits
+    assert torch.equal(still, base_alone)
+    assert not torch.equal(moved, still)
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "adapter").chat_template
+
+
+def test_full_weights_load_in_plain_transformers(recipe: Path, tmp_path: Path, tiny_llama: Path) -> None:
+    assert main([str(recipe), "lora=null", "training.learning_rate=1e-3", "samples.count=0"]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), base.parameters(), strict=True))
+
+
+def test_a_finished_run_is_left_alone(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(recipe)]) == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert main([str(recipe)]) == 0
+    assert "finished" in capsys.readouterr().out
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    assert main([str(recipe), "training.resume=never"]) == 0
+    assert (tmp_path / "run.previous-1" / "metrics.jsonl").read_bytes() == before
+
+
+def test_another_recipe_in_the_same_folder_is_refused(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(recipe)]) == 0
+    assert main([str(recipe), "training.learning_rate=1e-3"]) == 2
+    said = capsys.readouterr().err
+    assert "training.learning_rate" in said
+    assert "training.resume=never" in said
+
+
+def test_early_stopping_ends_and_exports(recipe: Path, tmp_path: Path) -> None:
+    overrides = ["training.learning_rate=1e-12", "training.early_stopping_patience=1", "eval_steps=1"]
+    # A rate of nearly nothing: float32 weights hardly move, so some evaluation is no better than the best.
+    assert main([str(recipe), *overrides, "training.max_steps=40"]) == 0
+    steps = [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
+    assert steps[-1] < 40
+    assert (tmp_path / "run" / "adapter").is_dir()
+    assert json.loads((tmp_path / "run" / "run_state.json").read_text())["state"] == "finished"
+
+
+def test_what_is_not_finite_names_step_and_rows(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = loop.optimizer_step
+    calls = []
+
+    def spoiled(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            next(p for p in model.parameters() if p.requires_grad).register_hook(lambda gradient: gradient * math.nan)
+        return whole(accelerator, model, *args, **kwargs)
+
+    monkeypatch.setattr(loop, "optimizer_step", spoiled)
+    assert main([str(recipe), "samples.count=0"]) == 2
+    said = capsys.readouterr().err
+    assert "step 3" in said
+    assert "rows" in said
+    assert "Traceback" not in said
+    state = json.loads((tmp_path / "run" / "run_state.json").read_text())
+    assert (state["state"], state["phase"], state["rank"]) == ("failed", "training", 0)
+
+
+def test_logging_every_third_step_weighs_by_tokens(recipe: Path, tmp_path: Path) -> None:
+    assert main([str(recipe), "samples.count=0", f"output_dir={tmp_path / 'each'}"]) == 0
+    assert main([str(recipe), "samples.count=0", "logging_steps=3", f"output_dir={tmp_path / 'third'}"]) == 0
+    each, third = (
+        [line for line in lines(tmp_path / name / "metrics.jsonl") if line["kind"] == "train"]
+        for name in ("each", "third")
+    )
+    assert [line["step"] for line in third] == [3, 6]
+    for index, line in enumerate(third):
+        part = each[3 * index : 3 * index + 3]
+        tokens = sum(step["supervised_tokens"] for step in part)
+        assert line["supervised_tokens"] == tokens
+        expected = sum(step["loss"] * step["supervised_tokens"] for step in part) / tokens
+        assert line["loss"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_phases_are_measured_when_asked(recipe: Path, tmp_path: Path) -> None:
+    assert main([str(recipe), "samples.count=0", "measure_phases=true", "training.max_steps=2"]) == 0
+    phases = [line for line in lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "phase"]
+    assert {line["phase"] for line in phases} >= {"forward", "backward", "step"}
+    assert all(line["seconds"] > 0 and line["peak_gib"] > 0 for line in phases)
+
+
+def test_chat_answers_from_both(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(recipe), "samples.count=0", "training.learning_rate=0.1"]) == 0
+    capsys.readouterr()
+    arguments = ["chat", str(tmp_path / "run"), "--prompt", "a river", "--max-new-tokens", "6"]
+    assert cli([*arguments, "--json"]) == 0
+    answers = json.loads(capsys.readouterr().out)["answers"]
+    assert [answer["who"] for answer in answers] == ["base", "tuned"]
+    assert answers[0]["answer"] != answers[1]["answer"]
+    assert cli(arguments) == 0
+    said = capsys.readouterr().out
+    assert "base:" in said
+    assert "tuned:" in said
+
+
+@pytest.mark.parametrize("name", ["missing", "unfinished"])
+def test_chat_with_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    if name == "unfinished":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.yaml").write_text("")
+    assert cli(["chat", str(tmp_path / name)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["{r: 4}", "null"])
+def test_bf16_learns_too(recipe: Path, tmp_path: Path, method: str) -> None:
+    command = [sys.executable, "finetune/train.py", str(recipe), "training.mixed_precision=bf16", f"lora={method}"]
+    command += ["model.dtype=bfloat16", "training.learning_rate=3e-3"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())
+    assert (receipt["dtypes"]["compute"], receipt["dtypes"]["master"]) == ("bfloat16", "float32")
+    evals = [line["loss"] for line in lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "eval"]
+    assert evals[-1] < evals[0]
+
+
+@pytest.mark.slow
+def test_silently_alone_is_refused(recipe: Path, tmp_path: Path) -> None:
+    """`accelerate launch --cpu --num_processes 2` starts one process without a word."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    done = subprocess.run(
+        [*command, "finetune/train.py", str(recipe)], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode != 0
+    assert "2 processes were asked for" in done.stderr
+    assert not (tmp_path / "run").exists()
