@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from finetune.batches import Prepared, prepare
 
 from finetune import attention
-from finetune.loop import Run, TrainState, make_plan, train
+from finetune.batches import Prepared, prepare
+from finetune.loop import train
 from finetune.metrics import Terminal
 from finetune.model import attention_name, build_model, load_tokenizer
 from finetune.optimizer import make_optimizer
 from finetune.phases import Phases
 from finetune.recipe import Recipe
+from finetune.run import Run, TrainState, make_plan
 from finetune.schedule import learning_rate_schedule
 
 RESULTS = Path(__file__).resolve().parent / "results"

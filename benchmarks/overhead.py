@@ -22,7 +22,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from finetune.batches import Prepared, micro_batches
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -35,6 +34,7 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback
 
 from benchmarks.common import prepare_quietly, run_ours, scratch, tiny_recipe, version_of, write_result
+from finetune.batches import Prepared, micro_batches
 from finetune.durable import append_lines
 from finetune.model import build_model
 from finetune.recipe import Recipe

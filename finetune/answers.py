@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from finetune.conversations import SamplePrompt
+from finetune.durable import append_lines
 from finetune.model import decoder_parts
 
 
@@ -64,3 +67,21 @@ def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int
     listed = getattr(config, "eos_token_id", None)
     ends = set(listed if isinstance(listed, list) else [listed]) | {tokenizer.eos_token_id}
     return sorted(token for token in ends if token is not None)
+
+
+def write_samples(
+    run_dir: Path,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[SamplePrompt],
+    *,
+    max_new_tokens: int,
+    when: str,
+    step: int,
+) -> None:
+    """Append the model's answers to the fixed prompts to samples.jsonl; `when` is before or after."""
+    with answering(model):
+        for sample in prompts:
+            text = answer(model, tokenizer, sample.prompt_ids, max_new_tokens=max_new_tokens)
+            line = {"when": when, "step": step, "prompt": sample.prompt, "answer": text, "reference": sample.reference}
+            append_lines(run_dir / "samples.jsonl", [line])

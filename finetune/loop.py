@@ -9,98 +9,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
 
-from finetune.batches import MicroBatch, Rows, micro_batches, prefetch, rows_of_step
+from finetune.batches import MicroBatch, Rows, prefetch
 from finetune.errors import FinetuneError
-from finetune.metrics import StepRecord, Terminal, Window, eval_line
+from finetune.metrics import StepRecord, eval_line
 from finetune.phases import Phases
-from finetune.recipe import Recipe
+from finetune.run import Plan, Run, TrainState
 
 
 class NotFinite(FinetuneError):
     """A loss or gradient norm is not finite; the weights are those before the step."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The arithmetic of a run, fixed before its first step."""
-
-    rows: int  # training rows of one epoch
-    total_rows: int  # rows of the whole run
-    total_steps: int
-    global_batch_size: int
-    per_device_batch_size: int
-    world_size: int
-    rank: int
-    seed: int
-    flat: bool  # micro-batches are one flat row of documents
-
-    def rows_of(self, step: int) -> np.ndarray:
-        """The rows of step `step`, counted from 0; the same on every rank."""
-        return rows_of_step(
-            step,
-            rows=self.rows,
-            global_batch_size=self.global_batch_size,
-            seed=self.seed,
-            total_rows=self.total_rows,
-        )
-
-    def micro_batches(self, rows: Rows, indices: np.ndarray) -> list[MicroBatch]:
-        """This rank's share of these rows."""
-        return micro_batches(
-            rows,
-            indices,
-            rank=self.rank,
-            world_size=self.world_size,
-            per_device_batch_size=self.per_device_batch_size,
-            flat=self.flat,
-        )
-
-    def micro_steps(self, rows: int) -> int:
-        """Forwards of one rank for this many rows."""
-        return math.ceil(rows / (self.per_device_batch_size * self.world_size))
-
-    def facts(self) -> dict[str, int]:
-        """The batch arithmetic, for the receipt and the terminal."""
-        micro_steps = self.micro_steps(self.global_batch_size)
-        return {
-            "rows": self.rows,
-            "global_batch_size": self.global_batch_size,
-            "per_device_batch_size": self.per_device_batch_size,
-            "world_size": self.world_size,
-            "micro_steps": micro_steps,
-            "total_rows": self.total_rows,
-            "total_steps": self.total_steps,
-        }
-
-
-def make_plan(recipe: Recipe, rows: int, *, world_size: int, rank: int, flat: bool) -> Plan:
-    """Steps and rows of the run. The last step of the last epoch may be short; nothing is dropped or doubled."""
-    training = recipe.training
-    wanted = math.ceil(training.num_train_epochs * rows)
-    if training.max_steps is not None:
-        wanted = training.max_steps * training.global_batch_size
-    return Plan(
-        rows=rows,
-        total_rows=wanted,
-        total_steps=math.ceil(wanted / training.global_batch_size),
-        global_batch_size=training.global_batch_size,
-        per_device_batch_size=training.per_device_batch_size,
-        world_size=world_size,
-        rank=rank,
-        seed=training.seed,
-        flat=flat,
-    )
 
 
 @dataclass(frozen=True)
@@ -138,7 +65,7 @@ def optimizer_step(
         last = index == micro_steps - 1
         accelerator.sync_gradients = last
         # Dropout follows from (seed, step, rank, micro-step) alone, so that a resumed run needs no generator state.
-        torch.manual_seed(seed + index)
+        _seed_dropout(accelerator.device, seed + index)
         with nullcontext() if last else accelerator.no_sync(model):
             with phases("forward"):
                 loss = model(**batch)
@@ -162,6 +89,13 @@ def optimizer_step(
     return StepResult(loss_sum / supervised_tokens, grad_norm, bool(stops))
 
 
+def _seed_dropout(device: torch.device, seed: int) -> None:
+    """Like torch.manual_seed for the one device in use: that one also queues a call, with its stack, for each absent."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
 def evaluate(accelerator: Accelerator, model: nn.Module, rows: Rows, plan: Plan) -> float:
     """Mean loss over all supervised tokens of `rows`, exact for any number of ranks: one sum, one division."""
     tally = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
@@ -173,47 +107,6 @@ def evaluate(accelerator: Accelerator, model: nn.Module, rows: Rows, plan: Plan)
     model.train()
     loss_sum, tokens = accelerator.reduce(tally, reduction="sum").tolist()
     return float(loss_sum / tokens)
-
-
-@dataclass
-class TrainState:
-    """Everything that a resumed run must know besides weights and optimizer."""
-
-    step: int = 0  # finished optimizer steps: the one integer that says where the run is
-    best_eval_loss: float = math.inf
-    worse_evaluations: int = 0
-    window: Window = field(default_factory=Window)
-
-    def as_json(self) -> dict[str, Any]:
-        """For a checkpoint; JSON has no infinity, so no evaluation yet is null."""
-        best = self.best_eval_loss if math.isfinite(self.best_eval_loss) else None
-        return {**asdict(self), "best_eval_loss": best}
-
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> TrainState:
-        """The state that `as_json` gave."""
-        best = math.inf if saved["best_eval_loss"] is None else float(saved["best_eval_loss"])
-        records = [StepRecord(**record) for record in saved["window"]["records"]]
-        return cls(int(saved["step"]), best, int(saved["worse_evaluations"]), Window(records))
-
-
-@dataclass(frozen=True)
-class Run:
-    """The parts of a run, put together by train.py."""
-
-    recipe: Recipe
-    accelerator: Accelerator
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    train_rows: Rows
-    eval_rows: Rows | None
-    plan: Plan
-    learning_rate: Callable[[int], float]
-    terminal: Terminal
-    phases: Phases
-    stop_requested: Callable[[], bool]
-    write_metrics: Callable[[dict[str, Any]], None]
-    save: Callable[[TrainState], None]
 
 
 def train(run: Run, state: TrainState) -> bool:

@@ -95,3 +95,17 @@ def _compare(recipe: Recipe, receipt: dict[str, Any]) -> None:
         differing.append("lora.target_modules: nothing is trained")
     if differing:
         raise EnvironmentMismatch("\n".join([*differing, "what is built is not what the recipe asks for"]))
+
+
+def describe(receipt: dict[str, Any]) -> str:
+    """The run in three lines, before its first step: what is trained, on what, in which batches."""
+    parameters, batch, data, dtypes = (receipt[key] for key in ("parameters", "batch", "data", "dtypes"))
+    share = parameters["trained"] / (parameters["trained"] + parameters["frozen"])
+    return (
+        f"{receipt['architecture']}: {parameters['trained']:,} parameters trained ({share:.2%}) in {dtypes['master']}, "
+        f"computed in {dtypes['compute']}, {receipt['strategy']} on {receipt['world_size']} x {receipt['device']}\n"
+        f"data: {data['documents']:,} documents, {data['tokens']:,} tokens in {batch['rows']:,} rows, "
+        f"{data['fill']:.0%} full, {data['supervised_tokens']:,} tokens learned\n"
+        f"batch: {batch['global_batch_size']} rows a step = {batch['world_size']} ranks x {batch['micro_steps']} "
+        f"micro-steps x {batch['per_device_batch_size']}; {batch['total_steps']:,} steps"
+    )

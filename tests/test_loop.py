@@ -14,11 +14,12 @@ from accelerate import Accelerator
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from finetune.loop import NotFinite, Plan, StepResult, TrainState, make_plan, optimizer_step
+from finetune.loop import NotFinite, StepResult, optimizer_step
 from finetune.metrics import StepRecord
 from finetune.model import build_model
 from finetune.phases import Phases
 from finetune.recipe import Recipe
+from finetune.run import Plan, TrainState, make_plan
 
 CPU = torch.device("cpu")
 READS = {"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero"}

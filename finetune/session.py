@@ -1,0 +1,205 @@
+"""One training session: from what is known before the first process group to the exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from finetune import attention
+from finetune.answers import write_samples
+from finetune.batches import Prepared
+from finetune.durable import append_lines, write_json
+from finetune.errors import FinetuneError, Stopped
+from finetune.launcher import Launch
+from finetune.loop import evaluate, train
+from finetune.metrics import Terminal, eval_line
+from finetune.model import attention_name, build_model, decoder_parts
+from finetune.optimizer import make_optimizer
+from finetune.phases import Phases
+from finetune.receipt import describe, write_receipt
+from finetune.recipe import Recipe
+from finetune.run import Plan, Run, TrainState, make_plan
+from finetune.run_folder import Claim, mark_failed, mark_run
+from finetune.runtime import Strategy, build_accelerator, prepare_quietly, use_all_cores
+from finetune.save_restore import export, restore, save
+from finetune.schedule import learning_rate_schedule
+from finetune.signals import StopRequest, stop_on_signals
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is known before the first process group."""
+
+    recipe: Recipe
+    launch: Launch
+    strategy: Strategy
+    tokenizer: PreTrainedTokenizerBase
+    prepared: Prepared
+    claim: Claim | None  # of rank 0 alone
+    stop: StopRequest
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.recipe.run_dir)
+
+
+def train_claimed(start: Start) -> int:
+    accelerator = build_accelerator(start.recipe, start.strategy, start.launch)
+    use_all_cores(start.launch, accelerator.device)
+    with stop_on_signals(start.stop, announce=start.launch.is_main):
+        return _train_together(start, accelerator)
+
+
+def _train_together(start: Start, accelerator: Accelerator) -> int:
+    resumed_step = _agree_on_start(accelerator, start.claim)
+    if resumed_step is None:
+        if start.launch.is_main:
+            print(
+                f"{start.run_dir}: this run is finished; to train again: training.resume=never, or another output_dir"
+            )
+        return 0
+    progress = Progress()
+    try:
+        return _train(start, accelerator, resumed_step, progress)
+    except BaseException as error:
+        mark_failed(start.run_dir, error, phase=progress.phase, rank=start.launch.rank, step=progress.step)
+        raise
+    finally:
+        accelerator.end_training()
+
+
+@dataclass
+class Progress:
+    """Where a run is, for the record of a failure."""
+
+    phase: str = "load"
+    step: int = 0
+
+
+def _agree_on_start(accelerator: Accelerator, claim: Claim | None) -> int | None:
+    """The step that every rank starts from: rank 0 knows. None when the run is finished."""
+    position = -1
+    if claim is not None and claim.status != "finished":
+        position = claim.checkpoint.step if claim.checkpoint else 0
+    told = torch.tensor(position if claim is not None else 0, device=accelerator.device)
+    agreed = int(accelerator.reduce(told, reduction="sum"))
+    return None if agreed < 0 else agreed
+
+
+def _train(start: Start, accelerator: Accelerator, first_step: int, progress: Progress) -> int:
+    run, state = _build(start, accelerator, first_step, progress)
+    if first_step == 0:
+        progress.phase = "looking before"
+        _look_before(start, run)
+    progress.phase = "training"
+    if not train(run, state):
+        command = mark_run(start.run_dir, "stopped", step=state.step) if start.launch.is_main else ""
+        run.terminal.say(f"stopped and saved at step {state.step}; continue with:\n  {command}")
+        accelerator.wait_for_everyone()
+        return Stopped.exit_code
+    progress.phase = "export"
+    if start.launch.is_main:
+        model = accelerator.unwrap_model(run.model)
+        _write_samples(start, model, "after", state.step)
+        folder = export(start.recipe, model, start.tokenizer)
+        mark_run(start.run_dir, "finished", step=state.step)
+        run.terminal.say(f"finished: {folder}\ntalk to it: finetune chat {start.run_dir}")
+    accelerator.wait_for_everyone()
+    return 0
+
+
+def _build(start: Start, accelerator: Accelerator, first_step: int, progress: Progress) -> tuple[Run, TrainState]:
+    recipe, prepared = start.recipe, start.prepared
+    plan = _make_plan(start, accelerator)
+    learning_rate = learning_rate_schedule(recipe.training, plan.total_steps)
+    phases = Phases(accelerator.device, recipe.measure_phases)
+    with phases("load"):
+        model: Any = build_model(recipe, accelerator.device)
+        check_vocabulary(prepared, model)
+        model, optimizer = prepare_quietly(accelerator, model, make_optimizer(model, recipe))
+        state = restore(recipe, accelerator.unwrap_model(model), optimizer, first_step)
+    terminal = Terminal(plan.total_steps, silent=not start.launch.is_main)
+    _write_receipt(start, accelerator, model, plan, terminal)
+
+    def save_if_main(state: TrainState) -> None:
+        if start.launch.is_main:
+            save(recipe, accelerator.unwrap_model(model), optimizer, state)
+
+    run = Run(
+        recipe=recipe,
+        accelerator=accelerator,
+        model=model.train(),
+        optimizer=optimizer,
+        train_rows=prepared.train,
+        eval_rows=prepared.eval,
+        plan=plan,
+        learning_rate=learning_rate,
+        terminal=terminal,
+        phases=phases,
+        stop_requested=lambda: bool(start.stop),
+        write_metrics=_metrics_writer(start, progress),
+        save=save_if_main,
+    )
+    return run, state
+
+
+def _make_plan(start: Start, accelerator: Accelerator) -> Plan:
+
+    return make_plan(
+        start.recipe,
+        len(start.prepared.train),
+        world_size=accelerator.num_processes,
+        rank=accelerator.process_index,
+        flat=attention_name(start.recipe) == attention.NAME,
+    )
+
+
+def _metrics_writer(start: Start, progress: Progress) -> Callable[[dict[str, Any]], None]:
+    def write(line: dict[str, Any]) -> None:
+        progress.step = line["step"]
+        if start.launch.is_main:
+            append_lines(start.run_dir / "metrics.jsonl", [line])
+
+    return write
+
+
+def check_vocabulary(prepared: Prepared, model: nn.Module) -> None:
+    """Refuse token ids that the embedding has no row for. Raises FinetuneError."""
+    embeddings: Any = decoder_parts(model).get_input_embeddings()
+    rows, largest = embeddings.weight.shape[0], prepared.facts["largest_token_id"]
+    if largest >= rows:
+        raise FinetuneError(
+            f"model.name_or_path: the tokenizer makes token {largest}, the model has {rows} embeddings; "
+            "use the tokenizer that belongs to the model"
+        )
+
+
+def _write_receipt(start: Start, accelerator: Accelerator, model: nn.Module, plan: Plan, terminal: Terminal) -> None:
+    receipt = write_receipt(start.recipe, accelerator, model, start.strategy.name)
+    batch, facts = plan.facts(), start.prepared.facts
+    receipt |= {"batch": batch, "data": {"fingerprint": start.prepared.fingerprint, **facts}}
+    if start.launch.is_main:
+        write_json(start.run_dir / "receipt.json", receipt)
+    terminal.say(describe(receipt))
+
+
+def _look_before(start: Start, run: Run) -> None:
+    if start.launch.is_main:
+        _write_samples(start, run.accelerator.unwrap_model(run.model), "before", 0)
+    if run.eval_rows is not None:
+        line = eval_line(0, evaluate(run.accelerator, run.model, run.eval_rows, run.plan))
+        run.write_metrics(line)
+        run.terminal.say(f"before training: held-out loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f}")
+
+
+def _write_samples(start: Start, model: nn.Module, when: str, step: int) -> None:
+    length = start.recipe.samples.max_new_tokens
+    prompts = start.prepared.prompts
+    write_samples(start.run_dir, model, start.tokenizer, prompts, max_new_tokens=length, when=when, step=step)
