@@ -25,7 +25,7 @@ from benchmarks.common import prepare_quietly, run_ours, scratch, tiny_recipe, w
 from finetune.recipe import Recipe
 from tests.tiny import save_tiny, write_chats
 
-CHATS, MEDIAN, SPREAD, MAX_LENGTH, BATCH, TURNS = 256, 100, 0.77, 1024, 8, 5
+CHATS, MEDIAN, SPREAD, MAX_LENGTH, BATCH, TURNS = 192, 100, 0.77, 1024, 8, 5
 MODEL = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "head_dim": 64}
 
 

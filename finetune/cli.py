@@ -104,6 +104,8 @@ def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
             typer.echo(json.dumps({"ok": False, "exit_code": error.exit_code, "mistakes": mistakes}))
         else:
             typer.echo(str(error), err=True)
+            if len(getattr(error, "mistakes", ())) > 1:
+                typer.echo(f"\n{len(error.mistakes)} mistakes", err=True)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -29,12 +29,13 @@ ASIDE = ".tmp-"
 def write_text(path: Path, text: str) -> None:
     """Replaces `path` by `text`, or leaves it as it was."""
     aside = path.with_name(f"{ASIDE}{os.getpid()}-{path.name}")
-    with disk_errors(path), open(aside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    sync(path.parent)
+    with disk_errors(path):
+        with open(aside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+        sync(path.parent)
 
 
 def write_json(path: Path, value: object) -> None:

@@ -65,7 +65,7 @@ def optimizer_step(
         last = index == micro_steps - 1
         accelerator.sync_gradients = last
         # Dropout follows from (seed, step, rank, micro-step) alone, so that a resumed run needs no generator state.
-        torch.manual_seed(seed + index)
+        _seed_dropout(accelerator.device, seed + index)
         with nullcontext() if last else accelerator.no_sync(model):
             with phases("forward"):
                 loss = model(**batch)
@@ -87,6 +87,13 @@ def optimizer_step(
         optimizer.step()
         optimizer.zero_grad()
     return StepResult(loss_sum / supervised_tokens, grad_norm, bool(stops))
+
+
+def _seed_dropout(device: torch.device, seed: int) -> None:
+    """Like torch.manual_seed for the one device in use: that one also queues a call, with its stack, for each absent."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def evaluate(accelerator: Accelerator, model: nn.Module, rows: Rows, plan: Plan) -> float:

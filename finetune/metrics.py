@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import torch
 
-from finetune.phases import GIB, memory_now
+from finetune.phases import GIB, peak_bytes
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -64,7 +64,7 @@ class Window:
             "step_seconds": seconds / len(records),
             "tokens_per_second": tokens / seconds,
             "data_wait_fraction": sum(record.data_wait_seconds for record in records) / seconds,
-            "peak_memory_gib": memory_now(device)[1] / GIB,
+            "peak_memory_gib": peak_bytes(device) / GIB,
         }
 
 

@@ -66,10 +66,12 @@ def memory_now(device: torch.device) -> tuple[int, int]:
     """Allocated and peak bytes: of CUDA's allocator, else of this process."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    resident = psutil.Process().memory_info().rss
-    return resident, max(resident, peak_resident_bytes())
+    resident = int(psutil.Process().memory_info().rss)
+    return resident, max(resident, peak_bytes(device))
 
 
-def peak_resident_bytes() -> int:
-    """The largest resident set of this process so far (`ru_maxrss` counts KiB on Linux)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak_bytes(device: torch.device) -> int:
+    """The most that CUDA's allocator handed out, else the largest resident set of this process, so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB

@@ -7,6 +7,8 @@ Schema are generated from them.
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -49,6 +51,8 @@ SCHEDULER_ARGUMENTS: dict[str, tuple[str, ...]] = {
         "num_cycles",
     ),
 }
+
+SCHEDULER_SHAPES = ("linear", "cosine", "1-sqrt")  # of warmup_type and decay_type
 
 Count = Annotated[int, Field(ge=1)]
 WholeNumber = Annotated[int, Field(ge=0)]
@@ -114,13 +118,22 @@ class Lora(Section):
     r: Count = Field(16, description="Rank.")
     lora_alpha: float = Field(32, gt=0, description="Scale; the update is multiplied by lora_alpha / r.")
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
-    target_modules: str | list[str] = Field("all-linear", description="Layers that get an adapter.")
+    target_modules: str | Annotated[list[str], Field(min_length=1)] = Field(
+        "all-linear", description="Layers that get an adapter: all-linear, a pattern, or a list of names."
+    )
     modules_to_save: list[str] = Field([], description="Further modules trained in full and saved with the adapter.")
     use_rslora: bool = Field(False, description="Scale by lora_alpha / sqrt(r).")
     use_dora: bool = Field(False, description="Train magnitude and direction apart (DoRA).")
-    init_lora_weights: bool | Literal["gaussian", "orthogonal", "olora", "pissa"] | str = Field(
-        True, description="peft's initialisation: true, gaussian, orthogonal, olora, pissa, pissa_niter_[n]."
-    )
+    init_lora_weights: (
+        bool | Literal["gaussian", "orthogonal", "olora", "pissa"] | Annotated[str, Field(pattern=r"^pissa_niter_\d+$")]
+    ) = Field(True, description="peft's initialisation: true, gaussian, orthogonal, olora, pissa, pissa_niter_[n].")
+
+    @model_validator(mode="after")
+    def layers_by_name(self) -> Lora:
+        # A word that is nearly all-linear is a pattern that matches no layer.
+        if self.target_modules != "all-linear" and re.fullmatch(r"all[-_ ]?linear", str(self.target_modules), re.I):
+            raise _mistake("target_modules", f"is {self.target_modules}, which no layer is called", "write all-linear")
+        return self
 
 
 class DataSet(Section):
@@ -181,15 +194,24 @@ class Training(Section):
 
     @model_validator(mode="after")
     def known_schedule(self) -> Training:
-        known, given = SCHEDULER_ARGUMENTS[self.lr_scheduler_type], self.lr_scheduler_kwargs
-        unknown = sorted(set(given) - set(known))
-        if unknown:
-            remedy = f"it knows {', '.join(known)}" if known else "it takes none; take them away"
-            problem = f"{self.lr_scheduler_type} has no argument {unknown[0]}"
-            raise _mistake("lr_scheduler_kwargs", problem, remedy)
-        if self.lr_scheduler_type == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(given)) != 1:
+        shape, given = self.lr_scheduler_type, self.lr_scheduler_kwargs
+        known = SCHEDULER_ARGUMENTS[shape]
+        for name, value in given.items():
+            key = f"lr_scheduler_kwargs.{name}"
+            if name not in known:
+                remedy = f"it knows {', '.join(known)}" if known else "it takes none; take them away"
+                raise _mistake(key, f"{shape} has no argument {name}", remedy)
+            if name.endswith("_type"):
+                if value not in SCHEDULER_SHAPES:
+                    raise _mistake(key, "is no shape of a curve", f"choose one of {', '.join(SCHEDULER_SHAPES)}")
+            elif isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise _mistake(key, "is no number", "write a number")
+        if shape == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(given)) != 1:
             remedy = "add lr_scheduler_kwargs: {min_lr_rate: 0.1}"
             raise _mistake("lr_scheduler_type", "cosine_with_min_lr needs one of min_lr and min_lr_rate", remedy)
+        if shape == "warmup_stable_decay" and "num_decay_steps" not in given:
+            remedy = "add lr_scheduler_kwargs: {num_decay_steps: 100}"
+            raise _mistake("lr_scheduler_type", "warmup_stable_decay needs num_decay_steps", remedy)
         return self
 
 

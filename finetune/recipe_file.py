@@ -6,6 +6,7 @@ import difflib
 import math
 import os
 import pathlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +16,15 @@ from pydantic import ValidationError
 
 from finetune.errors import RecipeError
 from finetune.recipe import Recipe
-from finetune.recipe_mistakes import Mistake, explain, shown
-from finetune.yaml_text import MAX_BYTES, Parsed, Path, Place, dotted, excerpt, parse
+from finetune.recipe_mistakes import IN_QUOTES, Mistake, explain, shown
+from finetune.yaml_text import MAX_BYTES, Parsed, Path, Place, dotted, excerpt, parse, plain_scalar, printable
 
 CONFIG_FOLDER = pathlib.Path(__file__).resolve().parent.parent / "accelerate_configs"
 COMMAND_LINE = "command line"
-# Accepted spellings of our keys.
-ALIASES: dict[Path, Path] = {("training", "gradient_checkpointing"): ("training", "activation_checkpointing")}
+MAX_MISTAKES = 50  # shown; nobody reads more at once
+# Other places and spellings of one key, accepted.
+CHECKPOINTING: Path = ("training", "activation_checkpointing")
+ALIASES: tuple[Path, ...] = (("gradient_checkpointing",), ("training", "gradient_checkpointing"))
 
 
 @dataclass(frozen=True)
@@ -41,38 +44,42 @@ class _Source:
     text: str
     parsed: Parsed
     overridden: set[Path] = field(default_factory=set)
-    mistakes: list[tuple[float, str]] = field(default_factory=list)  # line (the command line comes last) and text
+    said: set[Path] = field(default_factory=set)  # every key that an override's value holds
+    unexplained: int = 0  # mistakes beyond those worth explaining
+    mistakes: list[tuple[float, int, str]] = field(default_factory=list)  # line, column, text; overrides come last
 
     def report(self, path: Path, text: str, *, at_key: bool) -> None:
         """Add a mistake at a key of the recipe, or at the nearest section that stands in the file."""
-        key = dotted(path)
-        if any(path[: len(over)] == over or over[: len(path)] == path for over in self.overridden if over):
-            self.add_override(key, text)
-            return
-        self.add(self._place(path, at_key=at_key), key, text)
+        if any(path[: len(over)] == over or over[: len(path)] == path for over in self.overridden):
+            # A shell takes one pair of quotes away.
+            shell = f"; in a shell: '{dotted(path)}=\"...\"'" if IN_QUOTES in text else ""
+            self.add_override(dotted(path), text + shell)
+        else:
+            self.add(self._place(path, at_key=at_key), dotted(path), text)
 
     def add(self, place: Place, key: str, text: str) -> None:
         """Add a mistake at a place of the file."""
-        head = f"{self.path}:{place.line}:{place.column}: " + (f"{key}: " if key else "")
-        self.mistakes.append((place.line, "\n".join([head + text, *excerpt(self.text, place)])))
+        head = f"{self.path}:{place.line}:{place.column}: " + (f"{printable(key)}: " if key else "")
+        whole = "\n".join([head + text, *excerpt(self.text, place)])
+        self.mistakes.append((place.line, place.column, whole))
 
     def add_override(self, key: str, text: str) -> None:
         """Add a mistake of the command line."""
-        self.mistakes.append((math.inf, f"{COMMAND_LINE}: {key}: {text}"))
+        self.mistakes.append((math.inf, 0, f"{COMMAND_LINE}: {printable(key)}: {text}"))
 
     def error(self) -> RecipeError:
         """All mistakes, in the order of the file."""
-        return RecipeError([text for _, text in sorted(self.mistakes, key=lambda mistake: mistake[0])])
+        ordered = [text for _, _, text in sorted(self.mistakes, key=lambda mistake: mistake[:2])]
+        more = len(ordered) - MAX_MISTAKES + self.unexplained
+        return RecipeError([*ordered[:MAX_MISTAKES], *([f"{self.path}: and {more} more mistakes"] if more > 0 else [])])
 
     def _place(self, path: Path, *, at_key: bool) -> Place:
         order = (self.parsed.keys, self.parsed.values) if at_key else (self.parsed.values, self.parsed.keys)
-        for places in order:
-            if path in places:
-                return places[path]
-        while path:
-            path = path[:-1]
-            if path in self.parsed.keys:
-                return self.parsed.keys[path]
+        for depth in range(len(path), 0, -1):
+            for places in order:
+                if path[:depth] in places:
+                    return places[path[:depth]]
+            order = (self.parsed.keys, self.parsed.values)  # of what lies above, the key says more than its value
         return Place(1, 1)
 
 
@@ -86,17 +93,17 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     source = _Source(file, text := _read(file), parse(text))
     for flaw in source.parsed.flaws:
         source.add(flaw.place, flaw.key, flaw.problem)
-    value = source.parsed.value
-    if not isinstance(value, dict):
-        if not source.mistakes:
-            what = "is empty" if value is None else f"is {shown(value)}"
-            source.add(
-                Place(1, 1), "", f"a recipe is a page of key: value, this one {what}; begin with model: and data:"
-            )
-        raise source.error()
+    value = source.parsed.value if isinstance(source.parsed.value, dict) else {}
+    _rename_aliases(source, value)
     for override in overrides:
         _override(source, value, override)
-    _rename_aliases(source, value)
+    if not isinstance(source.parsed.value, dict):
+        if not source.parsed.flaws:
+            what = "is empty" if source.parsed.value is None else f"is {shown(source.parsed.value)}"
+            problem = f"a recipe is a page of key: value, this one {what}; begin with model: and data:"
+            source.add(Place(1, 1), "", problem)
+        raise source.error()
+    _rename_aliases(source, value)  # an override may be a whole section
     recipe = _validate(source, value)
     if recipe is None or source.mistakes:
         raise source.error()
@@ -109,44 +116,48 @@ def _read(file: pathlib.Path) -> str:
     try:
         if file.is_dir():
             raise RecipeError([f"{file}: is a folder; name a recipe in it{_neighbours(file)}"])
-        if file.stat().st_size > MAX_BYTES:
-            raise RecipeError([f"{file}: is larger than 1 MiB; a recipe is a page"])
-        return file.read_bytes().decode("utf-8-sig")
+        with file.open("rb") as stream:  # a pipe has no size: read, then look
+            read = stream.read(MAX_BYTES + 1)
+        if len(read) > MAX_BYTES:
+            raise RecipeError([f"{file}: is larger than 1 MiB; a recipe is a page, data are named by data.train"])
+        return read.decode("utf-8-sig")
     except FileNotFoundError:
-        close = difflib.get_close_matches(file.stem, [p.stem for p in _recipes_beside(file)], 1, 0.5)
-        hint = f"did you mean {file.with_name(close[0] + '.yaml')}?" if close else "name a recipe file"
+        beside = {path.stem: path for folder in ("recipes", file.parent) for path in _recipes_in(folder)}
+        close = difflib.get_close_matches(file.stem, beside, 1, 0.5)
+        hint = f"did you mean {beside[close[0]]}?" if close else "name a recipe file"
         raise RecipeError([f"{file}: no such recipe; {hint}"]) from None
     except UnicodeDecodeError as error:
         raise RecipeError([f"{file}: is not UTF-8 at byte {error.start}; save it as UTF-8"]) from None
-    except (OSError, ValueError) as error:
-        raise RecipeError([f"{file}: cannot be read: {error}; name a readable recipe"]) from None
+    except OSError as error:
+        raise RecipeError([f"{file}: cannot be read ({error.strerror}); name a readable recipe"]) from None
+    except ValueError:
+        raise RecipeError([f"{printable(str(file))}: is no file name; name a recipe file"]) from None
 
 
-def _recipes_beside(file: pathlib.Path) -> list[pathlib.Path]:
-    folder = file.parent if file.parent.is_dir() else pathlib.Path("recipes")
-    return sorted(folder.glob("*.yaml")) if folder.is_dir() else []
+def _recipes_in(folder: str | pathlib.Path) -> list[pathlib.Path]:
+    return sorted(path for suffix in ("yaml", "yml") for path in pathlib.Path(folder).glob(f"*.{suffix}"))
 
 
 def _neighbours(folder: pathlib.Path) -> str:
-    names = [path.name for path in sorted(folder.glob("*.yaml"))[:5]]
+    names = [path.name for path in _recipes_in(folder)[:5]]
     return f": {', '.join(names)}" if names else ""
 
 
 def _override(source: _Source, value: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
-    path: Path = tuple(int(part) if part.isdigit() else part for part in name.strip().split("."))
+    # Five digits: more rows than a recipe holds, and int() refuses thousands.
+    path: Path = tuple(int(p) if p.isascii() and p.isdigit() and len(p) < 6 else p for p in name.strip().split("."))
     if not equals or "" in path:
         source.add_override(override, "an override is written key=value, for example training.seed=1")
         return
+    path = CHECKPOINTING if path in ALIASES else path
     parsed = parse(text)
-    if parsed.flaws:
-        source.add_override(dotted(path), parsed.flaws[0].problem)
-        return
-    problem = _put(value, path, parsed.value)
+    problem = parsed.flaws[0].problem if parsed.flaws else _put(value, path, parsed.value)
     if problem:
         source.add_override(dotted(path), problem)
-    else:
-        source.overridden.add(path)
+        return
+    source.said = {p for p in source.said if p[: len(path)] != path} | {(*path, *inner) for inner in parsed.values}
+    source.overridden.add(path)
 
 
 def _put(value: dict[str, Any], path: Path, new: Any) -> str | None:
@@ -170,20 +181,20 @@ def _put(value: dict[str, Any], path: Path, new: Any) -> str | None:
 
 
 def _rename_aliases(source: _Source, value: dict[str, Any]) -> None:
-    for alias, key in ALIASES.items():
-        section = value.get(str(alias[0]))
-        if not isinstance(section, dict) or alias[1] not in section:
+    for alias in ALIASES:
+        holder = value.get("training") if len(alias) > 1 else value
+        training = value.get("training", {})
+        if not isinstance(holder, dict) or alias[-1] not in holder or not isinstance(training, dict):
             continue
-        if key[1] in section:
-            source.report(alias, f"is the same key as {dotted(key)}; keep one of them", at_key=True)
-            del section[alias[1]]
+        given = holder.pop(str(alias[-1]))
+        if CHECKPOINTING[-1] in training:
+            source.report(alias, f"is the same key as {dotted(CHECKPOINTING)}; keep one of them", at_key=True)
             continue
-        section[key[1]] = section.pop(alias[1])
+        value["training"] = {**training, "activation_checkpointing": given}
         for places in (source.parsed.keys, source.parsed.values):
             if alias in places:
-                places[key] = places[alias]
-        if alias in source.overridden:
-            source.overridden.add(key)
+                places[CHECKPOINTING] = places[alias]
+        source.said |= {CHECKPOINTING} if alias in source.said else set()
 
 
 def _validate(source: _Source, value: dict[str, Any]) -> Recipe | None:
@@ -192,7 +203,9 @@ def _validate(source: _Source, value: dict[str, Any]) -> Recipe | None:
         recipe = Recipe.model_validate(value)
         mistakes: list[Mistake] = []
     except ValidationError as error:
-        mistakes = explain(error.errors(include_url=False), value)
+        errors = error.errors(include_url=False, include_input=False)
+        mistakes = explain(errors[: 2 * MAX_MISTAKES], value)
+        source.unexplained = len(errors[2 * MAX_MISTAKES :])
     mistakes += _strategy_mistakes(value.get("accelerate_config", "single"))
     for mistake in mistakes:
         source.report(mistake.path, mistake.text, at_key=mistake.at_key)
@@ -200,7 +213,10 @@ def _validate(source: _Source, value: dict[str, Any]) -> Recipe | None:
 
 
 def _strategy_mistakes(name: Any) -> Iterator[Mistake]:
-    if not isinstance(name, str) or (CONFIG_FOLDER / f"{name}.yaml").is_file() or pathlib.Path(name).is_file():
+    # os.path, since pathlib raises on a name that is too long for any file.
+    if not isinstance(name, str) or not name:
+        return
+    if os.path.isfile(CONFIG_FOLDER / f"{name}.yaml") or os.path.isfile(name):
         return
     known = sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml"))
     close = difflib.get_close_matches(name, known, 1, 0.5)
@@ -214,7 +230,7 @@ def _origins(source: _Source, recipe: Recipe) -> dict[str, str]:
     found = {}
     for path, _ in _leaves(recipe.model_dump(mode="json"), ()):
         if any(path[: len(over)] == over for over in source.overridden):
-            found[dotted(path)] = COMMAND_LINE
+            found[dotted(path)] = COMMAND_LINE if path in source.said else "default"
         else:
             found[dotted(path)] = "recipe" if path in source.parsed.values else "default"
     return found
@@ -249,8 +265,19 @@ def _written(value: dict[str, Any], path: Path, origins: dict[str, str], item: b
             for number, entry in enumerate(inner):
                 yield from _written(entry, (*here, number), origins, item=True)
         else:
-            text = yaml.safe_dump(inner, default_flow_style=True, width=10**6, allow_unicode=True)
+            text = yaml.dump(inner, Dumper=_Writer, default_flow_style=True, width=2**30, allow_unicode=True)
             yield f"{lead}{key}: {text.removesuffix(chr(10)).removesuffix('...').strip()}  # {origins[dotted(here)]}"
+
+
+class _Writer(yaml.SafeDumper):
+    """Writes values in one line, and quotes what PyYAML takes for text and we for a number (1e5)."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        plain = plain_scalar(text) == text and not re.search("[\n\r\x85\u2028\u2029]", text)
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
+
+
+_Writer.add_representer(str, _Writer.represent_text)
 
 
 def recipe_from_resolved(path: str | os.PathLike[str]) -> Recipe:

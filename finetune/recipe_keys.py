@@ -5,6 +5,8 @@ A key of theirs gets an error that names ours. Where a key has no counterpart, t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 # Their key -> our dotted key.
 RENAMED: dict[str, str] = {
     # axolotl
@@ -143,3 +145,45 @@ def answer_for(key: str) -> str | None:
     if key in RENAMED:
         return f"write {RENAMED[key]}"
     return REPLACED.get(key)
+
+
+# Other words for our values; the first of ours that the key takes is meant.
+OTHER_WORDS: dict[str, tuple[str, ...]] = {
+    "false": ("no", "never"),
+    "off": ("no", "never"),
+    "none": ("no", "never"),
+    "true": ("auto", "bf16"),
+    "always": ("auto",),
+    "half": ("float16", "fp16"),
+    "fp16": ("float16",),
+    "float16": ("fp16",),
+    "bf16": ("bfloat16",),
+    "bfloat16": ("bf16",),
+    "fp32": ("float32", "no"),
+    "float32": ("no",),
+    "fp8": ("bf16",),
+    "int8": ("uint8",),
+    "flash": ("varlen",),
+    "flash_attn": ("varlen",),
+    "flash_attention_3": ("varlen",),
+    "xformers": ("varlen",),
+    "adamw_torch": ("adamw",),
+    "adamw_torch_fused": ("adamw",),
+    "adamw_bnb_8bit": ("adamw_8bit",),
+    "paged_adamw": ("paged_adamw_32bit",),
+    "chatml": ("messages",),
+    "openai": ("messages",),
+    "chat_template": ("messages",),
+    "conversations": ("sharegpt",),
+    "completion": ("text",),
+    "instruction": ("alpaca",),
+    "left": ("right",),
+    "wsd": ("warmup_stable_decay",),
+    "last": ("completion",),
+    "inputs": ("all",),
+}
+
+
+def other_word_for(word: str, choices: Sequence[str]) -> list[str]:
+    """The choice that people mean by another tool's word, if there is one."""
+    return [ours for ours in OTHER_WORDS.get(word, ()) if ours in choices][:1]

@@ -16,17 +16,27 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from finetune.recipe import Recipe
-from finetune.recipe_keys import answer_for
-from finetune.yaml_text import Path, dotted
+from finetune.recipe import DataSet, Recipe
+from finetune.recipe_keys import answer_for, other_word_for
+from finetune.yaml_text import Path, dotted, number_trap, printable
 
 # What each key that takes several kinds of value wants.
 EITHER = {
     "data.eval": "{fraction: 0.05}, a list of data sets, or null",
     "data_files": "a file or a list of files",
-    "target_modules": "all-linear, a pattern, or a list of layer names",
+    "target_modules": "all-linear, a pattern, or a list of at least one layer name",
     "activation_checkpointing": "true, false, or n for every n-th layer",
     "init_lora_weights": "true, gaussian, orthogonal, olora, pissa or pissa_niter_[n]",
+}
+# What certain sections want, by example; also what to add where one is missing.
+EXAMPLES = {
+    "model": "{name_or_path: ...}",
+    "model.name_or_path": "a Hub repository or a folder",
+    "data": "{train: [{path: json, data_files: rows.jsonl}]}",
+    "data.train": "[{path: json, data_files: rows.jsonl}]",
+    "row source": "{path: json, data_files: rows.jsonl}",
+    "path": "json, csv, parquet, a local folder, or a Hub data set",
+    "fraction": "0.05",
 }
 WANTED = {
     "int_type": "a whole number",
@@ -45,7 +55,12 @@ BOUNDS = {
     "less_than": ("lt", "below"),
     "less_than_equal": ("le", "at most"),
 }
-TRUTH_WORDS = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+MISSING = "is missing; "
+IN_QUOTES = "put it in quotes:"
+TRUTH_WORDS = {
+    **dict.fromkeys(("yes", "on", "y", "1", "true"), "true"),
+    **dict.fromkeys(("no", "off", "n", "0", "false"), "false"),
+}
 
 
 @dataclass(frozen=True)
@@ -64,13 +79,20 @@ def explain(errors: Sequence[ErrorDetails], value: Any) -> list[Mistake]:
         path, branches = _real_path(error, value)
         if branches and not _right_branch(branches, _at(value, path[: branches[0].depth])):
             path = path[: branches[0].depth]
-            mistake = Mistake(path, _wants(_either(path), _at(value, path)), at_key=False)
+            mistake = Mistake(path, _wants(path, _either(path), _at(value, path)), at_key=False)
         else:
             mistake = _mistake(error, path, value)
         found.setdefault((mistake.path, mistake.text), mistake)
     # A union whose right branch has its own mistake needs no second one at the union itself.
-    deeper = {mistake.path for mistake in found.values()}
-    return [m for m in found.values() if not (_is_either(m) and any(_inside(m.path, other) for other in deeper))]
+    own = [mistake.path for mistake in found.values() if not _is_either(mistake)]
+    kept = [m for m in found.values() if not (_is_either(m) and any(p[: len(m.path)] == m.path for p in own))]
+    return [m for m in kept if not _is_misspelt_elsewhere(m, kept)]
+
+
+def _is_misspelt_elsewhere(missing: Mistake, others: Sequence[Mistake]) -> bool:
+    """Whether a missing key is there under a wrong name, which is already said."""
+    named = re.compile(rf"(did you mean|write) {re.escape(dotted(missing.path))}(?![.\w])")
+    return missing.text.startswith(MISSING) and any(other.at_key and named.search(other.text) for other in others)
 
 
 def unknown_key(path: Path) -> str:
@@ -98,19 +120,25 @@ def unknown_key(path: Path) -> str:
 
 def keys_of(section: Path) -> list[str]:
     """The keys of the section at a path of the recipe."""
+    return list(_section_at(section).model_fields)
+
+
+def _section_at(path: Path) -> type[BaseModel]:
+    """The section at a path; where a key takes a section or a list of sections, the path's number tells."""
     model: type[BaseModel] = Recipe
-    for part in section:
-        if isinstance(part, str):
-            inner = list(_models(model.model_fields[part].annotation)) if part in model.model_fields else []
-            model = inner[0] if inner else model
-    return list(model.model_fields)
+    for index, part in enumerate(path):
+        if isinstance(part, str) and part in model.model_fields:
+            inner = list(_models(model.model_fields[part].annotation))
+            numbered = index + 1 < len(path) and isinstance(path[index + 1], int)
+            model = next((m for m in inner if (m is DataSet) == numbered), inner[0] if inner else model)
+    return model
 
 
 def section_models(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
     """The sections inside a section; a list's are named like `data.train[]`."""
     for name, info in model.model_fields.items():
         for inner in list(_models(info.annotation))[:1]:
-            yield (f"{name}[]" if inner.__name__ == "DataSet" else name), inner
+            yield (f"{name}[]" if inner is DataSet else name), inner
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -126,9 +154,8 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 def _all_paths(model: type[BaseModel], above: Path) -> Iterator[Path]:
     for name, info in model.model_fields.items():
         yield (*above, name)
-        is_list = "list[" in str(info.annotation)
         for inner in list(_models(info.annotation))[:1]:
-            yield from _all_paths(inner, (*above, name, 0) if is_list else (*above, name))
+            yield from _all_paths(inner, (*above, name, 0) if inner is DataSet else (*above, name))
 
 
 @dataclass(frozen=True)
@@ -163,7 +190,7 @@ def _right_branch(branches: list[_Branch], value: Any) -> bool:
     label = branches[0].label
     if label.startswith("list["):
         return isinstance(value, list)
-    return isinstance(value, dict) and label[:1].isupper()
+    return isinstance(value, dict) and label[:1].isupper() and "path" not in value  # else a data set, not in a list
 
 
 def _at(value: Any, path: Path) -> Any:
@@ -186,16 +213,13 @@ def _is_either(mistake: Mistake) -> bool:
     return any(f"must be {wanted}" in mistake.text for wanted in EITHER.values())
 
 
-def _inside(outer: Path, inner: Path) -> bool:
-    return len(inner) > len(outer) and inner[: len(outer)] == outer
-
-
 def _mistake(error: ErrorDetails, path: Path, value: Any) -> Mistake:
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return Mistake(path, unknown_key(path), at_key=True)
     if kind == "missing":
-        return Mistake(path, f"is missing; add {dotted(path)}", at_key=True)
+        example = EXAMPLES.get(dotted(path)) or EXAMPLES.get(str(path[-1]), "...")
+        return Mistake(path, f"{MISSING}add {path[-1]}: {example}", at_key=True)
     if kind == "cross_check":
         keyed = (*path, *context["key"].split("."))
         return Mistake(keyed, f"{context['problem']}; {context['remedy']}", at_key=False)
@@ -207,31 +231,52 @@ def _mistake(error: ErrorDetails, path: Path, value: Any) -> Mistake:
         return Mistake(path, f"is {shown(given)}; it must be {word} {context[bound]:g}", at_key=False)
     if kind in ("too_short", "string_too_short"):
         return Mistake(path, "is empty; name at least one", at_key=False)
-    return Mistake(path, _wants(WANTED.get(kind, "another kind of value"), given), at_key=False)
+    wanted = WANTED.get(kind, "another kind of value")
+    if kind in ("list_type", "model_type"):
+        sample = EXAMPLES.get("row source" if isinstance(path[-1], int) else dotted(path))
+        wanted += f", such as {sample}" if sample else ""
+    return Mistake(path, _wants(path, wanted, given), at_key=False)
 
 
-def _wants(wanted: str, given: Any) -> str:
+def _wants(path: Path, wanted: str, given: Any) -> str:
+    """`is X; it must be Y`, and what to write where that can be told."""
     if given is None:
-        return f"is empty; it must be {wanted}, or take the line away for the default"
+        info = _section_at(path[:-1]).model_fields.get(str(path[-1]))
+        default = "" if info is None or info.is_required() else ", or take the line away for the default"
+        return f"is empty; it must be {wanted}{default}"
     text = f"is {shown(given)}; it must be {wanted}"
+    hint = _hint(path, wanted, given)
+    return f"{text}; {hint}" if hint else text
+
+
+def _hint(path: Path, wanted: str, given: Any) -> str | None:
+    """What to write instead of a value of the wrong kind."""
     if wanted.startswith("true") and str(given).lower() in TRUTH_WORDS:
-        return f"{text}: {given} is text here, write {TRUTH_WORDS[str(given).lower()]}"
+        if str(given).lower() in ("true", "false"):
+            return "take the quotes away"
+        return f"{shown(given)} is no truth value here, write {TRUTH_WORDS[str(given).lower()]}"
     if wanted == "text" and isinstance(given, (bool, int, float)):
-        return f'{text}: put it in quotes, "{shown(given)}"'
+        return f'{IN_QUOTES} "{shown(given)}"'
     if "number" in wanted and isinstance(given, str):
-        return f"{text}, without quotes, units or expressions"
-    return text
+        return number_trap(given) or "write digits, without units or expressions"
+    if wanted == "a whole number" and isinstance(given, float) and given.is_integer() and abs(given) < 1e15:
+        return f"write {int(given)}"
+    if "section" in wanted and isinstance(given, bool):
+        null = dotted(path) in ("lora", "quantization")
+        return "write {} for the defaults" if given else ("write null for none" if null else None)
+    if wanted in EITHER.values() and isinstance(given, str):
+        close = difflib.get_close_matches(given.lower(), re.findall(r"[a-z][\w-]+", wanted), 1, 0.7)
+        return f"did you mean {close[0]}?" if close else None
+    return None
 
 
 def _wrong_choice(given: Any, choices: list[str]) -> str:
     if given is None:
         return f"is empty; choose one of {', '.join(choices)}"
-    text = f"is {shown(given)}"
-    if isinstance(given, bool) and "no" in choices:
-        return f"{text}; choose one of {', '.join(choices)}"
-    close = difflib.get_close_matches(str(given).lower(), choices, 1, 0.5)
+    word = shown(given).lower()
+    close = [*other_word_for(word, choices), *difflib.get_close_matches(word, choices, 1, 0.5)]
     suggestion = f"did you mean {close[0]}? " if close else ""
-    return f"{text}; {suggestion}choose one of {', '.join(choices)}"
+    return f"is {shown(given)}; {suggestion}choose one of {', '.join(choices)}"
 
 
 def shown(value: Any) -> str:
@@ -242,5 +287,7 @@ def shown(value: Any) -> str:
         return "a section"
     if isinstance(value, list):
         return "a list"
-    text = str(value)
+    text = printable(str(value))
+    if not text.strip():
+        return f'"{text}"'
     return text if len(text) <= 40 else f"{text[:37]}..."

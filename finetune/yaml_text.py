@@ -7,6 +7,7 @@ aliases unfold into gigabytes. Here numbers are numbers, only true and false are
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,24 @@ Path = tuple[str | int, ...]
 STANDARD = "tag:yaml.org,2002:"
 FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 INTEGER = re.compile(r"[-+]?(0|[1-9][\d_]*)")
+LINE_END = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # as PyYAML counts lines
+SHOWN_COLUMNS = 100  # of a source line
+# What PyYAML says -> what it means and what to do, for the mistakes that people make.
+PLAIN_WORDS = {
+    "'\\t'": "a tab cannot indent in YAML; use spaces",
+    "mapping values are not allowed here": "a second `key:` in one line; begin a new line, or quote the value",
+    "expected the node content": "a value is missing, or a bracket is not closed; complete it",
+    "expected <block end>": "the indentation does not fit the lines above; begin the keys of a section in one column",
+    "cannot start any token": "a value cannot begin with this character; put the value in quotes",
+    "found undefined alias": "an alias (*name) without its anchor (&name); write the value out",
+    "unknown escape character": "this backslash means nothing in double quotes; use single quotes, or write two",
+}
+# The same, where the place to look at is the one before: where something was opened.
+OPENED_WORDS = {
+    "could not find expected ':'": "this line is no `key: value`; add the colon and a space",
+    "expected ',' or": "a bracket opened here is not closed, or a comma or quotes are missing in it; complete it",
+    "unexpected end of stream": "a quote opened here is never closed; close it",
+}
 
 
 @dataclass(frozen=True)
@@ -71,8 +90,8 @@ def parse(text: str) -> Parsed:
         parsed.flaws.append(_syntax(text, error))
         return parsed
     except yaml.reader.ReaderError as error:
-        before = text[: error.position]
-        place = Place(before.count("\n") + 1, len(before) - before.rfind("\n"))
+        before = LINE_END.split(text[: error.position])
+        place = Place(len(before), len(before[-1]) + 1)
         parsed.flaws.append(Flaw(place, "", "holds a character that YAML does not allow; take it away"))
         return parsed
     if node is not None:
@@ -89,9 +108,12 @@ def dotted(path: Path) -> str:
 
 
 def _limits(text: str) -> Flaw | None:
-    """Depth and number of documents, found without building anything."""
-    depth, documents = 0, 0
+    """Depth, values and number of documents, found without building anything."""
+    depth, documents, nodes = 0, 0, 0
     for event in yaml.parse(text, Loader=_Loader):
+        nodes += isinstance(event, yaml.NodeEvent)
+        if nodes > 2 * MAX_NODES:  # keys count here too
+            return Flaw(_place(event.start_mark), "", f"holds more than {MAX_NODES:,} values; a recipe is a page")
         documents += isinstance(event, yaml.DocumentStartEvent)
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
@@ -104,10 +126,16 @@ def _limits(text: str) -> Flaw | None:
 def _syntax(text: str, error: yaml.MarkedYAMLError) -> Flaw:
     mark = error.problem_mark or error.context_mark
     place = _place(mark) if mark else Place(1, 1)
-    lines = text.splitlines()
+    lines = LINE_END.split(text)
     line = lines[place.line - 1] if place.line <= len(lines) else ""
-    if "\t" in line[: len(line) - len(line.lstrip())] or "'\\t'" in str(error.problem):
-        return Flaw(place, "", "a tab cannot indent in YAML; use spaces")
+    if "\t" in line[: len(line) - len(line.lstrip())]:
+        return Flaw(place, "", PLAIN_WORDS["'\\t'"])
+    for words, meaning in PLAIN_WORDS.items():
+        if words in str(error.problem):
+            return Flaw(place, "", meaning)
+    for words, meaning in OPENED_WORDS.items():
+        if words in str(error.problem):
+            return Flaw(_place(error.context_mark) if error.context_mark else place, "", meaning)
     reason = " ".join(filter(None, [error.context, error.problem]))
     return Flaw(place, "", f"this is not YAML: {reason}; check indentation, quotes and brackets")
 
@@ -161,6 +189,9 @@ def _refuse_tag(node: yaml.Node, standard: str, path: Path, parsed: Parsed) -> N
 
 def _scalar(node: yaml.ScalarNode, path: Path, parsed: Parsed) -> Any:
     _refuse_tag(node, "str", path, parsed)
+    if re.search("[\0\ud800-\udfff]", node.value):  # no file can hold them; YAML's escapes can spell them
+        problem = "holds a character that no file name or text can hold; take its escape away"
+        parsed.flaws.append(Flaw(_place(node.start_mark), dotted(path), problem))
     return node.value if node.style else plain_scalar(node.value)
 
 
@@ -180,10 +211,44 @@ def plain_scalar(text: str) -> Any:
     return text
 
 
+def number_trap(text: str) -> str | None:
+    """What to write instead of a number that YAML 1.1, or a person, spells another way; None when it is none."""
+    plain = text.replace("_", "")
+    value: float
+    if isinstance(plain_scalar(text), (int, float)):
+        return "take the quotes away"
+    if re.fullmatch(r"[-+]?0\d+", plain):
+        return f"a leading zero may mean octal, write {int(plain)}"
+    if re.fullmatch(r"0[xX][0-9a-fA-F]{1,16}|0[oO][0-7]{1,16}|0[bB][01]{1,64}", plain):
+        return f"write {int(plain, 0)}"
+    if re.fullmatch(r"\d{1,9}(:[0-5]?\d){1,3}", plain):
+        value = 0
+        for part in plain.split(":"):
+            value = value * 60 + int(part)
+        return f"a colon makes it a time (YAML 1.1 reads {value}), write one number"
+    if re.fullmatch(r"\d{1,3}(,\d{3})+", plain):
+        return f"write {plain.replace(',', '')}"
+    if re.fullmatch(r"\d{1,9}(\.\d+)?\s*%", plain):
+        return f"write {float(plain.rstrip('% ')) / 100:g}"
+    if re.fullmatch(r"\d{1,9}[kKmM]", plain):
+        return f"write {int(plain[:-1]) * (1_000 if plain[-1] in 'kK' else 1_000_000)}"
+    return None
+
+
+def printable(text: str) -> str:
+    """The text with what a terminal would obey or hide made visible, one column for each character."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+
+
 def excerpt(text: str, place: Place) -> Iterator[str]:
-    """The source line and a caret under the place."""
-    lines = text.splitlines()
-    if 0 < place.line <= len(lines):
-        line = lines[place.line - 1].replace("\t", " ")[:160]
-        yield f"    {line}"
-        yield f"    {' ' * min(place.column - 1, 160)}^"
+    """The source line and a caret under the place; of a long line, the part around it."""
+    lines = LINE_END.split(text)
+    if not 0 < place.line <= len(lines):
+        return
+    line, at = printable(lines[place.line - 1].replace("\t", " ")), place.column - 1
+    start = max(0, at - SHOWN_COLUMNS // 2) if len(line) > SHOWN_COLUMNS else 0
+    before = ("..." if start else "") + line[start:at]
+    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in before)
+    after = line[at : start + SHOWN_COLUMNS]
+    yield f"    {before}{after}{'...' if len(line) > start + SHOWN_COLUMNS else ''}".rstrip()
+    yield f"    {' ' * (len(before) + wide)}^"

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
-from finetune import train
+from finetune import session, train
 from finetune.durable import read_lines
 from finetune.run_folder import read_state
 from tests.soak_resume import fingerprint, write_recipe
@@ -124,10 +125,21 @@ def test_a_refusal_of_rank_0_ends_both_ranks_at_once(tmp_path: Path) -> None:
         assert time.monotonic() - began < 15, "torchrun had to kill a rank that waited for the other"
 
 
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two threads that wait for each other on a busy machine are twenty times slower."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # train.py sets no other number then
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def run(recipe: Path, run_dir: Path) -> int:
     return train.main([str(recipe), f"output_dir={run_dir}", "accelerate_config=single"])
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_failure_is_recorded_and_the_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = write_recipe(tmp_path, steps=4, dropout=0.1)
     rewrite(recipe, save_steps=2)
@@ -137,7 +149,7 @@ def test_a_failure_is_recorded_and_the_run_continues(tmp_path: Path, monkeypatch
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "_export", no_memory)
+        patch.setattr(session, "export", no_memory)
         with pytest.raises(RuntimeError, match="out of memory"):
             run(recipe, tmp_path / "failed")
     state = state_of(tmp_path / "failed")
@@ -150,6 +162,7 @@ def test_a_failure_is_recorded_and_the_run_continues(tmp_path: Path, monkeypatch
     assert (tmp_path / "whole" / "metrics.jsonl").read_bytes() == before, "a finished run is left as it is"
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_run_that_stopped_early_does_not_train_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = write_recipe(tmp_path, steps=20, dropout=0.1)
     training = yaml.safe_load(recipe.read_text())["training"]
@@ -157,7 +170,7 @@ def test_a_run_that_stopped_early_does_not_train_on(tmp_path: Path, monkeypatch:
         recipe, eval_steps=3, logging_steps=2, training=training | {"learning_rate": 3.0, "early_stopping_patience": 1}
     )
     with monkeypatch.context() as patch:
-        patch.setattr(train, "_export", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(session, "export", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run(recipe, tmp_path / "run") == 130
     ended = state_of(tmp_path / "run")["step"]
     assert ended < 20

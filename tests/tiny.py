@@ -80,23 +80,20 @@ def save_tiny(folder: Path, family: str = "llama", seed: int = 0, **config: Any)
 def chat_of(tokens: int, tokenizer: PreTrainedTokenizerFast, seed: int) -> dict[str, Any]:
     """One chat, user and assistant, whose rendering has exactly `tokens` tokens (at least 20)."""
     draw = random.Random(seed)
-    question, answer = [draw.choice(WORDS) for _ in range(1 + tokens // 40)], [draw.choice(WORDS)]
+    # Each of these adds one token to an answer, whatever stands before it.
+    words = [word for word in sorted(set(WORDS)) if len(tokenizer.encode(" " + word, add_special_tokens=False)) == 1]
+    question = " ".join(draw.choice(words) for _ in range(1 + tokens // 40))
 
-    def rendered() -> dict[str, Any]:
-        turns = (("user", question), ("assistant", answer))
-        return {"messages": [{"role": role, "content": " ".join(words)} for role, words in turns]}
+    def chat(answer: str) -> dict[str, Any]:
+        turns = {"user": question, "assistant": answer}
+        return {"messages": [{"role": role, "content": content} for role, content in turns.items()]}
 
-    def length() -> int:
-        return len(tokenizer.apply_chat_template(rendered()["messages"], return_dict=True)["input_ids"])
+    def length(answer: str) -> int:
+        return len(tokenizer.apply_chat_template(chat(answer)["messages"], return_dict=True)["input_ids"])
 
-    while length() < tokens:
-        answer.append(draw.choice(WORDS))
-    while length() > tokens:  # a word of several tokens overshot: letters are one token each
-        answer.pop()
-        while length() < tokens:
-            answer.append("x")
-    assert length() == tokens, (tokens, length())
-    return rendered()
+    answer = " ".join(["a", *(draw.choice(words) for _ in range(tokens - length("a")))])
+    assert length(answer) == tokens, f"{tokens} tokens asked, {length(answer)} made"
+    return chat(answer)
 
 
 def write_chats(file: Path, lengths: Sequence[int], seed: int = 0) -> Path:
