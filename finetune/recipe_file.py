@@ -148,7 +148,7 @@ def _override(source: _Source, value: dict[str, Any], override: str) -> None:
     # Five digits: more rows than a recipe holds, and int() refuses thousands.
     path: Path = tuple(int(p) if p.isascii() and p.isdigit() and len(p) < 6 else p for p in name.strip().split("."))
     if not equals or "" in path:
-        source.add_override(override, "an override is written key=value, for example training.seed=1")
+        source.add_override(override, "is no override; write key=value, for example training.seed=1")
         return
     path = CHECKPOINTING if path in ALIASES else path
     parsed = parse(text)

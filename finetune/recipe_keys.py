@@ -32,6 +32,7 @@ RENAMED: dict[str, str] = {
     "sdp_attention": "model.attention: sdpa",
     "flex_attention": "model.attention: flex_attention",
     "chat_template_jinja": "data.chat_template",
+    "type": "data.train: [{format: ...}]",
     "train_on_inputs": "data.train_on",
     "roles_to_train": "data.train_on",
     "load_in_4bit": "quantization.load_in_4bit",

@@ -27,7 +27,7 @@ SHOWN_COLUMNS = 100  # of a source line
 # What PyYAML says -> what it means and what to do, for the mistakes that people make.
 PLAIN_WORDS = {
     "'\\t'": "a tab cannot indent in YAML; use spaces",
-    "mapping values are not allowed here": "a second `key:` in one line; begin a new line, or quote the value",
+    "mapping values are not allowed here": "a second `key:` in one line; begin a new line, or put the value in quotes",
     "expected the node content": "a value is missing, or a bracket is not closed; complete it",
     "expected <block end>": "the indentation does not fit the lines above; begin the keys of a section in one column",
     "cannot start any token": "a value cannot begin with this character; put the value in quotes",
@@ -37,7 +37,8 @@ PLAIN_WORDS = {
 # The same, where the place to look at is the one before: where something was opened.
 OPENED_WORDS = {
     "could not find expected ':'": "this line is no `key: value`; add the colon and a space",
-    "expected ',' or": "a bracket opened here is not closed, or a comma or quotes are missing in it; complete it",
+    "expected ',' or ']'": "this [ has no ], or a comma or quotes are missing inside; complete it",
+    "expected ',' or '}'": "this { has no }, or a comma or quotes are missing inside; complete it",
     "unexpected end of stream": "a quote opened here is never closed; close it",
 }
 
