@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 import numpy as np
 import torch
 
-from finetune.conversations import IGNORE, Encoder, SamplePrompt
+from finetune.conversations import IGNORE, Encoder, RowError, SamplePrompt
 from finetune.data_sources import resolve
 from finetune.document_pool import DocumentPool, Rows, Split, split_documents
 from finetune.errors import DataError
@@ -47,6 +47,17 @@ class Prepared:
     fingerprint: str  # content address of data, tokenizer, template and settings
     facts: dict[str, Any]  # counts for receipt and terminal
     prompts: list[SamplePrompt]  # to be answered before and after training
+
+    @property
+    def notes(self) -> list[str]:
+        """What was done to the data that its owner should know, a line each; nothing goes missing silently."""
+        said = {
+            "dropped": "documents dropped: longer than data.max_length, or nothing learned was left of them",
+            "truncated": "documents cut at data.max_length",
+            "eval_duplicates_left_out": "held-out documents left out: identical ones are trained on",
+            "control_token_texts": "texts spell control tokens; they stay text",
+        }
+        return [f"{self.facts[name]:,} {words}" for name, words in said.items() if self.facts[name]]
 
 
 def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
@@ -114,7 +125,10 @@ def _facts(
 def _prompts(recipe: Recipe, encoder: Encoder, pool: DocumentPool, split: Split) -> list[SamplePrompt]:
     wanted = recipe.samples
     if wanted.prompts is not None:
-        return [encoder.sample_prompt(text) for text in wanted.prompts]
+        try:
+            return [encoder.sample_prompt(text) for text in wanted.prompts]
+        except RowError as error:
+            raise DataError([f"samples.prompts: {error}"]) from None
     documents = split.held_out if len(split.held_out) else np.unique(split.train)
     return [encoder.prompt_of(*pool.document(index)) for index in documents[: wanted.count].tolist()]
 

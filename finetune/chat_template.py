@@ -62,7 +62,7 @@ class ChatTemplate:
             mistake = f"data.chat_template: line {error.lineno}: {error.message}; correct the template"
             raise DataError([mistake]) from None
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            words = str(error).strip().rstrip(".") or type(error).__name__
+            words = " ".join(str(error).split())[:160].rstrip(".") or type(error).__name__
             raise BadRow(
                 f"the chat template refuses this row: {words}; change the row, or data.chat_template"
             ) from None

@@ -17,7 +17,7 @@ from typing import Any
 
 from finetune.errors import DataError
 from finetune.recipe import DataSet
-from finetune.row_reading import SourceRow, read_rows
+from finetune.row_reading import SourceRow, read_rows, without_filled_nulls
 
 SUFFIXES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet"}
@@ -94,7 +94,7 @@ class Source:
 
     def _hub_rows(self) -> Iterator[SourceRow]:
         for number, values in enumerate(self._hub_data_set, start=1):
-            yield SourceRow(self.entry.path, number, values, None)
+            yield SourceRow(self.entry.path, number, without_filled_nulls(values), None)
 
 
 def resolve(entry: DataSet) -> Source:
@@ -152,5 +152,8 @@ def _kind_of(files: list[Path] | tuple[Path, ...]) -> str:
 
 
 def _hash_file(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "blake2b").hexdigest()[:32]
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "blake2b").hexdigest()[:32]
+    except OSError as error:
+        raise DataError([f"{file}: cannot be read: {error.strerror}; check the file"]) from None

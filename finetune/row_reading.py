@@ -262,6 +262,21 @@ def _check_width(values: list[str], names: list[str]) -> str | None:
     return f"{len(values)} values for {len(names)} columns; put quotes around texts with commas"
 
 
+def without_filled_nulls(values: dict[str, Any]) -> dict[str, Any]:
+    """The row of a table without the nulls inside of its columns.
+
+    Tables give every object of a column the keys of all of them and fill up with null: a call of one tool would show
+    the model the arguments of every other. Nulls that were meant are lost too; JSON Lines keeps them.
+    """
+    return {key: _strip_nulls(value) for key, value in values.items()}
+
+
+def _strip_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _strip_nulls(item) for key, item in value.items() if item is not None}
+    return [_strip_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def _read_parquet(file: Path) -> Iterator[SourceRow]:
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
@@ -272,7 +287,7 @@ def _read_parquet(file: Path) -> Iterator[SourceRow]:
             for batch in table.iter_batches(batch_size=1000):
                 for values in batch.to_pylist():
                     number += 1
-                    yield SourceRow(str(file), number, values, None)
+                    yield SourceRow(str(file), number, without_filled_nulls(values), None)
     except pyarrow.ArrowException as error:
         first_line = str(error).splitlines()[0]
         yield SourceRow(str(file), 1, None, f"not readable as Parquet: {first_line}; write the file again")

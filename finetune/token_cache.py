@@ -11,6 +11,8 @@ import hashlib
 import json
 import os
 import shutil
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -23,12 +25,14 @@ from filelock import FileLock
 from finetune.array_files import ArrayWriter, read_array
 from finetune.conversations import IGNORE, Document, Encoder, RowError, Script
 from finetune.data_sources import Source
+from finetune.errors import EnvironmentMismatch
 from finetune.recipe import Data
 from finetune.row_check import FormatOfSource, Mistakes
 from finetune.row_reading import SourceRow
 
 VERSION = 1
 CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; memory holds so many rows
+SECONDS_BETWEEN_NOTES = 10.0  # once in the cache, the data is ready at once; until then, say that it goes on
 ARRAYS = {"tokens": "<i4", "learned": "|b1", "lengths": "<i8", "supervised": "<i8", "digests": "<u8", "lines": "<i8",
           "files": "<i4"}  # fmt: skip
 
@@ -79,18 +83,28 @@ def documents_key(source: Source, data: Data, encoder: Encoder) -> str:
 
 
 def stored_documents(source: Source, data: Data, encoder: Encoder) -> tuple[str, StoredDocuments]:
-    """(address, documents) of a data set, tokenised now if they are not in the cache. Raises DataError."""
+    """(address, documents) of a data set, tokenised now if they are not in the cache. Raises DataError,
+    and EnvironmentMismatch when the cache cannot be written."""
     key = documents_key(source, data, encoder)
     folder = cache_folder() / "tokens" / key
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            return key, _open_or_build(folder, source, data, encoder)
+    except OSError as error:
+        raise EnvironmentMismatch(
+            f"{folder.parent}: {error.strerror or error}; set FINETUNE_CACHE to a folder with room that can be written"
+        ) from None
+
+
+def _open_or_build(folder: Path, source: Source, data: Data, encoder: Encoder) -> StoredDocuments:
     names = tuple(str(file) for file in source.files) or (source.entry.path,)
-    with FileLock(folder.with_suffix(".lock")):
+    found = _open(folder, names)
+    if found is None:
+        _build(folder, source, data, encoder)
         found = _open(folder, names)
-        if found is None:
-            _build(folder, source, data, encoder)
-            found = _open(folder, names)
-            assert found is not None, f"{folder} does not read back"
-    return key, found
+        assert found is not None, f"{folder} does not read back"
+    return found
 
 
 def _open(folder: Path, names: tuple[str, ...]) -> StoredDocuments | None:
@@ -131,7 +145,12 @@ def _tokenised(
 ) -> Iterator[tuple[list[SourceRow], list[Document | RowError]]]:
     """Rows and their documents, a chunk at a time."""
     scripts = _scripts(source, encoder, mistakes)
+    rows, last_said = 0, time.monotonic()
     while chunk := list(islice(scripts, CHUNK_ROWS)):
+        rows += len(chunk)
+        if time.monotonic() - last_said > SECONDS_BETWEEN_NOTES:
+            last_said = time.monotonic()
+            print(f"tokenising {source.name}: {rows:,} rows", file=sys.stderr, flush=True)
         counts["control_token_texts"] += sum(bool(script.literals) for _, script in chunk)
         yield [row for row, _ in chunk], encoder.texts.tokenise([script for _, script in chunk])
 

@@ -54,7 +54,8 @@ LLAMA31 = """
 LLAMA32 = LLAMA31.replace("{%- if not date_string is defined %}", "{%- if true %}")
 # Qwen 2.5: a default system prompt, tools in the system turn, tool answers inside a user turn.
 QWEN = """
-{%- set system = messages[0].content if messages[0].role == 'system' else 'You are Qwen. You are a helpful assistant.' %}
+{%- set system = 'You are Qwen. You are a helpful assistant.' %}
+{%- if messages[0].role == 'system' %}{% set system = messages[0].content %}{% endif %}
 {{- '<|im_start|>system\n' + system }}
 {%- if tools %}
   {{- '\n\n# Tools\n\n<tools>' }}{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}{{ '\n</tools>' }}

@@ -41,7 +41,7 @@ from tests.tiny import save_tiny, write_chats
 
 # What a training imports, loaded before the forks.
 HEAVY = "accelerate datasets peft finetune.batches finetune.checkpoint finetune.export finetune.loop finetune.model"
-HEAVY += " finetune.optimizer finetune.receipt finetune.runtime"
+HEAVY += " finetune.optimizer finetune.receipt finetune.runtime finetune.session"
 MEASURED = {"step_seconds", "tokens_per_second", "data_wait_fraction", "peak_memory_gib"}
 
 

@@ -32,9 +32,10 @@ from tests.tiny import FAMILIES, save_tiny, write_chats
 REPOSITORY = Path(__file__).resolve().parent.parent
 LENGTHS = [300, 20, 170, 61, 222, 37, 128, 90]
 STEPS, SEED = 6, 7
-PEAK = {"full": 3e-3, "lora": 2e-2}
-LORA = {"r": 4, "lora_alpha": 32.0, "target_modules": "all-linear"}
-MAX_GRAD_NORM, WEIGHT_DECAY = 0.1, 0.1  # the norm is above 0.1 throughout, so every step is clipped
+# Steps gentle enough that AdamW does not blow rounding up: at 2e-2 LoRA overshoots, and any two loops differ by 1e-4.
+PEAK = {"full": 3e-3, "lora": 5e-3}
+LORA = {"r": 4, "lora_alpha": 16.0, "target_modules": "all-linear"}
+MAX_GRAD_NORM, WEIGHT_DECAY = 0.05, 0.1  # the norm is above 0.05 throughout, so every step is clipped
 TOLERANCE = 1e-5
 
 # What differs from the plain recipe: eight rows, all in one forward.

@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-from finetune import train
+from finetune import session, train
 from finetune.durable import read_lines
 from finetune.run_folder import read_state
 from tests.soak_resume import fingerprint, write_recipe
@@ -149,7 +149,7 @@ def test_a_failure_is_recorded_and_the_run_continues(tmp_path: Path, monkeypatch
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "_export", no_memory)
+        patch.setattr(session, "export", no_memory)
         with pytest.raises(RuntimeError, match="out of memory"):
             run(recipe, tmp_path / "failed")
     state = state_of(tmp_path / "failed")
@@ -170,7 +170,7 @@ def test_a_run_that_stopped_early_does_not_train_on(tmp_path: Path, monkeypatch:
         recipe, eval_steps=3, logging_steps=2, training=training | {"learning_rate": 3.0, "early_stopping_patience": 1}
     )
     with monkeypatch.context() as patch:
-        patch.setattr(train, "_export", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(session, "export", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run(recipe, tmp_path / "run") == 130
     ended = state_of(tmp_path / "run")["step"]
     assert ended < 20

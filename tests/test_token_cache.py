@@ -1,0 +1,167 @@
+"""The cache of tokenised data: found again, made again when anything differs, safe for processes and crashes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from finetune import token_cache
+from finetune.array_files import ArrayWriter, read_array
+from finetune.conversations import IGNORE, Encoder
+from finetune.data_sources import resolve
+from finetune.errors import EnvironmentMismatch
+from finetune.recipe import Data
+from finetune.token_cache import StoredDocuments, stored_documents
+from tests.chat_families import LLAMA3, tokenizer_of
+
+ROWS = [
+    {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": f"answer {n}"}]}
+    for n in range(9)
+]
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return file
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders that are built, as they are built."""
+    built: list[Path] = []
+    build = token_cache._build
+
+    def counted(folder: Path, *arguments: Any) -> None:
+        built.append(folder)
+        build(folder, *arguments)
+
+    monkeypatch.setattr(token_cache, "_build", counted)
+    return built
+
+
+def store(file: Path, family: str = "llama3", **settings: Any) -> tuple[str, StoredDocuments]:
+    data = Data.model_validate({"train": [{"path": "json", "data_files": str(file)}], "max_length": 256, **settings})
+    return stored_documents(resolve(data.train[0]), data, Encoder(tokenizer_of(family), data))
+
+
+def test_what_is_stored_is_what_was_encoded(rows: Path) -> None:
+    _, stored = store(rows)
+    encoder = Encoder(tokenizer_of("llama3"), Data.model_validate({"train": [{"path": "x"}]}))
+    assert len(stored) == len(ROWS)
+    for index, row in enumerate(ROWS):
+        document = encoder.encode(row, "messages")
+        ids, labels = stored.document(index)
+        assert ids.tolist() == document.input_ids
+        assert labels.tolist() == document.labels
+        assert stored.supervised[index] == sum(label != IGNORE for label in document.labels)
+        assert stored.place(index) == f"{rows}:{index + 1}"
+    assert isinstance(stored.tokens, np.memmap)
+
+
+def test_the_second_time_nothing_is_tokenised(rows: Path, builds: list[Path]) -> None:
+    first, second = store(rows), store(rows)
+    assert first[0] == second[0]
+    assert len(builds) == 1
+    moved = shutil.copy(rows, rows.with_name("other.jsonl"))
+    key, stored = store(Path(moved))
+    assert key == first[0]
+    assert stored.place(0) == f"{moved}:1"
+    assert len(builds) == 1
+
+
+def test_the_address_covers_everything_that_tokens_follow_from(rows: Path, builds: list[Path]) -> None:
+    keys = [store(rows)[0]]
+    different: list[dict[str, Any]] = [
+        {"family": "llama31"}, {"family": "qwen"}, {"chat_template": LLAMA3 + "!"}, {"train_on": "all"},
+        {"truncation": "drop"}, {"max_length": 255}, {"date_string": "1 May 2020"},
+    ]  # fmt: skip
+    keys += [store(rows, **settings)[0] for settings in different]
+    rows.write_text(rows.read_text().replace("q3", "q4"))
+    keys.append(store(rows)[0])
+    assert len(set(keys)) == len(keys) == len(builds)
+    assert store(rows, packing=False)[0] == keys[-1]  # packing is laid over the tokens, it does not change them
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "missing", "facts", "empty_folder"])
+def test_a_damaged_cache_is_made_again(rows: Path, builds: list[Path], damage: str) -> None:
+    key, stored = store(rows)
+    tokens = stored.tokens.tolist()
+    del stored
+    folder = token_cache.cache_folder() / "tokens" / key
+    file = folder / "tokens.npy"
+    content = bytearray(file.read_bytes())
+    match damage:
+        case "cut":
+            file.write_bytes(content[:-4])
+        case "flip":
+            content[200] ^= 1
+            file.write_bytes(content)
+        case "missing":
+            (folder / "learned.npy").unlink()
+        case "facts":
+            (folder / "facts.json").write_text("{")
+        case "empty_folder":
+            shutil.rmtree(folder)
+            folder.mkdir()
+    assert store(rows)[1].tokens.tolist() == tokens
+    assert len(builds) == 2
+
+
+def test_what_a_killed_process_left_is_no_hindrance(rows: Path, builds: list[Path]) -> None:
+    key, _ = store(rows)
+    folder = token_cache.cache_folder() / "tokens" / key
+    folder.rename(folder.with_suffix(".partial"))
+    assert len(store(rows)[1]) == len(ROWS)
+    assert len(builds) == 2
+    assert sorted(path.suffix for path in folder.parent.iterdir()) == ["", ".lock"]
+
+
+def test_a_cache_that_cannot_be_written(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(rows))  # a file
+    with pytest.raises(EnvironmentMismatch, match="set FINETUNE_CACHE") as raised:
+        store(rows)
+    assert raised.value.exit_code == 4
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_arrays_of_any_length_read_back(tmp_path: Path, count: int) -> None:
+    writer = ArrayWriter(tmp_path / "a.npy", "<i8")
+    for value in range(count):
+        writer.append(value)
+    digest = writer.close()
+    assert read_array(tmp_path / "a.npy", digest).tolist() == list(range(count))
+    assert np.load(tmp_path / "a.npy").dtype == np.int64
+    with pytest.raises(ValueError, match="is not what was written"):
+        read_array(tmp_path / "a.npy", "0" * 32)
+
+
+@pytest.mark.slow
+def test_processes_that_prepare_at_once_build_once(rows: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from tests import test_token_cache as t; from finetune import token_cache\n"
+        "build = token_cache._build\n"
+        "def told(*arguments):\n    print('built'); build(*arguments)\n"
+        "token_cache._build = told\n"
+        "print(t.store(Path(sys.argv[1]))[1].tokens.sum())"
+    )
+    root = Path(__file__).parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    running = [
+        subprocess.Popen([sys.executable, "-c", program, str(rows)], stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(3)
+    ]
+    said = [process.communicate(timeout=120)[0].split() for process in running]
+    assert sum(words.count("built") for words in said) == 1
+    assert len({words[-1] for words in said}) == 1
