@@ -51,8 +51,10 @@ def test_warmup_ratio_rounds_up_and_steps_win() -> None:
     assert by_steps(1) == pytest.approx(2e-4 / 4)
 
 
-def test_refused_arguments_are_named() -> None:
-    with pytest.raises(RecipeError, match=r"lr_scheduler_kwargs.*cosine_with_min_lr"):
-        learning_rate_schedule(Training(lr_scheduler_type="cosine_with_min_lr"), 10)
-    with pytest.raises(RecipeError, match=r"lr_scheduler_kwargs"):
-        learning_rate_schedule(Training(lr_scheduler_kwargs={"wrong": 1}), 10)
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("polynomial", {"lr_end": 1.0}), ("warmup_stable_decay", {"num_stable_steps": 3})]
+)
+def test_refused_arguments_are_named(name: str, arguments: dict[str, Any]) -> None:
+    training = Training(lr_scheduler_type=name, lr_scheduler_kwargs=arguments)
+    with pytest.raises(RecipeError, match=rf"training\.lr_scheduler_kwargs.*{name}"):
+        learning_rate_schedule(training, 10)
