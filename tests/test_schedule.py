@@ -51,10 +51,7 @@ def test_warmup_ratio_rounds_up_and_steps_win() -> None:
     assert by_steps(1) == pytest.approx(2e-4 / 4)
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"), [("polynomial", {"lr_end": 1.0}), ("warmup_stable_decay", {"num_stable_steps": 3})]
-)
-def test_refused_arguments_are_named(name: str, arguments: dict[str, Any]) -> None:
-    training = Training(lr_scheduler_type=name, lr_scheduler_kwargs=arguments)
-    with pytest.raises(RecipeError, match=rf"training\.lr_scheduler_kwargs.*{name}"):
+def test_refused_arguments_are_named() -> None:
+    training = Training(lr_scheduler_type="polynomial", lr_scheduler_kwargs={"lr_end": 1.0})
+    with pytest.raises(RecipeError, match=r"training\.lr_scheduler_kwargs.*polynomial"):
         learning_rate_schedule(training, 10)
