@@ -40,6 +40,7 @@ def check(
     recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="A recipe file.", show_default=False)] = None,
     overrides: Overrides = None,
     resolved: Annotated[bool, typer.Option(help="Print every value and where it came from.")] = False,
+    data: Annotated[bool, typer.Option("--data", help="Check the rows of local data files too.")] = False,
     schema: Annotated[bool, typer.Option(help="Write recipe.schema.json and docs/recipe.md again.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -57,6 +58,10 @@ def check(
 
     def work() -> dict[str, Any]:
         loaded = load_recipe(recipe, overrides or [])
+        if data:
+            from finetune.row_check import check_rows
+
+            check_rows(loaded.recipe.data)
         if not as_json:
             typer.echo(resolved_yaml(loaded) if resolved else f"{recipe}: right", nl=not resolved)
         values = {"recipe": loaded.recipe.model_dump(mode="json"), "origins": loaded.origins} if resolved else {}
