@@ -190,10 +190,12 @@ def _refuse_tag(node: yaml.Node, standard: str, path: Path, parsed: Parsed) -> N
 
 def _scalar(node: yaml.ScalarNode, path: Path, parsed: Parsed) -> Any:
     _refuse_tag(node, "str", path, parsed)
-    if re.search("[\0\ud800-\udfff]", node.value):  # no file can hold them; YAML's escapes can spell them
+    # JSON spells a letter beyond 16 bits as two escapes; PyYAML leaves the halves apart.
+    text = str(node.value).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if "\0" in text or text.count("\N{REPLACEMENT CHARACTER}") > node.value.count("\N{REPLACEMENT CHARACTER}"):
         problem = "holds a character that no file name or text can hold; take its escape away"
         parsed.flaws.append(Flaw(_place(node.start_mark), dotted(path), problem))
-    return node.value if node.style else plain_scalar(node.value)
+    return text if node.style else plain_scalar(text)
 
 
 def plain_scalar(text: str) -> Any:
@@ -244,7 +246,7 @@ def printable(text: str) -> str:
 def excerpt(text: str, place: Place) -> Iterator[str]:
     """The source line and a caret under the place; of a long line, the part around it."""
     lines = LINE_END.split(text)
-    if not 0 < place.line <= len(lines):
+    if not 0 < place.line <= len(lines) or not lines[place.line - 1].strip():
         return
     line, at = printable(lines[place.line - 1].replace("\t", " ")), place.column - 1
     start = max(0, at - SHOWN_COLUMNS // 2) if len(line) > SHOWN_COLUMNS else 0
