@@ -18,6 +18,7 @@ RENAMED: dict[str, str] = {
     "val_set_size": "data.eval: {fraction: ...}",
     "datasets": "data.train",
     "test_datasets": "data.eval",
+    "adapter": "lora (a section, or null for full fine-tuning)",
     "lora_r": "lora.r",
     "lora_target_modules": "lora.target_modules",
     "lora_target_linear": "lora.target_modules: all-linear",

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from finetune.recipe import DataSet, Recipe
 from finetune.recipe_keys import answer_for, other_word_for
-from finetune.yaml_text import Path, dotted, number_trap, printable
+from finetune.yaml_text import Path, dotted, number_trap, shown
 
 # What each key that takes several kinds of value wants.
 EITHER = {
@@ -181,7 +181,9 @@ def _real_path(error: ErrorDetails, value: Any) -> tuple[Path, list[_Branch]]:
     location = error["loc"]
     for index, part in enumerate(location):
         last_and_absent = index == len(location) - 1 and error["type"] == "missing"
-        if isinstance(current, Mapping) and (part in current or last_and_absent):
+        if _is_union(path) and (not branches or branches[-1].depth < len(path)):
+            branches.append(_Branch(str(part), len(path)))
+        elif isinstance(current, Mapping) and (part in current or last_and_absent):
             path.append(part)
             current = current.get(part)
         elif isinstance(current, list) and isinstance(part, int) and part < len(current):
@@ -210,6 +212,10 @@ def _has(value: Any, part: Any) -> bool:
     if isinstance(value, list):
         return isinstance(part, int) and part < len(value)
     return isinstance(value, dict) and part in value
+
+
+def _is_union(path: Sequence[str | int]) -> bool:
+    return bool(path) and (dotted(tuple(path)) in EITHER or path[-1] in EITHER)
 
 
 def _either(path: Path) -> str:
@@ -281,17 +287,3 @@ def _wrong_choice(given: Any, choices: list[str]) -> str:
     close = [*other_word_for(word, choices), *difflib.get_close_matches(word, choices, 1, 0.5)]
     suggestion = f"did you mean {close[0]}? " if close else ""
     return f"is {shown(given)}; {suggestion}choose one of {', '.join(choices)}"
-
-
-def shown(value: Any) -> str:
-    """A value as YAML would show it, short."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, dict):
-        return "a section"
-    if isinstance(value, list):
-        return "a list"
-    text = printable(str(value))
-    if not text.strip():
-        return f'"{text}"'
-    return text if len(text) <= 40 else f"{text[:37]}..."
