@@ -61,7 +61,7 @@ def clean(entry: str) -> tuple[str, str] | str:
         return "no headword, part of speech and prose"
     if UNFIT.search(entry) or match["head"] in UNFIT_HEADWORDS:
         return "unfit"
-    prose = match["body"]
+    prose = re.sub(r"(?<=[a-z])-\n(?=[a-z])", "-", match["body"])  # "cannon-", "shot" over two lines
     if re.search(r"\n {3,}\S", prose):
         return "verse inside the prose"
     if re.search(r"[\[\]{}\\^|]|\(sic\)", prose):
@@ -79,7 +79,8 @@ def clean(entry: str) -> tuple[str, str] | str:
         return "leads into verse, or odd characters"
     if len(kept) < MIN_CHARACTERS or "q.v." in kept:
         return "too short, or a mere reference"
-    return match["head"].capitalize(), f"{match['head']}, {match['part']} {kept}"
+    headword = match["head"].capitalize()
+    return headword, f"{headword}, {match['part']} {kept}"
 
 
 def main(folder: str) -> int:
