@@ -19,6 +19,7 @@ from finetune.embedded import resolve_model_path
 from finetune.errors import FinetuneError
 from finetune.recipe import Recipe
 from finetune.recipe_file import recipe_from_resolved
+from finetune.row_reading import BadRow
 
 Who = Literal["base", "tuned", "both"]
 HELP = "/base /tuned /both choose who answers, /reset forgets the conversation, /quit or Ctrl-D ends"
@@ -52,7 +53,11 @@ class Parlour:
     ) -> str:
         """The speaker's answer to `text` after what was said before; both are remembered."""
         speaker.history.append({"role": "user", "content": text})
-        prompt = self.encoder.prompt_ids(speaker.history)
+        try:
+            prompt = self.encoder.prompt_ids(speaker.history)
+        except BadRow as error:
+            speaker.history.pop()
+            raise FinetuneError(f"the chat template refuses this conversation: {error}") from error
         with answering(speaker.model), speaker.turn_off_adapter():
             said = answer(
                 speaker.model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ def check(
     recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="A recipe file.", show_default=False)] = None,
     overrides: Overrides = None,
     resolved: Annotated[bool, typer.Option(help="Print every value and where it came from.")] = False,
+    data: Annotated[bool, typer.Option("--data", help="Check the rows of local data files too.")] = False,
     schema: Annotated[bool, typer.Option(help="Write recipe.schema.json and docs/recipe.md again.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -56,6 +58,10 @@ def check(
 
     def work() -> dict[str, Any]:
         loaded = load_recipe(recipe, overrides or [])
+        if data:
+            from finetune.row_check import check_rows
+
+            check_rows(loaded.recipe.data)
         if not as_json:
             typer.echo(resolved_yaml(loaded) if resolved else f"{recipe}: right", nl=not resolved)
         values = {"recipe": loaded.recipe.model_dump(mode="json"), "origins": loaded.origins} if resolved else {}
@@ -99,13 +105,13 @@ def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
     try:
         result = work()
     except FinetuneError as error:
+        mistakes = list(getattr(error, "mistakes", [str(error)]))
         if as_json:
-            mistakes = list(getattr(error, "mistakes", [str(error)]))
             typer.echo(json.dumps({"ok": False, "exit_code": error.exit_code, "mistakes": mistakes}))
         else:
             typer.echo(str(error), err=True)
-            if len(getattr(error, "mistakes", ())) > 1:
-                typer.echo(f"\n{len(error.mistakes)} mistakes", err=True)
+            if len(mistakes) > 1:
+                typer.echo(f"{len(mistakes)} mistakes", err=True)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -115,6 +121,9 @@ def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a letter shows its number, no traceback
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(args=None if argv is None else list(argv), prog_name="finetune")
     except SystemExit as end:

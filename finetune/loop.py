@@ -218,10 +218,11 @@ def _step_seed(plan: Plan, step: int) -> int:
 
 
 def _name_rows(run: Run, step: int, indices: Sequence[int] | np.ndarray, what: str) -> str:
-    shown = ", ".join(str(int(index)) for index in indices[:16]) + (", ..." if len(indices) > 16 else "")
+    places = [place for index in indices for place in run.train_rows.places(int(index))]
+    shown = ", ".join(places[:16]) + (f" and {len(places) - 16} more" if len(places) > 16 else "")
     return (
-        f"step {step + 1}: {what}: not finite; its training rows: {shown}; the weights are those of step {step}. "
-        "Look at these rows, lower training.learning_rate, or lengthen the warmup"
+        f"step {step + 1}: {what}: not finite; the weights are those of step {step}; look at its rows, {shown}, "
+        "lower training.learning_rate, or lengthen the warmup"
     )
 
 

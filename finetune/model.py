@@ -64,7 +64,7 @@ def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
         whole = _add_adapters(model, recipe.lora, recipe.training.pure_bf16)
     if recipe.training.activation_checkpointing:
         # After peft, which else makes the embeddings' output require a gradient, as reentrant checkpointing would need.
-        _checkpoint_layers(model, int(recipe.training.activation_checkpointing))
+        checkpoint_layers(model, int(recipe.training.activation_checkpointing))
     return whole.to(device)
 
 
@@ -183,7 +183,7 @@ def _head_forward(head: nn.Linear, hidden: Tensor, shift_labels: Tensor | None =
     return summed_cross_entropy(hidden, head.weight, shift_labels, head.bias)
 
 
-def _checkpoint_layers(model: PreTrainedModel, every: int) -> None:
+def checkpoint_layers(model: PreTrainedModel, every: int) -> None:
     """Recompute every n-th decoder layer in backward, by torch's non-reentrant checkpoint."""
     # Renamed within transformers 5; the old name warns in the new releases.
     renamed = hasattr(model, "activation_checkpointing_enable")

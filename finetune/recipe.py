@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -59,9 +61,20 @@ WholeNumber = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-def _mistake(key: str, problem: str, remedy: str) -> PydanticCustomError:
-    """A cross-check's error; `key` is the dotted path, below the section that raises, of the value to point at."""
-    return PydanticCustomError("cross_check", "{problem}; {remedy}", {"key": key, "problem": problem, "remedy": remedy})
+@dataclass(frozen=True)
+class CrossCheck:
+    """Two values that do not go together; `key` is the dotted path, below its section, of the one to point at."""
+
+    key: str
+    problem: str
+    remedy: str
+
+
+def _refuse(found: Sequence[CrossCheck]) -> None:
+    """Raise what a section's cross-checks found, all of it in one error."""
+    if found:
+        text = "; ".join(f"{check.key}: {check.problem}; {check.remedy}" for check in found)
+        raise PydanticCustomError("cross_check", "{text}", {"text": text, "found": list(found)})
 
 
 class Section(BaseModel):
@@ -104,11 +117,9 @@ class Quantization(Section):
     @model_validator(mode="after")
     def one_width(self) -> Quantization:
         if self.load_in_4bit == self.load_in_8bit:
-            raise _mistake(
-                "load_in_4bit",
-                "exactly one of load_in_4bit and load_in_8bit must be true",
-                "set one of them, or quantization: null for a 16-bit base",
-            )
+            problem = "exactly one of load_in_4bit and load_in_8bit must be true"
+            remedy = "set one of them, or quantization: null for a 16-bit base"
+            _refuse([CrossCheck("load_in_4bit", problem, remedy)])
         return self
 
 
@@ -132,7 +143,8 @@ class Lora(Section):
     def layers_by_name(self) -> Lora:
         # A word that is nearly all-linear is a pattern that matches no layer.
         if self.target_modules != "all-linear" and re.fullmatch(r"all[-_ ]?linear", str(self.target_modules), re.I):
-            raise _mistake("target_modules", f"is {self.target_modules}, which no layer is called", "write all-linear")
+            problem = f"is {self.target_modules}, which no layer is called"
+            _refuse([CrossCheck("target_modules", problem, "write all-linear")])
         return self
 
 
@@ -194,25 +206,28 @@ class Training(Section):
 
     @model_validator(mode="after")
     def known_schedule(self) -> Training:
+        _refuse(list(self._schedule_mistakes()))
+        return self
+
+    def _schedule_mistakes(self) -> Iterator[CrossCheck]:
         shape, given = self.lr_scheduler_type, self.lr_scheduler_kwargs
         known = SCHEDULER_ARGUMENTS[shape]
         for name, value in given.items():
             key = f"lr_scheduler_kwargs.{name}"
             if name not in known:
                 remedy = f"it knows {', '.join(known)}" if known else "it takes none; take them away"
-                raise _mistake(key, f"{shape} has no argument {name}", remedy)
-            if name.endswith("_type"):
+                yield CrossCheck(key, f"{shape} has no argument {name}", remedy)
+            elif name.endswith("_type"):
                 if value not in SCHEDULER_SHAPES:
-                    raise _mistake(key, "is no shape of a curve", f"choose one of {', '.join(SCHEDULER_SHAPES)}")
+                    yield CrossCheck(key, "is no shape of a curve", f"choose one of {', '.join(SCHEDULER_SHAPES)}")
             elif isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise _mistake(key, "is no number", "write a number")
+                yield CrossCheck(key, "is no number", "write a number")
         if shape == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(given)) != 1:
             remedy = "add lr_scheduler_kwargs: {min_lr_rate: 0.1}"
-            raise _mistake("lr_scheduler_type", "cosine_with_min_lr needs one of min_lr and min_lr_rate", remedy)
+            yield CrossCheck("lr_scheduler_type", "cosine_with_min_lr needs one of min_lr and min_lr_rate", remedy)
         if shape == "warmup_stable_decay" and "num_decay_steps" not in given:
             remedy = "add lr_scheduler_kwargs: {num_decay_steps: 100}"
-            raise _mistake("lr_scheduler_type", "warmup_stable_decay needs num_decay_steps", remedy)
-        return self
+            yield CrossCheck("lr_scheduler_type", "warmup_stable_decay needs num_decay_steps", remedy)
 
 
 class Samples(Section):
@@ -243,18 +258,17 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def cross_checks(self) -> Recipe:
+        training, found = self.training, []
         if self.quantization and not self.lora:
-            raise _mistake("quantization", "quantised weights cannot be trained", "add lora: {}, or quantization: null")
-        if self.training.early_stopping_patience and self.data.eval is None:
-            raise _mistake(
-                "training.early_stopping_patience",
-                "early stopping needs held-out rows",
-                "add data.eval: {fraction: 0.05}",
-            )
-        if self.training.pure_bf16 and self.training.mixed_precision != "bf16":
-            raise _mistake(
-                "training.pure_bf16", "pure_bf16 needs mixed_precision: bf16", "set one or take the other away"
-            )
+            remedy = "add lora: {}, or quantization: null"
+            found.append(CrossCheck("quantization", "quantised weights cannot be trained", remedy))
+        if training.early_stopping_patience and self.data.eval is None:
+            key, remedy = "training.early_stopping_patience", "add data.eval: {fraction: 0.05}"
+            found.append(CrossCheck(key, "early stopping needs held-out rows", remedy))
+        if training.pure_bf16 and training.mixed_precision != "bf16":
+            key, remedy = "training.pure_bf16", "set one or take the other away"
+            found.append(CrossCheck(key, "pure_bf16 needs mixed_precision: bf16", remedy))
+        _refuse(found)
         return self
 
     @property

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from finetune.errors import RecipeError
 from finetune.recipe import Recipe
-from finetune.recipe_mistakes import IN_QUOTES, Mistake, explain, shown
-from finetune.yaml_text import MAX_BYTES, Parsed, Path, Place, dotted, excerpt, parse, plain_scalar, printable
+from finetune.recipe_mistakes import IN_QUOTES, Mistake, explain
+from finetune.yaml_text import MAX_BYTES, Parsed, Path, Place, dotted, excerpt, parse, plain_scalar, printable, shown
 
 CONFIG_FOLDER = pathlib.Path(__file__).resolve().parent.parent / "accelerate_configs"
 COMMAND_LINE = "command line"
@@ -101,7 +101,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         if not source.parsed.flaws:
             what = "is empty" if source.parsed.value is None else f"is {shown(source.parsed.value)}"
             problem = f"a recipe is a page of key: value, this one {what}; begin with model: and data:"
-            source.add(Place(1, 1), "", problem)
+            source.add(source.parsed.values.get((), Place(1, 1)), "", problem)
         raise source.error()
     _rename_aliases(source, value)  # an override may be a whole section
     recipe = _validate(source, value)
@@ -148,7 +148,7 @@ def _override(source: _Source, value: dict[str, Any], override: str) -> None:
     # Five digits: more rows than a recipe holds, and int() refuses thousands.
     path: Path = tuple(int(p) if p.isascii() and p.isdigit() and len(p) < 6 else p for p in name.strip().split("."))
     if not equals or "" in path:
-        source.add_override(override, "an override is written key=value, for example training.seed=1")
+        source.add_override(override, "is no override; write key=value, for example training.seed=1")
         return
     path = CHECKPOINTING if path in ALIASES else path
     parsed = parse(text)
@@ -207,7 +207,10 @@ def _validate(source: _Source, value: dict[str, Any]) -> Recipe | None:
         mistakes = explain(errors[: 2 * MAX_MISTAKES], value)
         source.unexplained = len(errors[2 * MAX_MISTAKES :])
     mistakes += _strategy_mistakes(value.get("accelerate_config", "single"))
+    unreadable = [flaw.unreadable for flaw in source.parsed.flaws if flaw.unreadable is not None]
     for mistake in mistakes:
+        if any(mistake.path[: len(path)] == path for path in unreadable):
+            continue
         source.report(mistake.path, mistake.text, at_key=mistake.at_key)
     return recipe
 

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from finetune.recipe import DataSet, Recipe
 from finetune.recipe_keys import answer_for, other_word_for
-from finetune.yaml_text import Path, dotted, number_trap, printable
+from finetune.yaml_text import Path, dotted, number_trap, shown
 
 # What each key that takes several kinds of value wants.
 EITHER = {
@@ -32,6 +32,11 @@ EITHER = {
 EXAMPLES = {
     "model": "{name_or_path: ...}",
     "model.name_or_path": "a Hub repository or a folder",
+    "budget": "{gpus: 4, gpu_memory_gb: 24}",
+    "quantization": "{load_in_4bit: true}",
+    "lora": "{r: 16}",
+    "training": "{learning_rate: 2e-4}",
+    "samples": "{count: 4}",
     "data": "{train: [{path: json, data_files: rows.jsonl}]}",
     "data.train": "[{path: json, data_files: rows.jsonl}]",
     "row source": "{path: json, data_files: rows.jsonl}",
@@ -77,6 +82,11 @@ def explain(errors: Sequence[ErrorDetails], value: Any) -> list[Mistake]:
     found: dict[tuple[Path, str], Mistake] = {}
     for error in errors:
         path, branches = _real_path(error, value)
+        for check in error.get("ctx", {}).get("found", ()):
+            keyed = (*path, *check.key.split("."))
+            found[keyed, check.problem] = Mistake(keyed, f"{check.problem}; {check.remedy}", at_key=False)
+        if error["type"] == "cross_check":
+            continue
         if branches and not _right_branch(branches, _at(value, path[: branches[0].depth])):
             path = path[: branches[0].depth]
             mistake = Mistake(path, _wants(path, _either(path), _at(value, path)), at_key=False)
@@ -98,23 +108,20 @@ def _is_misspelt_elsewhere(missing: Mistake, others: Sequence[Mistake]) -> bool:
 def unknown_key(path: Path) -> str:
     """What to say of a key that no section has here."""
     name, section = str(path[-1]), path[:-1]
-    known = keys_of(section)
-    elsewhere = [dotted(p) for p in _all_paths(Recipe, ()) if p[-1] == name]
+    known, everywhere = keys_of(section), list(_all_paths(Recipe, ()))
+    elsewhere = [dotted(p) for p in everywhere if p[-1] == name]
     answer = answer_for(name)
-    close = difflib.get_close_matches(name, known, 1, 0.7)
     if elsewhere:
         return f"belongs elsewhere; write {' or '.join(elsewhere)}"
-    if answer and not close:
-        return f"is another tool's key; {answer}"
-    close = close or difflib.get_close_matches(name, known, 1, 0.55)
-    if close:
-        return f"is unknown; did you mean {dotted((*section, close[0]))}?"
-    far = difflib.get_close_matches(name, [str(p[-1]) for p in _all_paths(Recipe, ())], 1, 0.75)
-    if far:
-        places = [dotted(p) for p in _all_paths(Recipe, ()) if p[-1] == far[0]]
-        return f"is unknown; did you mean {places[0]}?"
     if answer:
         return f"is another tool's key; {answer}"
+    close = difflib.get_close_matches(name, known, 1, 0.55)
+    if close:
+        return f"is unknown; did you mean {dotted((*section, close[0]))}?"
+    far = difflib.get_close_matches(name, [str(p[-1]) for p in everywhere], 1, 0.75)
+    if far:
+        place = next(p for p in everywhere if p[-1] == far[0])
+        return f"is unknown; did you mean {dotted(place)}?"
     return f"is unknown; the keys here are {', '.join(known)}"
 
 
@@ -174,7 +181,9 @@ def _real_path(error: ErrorDetails, value: Any) -> tuple[Path, list[_Branch]]:
     location = error["loc"]
     for index, part in enumerate(location):
         last_and_absent = index == len(location) - 1 and error["type"] == "missing"
-        if isinstance(current, Mapping) and (part in current or last_and_absent):
+        if _is_union(path) and (not branches or branches[-1].depth < len(path)):
+            branches.append(_Branch(str(part), len(path)))
+        elif isinstance(current, Mapping) and (part in current or last_and_absent):
             path.append(part)
             current = current.get(part)
         elif isinstance(current, list) and isinstance(part, int) and part < len(current):
@@ -205,6 +214,10 @@ def _has(value: Any, part: Any) -> bool:
     return isinstance(value, dict) and part in value
 
 
+def _is_union(path: Sequence[str | int]) -> bool:
+    return bool(path) and (dotted(tuple(path)) in EITHER or path[-1] in EITHER)
+
+
 def _either(path: Path) -> str:
     return EITHER.get(dotted(path)) or EITHER[str(path[-1])]
 
@@ -220,9 +233,6 @@ def _mistake(error: ErrorDetails, path: Path, value: Any) -> Mistake:
     if kind == "missing":
         example = EXAMPLES.get(dotted(path)) or EXAMPLES.get(str(path[-1]), "...")
         return Mistake(path, f"{MISSING}add {path[-1]}: {example}", at_key=True)
-    if kind == "cross_check":
-        keyed = (*path, *context["key"].split("."))
-        return Mistake(keyed, f"{context['problem']}; {context['remedy']}", at_key=False)
     given = _at(value, path)
     if kind == "literal_error":
         return Mistake(path, _wrong_choice(given, re.findall(r"'([^']*)'", context["expected"])), at_key=False)
@@ -277,17 +287,3 @@ def _wrong_choice(given: Any, choices: list[str]) -> str:
     close = [*other_word_for(word, choices), *difflib.get_close_matches(word, choices, 1, 0.5)]
     suggestion = f"did you mean {close[0]}? " if close else ""
     return f"is {shown(given)}; {suggestion}choose one of {', '.join(choices)}"
-
-
-def shown(value: Any) -> str:
-    """A value as YAML would show it, short."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, dict):
-        return "a section"
-    if isinstance(value, list):
-        return "a list"
-    text = printable(str(value))
-    if not text.strip():
-        return f'"{text}"'
-    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -11,44 +11,85 @@ import yaml
 from pydantic import BaseModel
 
 from finetune.recipe import Recipe
+from finetune.recipe_keys import RENAMED, REPLACED, answer_for
 from finetune.recipe_mistakes import section_models
 
 ROOT = Path(__file__).resolve().parent
 SCHEMA_FILE = ROOT / "recipe.schema.json"
 REFERENCE_FILE = ROOT.parent / "docs" / "recipe.md"
+BOUND_SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
 def json_schema() -> str:
     """The JSON Schema that editors read through the first line of a recipe."""
     schema = Recipe.model_json_schema()
     training = schema["$defs"]["Training"]["properties"]
-    same = {"description": "The same key as activation_checkpointing."}
-    training["gradient_checkpointing"] = {**training["activation_checkpointing"], **same}
+    same = {"description": "The same key as training.activation_checkpointing."}
+    alias = {**training["activation_checkpointing"], **same}
+    alias.pop("default")  # an editor that fills it in would give the key twice
+    training["gradient_checkpointing"] = schema["properties"]["gradient_checkpointing"] = alias
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return json.dumps({**head, **schema, "title": "finetune recipe"}, indent=2) + "\n"
 
 
+HEAD = """# Recipe reference
+
+Generated from `finetune/recipe.py` by `finetune check --schema`.
+
+A recipe is one YAML page. `finetune check RECIPE` names every mistake in it by line and column, and
+`finetune check RECIPE --resolved` prints every value and where it came from. `key=value` after the recipe's name wins
+over the recipe: `training.seed=7`, `data.train.0.path=csv`, `lora=null`, `'data.eval={fraction: 0.1}'`.
+
+Numbers may be written `2e-4`; only `true` and `false` are truth values, so `mixed_precision: no` needs no quotes.
+`gradient_checkpointing` is accepted as `training.activation_checkpointing`.
+"""
+
+
 def reference_page() -> str:
-    """docs/recipe.md: every key with its default and meaning."""
-    lines = ["# Recipe reference", "", "Generated from `finetune/recipe.py` by `finetune check --schema`.", ""]
-    return "\n".join([*lines, *_sections(Recipe, "")])
+    """docs/recipe.md: every key with what it takes, its default and its meaning; and other tools' names."""
+    foreign = [f"| `{theirs}` | {answer_for(theirs)} |" for theirs in sorted([*RENAMED, *REPLACED])]
+    table = ["## Keys of other tools", "", "| theirs | here |", "|---|---|", *foreign, ""]
+    return "\n".join([HEAD, *_sections(Recipe, ""), *table])
 
 
 def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
     yield f"## {prefix or 'Top level'}\n"
     yield f"{(model.__doc__ or '').strip()}\n"
-    yield "| key | default | meaning |\n|---|---|---|"
+    yield "| key | takes | default | meaning |\n|---|---|---|---|"
     properties = model.model_json_schema()["properties"]
     for name, info in model.model_fields.items():
-        default = "required" if info.is_required() else _written(properties[name].get("default", "its section's"))
-        yield f"| `{name}` | `{default}` | {info.description} |"
+        default = "required" if info.is_required() else f"`{_written(properties[name].get('default', '{}'))}`"
+        yield f"| `{name}` | {_takes(properties[name])} | {default} | {info.description} |"
     yield ""
     for name, inner in section_models(model):
         yield from _sections(inner, f"{prefix}.{name}" if prefix else name)
 
 
+def _takes(schema: dict[str, Any]) -> str:
+    """What a key takes, in words, from its JSON Schema."""
+    if "anyOf" in schema:
+        return ", or ".join(dict.fromkeys(map(_takes, schema["anyOf"])))
+    if "enum" in schema:
+        return " ".join(f"`{choice}`" for choice in schema["enum"])
+    if "pattern" in schema:
+        return f"`{schema['pattern'].strip('^$')}`"
+    if schema.get("type") == "array":
+        return f"a list of {'sections' if '$ref' in schema['items'] else 'texts'}"
+    words = {
+        "integer": "whole number",
+        "number": "number",
+        "boolean": "true or false",
+        "null": "null",
+        "string": "text",
+    }
+    bounds = [f"{sign} {schema[key]:g}" for key, sign in BOUND_SIGNS.items() if key in schema]
+    return " ".join([words.get(schema.get("type", ""), "section"), *bounds])
+
+
 def _written(value: Any) -> str:
     """A default as a recipe would write it."""
+    if value == "{}":
+        return "{}"
     text = yaml.safe_dump(value, default_flow_style=True, width=10**6)
     return text.removesuffix("\n").removesuffix("...").strip().replace("|", "\\|")
 

@@ -187,7 +187,7 @@ def _write_receipt(start: Start, accelerator: Accelerator, model: nn.Module, pla
     receipt |= {"batch": batch, "data": {"fingerprint": start.prepared.fingerprint, **facts}}
     if start.launch.is_main:
         write_json(start.run_dir / "receipt.json", receipt)
-    terminal.say(describe(receipt))
+    terminal.say("\n".join([describe(receipt), *start.prepared.notes]))
 
 
 def _look_before(start: Start, run: Run) -> None:

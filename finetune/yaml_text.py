@@ -37,7 +37,8 @@ PLAIN_WORDS = {
 # The same, where the place to look at is the one before: where something was opened.
 OPENED_WORDS = {
     "could not find expected ':'": "this line is no `key: value`; add the colon and a space",
-    "expected ',' or": "a bracket opened here is not closed, or a comma or quotes are missing in it; complete it",
+    "expected ',' or ']'": "this bracket is not closed, or a comma or quotes are missing inside; complete it, add ]",
+    "expected ',' or '}'": "this bracket is not closed, or a comma or quotes are missing inside; complete it, add }",
     "unexpected end of stream": "a quote opened here is never closed; close it",
 }
 
@@ -57,6 +58,7 @@ class Flaw:
     place: Place
     key: str
     problem: str
+    unreadable: Path | None = None  # the value that cannot be read for it: what else is wrong there follows from this
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Parsed:
     values: dict[Path, Place] = field(default_factory=dict)
     flaws: list[Flaw] = field(default_factory=list)
     nodes: int = 0
-    unfolded_too_far: bool = False
+    too_far: Place | None = None  # where unfolding aliases was given up
 
 
 class _Loader(yaml.SafeLoader):
@@ -96,9 +98,9 @@ def parse(text: str) -> Parsed:
         return parsed
     if node is not None:
         parsed.value = _value(node, (), parsed)
-    if parsed.unfolded_too_far:
-        problem = f"unfolds into more than {MAX_NODES:,} values, or into itself; take the aliases away"
-        parsed.flaws.append(Flaw(Place(1, 1), "", problem))
+    if parsed.too_far:
+        problem = f"aliases unfold into more than {MAX_NODES:,} values, or into themselves; write the values out"
+        return Parsed(flaws=[Flaw(parsed.too_far, "", problem)])
     return parsed
 
 
@@ -128,8 +130,13 @@ def _syntax(text: str, error: yaml.MarkedYAMLError) -> Flaw:
     place = _place(mark) if mark else Place(1, 1)
     lines = LINE_END.split(text)
     line = lines[place.line - 1] if place.line <= len(lines) else ""
-    if "\t" in line[: len(line) - len(line.lstrip())]:
+    indent = len(line) - len(line.lstrip())
+    if "\t" in line[:indent]:
         return Flaw(place, "", PLAIN_WORDS["'\\t'"])
+    above = next((before for before in reversed(lines[: place.line - 1]) if before.strip()), "")
+    deeper = indent > len(above) - len(above.lstrip()) and line.find(":") == place.column - 1
+    if "mapping values" in str(error.problem) and deeper and not above.lstrip().startswith("#"):
+        return Flaw(Place(place.line, indent + 1), "", PLAIN_WORDS["expected <block end>"])
     for words, meaning in PLAIN_WORDS.items():
         if words in str(error.problem):
             return Flaw(place, "", meaning)
@@ -148,7 +155,7 @@ def _value(node: yaml.Node, path: Path, parsed: Parsed) -> Any:
     parsed.nodes += 1
     parsed.values[path] = _place(node.start_mark)
     if parsed.nodes > MAX_NODES or len(path) > MAX_DEPTH:  # deeper than the text is only an alias of itself
-        parsed.unfolded_too_far = True
+        parsed.too_far = parsed.too_far or parsed.values[path]
         return None
     if isinstance(node, yaml.MappingNode):
         return _mapping(node, path, parsed)
@@ -165,7 +172,8 @@ def _mapping(node: yaml.MappingNode, path: Path, parsed: Parsed) -> dict[str, An
     for key_node, value_node in node.value:
         name, place = str(key_node.value), _place(key_node.start_mark)
         if not isinstance(key_node, yaml.ScalarNode):
-            parsed.flaws.append(Flaw(place, dotted(path), "a key must be a word; write key: value"))
+            problem = "a key must be a word; write key: value, or put a value that begins with a bracket in quotes"
+            parsed.flaws.append(Flaw(place, dotted(path), problem, path))
             continue
         here = (*path, name)
         if name == "<<":
@@ -184,15 +192,17 @@ def _mapping(node: yaml.MappingNode, path: Path, parsed: Parsed) -> dict[str, An
 def _refuse_tag(node: yaml.Node, standard: str, path: Path, parsed: Parsed) -> None:
     if node.tag != STANDARD + standard:
         problem = f"the tag {node.tag} is not read; write a plain value"
-        parsed.flaws.append(Flaw(_place(node.start_mark), dotted(path), problem))
+        parsed.flaws.append(Flaw(_place(node.start_mark), dotted(path), problem, path))
 
 
 def _scalar(node: yaml.ScalarNode, path: Path, parsed: Parsed) -> Any:
     _refuse_tag(node, "str", path, parsed)
-    if re.search("[\0\ud800-\udfff]", node.value):  # no file can hold them; YAML's escapes can spell them
+    # JSON spells a letter beyond 16 bits as two escapes; PyYAML leaves the halves apart.
+    text = str(node.value).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if "\0" in text or text.count("\N{REPLACEMENT CHARACTER}") > node.value.count("\N{REPLACEMENT CHARACTER}"):
         problem = "holds a character that no file name or text can hold; take its escape away"
-        parsed.flaws.append(Flaw(_place(node.start_mark), dotted(path), problem))
-    return node.value if node.style else plain_scalar(node.value)
+        parsed.flaws.append(Flaw(_place(node.start_mark), dotted(path), problem, path))
+    return text if node.style else plain_scalar(text)
 
 
 def plain_scalar(text: str) -> Any:
@@ -240,10 +250,24 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
+def shown(value: Any) -> str:
+    """A value as YAML would show it, short."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "a section"
+    if isinstance(value, list):
+        return "a list"
+    text = printable(str(value))
+    if not text.strip():
+        return f'"{text}"'
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
 def excerpt(text: str, place: Place) -> Iterator[str]:
     """The source line and a caret under the place; of a long line, the part around it."""
     lines = LINE_END.split(text)
-    if not 0 < place.line <= len(lines):
+    if not 0 < place.line <= len(lines) or not lines[place.line - 1].strip():
         return
     line, at = printable(lines[place.line - 1].replace("\t", " ")), place.column - 1
     start = max(0, at - SHOWN_COLUMNS // 2) if len(line) > SHOWN_COLUMNS else 0

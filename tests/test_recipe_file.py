@@ -107,7 +107,7 @@ def test_all_mistakes_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
 def test_places_and_carets(tmp_path: Path) -> None:
     text = mistakes(write(tmp_path, SMALL + "training:\n  seed: x\n")).splitlines()
     assert text[0].endswith(
-        "recipe.yaml:6:9: training.seed: is x; it must be a whole number, without quotes, units or expressions"
+        "recipe.yaml:6:9: training.seed: is x; it must be a whole number; write digits, without units or expressions"
     )
     assert text[1] == "      seed: x"
     assert text[2].index("^") == text[1].index("x")
