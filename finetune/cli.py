@@ -110,7 +110,7 @@ def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
             typer.echo(json.dumps({"ok": False, "exit_code": error.exit_code, "mistakes": mistakes}))
         else:
             typer.echo(str(error), err=True)
-            if len(mistakes) > 1:
+            if len(mistakes) > 1 and not mistakes[-1].endswith("more mistakes"):
                 typer.echo(f"{len(mistakes)} mistakes", err=True)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:

@@ -90,7 +90,7 @@ def optimizer_step(
 
 
 def _seed_dropout(device: torch.device, seed: int) -> None:
-    """Like torch.manual_seed for the one device in use: that one also queues a call, with its stack, for each absent."""
+    """torch.manual_seed for the device in use alone: for each absent kind that one queues a call, with its stack."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)

@@ -46,7 +46,7 @@ class _Source:
     overridden: set[Path] = field(default_factory=set)
     said: set[Path] = field(default_factory=set)  # every key that an override's value holds
     unexplained: int = 0  # mistakes beyond those worth explaining
-    mistakes: list[tuple[float, int, str]] = field(default_factory=list)  # line, column, text; overrides come last
+    mistakes: list[tuple[Place | None, str]] = field(default_factory=list)  # no place: an override's
 
     def report(self, path: Path, text: str, *, at_key: bool) -> None:
         """Add a mistake at a key of the recipe, or at the nearest section that stands in the file."""
@@ -60,18 +60,20 @@ class _Source:
     def add(self, place: Place, key: str, text: str) -> None:
         """Add a mistake at a place of the file."""
         head = f"{self.path}:{place.line}:{place.column}: " + (f"{printable(key)}: " if key else "")
-        whole = "\n".join([head + text, *excerpt(self.text, place)])
-        self.mistakes.append((place.line, place.column, whole))
+        self.mistakes.append((place, head + text))
 
     def add_override(self, key: str, text: str) -> None:
         """Add a mistake of the command line."""
-        self.mistakes.append((math.inf, 0, f"{COMMAND_LINE}: {printable(key)}: {text}"))
+        self.mistakes.append((None, f"{COMMAND_LINE}: {printable(key)}: {text}"))
 
     def error(self) -> RecipeError:
-        """All mistakes, in the order of the file."""
-        ordered = [text for _, _, text in sorted(self.mistakes, key=lambda mistake: mistake[:2])]
+        """All mistakes, in the order of the file and then of the command line."""
+        ordered = sorted(self.mistakes, key=lambda m: (m[0].line, m[0].column) if m[0] else (math.inf, 0))
+        told = [
+            "\n".join([text, *(excerpt(self.text, place) if place else ())]) for place, text in ordered[:MAX_MISTAKES]
+        ]
         more = len(ordered) - MAX_MISTAKES + self.unexplained
-        return RecipeError([*ordered[:MAX_MISTAKES], *([f"{self.path}: and {more} more mistakes"] if more > 0 else [])])
+        return RecipeError([*told, *([f"{self.path}: and {more} more mistakes"] if more > 0 else [])])
 
     def _place(self, path: Path, *, at_key: bool) -> Place:
         order = (self.parsed.keys, self.parsed.values) if at_key else (self.parsed.values, self.parsed.keys)

@@ -85,6 +85,12 @@ def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
     return strategy
 
 
+def launch_notes(launch: Launch) -> list[str]:
+    """What has a say in this launch without having been named on its command line, a line each."""
+    path = None if launch.config_file else _default_config(launch)
+    return [f"launch: no --config_file, so `accelerate launch` read {path}"] if path else []
+
+
 def _default_config(launch: Launch) -> Path | None:
     """The config in the user's cache that a bare `accelerate launch` reads without a word."""
     from accelerate.commands.config.config_args import default_config_file
@@ -167,12 +173,14 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
         "world size": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
+        "dynamo_backend": accelerator.state.dynamo_plugin.backend.value,
     }
     asked = {
         "strategy": strategy.kind,
         "world size": launch.world_size,
         "mixed_precision": recipe.training.mixed_precision,
         "gradient_accumulation_steps": 1,
+        "dynamo_backend": "NO",
     }
     differing = [f"{key}: asked {asked[key]}, runs {in_force[key]}" for key in asked if asked[key] != in_force[key]]
     if differing:

@@ -47,7 +47,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     # took 4.8 s so, 18 s with spinning; alone there is no difference.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from finetune.launcher import continue_command, read_launch
-    from finetune.runtime import check_launch, hush_libraries
+    from finetune.runtime import check_launch, hush_libraries, launch_notes
 
     recipe, launch = loaded.recipe, read_launch()
     hush_libraries(launch)
@@ -59,6 +59,8 @@ def run_recipe(loaded: LoadedRecipe) -> int:
 
     command = continue_command(launch, resume=recipe.training.resume)
     strategy = check_launch(recipe, launch)
+    for note in launch_notes(launch) if launch.is_main else ():
+        print(note, file=sys.stderr)
     die_with_launcher()
     tokenizer = load_tokenizer(recipe)
     prepared = prepare(recipe, tokenizer)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Before torch loads, here and in every process that a test starts: on tiny models a second thread only waits (the
+# suite took 446 s with two, beside another program).
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.tiny import save_tiny
 

@@ -12,6 +12,7 @@ import yaml
 from finetune.cli import main
 from finetune.recipe import Recipe
 from finetune.recipe_file import load_recipe
+from finetune.row_check import check_rows
 from finetune.runtime import read_strategy
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,3 +80,9 @@ def test_the_schema_refuses_what_we_refuse() -> None:
         {"model": {"name_or_path": "x"}, "data": {"train": []}},
     ]
     assert [validator.is_valid(case) for case in bad] == [False] * 5
+
+
+def test_the_sample_chat_is_right_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    counts = check_rows(load_recipe("recipes/llama3_fsdp.yaml").recipe.data)
+    assert counts == {"data/sample_chat.jsonl": 42}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -87,6 +88,13 @@ def test_light_modules_import_no_torch_at_the_top(name: str) -> None:
 def test_names_shadow_nothing() -> None:
     installed = set(importlib.metadata.packages_distributions()) | set(sys.stdlib_module_names)
     assert not {path.stem for path in modules()} & installed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=" ".join)
+def test_style_and_types(words: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", *words], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def functions() -> list[tuple[int, str]]:

@@ -177,7 +177,7 @@ def test_a_pipe_is_read_and_its_size_is_limited(tmp_path: Path) -> None:
         writer.join()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs", "Cc"], include_characters="\n\t\x85"), min_size=1))
 def test_every_text_is_written_so_that_it_is_read_again(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     folder = tmp_path_factory.getbasetemp()

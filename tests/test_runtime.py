@@ -14,7 +14,7 @@ from accelerate.commands.config import config_args
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.launcher import Launch
 from finetune.recipe import Recipe
-from finetune.runtime import CONFIG_FOLDER, check_launch, read_strategy
+from finetune.runtime import CONFIG_FOLDER, check_launch, launch_notes, read_strategy
 
 ALONE = Launch(
     words=("accelerate", "launch"),
@@ -80,7 +80,9 @@ def test_a_stray_default_config_is_named(no_default_config: Path) -> None:
     with pytest.raises(EnvironmentMismatch, match="default config in the cache") as caught:
         check_launch(recipe(), ALONE)
     assert str(no_default_config) in str(caught.value)
+    assert str(no_default_config) in launch_notes(ALONE)[0]
     assert check_launch(recipe(), replace(ALONE, words=("python",))).kind == "single"
+    assert launch_notes(replace(ALONE, words=("python",))) == []
 
 
 def test_an_unreadable_strategy_is_a_recipe_error(tmp_path: Path) -> None:
