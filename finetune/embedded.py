@@ -58,7 +58,7 @@ class Origin:
 def resolve_model_path(name_or_path: str) -> str:
     """The name itself, or for `package:NAME` the folder with that package's model, converted on first use.
 
-    The first call takes about 16 CPU seconds for 135M parameters and about twice the converted file in memory; later
+    The first call takes about 20 CPU seconds for 135M parameters and about twice the converted file in memory; later
     calls read metadata only. Safe for any number of processes at once. Raises EnvironmentMismatch when the package,
     its single .gguf file or the gguf reader is missing.
     """
