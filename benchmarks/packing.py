@@ -22,7 +22,9 @@ import numpy as np
 import torch
 
 from benchmarks.common import prepare_quietly, run_ours, scratch, tiny_recipe, write_result
+from finetune.batches import Prepared
 from finetune.recipe import Recipe
+from finetune.run import make_plan
 from tests.tiny import save_tiny, write_chats
 
 CHATS, MEDIAN, SPREAD, MAX_LENGTH, BATCH, TURNS = 192, 100, 0.77, 1024, 8, 5
@@ -57,11 +59,19 @@ def recipes(folder: Path) -> dict[str, Recipe]:
     return made
 
 
+def padded_share(recipe: Recipe, prepared: Prepared) -> float:
+    """Padding among the tokens that the padded way computes: what packing can save by itself."""
+    plan = make_plan(recipe, len(prepared.train), world_size=1, rank=0, flat=False)
+    longest = [int(prepared.train.lengths[plan.rows_of(step)].max()) for step in range(plan.total_steps)]
+    return 1 - int(prepared.train.lengths[:].sum()) / (BATCH * sum(longest))
+
+
 def main() -> int:
     torch.set_num_threads(1)
     with scratch() as folder:
         ways = recipes(folder)
         prepared = {name: prepare_quietly(recipe) for name, recipe in ways.items()}
+        padding = padded_share(ways["padded"], prepared["padded"])
         turns: list[dict[str, dict[str, float]]] = []
         for turn in range(TURNS):
             turns.append({})
@@ -87,6 +97,7 @@ def main() -> int:
         "useful_tokens_per_second": {
             name: statistics.median(turn[name]["tokens"] / turn[name]["seconds"] for turn in turns) for name in ways
         },
+        "padding_share_of_padded": padding,
         "packed_over_padded": {"median": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]},
     }
     print(result["packed_over_padded"], write_result("packing", result))
