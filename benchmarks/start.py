@@ -11,11 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import write_result
 
+ROOT = Path(__file__).resolve().parent.parent
 TURNS = 15
 COMMANDS = {"help": ["--help"], "check": ["check", "recipes/quickstart.yaml"]}
 

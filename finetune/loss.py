@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-IGNORE = -100
+from finetune.conversations import IGNORE
+
 # One chunk's float32 logits stay near this size: 512 tokens of Llama 3's vocabulary, enough for a matrix product to be
 # bound by arithmetic rather than by reading the head, and 32 times less than 16k tokens would need whole.
 CHUNK_BYTES = 256 * 2**20

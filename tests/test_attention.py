@@ -18,6 +18,7 @@ from transformers import (
 
 from finetune import attention
 from finetune.model import checkpoint_layers, put_loss_into_forward
+from tests.tiny import flat_batch
 
 LENGTHS = (5, 20, 1, 13)
 SMALL = {
@@ -46,18 +47,6 @@ def build(config: PreTrainedConfig, implementation: str) -> PreTrainedModel:
     return model.train()
 
 
-def flat_batch(tokens: Tensor) -> dict[str, object]:
-    documents = tokens.split(LENGTHS)
-    ignored = torch.tensor([-100])
-    return {
-        "input_ids": tokens[None],
-        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
-        "shift_labels": torch.cat([torch.cat([document[1:], ignored]) for document in documents])[None],
-        "cu_seq_lens": torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32),
-        "document_lengths": LENGTHS,
-    }
-
-
 def one_at_a_time(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     total = torch.zeros(())
     for document in tokens.split(LENGTHS):
@@ -70,11 +59,12 @@ def one_at_a_time(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_equal_to_one_document_at_a_time(family: str, checkpointing: bool) -> None:
     attention.register()
-    tokens = torch.randint(0, 97, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    batch = flat_batch(LENGTHS, vocabulary=97)
+    tokens = batch["input_ids"][0]
     packed, alone = build(FAMILIES[family], attention.NAME), build(FAMILIES[family], "eager")
     if checkpointing:
         checkpoint_layers(packed, every=1)
-    loss, expected = packed(**flat_batch(tokens)), one_at_a_time(alone, tokens)
+    loss, expected = packed(**batch), one_at_a_time(alone, tokens)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     loss.backward()
     expected.backward()
@@ -87,12 +77,11 @@ def test_equal_to_one_document_at_a_time(family: str, checkpointing: bool) -> No
 def test_a_document_does_not_feel_its_neighbour() -> None:
     attention.register()
     model = build(FAMILIES["llama"], attention.NAME).eval()
-    tokens = torch.randint(0, 97, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
-    other = tokens.clone()
-    other[:5] = (other[:5] + 1) % 97
-    batch, changed = flat_batch(tokens), flat_batch(other)
-    for each in (batch, changed):
-        del each["shift_labels"]
+    batch = flat_batch(LENGTHS, vocabulary=97)
+    del batch["shift_labels"]
+    other = batch["input_ids"].clone()
+    other[0, :5] = (other[0, :5] + 1) % 97
+    changed = batch | {"input_ids": other}
     with torch.no_grad():
         first, second = model(**batch, use_cache=False).logits, model(**changed, use_cache=False).logits
     assert not torch.equal(first[0, :5], second[0, :5])

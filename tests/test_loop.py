@@ -20,6 +20,7 @@ from finetune.model import build_model
 from finetune.phases import Phases
 from finetune.recipe import Recipe
 from finetune.run import Plan, TrainState, make_plan
+from tests.tiny import flat_batch
 
 CPU = torch.device("cpu")
 READS = {"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero"}
@@ -34,18 +35,6 @@ def recipe(folder: Path, **training: Any) -> Recipe:
             "training": {"mixed_precision": "no", "activation_checkpointing": False, **training},
         }
     )
-
-
-def micro_batch(seed: int, lengths: tuple[int, ...] = (7, 12)) -> dict[str, Any]:
-    tokens = torch.randint(3, 512, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
-    ends = [torch.cat([part[1:], torch.tensor([-100])]) for part in tokens.split(lengths)]
-    return {
-        "input_ids": tokens[None],
-        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
-        "shift_labels": torch.cat(ends)[None],
-        "cu_seq_lens": torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
-        "document_lengths": lengths,
-    }
 
 
 class Bench:
@@ -63,7 +52,7 @@ class Bench:
             self.accelerator,
             self.model,
             self.optimizer,
-            iter(batches or [micro_batch(seed) for seed in range(micro_steps)]),
+            iter(batches or [flat_batch(seed=seed) for seed in range(micro_steps)]),
             micro_steps=micro_steps,
             supervised_tokens=17 * micro_steps,
             seed=5,
@@ -93,7 +82,7 @@ class CountReads(TorchFunctionMode):
 
 @pytest.mark.parametrize("micro_steps", [1, 2, 5])
 def test_one_read_a_step_however_many_micro_steps(bench: Bench, micro_steps: int) -> None:
-    batches = [micro_batch(seed) for seed in range(micro_steps)]
+    batches = [flat_batch(seed=seed) for seed in range(micro_steps)]
     with CountReads() as counter:
         bench.step(micro_steps, batches)
     assert sum(counter.reads.values()) == 1, counter.reads

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model import build_model, decoder_parts, load_tokenizer
 from finetune.recipe import Recipe
-from tests.tiny import FAMILIES, save_tiny
+from tests.tiny import FAMILIES, flat_batch, save_tiny
 
 CPU = torch.device("cpu")
 
@@ -23,18 +23,6 @@ CPU = torch.device("cpu")
 def recipe(folder: Path | str, *, model: dict[str, Any] | None = None, **changes: Any) -> Recipe:
     section = {"name_or_path": str(folder), "dtype": "float32", **(model or {})}
     return Recipe.model_validate({"model": section, "data": {"train": [{"path": "json"}]}, **changes})
-
-
-def flat_batch(lengths: tuple[int, ...] = (7, 12)) -> dict[str, Any]:
-    tokens = torch.randint(3, 512, (sum(lengths),), generator=torch.Generator().manual_seed(0))
-    ends = [torch.cat([part[1:], torch.tensor([-100])]) for part in tokens.split(lengths)]
-    return {
-        "input_ids": tokens[None],
-        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
-        "shift_labels": torch.cat(ends)[None],
-        "cu_seq_lens": torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
-        "document_lengths": lengths,
-    }
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

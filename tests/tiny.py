@@ -102,3 +102,16 @@ def write_chats(file: Path, lengths: Sequence[int], seed: int = 0) -> Path:
     rows = [chat_of(tokens, tokenizer, seed + index) for index, tokens in enumerate(lengths)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return file
+
+
+def flat_batch(lengths: Sequence[int] = (7, 12), seed: int = 0, vocabulary: int = 512) -> dict[str, Any]:
+    """A micro-batch of random documents end to end in one row, as attention "varlen" takes it; all is learned."""
+    tokens = torch.randint(3, vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    targets = [torch.cat([document[1:], torch.tensor([-100])]) for document in tokens.split(list(lengths))]
+    return {
+        "input_ids": tokens[None],
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "shift_labels": torch.cat(targets)[None],
+        "cu_seq_lens": torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
+        "document_lengths": tuple(lengths),
+    }
