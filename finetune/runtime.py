@@ -19,6 +19,7 @@ from accelerate.utils import DistributedType
 
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.launcher import Launch
+from finetune.loss_scaling import scale_losses_on_cpu
 from finetune.recipe import Recipe
 from finetune.recipe_file import CONFIG_FOLDER
 
@@ -143,10 +144,6 @@ def _supported_here(recipe: Recipe, strategy: Strategy) -> None:
             f"accelerate_config: {strategy.name}: this version of finetune trains under single and ddp only; "
             "set accelerate_config=ddp"
         )
-    if recipe.training.mixed_precision == "fp16":
-        raise EnvironmentMismatch(
-            "training.mixed_precision: fp16 needs loss scaling, which this version has not; set bf16 or no"
-        )
     if recipe.training.optim != "adamw":
         raise EnvironmentMismatch(
             f"training.optim: {recipe.training.optim} is not in this version; set training.optim=adamw"
@@ -168,6 +165,7 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
         ],
         step_scheduler_with_optimizer=False,
     )
+    scale_losses_on_cpu(accelerator)
     in_force = {
         "strategy": "single" if accelerator.distributed_type == DistributedType.NO else "ddp",
         "world size": accelerator.num_processes,

@@ -19,6 +19,7 @@ from finetune.durable import append_lines, write_json
 from finetune.errors import FinetuneError, Stopped
 from finetune.launcher import Launch
 from finetune.loop import evaluate, train
+from finetune.loss_scaling import load_scaler_state
 from finetune.metrics import Terminal, eval_line
 from finetune.model import attention_name, build_model, decoder_parts
 from finetune.optimizer import make_optimizer
@@ -125,6 +126,7 @@ def _build(start: Start, accelerator: Accelerator, first_step: int, progress: Pr
         check_vocabulary(prepared, model)
         model, optimizer = prepare_quietly(accelerator, model, make_optimizer(model, recipe))
         state = restore(recipe, accelerator.unwrap_model(model), optimizer, first_step)
+        load_scaler_state(accelerator, state.loss_scaler)
     terminal = Terminal(plan.total_steps, silent=not start.launch.is_main)
     _write_receipt(start, accelerator, model, plan, terminal)
 

@@ -56,7 +56,6 @@ def test_what_fits_is_let_through() -> None:
         ({}, replace(ALONE, asked_processes=2), ["2 processes", "one process", "cpu_2proc"]),
         ({}, replace(ALONE, config_file=CONFIG_FOLDER / "fsdp2.yaml"), ["single", "fsdp", "--config_file"]),
         ({"accelerate_config": "fsdp2"}, replace(TWO, config_file=CONFIG_FOLDER / "ddp.yaml"), ["fsdp", "ddp"]),
-        ({"training": {"mixed_precision": "fp16"}}, ALONE, ["fp16", "bf16"]),
         ({"training": {"optim": "paged_adamw_8bit"}}, ALONE, ["paged_adamw_8bit", "adamw"]),
     ],
 )
