@@ -24,9 +24,13 @@ from torch import Tensor, nn
 
 from finetune.durable import ASIDE, disk_errors, publish_folder, remove_folder, sync, write_json
 from finetune.errors import FinetuneError
+from finetune.optimizer import allocate_state
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})")
+
+# Entries of an optimizer's state that have their parameter's shape: torch's names and bitsandbytes'.
+MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
 
 Tensors = Mapping[str, Tensor]
 
@@ -239,15 +243,21 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
         parameter = parameters.get(key.partition(":")[0])
         if parameter is None:
             mistakes.append(f"unexpected: {key}")
-        elif ":exp_avg" in key and value.shape != parameter.shape:
+        elif key.split(":")[1] in MOMENTS and value.shape != parameter.shape:
             mistakes.append(f"{key}: shape {tuple(value.shape)} in the checkpoint, {tuple(parameter.shape)} here")
     _refuse("the checkpoint does not fit the optimizer", [*sorted(mistakes), *_not_finite(tensors)])
     on_device = _step_on_device(optimizer)
     for parameter in parameters.values():
         optimizer.state.pop(parameter, None)
+    allocate_state(optimizer, [parameters[name] for name in {key.partition(":")[0] for key in tensors}])
     for key, value in tensors.items():
         name, entry, *number = key.split(":")
         parameter = parameters[name]
+        own = optimizer.state[parameter].get(entry)
+        if isinstance(own, Tensor):  # in bitsandbytes' own pages and code books
+            _refuse(key, [f"{_kind(value)} in the checkpoint, {_kind(own)} here"] * (_kind(value) != _kind(own)))
+            own.copy_(value)
+            continue
         stays = bool(number) or (entry == "step" and id(parameter) not in on_device)
         placed = value.clone() if stays else value.to(parameter.device, copy=True)
         optimizer.state[parameter][entry] = placed.item() if number else placed

@@ -20,7 +20,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.model import attention_name, decoder_parts
 from finetune.recipe import Recipe
 
-COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "no": None}
 
 
 def write_receipt(recipe: Recipe, accelerator: Accelerator, model: nn.Module, strategy: str) -> dict[str, Any]:
@@ -39,15 +39,16 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, model: nn.Module, st
         "dtypes": {
             "master": _dtypes(trained),
             "frozen": _dtypes(frozen),
-            "compute": COMPUTE_DTYPES.get(accelerator.mixed_precision, _dtypes(frozen or trained)),
+            "compute": _compute_dtype(accelerator) or _dtypes(frozen or trained),
             "reduce": _dtypes(trained),
-            "optimizer_state": _dtypes(trained),
+            "optimizer_state": None,  # read off the state, once there is one: add_optimizer_state
         },
         "parameters": {
             "trained": sum(parameter.numel() for parameter in trained),
             "frozen": sum(parameter.numel() for parameter in frozen),
             "sharded": 0,
         },
+        "loss_scaling": "dynamic" if accelerator.scaler is not None else None,
         "quantized_layers": _quantized_layers(inner),
         "adapted_layers": _adapted_layers(inner),
         "layers": len(layers),
@@ -58,6 +59,27 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, model: nn.Module, st
     }
     _compare(recipe, receipt)
     return receipt
+
+
+def add_optimizer_state(recipe: Recipe, receipt: dict[str, Any], dtypes: str) -> None:
+    """Note the number formats that the optimizer's state has. Raises EnvironmentMismatch where they are not asked for.
+
+    8 bits are for tensors of 4,096 elements and more; small adapters may have none, and the receipt then says float32.
+    """
+    training = recipe.training
+    asked = {"adamw": "bfloat16" if training.pure_bf16 else "float32"}.get(training.optim, "float32")
+    fits = {asked} | ({"uint8"} if training.optim.endswith("8bit") else set())
+    if not set(dtypes.split(", ")) <= fits:
+        raise EnvironmentMismatch(f"training.optim: state of {training.optim} in {asked} was asked for, it is {dtypes}")
+    receipt["dtypes"]["optimizer_state"] = dtypes
+
+
+def _compute_dtype(accelerator: Accelerator) -> str | None:
+    """The number format that autocast has in a forward, where it is on."""
+    with accelerator.autocast():
+        device = accelerator.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _dtypes(parameters: Iterable[torch.Tensor]) -> str:
@@ -79,7 +101,11 @@ def _adapted_layers(model: nn.Module) -> int:
 def _compare(recipe: Recipe, receipt: dict[str, Any]) -> None:
     every = int(recipe.training.activation_checkpointing)
     expected_master = "bfloat16" if recipe.training.pure_bf16 else "float32"
+    precision = recipe.training.mixed_precision
+    computes = AUTOCAST[precision] or receipt["dtypes"]["compute"]
     checks = [
+        ("training.mixed_precision: number format of the computation", computes, receipt["dtypes"]["compute"]),
+        ("training.mixed_precision: loss scaling", precision == "fp16", receipt["loss_scaling"] is not None),
         ("model.attention", attention_name(recipe), receipt["attention"]),
         ("training.pure_bf16: number format of trained weights", expected_master, receipt["dtypes"]["master"]),
         ("lora: layers with an adapter", recipe.lora is not None, receipt["adapted_layers"] > 0),

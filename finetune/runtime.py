@@ -20,6 +20,7 @@ from accelerate.utils import DistributedType
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.launcher import Launch
 from finetune.loss_scaling import scale_losses_on_cpu
+from finetune.optimizer import check_optimizer
 from finetune.recipe import Recipe
 from finetune.recipe_file import CONFIG_FOLDER
 
@@ -82,7 +83,7 @@ def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
         )
     _right_number_of_processes(recipe, strategy, launch)
     _right_device(recipe, launch)
-    _supported_here(recipe, strategy)
+    _supported_here(recipe, strategy, launch)
     return strategy
 
 
@@ -138,16 +139,13 @@ def _right_device(recipe: Recipe, launch: Launch) -> None:
         )
 
 
-def _supported_here(recipe: Recipe, strategy: Strategy) -> None:
+def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
     if strategy.kind in ("fsdp", "deepspeed"):
         raise EnvironmentMismatch(
             f"accelerate_config: {strategy.name}: this version of finetune trains under single and ddp only; "
             "set accelerate_config=ddp"
         )
-    if recipe.training.optim != "adamw":
-        raise EnvironmentMismatch(
-            f"training.optim: {recipe.training.optim} is not in this version; set training.optim=adamw"
-        )
+    check_optimizer(recipe.training.optim, on_cpu=launch.on_cpu or not torch.cuda.is_available())
 
 
 def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Accelerator:

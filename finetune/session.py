@@ -22,9 +22,9 @@ from finetune.loop import evaluate, train
 from finetune.loss_scaling import load_scaler_state
 from finetune.metrics import Terminal, eval_line
 from finetune.model import attention_name, build_model, decoder_parts
-from finetune.optimizer import make_optimizer
+from finetune.optimizer import make_optimizer, once_stepped
 from finetune.phases import Phases
-from finetune.receipt import describe, write_receipt
+from finetune.receipt import add_optimizer_state, describe, write_receipt
 from finetune.recipe import Recipe
 from finetune.run import Plan, Run, TrainState, make_plan
 from finetune.run_folder import Claim, mark_failed, mark_run
@@ -128,7 +128,7 @@ def _build(start: Start, accelerator: Accelerator, first_step: int, progress: Pr
         state = restore(recipe, accelerator.unwrap_model(model), optimizer, first_step)
         load_scaler_state(accelerator, state.loss_scaler)
     terminal = Terminal(plan.total_steps, silent=not start.launch.is_main)
-    _write_receipt(start, accelerator, model, plan, terminal)
+    _write_receipt(start, accelerator, model, optimizer, plan, terminal)
 
     def save_if_main(state: TrainState) -> None:
         if start.launch.is_main:
@@ -183,13 +183,29 @@ def check_vocabulary(prepared: Prepared, model: nn.Module) -> None:
         )
 
 
-def _write_receipt(start: Start, accelerator: Accelerator, model: nn.Module, plan: Plan, terminal: Terminal) -> None:
+def _write_receipt(
+    start: Start,
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    terminal: Terminal,
+) -> None:
     receipt = write_receipt(start.recipe, accelerator, model, start.strategy.name)
     batch, facts = plan.facts(), start.prepared.facts
     receipt |= {"batch": batch, "data": {"fingerprint": start.prepared.fingerprint, **facts}}
-    if start.launch.is_main:
-        write_json(start.run_dir / "receipt.json", receipt)
+
+    def write() -> None:
+        if start.launch.is_main:
+            write_json(start.run_dir / "receipt.json", receipt)
+
+    def note_state(dtypes: str) -> None:
+        add_optimizer_state(start.recipe, receipt, dtypes)
+        write()
+
+    write()
     terminal.say("\n".join([describe(receipt), *start.prepared.notes]))
+    once_stepped(optimizer, note_state)
 
 
 def _look_before(start: Start, run: Run) -> None:
