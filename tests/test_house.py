@@ -18,7 +18,7 @@ ORDER = (
     "schedule optimizer json_array row_reading chat_messages row_formats data_sources row_check chat_template "
     "answer_spans text_tokens conversations packing array_files token_cache seeded document_pool batches attention "
     "loss embedded model answers runtime receipt tensor_bytes traffic phases metrics checkpoint run_folder export run "
-    "save_restore loop session train chat cli"
+    "save_restore loop session train chat compare compare_report cli"
 ).split()
 LIGHT = {
     "errors",
@@ -43,6 +43,8 @@ LIGHT = {
     "token_cache",
     "seeded",
     "document_pool",
+    "compare",
+    "compare_report",
     "cli",
 }  # never import torch
 # Functions over 60 lines and files over 300, each with its reason.
