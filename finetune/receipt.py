@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import EnvironmentMismatch
 from finetune.model import attention_name, decoder_parts
+from finetune.quantized import frozen_weights, quantized_layers
 from finetune.recipe import Recipe
 
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "no": None}
@@ -45,11 +46,11 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, model: nn.Module, st
         },
         "parameters": {
             "trained": sum(parameter.numel() for parameter in trained),
-            "frozen": sum(parameter.numel() for parameter in frozen),
+            "frozen": frozen_weights(inner),
             "sharded": 0,
         },
         "loss_scaling": "dynamic" if accelerator.scaler is not None else None,
-        "quantized_layers": _quantized_layers(inner),
+        "quantized_layers": dict(Counter(type(layer).__name__ for layer in quantized_layers(inner))),
         "adapted_layers": _adapted_layers(inner),
         "layers": len(layers),
         "checkpointed_layers": sum(1 for layer in layers if layer.gradient_checkpointing),
@@ -88,10 +89,10 @@ def _dtypes(parameters: Iterable[torch.Tensor]) -> str:
     return ", ".join(name for name, _ in count.most_common()) or "none"
 
 
-def _quantized_layers(model: nn.Module) -> int:
-    """Layers whose weight is one of bitsandbytes' own parameter classes."""
-    kinds = ("Params4bit", "Int8Params")
-    return sum(type(parameter).__name__ in kinds for parameter in model.parameters())
+def _asked_layers(recipe: Recipe) -> list[str]:
+    if recipe.quantization is None:
+        return []
+    return ["Linear4bit" if recipe.quantization.load_in_4bit else "Linear8bitLt"]
 
 
 def _adapted_layers(model: nn.Module) -> int:
@@ -109,7 +110,7 @@ def _compare(recipe: Recipe, receipt: dict[str, Any]) -> None:
         ("model.attention", attention_name(recipe), receipt["attention"]),
         ("training.pure_bf16: number format of trained weights", expected_master, receipt["dtypes"]["master"]),
         ("lora: layers with an adapter", recipe.lora is not None, receipt["adapted_layers"] > 0),
-        ("quantization: layers quantised", recipe.quantization is not None, receipt["quantized_layers"] > 0),
+        ("quantization: kinds of quantised layers", _asked_layers(recipe), list(receipt["quantized_layers"])),
         (
             "training.activation_checkpointing: layers recomputed",
             -(-receipt["layers"] // every) if every else 0,

@@ -21,6 +21,7 @@ from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.launcher import Launch
 from finetune.loss_scaling import scale_losses_on_cpu
 from finetune.optimizer import check_optimizer
+from finetune.quantized import check_sharded_quantization
 from finetune.recipe import Recipe
 from finetune.recipe_file import CONFIG_FOLDER
 
@@ -145,6 +146,8 @@ def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
             f"accelerate_config: {strategy.name}: this version of finetune trains under single and ddp only; "
             "set accelerate_config=ddp"
         )
+    if strategy.kind == "fsdp":
+        check_sharded_quantization(recipe)
     check_optimizer(recipe.training.optim, on_cpu=launch.on_cpu or not torch.cuda.is_available())
 
 
