@@ -94,7 +94,7 @@ def _load_base(recipe: Recipe, device: torch.device) -> PreTrainedModel:
         "output_loading_info": True,
     }
     if recipe.quantization:
-        # Without a device map transformers would quantise on this rank's GPU, also what is to be sharded from host memory.
+        # Without a device map transformers quantises on this rank's GPU, also what is to be sharded from the host.
         options |= {"quantization_config": _bitsandbytes(recipe.quantization), "device_map": {"": str(device)}}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(resolve_model_path(section.name_or_path), **options)

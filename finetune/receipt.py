@@ -29,6 +29,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, model: nn.Module, st
     inner = accelerator.unwrap_model(model)
     trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in inner.parameters() if not parameter.requires_grad]
+    packed = {id(layer.weight) for layer in quantized_layers(inner)}
     layers = [module for module in inner.modules() if isinstance(module, GradientCheckpointingLayer)]
     receipt = {
         "strategy": strategy,
@@ -40,7 +41,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, model: nn.Module, st
         "dtypes": {
             "master": _dtypes(trained),
             "frozen": _dtypes(frozen),
-            "compute": _compute_dtype(accelerator) or _dtypes(frozen or trained),
+            "compute": _compute_dtype(accelerator) or _dtypes(p for p in frozen or trained if id(p) not in packed),
             "reduce": _dtypes(trained),
             "optimizer_state": None,  # read off the state, once there is one: add_optimizer_state
         },
