@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from finetune.batches import MicroBatch, Rows, prefetch
 from finetune.conversations import IGNORE
@@ -55,13 +57,15 @@ def optimizer_step(
     seed: int,
     stop: bool,
     phases: Phases,
+    hold: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> StepResult:
     """Forward and backward of `micro_steps` micro-batches, one clip, one update.
 
     `supervised_tokens` is the step's count over all ranks, known to each from the tokenised rows. Every rank reduces
-    gradients to a mean over ranks, hence the factor. One collective beside the strategy's own: loss, count and stop
-    flag together. Raises NotFinite before the update if the loss or the gradient norm of any rank is not finite; under
-    fp16 gradients may overflow until the loss scale is down at 1, and the step is skipped instead.
+    gradients to a mean over ranks, hence the factor. `hold` keeps a strategy that reduces once from reducing before the
+    last micro-batch. One collective beside the strategy's own: loss, count and stop flag together. Raises NotFinite
+    before the update if the loss or the gradient norm of any rank is not finite; under fp16 gradients may overflow
+    until the loss scale is down at 1, and the step is skipped instead.
     """
     scale = accelerator.num_processes / supervised_tokens
     tally = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss sum, supervised tokens, stop flags
@@ -71,7 +75,7 @@ def optimizer_step(
         accelerator.sync_gradients = last
         # Dropout follows from (seed, step, rank, micro-step) alone, so that a resumed run needs no generator state.
         _seed_dropout(accelerator.device, seed + index)
-        with nullcontext() if last else accelerator.no_sync(model):
+        with nullcontext() if last else hold():
             with phases("forward"):
                 loss = model(**batch)
             tally[0] += loss.detach()
@@ -84,7 +88,7 @@ def optimizer_step(
         norm = accelerator.clip_grad_norm_(model.parameters(), math.inf if max_grad_norm is None else max_grad_norm)
         tally = accelerator.reduce(tally, reduction="sum")  # [3]
         # The step's one wait for the device.
-        facts = [tally, norm.double().reshape(1).to(tally), loss_scale(accelerator)]
+        facts = [tally, _whole(norm).double().reshape(1).to(tally), loss_scale(accelerator)]
         loss_sum, counted, stops, grad_norm, scaled_by = torch.cat(facts).tolist()
         assert counted == supervised_tokens, f"{counted} supervised tokens seen, {supervised_tokens} planned"
         loss, fp16_scale = loss_sum / supervised_tokens, scaled_by if accelerator.scaler is not None else None
@@ -110,6 +114,11 @@ def _fault(loss: float, grad_norm: float, loss_scale: float | None) -> str | Non
     if loss_scale / 2 < FLOOR:
         return f"gradients overflow fp16 even at a loss scale of {loss_scale:g} (mixed_precision: bf16 has the range)"
     return None
+
+
+def _whole(norm: torch.Tensor) -> torch.Tensor:
+    """A norm over sharded gradients comes as a sharded tensor."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _seed_dropout(device: torch.device, seed: int) -> None:
@@ -139,18 +148,23 @@ def train(run: Run, state: TrainState) -> bool:
     """
     recipe, plan = run.recipe, run.plan
     batches = prefetch(_stream(run, state.step), run.accelerator.device, recipe.training.non_blocking)
+    _write_phases(run, state)
     stopped = False
     while not (stopped or _finished(run, state)):
         stopped = _step_and_record(run, state, batches)
         last = state.step == plan.total_steps
-        if last or state.step % recipe.logging_steps == 0:
+        logging = last or state.step % recipe.logging_steps == 0
+        if logging:
             _flush(run, state)
         if run.eval_rows is not None and (last or state.step % recipe.eval_steps == 0):
             _evaluate_and_compare(run, state)
-        if _finished(run, state) or stopped or state.step % recipe.save_steps == 0:
+        saving = _finished(run, state) or stopped or state.step % recipe.save_steps == 0
+        if saving:
             with run.phases("save"):
                 state.loss_scaler = scaler_state(run.accelerator)
                 run.save(state)
+        if logging or saving:
+            _write_phases(run, state)
     return _finished(run, state)
 
 
@@ -198,6 +212,7 @@ def _step_and_record(run: Run, state: TrainState, batches: Iterator[MicroBatch])
             seed=_step_seed(plan, state.step),
             stop=run.stop_requested(),
             phases=run.phases,
+            hold=run.hold,
         )
     except NotFinite as error:
         raise NotFinite(_name_rows(run, state.step, indices, str(error))) from error
@@ -257,9 +272,11 @@ def _flush(run: Run, state: TrainState) -> None:
     line = state.window.flush(run.accelerator.device)
     run.write_metrics(line)
     run.terminal.step(line)
-    for name, phase in run.phases.take().items():
-        gib = {"peak_gib": phase.peak_bytes / 2**30, "allocated_gib": phase.allocated_bytes / 2**30}
-        run.write_metrics({"kind": "phase", "step": state.step, "phase": name, **gib, "seconds": phase.seconds})
+
+
+def _write_phases(run: Run, state: TrainState) -> None:
+    for line in run.phases.lines(state.step):
+        run.write_metrics(line)
 
 
 def _evaluate_and_compare(run: Run, state: TrainState) -> None:
