@@ -21,6 +21,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.launcher import Launch
 from finetune.loss_scaling import scale_losses_on_cpu
 from finetune.optimizer import check_optimizer
+from finetune.quantized import check_sharded_quantization
 from finetune.recipe import Recipe
 from finetune.strategy import Strategy, read_strategy
 
@@ -115,6 +116,8 @@ def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
             f"accelerate_config: {strategy.name}: this version of finetune does not train under DeepSpeed; "
             "set accelerate_config=fsdp2"
         )
+    if strategy.kind == "fsdp":
+        check_sharded_quantization(recipe)
     check_optimizer(recipe.training.optim, on_cpu=launch.on_cpu or not torch.cuda.is_available())
 
 
