@@ -253,7 +253,8 @@ def notes(comparison: Comparison) -> list[str]:
     """What a reader of the figures must know."""
     told = ["memory: highest of all ranks and steps; peak within the phase / allocated at its end"]
     told.append("seconds: with the gauges on, which slow small models; without the first step")
-    told.append("traffic: of one rank in one step, in textbook bytes (all_reduce counts twice)")
+    told.append("traffic: of one rank in one step, in textbook bytes (all_reduce counts twice); sharded strategies")
+    told.append("  move as much again for each further micro-step; FSDP2 gathers the head once, the rest twice")
     if comparison.device == "cpu":
         told.append("on a CPU all memory is host memory: what is offloaded stays in the same figure")
         told.append("gloo carries out a reduce_scatter as an all_reduce: on the wire it is twice as much")
