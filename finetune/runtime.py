@@ -19,6 +19,8 @@ from torch import nn
 
 from finetune.errors import EnvironmentMismatch
 from finetune.launcher import Launch
+from finetune.loss_scaling import scale_losses_on_cpu
+from finetune.optimizer import check_optimizer
 from finetune.recipe import Recipe
 from finetune.strategy import Strategy, read_strategy
 
@@ -44,7 +46,7 @@ def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
         )
     _right_number_of_processes(recipe, strategy, launch)
     _right_device(recipe, launch)
-    _supported_here(recipe, strategy)
+    _supported_here(recipe, strategy, launch)
     return strategy
 
 
@@ -107,20 +109,13 @@ def _right_device(recipe: Recipe, launch: Launch) -> None:
         )
 
 
-def _supported_here(recipe: Recipe, strategy: Strategy) -> None:
+def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
     if strategy.kind == "deepspeed":
         raise EnvironmentMismatch(
             f"accelerate_config: {strategy.name}: this version of finetune does not train under DeepSpeed; "
             "set accelerate_config=fsdp2"
         )
-    if recipe.training.mixed_precision == "fp16":
-        raise EnvironmentMismatch(
-            "training.mixed_precision: fp16 needs loss scaling, which this version has not; set bf16 or no"
-        )
-    if recipe.training.optim != "adamw":
-        raise EnvironmentMismatch(
-            f"training.optim: {recipe.training.optim} is not in this version; set training.optim=adamw"
-        )
+    check_optimizer(recipe.training.optim, on_cpu=launch.on_cpu or not torch.cuda.is_available())
 
 
 def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Accelerator:
@@ -145,6 +140,7 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
         ],
         step_scheduler_with_optimizer=False,
     )
+    scale_losses_on_cpu(accelerator)
     _compare(recipe, strategy, launch, accelerator)
     return accelerator
 

@@ -20,10 +20,12 @@ from finetune.durable import append_lines, write_json
 from finetune.errors import FinetuneError, Stopped
 from finetune.launcher import Launch
 from finetune.loop import evaluate, train
+from finetune.loss_scaling import load_scaler_state
 from finetune.metrics import Terminal, eval_line
 from finetune.model import attention_name, decoder_parts
+from finetune.optimizer import once_stepped
 from finetune.phases import Phases
-from finetune.receipt import describe, write_receipt
+from finetune.receipt import add_optimizer_state, describe, write_receipt
 from finetune.recipe import Recipe
 from finetune.run import Plan, Run, TrainState, make_plan
 from finetune.run_folder import Claim, mark_failed, mark_run
@@ -126,6 +128,7 @@ def _build(
         parts = assemble(recipe, start.strategy, accelerator)
         check_vocabulary(prepared, parts.whole)
         state = restore(recipe, parts.whole, parts.optimizer, first_step)
+        load_scaler_state(accelerator, state.loss_scaler)
     terminal = Terminal(plan.total_steps, silent=not start.launch.is_main)
     _write_receipt(start, accelerator, parts, plan, terminal)
 
@@ -183,9 +186,18 @@ def _write_receipt(start: Start, accelerator: Accelerator, parts: Assembled, pla
     receipt = write_receipt(start.recipe, accelerator, parts, start.strategy)
     batch, facts = plan.facts(), start.prepared.facts
     receipt |= {"batch": batch, "data": {"fingerprint": start.prepared.fingerprint, **facts}}
-    if start.launch.is_main:
-        write_json(start.run_dir / "receipt.json", receipt)
+
+    def write() -> None:
+        if start.launch.is_main:
+            write_json(start.run_dir / "receipt.json", receipt)
+
+    def note_state(dtypes: str) -> None:
+        add_optimizer_state(start.recipe, receipt, dtypes)
+        write()
+
+    write()
     terminal.say("\n".join([describe(receipt), *start.prepared.notes]))
+    once_stepped(parts.optimizer, note_state)
 
 
 def _look_before(start: Start, run: Run, whole: nn.Module) -> None:
