@@ -72,8 +72,9 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     rows = [row for row in result["rows"] if row["ok"]]
     if rows:
         device = f"{result['processes']} x {result['device']}, {result['steps']} steps"
-        console.print(_memory_table(rows, device, host=result["device"] != "cpu"))
-        console.print(_traffic_table(rows))
+        for title, table in (_memory_table(rows, device, host=result["device"] != "cpu"), _traffic_table(rows)):
+            console.print(title, markup=False, highlight=False, style="bold")  # a table's own title breaks at its width
+            console.print(table)
     for row in result["rows"]:
         if not row["ok"]:
             console.print(f"{row['strategy']}: did not run: {row['reason']}", markup=False, highlight=False)
@@ -86,11 +87,11 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         console.print(note, markup=False, highlight=False, style="dim")
 
 
-def _memory_table(rows: Sequence[Row], device: str, *, host: bool) -> Table:
+def _memory_table(rows: Sequence[Row], device: str, *, host: bool) -> tuple[str, Table]:
     """Peak / allocated of each phase; on GPUs the host's beside the device's."""
     unit, size = unit_of(max(entry["peak_bytes"] for row in rows for entry in row["phases"].values()))
     title = f"Memory of a rank in {unit}, peak / allocated ({device})"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table = Table(box=SIMPLE_HEAD)
     table.add_column("strategy")
     for phase in SHOWN:
         table.add_column(phase, justify="right")
@@ -101,25 +102,25 @@ def _memory_table(rows: Sequence[Row], device: str, *, host: bool) -> Table:
         if host:
             cells.append(f"{max(entry['host_peak_bytes'] for entry in row['phases'].values()) / size:.2f}")
         table.add_row(row["strategy"], *cells)
-    return table
+    return title, table
 
 
 def _memory_cell(entry: dict[str, Any] | None, size: int) -> str:
     return f"{entry['peak_bytes'] / size:.2f} / {entry['allocated_bytes'] / size:.2f}" if entry else "-"
 
 
-def _traffic_table(rows: Sequence[Row]) -> Table:
+def _traffic_table(rows: Sequence[Row]) -> tuple[str, Table]:
     """Seconds, collectives and bytes of each phase of a step, and the final loss."""
     unit, size = unit_of(max(moved_per_step(row) for row in rows))
     title = f"Seconds of 20 steps, traffic of a step in {unit} (collectives), final loss"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("strategy", "s/20", *MOVING, "sum", "in P", "loss"):
         table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
     for row in rows:
         cells = [_traffic_cell(row["phases"][phase], size) for phase in MOVING]
         seconds, total, loss = row["seconds_per_20_steps"], moved_per_step(row) / size, row["final_loss"]
         table.add_row(row["strategy"], f"{seconds:.2f}", *cells, f"{total:.2f}", _multiple(row) or "-", f"{loss:.5f}")
-    return table
+    return title, table
 
 
 def _traffic_cell(entry: dict[str, Any], size: int) -> str:

@@ -24,7 +24,8 @@ from tests.tiny import write_chats
 GIB = 2**30
 TORCHRUN = (
     "E1121 10:00:53.549000 8444 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 4)\n"
-    "Traceback (most recent call last):\n  File x\nChildFailedError:\n    exitcode  : 4 (pid: 8448)\n"
+    "Traceback (most recent call last):\n  File x\nChildFailedError:\nFailures:\n[1]:\n  exitcode  : -15 (pid: 8447)\n"
+    "Root Cause (first observed failure):\n[0]:\n  exitcode  : 4 (pid: 8448)\n"
 )
 
 
@@ -36,7 +37,12 @@ def recipe(tiny_llama: Path, tmp_path: Path) -> Path:
         "model": {"name_or_path": str(tiny_llama), "dtype": "float32"},
         "lora": None,
         "data": {"train": [{"path": "json", "data_files": str(chats)}], "packing": False, "max_length": 64},
-        "training": {"global_batch_size": 4, "per_device_batch_size": 2, "mixed_precision": "no", "learning_rate": 1e-3},
+        "training": {
+            "global_batch_size": 4,
+            "per_device_batch_size": 2,
+            "mixed_precision": "no",
+            "learning_rate": 1e-3,
+        },
         "output_dir": str(tmp_path / "run"),
     }
     file = tmp_path / "recipe.yaml"
