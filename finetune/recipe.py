@@ -253,6 +253,12 @@ class Recipe(Section):
     eval_steps: Count = Field(100, description="Optimizer steps between two evaluations.")
     save_steps: Count = Field(100, description="Optimizer steps between two checkpoints.")
     save_total_limit: Count = Field(2, description="Checkpoints kept.")
+    timeout_seconds: int = Field(
+        600,
+        ge=5,
+        description="Seconds that ranks wait for one that is silent, before the run ends and names it; also for each "
+        "other at the start and in a collective, so longer than rank 0 needs to save.",
+    )
     measure_phases: bool = Field(False, description="Memory and seconds of forward, backward, step and save; slows.")
     output_dir: str | None = Field(None, min_length=1, description="Run folder; null: runs/ and the recipe's name.")
 

@@ -39,6 +39,7 @@ FREE_TO_CHANGE = (
     "save_steps",
     "save_total_limit",
     "output_dir",
+    "timeout_seconds",
     "training.per_device_batch_size",
     "training.non_blocking",
     "training.resume",

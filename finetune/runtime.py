@@ -21,6 +21,7 @@ from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.launcher import Launch
 from finetune.recipe import Recipe
 from finetune.recipe_file import CONFIG_FOLDER
+from finetune.rendezvous import check_world, choose_interface, meeting
 
 Kind = Literal["single", "ddp", "fsdp", "deepspeed"]
 KIND_OF_TYPE: dict[str, Kind] = {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
@@ -74,11 +75,7 @@ def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
     asked = launch.asked_processes
     if asked is None and config is not None:
         asked = read_strategy(str(config)).num_processes
-    if asked is not None and asked > 1 and launch.world_size == 1:
-        raise EnvironmentMismatch(
-            f"launch: {asked} processes were asked for, but the launcher started one training of one process; on a "
-            "CPU use: accelerate launch --config_file accelerate_configs/cpu_2proc.yaml"
-        )
+    check_world(recipe, launch, asked)
     _right_number_of_processes(recipe, strategy, launch)
     _right_device(recipe, launch)
     _supported_here(recipe, strategy)
@@ -211,5 +208,4 @@ def use_all_cores(launch: Launch, device: torch.device) -> None:
     import psutil
 
     if device.type == "cpu" and not launch.threads_chosen:
-        local_ranks = max(1, launch.world_size)
-        torch.set_num_threads(max(1, (psutil.cpu_count(logical=False) or 1) // local_ranks))
+        torch.set_num_threads(max(1, (psutil.cpu_count(logical=False) or 1) // launch.local_world_size))
