@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from finetune.batches import MicroBatch, Rows, prefetch
 from finetune.conversations import IGNORE
@@ -52,11 +54,13 @@ def optimizer_step(
     seed: int,
     stop: bool,
     phases: Phases,
+    hold: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> StepResult:
     """Forward and backward of `micro_steps` micro-batches, one clip, one update.
 
     `supervised_tokens` is the step's count over all ranks, known to each from the tokenised rows. Every rank reduces
-    gradients to a mean over ranks, hence the factor. One collective beside the strategy's own: loss, count and stop
+    gradients to a mean over ranks, hence the factor. `hold` keeps a strategy that reduces once from reducing before the
+    last micro-batch. One collective beside the strategy's own: loss, count and stop
     flag together. Raises NotFinite before the update if the loss or the gradient norm of any rank is not finite.
     """
     scale = accelerator.num_processes / supervised_tokens
@@ -67,7 +71,7 @@ def optimizer_step(
         accelerator.sync_gradients = last
         # Dropout follows from (seed, step, rank, micro-step) alone, so that a resumed run needs no generator state.
         _seed_dropout(accelerator.device, seed + index)
-        with nullcontext() if last else accelerator.no_sync(model):
+        with nullcontext() if last else hold():
             with phases("forward"):
                 loss = model(**batch)
             tally[0] += loss.detach()
@@ -80,7 +84,7 @@ def optimizer_step(
         norm = accelerator.clip_grad_norm_(model.parameters(), math.inf if max_grad_norm is None else max_grad_norm)
         tally = accelerator.reduce(tally, reduction="sum")  # [3]
         # The step's one wait for the device.
-        loss_sum, counted, stops, grad_norm = torch.cat([tally, norm.double().reshape(1).to(tally)]).tolist()
+        loss_sum, counted, stops, grad_norm = torch.cat([tally, _whole(norm).double().reshape(1).to(tally)]).tolist()
         assert counted == supervised_tokens, f"{counted} supervised tokens seen, {supervised_tokens} planned"
         if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
             optimizer.zero_grad()
@@ -88,6 +92,11 @@ def optimizer_step(
         optimizer.step()
         optimizer.zero_grad()
     return StepResult(loss_sum / supervised_tokens, grad_norm, bool(stops))
+
+
+def _whole(norm: torch.Tensor) -> torch.Tensor:
+    """A norm over sharded gradients comes as a sharded tensor."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _seed_dropout(device: torch.device, seed: int) -> None:
@@ -175,6 +184,7 @@ def _step_and_record(run: Run, state: TrainState, batches: Iterator[MicroBatch])
             seed=_step_seed(plan, state.step),
             stop=run.stop_requested(),
             phases=run.phases,
+            hold=run.hold,
         )
     except NotFinite as error:
         raise NotFinite(_name_rows(run, state.step, indices, str(error))) from error

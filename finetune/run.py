@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -118,7 +119,7 @@ class Run:
 
     recipe: Recipe
     accelerator: Accelerator
-    model: nn.Module
+    model: nn.Module  # as the strategy wrapped it
     optimizer: torch.optim.Optimizer
     train_rows: Rows
     eval_rows: Rows | None
@@ -129,3 +130,4 @@ class Run:
     stop_requested: Callable[[], bool]
     write_metrics: Callable[[dict[str, Any]], None]
     save: Callable[[TrainState], None]
+    hold: Callable[[], AbstractContextManager[Any]]  # entered for every micro-batch but a step's last

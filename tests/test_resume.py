@@ -145,7 +145,7 @@ def test_a_failure_is_recorded_and_the_run_continues(tmp_path: Path, monkeypatch
     rewrite(recipe, save_steps=2)
     assert run(recipe, tmp_path / "whole") == 0
 
-    def no_memory(*_: Any) -> None:
+    def no_memory(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
