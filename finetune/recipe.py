@@ -256,8 +256,7 @@ class Recipe(Section):
     timeout_seconds: int = Field(
         600,
         ge=5,
-        description="Seconds that ranks wait for one that is silent, before the run ends and names it; also for each "
-        "other at the start and in a collective, so longer than rank 0 needs to save.",
+        description="Seconds without a sign of life after which a rank counts as frozen and the run ends, naming it.",
     )
     measure_phases: bool = Field(False, description="Memory and seconds of forward, backward, step and save; slows.")
     output_dir: str | None = Field(None, min_length=1, description="Run folder; null: runs/ and the recipe's name.")

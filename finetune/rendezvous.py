@@ -6,6 +6,8 @@ import ipaddress
 import os
 import re
 import socket
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,6 +18,9 @@ import torch
 from finetune.errors import EnvironmentMismatch, NoRendezvous
 from finetune.launcher import Launch
 from finetune.recipe import Recipe
+
+_PATIENCE_SECONDS = 1800  # gloo's own; NCCL's would be 600
+_HINT_SECONDS = 60
 
 
 def check_world(recipe: Recipe, launch: Launch, asked: int | None) -> None:
@@ -30,14 +35,14 @@ def check_world(recipe: Recipe, launch: Launch, asked: int | None) -> None:
         )
     if asked is not None and asked != launch.world_size:
         raise EnvironmentMismatch(
-            f"launch: {asked} processes were asked for, {launch.world_size} run on {launch.nodes} machines; accelerate's "
-            "--num_processes counts all machines and must be a multiple of --num_machines"
+            f"launch: {asked} processes were asked for, {launch.world_size} run on {launch.nodes} machines; "
+            "accelerate's --num_processes counts all machines and must be a multiple of --num_machines"
         )
     _torchruns_variables(launch)
     if launch.nodes < recipe.budget.nodes and not launch.on_cpu and torch.cuda.is_available():
         raise EnvironmentMismatch(
             f"budget: the recipe is made for {recipe.budget.nodes} machines, {launch.nodes} takes part; launch it on "
-            "each with --num_machines, or set budget.nodes=1"
+            "each, or set budget.nodes=1"
         )
 
 
@@ -85,24 +90,42 @@ def interface_towards(address: str) -> str | None:
     return next((name for name, entries in found if any(entry.address == mine for entry in entries)), None)
 
 
+def patience(recipe: Recipe) -> timedelta:
+    """How long a rank waits in a collective for the others.
+
+    Longer than one of them may be busy alone, reading 140 GB of weights or writing them; who is dead or frozen is
+    found by other means (pulse.py).
+    """
+    return timedelta(seconds=max(_PATIENCE_SECONDS, recipe.timeout_seconds))
+
+
 @contextmanager
-def meeting(launch: Launch, seconds: int) -> Iterator[timedelta]:
-    """Around the making of the process group; gives the time that ranks wait for each other.
+def meeting(launch: Launch) -> Iterator[None]:
+    """Around the making of the process group: says after a minute whom it waits for.
 
     Raises:
-        NoRendezvous: they did not find each other; names rank, place, reason and what to look at.
+        NoRendezvous: the ranks did not find each other; names rank, place, reason and what to look at.
     """
+    hint = threading.Timer(_HINT_SECONDS, lambda: print(f"still waiting: {_whom_and_where(launch)}", file=sys.stderr))
+    hint.daemon = True
+    if launch.world_size > 1 and launch.local_rank == 0:
+        hint.start()
     try:
-        yield timedelta(seconds=seconds)
+        yield
     except (RuntimeError, ValueError) as error:
         if launch.world_size == 1 or torch.distributed.is_initialized():
             raise
-        place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-        reason = re.sub(r"\s+", " ", re.sub(r"\[/[^\]]*\] ?", "", str(error))).strip()[:200]
-        interfaces = ", ".join(sorted(name for name in psutil.net_if_addrs() if name != "lo")) or "none"
-        raise NoRendezvous(
-            f"launch: rank {launch.rank} of {launch.world_size} on {socket.gethostname()} did not meet the others at "
-            f"{place} ({reason}); start every machine within {seconds} s, each with its own rank, let them reach each "
-            f"other's ports, and name the network between them: export GLOO_SOCKET_IFNAME=... NCCL_SOCKET_IFNAME=... "
-            f"(here: {interfaces})"
-        ) from error
+        reason = " ".join(re.sub(r"\[/[^\]]*\]", "", str(error)).split())[:200]
+        raise NoRendezvous(f"{_whom_and_where(launch)} ({reason})") from error
+    finally:
+        hint.cancel()
+
+
+def _whom_and_where(launch: Launch) -> str:
+    place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    interfaces = ", ".join(sorted(name for name in psutil.net_if_addrs() if name != "lo")) or "none"
+    return (
+        f"launch: rank {launch.rank} of {launch.world_size} on {socket.gethostname()} has not met the others at {place}"
+        "; start the command on every machine, each with its own number, let them reach each other's ports, and name the "
+        f"network between them: export GLOO_SOCKET_IFNAME=... NCCL_SOCKET_IFNAME=... (here: {interfaces})"
+    )

@@ -20,7 +20,7 @@ from torch import nn
 from finetune.errors import EnvironmentMismatch
 from finetune.launcher import Launch
 from finetune.recipe import Recipe
-from finetune.rendezvous import check_world, choose_interface, meeting
+from finetune.rendezvous import check_world, choose_interface, meeting, patience
 from finetune.strategy import Strategy, read_strategy
 
 Hold = Callable[[], AbstractContextManager[Any]]
@@ -37,17 +37,8 @@ def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
         _agree(strategy, read_strategy(str(config), strict=False), config, stray=launch.config_file is None)
     asked = launch.asked_processes
     if asked is None and config is not None:
-<<<<<<< HEAD
-        asked = read_strategy(str(config)).num_processes
-    check_world(recipe, launch, asked)
-=======
         asked = read_strategy(str(config), strict=False).num_processes
-    if asked is not None and asked > 1 and launch.world_size == 1:
-        raise EnvironmentMismatch(
-            f"launch: {asked} processes were asked for, but the launcher started one training of one process; on a "
-            "CPU use: accelerate launch --config_file accelerate_configs/cpu_2proc.yaml"
-        )
->>>>>>> main
+    check_world(recipe, launch, asked)
     _right_number_of_processes(recipe, strategy, launch)
     _right_device(recipe, launch)
     _supported_here(recipe, strategy)
@@ -136,21 +127,23 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
     EnvironmentMismatch when strategy, world size or precision in force differ from those asked for.
     """
     on_cpu = launch.on_cpu or not torch.cuda.is_available()
-    process_group = InitProcessGroupKwargs()
-    if strategy.kind == "fsdp" and on_cpu:
-        _let_accelerate_shard_on_cpu(process_group)
+    choose_interface(launch)
+    process_group = InitProcessGroupKwargs(timeout=patience(recipe))
     if strategy.kind == "fsdp" and strategy.offloaded and not on_cpu:
         process_group.backend = "cpu:gloo,cuda:nccl"  # the norm of gradients in host memory is reduced there
-    accelerator = Accelerator(
-        mixed_precision=recipe.training.mixed_precision,
-        cpu=not recipe.budget.gpus and not torch.cuda.is_available(),
-        fsdp_plugin=_fsdp_plugin(strategy) if strategy.kind == "fsdp" else None,
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
-            process_group,
-        ],
-        step_scheduler_with_optimizer=False,
-    )
+    with meeting(launch):
+        if strategy.kind == "fsdp" and on_cpu:
+            _let_accelerate_shard_on_cpu(process_group)
+        accelerator = Accelerator(
+            mixed_precision=recipe.training.mixed_precision,
+            cpu=not recipe.budget.gpus and not torch.cuda.is_available(),
+            fsdp_plugin=_fsdp_plugin(strategy) if strategy.kind == "fsdp" else None,
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+                process_group,
+            ],
+            step_scheduler_with_optimizer=False,
+        )
     _compare(recipe, strategy, launch, accelerator)
     return accelerator
 

@@ -64,7 +64,12 @@ def test_the_step_wins_over_the_job() -> None:
 def test_the_four_variables_are_enough() -> None:
     four = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODELIST": "a[1-2]"}
     found = slurm_ranks(four)
-    assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"], found["LOCAL_WORLD_SIZE"]) == ("1", "2", "a1", "1")
+    assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"], found["LOCAL_WORLD_SIZE"]) == (
+        "1",
+        "2",
+        "a1",
+        "1",
+    )
     assert found["MASTER_PORT"] == slurm_ranks(four | {"SLURM_PROCID": "0"})["MASTER_PORT"]
 
 
