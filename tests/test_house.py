@@ -15,10 +15,10 @@ PACKAGE = Path(__file__).parent.parent / "finetune"
 # Strictly downward: a module imports only from those before it.
 ORDER = (
     "errors recipe recipe_keys yaml_text recipe_mistakes recipe_file recipe_reference strategy durable launcher "
-    "slurm signals schedule optimizer json_array row_reading chat_messages row_formats data_sources row_check chat_template "
-    "answer_spans text_tokens conversations packing array_files token_cache seeded document_pool batches attention "
-    "loss embedded model answers rendezvous runtime fsdp assemble receipt phases metrics pieces checkpoint "
-    "training_state run_folder pulse export run save_restore loop session train chat cli"
+    "slurm signals last_words beats schedule optimizer json_array row_reading chat_messages row_formats data_sources "
+    "row_check chat_template answer_spans text_tokens conversations packing array_files token_cache seeded "
+    "document_pool batches attention loss embedded model answers rendezvous runtime fsdp assemble receipt phases "
+    "metrics pieces checkpoint training_state run_folder pulse export run save_restore loop session train chat cli"
 ).split()
 LIGHT = {
     "errors",
