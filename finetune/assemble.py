@@ -28,6 +28,7 @@ class Assembled:
     model: Any  # called by the loop: wrapped, or sharded
     whole: nn.Module  # with its adapters and by its own names: what is saved, exported and asked for answers
     optimizer: Any
+    gathered_in: torch.dtype | None = None  # FSDP2: the number format of gathered weights, where it is not their own
 
     def trained_weights(self, *, dtype: torch.dtype | None, keep: bool) -> dict[str, torch.Tensor]:
         """The trained weights, whole and in host memory, on the ranks with `keep`; every rank calls it."""
@@ -52,14 +53,15 @@ def _sharded(recipe: Recipe, strategy: Strategy, accelerator: Accelerator) -> As
     whole = _built_on_the_first(recipe)
     decoder = decoder_parts(whole)
     decoder.generation_config = _told_by_the_first(getattr(decoder, "generation_config", None))
-    shard_model(decoder, strategy, accelerator.device, COMPUTE[recipe.training.mixed_precision])
+    compute = COMPUTE[recipe.training.mixed_precision]
+    shard_model(decoder, strategy, accelerator.device, compute)
     optimizer = make_optimizer(whole, recipe)
     groups = [list(group["params"]) for group in optimizer.param_groups]
     model, prepared = prepare_quietly(accelerator, decoder, optimizer)
     # Accelerate finds an optimizer's parameters again by address, which is 0 for every shard without a row.
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = parameters
-    return Assembled(model, whole, prepared)
+    return Assembled(model, whole, prepared, gathered_in=compute)
 
 
 def _built_on_the_first(recipe: Recipe) -> nn.Module:

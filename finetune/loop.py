@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from finetune.batches import MicroBatch, Rows, prefetch
 from finetune.conversations import IGNORE
 from finetune.errors import FinetuneError
+from finetune.loss_scaling import FLOOR, loss_scale, scaler_state
 from finetune.metrics import StepRecord, eval_line
 from finetune.phases import Phases
 from finetune.run import Plan, Run, TrainState
@@ -40,6 +41,8 @@ class StepResult:
     loss: float  # mean over the step's supervised tokens of all ranks
     grad_norm: float  # before clipping
     stop: bool  # some rank was asked to stop
+    loss_scale: float | None  # of this step, under fp16
+    skipped: bool  # an fp16 gradient overflowed: no update, and the next step has half the loss scale
 
 
 def optimizer_step(
@@ -60,8 +63,9 @@ def optimizer_step(
 
     `supervised_tokens` is the step's count over all ranks, known to each from the tokenised rows. Every rank reduces
     gradients to a mean over ranks, hence the factor. `hold` keeps a strategy that reduces once from reducing before the
-    last micro-batch. One collective beside the strategy's own: loss, count and stop
-    flag together. Raises NotFinite before the update if the loss or the gradient norm of any rank is not finite.
+    last micro-batch. One collective beside the strategy's own: loss, count and stop flag together. Raises NotFinite
+    before the update if the loss or the gradient norm of any rank is not finite; under fp16 gradients may overflow
+    until the loss scale is down at 1, and the step is skipped instead.
     """
     scale = accelerator.num_processes / supervised_tokens
     tally = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss sum, supervised tokens, stop flags
@@ -84,14 +88,32 @@ def optimizer_step(
         norm = accelerator.clip_grad_norm_(model.parameters(), math.inf if max_grad_norm is None else max_grad_norm)
         tally = accelerator.reduce(tally, reduction="sum")  # [3]
         # The step's one wait for the device.
-        loss_sum, counted, stops, grad_norm = torch.cat([tally, _whole(norm).double().reshape(1).to(tally)]).tolist()
+        facts = [tally, _whole(norm).double().reshape(1).to(tally), loss_scale(accelerator)]
+        loss_sum, counted, stops, grad_norm, scaled_by = torch.cat(facts).tolist()
         assert counted == supervised_tokens, f"{counted} supervised tokens seen, {supervised_tokens} planned"
-        if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
+        loss, fp16_scale = loss_sum / supervised_tokens, scaled_by if accelerator.scaler is not None else None
+        if fault := _fault(loss, grad_norm, fp16_scale):
             optimizer.zero_grad()
-            raise NotFinite(f"loss {loss_sum / supervised_tokens}, gradient norm {grad_norm}")
-        optimizer.step()
+            raise NotFinite(fault)
+        skipped = not math.isfinite(grad_norm)
+        if skipped:
+            # Not left to optimizer.step(): Accelerate does not notice that a fused AdamW was skipped.
+            accelerator.scaler.update()
+        else:
+            optimizer.step()
         optimizer.zero_grad()
-    return StepResult(loss_sum / supervised_tokens, grad_norm, bool(stops))
+    return StepResult(loss, grad_norm, bool(stops), fp16_scale, skipped)
+
+
+def _fault(loss: float, grad_norm: float, loss_scale: float | None) -> str | None:
+    """What forbids to go on. Gradients that overflow fp16 do not while a smaller loss scale is left to be tried."""
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return None
+    if loss_scale is None or not math.isfinite(loss):
+        return f"loss {loss}, gradient norm {grad_norm}"
+    if loss_scale / 2 < FLOOR:
+        return f"gradients overflow fp16 even at a loss scale of {loss_scale:g} (mixed_precision: bf16 has the range)"
+    return None
 
 
 def _whole(norm: torch.Tensor) -> torch.Tensor:
@@ -126,17 +148,23 @@ def train(run: Run, state: TrainState) -> bool:
     """
     recipe, plan = run.recipe, run.plan
     batches = prefetch(_stream(run, state.step), run.accelerator.device, recipe.training.non_blocking)
+    _write_phases(run, state)
     stopped = False
     while not (stopped or _finished(run, state)):
         stopped = _step_and_record(run, state, batches)
         last = state.step == plan.total_steps
-        if last or state.step % recipe.logging_steps == 0:
+        logging = last or state.step % recipe.logging_steps == 0
+        if logging:
             _flush(run, state)
         if run.eval_rows is not None and (last or state.step % recipe.eval_steps == 0):
             _evaluate_and_compare(run, state)
-        if _finished(run, state) or stopped or state.step % recipe.save_steps == 0:
+        saving = _finished(run, state) or stopped or state.step % recipe.save_steps == 0
+        if saving:
             with run.phases("save"):
+                state.loss_scaler = scaler_state(run.accelerator)
                 run.save(state)
+        if logging or saving:
+            _write_phases(run, state)
     return _finished(run, state)
 
 
@@ -189,17 +217,20 @@ def _step_and_record(run: Run, state: TrainState, batches: Iterator[MicroBatch])
     except NotFinite as error:
         raise NotFinite(_name_rows(run, state.step, indices, str(error))) from error
     state.step += 1
+    state.skipped_steps += result.skipped
     state.window.records.append(
         StepRecord(
             step=state.step,
             epoch=min(state.step * plan.global_batch_size, plan.total_rows) / plan.rows,
             loss=result.loss,
-            grad_norm=result.grad_norm,
+            grad_norm=None if result.skipped else result.grad_norm,
             learning_rate=rate,
             supervised_tokens=supervised,
             tokens=int(run.train_rows.lengths[indices].sum()),
             seconds=time.perf_counter() - began,
             data_wait_seconds=wait.seconds,
+            loss_scale=result.loss_scale,
+            skipped_steps=state.skipped_steps,
         )
     )
     return result.stop
@@ -241,9 +272,11 @@ def _flush(run: Run, state: TrainState) -> None:
     line = state.window.flush(run.accelerator.device)
     run.write_metrics(line)
     run.terminal.step(line)
-    for name, phase in run.phases.take().items():
-        gib = {"peak_gib": phase.peak_bytes / 2**30, "allocated_gib": phase.allocated_bytes / 2**30}
-        run.write_metrics({"kind": "phase", "step": state.step, "phase": name, **gib, "seconds": phase.seconds})
+
+
+def _write_phases(run: Run, state: TrainState) -> None:
+    for line in run.phases.lines(state.step):
+        run.write_metrics(line)
 
 
 def _evaluate_and_compare(run: Run, state: TrainState) -> None:

@@ -23,7 +23,7 @@ from finetune.model import attention_name, decoder_parts
 from finetune.recipe import Recipe
 from finetune.strategy import Strategy
 
-COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "no": None}
 
 
 def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, strategy: Strategy) -> dict[str, Any]:
@@ -43,14 +43,15 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "dtypes": {
             "master": _dtypes(trained),
             "frozen": _dtypes(frozen),
-            "compute": COMPUTE_DTYPES.get(accelerator.mixed_precision, _dtypes(frozen or trained)),
+            "compute": _compute_dtype(accelerator, parts) or _dtypes(frozen or trained),
             "reduce": _dtypes(trained),
-            "optimizer_state": _dtypes(trained),
+            "optimizer_state": None,  # read off the state, once there is one: add_optimizer_state
         },
         "parameters": {
             "trained": sum(parameter.numel() for parameter in trained),
             "frozen": sum(parameter.numel() for parameter in frozen),
         },
+        "loss_scaling": "dynamic" if accelerator.scaler is not None else None,
         "quantized_layers": _quantized_layers(whole),
         "adapted_layers": _adapted_layers(whole),
         "layers": len(layers),
@@ -86,6 +87,29 @@ def sharding_facts(whole: nn.Module) -> dict[str, Any]:
     }
 
 
+def add_optimizer_state(recipe: Recipe, receipt: dict[str, Any], dtypes: str) -> None:
+    """Note the number formats that the optimizer's state has. Raises EnvironmentMismatch where they are not asked for.
+
+    8 bits are for tensors of 4,096 elements and more; small adapters may have none, and the receipt then says float32.
+    """
+    training = recipe.training
+    asked = {"adamw": "bfloat16" if training.pure_bf16 else "float32"}.get(training.optim, "float32")
+    fits = {asked} | ({"uint8"} if training.optim.endswith("8bit") else set())
+    if not set(dtypes.split(", ")) <= fits:
+        raise EnvironmentMismatch(f"training.optim: state of {training.optim} in {asked} was asked for, it is {dtypes}")
+    receipt["dtypes"]["optimizer_state"] = dtypes
+
+
+def _compute_dtype(accelerator: Accelerator, parts: Assembled) -> str | None:
+    """The number format that weights are gathered in, or that autocast has in a forward, where it is on."""
+    if parts.gathered_in is not None:
+        return str(parts.gathered_in).removeprefix("torch.")
+    with accelerator.autocast():
+        device = accelerator.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
 def _dtypes(parameters: Iterable[torch.Tensor]) -> str:
     """The number formats of these parameters, most frequent first."""
     count = Counter(str(parameter.dtype).removeprefix("torch.") for parameter in parameters)
@@ -105,7 +129,11 @@ def _adapted_layers(model: nn.Module) -> int:
 def _compare(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> None:
     every = int(recipe.training.activation_checkpointing)
     expected_master = "bfloat16" if recipe.training.pure_bf16 else "float32"
+    precision = recipe.training.mixed_precision
+    computes = AUTOCAST[precision] or receipt["dtypes"]["compute"]
     checks = [
+        ("training.mixed_precision: number format of the computation", computes, receipt["dtypes"]["compute"]),
+        ("training.mixed_precision: loss scaling", precision == "fp16", receipt["loss_scaling"] is not None),
         ("model.attention", attention_name(recipe), receipt["attention"]),
         ("training.pure_bf16: number format of trained weights", expected_master, receipt["dtypes"]["master"]),
         ("lora: layers with an adapter", recipe.lora is not None, receipt["adapted_layers"] > 0),

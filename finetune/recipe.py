@@ -258,7 +258,7 @@ class Recipe(Section):
         ge=5,
         description="Seconds without a sign of life after which a rank counts as frozen and the run ends, naming it.",
     )
-    measure_phases: bool = Field(False, description="Memory and seconds of forward, backward, step and save; slows.")
+    measure_phases: bool = Field(False, description="Memory, seconds, collectives of each phase; slows.")
     output_dir: str | None = Field(None, min_length=1, description="Run folder; null: runs/ and the recipe's name.")
 
     @model_validator(mode="after")

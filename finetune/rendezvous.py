@@ -108,6 +108,7 @@ def meeting(launch: Launch) -> Iterator[None]:
     """
     hint = threading.Timer(_HINT_SECONDS, lambda: print(f"still waiting: {_whom_and_where(launch)}", file=sys.stderr))
     hint.daemon = True
+    choose_interface(launch)
     if launch.world_size > 1 and launch.local_rank == 0:
         hint.start()
     try:

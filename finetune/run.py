@@ -98,6 +98,8 @@ class TrainState:
     step: int = 0  # finished optimizer steps: the one integer that says where the run is
     best_eval_loss: float = math.inf
     worse_evaluations: int = 0
+    skipped_steps: int = 0  # whose fp16 gradients overflowed
+    loss_scaler: dict[str, Any] | None = None  # fp16's, as of the latest save
     window: Window = field(default_factory=Window)
 
     def as_json(self) -> dict[str, Any]:
@@ -110,7 +112,14 @@ class TrainState:
         """The state that `as_json` gave."""
         best = math.inf if saved["best_eval_loss"] is None else float(saved["best_eval_loss"])
         records = [StepRecord(**record) for record in saved["window"]["records"]]
-        return cls(int(saved["step"]), best, int(saved["worse_evaluations"]), Window(records))
+        return cls(
+            step=int(saved["step"]),
+            best_eval_loss=best,
+            worse_evaluations=int(saved["worse_evaluations"]),
+            skipped_steps=int(saved.get("skipped_steps", 0)),
+            loss_scaler=saved.get("loss_scaler"),
+            window=Window(records),
+        )
 
 
 @dataclass(frozen=True)

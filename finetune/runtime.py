@@ -19,8 +19,10 @@ from torch import nn
 
 from finetune.errors import EnvironmentMismatch
 from finetune.launcher import Launch
+from finetune.loss_scaling import scale_losses_on_cpu
+from finetune.optimizer import check_optimizer
 from finetune.recipe import Recipe
-from finetune.rendezvous import check_world, choose_interface, meeting, patience
+from finetune.rendezvous import check_world, patience
 from finetune.strategy import Strategy, read_strategy
 
 Hold = Callable[[], AbstractContextManager[Any]]
@@ -41,7 +43,7 @@ def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
     check_world(recipe, launch, asked)
     _right_number_of_processes(recipe, strategy, launch)
     _right_device(recipe, launch)
-    _supported_here(recipe, strategy)
+    _supported_here(recipe, strategy, launch)
     return strategy
 
 
@@ -104,20 +106,13 @@ def _right_device(recipe: Recipe, launch: Launch) -> None:
         )
 
 
-def _supported_here(recipe: Recipe, strategy: Strategy) -> None:
+def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
     if strategy.kind == "deepspeed":
         raise EnvironmentMismatch(
             f"accelerate_config: {strategy.name}: this version of finetune does not train under DeepSpeed; "
             "set accelerate_config=fsdp2"
         )
-    if recipe.training.mixed_precision == "fp16":
-        raise EnvironmentMismatch(
-            "training.mixed_precision: fp16 needs loss scaling, which this version has not; set bf16 or no"
-        )
-    if recipe.training.optim != "adamw":
-        raise EnvironmentMismatch(
-            f"training.optim: {recipe.training.optim} is not in this version; set training.optim=adamw"
-        )
+    check_optimizer(recipe.training.optim, on_cpu=launch.on_cpu or not torch.cuda.is_available())
 
 
 def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Accelerator:
@@ -127,23 +122,22 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
     EnvironmentMismatch when strategy, world size or precision in force differ from those asked for.
     """
     on_cpu = launch.on_cpu or not torch.cuda.is_available()
-    choose_interface(launch)
     process_group = InitProcessGroupKwargs(timeout=patience(recipe))
+    if strategy.kind == "fsdp" and on_cpu:
+        _let_accelerate_shard_on_cpu(process_group)
     if strategy.kind == "fsdp" and strategy.offloaded and not on_cpu:
         process_group.backend = "cpu:gloo,cuda:nccl"  # the norm of gradients in host memory is reduced there
-    with meeting(launch):
-        if strategy.kind == "fsdp" and on_cpu:
-            _let_accelerate_shard_on_cpu(process_group)
-        accelerator = Accelerator(
-            mixed_precision=recipe.training.mixed_precision,
-            cpu=not recipe.budget.gpus and not torch.cuda.is_available(),
-            fsdp_plugin=_fsdp_plugin(strategy) if strategy.kind == "fsdp" else None,
-            kwargs_handlers=[
-                DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
-                process_group,
-            ],
-            step_scheduler_with_optimizer=False,
-        )
+    accelerator = Accelerator(
+        mixed_precision=recipe.training.mixed_precision,
+        cpu=not recipe.budget.gpus and not torch.cuda.is_available(),
+        fsdp_plugin=_fsdp_plugin(strategy) if strategy.kind == "fsdp" else None,
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            process_group,
+        ],
+        step_scheduler_with_optimizer=False,
+    )
+    scale_losses_on_cpu(accelerator)
     _compare(recipe, strategy, launch, accelerator)
     return accelerator
 

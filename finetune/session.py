@@ -21,12 +21,15 @@ from finetune.durable import append_lines, write_json
 from finetune.errors import FinetuneError, Stopped
 from finetune.launcher import Launch, continue_command
 from finetune.loop import evaluate, train
+from finetune.loss_scaling import load_scaler_state
 from finetune.metrics import Terminal, eval_line
 from finetune.model import attention_name, decoder_parts
+from finetune.optimizer import once_stepped
 from finetune.phases import Phases
 from finetune.pulse import Progress, watched
-from finetune.receipt import describe, write_receipt
+from finetune.receipt import add_optimizer_state, describe, write_receipt
 from finetune.recipe import Recipe
+from finetune.rendezvous import meeting
 from finetune.run import Plan, Run, TrainState, make_plan
 from finetune.run_folder import Claim, mark_failed, mark_run
 from finetune.runtime import build_accelerator, holding_back, use_all_cores
@@ -54,7 +57,8 @@ class Start:
 
 
 def train_claimed(start: Start) -> int:
-    accelerator = build_accelerator(start.recipe, start.strategy, start.launch)
+    with meeting(start.launch):
+        accelerator = build_accelerator(start.recipe, start.strategy, start.launch)
     use_all_cores(start.launch, accelerator.device)
     with stop_on_signals(start.stop, announce=start.launch.is_main):
         return _train_together(start, accelerator)
@@ -125,6 +129,7 @@ def _build(
         parts = assemble(recipe, start.strategy, accelerator)
         check_vocabulary(prepared, parts.whole)
         state = restore(recipe, parts.whole, parts.optimizer, first_step)
+        load_scaler_state(accelerator, state.loss_scaler)
     terminal = Terminal(plan.total_steps, silent=not start.launch.is_main)
     _write_receipt(start, accelerator, parts, plan, terminal)
 
@@ -192,9 +197,18 @@ def _write_receipt(start: Start, accelerator: Accelerator, parts: Assembled, pla
     receipt = write_receipt(start.recipe, accelerator, parts, start.strategy)
     batch, facts = plan.facts(), start.prepared.facts
     receipt |= {"batch": batch, "data": {"fingerprint": start.prepared.fingerprint, **facts}}
-    if start.launch.is_main:
-        write_json(start.run_dir / "receipt.json", receipt)
+
+    def write() -> None:
+        if start.launch.is_main:
+            write_json(start.run_dir / "receipt.json", receipt)
+
+    def note_state(dtypes: str) -> None:
+        add_optimizer_state(start.recipe, receipt, dtypes)
+        write()
+
+    write()
     terminal.say("\n".join([describe(receipt), *start.prepared.notes]))
+    once_stepped(parts.optimizer, note_state)
 
 
 def _look_before(start: Start, run: Run, whole: nn.Module) -> None:

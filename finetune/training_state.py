@@ -9,7 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from finetune.errors import FinetuneError
+from finetune.optimizer import allocate_state
 from finetune.pieces import Stored, local_part
+
+# Entries of an optimizer's state that have their parameter's shape: torch's names and bitsandbytes'.
+MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
 
 Readable = Mapping[str, Tensor | Stored]
 
@@ -86,7 +90,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
         parameter = parameters.get(key.partition(":")[0])
         if parameter is None:
             mistakes.append(f"unexpected: {key}")
-        elif ":exp_avg" in key and tuple(value.shape) != tuple(parameter.shape):
+        elif key.split(":")[1] in MOMENTS and tuple(value.shape) != tuple(parameter.shape):
             mistakes.append(f"{key}: shape {tuple(value.shape)} in the checkpoint, {tuple(parameter.shape)} here")
         else:
             placed[key] = _state_for(parameter, value)
@@ -94,9 +98,15 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
     on_device = _step_on_device(optimizer)
     for parameter in parameters.values():
         optimizer.state.pop(parameter, None)
+    allocate_state(optimizer, [parameters[name] for name in {key.partition(":")[0] for key in placed}])
     for key, value in placed.items():
         name, entry, *number = key.split(":")
         parameter = parameters[name]
+        own = optimizer.state[parameter].get(entry)
+        if isinstance(own, Tensor):  # in bitsandbytes' own pages and code books
+            _refuse(key, [f"{_kind(value)} in the checkpoint, {_kind(own)} here"] * (_kind(value) != _kind(own)))
+            own.copy_(value)
+            continue
         stays = bool(number) or (entry == "step" and id(parameter) not in on_device)
         moved = value.clone() if stays else value.to(parameter.device, copy=True)
         optimizer.state[parameter][entry] = moved.item() if number else _shaped_like(parameter, moved)

@@ -170,7 +170,7 @@ def test_a_run_that_stopped_early_does_not_train_on(tmp_path: Path, monkeypatch:
     training |= {"learning_rate": 1e-30, "early_stopping_patience": 1}
     rewrite(recipe, eval_steps=3, logging_steps=2, training=training)
     with monkeypatch.context() as patch:
-        patch.setattr(session, "export", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(session, "export", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run(recipe, tmp_path / "run") == 130
     ended = state_of(tmp_path / "run")["step"]
     assert ended < 20

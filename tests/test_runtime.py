@@ -63,7 +63,6 @@ def test_what_fits_is_let_through() -> None:
             replace(TWO, config_file=CONFIG_FOLDER / "fsdp2_offload.yaml"),
             ["fsdp2.yaml", "False there, True here for fsdp_config.fsdp_offload_params"],
         ),
-        ({"training": {"mixed_precision": "fp16"}}, ALONE, ["fp16", "bf16"]),
         ({"training": {"optim": "paged_adamw_8bit"}}, ALONE, ["paged_adamw_8bit", "adamw"]),
     ],
 )
