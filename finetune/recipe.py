@@ -253,6 +253,11 @@ class Recipe(Section):
     eval_steps: Count = Field(100, description="Optimizer steps between two evaluations.")
     save_steps: Count = Field(100, description="Optimizer steps between two checkpoints.")
     save_total_limit: Count = Field(2, description="Checkpoints kept.")
+    timeout_seconds: int = Field(
+        600,
+        ge=5,
+        description="Seconds without a sign of life after which a rank counts as frozen and the run ends, naming it.",
+    )
     measure_phases: bool = Field(False, description="Memory, seconds, collectives of each phase; slows.")
     output_dir: str | None = Field(None, min_length=1, description="Run folder; null: runs/ and the recipe's name.")
 

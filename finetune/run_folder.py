@@ -40,6 +40,7 @@ FREE_TO_CHANGE = (
     "save_total_limit",
     "measure_phases",
     "output_dir",
+    "timeout_seconds",
     "training.per_device_batch_size",
     "training.non_blocking",
     "training.resume",
