@@ -21,8 +21,8 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     groups: list[dict[str, Any]] = [{"params": trained}]
     if decay:  # else one group: the fused kernel runs once for each
         groups = [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in trained if _dimensions(p) >= 2], "weight_decay": decay},
+            {"params": [p for p in trained if _dimensions(p) < 2], "weight_decay": 0.0},
         ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
@@ -32,3 +32,8 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         weight_decay=0.0,
         fused=True,  # one kernel for all parameters; on a CPU too
     )
+
+
+def _dimensions(parameter: nn.Parameter) -> int:
+    """Of the whole parameter: ZeRO-3 leaves an empty vector in its place."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))
