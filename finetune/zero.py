@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from finetune.errors import EnvironmentMismatch
 from finetune.recipe import Recipe
+from finetune.zero_pieces import load_masters
 
 # Elements of one reduction: below, latency rules; above, nothing gets faster.
 SMALLEST_BUCKET, LARGEST_BUCKET = 2**20, 2**26
@@ -69,7 +70,7 @@ def _offload(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def zero_plugin(recipe: Recipe, settings: Mapping[str, Any], *, world_size: int, on_cpu: bool) -> DeepSpeedPlugin:
-    """The engine's config, complete but for the buckets, which `fit_to_model` sets.
+    """The engine's config, complete but for the buckets, which `prepare_zero` sets.
 
     `settings` is an Accelerate config file with a `deepspeed_config` section. Raises EnvironmentMismatch for a
     precision that the engine cannot run here.
@@ -130,12 +131,6 @@ def _precision(recipe: Recipe, on_cpu: bool, zero: Mapping[str, Any]) -> dict[st
         raise EnvironmentMismatch("training.pure_bf16: an offloaded optimizer keeps float32; set pure_bf16: false")
     pure = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     return {"bf16": pure, "fp16": {"enabled": False}, "data_types": {"grad_accum_dtype": "bf16"}}
-
-
-def fit_to_model(accelerator: Accelerator, model: nn.Module) -> None:
-    """Set the buckets by the model's size; after the model is built, before `accelerator.prepare`."""
-    zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
-    zero |= buckets(model, zero["stage"])
 
 
 def buckets(model: nn.Module, stage: int) -> dict[str, int]:
@@ -199,6 +194,43 @@ class StepWhenAsked:
         return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.engine.device)
 
 
-def step_when_asked(accelerator: Accelerator) -> None:
-    """Put the engine under the loop's control; after `accelerator.prepare`."""
-    accelerator.deepspeed_engine_wrapped = StepWhenAsked(accelerator.deepspeed_engine_wrapped.engine)
+def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """`accelerator.prepare` for DeepSpeed: the engine under the loop's control, and its optimizer.
+
+    Weights that are trained in float32 (adapters, under bf16) stay exactly what they are in the engine's masters.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    exact = _into_engine_dtype(model, engine_dtype(plugin.deepspeed_config))
+    if plugin.zero_stage == 3 and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        _partition(model, plugin.deepspeed_config)
+    plugin.deepspeed_config["zero_optimization"] |= buckets(model, plugin.zero_stage)
+    engine, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.deepspeed_engine_wrapped = StepWhenAsked(engine)
+    if exact:
+        load_masters(engine, exact)
+    return engine, optimizer
+
+
+def engine_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """The number format of the weights that an engine with this config computes with."""
+    halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return next((dtype for key, dtype in halves.items() if config[key]["enabled"]), torch.float32)
+
+
+def _into_engine_dtype(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Cast what the engine would refuse or round; returns the trained values that lost digits, by name."""
+    exact: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.dtype in (dtype, torch.uint8, torch.int8) or hasattr(parameter, "ds_id"):
+            continue
+        if parameter.requires_grad:
+            exact[name] = parameter.detach().clone()
+        parameter.data = parameter.data.to(dtype)
+    return exact
+
+
+def _partition(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Partition a model that was loaded whole (a quantised one) one parameter at a time, not whole on the device."""
+    import deepspeed
+
+    deepspeed.zero.Init(module=model, config_dict_or_path=dict(config))
