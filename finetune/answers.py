@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from finetune.conversations import SamplePrompt
-from finetune.durable import append_lines
 from finetune.model import decoder_parts
 
 
@@ -28,7 +26,7 @@ def answering(model: nn.Module) -> Iterator[nn.Module]:
     inner.set_attn_implementation("sdpa")
     model.eval()
     try:
-        with torch.inference_mode():
+        with torch.no_grad():  # inference_mode's tensors cannot be sharded
             yield model
     finally:
         inner.set_attn_implementation(trained_with)
@@ -45,7 +43,8 @@ def answer(
     streamer: Any = None,
 ) -> str:
     """The model's answer to a prompt that ends where the assistant begins; greedy when `temperature` is 0."""
-    inputs = torch.tensor([list(prompt_ids)], device=next(model.parameters()).device)
+    device = next(model.buffers()).device  # parameters may be offloaded
+    inputs = torch.tensor([list(prompt_ids)], device=device)
     options: dict[str, Any] = {"do_sample": temperature > 0, "use_cache": True, "max_new_tokens": max_new_tokens}
     # None takes away what the model's own generation settings say of sampling.
     options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(("temperature", "top_p", "top_k"))
@@ -69,8 +68,7 @@ def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int
     return sorted(token for token in ends if token is not None)
 
 
-def write_samples(
-    run_dir: Path,
+def samples(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[SamplePrompt],
@@ -78,10 +76,9 @@ def write_samples(
     max_new_tokens: int,
     when: str,
     step: int,
-) -> None:
-    """Append the model's answers to the fixed prompts to samples.jsonl; `when` is before or after."""
+) -> Iterator[dict[str, Any]]:
+    """The model's answers to the fixed prompts, as lines of samples.jsonl; `when` is before or after."""
     with answering(model):
         for sample in prompts:
             text = answer(model, tokenizer, sample.prompt_ids, max_new_tokens=max_new_tokens)
-            line = {"when": when, "step": step, "prompt": sample.prompt, "answer": text, "reference": sample.reference}
-            append_lines(run_dir / "samples.jsonl", [line])
+            yield {"when": when, "step": step, "prompt": sample.prompt, "answer": text, "reference": sample.reference}

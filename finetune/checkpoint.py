@@ -1,34 +1,37 @@
 """Checkpoints: tensors in safetensors, the rest in JSON, no pickle; complete and hashed, or absent.
 
     checkpoints/step-00000100/
-        model.safetensors  optimizer.safetensors   one file for each group of tensors
-        state.json                                  everything that is no tensor
-        MANIFEST.json                               size and SHA-256 of each file, and its own
+        model-00000.safetensors  optimizer-00000.safetensors   a file for each group of tensors and rank that has any
+        state.json                                              everything that is no tensor
+        MANIFEST.json                                           which file holds which elements of which tensor;
+                                                                size and SHA-256 of each file, and its own
 
-One process writes. A sharded strategy gathers its tensors first, then calls the same writer.
+Each rank writes the pieces it holds (pieces.py), the first one all else.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.torch import save_file
+from torch import Tensor
 
 from finetune.durable import ASIDE, disk_errors, publish_folder, remove_folder, sync, write_json
-from finetune.errors import FinetuneError
+from finetune.errors import EnvironmentMismatch
+from finetune.pieces import Piece, Ranks, Stored, covers, piece_to_write
 
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"step-(\d{8,})")
 
-Tensors = Mapping[str, Tensor]
+Tensors = Mapping[str, Tensor | Piece]
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Checkpoint:
 
     path: Path
     step: int
+    groups: Mapping[str, Mapping[str, Stored]]  # group -> name -> where its elements are
     aliases: Mapping[str, Mapping[str, str]]  # group -> name -> the name whose tensor it shares
 
 
@@ -46,54 +50,123 @@ def step_folder(run_dir: Path, step: int) -> Path:
 
 
 def write_checkpoint(
-    run_dir: Path, step: int, tensors: Mapping[str, Tensors], state: Mapping[str, Any], *, keep: int
+    run_dir: Path,
+    step: int,
+    tensors: Mapping[str, Tensors],
+    state: Mapping[str, Any],
+    *,
+    keep: int,
+    ranks: Ranks = Ranks(),  # noqa: B008  # frozen
 ) -> Path:
     """Saves a checkpoint and prunes older ones: at any moment of a crash the old or the new one is whole.
 
-    A valid checkpoint of the same step is left as it is: the same step of a run has the same state.
+    A valid checkpoint of the same step is left as it is: the same step of a run has the same state. Every rank calls
+    it, and leaves it when the checkpoint is there.
 
     Args:
-        run_dir: The run's folder; its metrics are synced first, so that they reach as far as the checkpoint.
+        run_dir: The run's folder, which every rank sees; its metrics are synced first, so that they reach as far as
+            the checkpoint.
         step: Finished optimizer steps.
-        tensors: Group -> name -> tensor, of any device, shape (0-dim too) and layout; shared ones are stored once.
+        tensors: Group -> name -> tensor, of any device, shape (0-dim too) and layout, or this rank's piece of it;
+            shared ones are stored once.
         state: What is no tensor, as JSON; no NaN or infinity.
         keep: Checkpoints to keep, at least 1; this one is always kept.
 
     Raises:
-        EnvironmentMismatch: the disk is full or not writable; earlier checkpoints are untouched.
+        EnvironmentMismatch: the disk is full or not writable, on any rank; earlier checkpoints are untouched.
     """
     folder = step_folder(run_dir, step)
-    if not (folder.exists() and isinstance(examine(folder), Checkpoint)):
-        aside = folder.with_name(f"{ASIDE}{folder.name}")
-        kept = "earlier checkpoints are intact; "
-        with disk_errors(folder, kept):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            remove_folder(aside)
+    aside = folder.with_name(f"{ASIDE}{folder.name}")
+    first = ranks.rank == 0
+    present = first and folder.exists() and isinstance(examine(folder), Checkpoint)
+    if not ranks.gather(present)[0]:
+        with disk_errors(folder, "earlier checkpoints are intact; "):
             try:
-                _write_files(aside, step, tensors, {"step": step, **state})
+                if first:
+                    folder.parent.mkdir(parents=True, exist_ok=True)
+                    remove_folder(aside)
+                    aside.mkdir()
+                facts = _written_by_all(aside, tensors, ranks)
+                if first:
+                    _write_rest(aside, step, {"step": step, **state}, facts)
+                    for lines in sorted(run_dir.glob("*.jsonl")):
+                        sync(lines)
+                    publish_folder(aside, folder)
             except Exception:
-                remove_folder(aside)  # a full disk gets its space back
+                if first:
+                    remove_folder(aside)  # a full disk gets its space back
                 raise
-            for lines in sorted(run_dir.glob("*.jsonl")):
-                sync(lines)
-            publish_folder(aside, folder)
-    _prune(run_dir, step, keep)
+    if first:
+        _prune(run_dir, step, keep)
+    ranks.gather(None)
     return folder
 
 
-def _write_files(aside: Path, step: int, tensors: Mapping[str, Tensors], state: Mapping[str, Any]) -> None:
-    aside.mkdir()
-    aliases: dict[str, dict[str, str]] = {}
-    for group, named in tensors.items():
-        unique, aliases[group] = _without_aliases(named)
-        save_file(unique, aside / f"{group}.safetensors")
+def _written_by_all(aside: Path, tensors: Mapping[str, Tensors], ranks: Ranks) -> list[dict[str, Any]]:
+    """Each rank's files and pieces. When one rank cannot write, all of them raise."""
+    ranks.gather(None)  # the folder is there
+    failure: Exception | None = None
+    facts: dict[str, Any] = {}
+    try:
+        facts = {group: _write_group(aside, group, named, ranks.rank) for group, named in tensors.items()}
+    except Exception as error:
+        failure = error
+    everyone = ranks.gather((facts, failure and str(failure)))
+    if failure is not None:
+        raise failure
+    for rank, (_, reason) in enumerate(everyone):
+        if reason is not None:
+            raise EnvironmentMismatch(f"{aside}: rank {rank} could not write: {reason}; earlier checkpoints are intact")
+    return [found for found, _ in everyone]
+
+
+def _write_group(aside: Path, group: str, named: Tensors, rank: int) -> dict[str, Any]:
+    """Write this rank's pieces of a group; what the manifest says of them."""
+    pieces = {name: piece for name, value in named.items() if (piece := piece_to_write(value, rank)) is not None}
+    unique, aliases = _without_aliases({name: piece.tensor for name, piece in pieces.items()})
+    told = {
+        name: {
+            "shape": pieces[name].shape,
+            "dtype": _dtype_name(tensor),
+            "start": pieces[name].start,
+            "n": tensor.numel(),
+        }
+        for name, tensor in unique.items()
+    }
+    if not unique and rank:
+        return {"pieces": {}, "aliases": aliases}
+    path = aside / f"{group}-{rank:05d}.safetensors"
+    save_file(unique, path)
+    return {"pieces": told, "aliases": aliases, "file": path.name, "sha256": _sha256(path)}
+
+
+def _write_rest(aside: Path, step: int, state: Mapping[str, Any], facts: list[dict[str, Any]]) -> None:
+    """The first rank's part: state and manifest. Raises AssertionError where pieces do not make whole tensors."""
     write_json(aside / "state.json", state)
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(aside.iterdir())}
-    manifest = {"format": FORMAT, "step": step, "files": files, "aliases": aliases}
+    hashes = {found["file"]: found["sha256"] for ranks in facts for found in ranks.values() if "file" in found}
+    hashes["state.json"] = _sha256(aside / "state.json")
+    files = {name: {"bytes": (aside / name).stat().st_size, "sha256": hashes[name]} for name in sorted(hashes)}
+    groups: dict[str, dict[str, Any]] = {group: {} for group in facts[0]}
+    for rank_facts in facts:
+        for group, found in rank_facts.items():
+            for name, told in found["pieces"].items():
+                entry = groups[group].setdefault(name, {"shape": told["shape"], "dtype": told["dtype"], "parts": []})
+                entry["parts"].append([found["file"], told["start"], told["n"]])
+    for group, named in groups.items():
+        for name, entry in named.items():
+            entry["parts"].sort(key=lambda part: (part[1], part[2]))
+            whole = covers([(start, count) for _, start, count in entry["parts"]], math.prod(entry["shape"]))
+            assert whole, f"{group}: {name}: {entry} is not the whole tensor"
+    aliases = {group: found["aliases"] for group, found in facts[0].items()}
+    manifest = {"format": FORMAT, "step": step, "files": files, "groups": groups, "aliases": aliases}
     write_json(aside / "MANIFEST.json", {**manifest, "sha256": _self_hash(manifest)})
 
 
-def _without_aliases(named: Tensors) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _without_aliases(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Splits tensors into distinct ones, contiguous and unshared, and names of the very same tensor."""
     unique: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -141,8 +214,8 @@ def _prune(run_dir: Path, step: int, keep: int) -> None:
         remove_folder(folder)
 
 
-def examine(folder: Path) -> Checkpoint | str:
-    """The checkpoint in `folder`, or what is wrong with it; reads and hashes every byte."""
+def examine(folder: Path, *, hashes: bool = True) -> Checkpoint | str:
+    """The checkpoint in `folder`, or what is wrong with it; reads and hashes every byte, or looks at sizes alone."""
     match = _NAME.fullmatch(folder.name)
     if match is None:
         return "its name is not step-NNNNNNNN"
@@ -153,13 +226,22 @@ def examine(folder: Path) -> Checkpoint | str:
             return "MANIFEST.json was changed or is of another version"
         for name, facts in manifest["files"].items():
             path = folder / name
-            if path.stat().st_size != facts["bytes"] or _sha256(path) != facts["sha256"]:
+            if path.stat().st_size != facts["bytes"] or (hashes and _sha256(path) != facts["sha256"]):
                 return f"{name} is not the file that was written"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"unreadable ({error})"
-    return Checkpoint(folder, manifest["step"], manifest["aliases"])
+    groups = {
+        group: {name: _stored(folder, name, entry) for name, entry in named.items()}
+        for group, named in manifest["groups"].items()
+    }
+    return Checkpoint(folder, manifest["step"], groups, manifest["aliases"])
+
+
+def _stored(folder: Path, name: str, entry: Mapping[str, Any]) -> Stored:
+    parts = tuple((folder / file, start, count) for file, start, count in entry["parts"])
+    return Stored(name, tuple(entry["shape"]), getattr(torch, entry["dtype"]), parts)
 
 
 def newest_valid(run_dir: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
@@ -174,111 +256,15 @@ def newest_valid(run_dir: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
 
 
 def read_checkpoint(checkpoint: Checkpoint) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """The tensors by group and name, on the CPU, and the state that `write_checkpoint` was given."""
+    """The tensors by group and name, whole, on the CPU, and the state that `write_checkpoint` was given."""
     groups: dict[str, dict[str, Tensor]] = {}
-    for group, aliases in checkpoint.aliases.items():
-        named = load_file(checkpoint.path / f"{group}.safetensors")
-        groups[group] = named | {name: named[kept] for name, kept in aliases.items()}
-    state = json.loads((checkpoint.path / "state.json").read_text(encoding="utf-8"))
-    return groups, state
+    for group, stored in checkpoint.groups.items():
+        named = {name: entry.whole() for name, entry in stored.items()}
+        groups[group] = named | {name: named[kept] for name, kept in checkpoint.aliases[group].items()}
+    return groups, read_state_of(checkpoint)
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The trained parameters by name; frozen ones come from the base model again. Give the unwrapped model."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def load_model(model: nn.Module, tensors: Tensors) -> None:
-    """Copies saved parameters into the trained parameters of the unwrapped model, in place and bitwise.
-
-    Raises:
-        FinetuneError: missing, unexpected, wrong-shaped, wrong-typed or non-finite tensors, all of them named.
-    """
-    parameters = model_tensors(model)
-    mistakes = [f"missing: {name}" for name in parameters.keys() - tensors.keys()]
-    mistakes += [f"unexpected: {name}" for name in tensors.keys() - parameters.keys()]
-    for name in parameters.keys() & tensors.keys():
-        there, here = tensors[name], parameters[name]
-        if (there.shape, there.dtype) != (here.shape, here.dtype):
-            mistakes.append(f"{name}: {_kind(there)} in the checkpoint, {_kind(here)} in the model")
-    _refuse("the checkpoint does not fit the model", [*sorted(mistakes), *_not_finite(tensors)])
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as `parameter name:state key`, Python numbers as 0-dim tensors `...:int` or `...:float`.
-
-    Parameter groups are not stored: the recipe and the schedule own their values. Accelerate's wrapper is fine.
-    """
-    named: dict[str, Tensor] = {}
-    for name, parameter in _optimized(model, optimizer).items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                named[f"{name}:{key}"] = value
-            elif isinstance(value, (int, float)):
-                wide = torch.int64 if isinstance(value, int) else torch.float64
-                named[f"{name}:{key}:{type(value).__name__}"] = torch.tensor(value, dtype=wide)
-            else:
-                raise AssertionError(f"optimizer state {key} of {name} is a {type(value).__name__}, no tensor")
-    return named
-
-
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
-    """Gives the optimizer the state that `optimizer_tensors` returned, bitwise; what it held before is dropped.
-
-    Not through load_state_dict, which casts state to its parameter's number format.
-
-    Raises:
-        FinetuneError: state of a parameter that is not optimized here, of another shape, or not finite.
-    """
-    parameters = _optimized(model, optimizer)
-    mistakes = []
-    for key, value in tensors.items():
-        parameter = parameters.get(key.partition(":")[0])
-        if parameter is None:
-            mistakes.append(f"unexpected: {key}")
-        elif ":exp_avg" in key and value.shape != parameter.shape:
-            mistakes.append(f"{key}: shape {tuple(value.shape)} in the checkpoint, {tuple(parameter.shape)} here")
-    _refuse("the checkpoint does not fit the optimizer", [*sorted(mistakes), *_not_finite(tensors)])
-    on_device = _step_on_device(optimizer)
-    for parameter in parameters.values():
-        optimizer.state.pop(parameter, None)
-    for key, value in tensors.items():
-        name, entry, *number = key.split(":")
-        parameter = parameters[name]
-        stays = bool(number) or (entry == "step" and id(parameter) not in on_device)
-        placed = value.clone() if stays else value.to(parameter.device, copy=True)
-        optimizer.state[parameter][entry] = placed.item() if number else placed
-
-
-def _optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    named = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in members}
-    assert len(named) == len(members), "the optimizer holds parameters that are not the model's"
-    return named
-
-
-def _step_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Parameters whose step count torch wants beside them: fused and capturable kernels read it on the device."""
-    groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
-    return {id(parameter) for group in groups for parameter in group["params"]}
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def _not_finite(tensors: Tensors) -> list[str]:
-    floats = {name: value for name, value in tensors.items() if value.is_floating_point()}
-    return sorted(f"not finite: {name}" for name, value in floats.items() if not bool(torch.isfinite(value).all()))
-
-
-def _refuse(headline: str, mistakes: Iterable[str]) -> None:
-    found = list(mistakes)
-    if not found:
-        return
-    rest = f"\n  and {len(found) - 5} more" if len(found) > 5 else ""
-    remedy = "\ntraining.resume=never starts over and keeps the old folder aside"
-    raise FinetuneError(f"{headline}:\n  " + "\n  ".join(found[:5]) + rest + remedy)
+def read_state_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What is no tensor."""
+    state: dict[str, Any] = json.loads((checkpoint.path / "state.json").read_text(encoding="utf-8"))
+    return state

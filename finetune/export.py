@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from finetune.durable import ASIDE, disk_errors, publish_folder, remove_folder, write_json
 
@@ -16,11 +17,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def export_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, run_dir: Path, *, base: str) -> Path:
+def export_adapter(
+    model: PeftModel, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, run_dir: Path, *, base: str
+) -> Path:
     """Writes run_dir/adapter, which plain `PeftModel.from_pretrained` loads; written aside and renamed.
 
     Args:
-        model: Unwrapped; on one process.
+        model: Unwrapped, maybe sharded.
+        weights: Its trained weights by its own names, whole.
         base: The base model's name as others can load it, for adapter_config.json.
     """
     config = model.peft_config["default"]
@@ -28,34 +32,36 @@ def export_adapter(model: PeftModel, tokenizer: PreTrainedTokenizerBase, run_dir
 
     def write(folder: Path) -> None:
         # "auto" would ask the Hub whether the vocabulary grew; embeddings that are trained are saved as such anyway.
-        model.save_pretrained(str(folder), save_embedding_layers=False)
+        model.save_pretrained(str(folder), state_dict=weights, save_embedding_layers=False)
         tokenizer.save_pretrained(str(folder))
 
     return _publish(run_dir / "adapter", write)
 
 
 def export_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, run_dir: Path, *, dtype: torch.dtype
+    model: PreTrainedModel,
+    weights: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    run_dir: Path,
+    *,
+    dtype: torch.dtype,
 ) -> Path:
-    """Writes run_dir/model as safetensors in `dtype` (trained weights are float32); written aside and renamed."""
+    """Writes run_dir/model as safetensors; written aside and renamed.
+
+    Args:
+        model: Unwrapped, maybe sharded.
+        weights: All of its weights by its own names, whole and in `dtype`; tied ones are one tensor.
+        dtype: That of the weights.
+    """
 
     def write(folder: Path) -> None:
-        model.save_pretrained(str(folder), state_dict=_in_dtype(model.state_dict(), dtype))
+        model.save_pretrained(str(folder), state_dict=weights)
         # save_pretrained states the dtype of the model in memory, by which others would load the weights again.
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         write_json(folder / "config.json", config | {"dtype": str(dtype).removeprefix("torch.")})
         tokenizer.save_pretrained(str(folder))
 
     return _publish(run_dir / "model", write)
-
-
-def _in_dtype(weights: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Floating-point weights in `dtype`; tied ones stay one tensor, by which transformers knows them."""
-    cast: dict[int, torch.Tensor] = {}
-    for tensor in weights.values():
-        if tensor.is_floating_point() and tensor.data_ptr() not in cast:
-            cast[tensor.data_ptr()] = tensor.to(dtype)
-    return {name: cast.get(tensor.data_ptr(), tensor) for name, tensor in weights.items()}
 
 
 def _publish(target: Path, write: Callable[[Path], None]) -> Path:

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from finetune.batches import MicroBatch, Rows, prefetch
 from finetune.conversations import IGNORE
 from finetune.errors import FinetuneError
+from finetune.loss_scaling import FLOOR, loss_scale, scaler_state
 from finetune.metrics import StepRecord, eval_line
 from finetune.phases import Phases
 from finetune.run import Plan, Run, TrainState
@@ -38,6 +41,8 @@ class StepResult:
     loss: float  # mean over the step's supervised tokens of all ranks
     grad_norm: float  # before clipping
     stop: bool  # some rank was asked to stop
+    loss_scale: float | None  # of this step, under fp16
+    skipped: bool  # an fp16 gradient overflowed: no update, and the next step has half the loss scale
 
 
 def optimizer_step(
@@ -52,12 +57,15 @@ def optimizer_step(
     seed: int,
     stop: bool,
     phases: Phases,
+    hold: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> StepResult:
     """Forward and backward of `micro_steps` micro-batches, one clip, one update.
 
     `supervised_tokens` is the step's count over all ranks, known to each from the tokenised rows. Every rank reduces
-    gradients to a mean over ranks, hence the factor. One collective beside the strategy's own: loss, count and stop
-    flag together. Raises NotFinite before the update if the loss or the gradient norm of any rank is not finite.
+    gradients to a mean over ranks, hence the factor. `hold` keeps a strategy that reduces once from reducing before the
+    last micro-batch. One collective beside the strategy's own: loss, count and stop flag together. Raises NotFinite
+    before the update if the loss or the gradient norm of any rank is not finite; under fp16 gradients may overflow
+    until the loss scale is down at 1, and the step is skipped instead.
     """
     scale = accelerator.num_processes / supervised_tokens
     tally = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss sum, supervised tokens, stop flags
@@ -67,7 +75,7 @@ def optimizer_step(
         accelerator.sync_gradients = last
         # Dropout follows from (seed, step, rank, micro-step) alone, so that a resumed run needs no generator state.
         _seed_dropout(accelerator.device, seed + index)
-        with nullcontext() if last else accelerator.no_sync(model):
+        with nullcontext() if last else hold():
             with phases("forward"):
                 loss = model(**batch)
             tally[0] += loss.detach()
@@ -80,14 +88,37 @@ def optimizer_step(
         norm = accelerator.clip_grad_norm_(model.parameters(), math.inf if max_grad_norm is None else max_grad_norm)
         tally = accelerator.reduce(tally, reduction="sum")  # [3]
         # The step's one wait for the device.
-        loss_sum, counted, stops, grad_norm = torch.cat([tally, norm.double().reshape(1).to(tally)]).tolist()
+        facts = [tally, _whole(norm).double().reshape(1).to(tally), loss_scale(accelerator)]
+        loss_sum, counted, stops, grad_norm, scaled_by = torch.cat(facts).tolist()
         assert counted == supervised_tokens, f"{counted} supervised tokens seen, {supervised_tokens} planned"
-        if not (math.isfinite(loss_sum) and math.isfinite(grad_norm)):
+        loss, fp16_scale = loss_sum / supervised_tokens, scaled_by if accelerator.scaler is not None else None
+        if fault := _fault(loss, grad_norm, fp16_scale):
             optimizer.zero_grad()
-            raise NotFinite(f"loss {loss_sum / supervised_tokens}, gradient norm {grad_norm}")
-        optimizer.step()
+            raise NotFinite(fault)
+        skipped = not math.isfinite(grad_norm)
+        if skipped:
+            # Not left to optimizer.step(): Accelerate does not notice that a fused AdamW was skipped.
+            accelerator.scaler.update()
+        else:
+            optimizer.step()
         optimizer.zero_grad()
-    return StepResult(loss_sum / supervised_tokens, grad_norm, bool(stops))
+    return StepResult(loss, grad_norm, bool(stops), fp16_scale, skipped)
+
+
+def _fault(loss: float, grad_norm: float, loss_scale: float | None) -> str | None:
+    """What forbids to go on. Gradients that overflow fp16 do not while a smaller loss scale is left to be tried."""
+    if math.isfinite(loss) and math.isfinite(grad_norm):
+        return None
+    if loss_scale is None or not math.isfinite(loss):
+        return f"loss {loss}, gradient norm {grad_norm}"
+    if loss_scale / 2 < FLOOR:
+        return f"gradients overflow fp16 even at a loss scale of {loss_scale:g} (mixed_precision: bf16 has the range)"
+    return None
+
+
+def _whole(norm: torch.Tensor) -> torch.Tensor:
+    """A norm over sharded gradients comes as a sharded tensor."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _seed_dropout(device: torch.device, seed: int) -> None:
@@ -127,6 +158,7 @@ def train(run: Run, state: TrainState) -> bool:
             _evaluate_and_compare(run, state)
         if _finished(run, state) or stopped or state.step % recipe.save_steps == 0:
             with run.phases("save"):
+                state.loss_scaler = scaler_state(run.accelerator)
                 run.save(state)
     return _finished(run, state)
 
@@ -175,21 +207,25 @@ def _step_and_record(run: Run, state: TrainState, batches: Iterator[MicroBatch])
             seed=_step_seed(plan, state.step),
             stop=run.stop_requested(),
             phases=run.phases,
+            hold=run.hold,
         )
     except NotFinite as error:
         raise NotFinite(_name_rows(run, state.step, indices, str(error))) from error
     state.step += 1
+    state.skipped_steps += result.skipped
     state.window.records.append(
         StepRecord(
             step=state.step,
             epoch=min(state.step * plan.global_batch_size, plan.total_rows) / plan.rows,
             loss=result.loss,
-            grad_norm=result.grad_norm,
+            grad_norm=None if result.skipped else result.grad_norm,
             learning_rate=rate,
             supervised_tokens=supervised,
             tokens=int(run.train_rows.lengths[indices].sum()),
             seconds=time.perf_counter() - began,
             data_wait_seconds=wait.seconds,
+            loss_scale=result.loss_scale,
+            skipped_steps=state.skipped_steps,
         )
     )
     return result.stop

@@ -28,12 +28,14 @@ class StepRecord:
     step: int  # finished optimizer steps
     epoch: float
     loss: float  # mean over the step's supervised tokens
-    grad_norm: float  # before clipping
+    grad_norm: float | None  # before clipping; None: skipped, the gradients overflowed fp16
     learning_rate: float
     supervised_tokens: int
     tokens: int
     seconds: float
     data_wait_seconds: float
+    loss_scale: float | None = None  # under fp16
+    skipped_steps: int = 0  # of the run, up to this step
 
 
 @dataclass
@@ -52,12 +54,13 @@ class Window:
         loss = last.loss
         if len(records) > 1:
             loss = math.fsum(record.loss * record.supervised_tokens for record in records) / supervised
-        return {
+        norms = [record.grad_norm for record in records if record.grad_norm is not None]
+        line = {
             "kind": "train",
             "step": last.step,
             "epoch": round(last.epoch, 6),
             "loss": loss,
-            "grad_norm": last.grad_norm,
+            "grad_norm": norms[-1] if norms else None,
             "learning_rate": last.learning_rate,
             "supervised_tokens": supervised,
             "tokens": tokens,
@@ -66,6 +69,9 @@ class Window:
             "data_wait_fraction": sum(record.data_wait_seconds for record in records) / seconds,
             "peak_memory_gib": peak_bytes(device) / GIB,
         }
+        if last.loss_scale is not None:
+            line |= {"loss_scale": last.loss_scale, "skipped_steps": last.skipped_steps}
+        return line
 
 
 def eval_line(step: int, loss: float) -> dict[str, Any]:
@@ -138,8 +144,11 @@ class Terminal:
 
     def _text(self, line: dict[str, Any]) -> str:
         bars = f" {sparkline(list(self._losses))}" if self._live else ""
+        norm = "overflow" if line["grad_norm"] is None else f"{line['grad_norm']:.3g}"
+        if "loss_scale" in line:
+            norm += f"  scale {line['loss_scale']:.0f}, {line['skipped_steps']} skipped"
         return (
-            f"step {line['step']}/{self._total}  loss {line['loss']:.4f}{bars}  norm {line['grad_norm']:.3g}  "
+            f"step {line['step']}/{self._total}  loss {line['loss']:.4f}{bars}  norm {norm}  "
             f"{line['tokens_per_second']:,.0f} tok/s  {line['peak_memory_gib']:.1f} GiB  "
             f"data wait {line['data_wait_fraction']:.0%}  ETA {self._remaining(line)}"
         )

@@ -17,6 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -52,16 +53,18 @@ def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
     """The model that the recipe trains, on `device`, ready for its first forward.
 
     With `shift_labels` its forward returns the summed float32 loss, a scalar, and nothing else; without them it is
-    the library's own forward. Raises FinetuneError when weights are missing, unexpected or not safetensors, and
-    EnvironmentMismatch when they cannot be reached.
+    the library's own forward. On device "meta" no weights are read: the same structure, to be filled by a rank that
+    has them. Raises FinetuneError when weights are missing, unexpected or not safetensors, and EnvironmentMismatch
+    when they cannot be reached.
     """
-    model = _load_base(recipe)
+    model = _structure_alone(recipe) if device.type == "meta" else _load_base(recipe)
     _refuse_unsuitable(model, attention_name(recipe))
     put_loss_into_forward(model)
     whole: nn.Module = model
     if recipe.lora is not None:
         torch.manual_seed(recipe.training.seed)  # every rank draws the same adapters
-        whole = _add_adapters(model, recipe.lora, recipe.training.pure_bf16)
+        with model.device:  # on meta too
+            whole = _add_adapters(model, recipe.lora, recipe.training.pure_bf16)
     if recipe.training.activation_checkpointing:
         # After peft, which else makes the embeddings' output require a gradient, as reentrant checkpointing would need.
         checkpoint_layers(model, int(recipe.training.activation_checkpointing))
@@ -82,20 +85,13 @@ def decoder_parts(model: nn.Module) -> PreTrainedModel:
 
 def _load_base(recipe: Recipe) -> PreTrainedModel:
     section = recipe.model
-    attention.register()
-    trained_in = torch.bfloat16 if recipe.training.pure_bf16 else torch.float32
-    options: dict[str, Any] = {
-        "revision": section.revision,
-        "dtype": getattr(torch, section.dtype) if recipe.lora else trained_in,
-        "attn_implementation": attention_name(recipe),
-        "trust_remote_code": section.trust_remote_code,
-        "use_safetensors": True,
-        "output_loading_info": True,
-    }
+    options = _common_options(recipe) | {"use_safetensors": True, "output_loading_info": True}
     if recipe.quantization:
         options["quantization_config"] = _bitsandbytes(recipe.quantization)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(resolve_model_path(section.name_or_path), **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            resolve_model_path(section.name_or_path), revision=section.revision, **options
+        )
     except (OSError, ValueError, ImportError) as error:
         raise _not_loaded("weights", section.name_or_path, error) from error
     model, info = loaded
@@ -103,6 +99,32 @@ def _load_base(recipe: Recipe) -> PreTrainedModel:
     assert isinstance(model, PreTrainedModel)
     model.config.use_cache = False
     return model
+
+
+def _structure_alone(recipe: Recipe) -> PreTrainedModel:
+    """The base model on meta, built from its configuration."""
+    section = recipe.model
+    path, options = resolve_model_path(section.name_or_path), {"revision": section.revision}
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code, **options)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **_common_options(recipe))
+    except (OSError, ValueError) as error:
+        raise _not_loaded("configuration", section.name_or_path, error) from error
+    assert isinstance(model, PreTrainedModel)
+    model.config.use_cache = False
+    return model
+
+
+def _common_options(recipe: Recipe) -> dict[str, Any]:
+    section = recipe.model
+    attention.register()
+    trained_in = torch.bfloat16 if recipe.training.pure_bf16 else torch.float32
+    return {
+        "dtype": getattr(torch, section.dtype) if recipe.lora else trained_in,
+        "attn_implementation": attention_name(recipe),
+        "trust_remote_code": section.trust_remote_code,
+    }
 
 
 def _bitsandbytes(quantization: Quantization) -> BitsAndBytesConfig:
@@ -201,6 +223,8 @@ def checkpoint_layers(model: PreTrainedModel, every: int) -> None:
 def _add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool) -> nn.Module:
     settings = lora.model_dump()
     settings["modules_to_save"] = lora.modules_to_save or None
+    if model.device.type == "meta":  # the values come from a rank that has the weights some inits are made from
+        settings["init_lora_weights"] = True
     config = LoraConfig(task_type="CAUSAL_LM", **settings)
     try:
         with warnings.catch_warnings():

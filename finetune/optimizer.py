@@ -1,13 +1,45 @@
-"""The optimizer that a recipe names."""
+"""The optimizer that a recipe names, and what its state is made of."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from finetune.errors import EnvironmentMismatch
 from finetune.recipe import Recipe
+
+# The classes of bitsandbytes; 8 bits mean one byte a moment and weight, with a float32 maximum for each 256 of them.
+BITSANDBYTES = {
+    "adamw_8bit": "AdamW8bit",
+    "paged_adamw_8bit": "PagedAdamW8bit",
+    "paged_adamw_32bit": "PagedAdamW32bit",
+}
+
+
+def check_optimizer(name: str, *, on_cpu: bool) -> None:
+    """Refuse, before anything is loaded, an optimizer that would not be the one asked for. Raises EnvironmentMismatch.
+
+    Pages are CUDA's managed memory: on a CPU bitsandbytes would take its plain classes, with one warning. Its plain
+    8-bit AdamW has a CPU kernel since 0.50.
+    """
+    if name not in BITSANDBYTES:
+        return
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise EnvironmentMismatch(
+            f"training.optim: {name} needs bitsandbytes; install it with: pip install 'finetune[qlora]'"
+        ) from error
+    if on_cpu and name.startswith("paged_"):
+        plain = "adamw_8bit" if name.endswith("8bit") else "adamw"
+        raise EnvironmentMismatch(
+            f"training.optim: {name} pages its state between GPU and host, a CPU has no such pages; "
+            f"set training.optim={plain}"
+        )
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
@@ -24,14 +56,87 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
             {"params": [p for p in trained if _dimensions(p) >= 2], "weight_decay": decay},
             {"params": [p for p in trained if _dimensions(p) < 2], "weight_decay": 0.0},
         ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=recipe.training.learning_rate,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=0.0,
-        fused=True,  # one kernel for all parameters; on a CPU too
-    )
+    groups = [group for group in groups if group["params"]]
+    settings: dict[str, Any] = {
+        "lr": recipe.training.learning_rate,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+    }
+    if recipe.training.optim == "adamw":
+        # Fused: one kernel for all parameters; on a CPU too.
+        return torch.optim.AdamW(groups, **settings, fused=True)
+    return _from_bitsandbytes(recipe.training.optim, model, groups, settings)
+
+
+def _from_bitsandbytes(
+    name: str, model: nn.Module, groups: list[dict[str, Any]], settings: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """bitsandbytes' AdamW. Under 8 bits it keeps what has fewer than 4,096 elements in float32; we add every vector,
+    for a norm of Llama 3 8B has 4,096, and embeddings, whose rows are as uneven as words (as transformers does)."""
+    import bitsandbytes
+
+    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    vectors = [parameter for parameter in model.parameters() if _dimensions(parameter) < 2]
+    in_float32 = [parameter for parameter in (*embeddings, *vectors) if parameter.requires_grad]
+    library: Any = bitsandbytes.optim
+    # bitsandbytes has one manager of exceptions a process, by the identity of parameters, of long gone ones too.
+    manager = library.GlobalOptimManager.get_instance()
+    for group in groups:
+        for parameter in group["params"]:
+            manager.pid2config.pop(id(parameter), None)
+    if in_float32:
+        manager.override_config(in_float32, "optim_bits", 32)
+    optimizer: torch.optim.Optimizer = getattr(library, BITSANDBYTES[name])(groups, **settings)
+    return optimizer
+
+
+def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Have bitsandbytes make the state of these parameters, in its own pages and with its own code books, as its
+    first step would; loading fills it in place. torch's optimizers take any tensor as state and are left alone."""
+    inner = _innermost(optimizer)
+    if not hasattr(inner, "init_state"):
+        return
+    wanted = {id(parameter) for parameter in parameters}
+    for group_index, group in enumerate(inner.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) in wanted:
+                inner.init_state(group, parameter, group_index, index)
+
+
+def once_stepped(optimizer: torch.optim.Optimizer, tell: Callable[[str], None]) -> None:
+    """Call `tell` with the state's number formats once there is a state: now in a resumed run, else after the first
+    update."""
+    if (held := state_dtypes(optimizer)) != "none":
+        tell(held)
+        return
+
+    def look(*_: Any) -> None:
+        hook.remove()
+        tell(state_dtypes(optimizer))
+
+    hook = _innermost(optimizer).register_step_post_hook(look)
+
+
+def state_dtypes(optimizer: torch.optim.Optimizer) -> str:
+    """The number formats of the moments held now, largest share first; "none" before the first step.
+
+    Moments are the state of their parameter's shape; step counts, block maxima and code books are not.
+    """
+    count: Counter[str] = Counter()
+    for parameter, state in _innermost(optimizer).state.items():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.ndim:
+                count[str(value.dtype).removeprefix("torch.")] += value.numel()
+    return ", ".join(name for name, _ in count.most_common()) or "none"
+
+
+def _innermost(optimizer: torch.optim.Optimizer) -> Any:
+    """The optimizer that holds the state, inside Accelerate's wrapper and an engine's own."""
+    inner: Any = optimizer
+    while hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    return inner
 
 
 def _dimensions(parameter: nn.Parameter) -> int:

@@ -14,50 +14,100 @@ import torch
 from accelerate import Accelerator
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from finetune.assemble import Assembled
 from finetune.errors import EnvironmentMismatch
 from finetune.model import attention_name, decoder_parts
 from finetune.recipe import Recipe
+from finetune.strategy import Strategy
 
-COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "no": None}
 
 
-def write_receipt(recipe: Recipe, accelerator: Accelerator, model: nn.Module, strategy: str) -> dict[str, Any]:
+def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, strategy: Strategy) -> dict[str, Any]:
     """The receipt of a prepared model. Raises EnvironmentMismatch where it differs from the recipe."""
-    inner = accelerator.unwrap_model(model)
-    trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
-    frozen = [parameter for parameter in inner.parameters() if not parameter.requires_grad]
-    layers = [module for module in inner.modules() if isinstance(module, GradientCheckpointingLayer)]
+    whole = parts.whole
+    trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
+    frozen = [parameter for parameter in whole.parameters() if not parameter.requires_grad]
+    layers = [module for module in whole.modules() if isinstance(module, GradientCheckpointingLayer)]
     receipt = {
-        "strategy": strategy,
+        "strategy": strategy.name,
         "world_size": accelerator.num_processes,
         "device": str(accelerator.device.type),
-        "wrapper": type(model).__name__,
-        "architecture": type(decoder_parts(inner)).__name__,
-        "attention": decoder_parts(inner).config._attn_implementation,
+        "wrapper": type(parts.model).__name__,
+        "architecture": type(decoder_parts(whole)).__name__.removeprefix("FSDP"),  # fully_shard puts it before
+        "attention": decoder_parts(whole).config._attn_implementation,
+        "sharding": sharding_facts(whole),
         "dtypes": {
             "master": _dtypes(trained),
             "frozen": _dtypes(frozen),
-            "compute": COMPUTE_DTYPES.get(accelerator.mixed_precision, _dtypes(frozen or trained)),
+            "compute": _compute_dtype(accelerator, parts) or _dtypes(frozen or trained),
             "reduce": _dtypes(trained),
-            "optimizer_state": _dtypes(trained),
+            "optimizer_state": None,  # read off the state, once there is one: add_optimizer_state
         },
         "parameters": {
             "trained": sum(parameter.numel() for parameter in trained),
             "frozen": sum(parameter.numel() for parameter in frozen),
-            "sharded": 0,
         },
-        "quantized_layers": _quantized_layers(inner),
-        "adapted_layers": _adapted_layers(inner),
+        "loss_scaling": "dynamic" if accelerator.scaler is not None else None,
+        "quantized_layers": _quantized_layers(whole),
+        "adapted_layers": _adapted_layers(whole),
         "layers": len(layers),
         "checkpointed_layers": sum(1 for layer in layers if layer.gradient_checkpointing),
         "pinned_memory": recipe.training.non_blocking and accelerator.device.type == "cuda",
         "non_blocking": recipe.training.non_blocking,
         "batches_copied_ahead": int(recipe.training.non_blocking),
     }
-    _compare(recipe, receipt)
+    _compare(recipe, strategy, receipt)
     return receipt
+
+
+def sharding_facts(whole: nn.Module) -> dict[str, Any]:
+    """What of the weights this rank holds, seen in the storage of the parameters themselves."""
+    elements = held = sharded = 0
+    meshes, places = set(), set()
+    for parameter in whole.parameters():
+        elements += parameter.numel()
+        if isinstance(parameter, DTensor):
+            sharded += parameter.numel()
+            local = parameter.to_local()
+            mesh = parameter.device_mesh
+            meshes.add(tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)))
+        else:
+            local = parameter
+        held += local.numel()
+        places.add(local.device.type)
+    return {
+        "sharded_parameters": sharded,
+        "held_share": held / elements,
+        "mesh": dict(meshes.pop()) if meshes else {},
+        "weights_on": sorted(places),
+    }
+
+
+def add_optimizer_state(recipe: Recipe, receipt: dict[str, Any], dtypes: str) -> None:
+    """Note the number formats that the optimizer's state has. Raises EnvironmentMismatch where they are not asked for.
+
+    8 bits are for tensors of 4,096 elements and more; small adapters may have none, and the receipt then says float32.
+    """
+    training = recipe.training
+    asked = {"adamw": "bfloat16" if training.pure_bf16 else "float32"}.get(training.optim, "float32")
+    fits = {asked} | ({"uint8"} if training.optim.endswith("8bit") else set())
+    if not set(dtypes.split(", ")) <= fits:
+        raise EnvironmentMismatch(f"training.optim: state of {training.optim} in {asked} was asked for, it is {dtypes}")
+    receipt["dtypes"]["optimizer_state"] = dtypes
+
+
+def _compute_dtype(accelerator: Accelerator, parts: Assembled) -> str | None:
+    """The number format that weights are gathered in, or that autocast has in a forward, where it is on."""
+    if parts.gathered_in is not None:
+        return str(parts.gathered_in).removeprefix("torch.")
+    with accelerator.autocast():
+        device = accelerator.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _dtypes(parameters: Iterable[torch.Tensor]) -> str:
@@ -76,13 +126,18 @@ def _adapted_layers(model: nn.Module) -> int:
     return sum(1 for module in model.modules() if isinstance(module, BaseTunerLayer) and module.active_adapters)
 
 
-def _compare(recipe: Recipe, receipt: dict[str, Any]) -> None:
+def _compare(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> None:
     every = int(recipe.training.activation_checkpointing)
     expected_master = "bfloat16" if recipe.training.pure_bf16 else "float32"
+    precision = recipe.training.mixed_precision
+    computes = AUTOCAST[precision] or receipt["dtypes"]["compute"]
     checks = [
+        ("training.mixed_precision: number format of the computation", computes, receipt["dtypes"]["compute"]),
+        ("training.mixed_precision: loss scaling", precision == "fp16", receipt["loss_scaling"] is not None),
         ("model.attention", attention_name(recipe), receipt["attention"]),
         ("training.pure_bf16: number format of trained weights", expected_master, receipt["dtypes"]["master"]),
         ("lora: layers with an adapter", recipe.lora is not None, receipt["adapted_layers"] > 0),
+        ("accelerate_config: weights sharded", strategy.sharded, receipt["sharding"]["sharded_parameters"] > 0),
         ("quantization: layers quantised", recipe.quantization is not None, receipt["quantized_layers"] > 0),
         (
             "training.activation_checkpointing: layers recomputed",

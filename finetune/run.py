@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -97,6 +98,8 @@ class TrainState:
     step: int = 0  # finished optimizer steps: the one integer that says where the run is
     best_eval_loss: float = math.inf
     worse_evaluations: int = 0
+    skipped_steps: int = 0  # whose fp16 gradients overflowed
+    loss_scaler: dict[str, Any] | None = None  # fp16's, as of the latest save
     window: Window = field(default_factory=Window)
 
     def as_json(self) -> dict[str, Any]:
@@ -109,7 +112,14 @@ class TrainState:
         """The state that `as_json` gave."""
         best = math.inf if saved["best_eval_loss"] is None else float(saved["best_eval_loss"])
         records = [StepRecord(**record) for record in saved["window"]["records"]]
-        return cls(int(saved["step"]), best, int(saved["worse_evaluations"]), Window(records))
+        return cls(
+            step=int(saved["step"]),
+            best_eval_loss=best,
+            worse_evaluations=int(saved["worse_evaluations"]),
+            skipped_steps=int(saved.get("skipped_steps", 0)),
+            loss_scaler=saved.get("loss_scaler"),
+            window=Window(records),
+        )
 
 
 @dataclass(frozen=True)
@@ -118,7 +128,7 @@ class Run:
 
     recipe: Recipe
     accelerator: Accelerator
-    model: nn.Module
+    model: nn.Module  # as the strategy wrapped it
     optimizer: torch.optim.Optimizer
     train_rows: Rows
     eval_rows: Rows | None
@@ -129,3 +139,4 @@ class Run:
     stop_requested: Callable[[], bool]
     write_metrics: Callable[[dict[str, Any]], None]
     save: Callable[[TrainState], None]
+    hold: Callable[[], AbstractContextManager[Any]]  # entered for every micro-batch but a step's last

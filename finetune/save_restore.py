@@ -9,27 +9,22 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from finetune.checkpoint import (
-    examine,
-    load_model,
-    load_optimizer,
-    model_tensors,
-    optimizer_tensors,
-    read_checkpoint,
-    step_folder,
-    write_checkpoint,
-)
+from finetune.assemble import Assembled
+from finetune.checkpoint import examine, read_state_of, step_folder, write_checkpoint
 from finetune.embedded import published_name
 from finetune.errors import FinetuneError
 from finetune.export import export_adapter, export_model
+from finetune.pieces import all_ranks
 from finetune.recipe import Recipe
 from finetune.run import TrainState
+from finetune.training_state import load_model, load_optimizer, model_tensors, optimizer_tensors
 
 
 def save(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState) -> None:
-    """Write a checkpoint of the unwrapped model; for rank 0, whom the others meet again at the next reduction."""
+    """Write a checkpoint of the unwrapped model; every rank calls it and writes what it holds."""
     tensors = {"model": model_tensors(model), "optimizer": optimizer_tensors(model, optimizer)}
-    write_checkpoint(Path(recipe.run_dir), state.step, tensors, state.as_json(), keep=recipe.save_total_limit)
+    keep = recipe.save_total_limit
+    write_checkpoint(Path(recipe.run_dir), state.step, tensors, state.as_json(), keep=keep, ranks=all_ranks())
 
 
 def restore(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> TrainState:
@@ -40,18 +35,24 @@ def restore(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, 
     if step == 0:
         return TrainState()
     folder = step_folder(Path(recipe.run_dir), step)
-    checkpoint = examine(folder)
+    checkpoint = examine(folder, hashes=False)  # the first rank hashed every byte when it claimed the run folder
     if isinstance(checkpoint, str):
         raise FinetuneError(f"{folder}: {checkpoint}; every rank must see the run folder")
-    tensors, saved = read_checkpoint(checkpoint)
-    load_model(model, tensors["model"])
-    load_optimizer(model, optimizer, tensors["optimizer"])
-    return TrainState.from_json(saved)
+    load_model(model, checkpoint.groups["model"])
+    load_optimizer(model, optimizer, checkpoint.groups["optimizer"])
+    return TrainState.from_json(read_state_of(checkpoint))
 
 
-def export(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """Write the adapter in PEFT's layout, or the whole model; returns its folder."""
+def export(recipe: Recipe, parts: Assembled, tokenizer: PreTrainedTokenizerBase, *, write: bool) -> Path | None:
+    """Write the adapter in PEFT's layout, or the whole model, on the rank with `write`; every rank takes part.
+
+    Returns its folder.
+    """
     folder, section = Path(recipe.run_dir), recipe.model
-    if recipe.lora is not None:
-        return export_adapter(cast("Any", model), tokenizer, folder, base=published_name(section.name_or_path))
-    return export_model(cast("Any", model), tokenizer, folder, dtype=getattr(torch, section.dtype))
+    dtype = None if recipe.lora else getattr(torch, section.dtype)
+    weights, model = parts.trained_weights(dtype=dtype, keep=write), cast("Any", parts.whole)
+    if not write:
+        return None
+    if dtype is None:
+        return export_adapter(model, weights, tokenizer, folder, base=published_name(section.name_or_path))
+    return export_model(model, weights, tokenizer, folder, dtype=dtype)

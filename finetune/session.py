@@ -13,24 +13,27 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from finetune import attention
-from finetune.answers import write_samples
+from finetune.answers import samples
+from finetune.assemble import Assembled, assemble
 from finetune.batches import Prepared
 from finetune.durable import append_lines, write_json
 from finetune.errors import FinetuneError, Stopped
 from finetune.launcher import Launch
 from finetune.loop import evaluate, train
+from finetune.loss_scaling import load_scaler_state
 from finetune.metrics import Terminal, eval_line
-from finetune.model import attention_name, build_model, decoder_parts
-from finetune.optimizer import make_optimizer
+from finetune.model import attention_name, decoder_parts
+from finetune.optimizer import once_stepped
 from finetune.phases import Phases
-from finetune.receipt import describe, write_receipt
+from finetune.receipt import add_optimizer_state, describe, write_receipt
 from finetune.recipe import Recipe
 from finetune.run import Plan, Run, TrainState, make_plan
 from finetune.run_folder import Claim, mark_failed, mark_run
-from finetune.runtime import Strategy, build_accelerator, prepare_quietly, use_all_cores
+from finetune.runtime import build_accelerator, holding_back, use_all_cores
 from finetune.save_restore import export, restore, save
 from finetune.schedule import learning_rate_schedule
 from finetune.signals import StopRequest, stop_on_signals
+from finetune.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -94,10 +97,10 @@ def _agree_on_start(accelerator: Accelerator, claim: Claim | None) -> int | None
 
 
 def _train(start: Start, accelerator: Accelerator, first_step: int, progress: Progress) -> int:
-    run, state = _build(start, accelerator, first_step, progress)
+    parts, run, state = _build(start, accelerator, first_step, progress)
     if first_step == 0:
         progress.phase = "looking before"
-        _look_before(start, run)
+        _look_before(start, run, parts.whole)
     progress.phase = "training"
     if not train(run, state):
         command = mark_run(start.run_dir, "stopped", step=state.step) if start.launch.is_main else ""
@@ -105,38 +108,35 @@ def _train(start: Start, accelerator: Accelerator, first_step: int, progress: Pr
         accelerator.wait_for_everyone()
         return Stopped.exit_code
     progress.phase = "export"
+    _write_samples(start, parts.whole, "after", state.step)
+    folder = export(start.recipe, parts, start.tokenizer, write=start.launch.is_main)
     if start.launch.is_main:
-        model = accelerator.unwrap_model(run.model)
-        _write_samples(start, model, "after", state.step)
-        folder = export(start.recipe, model, start.tokenizer)
         mark_run(start.run_dir, "finished", step=state.step)
         run.terminal.say(f"finished: {folder}\ntalk to it: finetune chat {start.run_dir}")
     accelerator.wait_for_everyone()
     return 0
 
 
-def _build(start: Start, accelerator: Accelerator, first_step: int, progress: Progress) -> tuple[Run, TrainState]:
+def _build(
+    start: Start, accelerator: Accelerator, first_step: int, progress: Progress
+) -> tuple[Assembled, Run, TrainState]:
     recipe, prepared = start.recipe, start.prepared
     plan = _make_plan(start, accelerator)
     learning_rate = learning_rate_schedule(recipe.training, plan.total_steps)
     phases = Phases(accelerator.device, recipe.measure_phases)
     with phases("load"):
-        model: Any = build_model(recipe, accelerator.device)
-        check_vocabulary(prepared, model)
-        model, optimizer = prepare_quietly(accelerator, model, make_optimizer(model, recipe))
-        state = restore(recipe, accelerator.unwrap_model(model), optimizer, first_step)
+        parts = assemble(recipe, start.strategy, accelerator)
+        check_vocabulary(prepared, parts.whole)
+        state = restore(recipe, parts.whole, parts.optimizer, first_step)
+        load_scaler_state(accelerator, state.loss_scaler)
     terminal = Terminal(plan.total_steps, silent=not start.launch.is_main)
-    _write_receipt(start, accelerator, model, plan, terminal)
-
-    def save_if_main(state: TrainState) -> None:
-        if start.launch.is_main:
-            save(recipe, accelerator.unwrap_model(model), optimizer, state)
+    _write_receipt(start, accelerator, parts, plan, terminal)
 
     run = Run(
         recipe=recipe,
         accelerator=accelerator,
-        model=model.train(),
-        optimizer=optimizer,
+        model=parts.model.train(),
+        optimizer=parts.optimizer,
         train_rows=prepared.train,
         eval_rows=prepared.eval,
         plan=plan,
@@ -145,9 +145,10 @@ def _build(start: Start, accelerator: Accelerator, first_step: int, progress: Pr
         phases=phases,
         stop_requested=lambda: bool(start.stop),
         write_metrics=_metrics_writer(start, progress),
-        save=save_if_main,
+        save=lambda state: save(recipe, parts.whole, parts.optimizer, state),
+        hold=holding_back(accelerator, start.strategy, parts.model),
     )
-    return run, state
+    return parts, run, state
 
 
 def _make_plan(start: Start, accelerator: Accelerator) -> Plan:
@@ -181,18 +182,26 @@ def check_vocabulary(prepared: Prepared, model: nn.Module) -> None:
         )
 
 
-def _write_receipt(start: Start, accelerator: Accelerator, model: nn.Module, plan: Plan, terminal: Terminal) -> None:
-    receipt = write_receipt(start.recipe, accelerator, model, start.strategy.name)
+def _write_receipt(start: Start, accelerator: Accelerator, parts: Assembled, plan: Plan, terminal: Terminal) -> None:
+    receipt = write_receipt(start.recipe, accelerator, parts, start.strategy)
     batch, facts = plan.facts(), start.prepared.facts
     receipt |= {"batch": batch, "data": {"fingerprint": start.prepared.fingerprint, **facts}}
-    if start.launch.is_main:
-        write_json(start.run_dir / "receipt.json", receipt)
+
+    def write() -> None:
+        if start.launch.is_main:
+            write_json(start.run_dir / "receipt.json", receipt)
+
+    def note_state(dtypes: str) -> None:
+        add_optimizer_state(start.recipe, receipt, dtypes)
+        write()
+
+    write()
     terminal.say("\n".join([describe(receipt), *start.prepared.notes]))
+    once_stepped(parts.optimizer, note_state)
 
 
-def _look_before(start: Start, run: Run) -> None:
-    if start.launch.is_main:
-        _write_samples(start, run.accelerator.unwrap_model(run.model), "before", 0)
+def _look_before(start: Start, run: Run, whole: nn.Module) -> None:
+    _write_samples(start, whole, "before", 0)
     if run.eval_rows is not None:
         line = eval_line(0, evaluate(run.accelerator, run.model, run.eval_rows, run.plan))
         run.write_metrics(line)
@@ -200,6 +209,11 @@ def _look_before(start: Start, run: Run) -> None:
 
 
 def _write_samples(start: Start, model: nn.Module, when: str, step: int) -> None:
+    """Rank 0 writes; where weights are sharded, every rank computes the same answers along with it."""
+    if not (start.launch.is_main or start.strategy.sharded):
+        return
     length = start.recipe.samples.max_new_tokens
-    prompts = start.prepared.prompts
-    write_samples(start.run_dir, model, start.tokenizer, prompts, max_new_tokens=length, when=when, step=step)
+    answers = samples(model, start.tokenizer, start.prepared.prompts, max_new_tokens=length, when=when, step=step)
+    for line in answers:
+        if start.launch.is_main:
+            append_lines(start.run_dir / "samples.jsonl", [line])

@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_recipe(loaded: LoadedRecipe) -> int:
     """Train to the end, or to a signal; returns 0 or 130. Raises FinetuneError."""
-    # Before torch loads: threads that wait sleep instead of spinning. On two cores shared with another program a step
-    # took 4.8 s so, 18 s with spinning; alone there is no difference.
+    # Before torch loads: threads that wait sleep instead of spinning. On two cores shared with another program twenty
+    # passes of a small network took 4.8 s so, 18 s with spinning (docs/log.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from finetune.launcher import continue_command, read_launch
     from finetune.runtime import check_launch, hush_libraries, launch_notes

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
-from finetune.runtime import read_strategy
+from finetune.errors import RecipeError
+from finetune.strategy import read_strategy
 
 FOLDER = Path(__file__).resolve().parent.parent / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
-KINDS = {"single": "single", "ddp": "ddp", "fsdp2": "fsdp", "cpu_2proc": "ddp"}
+FSDP = ("fsdp2", "fsdp2_grad_op", "fsdp2_offload", "hsdp")
+KINDS = {"single": "single", "ddp": "ddp", "cpu_2proc": "ddp"} | dict.fromkeys(FSDP, "fsdp")
 PROCESSES = {"single": 1, "cpu_2proc": 2}
 
 
 def test_every_file_is_seen() -> None:
     assert {file.stem for file in FILES} == set(KINDS)
-    assert len(FILES) == 4
+    assert len(FILES) == 7
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -48,8 +52,56 @@ def test_first_line_says_what_it_is_and_how_to_launch_it(file: Path) -> None:
     assert f"accelerate launch --config_file accelerate_configs/{file.name}" in first
 
 
-def test_fsdp2_is_fsdp2() -> None:
-    settings = load_config_from_file(str(FOLDER / "fsdp2.yaml")).fsdp_config
+@pytest.mark.parametrize("name", FSDP)
+def test_fsdp2_is_fsdp2(name: str) -> None:
+    settings = load_config_from_file(str(FOLDER / f"{name}.yaml")).fsdp_config
     assert settings["fsdp_version"] == 2, "without it accelerate takes FSDP1"
-    assert settings["fsdp_reshard_after_forward"] is True
     assert settings["fsdp_activation_checkpointing"] is False, "the recipe owns it"
+
+
+def test_what_tells_the_sharded_ones_apart() -> None:
+    told = {name: read_strategy(name) for name in FSDP}
+    assert {name: strategy.reshard_after_forward for name, strategy in told.items()} == {
+        "fsdp2": True,
+        "fsdp2_grad_op": False,
+        "fsdp2_offload": True,
+        "hsdp": True,
+    }
+    assert [name for name, strategy in told.items() if strategy.offloaded] == ["fsdp2_offload"]
+    assert [name for name, strategy in told.items() if strategy.replicas is not None] == ["hsdp"]
+
+
+GOOD = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "misspelt inside": (
+        {"fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_foward": True}},
+        "did you mean fsdp_re",
+    ),
+    "misspelt above": ({"fsdp_conifg": {}}, "did you mean fsdp_config"),
+    "no version": ({"fsdp_config": {}}, "fsdp_version: is missing"),
+    "version one": ({"fsdp_config": {"fsdp_version": 1}}, "set fsdp_version: 2"),
+    "no section": ({"fsdp_config": None}, "fsdp_version: is missing"),
+    "a list": ({"fsdp_config": [1]}, "is no section"),
+    "precision": ({"mixed_precision": "bf16"}, "training.mixed_precision"),
+    "checkpointing": (
+        {"fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}},
+        "the recipe owns it",
+    ),
+    "not a boolean": ({"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": "cpu"}}, "one of false, true"),
+    "prefetch": ({"fsdp_config": {"fsdp_version": 2, "fsdp_backward_prefetch": "NO_PREFETCH"}}, "has no effect here"),
+    "another engine": ({"distributed_type": "MEGATRON_LM"}, "distributed_type is none of"),
+    "stage four": ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 4}}, "one of 1, 2, 3"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_the_file_is_named(name: str, tmp_path: Path) -> None:
+    """Accelerate reads most of these without a word."""
+    changes, words = MISTAKES[name]
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(GOOD | changes))
+    with pytest.raises(RecipeError, match=words) as caught:
+        read_strategy(str(file))
+    assert str(file) in str(caught.value)
+    file.write_text(yaml.safe_dump(GOOD))
+    assert read_strategy(str(file)).kind == "fsdp"

@@ -13,18 +13,9 @@ import torch
 from safetensors import SafetensorError
 
 from finetune import checkpoint as checkpoints
-from finetune.checkpoint import (
-    Checkpoint,
-    load_model,
-    load_optimizer,
-    model_tensors,
-    newest_valid,
-    optimizer_tensors,
-    read_checkpoint,
-    step_folder,
-    write_checkpoint,
-)
+from finetune.checkpoint import Checkpoint, newest_valid, read_checkpoint, step_folder, write_checkpoint
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.training_state import load_model, load_optimizer, model_tensors, optimizer_tensors
 
 
 def simple(value: float) -> dict[str, dict[str, torch.Tensor]]:
@@ -85,7 +76,7 @@ def test_every_kind_of_tensor_comes_back_bitwise(tmp_path: Path) -> None:
 def test_a_tied_tensor_is_stored_once(tmp_path: Path) -> None:
     weight = torch.zeros(1000, 10)
     write_checkpoint(tmp_path, 1, {"model": {"embed": weight, "head": weight}}, {}, keep=1)
-    assert (step_folder(tmp_path, 1) / "model.safetensors").stat().st_size < 41_000
+    assert (step_folder(tmp_path, 1) / "model-00000.safetensors").stat().st_size < 41_000
 
 
 def test_keeps_the_newest_and_clears_older_ones(tmp_path: Path) -> None:
@@ -107,7 +98,7 @@ def test_the_same_step_twice_is_left_as_it_is(tmp_path: Path) -> None:
 def test_a_damaged_later_checkpoint_does_not_push_out_a_valid_one(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         write_checkpoint(tmp_path, step, simple(step), {}, keep=3)
-    (step_folder(tmp_path, 30) / "model.safetensors").write_bytes(b"")
+    (step_folder(tmp_path, 30) / "model-00000.safetensors").write_bytes(b"")
     write_checkpoint(tmp_path, 25, simple(25), {}, keep=1)
     assert newest_step(tmp_path) == 25
     write_checkpoint(tmp_path, 30, simple(30), {}, keep=1)
@@ -140,14 +131,14 @@ def manifest(**changes: object) -> Callable[[Path], object]:
     return damage
 
 
-FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json")
+FILES = ("model-00000.safetensors", "optimizer-00000.safetensors", "state.json", "MANIFEST.json")
 DAMAGES = {
     **{f"flip {name} at {place}": flip(name, place) for name in FILES for place in (0.0, 0.5, 1.0)},
     **{f"cut {name}": cut(name) for name in FILES},
     **{f"delete {name}": delete(name) for name in FILES},
     "manifest without files": manifest(files={}),
     "manifest of another step": manifest(step=1),
-    "manifest of another format": manifest(format=2),
+    "manifest of another format": manifest(format=1),
     "manifest with aliases": manifest(aliases={"model": {"v": "w"}}),
     "manifest a list": lambda folder: (folder / "MANIFEST.json").write_text("[]"),
     "manifest empty": lambda folder: (folder / "MANIFEST.json").write_text(""),

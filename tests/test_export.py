@@ -20,16 +20,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from finetune.checkpoint import (
-    load_model,
-    load_optimizer,
-    model_tensors,
-    newest_valid,
-    optimizer_tensors,
-    read_checkpoint,
-    write_checkpoint,
-)
+from finetune.assemble import Assembled
+from finetune.checkpoint import newest_valid, read_checkpoint, write_checkpoint
 from finetune.export import export_adapter, export_model
+from finetune.training_state import load_model, load_optimizer, model_tensors, optimizer_tensors
 
 # peft asks transformers by a name that its new releases have renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -57,6 +51,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="a")), eos_token="</s>", bos_token="<s>"
     )
+
+
+def weights_of(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    return Assembled(model, model, None).trained_weights(dtype=dtype, keep=True)
 
 
 def adapted(base: PreTrainedModel, **settings: Any) -> PeftModel:
@@ -96,7 +94,7 @@ def test_the_adapter_loads_in_plain_peft_with_the_same_logits(tmp_path: Path, se
     llama().save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model = adapted(base, **settings)
-    folder = export_adapter(model, tokenizer(), tmp_path, base="someone/some-model")
+    folder = export_adapter(model, weights_of(model), tokenizer(), tmp_path, base="someone/some-model")
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "someone/some-model"
     assert (folder / "adapter_model.safetensors").is_file()
@@ -108,9 +106,9 @@ def test_the_adapter_loads_in_plain_peft_with_the_same_logits(tmp_path: Path, se
 
 def test_exporting_again_replaces_the_folder(tmp_path: Path) -> None:
     model = adapted(llama())
-    folder = export_adapter(model, tokenizer(), tmp_path, base="b")
+    folder = export_adapter(model, weights_of(model), tokenizer(), tmp_path, base="b")
     (folder / "stale.txt").write_text("")
-    export_adapter(model, tokenizer(), tmp_path, base="b")
+    export_adapter(model, weights_of(model), tokenizer(), tmp_path, base="b")
     assert not (folder / "stale.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
 
@@ -119,7 +117,7 @@ def test_exporting_again_replaces_the_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_model_loads_in_plain_transformers(tmp_path: Path, tied: bool, dtype: torch.dtype) -> None:
     model = llama(tied=tied).eval()
-    folder = export_model(model, tokenizer(), tmp_path, dtype=dtype)
+    folder = export_model(model, weights_of(model, dtype), tokenizer(), tmp_path, dtype=dtype)
     again = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     assert again.dtype == dtype
     assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied

@@ -13,7 +13,7 @@ from finetune.cli import main
 from finetune.recipe import Recipe
 from finetune.recipe_file import load_recipe
 from finetune.row_check import check_rows
-from finetune.runtime import read_strategy
+from finetune.strategy import read_strategy
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -14,11 +14,11 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "finetune"
 # Strictly downward: a module imports only from those before it.
 ORDER = (
-    "errors recipe recipe_keys yaml_text recipe_mistakes recipe_file recipe_reference durable launcher signals "
-    "schedule optimizer json_array row_reading chat_messages row_formats data_sources row_check chat_template "
+    "errors recipe recipe_keys yaml_text recipe_mistakes recipe_file recipe_reference strategy durable launcher "
+    "signals schedule optimizer json_array row_reading chat_messages row_formats data_sources row_check chat_template "
     "answer_spans text_tokens conversations packing array_files token_cache seeded document_pool batches attention "
-    "loss embedded model answers runtime receipt phases metrics checkpoint run_folder export run save_restore loop "
-    "session train chat cli"
+    "loss loss_scaling embedded model answers runtime fsdp assemble receipt phases metrics pieces checkpoint "
+    "training_state run_folder export run save_restore loop session train chat cli"
 ).split()
 LIGHT = {
     "errors",
@@ -28,6 +28,7 @@ LIGHT = {
     "recipe_mistakes",
     "recipe_file",
     "recipe_reference",
+    "strategy",
     "json_array",
     "row_reading",
     "chat_messages",

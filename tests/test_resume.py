@@ -145,7 +145,7 @@ def test_a_failure_is_recorded_and_the_run_continues(tmp_path: Path, monkeypatch
     rewrite(recipe, save_steps=2)
     assert run(recipe, tmp_path / "whole") == 0
 
-    def no_memory(*_: Any) -> None:
+    def no_memory(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
@@ -170,7 +170,7 @@ def test_a_run_that_stopped_early_does_not_train_on(tmp_path: Path, monkeypatch:
     training |= {"learning_rate": 1e-30, "early_stopping_patience": 1}
     rewrite(recipe, eval_steps=3, logging_steps=2, training=training)
     with monkeypatch.context() as patch:
-        patch.setattr(session, "export", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(session, "export", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run(recipe, tmp_path / "run") == 130
     ended = state_of(tmp_path / "run")["step"]
     assert ended < 20

@@ -98,7 +98,7 @@ def test_where_a_run_starts(
 
 
 def damage(run_dir: Path, step: int) -> None:
-    (step_folder(run_dir, step) / "model.safetensors").write_bytes(b"")
+    (step_folder(run_dir, step) / "model-00000.safetensors").write_bytes(b"")
 
 
 def foreign(run_dir: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_older_one_used(tmp_path: P
     assert held.checkpoint is not None
     assert held.checkpoint.step == 2
     assert len(held.notes) == 1
-    assert "step-00000003: damaged, not used: model.safetensors" in held.notes[0]
+    assert "step-00000003: damaged, not used: model-00000.safetensors" in held.notes[0]
     assert [row["step"] for row in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
     held.release()
 
@@ -184,7 +184,7 @@ def test_never_moves_run_after_run_aside(tmp_path: Path) -> None:
 def test_leftovers_go_and_metrics_end_at_the_checkpoint(tmp_path: Path) -> None:
     run(tmp_path, steps=3)
     (tmp_path / "checkpoints" / ".tmp-step-00000004").mkdir()
-    (tmp_path / "checkpoints" / ".tmp-step-00000004" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / "checkpoints" / ".tmp-step-00000004" / "model-00000.safetensors").write_bytes(b"half")
     (tmp_path / ".tmp-77-run_state.json").write_text("{")
     (tmp_path / ".tmp-adapter").mkdir()
     whole = (tmp_path / "metrics.jsonl").read_bytes()

@@ -14,7 +14,9 @@ from accelerate.commands.config import config_args
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.launcher import Launch
 from finetune.recipe import Recipe
-from finetune.runtime import CONFIG_FOLDER, check_launch, launch_notes, read_strategy
+from finetune.recipe_file import CONFIG_FOLDER
+from finetune.runtime import check_launch, launch_notes
+from finetune.strategy import read_strategy
 
 ALONE = Launch(
     words=("accelerate", "launch"),
@@ -56,7 +58,11 @@ def test_what_fits_is_let_through() -> None:
         ({}, replace(ALONE, asked_processes=2), ["2 processes", "one process", "cpu_2proc"]),
         ({}, replace(ALONE, config_file=CONFIG_FOLDER / "fsdp2.yaml"), ["single", "fsdp", "--config_file"]),
         ({"accelerate_config": "fsdp2"}, replace(TWO, config_file=CONFIG_FOLDER / "ddp.yaml"), ["fsdp", "ddp"]),
-        ({"training": {"mixed_precision": "fp16"}}, ALONE, ["fp16", "bf16"]),
+        (
+            {"accelerate_config": "fsdp2"},
+            replace(TWO, config_file=CONFIG_FOLDER / "fsdp2_offload.yaml"),
+            ["fsdp2.yaml", "False there, True here for fsdp_config.fsdp_offload_params"],
+        ),
         ({"training": {"optim": "paged_adamw_8bit"}}, ALONE, ["paged_adamw_8bit", "adamw"]),
     ],
 )

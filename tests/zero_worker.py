@@ -136,7 +136,7 @@ def run(job: dict[str, Any], folder: Path) -> None:
     if accelerator.is_main_process:
         save_file(whole, folder / f"{job['name']}.safetensors")
         (folder / f"{job['name']}.json").write_text(json.dumps(facts), "utf-8")
-    accelerator.end_training()
+    model.destroy()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 

@@ -1,0 +1,96 @@
+"""Model and optimizer, built, sharded where the strategy shards, and prepared by Accelerate."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+
+from finetune.errors import FinetuneError
+from finetune.fsdp import gathered, shard_model
+from finetune.model import build_model, decoder_parts
+from finetune.optimizer import make_optimizer
+from finetune.recipe import Recipe
+from finetune.strategy import Strategy
+
+COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """The parts that training works with."""
+
+    model: Any  # called by the loop: wrapped, or sharded
+    whole: nn.Module  # with its adapters and by its own names: what is saved, exported and asked for answers
+    optimizer: Any
+    gathered_in: torch.dtype | None = None  # FSDP2: the number format of gathered weights, where it is not their own
+
+    def trained_weights(self, *, dtype: torch.dtype | None, keep: bool) -> dict[str, torch.Tensor]:
+        """The trained weights, whole and in host memory, on the ranks with `keep`; every rank calls it."""
+        named = self.whole.named_parameters(remove_duplicate=False)
+        return gathered([(name, tensor) for name, tensor in named if tensor.requires_grad], dtype=dtype, keep=keep)
+
+
+def assemble(recipe: Recipe, strategy: Strategy, accelerator: Accelerator) -> Assembled:
+    """Model and optimizer of a run, before any checkpoint. Raises what `build_model` raises, on all ranks."""
+    if strategy.kind == "fsdp":
+        return _sharded(recipe, strategy, accelerator)
+    whole = build_model(recipe, accelerator.device)
+    model, optimizer = prepare_quietly(accelerator, whole, make_optimizer(whole, recipe))
+    return Assembled(model, whole, optimizer)
+
+
+def _sharded(recipe: Recipe, strategy: Strategy, accelerator: Accelerator) -> Assembled:
+    """Rank 0 alone reads the weights, into host memory; every rank gets its part of each tensor.
+
+    The decoder inside the adapters is what is called: peft calls its forward past the hooks that gather its weights.
+    """
+    whole = _built_on_the_first(recipe)
+    decoder = decoder_parts(whole)
+    decoder.generation_config = _told_by_the_first(getattr(decoder, "generation_config", None))
+    compute = COMPUTE[recipe.training.mixed_precision]
+    shard_model(decoder, strategy, accelerator.device, compute)
+    optimizer = make_optimizer(whole, recipe)
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    model, prepared = prepare_quietly(accelerator, decoder, optimizer)
+    # Accelerate finds an optimizer's parameters again by address, which is 0 for every shard without a row.
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = parameters
+    return Assembled(model, whole, prepared, gathered_in=compute)
+
+
+def _built_on_the_first(recipe: Recipe) -> nn.Module:
+    """The model, with its weights on rank 0 and without elsewhere; when rank 0 fails, so do all."""
+    model, failure = None, None
+    try:
+        model = build_model(recipe, torch.device("cpu" if dist.get_rank() == 0 else "meta"))
+    except FinetuneError as error:
+        failure = error
+    told = _told_by_the_first(None if failure is None else (type(failure), str(failure)))
+    if told is not None:
+        kind, text = told
+        raise kind(text)
+    if failure is not None:
+        raise failure
+    assert model is not None
+    return model
+
+
+def _told_by_the_first(thing: Any) -> Any:
+    """What rank 0 brought, on every rank; pickled, but only between ranks of one program."""
+    things = [thing]
+    dist.broadcast_object_list(things, src=0)
+    return things[0]
+
+
+def prepare_quietly(accelerator: Accelerator, *parts: Any) -> Any:
+    """`accelerator.prepare`, without a warning that is not the user's."""
+    with warnings.catch_warnings():
+        # torch 2.13 renames broadcast_buffers; 2.11 knows only this name, and buffers here never change.
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
+        return accelerator.prepare(*parts)

@@ -1,0 +1,119 @@
+"""Tensors that ranks share out: what a rank writes of each, and how any rank reads any range of it again.
+
+A piece is a contiguous range of the flattened whole tensor. Whole tensors, FSDP2's rows and ZeRO's partitions are all
+such ranges, so a checkpoint of one number of ranks is read by any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from finetune.fsdp import is_first_copy, row_range
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, start + numel) of a flattened tensor of `shape`."""
+
+    tensor: Tensor  # any shape; its elements in order
+    shape: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Those that write a checkpoint together. `gather` gives every rank what each of them brought, in their order."""
+
+    rank: int = 0
+    world: int = 1
+    gather: Callable[[Any], list[Any]] = lambda thing: [thing]
+
+
+def all_ranks() -> Ranks:
+    """The ranks of the process group, or this process alone."""
+    if not dist.is_initialized():
+        return Ranks()
+    world = dist.get_world_size()
+
+    def gather(thing: Any) -> list[Any]:
+        things: list[Any] = [None] * world
+        dist.all_gather_object(things, thing)  # pickles, but only between ranks of one program
+        return things
+
+    return Ranks(dist.get_rank(), world, gather)
+
+
+def piece_to_write(value: Tensor | Piece, rank: int) -> Piece | None:
+    """This rank's piece of a tensor: of a whole one rank 0's, of a sharded one its own rows, of a copy none."""
+    if isinstance(value, Piece):
+        return value
+    if isinstance(value, DTensor):
+        local, (first, _) = value.to_local(), row_range(value)
+        wanted = is_first_copy(value) and (local.numel() or rank == 0)
+        return Piece(local.detach(), tuple(value.shape), first * math.prod(value.shape[1:])) if wanted else None
+    return Piece(value.detach(), tuple(value.shape), 0) if rank == 0 else None
+
+
+def local_part(parameter: Tensor) -> tuple[Tensor, int]:
+    """What this rank holds of a tensor, and the place of its first element in the flattened whole."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local(), row_range(parameter)[0] * math.prod(parameter.shape[1:])
+    return parameter, 0
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in the files of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[tuple[Path, int, int], ...]  # file, first element, elements; in order
+
+    def read(self, start: int, count: int) -> Tensor:
+        """Elements [start, start + count) of the flattened tensor, on the CPU, [count]."""
+        found = []
+        for path, first, length in self.parts:
+            begin, end = max(start, first), min(start + count, first + length)
+            if begin < end:
+                found.append(_elements(path, self.name, begin - first, end - first))
+        return torch.cat(found) if len(found) != 1 else found[0]
+
+    def whole(self) -> Tensor:
+        """The tensor itself."""
+        count = math.prod(self.shape)
+        return (self.read(0, count) if count else torch.empty(0, dtype=self.dtype)).view(self.shape)
+
+
+def _elements(path: Path, name: str, begin: int, end: int) -> Tensor:
+    """A range of a flattened tensor in a file, reading no more than the rows around it."""
+    with safe_open(path, framework="pt") as file:
+        rows = file.get_slice(name)
+        shape = rows.get_shape()
+        if not shape:
+            scalar: Tensor = file.get_tensor(name)
+            return scalar.reshape(-1)
+        width = math.prod(shape[1:])
+        first = begin // width
+        read: Tensor = rows[first : -(-end // width)]
+        return read.reshape(-1)[begin - first * width : end - first * width]
+
+
+def covers(parts: Iterable[tuple[int, int]], elements: int) -> bool:
+    """Whether ranges (first, length), in order, are the whole of so many elements, once."""
+    at = 0
+    for first, length in parts:
+        if first != at:
+            return False
+        at += length
+    return at == elements

@@ -1,0 +1,176 @@
+"""A strategy as an Accelerate config file states it, read strictly: a misspelt key is an error.
+
+Accelerate itself ignores unknown keys inside `fsdp_config` and `deepspeed_config`, and several that it knows have no
+effect under FSDP2. So each key is one that has an effect here, or it is refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from finetune.errors import RecipeError
+from finetune.recipe_file import CONFIG_FOLDER
+
+Kind = Literal["single", "ddp", "fsdp", "deepspeed"]
+KIND_OF_TYPE: dict[str, Kind] = {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
+
+# What may stand in the file, by section; the values of those that are given are held to the set, where there is one.
+# `accelerate config` writes some that say what is so anyway; they may stay.
+_LAUNCH_KEYS = (
+    "compute_environment distributed_type num_processes num_machines machine_rank main_process_ip main_process_port "
+    "main_training_function gpu_ids rdzv_backend same_network enable_cpu_affinity use_cpu debug fsdp_config "
+    "deepspeed_config parallelism_config"
+).split()
+ANY: frozenset[Any] = frozenset()
+_TOP: dict[str, frozenset[Any]] = dict.fromkeys(_LAUNCH_KEYS, ANY) | {
+    "mixed_precision": frozenset({None}),
+    "dynamo_backend": frozenset({"no", "NO", False}),
+    "downcast_bf16": frozenset({"no", False}),
+    "tpu_env": ANY,
+    "tpu_use_cluster": frozenset({False}),
+    "tpu_use_sudo": frozenset({False}),
+}
+_BOOLEAN = frozenset({True, False})
+_FSDP: dict[str, frozenset[Any]] = {
+    "fsdp_version": frozenset({2}),
+    "fsdp_reshard_after_forward": _BOOLEAN,
+    "fsdp_offload_params": _BOOLEAN,
+    "fsdp_cpu_ram_efficient_loading": frozenset({True}),
+    "fsdp_auto_wrap_policy": frozenset({"TRANSFORMER_BASED_WRAP"}),
+    "fsdp_state_dict_type": frozenset({"SHARDED_STATE_DICT"}),
+    "fsdp_activation_checkpointing": frozenset({False}),
+}
+_ZERO: dict[str, frozenset[Any]] = {
+    "zero_stage": frozenset({1, 2, 3}),
+    "offload_optimizer_device": frozenset({"none", "cpu", "nvme"}),
+    "offload_param_device": frozenset({"none", "cpu", "nvme"}),
+    "offload_optimizer_nvme_path": ANY,
+    "offload_param_nvme_path": ANY,
+    "zero3_init_flag": _BOOLEAN,
+    "zero3_save_16bit_model": frozenset({False}),
+    "gradient_accumulation_steps": frozenset({1}),
+    "deepspeed_multinode_launcher": frozenset({"standard"}),
+}
+_MESH: dict[str, frozenset[Any]] = {"parallelism_config_dp_replicate_size": ANY}
+_SECTIONS = {"fsdp_config": _FSDP, "deepspeed_config": _ZERO, "parallelism_config": _MESH}
+_REQUIRED = {"fsdp": ("fsdp_config", "fsdp_version"), "deepspeed": ("deepspeed_config", "zero_stage")}
+# Why a value is refused, where the key alone does not tell.
+_REASONS = {
+    "mixed_precision": "the recipe owns it: training.mixed_precision; take the line away",
+    "fsdp_version": "this kit shards by FSDP2; set fsdp_version: 2",
+    "fsdp_activation_checkpointing": "the recipe owns it: training.activation_checkpointing; set false",
+    "gradient_accumulation_steps": "the recipe owns it: training.global_batch_size; take the line away",
+}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A strategy as an Accelerate config file states it."""
+
+    name: str
+    path: Path
+    kind: Kind
+    only_where: bool  # says where to run (two CPU ranks), not how: agrees with any strategy
+    num_processes: int | None
+    settings: dict[str, Any]
+
+    @property
+    def zero_stage(self) -> int:
+        """DeepSpeed's stage; 0 under other strategies."""
+        return int(self._of("deepspeed_config").get("zero_stage", 0))
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank holds only a part of the weights: what reads them whole needs every rank."""
+        return self.kind == "fsdp" or self.zero_stage == 3
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether weights or optimizer state live in host memory or on disk."""
+        devices = (
+            self._of("deepspeed_config").get(f"offload_{what}_device", "none") for what in ("optimizer", "param")
+        )
+        return bool(self._of("fsdp_config").get("fsdp_offload_params")) or any(device != "none" for device in devices)
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """FSDP2: free gathered weights after forward and gather them again in backward."""
+        return bool(self._of("fsdp_config").get("fsdp_reshard_after_forward", True))
+
+    @property
+    def replicas(self) -> int | None:
+        """HSDP: copies of the sharded model; 0 stands for one a node, None where there is no replication."""
+        if "parallelism_config" not in self.settings:
+            return None
+        return int(self._of("parallelism_config").get("parallelism_config_dp_replicate_size") or 0)
+
+    def plugin_settings(self) -> dict[str, Any]:
+        """What says how the weights are spread: `section.key` -> value."""
+        return {f"{section}.{key}": value for section in _SECTIONS for key, value in self._of(section).items()}
+
+    def _of(self, section: str) -> Mapping[str, Any]:
+        return self.settings.get(section) or {}
+
+
+def read_strategy(name_or_path: str, *, strict: bool = True) -> Strategy:
+    """Read a file of accelerate_configs/ by name, or any Accelerate config by path.
+
+    Raises RecipeError naming the file and, when strict, every key that is unknown or has no effect here.
+    """
+    path = CONFIG_FOLDER / f"{name_or_path}.yaml"
+    if not path.is_file():
+        path = Path(name_or_path)
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise RecipeError([f"accelerate_config: {path}: cannot be read: {reason}; name an existing file"]) from error
+    kind = KIND_OF_TYPE.get(str(settings.get("distributed_type", "NO")) if isinstance(settings, dict) else "")
+    if kind is None:
+        known = ", ".join(KIND_OF_TYPE)
+        raise RecipeError([f"accelerate_config: {path}: distributed_type is none of {known}; correct that file"])
+    mistakes = [f"accelerate_config: {path}: {mistake}" for mistake in _mistakes(settings, kind)]
+    if mistakes and strict:
+        raise RecipeError(mistakes)
+    return Strategy(
+        name=path.stem,
+        path=path,
+        kind=kind,
+        only_where=bool(settings.get("use_cpu")),
+        num_processes=settings.get("num_processes"),
+        settings=settings,
+    )
+
+
+def _mistakes(settings: Mapping[str, Any], kind: Kind) -> Iterator[str]:
+    yield from _in_section("", settings, _TOP)
+    for name, allowed in _SECTIONS.items():
+        section = settings.get(name)
+        if isinstance(section, dict):
+            yield from _in_section(f"{name}.", section, allowed)
+        elif section is not None and section != {}:
+            yield f"{name}: is no section; write its keys below it"
+    if kind in _REQUIRED:
+        section, key = _REQUIRED[kind]
+        if not isinstance(settings.get(section), dict) or key not in settings[section]:
+            yield f"{section}.{key}: is missing; add it"
+
+
+def _in_section(prefix: str, section: Mapping[str, Any], allowed: Mapping[str, frozenset[Any]]) -> Iterator[str]:
+    for key, value in section.items():
+        values = allowed.get(key)
+        if values is None:
+            near = difflib.get_close_matches(str(key), allowed, n=1)
+            yield f"{prefix}{key}: has no effect here; " + (f"did you mean {near[0]}?" if near else "take it away")
+        elif values and (isinstance(value, (dict, list)) or value not in values):
+            yield f"{prefix}{key}: {value!r}: " + (_REASONS.get(key) or f"one of {_listed(values)} works here; set it")
+
+
+def _listed(values: frozenset[Any]) -> str:
+    return ", ".join(sorted(yaml.safe_dump(value).split("\n")[0] for value in values))

@@ -1,0 +1,159 @@
+"""Trained weights and optimizer state by name: out of a model for a checkpoint, and into it again, bitwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from finetune.errors import FinetuneError
+from finetune.optimizer import allocate_state
+from finetune.pieces import Stored, local_part
+
+# Entries of an optimizer's state that have their parameter's shape: torch's names and bitsandbytes'.
+MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
+
+Readable = Mapping[str, Tensor | Stored]
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The trained parameters by name; frozen ones come from the base model again. Give the unwrapped model."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def load_model(model: nn.Module, tensors: Readable) -> None:
+    """Copies saved parameters into the trained parameters of the unwrapped model, in place and bitwise.
+
+    Of sharded parameters each rank reads its own part.
+
+    Raises:
+        FinetuneError: missing, unexpected, wrong-shaped, wrong-typed or non-finite tensors, all of them named.
+    """
+    parameters = model_tensors(model)
+    mistakes = [f"missing: {name}" for name in parameters.keys() - tensors.keys()]
+    mistakes += [f"unexpected: {name}" for name in tensors.keys() - parameters.keys()]
+    parts: dict[str, Tensor] = {}
+    for name in parameters.keys() & tensors.keys():
+        there, here = tensors[name], parameters[name]
+        if (tuple(there.shape), there.dtype) != (tuple(here.shape), here.dtype):
+            mistakes.append(f"{name}: {_kind(there)} in the checkpoint, {_kind(here)} in the model")
+        else:
+            parts[name] = _part_for(here, there)
+    _refuse("the checkpoint does not fit the model", [*sorted(mistakes), *_not_finite(parts)])
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            local_part(parameter)[0].copy_(parts[name])
+
+
+def _part_for(here: Tensor, there: Tensor | Stored) -> Tensor:
+    """Of a saved tensor, the elements that this rank holds of the one here, in the shape they have here."""
+    local, start = local_part(here)
+    if isinstance(there, Stored):
+        if not local.numel():
+            return torch.empty(local.shape, dtype=there.dtype)
+        return there.read(start, local.numel()).view(local.shape)
+    return there.reshape(-1)[start : start + local.numel()].view(local.shape)
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state as `parameter name:state key`, Python numbers as 0-dim tensors `...:int` or `...:float`.
+
+    Parameter groups are not stored: the recipe and the schedule own their values. Accelerate's wrapper is fine.
+    """
+    named: dict[str, Tensor] = {}
+    for name, parameter in _optimized(model, optimizer).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                named[f"{name}:{key}"] = value
+            elif isinstance(value, (int, float)):
+                wide = torch.int64 if isinstance(value, int) else torch.float64
+                named[f"{name}:{key}:{type(value).__name__}"] = torch.tensor(value, dtype=wide)
+            else:
+                raise AssertionError(f"optimizer state {key} of {name} is a {type(value).__name__}, no tensor")
+    return named
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Readable) -> None:
+    """Gives the optimizer the state that `optimizer_tensors` returned, bitwise; what it held before is dropped.
+
+    Not through load_state_dict, which casts state to its parameter's number format. State of a sharded parameter and
+    of its shape is sharded alike.
+
+    Raises:
+        FinetuneError: state of a parameter that is not optimized here, of another shape, or not finite.
+    """
+    parameters = _optimized(model, optimizer)
+    mistakes, placed = [], {}
+    for key, value in tensors.items():
+        parameter = parameters.get(key.partition(":")[0])
+        if parameter is None:
+            mistakes.append(f"unexpected: {key}")
+        elif key.split(":")[1] in MOMENTS and tuple(value.shape) != tuple(parameter.shape):
+            mistakes.append(f"{key}: shape {tuple(value.shape)} in the checkpoint, {tuple(parameter.shape)} here")
+        else:
+            placed[key] = _state_for(parameter, value)
+    _refuse("the checkpoint does not fit the optimizer", [*sorted(mistakes), *_not_finite(placed)])
+    on_device = _step_on_device(optimizer)
+    for parameter in parameters.values():
+        optimizer.state.pop(parameter, None)
+    allocate_state(optimizer, [parameters[name] for name in {key.partition(":")[0] for key in placed}])
+    for key, value in placed.items():
+        name, entry, *number = key.split(":")
+        parameter = parameters[name]
+        own = optimizer.state[parameter].get(entry)
+        if isinstance(own, Tensor):  # in bitsandbytes' own pages and code books
+            _refuse(key, [f"{_kind(value)} in the checkpoint, {_kind(own)} here"] * (_kind(value) != _kind(own)))
+            own.copy_(value)
+            continue
+        stays = bool(number) or (entry == "step" and id(parameter) not in on_device)
+        moved = value.clone() if stays else value.to(parameter.device, copy=True)
+        optimizer.state[parameter][entry] = moved.item() if number else _shaped_like(parameter, moved)
+
+
+def _state_for(parameter: nn.Parameter, value: Tensor | Stored) -> Tensor:
+    """This rank's part of a parameter's state: its rows where the state has the parameter's shape, else all of it."""
+    if tuple(value.shape) == tuple(parameter.shape) and value.shape:
+        return _part_for(parameter, value)
+    return value.whole() if isinstance(value, Stored) else value
+
+
+def _shaped_like(parameter: nn.Parameter, state: Tensor) -> Tensor:
+    """State of a sharded parameter as a sharded tensor, as the optimizer itself would have made it."""
+    sharded = isinstance(parameter, DTensor) and state.ndim == parameter.ndim
+    if not sharded or not isinstance(parameter, DTensor):
+        return state
+    mesh, placements, stride = parameter.device_mesh, parameter.placements, parameter.stride()
+    return DTensor.from_local(state, mesh, placements, run_check=False, shape=parameter.shape, stride=stride)
+
+
+def _optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    named = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in members}
+    assert len(named) == len(members), "the optimizer holds parameters that are not the model's"
+    return named
+
+
+def _step_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Parameters whose step count torch wants beside them: fused and capturable kernels read it on the device."""
+    groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+    return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+def _kind(tensor: Tensor | Stored) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    floats = {name: value for name, value in tensors.items() if value.is_floating_point()}
+    return sorted(f"not finite: {name}" for name, value in floats.items() if not bool(torch.isfinite(value).all()))
+
+
+def _refuse(headline: str, mistakes: Iterable[str]) -> None:
+    found = list(mistakes)
+    if not found:
+        return
+    rest = f"\n  and {len(found) - 5} more" if len(found) > 5 else ""
+    remedy = "\ntraining.resume=never starts over and keeps the old folder aside"
+    raise FinetuneError(f"{headline}:\n  " + "\n  ".join(found[:5]) + rest + remedy)

@@ -1,0 +1,199 @@
+"""Each optimizer is the one asked for, says what its state is made of, and goes on from a checkpoint bitwise."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes
+import pytest
+import torch
+from torch import nn
+
+from finetune.checkpoint import newest_valid, read_checkpoint, write_checkpoint
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.optimizer import BITSANDBYTES, check_optimizer, make_optimizer, once_stepped, state_dtypes
+from finetune.train import main
+from finetune.training_state import load_model, load_optimizer, model_tensors, optimizer_tensors
+from tests.test_loop import recipe
+from tests.test_one_curve import write_recipe
+from tests.tiny import write_chats
+
+
+class Network(nn.Module):
+    """An embedding, a matrix of 16,384 elements, one of 512, and a norm of 4,096."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(100, 64)
+        self.large = nn.Linear(64, 256, bias=False)
+        self.small = nn.Linear(256, 2, bias=False)
+        self.norm = nn.LayerNorm(4096, bias=False)
+
+
+def train(network: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for parameter in network.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+
+def made(optim: str, folder: Path) -> tuple[Network, torch.optim.Optimizer]:
+    network = Network()
+    return network, make_optimizer(network, recipe(folder, optim=optim, learning_rate=1e-2, weight_decay=0.1))
+
+
+def formats(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Of the first moment, by parameter."""
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    return {
+        names[id(parameter)]: str(state.get("state1", state.get("exp_avg")).dtype)
+        for parameter, state in optimizer.state.items()
+    }
+
+
+def test_fused_adamw_keeps_float32_moments(tmp_path: Path) -> None:
+    network, optimizer = made("adamw", tmp_path)
+    assert state_dtypes(optimizer) == "none"
+    train(network, optimizer, 1, seed=0)
+    assert all(group["fused"] for group in optimizer.param_groups)
+    assert state_dtypes(optimizer) == "float32"
+
+
+def test_8_bits_are_for_large_matrices_alone(tmp_path: Path) -> None:
+    """The CPU kernel is real: one byte a moment, and the curve of AdamW within what a byte can say."""
+    network, optimizer = made("adamw_8bit", tmp_path)
+    plain, reference = made("adamw", tmp_path)
+    train(network, optimizer, 10, seed=0)
+    train(plain, reference, 10, seed=0)
+    assert formats(network, optimizer) == {
+        "embedding.weight": "torch.float32",
+        "large.weight": "torch.uint8",
+        "small.weight": "torch.float32",
+        "norm.weight": "torch.float32",
+    }
+    assert state_dtypes(optimizer) == "uint8, float32"
+    start = Network()
+    for name, parameter in network.named_parameters():
+        moved = parameter - start.get_parameter(name)
+        apart = parameter - plain.get_parameter(name)
+        assert apart.norm() < (0.05 if name == "large.weight" else 1e-5) * moved.norm(), name
+
+
+def test_exceptions_of_another_run_are_forgotten(tmp_path: Path) -> None:
+    network, _ = made("adamw_8bit", tmp_path)
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    manager.override_config(list(network.parameters()), "optim_bits", 32)  # as if identities were used again
+    optimizer = make_optimizer(network, recipe(tmp_path, optim="adamw_8bit"))
+    train(network, optimizer, 1, seed=0)
+    assert formats(network, optimizer)["large.weight"] == "torch.uint8"
+
+
+def test_decay_reaches_matrices_alone(tmp_path: Path) -> None:
+    for optim in ("adamw", "adamw_8bit"):
+        _, optimizer = made(optim, tmp_path)
+        by_decay = {group["weight_decay"]: len(group["params"]) for group in optimizer.param_groups}
+        assert by_decay == {0.1: 3, 0.0: 1}
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+@pytest.mark.parametrize("optim", ["adamw", *BITSANDBYTES])
+def test_it_continues_bitwise(optim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under bitsandbytes the state lies in its own buffers (a paged one in its pages) and shares its code books."""
+    network, optimizer = made(optim, tmp_path)
+    train(network, optimizer, 3, seed=1)
+    groups = {"model": model_tensors(network), "optimizer": optimizer_tensors(network, optimizer)}
+    folder = write_checkpoint(tmp_path, 3, groups, {}, keep=1)
+    found, _ = newest_valid(tmp_path)
+    assert found is not None
+    saved, _ = read_checkpoint(found)
+
+    pages: list[torch.Tensor] = []
+    again, resumed = made(optim, tmp_path)
+    if optim in BITSANDBYTES:
+        own = resumed.get_state_buffer
+        monkeypatch.setattr(resumed, "get_state_buffer", lambda *a, **k: (pages.append(own(*a, **k)), pages[-1])[1])
+    load_model(again, saved["model"])
+    load_optimizer(again, resumed, saved["optimizer"])
+    if optim in BITSANDBYTES:
+        assert len(pages) == 8
+        states = list(resumed.state.values())
+        assert all(any(state[key] is page for page in pages) for state in states for key in ("state1", "state2"))
+    if optim.endswith("8bit"):
+        stored = {"qmap1", "qmap2", "absmax1", "absmax2"}
+        assert stored <= {key.split(":")[1] for key in saved["optimizer"]}
+        assert (folder / "optimizer-00000.safetensors").stat().st_size < 130_000  # in float32: 225,000
+        books = [state["qmap1"] for state in states if "qmap1" in state]
+        assert books
+        assert all(book is resumed.name2qmap["dynamic"] for book in books)
+    train(network, optimizer, 3, seed=2)
+    train(again, resumed, 3, seed=2)
+    for name, parameter in network.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+        for key, value in optimizer.state[parameter].items():
+            other = resumed.state[again.get_parameter(name)][key]
+            assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+
+
+def test_state_of_another_kind_is_refused(tmp_path: Path) -> None:
+    network, optimizer = made("adamw_8bit", tmp_path)
+    train(network, optimizer, 1, seed=1)
+    tensors = optimizer_tensors(network, optimizer)
+    tensors["large.weight:absmax1"] = tensors["large.weight:absmax1"][:3]
+    other, resumed = made("adamw_8bit", tmp_path)
+    with pytest.raises(FinetuneError, match="absmax1"):
+        load_optimizer(other, resumed, tensors)
+    tensors["large.weight:state1"] = torch.zeros(3, dtype=torch.uint8)
+    with pytest.raises(FinetuneError, match="state1: shape"):
+        load_optimizer(other, resumed, tensors)
+
+
+@pytest.mark.parametrize(("optim", "remedy"), [("paged_adamw_8bit", "adamw_8bit"), ("paged_adamw_32bit", "adamw")])
+def test_pages_are_refused_on_a_cpu(optim: str, remedy: str) -> None:
+    """bitsandbytes would take its plain class instead, with a warning."""
+    with pytest.raises(EnvironmentMismatch, match=rf"training\.optim={remedy}$") as caught:
+        check_optimizer(optim, on_cpu=True)
+    assert caught.value.exit_code == 4
+    assert "\n" not in str(caught.value)
+    check_optimizer(optim, on_cpu=False)
+    for other in ("adamw", "adamw_8bit"):
+        check_optimizer(other, on_cpu=True)
+
+
+@pytest.mark.parametrize("optim", BITSANDBYTES)
+def test_without_bitsandbytes_the_line_to_install_it(optim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(EnvironmentMismatch, match="pip install"):
+        check_optimizer(optim, on_cpu=False)
+    check_optimizer("adamw", on_cpu=False)
+
+
+def test_the_state_is_told_once_it_is_there(tmp_path: Path) -> None:
+    told: list[str] = []
+    network, optimizer = made("adamw_8bit", tmp_path)
+    once_stepped(optimizer, told.append)
+    assert told == []
+    train(network, optimizer, 3, seed=1)
+    assert told == ["uint8, float32"]
+    once_stepped(optimizer, told.append)
+    assert told == ["uint8, float32"] * 2
+
+
+@pytest.mark.parametrize(("optim", "state"), [("adamw", "float32"), ("adamw_8bit", "uint8, float32")])
+def test_a_run_says_what_its_state_is(optim: str, state: str, tiny_llama: Path, tmp_path: Path) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl", [40, 50, 60, 70])
+    changes: dict[str, Any] = {"optim": optim, "max_steps": 2, "global_batch_size": 2, "per_device_batch_size": 2}
+    path = write_recipe(tmp_path, tiny_llama, chats, "full", {"training": changes})
+    assert main([str(path)]) == 0
+    receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())
+    assert receipt["dtypes"]["optimizer_state"] == state
+
+
+def test_bitsandbytes_has_the_classes() -> None:
+    """Names that only a GPU would else look up."""
+    for name in BITSANDBYTES.values():
+        assert issubclass(getattr(bitsandbytes.optim, name), torch.optim.Optimizer)
