@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from finetune.errors import EnvironmentMismatch
 from finetune.recipe import Recipe
-from finetune.zero_pieces import load_masters
+from finetune.zero_pieces import load_masters, whole_numel, whole_shape
 
 # Elements of one reduction: below, latency rules; above, nothing gets faster.
 SMALLEST_BUCKET, LARGEST_BUCKET = 2**20, 2**26
@@ -162,16 +162,6 @@ def _largest_layer(model: nn.Module) -> int:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     sizes = [sum(map(whole_numel, layer.parameters())) for layers in lists for layer in layers]
     return max(sizes, default=sum(map(whole_numel, model.parameters())))
-
-
-def whole_numel(parameter: Tensor) -> int:
-    """Elements of a parameter before ZeRO-3 partitioned it."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
-def whole_shape(parameter: Tensor) -> torch.Size:
-    """Shape of a parameter before ZeRO-3 partitioned it."""
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 class StepWhenAsked:

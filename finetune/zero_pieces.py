@@ -6,21 +6,15 @@ and any number of ranks can read back what any other number wrote. Values are th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from finetune.pieces import Piece, Stored
+
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam, in the shape of the parameter
-
-
-class Piece(NamedTuple):
-    """One rank's range of a flattened tensor."""
-
-    shape: tuple[int, ...]  # of the whole
-    start: int
-    values: Tensor  # [elements of the range], on the CPU
 
 
 class _Owned(NamedTuple):
@@ -34,10 +28,6 @@ class _Owned(NamedTuple):
     within: slice  # the range in that flat partition
 
 
-# (group, name, start, end) -> that range of the saved tensor, flattened
-Read = Callable[[str, str, int, int], Tensor]
-
-
 def trained_pieces(engine: Any) -> dict[str, dict[str, Piece]]:
     """This rank's ranges: group `model` by parameter name, group `optimizer` by `name:exp_avg` and so on.
 
@@ -46,27 +36,26 @@ def trained_pieces(engine: Any) -> dict[str, dict[str, Piece]]:
     model: dict[str, Piece] = {}
     optimizer: dict[str, Piece] = {}
     for owned in _owned(engine, writing=False):
-        model[owned.name] = Piece(owned.shape, owned.start, _copy(owned.master))
+        model[owned.name] = Piece(_copy(owned.master), owned.shape, owned.start)
         for key in MOMENTS:
             if key in owned.state:
-                optimizer[f"{owned.name}:{key}"] = Piece(owned.shape, owned.start, _copy(owned.state[key][owned.within]))
+                moment = _copy(owned.state[key][owned.within])
+                optimizer[f"{owned.name}:{key}"] = Piece(moment, owned.shape, owned.start)
     return {"model": model, "optimizer": optimizer | _steps(engine)}
 
 
-def load_pieces(engine: Any, read: Read, *, step: int) -> None:
-    """Fill masters and moments, and from the masters the weights that the model computes with.
+def load_pieces(engine: Any, model: Mapping[str, Stored], optimizer: Mapping[str, Stored]) -> None:
+    """Fill masters and moments with this rank's ranges, and from the masters the weights that the model computes with.
 
-    Args:
-        read: Gives any range of any saved tensor; moments are asked for when `step` is positive, else they are zero.
-        step: Updates done, as the optimizer counts them.
+    An empty `optimizer` stands for the time before the first update.
     """
     for owned in _owned(engine, writing=True):
-        end = owned.start + owned.master.numel()
-        owned.master.copy_(read("model", owned.name, owned.start, end))
+        here = owned.start, owned.master.numel()
+        owned.master.copy_(model[owned.name].read(*here))
         for key in MOMENTS:
             into = owned.state[key][owned.within]
-            into.copy_(read("optimizer", f"{owned.name}:{key}", owned.start, end)) if step else into.zero_()
-        owned.state["step"].fill_(step)
+            into.copy_(optimizer[f"{owned.name}:{key}"].read(*here)) if optimizer else into.zero_()
+        owned.state["step"].fill_(float(optimizer[f"{owned.name}:step"].read(0, 1)) if optimizer else 0.0)
     _refresh(engine)
 
 
@@ -79,28 +68,41 @@ def load_masters(engine: Any, weights: Mapping[str, Tensor]) -> None:
     _refresh(engine)
 
 
-def full_weights(engine: Any, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter by name, whole, one at a time: trained ones in the masters' float32. All ranks take part."""
-    import deepspeed
+def trained_names(engine: Any) -> dict[str, tuple[int, ...]]:
+    """The trained parameters' names and whole shapes."""
+    named = engine.module.named_parameters()
+    return {name: tuple(whole_shape(parameter)) for name, parameter in named if parameter.requires_grad}
+
+
+def full_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    """The trained parameters' float32 masters, whole, one at a time. All ranks take part."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
             yield name, safe_get_full_fp32_param(parameter)
-        elif not trained_only:
-            with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-                yield name, parameter.detach()
 
 
-def sharded_share(engine: Any) -> float:
-    """The share of the model's elements that this rank does not store, seen in the storage itself."""
-    stored = whole = 0
-    for parameter in engine.module.parameters():
-        piece = getattr(parameter, "ds_tensor", None)
-        kept = piece is None or parameter.data.numel() > 0
-        stored += parameter.data.numel() if kept else piece.numel()
-        whole += int(getattr(parameter, "ds_numel", parameter.numel()))
-    return 1 - stored / whole
+def master_dtype(engine: Any) -> torch.dtype:
+    """The number format of the values that the optimizer updates."""
+    owned = next(_owned(engine, writing=False), None)
+    return torch.float32 if owned is None else owned.master.dtype
+
+
+def whole_numel(parameter: Tensor) -> int:
+    """Elements of a parameter before ZeRO-3 partitioned it."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Shape of a parameter before ZeRO-3 partitioned it."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def held_part(parameter: Tensor) -> Tensor:
+    """What this rank stores of a parameter: ZeRO-3's part of it, unless it is one of those kept whole."""
+    part: Tensor | None = getattr(parameter, "ds_tensor", None)
+    return parameter if part is None or parameter.numel() else part
 
 
 def _copy(values: Tensor) -> Tensor:
@@ -112,7 +114,7 @@ def _steps(engine: Any) -> dict[str, Piece]:
         return {}
     counts = [state["step"] for state in engine.basic_optimizer.state.values() if "step" in state]
     names = [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
-    return {f"{name}:step": Piece((), 0, _copy(counts[0]).reshape(1)) for name in names} if counts else {}
+    return {f"{name}:step": Piece(_copy(counts[0]).reshape(1), (), 0) for name in names} if counts else {}
 
 
 def _owned(engine: Any, *, writing: bool) -> Iterator[_Owned]:
