@@ -1,4 +1,4 @@
-"""The verbs: `finetune check`, `finetune chat`. Heavy imports inside them, so that help and check are instant."""
+"""The verbs: `finetune check`, `compare`, `chat`. Heavy imports inside them, so that help and check are instant."""
 
 from __future__ import annotations
 
@@ -66,6 +66,36 @@ def check(
             typer.echo(resolved_yaml(loaded) if resolved else f"{recipe}: right", nl=not resolved)
         values = {"recipe": loaded.recipe.model_dump(mode="json"), "origins": loaded.origins} if resolved else {}
         return {"ok": True, "path": str(recipe), **values}
+
+    run_verb(work, as_json=as_json)
+
+
+@app.command()
+def compare(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    strategies: Annotated[
+        str, typer.Option(help="Names of accelerate_configs/, with commas between.")
+    ] = "zero1,zero2,zero2_offload,zero3,zero3_offload,fsdp2",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each.")] = 20,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Ranks; all GPUs, or 2 on a CPU.", show_default=False)
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Where to; beside the run folder.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The same steps under several strategies: memory per phase, time, traffic; a table and a picture."""
+
+    def work() -> dict[str, Any]:
+        from finetune.compare import plan_comparison
+        from finetune.compare_report import run_and_report
+
+        comparison = plan_comparison(
+            recipe, overrides or [], strategies=strategies, steps=steps, processes=processes, folder=folder
+        )
+        return {"ok": True, **run_and_report(comparison, quiet=as_json)}
 
     run_verb(work, as_json=as_json)
 

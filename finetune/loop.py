@@ -148,18 +148,23 @@ def train(run: Run, state: TrainState) -> bool:
     """
     recipe, plan = run.recipe, run.plan
     batches = prefetch(_stream(run, state.step), run.accelerator.device, recipe.training.non_blocking)
+    _write_phases(run, state)
     stopped = False
     while not (stopped or _finished(run, state)):
         stopped = _step_and_record(run, state, batches)
         last = state.step == plan.total_steps
-        if last or state.step % recipe.logging_steps == 0:
+        logging = last or state.step % recipe.logging_steps == 0
+        if logging:
             _flush(run, state)
         if run.eval_rows is not None and (last or state.step % recipe.eval_steps == 0):
             _evaluate_and_compare(run, state)
-        if _finished(run, state) or stopped or state.step % recipe.save_steps == 0:
+        saving = _finished(run, state) or stopped or state.step % recipe.save_steps == 0
+        if saving:
             with run.phases("save"):
                 state.loss_scaler = scaler_state(run.accelerator)
                 run.save(state)
+        if logging or saving:
+            _write_phases(run, state)
     return _finished(run, state)
 
 
@@ -267,9 +272,11 @@ def _flush(run: Run, state: TrainState) -> None:
     line = state.window.flush(run.accelerator.device)
     run.write_metrics(line)
     run.terminal.step(line)
-    for name, phase in run.phases.take().items():
-        gib = {"peak_gib": phase.peak_bytes / 2**30, "allocated_gib": phase.allocated_bytes / 2**30}
-        run.write_metrics({"kind": "phase", "step": state.step, "phase": name, **gib, "seconds": phase.seconds})
+
+
+def _write_phases(run: Run, state: TrainState) -> None:
+    for line in run.phases.lines(state.step):
+        run.write_metrics(line)
 
 
 def _evaluate_and_compare(run: Run, state: TrainState) -> None:

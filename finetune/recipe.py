@@ -253,7 +253,7 @@ class Recipe(Section):
     eval_steps: Count = Field(100, description="Optimizer steps between two evaluations.")
     save_steps: Count = Field(100, description="Optimizer steps between two checkpoints.")
     save_total_limit: Count = Field(2, description="Checkpoints kept.")
-    measure_phases: bool = Field(False, description="Memory and seconds of forward, backward, step and save; slows.")
+    measure_phases: bool = Field(False, description="Memory, seconds, collectives of each phase; slows.")
     output_dir: str | None = Field(None, min_length=1, description="Run folder; null: runs/ and the recipe's name.")
 
     @model_validator(mode="after")

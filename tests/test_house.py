@@ -17,8 +17,8 @@ ORDER = (
     "errors recipe recipe_keys yaml_text recipe_mistakes recipe_file recipe_reference strategy durable launcher "
     "signals schedule optimizer json_array row_reading chat_messages row_formats data_sources row_check chat_template "
     "answer_spans text_tokens conversations packing array_files token_cache seeded document_pool batches attention "
-    "loss loss_scaling embedded model answers runtime fsdp assemble receipt phases metrics pieces checkpoint "
-    "training_state run_folder export run save_restore loop session train chat cli"
+    "loss loss_scaling embedded model answers runtime fsdp assemble receipt tensor_bytes traffic phases metrics pieces "
+    "checkpoint training_state run_folder export run save_restore loop session train chat compare compare_report cli"
 ).split()
 LIGHT = {
     "errors",
@@ -44,6 +44,8 @@ LIGHT = {
     "token_cache",
     "seeded",
     "document_pool",
+    "compare",
+    "compare_report",
     "cli",
 }  # never import torch
 # Functions over 60 lines and files over 300, each with its reason.

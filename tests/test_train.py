@@ -180,8 +180,14 @@ def test_logging_every_third_step_weighs_by_tokens(recipe: Path, tmp_path: Path)
 def test_phases_are_measured_when_asked(recipe: Path, tmp_path: Path) -> None:
     assert main([str(recipe), "samples.count=0", "measure_phases=true", "training.max_steps=2"]) == 0
     phases = [line for line in lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "phase"]
-    assert {line["phase"] for line in phases} >= {"forward", "backward", "step"}
-    assert all(line["seconds"] > 0 and line["peak_gib"] > 0 for line in phases)
+    trained = {(name, step) for name in ("forward", "backward", "step") for step in (1, 2)}
+    expected = trained | {("load", 0), ("save", 2)}
+    assert {(line["phase"], line["step"]) for line in phases} == expected
+    assert len(phases) == len(expected)
+    for line in phases:
+        assert line["seconds"] > 0
+        assert 0 < line["allocated_gib"] <= line["peak_gib"]
+        assert (line["rank"], line["collectives"], line["textbook_bytes"]) == (0, {}, 0)
 
 
 def test_chat_answers_from_both(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

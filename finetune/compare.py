@@ -1,0 +1,260 @@
+"""`finetune compare`: the same steps of one recipe under several strategies, one after another, each a job of its own.
+
+A strategy that fails, or that this machine refuses, is a row with its reason. What the jobs train is thrown away;
+their figures and logs stay.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from finetune.durable import read_lines, remove_folder, write_json
+from finetune.errors import FinetuneError
+from finetune.recipe_file import CONFIG_FOLDER, load_recipe
+
+STRATEGIES = "zero1,zero2,zero2_offload,zero3,zero3_offload,fsdp2"
+PHASES = ("load", "forward", "backward", "step", "save")
+MEMORY = ("peak", "allocated", "host_peak", "host_allocated")
+# How far final losses may lie apart, relative, by the number format of the computation: another order of summation in
+# 20 steps of float32 stays below the first; of the other formats one rounding is 0.4 % (bf16), 0.05 % (fp16).
+LOSS_TOLERANCE = {"no": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
+
+Row = dict[str, Any]
+Progress = Callable[[str, int | None], None]  # strategy and its finished steps; None: it ended
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared, where, and into which folder."""
+
+    recipe: Path
+    overrides: tuple[str, ...]
+    strategies: tuple[str, ...]
+    steps: int
+    processes: int
+    device: str  # "cpu", or the GPU's name
+    mixed_precision: str
+    folder: Path
+
+    def job_folder(self, strategy: str) -> Path:
+        """The run folder of one strategy's job."""
+        return self.folder / "jobs" / Path(strategy).stem
+
+    def log(self, strategy: str) -> Path:
+        """What one strategy's job printed."""
+        return self.folder / "logs" / f"{Path(strategy).stem}.log"
+
+
+def plan_comparison(
+    recipe: Path,
+    overrides: Sequence[str],
+    *,
+    strategies: str,
+    steps: int,
+    processes: int | None,
+    folder: Path | None,
+) -> Comparison:
+    """Check the recipe and the folder before anything runs. Raises RecipeError, FinetuneError."""
+    loaded = load_recipe(recipe, overrides).recipe
+    names = tuple(dict.fromkeys(name.strip() for name in strategies.split(",") if name.strip()))
+    if not names:
+        raise FinetuneError(f"--strategies: names none; for example --strategies {STRATEGIES}")
+    run_dir = Path(loaded.run_dir)
+    folder = folder or run_dir.with_name(f"{run_dir.name}_compare")
+    if folder.exists() and any(folder.iterdir()) and not (folder / "compare.json").is_file():
+        raise FinetuneError(f"{folder}: holds something that is no comparison; name another folder with -o")
+    device, count = _devices()
+    precision = loaded.training.mixed_precision
+    return Comparison(recipe, tuple(overrides), names, steps, processes or count, device, precision, folder)
+
+
+def compare(comparison: Comparison, progress: Progress) -> dict[str, Any]:
+    """Run every strategy and write compare.json; returns what stands in it."""
+    comparison.folder.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    for strategy in comparison.strategies:
+        _write(comparison, rows)  # also marks the folder as ours
+        rows.append(_run(comparison, strategy, progress))
+    return _write(comparison, rows)
+
+
+def job_command(comparison: Comparison, strategy: str) -> list[str]:
+    """The launch of one strategy's job: what a user would type, with the keys that make jobs comparable."""
+    processes = 1 if strategy == "single" else comparison.processes
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    if comparison.device == "cpu":
+        where = "single" if processes == 1 else "cpu_2proc"
+        command += ["--config_file", str(CONFIG_FOLDER / f"{where}.yaml")]
+    elif processes > 1:
+        command += ["--multi_gpu"]
+    command += ["--num_processes", str(processes), str(Path(__file__).with_name("train.py")), str(comparison.recipe)]
+    return [
+        *command,
+        *comparison.overrides,
+        f"accelerate_config={strategy}",
+        f"output_dir={comparison.job_folder(strategy)}",
+        f"training.max_steps={comparison.steps}",
+        f"save_steps={comparison.steps}",
+        f"eval_steps={comparison.steps}",
+        "training.early_stopping_patience=null",
+        "training.resume=never",
+        "logging_steps=1",
+        "measure_phases=true",
+        "samples.count=0",
+        "samples.prompts=null",
+    ]
+
+
+def _devices() -> tuple[str, int]:
+    """The kind of device, and how many processes it is natural to run."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(), torch.cuda.device_count()
+    return "cpu", 2
+
+
+def _run(comparison: Comparison, strategy: str, progress: Progress) -> Row:
+    folder, log = comparison.job_folder(strategy), comparison.log(strategy)
+    if folder.exists():
+        remove_folder(folder)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    progress(strategy, 0)
+    with open(log, "w", encoding="utf-8") as output:
+        command = job_command(comparison, strategy)
+        environment = os.environ | {"PYTHONWARNINGS": "ignore"}
+        with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process:
+            while (code := _wait(process)) is None:
+                progress(strategy, _steps_done(folder))
+    row: Row = {"strategy": strategy, "ok": code == 0, "reason": None, "log": str(log)}
+    if code == 0:
+        row |= figures(read_lines(folder / "metrics.jsonl"), json.loads((folder / "receipt.json").read_text("utf-8")))
+    else:
+        row["reason"] = failure(folder, log.read_text("utf-8", errors="replace"))
+    progress(strategy, _steps_done(folder))
+    progress(strategy, None)
+    for trained in ("checkpoints", "model", "adapter"):
+        if (folder / trained).exists():
+            remove_folder(folder / trained)
+    return row
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int | None:
+    """The exit code, or None when half a second has passed. Ctrl-C reaches the job too, which saves and ends."""
+    try:
+        return process.wait(timeout=0.5)
+    except subprocess.TimeoutExpired:
+        return None
+    except KeyboardInterrupt:
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise
+
+
+def _steps_done(folder: Path) -> int:
+    try:
+        return sum(line["kind"] == "train" for line in read_lines(folder / "metrics.jsonl"))
+    except OSError:  # not there yet
+        return 0
+
+
+def figures(lines: Sequence[dict[str, Any]], receipt: dict[str, Any]) -> Row:
+    """A row's numbers from a finished job: bytes and seconds as integers and floats, per rank the highest.
+
+    Memory is the highest of all steps. Time is of the steps after the first, which compiles and warms up; traffic is of
+    the last step, for DDP learns its buckets in the second.
+    """
+    train = [line for line in lines if line["kind"] == "train"]
+    seconds = statistics.fmean(line["step_seconds"] for line in train[1:] or train)
+    by_phase = {name: [line for line in lines if line.get("phase") == name] for name in PHASES}
+    trained = receipt["parameters"]["trained"] * (2 if receipt["dtypes"]["master"] == "bfloat16" else 4)
+    return {
+        "world_size": receipt["world_size"],
+        "trained_bytes": trained,
+        "all_trained": receipt["parameters"]["frozen"] == 0,
+        "seconds_per_20_steps": 20 * seconds,
+        "losses": [line["loss"] for line in train],
+        "final_loss": train[-1]["loss"],
+        "phases": {name: _phase(found) for name, found in by_phase.items() if found},
+    }
+
+
+def _phase(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    last = [line for line in lines if line["step"] == lines[-1]["step"]]
+    memory = {f"{key}_bytes": max(round(line[f"{key}_gib"] * 2**30) for line in lines) for key in MEMORY}
+    busiest = max(last, key=lambda line: line["ring_bytes"])
+    moved = {key: busiest[key] for key in ("collectives", "bytes", "ring_bytes", "textbook_bytes")}
+    return {**memory, "seconds": max(line["seconds"] for line in last), **moved}
+
+
+def failure(folder: Path, log: str) -> str:
+    """Why a job ended, in one line: what the run recorded, else the last it said before the launcher's traceback."""
+    state = folder / "run_state.json"
+    recorded = json.loads(state.read_text("utf-8")) if state.is_file() else {}
+    if "error" in recorded:
+        return f"{_one_line(recorded['error'])} ({recorded['phase']}, rank {recorded['rank']})"
+    lines = [line for line in _without_launcher(log).splitlines() if line.strip() and "WARNING" not in line]
+    said = _one_line(lines[-1]) if lines else "it said nothing"
+    killed = re.search(r"exitcode +: -(\d+)|died with <Signals\.(\w+)", log)
+    return f"killed by signal {killed[1] or killed[2]}; the last it said: {said}" if killed else said
+
+
+def _without_launcher(log: str) -> str:
+    """The log up to the launcher's own report: torchrun's, or the traceback of `accelerate launch` itself."""
+    report = re.search(r"^[EWI]\d{4} .*torch/distributed/elastic", log, flags=re.M)
+    if report:
+        return log[: report.start()]
+    before, _, traceback = log.rpartition("Traceback (most recent call last)")
+    return before if "CalledProcessError" in traceback else log
+
+
+def _one_line(text: str, width: int = 300) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _write(comparison: Comparison, rows: list[Row]) -> dict[str, Any]:
+    result = {
+        "recipe": str(comparison.recipe),
+        "overrides": list(comparison.overrides),
+        "device": comparison.device,
+        "processes": comparison.processes,
+        "steps": comparison.steps,
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "rows": rows,
+        "losses": loss_agreement(rows, comparison.mixed_precision),
+        "notes": notes(comparison),
+    }
+    write_json(comparison.folder / "compare.json", result)
+    return result
+
+
+def loss_agreement(rows: Sequence[Row], mixed_precision: str) -> dict[str, Any]:
+    """The worst relative difference of final losses to the first row that ran, and whether it is within bounds."""
+    final = [row["final_loss"] for row in rows if row["ok"]]
+    bound = LOSS_TOLERANCE[mixed_precision]
+    worst = max((abs(loss - final[0]) / abs(final[0]) for loss in final), default=0.0)
+    return {"worst_relative_difference": worst, "bound": bound, "agree": worst <= bound}
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """What a reader of the figures must know."""
+    told = ["memory: highest of all ranks and steps; peak within the phase / allocated at its end"]
+    told.append("seconds: with the gauges on, which slow small models; without the first step")
+    told.append("traffic: of one rank in one step, in textbook bytes (all_reduce counts twice)")
+    if comparison.device == "cpu":
+        told.append("on a CPU all memory is host memory: what is offloaded stays in the same figure")
+        told.append("gloo carries out a reduce_scatter as an all_reduce: on the wire it is twice as much")
+    return told

@@ -1,0 +1,234 @@
+"""A comparison as tables for the terminal and as one picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from finetune.compare import Comparison, compare
+from finetune.errors import EnvironmentMismatch
+
+SHOWN = ("load", "forward", "backward", "step")
+MOVING = ("forward", "backward", "step")  # traffic while loading is paid once
+COLOURS = {"load": "#7f7f7f", "forward": "#4c78a8", "backward": "#f58518", "step": "#54a24b"}
+
+Row = dict[str, Any]
+
+
+def run_and_report(comparison: Comparison, *, quiet: bool) -> dict[str, Any]:
+    """Run the comparison, show its progress on standard error, write table and picture.
+
+    Raises EnvironmentMismatch: before the first job, without matplotlib; after all is written, when no strategy ran
+    or final losses do not agree.
+    """
+    _figure_classes()  # before the jobs: without it their picture would be missing at the end
+    result = _run_with_progress(comparison)
+    if not quiet:
+        print_tables(result, Console())
+    draw(result, comparison.folder / "compare.png")
+    if not any(row["ok"] for row in result["rows"]):
+        raise EnvironmentMismatch("compare: no strategy ran; the reasons are above, the logs beside compare.json")
+    if not result["losses"]["agree"]:
+        losses = " ".join(f"{row['strategy']} {row['final_loss']:.6f}" for row in result["rows"] if row["ok"])
+        raise EnvironmentMismatch(f"compare: strategies learn something else: final losses {losses}")
+    if not quiet:
+        print(f"{comparison.folder}: compare.json, compare.png, logs/")
+    return result
+
+
+def _run_with_progress(comparison: Comparison) -> dict[str, Any]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(strategy: str, step: int | None) -> None:
+            if strategy not in tasks:
+                tasks[strategy] = bars.add_task(strategy, total=comparison.steps)
+            task = tasks[strategy]
+            if step is None:
+                bars.stop_task(task)
+            else:
+                bars.update(task, completed=step)
+
+        return compare(comparison, show)
+
+
+def unit_of(largest: int) -> tuple[str, int]:
+    """One unit for all bytes of a table or a panel, after its largest figure."""
+    for name, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if largest >= size:
+            return name, size
+    return "B", 1
+
+
+def print_tables(result: dict[str, Any], console: Console) -> None:
+    """Memory per phase; time, traffic and loss; then reasons of the rows that failed, and what to know."""
+    rows = [row for row in result["rows"] if row["ok"]]
+    if rows:
+        device = f"{result['processes']} x {result['device']}, {result['steps']} steps"
+        console.print(_memory_table(rows, device, host=result["device"] != "cpu"))
+        console.print(_traffic_table(rows))
+    for row in result["rows"]:
+        if not row["ok"]:
+            console.print(f"{row['strategy']}: did not run: {row['reason']}", markup=False, highlight=False)
+    losses = result["losses"]
+    if len(rows) > 1:
+        verdict = "agree" if losses["agree"] else "DIFFER"
+        worst, bound = losses["worst_relative_difference"], losses["bound"]
+        console.print(f"final losses {verdict}: worst relative difference {worst:.1e}, bound {bound:g}")
+    for note in result["notes"]:
+        console.print(note, markup=False, highlight=False, style="dim")
+
+
+def _memory_table(rows: Sequence[Row], device: str, *, host: bool) -> Table:
+    """Peak / allocated of each phase; on GPUs the host's beside the device's."""
+    unit, size = unit_of(max(entry["peak_bytes"] for row in rows for entry in row["phases"].values()))
+    title = f"Memory of a rank in {unit}, peak / allocated ({device})"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("strategy")
+    for phase in SHOWN:
+        table.add_column(phase, justify="right")
+    if host:
+        table.add_column("host, peak", justify="right")
+    for row in rows:
+        cells = [_memory_cell(row["phases"].get(phase), size) for phase in SHOWN]
+        if host:
+            cells.append(f"{max(entry['host_peak_bytes'] for entry in row['phases'].values()) / size:.2f}")
+        table.add_row(row["strategy"], *cells)
+    return table
+
+
+def _memory_cell(entry: dict[str, Any] | None, size: int) -> str:
+    return f"{entry['peak_bytes'] / size:.2f} / {entry['allocated_bytes'] / size:.2f}" if entry else "-"
+
+
+def _traffic_table(rows: Sequence[Row]) -> Table:
+    """Seconds, collectives and bytes of each phase of a step, and the final loss."""
+    unit, size = unit_of(max(moved_per_step(row) for row in rows))
+    title = f"Seconds of 20 steps, traffic of a step in {unit} (collectives), final loss"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("strategy", "s/20", *MOVING, "sum", "in P", "loss"):
+        table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
+    for row in rows:
+        cells = [_traffic_cell(row["phases"][phase], size) for phase in MOVING]
+        seconds, total, loss = row["seconds_per_20_steps"], moved_per_step(row) / size, row["final_loss"]
+        table.add_row(row["strategy"], f"{seconds:.2f}", *cells, f"{total:.2f}", _multiple(row) or "-", f"{loss:.5f}")
+    return table
+
+
+def _traffic_cell(entry: dict[str, Any], size: int) -> str:
+    calls = sum(entry["collectives"].values())
+    return f"{entry['textbook_bytes'] / size:.2f} ({calls})" if calls else "-"
+
+
+def moved_per_step(row: Row) -> int:
+    """Textbook bytes that one rank moves in one step."""
+    return sum(row["phases"][phase]["textbook_bytes"] for phase in MOVING)
+
+
+def _multiple(row: Row) -> str:
+    """In units of P, the bytes of the weights; nothing where some are frozen, for some engines move those too."""
+    return f"{moved_per_step(row) / row['trained_bytes']:.2f}" if row["all_trained"] else ""
+
+
+def _figure_classes() -> tuple[Any, Any]:
+    """matplotlib's figure and a canvas that needs no screen. Raises EnvironmentMismatch where it is missing."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise EnvironmentMismatch(
+            "compare: the picture needs matplotlib, which is not installed; pip install 'finetune[report]'"
+        ) from error
+    return Figure, FigureCanvasAgg
+
+
+def draw(result: dict[str, Any], file: Path) -> None:
+    """The picture: memory per phase, seconds, traffic. Raises EnvironmentMismatch without matplotlib."""
+    figure_class, canvas_class = _figure_classes()
+    rows = [row for row in result["rows"] if row["ok"]]
+    if not rows:
+        return
+    figure = figure_class(figsize=(max(9.0, 2.5 + 1.5 * len(rows)), 11), layout="constrained", dpi=120)
+    canvas_class(figure)
+    memory, seconds, traffic = figure.subplots(3, 1, height_ratios=[2.2, 1, 1.3])
+    figure.suptitle(
+        f"{Path(result['recipe']).stem}: {result['processes']} x {result['device']}, {result['steps']} steps",
+        fontweight="bold",
+    )
+    _draw_memory(memory, rows)
+    _draw_seconds(seconds, rows)
+    _draw_traffic(traffic, rows)
+    absent = [row["strategy"] for row in result["rows"] if not row["ok"]]
+    if absent:
+        figure.supxlabel(f"did not run: {', '.join(absent)} (reasons in compare.json)", fontsize=9, color="#a00000")
+    figure.savefig(file)
+
+
+def _draw_memory(axes: Any, rows: Sequence[Row]) -> None:
+    """Grouped bars: a phase's peak, pale, and in it what stays allocated at its end."""
+    unit, size = unit_of(max(entry["peak_bytes"] for row in rows for entry in row["phases"].values()))
+    width = 0.8 / len(SHOWN)
+    for position, phase in enumerate(SHOWN):
+        places = [index + (position - (len(SHOWN) - 1) / 2) * width for index in range(len(rows))]
+        entries = [row["phases"].get(phase, {"peak_bytes": 0, "allocated_bytes": 0}) for row in rows]
+        peaks = [entry["peak_bytes"] / size for entry in entries]
+        kept = [entry["allocated_bytes"] / size for entry in entries]
+        colour = COLOURS[phase]
+        axes.bar(places, peaks, width * 0.92, color=_pale(colour))
+        axes.bar(places, kept, width * 0.92, color=colour, label=phase)
+        for place, peak in zip(places, peaks, strict=True):
+            axes.annotate(
+                f"{peak:.2f}", (place, peak), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=8
+            )
+    _finish(axes, rows, f"{unit} on one rank", "Memory per phase: peak (pale) and allocated at the end (full)")
+    axes.legend(ncols=len(SHOWN), loc="upper center", bbox_to_anchor=(0.5, -0.08), frameon=False)
+
+
+def _draw_seconds(axes: Any, rows: Sequence[Row]) -> None:
+    values = [row["seconds_per_20_steps"] for row in rows]
+    bars = axes.bar(range(len(rows)), values, 0.5, color="#72b7b2")
+    axes.bar_label(bars, fmt="{:.2f}", padding=2, fontsize=8)
+    _finish(axes, rows, "seconds", "Time of 20 steps")
+
+
+def _draw_traffic(axes: Any, rows: Sequence[Row]) -> None:
+    """Stacked bars: textbook bytes of one step, by phase."""
+    unit, size = unit_of(max(moved_per_step(row) for row in rows))
+    bottom = [0.0] * len(rows)
+    for phase in MOVING:
+        heights = [row["phases"][phase]["textbook_bytes"] / size for row in rows]
+        axes.bar(range(len(rows)), heights, 0.5, bottom=bottom, color=COLOURS[phase], label=phase)
+        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+    for index, (row, top) in enumerate(zip(rows, bottom, strict=True)):
+        calls = sum(sum(row["phases"][phase]["collectives"].values()) for phase in MOVING)
+        multiple = f" = {_multiple(row)} P" if _multiple(row) else ""
+        text = f"{top:.2f}{multiple}\n{calls} collectives"
+        axes.annotate(text, (index, top), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=8)
+    _finish(axes, rows, f"{unit} of one rank", "Traffic of one step, textbook bytes (P: bytes of the weights)")
+
+
+def _finish(axes: Any, rows: Sequence[Row], unit: str, title: str) -> None:
+    most = max(row["world_size"] for row in rows)
+    names = [row["strategy"] if row["world_size"] == most else f"{row['strategy']}, 1 rank" for row in rows]
+    axes.set_xticks(range(len(rows)), names)
+    axes.set_xlim(-0.6, len(rows) - 0.4)
+    axes.set_ylabel(unit)
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.margins(y=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
+
+
+def _pale(colour: str) -> tuple[float, ...]:
+    """Between the colour and white; not transparent, so that no grid shows through."""
+    from matplotlib.colors import to_rgb
+
+    return tuple(0.4 * part + 0.6 for part in to_rgb(colour))

@@ -1,0 +1,228 @@
+"""`finetune compare`: every strategy a row, figures from the jobs' own metrics, losses that agree."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from finetune import compare_report
+from finetune.cli import main
+from finetune.compare import Comparison, failure, figures, job_command, loss_agreement, plan_comparison
+from finetune.compare_report import draw, moved_per_step, print_tables, run_and_report
+from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
+from tests.tiny import write_chats
+
+GIB = 2**30
+TORCHRUN = (
+    "E1121 10:00:53.549000 8444 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 4)\n"
+    "Traceback (most recent call last):\n  File x\nChildFailedError:\n    exitcode  : 4 (pid: 8448)\n"
+)
+
+
+@pytest.fixture
+def recipe(tiny_llama: Path, tmp_path: Path) -> Path:
+    """Two rows a step, full fine-tuning in float32."""
+    chats = write_chats(tmp_path / "chats.jsonl", [20, 30, 40, 50])
+    values = {
+        "model": {"name_or_path": str(tiny_llama), "dtype": "float32"},
+        "lora": None,
+        "data": {"train": [{"path": "json", "data_files": str(chats)}], "packing": False, "max_length": 64},
+        "training": {"global_batch_size": 4, "mixed_precision": "no", "learning_rate": 1e-3},
+        "output_dir": str(tmp_path / "run"),
+    }
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(values), "utf-8")
+    return file
+
+
+def comparison(recipe: Path, **changes: Any) -> Comparison:
+    options: dict[str, Any] = {"strategies": "single,ddp", "steps": 3, "processes": None, "folder": None}
+    return plan_comparison(recipe, [], **(options | changes))
+
+
+def phase_line(phase: str, step: int, rank: int, peak: int, **moved: int) -> dict[str, Any]:
+    return {
+        "kind": "phase",
+        "phase": phase,
+        "step": step,
+        "rank": rank,
+        "seconds": 0.5,
+        **{f"{key}_gib": peak / GIB for key in ("peak", "allocated", "host_peak", "host_allocated")},
+        "collectives": dict.fromkeys(moved, 1),
+        "bytes": moved,
+        "ring_bytes": sum(moved.values()),
+        "textbook_bytes": 2 * sum(moved.values()),
+    }
+
+
+def finished(strategy: str = "ddp", loss: float = 1.0, scale: int = 1) -> dict[str, Any]:
+    """A row as a job with two ranks and two steps gives it."""
+    lines: list[dict[str, Any]] = [phase_line("load", 0, 0, 100 * scale)]
+    for step in (1, 2):
+        lines.append({"kind": "train", "step": step, "loss": loss * 3 / step, "step_seconds": 10.0 / step**2})
+        lines += [phase_line("forward", step, rank, scale * (1000 * step + rank)) for rank in (0, 1)]
+        lines += [phase_line("backward", step, rank, 7 * scale, all_reduce=2 * step + rank) for rank in (0, 1)]
+        lines += [phase_line("step", step, rank, 5 * scale) for rank in (0, 1)]
+    parameters = {"trained": 100, "frozen": 0}
+    receipt = {"world_size": 2, "parameters": parameters, "dtypes": {"master": "float32"}}
+    return {"strategy": strategy, "ok": True, "reason": None, "log": "x", **figures(lines, receipt)}
+
+
+def result(*rows: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "recipe": "r.yaml",
+        "device": "cpu",
+        "processes": 2,
+        "steps": 2,
+        "rows": list(rows),
+        "losses": loss_agreement(rows, "no"),
+        "notes": ["a note"],
+    }
+
+
+REFUSED = {"strategy": "zero9", "ok": False, "reason": "zero9: there is [no] such thing; take zero3", "log": "x"}
+
+
+def test_figures_are_the_highest_of_ranks_and_the_last_step_s_traffic() -> None:
+    row = finished()
+    assert row["phases"]["forward"]["peak_bytes"] == 2001  # rank 1, step 2
+    assert row["phases"]["backward"]["bytes"] == {"all_reduce": 5}  # rank 1, step 2
+    assert moved_per_step(row) == 10
+    assert row["seconds_per_20_steps"] == 50.0  # without the first step
+    assert row["trained_bytes"] == 400
+    assert row["losses"] == [3.0, 1.5]
+
+
+def test_losses_must_agree() -> None:
+    assert loss_agreement([finished(loss=1.0), finished(loss=1.00001)], "no")["agree"]
+    apart = [finished(loss=1.0), REFUSED, finished(loss=1.001)]
+    assert not loss_agreement(apart, "no")["agree"]
+    assert loss_agreement(apart, "bf16")["agree"]
+    assert loss_agreement([REFUSED], "no")["agree"]
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (
+            "[x] [WARNING] nothing\naccelerate_config: fsdp9: no; take fsdp2\n" + TORCHRUN,
+            "accelerate_config: fsdp9: no",
+        ),
+        ("a: b\nTraceback (most recent call last)\nsubprocess.CalledProcessError: x", "a: b"),
+        ("Traceback (most recent call last)\n  File x\nValueError: odd\n" + TORCHRUN, "ValueError: odd"),
+        (
+            "Traceback (most recent call last)\nValueError: odd\n"
+            "Traceback (most recent call last)\nCalledProcessError: y",
+            "ValueError: odd",
+        ),
+        ("step 3/20\n" + TORCHRUN.replace("exitcode  : 4", "exitcode  : -9"), "killed by signal 9; .* step 3/20"),
+        ("", "it said nothing"),
+    ],
+)
+def test_the_reason_of_a_failure(log: str, reason: str, tmp_path: Path) -> None:
+    assert re.match(reason, failure(tmp_path, log))
+    assert "\n" not in failure(tmp_path, log)
+    (tmp_path / "run_state.json").write_text(json.dumps({"error": "NotFinite: x\ny", "phase": "training", "rank": 1}))
+    assert failure(tmp_path, log) == "NotFinite: x y (training, rank 1)"
+
+
+def test_tables_name_every_row() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    long = [finished(name, scale=2**22) for name in ("zero2_offload", "zero3_offload")]
+    print_tables(result(*long, REFUSED), console)
+    text = console.export_text()
+    for words in ("zero2_offload", "zero3_offload", REFUSED["reason"], "in GiB", "in B", "agree", "a note", "50.00"):
+        assert words in " ".join(text.split()), words
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "…" not in text
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    names = ["ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2"]
+    draw(result(*[finished(name) for name in names], REFUSED), tmp_path / "compare.png")
+    content = (tmp_path / "compare.png").read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert len(content) > 20_000
+    draw(result(REFUSED), tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_without_matplotlib_nothing_is_started(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(EnvironmentMismatch, match=r"pip install 'finetune\[report\]'"):
+        run_and_report(comparison(recipe), quiet=True)
+
+
+def test_differing_losses_end_in_an_error(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(rows: list[dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        return lambda *_: result(*rows)
+
+    planned = comparison(recipe, folder=tmp_path / "compared")
+    planned.folder.mkdir()
+    monkeypatch.setattr(compare_report, "compare", run([finished("a"), finished("b", loss=1.1)]))
+    with pytest.raises(EnvironmentMismatch, match=r"a 1\.500000 b 1\.650000"):
+        run_and_report(planned, quiet=False)
+    assert "DIFFER" in capsys.readouterr().out
+    monkeypatch.setattr(compare_report, "compare", run([REFUSED]))
+    with pytest.raises(EnvironmentMismatch, match="no strategy ran"):
+        run_and_report(planned, quiet=True)
+
+
+def test_what_is_launched(recipe: Path) -> None:
+    planned = comparison(recipe, processes=4)
+    alone, four = (" ".join(job_command(planned, name)) for name in ("single", "zero3"))
+    assert "single.yaml --num_processes 1" in alone
+    assert "cpu_2proc.yaml --num_processes 4" in four
+    assert "accelerate_config=zero3" in four
+    assert "measure_phases=true" in four
+    on_gpus = " ".join(job_command(replace(planned, device="NVIDIA H200"), "zero3"))
+    assert "--multi_gpu --num_processes 4" in on_gpus
+    assert "config_file" not in on_gpus
+
+
+def test_mistakes_are_told_before_anything_runs(recipe: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError):
+        plan_comparison(recipe, ["nonsense=1"], strategies="ddp", steps=1, processes=None, folder=None)
+    with pytest.raises(FinetuneError, match="--strategies"):
+        comparison(recipe, strategies=" , ")
+    with pytest.raises(FinetuneError, match="no comparison"):
+        comparison(recipe, folder=tmp_path)  # the recipe lies there
+    assert main(["compare", str(tmp_path / "missing.yaml")]) == 2
+
+
+@pytest.mark.slow
+def test_one_rank_two_ranks_and_a_refusal(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "compared"
+    words = ["compare", str(recipe), "--strategies", "single,ddp,nonsense", "--steps", "3", "-o", str(folder)]
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    written = json.loads((folder / "compare.json").read_text("utf-8"))
+    assert told == {"ok": True, **written}
+    single, ddp, nonsense = written["rows"]
+    assert [row["ok"] for row in written["rows"]] == [True, True, False]
+    assert "nonsense" in nonsense["reason"]
+    assert written["losses"]["agree"]
+    assert written["losses"]["worst_relative_difference"] < 1e-6
+    assert (single["world_size"], ddp["world_size"]) == (1, 2)
+    assert set(ddp["phases"]) == {"load", "forward", "backward", "step", "save"}
+    weights = ddp["trained_bytes"]
+    assert ddp["phases"]["backward"]["collectives"] == {"all_reduce": 1}
+    assert ddp["phases"]["backward"]["textbook_bytes"] == 2 * weights
+    assert moved_per_step(single) == 0
+    assert single["phases"]["load"]["allocated_bytes"] == pytest.approx(weights, rel=0.01)
+    assert single["phases"]["step"]["allocated_bytes"] == pytest.approx(3 * weights, rel=0.05)
+    assert (folder / "compare.png").is_file()
+    assert not list(folder.glob("jobs/*/checkpoints"))
+    assert not list(folder.glob("jobs/*/model"))
+    assert main([*words, "--steps", "1"]) == 0  # again into the same folder
