@@ -49,7 +49,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
+def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | None = None) -> nn.Module:
     """The model that the recipe trains, on `device`, ready for its first forward.
 
     With `shift_labels` its forward returns the summed float32 loss, a scalar, and nothing else; without them it is
@@ -57,7 +57,7 @@ def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
     has them. Raises FinetuneError when weights are missing, unexpected or not safetensors, and EnvironmentMismatch
     when they cannot be reached.
     """
-    model = _structure_alone(recipe) if device.type == "meta" else _load_base(recipe)
+    model = _structure_alone(recipe) if device.type == "meta" else _load_base(recipe, dtype)
     _refuse_unsuitable(model, attention_name(recipe))
     put_loss_into_forward(model)
     whole: nn.Module = model
@@ -83,9 +83,11 @@ def decoder_parts(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def _load_base(recipe: Recipe) -> PreTrainedModel:
+def _load_base(recipe: Recipe, dtype: torch.dtype | None) -> PreTrainedModel:
     section = recipe.model
     options = _common_options(recipe) | {"use_safetensors": True, "output_loading_info": True}
+    if dtype is not None:
+        options["dtype"] = dtype
     if recipe.quantization:
         options["quantization_config"] = _bitsandbytes(recipe.quantization)
     try:

@@ -7,22 +7,27 @@ DeepSpeed's own buckets cost 1 to 2 GB whatever is trained.
 from __future__ import annotations
 
 import importlib.util
+import io
 import logging
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
+from filelock import FileLock
 from torch import Tensor, nn
 
 from finetune.errors import EnvironmentMismatch
 from finetune.recipe import Recipe
+from finetune.strategy import Strategy
 from finetune.zero_pieces import load_masters, whole_numel, whole_shape
 
 # Elements of one reduction: below, latency rules; above, nothing gets faster.
@@ -34,28 +39,74 @@ def zero_environment(on_cpu: bool) -> None:
     # The config in force is built here. Accelerate refuses a whole config beside single fields of its own file.
     os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    # pip puts ninja beside python, where an environment that is not activated does not look.
-    os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # torch 2.13 renames collectives; DeepSpeed 0.19 and torch 2.11 know the old names.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
         os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, Accelerate ignores a DeepSpeed plugin without a word
 
 
-def require_deepspeed(name: str, settings: Mapping[str, Any]) -> None:
-    """Raise EnvironmentMismatch with the line to install for what strategy `name` needs and this machine has not."""
+@contextmanager
+def quiet_engine() -> Iterator[None]:
+    """DeepSpeed prints on every rank what it compiles and loads; nothing else that the user should read."""
+    with redirect_stdout(io.StringIO()):
+        yield
+
+
+def require_deepspeed(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
+    """Refuse, before anything is loaded, what this engine cannot do here or what it would do otherwise.
+
+    Raises EnvironmentMismatch with the line to install, or with the setting to change.
+    """
     if importlib.util.find_spec("deepspeed") is None:
-        _refuse(name, "DeepSpeed is not installed", "DS_BUILD_OPS=0 pip install 'finetune[deepspeed]'")
-    if "nvme" not in _offload(settings).values():
+        raise _missing(strategy, "DeepSpeed is not installed", "DS_BUILD_OPS=0 pip install 'finetune[deepspeed]'")
+    for reason in _unsuitable(recipe, strategy, on_cpu):
+        raise EnvironmentMismatch(reason)
+    if "nvme" not in _offload(strategy).values():
         return  # CPU offload runs torch's own fused AdamW, which needs no compiler
+    # pip puts ninja beside python, where an environment that is not activated does not look.
+    os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
     if shutil.which("g++") is None or shutil.which("ninja") is None:
-        _refuse(name, "DeepSpeed compiles its NVMe access with g++ and ninja", "apt-get install g++ ninja-build")
+        what = "DeepSpeed compiles its NVMe access with g++ and ninja"
+        raise _missing(strategy, what, "apt-get install g++ ninja-build")
     if not _links("#include <libaio.h>\nint main() { io_context_t c = 0; return io_setup(1, &c); }", "aio"):
-        _refuse(name, "NVMe offload needs libaio and its header", "apt-get install libaio-dev")
+        raise _missing(strategy, "NVMe offload needs libaio and its header", "apt-get install libaio-dev")
+    _compile_nvme_access(on_cpu)
 
 
-def _refuse(name: str, what: str, remedy: str) -> None:
-    raise EnvironmentMismatch(f"accelerate_config: {name}: {what}; install it with: {remedy}")
+def _missing(strategy: Strategy, what: str, remedy: str) -> EnvironmentMismatch:
+    return EnvironmentMismatch(f"accelerate_config: {strategy.name}: {what}; install it with: {remedy}")
+
+
+def _unsuitable(recipe: Recipe, strategy: Strategy, on_cpu: bool) -> Iterator[str]:
+    """What of the recipe the engine would refuse with a traceback, or compute in another number format."""
+    training, name = recipe.training, f"accelerate_config: {strategy.name}"
+    half = training.mixed_precision
+    if on_cpu and torch.cuda.is_available():
+        yield f"{name}: on a machine with GPUs DeepSpeed takes them; hide them with CUDA_VISIBLE_DEVICES="
+    if half == "fp16" and on_cpu:
+        yield "training.mixed_precision: DeepSpeed has no fp16 on a CPU; set bf16 or no"
+    if training.optim != "adamw":
+        yield f"training.optim: {training.optim}: ZeRO cuts state by elements, not by its blocks; set adamw"
+    if training.pure_bf16 and strategy.offloaded:
+        yield f"training.pure_bf16: {name} keeps float32 state in host memory; set training.pure_bf16=false"
+    if half == "no" and recipe.lora and recipe.model.dtype != "float32":
+        yield "training.mixed_precision: no: the engine has one number format; set bf16, or model.dtype: float32"
+    if recipe.quantization is not None:
+        yield from _unsuitable_quantization(recipe, strategy)
+
+
+def _unsuitable_quantization(recipe: Recipe, strategy: Strategy) -> Iterator[str]:
+    quantization, half = recipe.quantization, recipe.training.mixed_precision
+    assert quantization is not None
+    if half == "no":
+        yield "training.mixed_precision: no: the engine takes no quantised weights beside float32; set bf16"
+    if quantization.load_in_8bit and strategy.zero_stage == 3:
+        yield f"quantization.load_in_8bit: {strategy.name} cannot cut int8 weights; set accelerate_config=zero2"
+    compute = {"bf16": "bfloat16", "fp16": "float16"}.get(half)
+    if quantization.load_in_4bit and strategy.zero_stage == 3 and quantization.bnb_4bit_quant_storage != compute:
+        yield f"quantization.bnb_4bit_quant_storage: weights are cut in the format they compute in; set {compute}"
 
 
 def _links(program: str, library: str) -> bool:
@@ -63,20 +114,36 @@ def _links(program: str, library: str) -> bool:
     return subprocess.run(command, input=program, text=True, capture_output=True, check=False).returncode == 0
 
 
-def _offload(settings: Mapping[str, Any]) -> dict[str, str]:
-    """What is kept where: optimizer and param -> none, cpu or nvme."""
-    section = settings.get("deepspeed_config") or {}
-    return {what: section.get(f"offload_{what}_device", "none") for what in ("optimizer", "param")}
+def _compile_nvme_access(on_cpu: bool) -> None:
+    """Compile now what the engine would compile within its process group: two minutes on a slow machine, once.
 
-
-def zero_plugin(recipe: Recipe, settings: Mapping[str, Any], *, world_size: int, on_cpu: bool) -> DeepSpeedPlugin:
-    """The engine's config, complete but for the buckets, which `prepare_zero` sets.
-
-    `settings` is an Accelerate config file with a `deepspeed_config` section. Raises EnvironmentMismatch for a
-    precision that the engine cannot run here.
+    One process at a time: torch's own lock is a file that a killed compiler leaves for ever, so under ours it is stale.
     """
+    from torch.utils.cpp_extension import get_default_build_root
+
+    if on_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    root.mkdir(parents=True, exist_ok=True)
+    with FileLock(root / "finetune.lock"), quiet_engine():
+        for stale in root.glob("**/async_io/lock"), root.glob("**/pin_memory/lock"):
+            for path in stale:
+                path.unlink(missing_ok=True)
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        AsyncIOBuilder().load(verbose=False)
+
+
+def _offload(strategy: Strategy) -> dict[str, str]:
+    """What is kept where: optimizer and param -> none, cpu or nvme."""
+    section = strategy.settings.get("deepspeed_config") or {}
+    return {what: section.get(f"offload_{what}_device") or "none" for what in ("optimizer", "param")}
+
+
+def zero_plugin(recipe: Recipe, strategy: Strategy, *, world_size: int, on_cpu: bool) -> DeepSpeedPlugin:
+    """The engine's config, complete but for the buckets, which `prepare_zero` sets."""
     training = recipe.training
-    zero = _zero_section(recipe, settings, on_cpu)
+    zero = _zero_section(recipe, strategy, on_cpu)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.per_device_batch_size,
         "train_batch_size": training.per_device_batch_size * world_size,  # of one forward: the loop accumulates
@@ -91,24 +158,23 @@ def zero_plugin(recipe: Recipe, settings: Mapping[str, Any], *, world_size: int,
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": sys.maxsize,
     }
-    config |= _precision(recipe, on_cpu, zero)
+    config |= _precision(recipe)
     return DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=zero["stage"] == 3)
 
 
-def _zero_section(recipe: Recipe, settings: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
-    section = settings["deepspeed_config"]
+def _zero_section(recipe: Recipe, strategy: Strategy, on_cpu: bool) -> dict[str, Any]:
     zero: dict[str, Any] = {
-        "stage": int(section["zero_stage"]),
+        "stage": strategy.zero_stage,
         "contiguous_gradients": True,
         "overlap_comm": not on_cpu,
         "round_robin_gradients": False,
     }
-    for what, device in _offload(settings).items():
+    for what, device in _offload(strategy).items():
         if device == "none":
             continue
         kept: dict[str, Any] = {"device": device, "pin_memory": not on_cpu}
         if device == "nvme":
-            folder = section.get(f"offload_{what}_nvme_path") or swap_folder(recipe)
+            folder = strategy.settings["deepspeed_config"].get(f"offload_{what}_nvme_path") or swap_folder(recipe)
             kept |= {"nvme_path": str(folder)}
         zero[f"offload_{what}"] = kept
     return zero
@@ -119,16 +185,16 @@ def swap_folder(recipe: Recipe) -> Path:
     return Path(recipe.run_dir) / "swap"
 
 
-def _precision(recipe: Recipe, on_cpu: bool, zero: Mapping[str, Any]) -> dict[str, Any]:
+def remove_swap(recipe: Recipe) -> None:
+    """Take NVMe offload's files away at the end of a session; a resumed one writes them again."""
+    shutil.rmtree(swap_folder(recipe), ignore_errors=True)
+
+
+def _precision(recipe: Recipe) -> dict[str, Any]:
     """The engine's number formats: float32 masters and gradients unless the recipe says pure_bf16."""
-    training = recipe.training
-    if training.mixed_precision == "fp16" and on_cpu:
-        raise EnvironmentMismatch("training.mixed_precision: DeepSpeed runs no fp16 on a CPU; set bf16 or no")
-    if not training.pure_bf16:
-        half = training.mixed_precision
+    half = recipe.training.mixed_precision
+    if not recipe.training.pure_bf16:
         return {"bf16": {"enabled": half == "bf16"}, "fp16": {"enabled": half == "fp16", "initial_scale_power": 16}}
-    if "offload_optimizer" in zero:
-        raise EnvironmentMismatch("training.pure_bf16: an offloaded optimizer keeps float32; set pure_bf16: false")
     pure = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     return {"bf16": pure, "fp16": {"enabled": False}, "data_types": {"grad_accum_dtype": "bf16"}}
 
@@ -194,7 +260,8 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
     if plugin.zero_stage == 3 and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         _partition(model, plugin.deepspeed_config)
     plugin.deepspeed_config["zero_optimization"] |= buckets(model, plugin.zero_stage)
-    engine, optimizer = accelerator.prepare(model, optimizer)
+    with quiet_engine():
+        engine, optimizer = accelerator.prepare(model, optimizer)
     accelerator.deepspeed_engine_wrapped = StepWhenAsked(engine)
     if exact:
         load_masters(engine, exact)

@@ -74,13 +74,23 @@ def trained_names(engine: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(whole_shape(parameter)) for name, parameter in named if parameter.requires_grad}
 
 
-def full_weights(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """The trained parameters' float32 masters, whole, one at a time. All ranks take part."""
+def full_weights(engine: Any, *, dtype: torch.dtype | None, keep: bool) -> dict[str, Tensor]:
+    """The trained parameters' masters, whole and in host memory, on the ranks with `keep`; every rank takes part.
+
+    Gathered one at a time. A parameter under two names stays one tensor. `dtype` None leaves them float32.
+    """
     from deepspeed.utils import safe_get_full_fp32_param
 
-    for name, parameter in engine.module.named_parameters():
-        if parameter.requires_grad:
-            yield name, safe_get_full_fp32_param(parameter)
+    found: dict[str, Tensor] = {}
+    seen: dict[int, Tensor] = {}
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) not in seen:
+            whole = safe_get_full_fp32_param(parameter)
+            seen[id(parameter)] = whole.to("cpu", dtype, copy=True) if keep else whole.new_empty(0)
+        found[name] = seen[id(parameter)]
+    return found if keep else {}
 
 
 def master_dtype(engine: Any) -> torch.dtype:

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from finetune import attention
 from finetune.loop import NotFinite, optimizer_step
-from finetune.model import _add_adapters, checkpoint_layers, put_loss_into_forward
+from finetune.model import _add_adapters, put_loss_into_forward
 from finetune.optimizer import make_optimizer
 from finetune.phases import Phases
 from finetune.recipe import Lora
