@@ -38,6 +38,7 @@ FREE_TO_CHANGE = (
     "eval_steps",
     "save_steps",
     "save_total_limit",
+    "measure_phases",
     "output_dir",
     "timeout_seconds",
     "training.per_device_batch_size",

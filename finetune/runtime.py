@@ -21,9 +21,11 @@ from finetune.errors import EnvironmentMismatch
 from finetune.launcher import Launch
 from finetune.loss_scaling import scale_losses_on_cpu
 from finetune.optimizer import check_optimizer
+from finetune.quantized import check_sharded_quantization
 from finetune.recipe import Recipe
 from finetune.rendezvous import check_world, patience
 from finetune.strategy import Strategy, read_strategy
+from finetune.zero import quiet_engine, require_deepspeed, zero_environment, zero_plugin
 
 Hold = Callable[[], AbstractContextManager[Any]]
 
@@ -107,12 +109,12 @@ def _right_device(recipe: Recipe, launch: Launch) -> None:
 
 
 def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
+    on_cpu = launch.on_cpu or not torch.cuda.is_available()
     if strategy.kind == "deepspeed":
-        raise EnvironmentMismatch(
-            f"accelerate_config: {strategy.name}: this version of finetune does not train under DeepSpeed; "
-            "set accelerate_config=fsdp2"
-        )
-    check_optimizer(recipe.training.optim, on_cpu=launch.on_cpu or not torch.cuda.is_available())
+        require_deepspeed(recipe, strategy, on_cpu=on_cpu)
+    if strategy.kind == "fsdp":
+        check_sharded_quantization(recipe)
+    check_optimizer(recipe.training.optim, on_cpu=on_cpu)
 
 
 def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Accelerator:
@@ -127,16 +129,24 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
         _let_accelerate_shard_on_cpu(process_group)
     if strategy.kind == "fsdp" and strategy.offloaded and not on_cpu:
         process_group.backend = "cpu:gloo,cuda:nccl"  # the norm of gradients in host memory is reduced there
-    accelerator = Accelerator(
-        mixed_precision=recipe.training.mixed_precision,
-        cpu=not recipe.budget.gpus and not torch.cuda.is_available(),
-        fsdp_plugin=_fsdp_plugin(strategy) if strategy.kind == "fsdp" else None,
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
-            process_group,
-        ],
-        step_scheduler_with_optimizer=False,
-    )
+    zero = None
+    if strategy.kind == "deepspeed":
+        zero_environment(on_cpu)
+        process_group.backend = "gloo" if on_cpu else None
+        zero = zero_plugin(recipe, strategy, world_size=launch.world_size, on_cpu=on_cpu)
+    with quiet_engine():
+        accelerator = Accelerator(
+            mixed_precision=recipe.training.mixed_precision,
+            # An engine on gloo ranks is no CPU run to Accelerate, which would drop the plugin.
+            cpu=zero is None and not recipe.budget.gpus and not torch.cuda.is_available(),
+            fsdp_plugin=_fsdp_plugin(strategy) if strategy.kind == "fsdp" else None,
+            deepspeed_plugin=zero,
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+                process_group,
+            ],
+            step_scheduler_with_optimizer=False,
+        )
     scale_losses_on_cpu(accelerator)
     _compare(recipe, strategy, launch, accelerator)
     return accelerator
@@ -197,7 +207,8 @@ def holding_back(accelerator: Accelerator, strategy: Strategy, model: nn.Module)
     Whole gradients wait for the last and are reduced once. Sharded ones are reduced each time: kept whole they would
     take 15 GiB more on each of 8 GPUs for an 8B model.
     """
-    return nullcontext if strategy.sharded else lambda: accelerator.no_sync(model)
+    own_way = strategy.sharded or strategy.kind == "deepspeed"  # whose engine is told with each backward
+    return nullcontext if own_way else lambda: accelerator.no_sync(model)
 
 
 def hush_libraries(launch: Launch) -> None:

@@ -37,6 +37,8 @@ from finetune.save_restore import export, restore, save
 from finetune.schedule import learning_rate_schedule
 from finetune.signals import StopRequest, stop_on_signals
 from finetune.strategy import Strategy
+from finetune.zero import remove_swap
+from finetune.zero_pieces import whole_shape
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ def _train_together(start: Start, accelerator: Accelerator) -> int:
         raise
     finally:
         accelerator.end_training()
+        if start.launch.is_main:
+            remove_swap(start.recipe)
 
 
 def _agree_on_start(accelerator: Accelerator, claim: Claim | None) -> int | None:
@@ -128,15 +132,16 @@ def _build(
     with phases("load"):
         parts = assemble(recipe, start.strategy, accelerator)
         check_vocabulary(prepared, parts.whole)
-        state = restore(recipe, parts.whole, parts.optimizer, first_step)
+        state = restore(recipe, parts, first_step)
         load_scaler_state(accelerator, state.loss_scaler)
     terminal = Terminal(plan.total_steps, silent=not start.launch.is_main)
     _write_receipt(start, accelerator, parts, plan, terminal)
 
+    parts.model.train()  # DeepSpeed's returns nothing
     run = Run(
         recipe=recipe,
         accelerator=accelerator,
-        model=parts.model.train(),
+        model=parts.model,
         optimizer=parts.optimizer,
         train_rows=prepared.train,
         eval_rows=prepared.eval,
@@ -146,7 +151,7 @@ def _build(
         phases=phases,
         stop_requested=_stop_requested(start, progress, state),
         write_metrics=_metrics_writer(start, progress),
-        save=lambda state: save(recipe, parts.whole, parts.optimizer, state),
+        save=lambda state: save(recipe, parts, state),
         hold=holding_back(accelerator, start.strategy, parts.model),
     )
     return parts, run, state
@@ -185,7 +190,7 @@ def _metrics_writer(start: Start, progress: Progress) -> Callable[[dict[str, Any
 def check_vocabulary(prepared: Prepared, model: nn.Module) -> None:
     """Refuse token ids that the embedding has no row for. Raises FinetuneError."""
     embeddings: Any = decoder_parts(model).get_input_embeddings()
-    rows, largest = embeddings.weight.shape[0], prepared.facts["largest_token_id"]
+    rows, largest = whole_shape(embeddings.weight)[0], prepared.facts["largest_token_id"]
     if largest >= rows:
         raise FinetuneError(
             f"model.name_or_path: the tokenizer makes token {largest}, the model has {rows} embeddings; "
