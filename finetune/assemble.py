@@ -15,6 +15,7 @@ from finetune.errors import FinetuneError
 from finetune.fsdp import gathered, shard_model
 from finetune.model import build_model, decoder_parts
 from finetune.optimizer import make_optimizer
+from finetune.quantized import plain_quantized_weights
 from finetune.recipe import Recipe
 from finetune.strategy import Strategy
 from finetune.zero import engine_dtype, prepare_zero
@@ -58,6 +59,7 @@ def _sharded(recipe: Recipe, strategy: Strategy, accelerator: Accelerator) -> As
     The decoder inside the adapters is what is called: peft calls its forward past the hooks that gather its weights.
     """
     whole = _built_on_the_first(recipe)
+    plain_quantized_weights(whole)
     decoder = decoder_parts(whole)
     decoder.generation_config = _told_by_the_first(getattr(decoder, "generation_config", None))
     compute = COMPUTE[recipe.training.mixed_precision]

@@ -1,7 +1,7 @@
 """Base weights, quantisation, adapters, checkpointing; the forward that returns the summed loss.
 
-The only file that knows peft and bitsandbytes. A method (full, LoRA, QLoRA) is a way to build a model; the loop sees
-none of it.
+The only file that knows peft; bitsandbytes is known here, in quantized.py and in optimizer.py. A method (full, LoRA,
+QLoRA) is a way to build a model; the loop sees none of it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from finetune import attention
 from finetune.embedded import resolve_model_path
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.loss import summed_cross_entropy
+from finetune.quantized import quantize_structure, quantized_layers
 from finetune.recipe import Lora, Quantization, Recipe
 
 # Settings under which the logits are not simply the head applied to the last hidden state.
@@ -57,7 +58,7 @@ def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | No
     has them. Raises FinetuneError when weights are missing, unexpected or not safetensors, and EnvironmentMismatch
     when they cannot be reached.
     """
-    model = _structure_alone(recipe) if device.type == "meta" else _load_base(recipe, dtype)
+    model = _structure_alone(recipe) if device.type == "meta" else _load_base(recipe, device, dtype)
     _refuse_unsuitable(model, attention_name(recipe))
     put_loss_into_forward(model)
     whole: nn.Module = model
@@ -83,13 +84,14 @@ def decoder_parts(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def _load_base(recipe: Recipe, dtype: torch.dtype | None) -> PreTrainedModel:
+def _load_base(recipe: Recipe, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
     section = recipe.model
     options = _common_options(recipe) | {"use_safetensors": True, "output_loading_info": True}
     if dtype is not None:
         options["dtype"] = dtype
     if recipe.quantization:
-        options["quantization_config"] = _bitsandbytes(recipe.quantization)
+        # Without a device map transformers quantises on this rank's GPU, also what is to be sharded from the host.
+        options |= {"quantization_config": _bitsandbytes(recipe.quantization), "device_map": {"": str(device)}}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             resolve_model_path(section.name_or_path), revision=section.revision, **options
@@ -99,6 +101,8 @@ def _load_base(recipe: Recipe, dtype: torch.dtype | None) -> PreTrainedModel:
     model, info = loaded
     _refuse_incomplete(section.name_or_path, info)
     assert isinstance(model, PreTrainedModel)
+    if recipe.quantization:
+        _steady_quantized_weights(model)
     model.config.use_cache = False
     return model
 
@@ -114,6 +118,8 @@ def _structure_alone(recipe: Recipe) -> PreTrainedModel:
     except (OSError, ValueError) as error:
         raise _not_loaded("configuration", section.name_or_path, error) from error
     assert isinstance(model, PreTrainedModel)
+    if recipe.quantization:
+        quantize_structure(model, _bitsandbytes(recipe.quantization))
     model.config.use_cache = False
     return model
 
@@ -144,6 +150,22 @@ def _bitsandbytes(quantization: Quantization) -> BitsAndBytesConfig:
         bnb_4bit_compute_dtype=getattr(torch, quantization.bnb_4bit_compute_dtype),
         bnb_4bit_quant_storage=getattr(torch, quantization.bnb_4bit_quant_storage),
     )
+
+
+def _steady_quantized_weights(model: PreTrainedModel) -> None:
+    """Hold the quantised weights to what was loaded, and see that embeddings and head are not among them.
+
+    On a CPU with AVX512-BF16 the first evaluation has bitsandbytes 0.50 repack every 4-bit weight for good, its scales
+    rounded to bfloat16: training would go on from other weights (tests/test_quantized.py).
+    """
+    for layer in quantized_layers(model):
+        layer.support_avx512bf16_for_cpu = False
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    if set(quantized_layers(model)) & set(ends):
+        raise EnvironmentMismatch(
+            "quantization: embeddings or head were quantised, which the fused loss does not know; choose another "
+            "model, or quantization: null"
+        )
 
 
 def _not_loaded(what: str, name: str, error: Exception) -> FinetuneError:

@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from finetune.assemble import Assembled
 from finetune.errors import EnvironmentMismatch
 from finetune.model import attention_name, decoder_parts
+from finetune.quantized import frozen_weights, quantized_layers
 from finetune.recipe import Recipe
 from finetune.strategy import Strategy
 from finetune.zero_pieces import held_part, master_dtype, whole_numel
@@ -32,6 +33,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
     whole = parts.whole
     trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in whole.parameters() if not parameter.requires_grad]
+    packed = {id(layer.weight) for layer in quantized_layers(whole)}
     layers = [module for module in whole.modules() if isinstance(module, GradientCheckpointingLayer)]
     receipt = {
         "strategy": strategy.name,
@@ -44,16 +46,17 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "dtypes": {
             "master": _dtypes(trained) if parts.engine is None else _short(master_dtype(parts.engine)),
             "frozen": _dtypes(frozen),
-            "compute": _compute_dtype(accelerator, parts) or _dtypes(frozen or trained),
+            "compute": _compute_dtype(accelerator, parts)
+            or _dtypes(parameter for parameter in frozen or trained if id(parameter) not in packed),
             "reduce": _dtypes(trained) if parts.engine is None else _short(parts.engine.communication_data_type),
             "optimizer_state": None,  # read off the state, once there is one: add_optimizer_state
         },
         "parameters": {
             "trained": sum(whole_numel(parameter) for parameter in trained),
-            "frozen": sum(whole_numel(parameter) for parameter in frozen),
+            "frozen": frozen_weights(whole, whole_numel),
         },
         "loss_scaling": "dynamic" if accelerator.scaler is not None else None,
-        "quantized_layers": _quantized_layers(whole),
+        "quantized_layers": dict(Counter(type(layer).__name__ for layer in quantized_layers(whole))),
         "adapted_layers": _adapted_layers(whole),
         "layers": len(layers),
         "checkpointed_layers": sum(1 for layer in layers if layer.gradient_checkpointing),
@@ -124,10 +127,10 @@ def _dtypes(parameters: Iterable[torch.Tensor]) -> str:
     return ", ".join(name for name, _ in count.most_common()) or "none"
 
 
-def _quantized_layers(model: nn.Module) -> int:
-    """Layers whose weight is one of bitsandbytes' own parameter classes."""
-    kinds = ("Params4bit", "Int8Params")
-    return sum(type(parameter).__name__ in kinds for parameter in model.parameters())
+def _asked_layers(recipe: Recipe) -> list[str]:
+    if recipe.quantization is None:
+        return []
+    return ["Linear4bit" if recipe.quantization.load_in_4bit else "Linear8bitLt"]
 
 
 def _adapted_layers(model: nn.Module) -> int:
@@ -146,7 +149,7 @@ def _compare(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> Non
         ("training.pure_bf16: number format of trained weights", expected_master, receipt["dtypes"]["master"]),
         ("lora: layers with an adapter", recipe.lora is not None, receipt["adapted_layers"] > 0),
         ("accelerate_config: weights sharded", strategy.sharded, receipt["sharding"]["sharded_parameters"] > 0),
-        ("quantization: layers quantised", recipe.quantization is not None, receipt["quantized_layers"] > 0),
+        ("quantization: kinds of quantised layers", _asked_layers(recipe), list(receipt["quantized_layers"])),
         (
             "training.activation_checkpointing: layers recomputed",
             -(-receipt["layers"] // every) if every else 0,

@@ -253,15 +253,17 @@ class Recipe(Section):
     eval_steps: Count = Field(100, description="Optimizer steps between two evaluations.")
     save_steps: Count = Field(100, description="Optimizer steps between two checkpoints.")
     save_total_limit: Count = Field(2, description="Checkpoints kept.")
+    timeout_seconds: int = Field(
+        600,
+        ge=5,
+        description="Seconds without a sign of life after which a rank counts as frozen and the run ends, naming it.",
+    )
     measure_phases: bool = Field(False, description="Memory, seconds, collectives of each phase; slows.")
     output_dir: str | None = Field(None, min_length=1, description="Run folder; null: runs/ and the recipe's name.")
 
     @model_validator(mode="after")
     def cross_checks(self) -> Recipe:
-        training, found = self.training, []
-        if self.quantization and not self.lora:
-            remedy = "add lora: {}, or quantization: null"
-            found.append(CrossCheck("quantization", "quantised weights cannot be trained", remedy))
+        training, found = self.training, list(self._quantization_mistakes())
         if training.early_stopping_patience and self.data.eval is None:
             key, remedy = "training.early_stopping_patience", "add data.eval: {fraction: 0.05}"
             found.append(CrossCheck(key, "early stopping needs held-out rows", remedy))
@@ -270,6 +272,22 @@ class Recipe(Section):
             found.append(CrossCheck(key, "pure_bf16 needs mixed_precision: bf16", remedy))
         _refuse(found)
         return self
+
+    def _quantization_mistakes(self) -> Iterator[CrossCheck]:
+        base, lora = self.quantization, self.lora
+        if base is None:
+            return
+        if lora is None:
+            remedy = "add lora: {}, or quantization: null"
+            yield CrossCheck("quantization", "quantised weights cannot be trained", remedy)
+        elif str(lora.init_lora_weights).startswith(("pissa", "orthogonal")):
+            problem = f"{lora.init_lora_weights} starts from weights that are not quantised"
+            yield CrossCheck("lora.init_lora_weights", problem, "set it to true, or quantization: null")
+        elif lora.use_dora and base.load_in_8bit:
+            yield CrossCheck("lora.use_dora", "peft has no DoRA over 8-bit weights", "set quantization.load_in_4bit")
+        if base.load_in_4bit and self.training.mixed_precision == "fp16" and base.bnb_4bit_compute_dtype == "bfloat16":
+            key, problem = "quantization.bnb_4bit_compute_dtype", "is bfloat16 while the rest computes in fp16"
+            yield CrossCheck(key, problem, "set it to float16")
 
     @property
     def run_dir(self) -> str:

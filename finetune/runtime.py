@@ -21,7 +21,9 @@ from finetune.errors import EnvironmentMismatch
 from finetune.launcher import Launch
 from finetune.loss_scaling import scale_losses_on_cpu
 from finetune.optimizer import check_optimizer
+from finetune.quantized import check_sharded_quantization
 from finetune.recipe import Recipe
+from finetune.rendezvous import check_world, patience
 from finetune.strategy import Strategy, read_strategy
 from finetune.zero import quiet_engine, require_deepspeed, zero_environment, zero_plugin
 
@@ -40,11 +42,7 @@ def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
     asked = launch.asked_processes
     if asked is None and config is not None:
         asked = read_strategy(str(config), strict=False).num_processes
-    if asked is not None and asked > 1 and launch.world_size == 1:
-        raise EnvironmentMismatch(
-            f"launch: {asked} processes were asked for, but the launcher started one training of one process; on a "
-            "CPU use: accelerate launch --config_file accelerate_configs/cpu_2proc.yaml"
-        )
+    check_world(recipe, launch, asked)
     _right_number_of_processes(recipe, strategy, launch)
     _right_device(recipe, launch)
     _supported_here(recipe, strategy, launch)
@@ -114,6 +112,8 @@ def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
     on_cpu = launch.on_cpu or not torch.cuda.is_available()
     if strategy.kind == "deepspeed":
         require_deepspeed(recipe, strategy, on_cpu=on_cpu)
+    if strategy.kind == "fsdp":
+        check_sharded_quantization(recipe)
     check_optimizer(recipe.training.optim, on_cpu=on_cpu)
 
 
@@ -124,7 +124,7 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
     EnvironmentMismatch when strategy, world size or precision in force differ from those asked for.
     """
     on_cpu = launch.on_cpu or not torch.cuda.is_available()
-    process_group = InitProcessGroupKwargs()
+    process_group = InitProcessGroupKwargs(timeout=patience(recipe))
     if strategy.kind == "fsdp" and on_cpu:
         _let_accelerate_shard_on_cpu(process_group)
     if strategy.kind == "fsdp" and strategy.offloaded and not on_cpu:
@@ -226,5 +226,4 @@ def use_all_cores(launch: Launch, device: torch.device) -> None:
     import psutil
 
     if device.type == "cpu" and not launch.threads_chosen:
-        local_ranks = max(1, launch.world_size)
-        torch.set_num_threads(max(1, (psutil.cpu_count(logical=False) or 1) // local_ranks))
+        torch.set_num_threads(max(1, (psutil.cpu_count(logical=False) or 1) // launch.local_world_size))

@@ -16,17 +16,20 @@ from finetune import attention
 from finetune.answers import samples
 from finetune.assemble import Assembled, assemble
 from finetune.batches import Prepared
+from finetune.beats import clear_beats
 from finetune.durable import append_lines, write_json
 from finetune.errors import FinetuneError, Stopped
-from finetune.launcher import Launch
+from finetune.launcher import Launch, continue_command
 from finetune.loop import evaluate, train
 from finetune.loss_scaling import load_scaler_state
 from finetune.metrics import Terminal, eval_line
 from finetune.model import attention_name, decoder_parts
 from finetune.optimizer import once_stepped
 from finetune.phases import Phases
+from finetune.pulse import Progress, watched
 from finetune.receipt import add_optimizer_state, describe, write_receipt
 from finetune.recipe import Recipe
+from finetune.rendezvous import meeting
 from finetune.run import Plan, Run, TrainState, make_plan
 from finetune.run_folder import Claim, mark_failed, mark_run
 from finetune.runtime import build_accelerator, holding_back, use_all_cores
@@ -56,13 +59,16 @@ class Start:
 
 
 def train_claimed(start: Start) -> int:
-    accelerator = build_accelerator(start.recipe, start.strategy, start.launch)
+    with meeting(start.launch):
+        accelerator = build_accelerator(start.recipe, start.strategy, start.launch)
     use_all_cores(start.launch, accelerator.device)
     with stop_on_signals(start.stop, announce=start.launch.is_main):
         return _train_together(start, accelerator)
 
 
 def _train_together(start: Start, accelerator: Accelerator) -> int:
+    if start.claim is not None and start.claim.status != "finished":
+        clear_beats(start.run_dir)
     resumed_step = _agree_on_start(accelerator, start.claim)
     if resumed_step is None:
         if start.launch.is_main:
@@ -70,9 +76,12 @@ def _train_together(start: Start, accelerator: Accelerator) -> int:
                 f"{start.run_dir}: this run is finished; to train again: training.resume=never, or another output_dir"
             )
         return 0
-    progress = Progress()
+    progress = Progress(step=resumed_step)
+    command = continue_command(start.launch, resume=start.recipe.training.resume)
+    limit = start.recipe.timeout_seconds
     try:
-        return _train(start, accelerator, resumed_step, progress)
+        with watched(start.run_dir, accelerator, start.launch, progress, timeout_seconds=limit, command=command):
+            return _train(start, accelerator, resumed_step, progress)
     except BaseException as error:
         mark_failed(start.run_dir, error, phase=progress.phase, rank=start.launch.rank, step=progress.step)
         raise
@@ -80,14 +89,6 @@ def _train_together(start: Start, accelerator: Accelerator) -> int:
         accelerator.end_training()
         if start.launch.is_main:
             remove_swap(start.recipe)
-
-
-@dataclass
-class Progress:
-    """Where a run is, for the record of a failure."""
-
-    phase: str = "load"
-    step: int = 0
 
 
 def _agree_on_start(accelerator: Accelerator, claim: Claim | None) -> int | None:
@@ -148,7 +149,7 @@ def _build(
         learning_rate=learning_rate,
         terminal=terminal,
         phases=phases,
-        stop_requested=lambda: bool(start.stop),
+        stop_requested=_stop_requested(start, progress, state),
         write_metrics=_metrics_writer(start, progress),
         save=lambda state: save(recipe, parts, state),
         hold=holding_back(accelerator, start.strategy, parts.model),
@@ -167,9 +168,19 @@ def _make_plan(start: Start, accelerator: Accelerator) -> Plan:
     )
 
 
+def _stop_requested(start: Start, progress: Progress, state: TrainState) -> Callable[[], bool]:
+    """Asked once a step, so each rank tells here which step it has reached."""
+
+    def asked() -> bool:
+        progress.reached(state.step)
+        return bool(start.stop)
+
+    return asked
+
+
 def _metrics_writer(start: Start, progress: Progress) -> Callable[[dict[str, Any]], None]:
     def write(line: dict[str, Any]) -> None:
-        progress.step = line["step"]
+        progress.reached(line["step"])
         if start.launch.is_main:
             append_lines(start.run_dir / "metrics.jsonl", [line])
 

@@ -1,0 +1,168 @@
+"""4-bit weights as plain parameters and buffers, which an engine can cut, send and move like any others.
+
+bitsandbytes keeps what undoes the packing (scales, their scales, code books) in a Python object on the parameter; an
+engine that replaces parameters loses it. Here a layer's `weight` becomes an ordinary frozen parameter of packed bytes
+in `bnb_4bit_quant_storage`, [packed, 1], and the object's tensors become buffers, repeated on every rank: 8 bits for
+64 weights and 32 bits for 256 such scales, 127 MB for Llama 3 8B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from finetune.errors import EnvironmentMismatch
+from finetune.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig, PreTrainedModel
+
+# The tensors of a QuantState by the names of the buffers they become; the last three only with double quantisation.
+TENSORS = {
+    "quant_absmax": "absmax",
+    "quant_code": "code",
+    "quant_offset": "offset",
+    "quant_nested_absmax": "state2.absmax",
+    "quant_nested_code": "state2.code",
+}
+BLOCK, NESTED_BLOCK = 64, 256  # weights a scale, scales a second scale: bitsandbytes' own
+
+
+def check_sharded_quantization(recipe: Recipe) -> None:
+    """Refuse quantised weights that cannot be cut over ranks. Raises EnvironmentMismatch.
+
+    Packed bytes travel under the name of a number format. Under mixed precision an engine converts every floating-point
+    weight that is not in the compute dtype: packed bytes it would take for numbers (seen with FSDP2 and float32).
+    """
+    quantization = recipe.quantization
+    if quantization is None:
+        return
+    if quantization.load_in_8bit:
+        raise EnvironmentMismatch(
+            "quantization.load_in_8bit: int8 layers keep their weights outside of the parameters that a sharded "
+            "strategy cuts; set load_in_4bit, or accelerate_config=ddp"
+        )
+    if recipe.lora is not None and recipe.lora.use_dora:
+        raise EnvironmentMismatch(
+            "lora.use_dora: DoRA reads the 4-bit weights of a layer, which a sharded strategy has only in its forward; "
+            "set it to false, or accelerate_config=ddp"
+        )
+    storage, compute = quantization.bnb_4bit_quant_storage, quantization.bnb_4bit_compute_dtype
+    if storage != compute:
+        raise EnvironmentMismatch(
+            f"quantization.bnb_4bit_quant_storage: {storage}, but a sharded strategy moves weights in the compute "
+            f"dtype, {compute}; set quantization.bnb_4bit_quant_storage={compute}"
+        )
+
+
+def quantize_structure(model: PreTrainedModel, config: BitsAndBytesConfig) -> None:
+    """Give a model on meta the layers that `from_pretrained` gives the rank with the weights, by the same code."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(model.dtype)  # of the new layers, as in from_pretrained
+    try:
+        quantizer.preprocess_model(model=model, device_map=None)
+    finally:
+        torch.set_default_dtype(before)
+    quantizer.postprocess_model(model)
+
+
+def quantized_layers(model: nn.Module) -> Iterator[Any]:
+    """bitsandbytes' layers, 4-bit and 8-bit, inside adapters too; peft's layers around them bear the same names."""
+    for module in model.modules():
+        if type(module).__module__.startswith("bitsandbytes.") and hasattr(module, "in_features"):
+            yield module
+
+
+def frozen_weights(model: nn.Module, numel: Callable[[Tensor], int]) -> int:
+    """The number of weights that are not trained; a packed one counts for as many as it stands for.
+
+    `numel` counts those of a parameter that is not packed, which an engine may hold in part.
+    """
+    packed = {id(layer.weight): layer.in_features * layer.out_features for layer in quantized_layers(model)}
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    return sum(packed.get(id(parameter)) or numel(parameter) for parameter in frozen)
+
+
+def plain_quantized_weights(model: nn.Module) -> None:
+    """Turn each 4-bit weight into a plain parameter and plain buffers, in place; a layer computes what it did.
+
+    On meta too, where all tensors get the shapes and formats that quantisation gives them elsewhere. After peft, which
+    asks bitsandbytes' parameter for its settings; DoRA and merging go on asking it, and must come before or not at all.
+    """
+    for layer in list(quantized_layers(model)):
+        weight = layer.weight
+        assert hasattr(weight, "bnb_quantized"), "only 4-bit weights can be made plain, and once"
+        state = weight.quant_state if weight.bnb_quantized else _hollow_state(weight)
+        packed = weight.detach().as_subclass(Tensor) if weight.bnb_quantized else _hollow_weight(weight)
+        layer.packing = {key: getattr(state, key) for key in ("shape", "dtype", "blocksize", "quant_type")}
+        layer.quant_state = None
+        layer.weight = nn.Parameter(packed, requires_grad=False)
+        for buffer, path in TENSORS.items():
+            owner, _, name = path.rpartition(".")
+            holder = getattr(state, owner) if owner else state
+            layer.register_buffer(buffer, getattr(holder, name, None), persistent=False)
+        layer.forward = MethodType(_forward, layer)
+
+
+def _hollow_weight(weight: Any) -> Tensor:
+    size = (weight.numel() + 1) // 2 // weight.quant_storage.itemsize
+    return torch.empty(size, 1, dtype=weight.quant_storage, device=weight.device)
+
+
+def _state_class() -> Any:
+    from bitsandbytes.functional import QuantState
+
+    return QuantState
+
+
+def _hollow_state(weight: Any) -> Any:
+    """What quantising this weight would make, without values."""
+    make = _state_class()
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=weight.device)
+
+    blocks, nested = -(-weight.numel() // BLOCK), None
+    if weight.compress_statistics:
+        scales = empty(-(-blocks // NESTED_BLOCK))
+        nested = make(scales, code=empty(256), blocksize=NESTED_BLOCK, dtype=torch.float32)
+    return make(
+        empty(blocks, dtype=torch.uint8 if nested else torch.float32),
+        shape=weight.shape,
+        code=empty(16),
+        blocksize=BLOCK,
+        quant_type=weight.quant_type,
+        dtype=weight.dtype,
+        offset=empty() if nested else None,
+        state2=nested,
+    )
+
+
+def _state(layer: Any) -> Any:
+    """bitsandbytes' object, put together from the layer's buffers."""
+    make = _state_class()
+
+    nested = None
+    if layer.quant_nested_absmax is not None:
+        scales, code = layer.quant_nested_absmax, layer.quant_nested_code
+        nested = make(scales, code=code, blocksize=NESTED_BLOCK, dtype=torch.float32)
+    return make(layer.quant_absmax, code=layer.quant_code, offset=layer.quant_offset, state2=nested, **layer.packing)
+
+
+def _forward(layer: Any, hidden: Tensor) -> Tensor:
+    """bitsandbytes' own forward, with the state beside the weight: [..., in_features] to [..., out_features]."""
+    import bitsandbytes
+
+    compute = layer.compute_dtype or hidden.dtype
+    bias = None if layer.bias is None else layer.bias.to(compute)
+    result: Tensor = bitsandbytes.matmul_4bit(  # type: ignore[attr-defined]
+        hidden.to(compute), layer.weight, quant_state=_state(layer), bias=bias
+    )
+    return result.to(hidden.dtype)

@@ -1,0 +1,339 @@
+"""Quantised bases: layers compute what their dequantised weights would, in training, evaluation and when sharded."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from bitsandbytes.functional import has_avx512bf16
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from finetune.errors import EnvironmentMismatch, RecipeError
+from finetune.export import export_adapter
+from finetune.model import _bitsandbytes, build_model, decoder_parts, load_tokenizer
+from finetune.quantized import (
+    TENSORS,
+    check_sharded_quantization,
+    frozen_weights,
+    plain_quantized_weights,
+    quantize_structure,
+    quantized_layers,
+)
+from finetune.recipe import Recipe
+from finetune.recipe_file import load_recipe
+from tests.tiny import flat_batch, save_tiny
+
+CPU = torch.device("cpu")
+NF4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
+KINDS: dict[str, dict[str, Any]] = {
+    "nf4": NF4,
+    "nf4, plain scales": NF4 | {"bnb_4bit_use_double_quant": False},
+    "fp4": NF4 | {"bnb_4bit_quant_type": "fp4"},
+    "nf4 in bfloat16 containers": NF4 | {"bnb_4bit_quant_storage": "bfloat16"},
+    "int8": {"load_in_8bit": True},
+}
+
+
+def recipe(folder: Path, quantization: dict[str, Any] | None, dtype: str = "float32", **lora: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"name_or_path": str(folder), "dtype": dtype},
+            "data": {"train": [{"path": "json"}]},
+            "quantization": quantization,
+            "lora": {"r": 4, **lora},
+            "training": {"activation_checkpointing": 2, "mixed_precision": "no"},
+        }
+    )
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+# NF4's sixteen numbers as published (Dettmers et al. 2023, appendix E), and FP4's by sign, exponent and mantissa.
+NF4_CODE = [
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+]  # fmt: skip
+FP4_CODE = [0.0, 0.0052083333, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4]
+FP4_CODE += [-number for number in FP4_CODE]
+
+
+def dequantised(layer: Any) -> Tensor:
+    """The weight [out, in] that a layer stands for, written from the formats' definitions."""
+    if hasattr(layer.weight, "CB"):  # one scale a row, in 127ths
+        scales = layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
+        return layer.weight.data.float() * scales[:, None] / 127
+    state = layer.weight.quant_state
+    packed = layer.weight.data.flatten().view(torch.uint8)
+    codes = torch.stack([packed >> 4, packed & 15], dim=1).flatten().long()  # [out * in], the high half first
+    scales = state.absmax
+    if state.nested:
+        second = state.state2.absmax.repeat_interleave(256)[: len(scales)]
+        scales = state.state2.code[scales.long()] * second + state.offset
+    code = torch.tensor(NF4_CODE if state.quant_type == "nf4" else FP4_CODE)
+    return (code[codes] * scales.repeat_interleave(64)).view(state.shape)
+
+
+def over_dequantised(model: nn.Module, folder: Path) -> nn.Module:
+    """The same adapters over the dequantised weights, by peft and plain linear layers."""
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    for name, layer in decoder_parts(model).named_modules():
+        if layer in set(quantized_layers(model)):
+            base.get_submodule(name.removesuffix(".base_layer")).weight.data = dequantised(layer)
+    plain = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=32, target_modules="all-linear"))
+    for name, parameter in trained(plain).items():
+        parameter.data = trained(model)[name].data.clone()
+    return plain
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_those_of_the_dequantised_weights(kind: str, tiny_llama: Path) -> None:
+    model = build_model(recipe(tiny_llama, KINDS[kind]), CPU).train()
+    for parameter in trained(model).values():  # B is zero at first, and A's gradient with it
+        parameter.data += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    plain = over_dequantised(model, tiny_llama)
+    batch = flat_batch((19,))
+    model(**batch).backward()
+    logits = plain(input_ids=batch["input_ids"]).logits[0, :-1]
+    nn.functional.cross_entropy(logits, batch["input_ids"][0, 1:], reduction="sum").backward()
+    for name, parameter in trained(plain).items():
+        found = trained(model)[name].grad
+        assert found is not None
+        assert (found - parameter.grad).norm() < 1e-5 * parameter.grad.norm(), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_layers_between_embeddings_and_head_are_quantised(kind: str, tiny_llama: Path) -> None:
+    model = build_model(recipe(tiny_llama, KINDS[kind], dtype="bfloat16"), CPU)
+    layers = list(quantized_layers(model))
+    assert {type(layer).__name__ for layer in layers} == {"Linear8bitLt" if kind == "int8" else "Linear4bit"}
+    assert len(layers) == 14
+    decoder = decoder_parts(model)
+    for end in (decoder.get_input_embeddings(), decoder.get_output_embeddings()):
+        assert type(end) in (nn.Embedding, nn.Linear)
+        assert end.weight.dtype == torch.bfloat16, "not cast up to float32, 2.1 GB for Llama 3 8B"
+    assert {parameter.dtype for parameter in trained(model).values()} == {torch.float32}
+    whole = build_model(recipe(tiny_llama, None), CPU)
+    assert frozen_weights(model, torch.numel) == frozen_weights(whole, torch.numel) > 100_000
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tied_head_is_left_alone(tied: bool, tmp_path: Path) -> None:
+    model = build_model(recipe(save_tiny(tmp_path, tie_word_embeddings=tied), NF4), CPU)
+    assert type(decoder_parts(model).get_output_embeddings()) is nn.Linear
+
+
+def packed(model: nn.Module) -> list[Tensor]:
+    """Bytes, for as numbers some are NaN, and unequal to themselves."""
+    return [layer.weight.data.view(torch.uint8).clone() for layer in quantized_layers(model)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_leaves_the_weights_as_they_are(kind: str, tiny_llama: Path) -> None:
+    model, batch = build_model(recipe(tiny_llama, KINDS[kind]), CPU).train(), flat_batch()
+    loss, before = model(**batch).item(), packed(model)
+    model.eval()
+    with torch.no_grad():
+        evaluated = model(**batch).item()
+    # int8 on a CPU: trained over dequantised weights, evaluated by LLM.int8(), whose inputs are rounded to 8 bits too.
+    assert evaluated == pytest.approx(loss, rel=1e-3 if kind == "int8" else 1e-7)
+    assert model.train()(**batch).item() == loss
+    assert all(map(torch.equal, before, packed(model)))
+
+
+@pytest.mark.skipif(not has_avx512bf16(), reason="bitsandbytes repacks on CPUs with AVX512-BF16 alone")
+def test_bitsandbytes_would_repack_them_for_good(tiny_llama: Path) -> None:
+    """When this turns red, _steady_quantized_weights can lose its first half."""
+    model = build_model(recipe(tiny_llama, NF4), CPU).eval()
+    before = packed(model)
+    for layer in quantized_layers(model):
+        layer.support_avx512bf16_for_cpu = True
+    with torch.no_grad():
+        model(**flat_batch())
+    assert not any(map(torch.equal, before, packed(model)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_adapter_loads_on_a_plain_base(kind: str, tiny_llama: Path, tmp_path: Path) -> None:
+    asked = recipe(tiny_llama, KINDS[kind])
+    model = build_model(asked, CPU)
+    for parameter in trained(model).values():
+        parameter.data += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    folder = export_adapter(model, load_tokenizer(asked), tmp_path, base=str(tiny_llama))
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, str(folder))
+    ours = over_dequantised(model, tiny_llama)
+    for name, layer in decoder_parts(ours).named_modules():
+        if name.endswith(".base_layer"):  # the dequantised base under the loaded adapter
+            decoder_parts(loaded).get_submodule(name).weight.data = layer.weight.data
+    tokens = flat_batch((19,))["input_ids"]
+    with torch.no_grad():
+        assert torch.allclose(loaded(tokens).logits, ours(tokens).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["quantization.load_in_4bit=true", "lora.init_lora_weights=pissa"], "not quantised"),
+        (["quantization.load_in_8bit=true", "lora.init_lora_weights=orthogonal"], "not quantised"),
+        (["quantization.load_in_8bit=true", "lora.use_dora=true"], "DoRA"),
+        (["quantization.load_in_4bit=true", "lora=null"], "cannot be trained"),
+        (["quantization.load_in_4bit=true", "training.mixed_precision=fp16"], "float16"),
+    ],
+)
+def test_what_libraries_cannot_do_is_a_recipe_error(changes: list[str], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: {name_or_path: x}\ndata: {train: [{path: json}]}\n")
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(str(path), changes)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "lora", "words"),
+    [
+        ({"load_in_8bit": True}, {}, "load_in_4bit"),
+        ({"load_in_4bit": True}, {}, "bnb_4bit_quant_storage=bfloat16"),
+        (NF4 | {"bnb_4bit_quant_storage": "bfloat16"}, {}, "bnb_4bit_quant_storage=float32"),
+        (NF4 | {"bnb_4bit_quant_storage": "float32"}, {"use_dora": True}, "use_dora"),
+        (NF4 | {"bnb_4bit_quant_storage": "float32"}, {}, None),
+        (None, {}, None),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(
+    quantization: dict[str, Any] | None, lora: dict[str, Any], words: str | None, tmp_path: Path
+) -> None:
+    asked = recipe(tmp_path, quantization, **lora)
+    if words is None:
+        check_sharded_quantization(asked)
+        return
+    with pytest.raises(EnvironmentMismatch, match=words) as caught:
+        check_sharded_quantization(asked)
+    assert "\n" not in str(caught.value)
+
+
+FOUR_BIT = [kind for kind in KINDS if kind != "int8"]
+
+
+@pytest.mark.parametrize("kind", FOUR_BIT)
+def test_plain_weights_compute_the_same(kind: str, tiny_llama: Path) -> None:
+    losses, gradients = [], []
+    for plain in (False, True):
+        model = build_model(recipe(tiny_llama, KINDS[kind]), CPU).train()
+        if plain:
+            plain_quantized_weights(model)
+            assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+        loss = model(**flat_batch())
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append([parameter.grad for parameter in trained(model).values()])
+    assert losses[0] == losses[1]
+    assert all(map(torch.equal, *gradients))
+
+
+def structure(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: (tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in named}
+
+
+@pytest.mark.parametrize("kind", FOUR_BIT)
+def test_a_model_on_meta_has_the_structure_of_the_real_one(kind: str, tiny_llama: Path) -> None:
+    asked = recipe(tiny_llama, KINDS[kind], dtype="bfloat16")
+    real = build_model(asked, CPU)
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_llama), dtype=torch.bfloat16)
+        quantize_structure(base, _bitsandbytes(asked.quantization))
+        config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=32, target_modules="all-linear")
+        hollow = get_peft_model(base, config)
+    plain_quantized_weights(real)
+    plain_quantized_weights(hollow)
+    assert structure(hollow) == structure(real)
+    packings = [[layer.packing for layer in quantized_layers(model)] for model in (hollow, real)]
+    assert packings[0] == packings[1]
+    assert {tensor.device.type for tensor in hollow.parameters()} == {"meta"}
+
+
+def test_the_buffers_are_all_of_the_state(tiny_llama: Path) -> None:
+    """A tensor that bitsandbytes adds to its state would be lost on the other ranks."""
+    model = build_model(recipe(tiny_llama, NF4), CPU)
+    state = next(quantized_layers(model)).weight.quant_state
+    inner = {f"state2.{key}" for key, value in vars(state.state2).items() if isinstance(value, Tensor)}
+    assert {key for key, value in vars(state).items() if isinstance(value, Tensor)} | inner == set(TENSORS.values())
+
+
+def train_sharded(rank: int, port: int, folder: Path, quantization: dict[str, Any], losses: Any) -> None:
+    """Four steps under FSDP2; rank 1 starts from a base of zeros and gets rank 0's."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    dist.init_process_group("gloo")
+    dtype = quantization["bnb_4bit_compute_dtype"]
+    model = build_model(recipe(folder, quantization, dtype), CPU).train()
+    compute = getattr(torch, dtype)
+    plain_quantized_weights(model)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if rank:
+            tensor.data.zero_()
+        dist.broadcast(tensor.data, src=0)
+    decoder = decoder_parts(model)
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (2,))
+    layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for unit in (*layers, decoder):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    assert all(isinstance(layer.weight, DTensor) for layer in quantized_layers(model))
+    assert all(len(layer.weight.to_local()) * 2 == len(layer.weight) for layer in quantized_layers(model))
+    found = four_steps(model, compute)
+    if rank == 0:
+        losses.put(found)
+    dist.destroy_process_group()
+
+
+def four_steps(model: nn.Module, compute: torch.dtype) -> list[float]:
+    parameters = list(trained(model).values())
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    found = []
+    for seed in range(4):
+        with torch.autocast("cpu", dtype=compute, enabled=compute != torch.float32):
+            loss = model(**flat_batch(seed=seed))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plain_weights_are_sharded_by_fsdp2(dtype: str, tiny_llama: Path) -> None:
+    quantization = {"load_in_4bit": True, "bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": dtype}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    losses = fork.Queue()
+    ranks = [
+        fork.Process(target=train_sharded, args=(rank, port, tiny_llama, quantization, losses)) for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    alone = build_model(recipe(tiny_llama, quantization, dtype), CPU).train()
+    # Both ranks see the same batch, so their mean gradient is one's.
+    assert losses.get() == pytest.approx(four_steps(alone, getattr(torch, dtype)), rel=1e-6)
