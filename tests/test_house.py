@@ -73,6 +73,7 @@ export
 run
 save_restore
 loop
+worst_step
 session
 train
 chat
