@@ -201,6 +201,7 @@ def check_vocabulary(prepared: Prepared, model: nn.Module) -> None:
 def _write_receipt(start: Start, accelerator: Accelerator, parts: Assembled, plan: Plan, terminal: Terminal) -> None:
     receipt = write_receipt(start.recipe, accelerator, parts, start.strategy)
     batch, facts = plan.facts(), start.prepared.facts
+    receipt |= {"nodes": start.launch.nodes, "local_world_size": start.launch.local_world_size}
     receipt |= {"batch": batch, "data": {"fingerprint": start.prepared.fingerprint, **facts}}
 
     def write() -> None:
