@@ -37,7 +37,7 @@ from finetune.save_restore import export, restore, save
 from finetune.schedule import learning_rate_schedule
 from finetune.signals import StopRequest, stop_on_signals
 from finetune.strategy import Strategy
-from finetune.zero import remove_swap
+from finetune.zero import release_engine, remove_swap
 from finetune.zero_pieces import whole_shape
 
 
@@ -86,6 +86,7 @@ def _train_together(start: Start, accelerator: Accelerator) -> int:
         mark_failed(start.run_dir, error, phase=progress.phase, rank=start.launch.rank, step=progress.step)
         raise
     finally:
+        release_engine(accelerator)
         accelerator.end_training()
         if start.launch.is_main:
             remove_swap(start.recipe)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch import Tensor, nn
 
 from finetune.recipe import Recipe
@@ -203,6 +203,15 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
     if exact:
         load_masters(engine, exact)
     return engine, optimizer
+
+
+def release_engine(accelerator: Accelerator) -> None:
+    """Let go of the engine's buffers and hooks, and of the groups that DeepSpeed remembers past their end."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        import deepspeed
+
+        accelerator.free_memory()
+        deepspeed.comm.destroy_process_group()
 
 
 def engine_dtype(config: Mapping[str, Any]) -> torch.dtype:

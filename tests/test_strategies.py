@@ -20,7 +20,8 @@ from tests.tiny import save_tiny, write_chats
 
 pytestmark = pytest.mark.slow
 
-RANKS = {"fsdp2": 2, "fsdp2_grad_op": 2, "fsdp2_offload": 2, "hsdp": 4, "ddp": 2}
+ZERO = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
+RANKS = {"fsdp2": 2, "fsdp2_grad_op": 2, "fsdp2_offload": 2, "hsdp": 4, "ddp": 2} | dict.fromkeys(ZERO, 2)
 ALONE = {"per_device_batch_size": 1}
 SPLITS: dict[str, dict[str, dict[str, Any]]] = {
     "whole": {"training": {"per_device_batch_size": len(LENGTHS)}},  # each rank all of its rows at once
@@ -73,8 +74,12 @@ def assert_it_ran(strategy: str, receipt: Mapping[str, Any]) -> None:
         assert sharding["sharded_parameters"] == whole
         assert sharding["held_share"] == pytest.approx(0.5, abs=0.01)
         assert sharding["mesh"] == ({"copies": 2, "shards": 2} if strategy == "hsdp" else {"shards": 2})
+    elif strategy.startswith("zero3"):
+        assert sharding["sharded_parameters"] > 0.99 * whole  # norms stay whole
+        assert sharding["held_share"] == pytest.approx(0.5, abs=0.01)
     else:
         assert sharding["held_share"] == 1
+    assert receipt["wrapper"] == "DeepSpeedEngine" or strategy not in ZERO
 
 
 @pytest.mark.parametrize("strategy", RANKS)
