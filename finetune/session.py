@@ -39,7 +39,7 @@ from finetune.schedule import learning_rate_schedule
 from finetune.signals import StopRequest, stop_on_signals
 from finetune.strategy import Strategy
 from finetune.worst_step import worst_step_first
-from finetune.zero import remove_swap
+from finetune.zero import release_engine, remove_swap
 from finetune.zero_pieces import whole_shape
 
 
@@ -88,6 +88,7 @@ def _train_together(start: Start, accelerator: Accelerator) -> int:
         mark_failed(start.run_dir, error, phase=progress.phase, rank=start.launch.rank, step=progress.step)
         raise
     finally:
+        release_engine(accelerator)
         accelerator.end_training()
         if start.launch.is_main:
             remove_swap(start.recipe)

@@ -56,6 +56,7 @@ answers
 rendezvous
 fsdp
 pieces
+zero_needs
 zero_pieces
 zero
 runtime
