@@ -73,6 +73,9 @@ def _zero_section(recipe: Recipe, strategy: Strategy, on_cpu: bool) -> dict[str,
         "contiguous_gradients": True,
         "overlap_comm": not on_cpu,
         "round_robin_gradients": False,
+        # Reduce each part of the gradients to its owner: P bytes. The default all-reduces them to everyone: 2P, so that
+        # ZeRO-1 and 2 moved 3P a step, half as much again as DDP (measured by `finetune compare`).
+        "use_multi_rank_bucket_allreduce": False,
     }
     for what, device in offload_devices(strategy).items():
         if device == "none":
