@@ -118,7 +118,8 @@ def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
         )
     if strategy.kind == "fsdp":
         check_sharded_quantization(recipe)
-    check_optimizer(recipe.training.optim, on_cpu=launch.on_cpu or not torch.cuda.is_available())
+    on_cpu = launch.on_cpu or not torch.cuda.is_available()
+    check_optimizer(recipe.training.optim, on_cpu=on_cpu, sharded=strategy.kind == "fsdp")
 
 
 def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Accelerator:

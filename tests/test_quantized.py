@@ -170,7 +170,8 @@ def test_the_adapter_loads_on_a_plain_base(kind: str, tiny_llama: Path, tmp_path
     model = build_model(asked, CPU)
     for parameter in trained(model).values():
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-    folder = export_adapter(model, load_tokenizer(asked), tmp_path, base=str(tiny_llama))
+    weights = {name: parameter.data for name, parameter in trained(model).items()}
+    folder = export_adapter(model, weights, load_tokenizer(asked), tmp_path, base=str(tiny_llama))
     base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, str(folder))
     ours = over_dequantised(model, tiny_llama)
