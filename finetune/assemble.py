@@ -18,6 +18,8 @@ from finetune.optimizer import make_optimizer
 from finetune.quantized import plain_quantized_weights
 from finetune.recipe import Recipe
 from finetune.strategy import Strategy
+from finetune.zero import engine_dtype, prepare_zero
+from finetune.zero_pieces import full_weights
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}
 
@@ -29,10 +31,13 @@ class Assembled:
     model: Any  # called by the loop: wrapped, or sharded
     whole: nn.Module  # with its adapters and by its own names: what is saved, exported and asked for answers
     optimizer: Any
-    gathered_in: torch.dtype | None = None  # FSDP2: the number format of gathered weights, where it is not their own
+    gathered_in: torch.dtype | None = None  # of weights in the computation, where it is not that of their masters
+    engine: Any = None  # DeepSpeed's, which holds the masters
 
     def trained_weights(self, *, dtype: torch.dtype | None, keep: bool) -> dict[str, torch.Tensor]:
         """The trained weights, whole and in host memory, on the ranks with `keep`; every rank calls it."""
+        if self.engine is not None:
+            return full_weights(self.engine, dtype=dtype, keep=keep)
         named = self.whole.named_parameters(remove_duplicate=False)
         return gathered([(name, tensor) for name, tensor in named if tensor.requires_grad], dtype=dtype, keep=keep)
 
@@ -41,6 +46,8 @@ def assemble(recipe: Recipe, strategy: Strategy, accelerator: Accelerator) -> As
     """Model and optimizer of a run, before any checkpoint. Raises what `build_model` raises, on all ranks."""
     if strategy.kind == "fsdp":
         return _sharded(recipe, strategy, accelerator)
+    if strategy.kind == "deepspeed":
+        return _under_zero(recipe, strategy, accelerator)
     whole = build_model(recipe, accelerator.device)
     model, optimizer = prepare_quietly(accelerator, whole, make_optimizer(whole, recipe))
     return Assembled(model, whole, optimizer)
@@ -64,6 +71,21 @@ def _sharded(recipe: Recipe, strategy: Strategy, accelerator: Accelerator) -> As
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = parameters
     return Assembled(model, whole, prepared, gathered_in=compute)
+
+
+def _under_zero(recipe: Recipe, strategy: Strategy, accelerator: Accelerator) -> Assembled:
+    """The engine keeps float32 masters, so the model is loaded in the number format that it computes in.
+
+    Under ZeRO-3 transformers cuts each tensor while it loads, rank 0 alone reading; a quantised model comes whole, into
+    host memory, and is cut one tensor at a time.
+    """
+    dtype = engine_dtype(accelerator.state.deepspeed_plugin.deepspeed_config)
+    on_host = strategy.zero_stage == 3 and recipe.quantization is not None
+    device = torch.device("cpu") if on_host else accelerator.device
+    whole = build_model(recipe, device, dtype=dtype)
+    engine, optimizer = prepare_zero(accelerator, whole, make_optimizer(whole, recipe))
+    compute = COMPUTE[recipe.training.mixed_precision]
+    return Assembled(engine, whole, optimizer, gathered_in=compute, engine=engine)
 
 
 def _built_on_the_first(recipe: Recipe) -> nn.Module:

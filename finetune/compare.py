@@ -207,7 +207,8 @@ def failure(folder: Path, log: str) -> str:
         return f"{_one_line(recorded['error'])} ({recorded['phase']}, rank {recorded['rank']})"
     lines = [line for line in _without_launcher(log).splitlines() if line.strip() and "WARNING" not in line]
     said = _one_line(lines[-1]) if lines else "it said nothing"
-    killed = re.search(r"exitcode +: -(\d+)|died with <Signals\.(\w+)", log)
+    # The rank that fell first; torchrun then ends the others by a signal of its own.
+    killed = re.search(r"(?s)Root Cause.*exitcode +: -(\d+)|died with <Signals\.(\w+)", log)
     return f"killed by signal {killed[1] or killed[2]}; the last it said: {said}" if killed else said
 
 
@@ -251,10 +252,14 @@ def loss_agreement(rows: Sequence[Row], mixed_precision: str) -> dict[str, Any]:
 
 def notes(comparison: Comparison) -> list[str]:
     """What a reader of the figures must know."""
-    told = ["memory: highest of all ranks and steps; peak within the phase / allocated at its end"]
-    told.append("seconds: with the gauges on, which slow small models; without the first step")
-    told.append("traffic: of one rank in one step, in textbook bytes (all_reduce counts twice)")
+    told = [
+        "Memory: highest of all ranks and steps; peak within the phase / allocated at its end.",
+        "Seconds: without the first step, with the gauges on, which cost about 20 us an operation.",
+        "Traffic: of one rank in one step, in textbook bytes: an all_reduce counts twice.",
+        "A sharded strategy moves as much again for each further micro-step.",
+        "FSDP2 gathers the last unit, with the head, once; the others twice.",
+    ]
     if comparison.device == "cpu":
-        told.append("on a CPU all memory is host memory: what is offloaded stays in the same figure")
-        told.append("gloo carries out a reduce_scatter as an all_reduce: on the wire it is twice as much")
+        told.append("On a CPU all memory is host memory: what is offloaded stays in the same figure.")
+        told.append("gloo carries out a reduce_scatter as an all_reduce: twice as much on the wire.")
     return told

@@ -72,8 +72,9 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     rows = [row for row in result["rows"] if row["ok"]]
     if rows:
         device = f"{result['processes']} x {result['device']}, {result['steps']} steps"
-        console.print(_memory_table(rows, device, host=result["device"] != "cpu"))
-        console.print(_traffic_table(rows))
+        for title, table in (_memory_table(rows, device, host=result["device"] != "cpu"), _traffic_table(rows)):
+            console.print(title, markup=False, highlight=False, style="bold")  # a table's own title breaks at its width
+            console.print(table)
     for row in result["rows"]:
         if not row["ok"]:
             console.print(f"{row['strategy']}: did not run: {row['reason']}", markup=False, highlight=False)
@@ -86,45 +87,50 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         console.print(note, markup=False, highlight=False, style="dim")
 
 
-def _memory_table(rows: Sequence[Row], device: str, *, host: bool) -> Table:
-    """Peak / allocated of each phase; on GPUs the host's beside the device's."""
+def _memory_table(rows: Sequence[Row], device: str, *, host: bool) -> tuple[str, Table]:
+    """Peak / allocated of each phase; on GPUs the host's peak beside the device's."""
     unit, size = unit_of(max(entry["peak_bytes"] for row in rows for entry in row["phases"].values()))
     title = f"Memory of a rank in {unit}, peak / allocated ({device})"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table = Table(box=SIMPLE_HEAD)
     table.add_column("strategy")
     for phase in SHOWN:
         table.add_column(phase, justify="right")
     if host:
-        table.add_column("host, peak", justify="right")
+        table.add_column("host", justify="right")
     for row in rows:
         cells = [_memory_cell(row["phases"].get(phase), size) for phase in SHOWN]
         if host:
-            cells.append(f"{max(entry['host_peak_bytes'] for entry in row['phases'].values()) / size:.2f}")
+            cells.append(_short(max(entry["host_peak_bytes"] for entry in row["phases"].values()) / size))
         table.add_row(row["strategy"], *cells)
-    return table
+    return title, table
 
 
 def _memory_cell(entry: dict[str, Any] | None, size: int) -> str:
-    return f"{entry['peak_bytes'] / size:.2f} / {entry['allocated_bytes'] / size:.2f}" if entry else "-"
+    return f"{_short(entry['peak_bytes'] / size)} / {_short(entry['allocated_bytes'] / size)}" if entry else "-"
 
 
-def _traffic_table(rows: Sequence[Row]) -> Table:
+def _short(value: float) -> str:
+    """Three figures, or two decimals."""
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
+def _traffic_table(rows: Sequence[Row]) -> tuple[str, Table]:
     """Seconds, collectives and bytes of each phase of a step, and the final loss."""
     unit, size = unit_of(max(moved_per_step(row) for row in rows))
     title = f"Seconds of 20 steps, traffic of a step in {unit} (collectives), final loss"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("strategy", "s/20", *MOVING, "sum", "in P", "loss"):
         table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
     for row in rows:
         cells = [_traffic_cell(row["phases"][phase], size) for phase in MOVING]
         seconds, total, loss = row["seconds_per_20_steps"], moved_per_step(row) / size, row["final_loss"]
-        table.add_row(row["strategy"], f"{seconds:.2f}", *cells, f"{total:.2f}", _multiple(row) or "-", f"{loss:.5f}")
-    return table
+        table.add_row(row["strategy"], f"{seconds:.2f}", *cells, _short(total), _multiple(row) or "-", f"{loss:.5f}")
+    return title, table
 
 
 def _traffic_cell(entry: dict[str, Any], size: int) -> str:
     calls = sum(entry["collectives"].values())
-    return f"{entry['textbook_bytes'] / size:.2f} ({calls})" if calls else "-"
+    return f"{_short(entry['textbook_bytes'] / size)} ({calls})" if calls else "-"
 
 
 def moved_per_step(row: Row) -> int:
@@ -185,7 +191,7 @@ def _draw_memory(axes: Any, rows: Sequence[Row]) -> None:
         axes.bar(places, kept, width * 0.92, color=colour, label=phase)
         for place, peak in zip(places, peaks, strict=True):
             axes.annotate(
-                f"{peak:.2f}", (place, peak), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=8
+                _short(peak), (place, peak), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=8
             )
     _finish(axes, rows, f"{unit} on one rank", "Memory per phase: peak (pale) and allocated at the end (full)")
     axes.legend(ncols=len(SHOWN), loc="upper center", bbox_to_anchor=(0.5, -0.08), frameon=False)
@@ -209,7 +215,7 @@ def _draw_traffic(axes: Any, rows: Sequence[Row]) -> None:
     for index, (row, top) in enumerate(zip(rows, bottom, strict=True)):
         calls = sum(sum(row["phases"][phase]["collectives"].values()) for phase in MOVING)
         multiple = f" = {_multiple(row)} P" if _multiple(row) else ""
-        text = f"{top:.2f}{multiple}\n{calls} collectives"
+        text = f"{_short(top)}{multiple}\n{calls} collectives"
         axes.annotate(text, (index, top), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=8)
     _finish(axes, rows, f"{unit} of one rank", "Traffic of one step, textbook bytes (P: bytes of the weights)")
 

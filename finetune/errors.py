@@ -5,6 +5,8 @@ FinetuneError            2   bad input: place, value, remedy
 ├── DataError            2   every mistake found in the data
 ├── DoesNotFit           3   the plan or the device says no
 ├── EnvironmentMismatch  4   what runs would not be what the recipe asks for
+│   └── NoRendezvous     4   the ranks did not find each other, or do not share the run's folder
+├── RankLost             1   another rank died or froze
 └── Stopped            130   stopped by a signal, saved first
 """
 
@@ -45,6 +47,16 @@ class EnvironmentMismatch(FinetuneError):
     """The machine, the launcher or the libraries are not what the recipe asks for."""
 
     exit_code = 4
+
+
+class NoRendezvous(EnvironmentMismatch):
+    """The ranks did not find each other, or do not share the run's folder: each machine has its own story to tell."""
+
+
+class RankLost(FinetuneError):
+    """Another rank died, froze or failed, and the run with it."""
+
+    exit_code = 1
 
 
 class Stopped(FinetuneError):

@@ -28,10 +28,18 @@ class Launch:
     world_size: int  # as the launcher tells the ranks; 1 without one
     rank: int
     on_cpu: bool  # the launcher was told to use the CPU
+    local_rank: int = 0  # on its machine
+    local_world_size: int = 1  # ranks of this machine
+    nodes: int = 1
+    settings: tuple[str, ...] = ()  # PET_NAME=VALUE as the launcher saw them: torchrun's options by another way
 
     @property
     def by_accelerate(self) -> bool:
-        return any("accelerate" in word for word in self.words[:3])
+        return _is_accelerate(self.words)
+
+    @property
+    def by_torchrun(self) -> bool:
+        return _is_torchrun(self.words)
 
     @property
     def is_main(self) -> bool:
@@ -43,15 +51,21 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     words, above = _find_launcher(environment)
     options = _before_script(words)
     config = _option(options, "--config_file", "--config-file")
-    asked = _option(options, "--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node")
+    by_srun = not words and "SLURM_PROCID" in environment and "RANK" in environment
+    world_size = int(environment.get("WORLD_SIZE", "1"))
+    nodes = int(environment.get("GROUP_WORLD_SIZE", "1"))
     return Launch(
-        words=tuple(words or ["python", *sys.orig_argv[1:]]),
-        asked_processes=int(asked) if asked and asked.isdigit() else None,
+        words=tuple(words or [*(["srun"] if by_srun else []), "python", *sys.orig_argv[1:]]),
+        asked_processes=_asked_processes(options, above),
         config_file=Path(config) if config else None,
         threads_chosen="OMP_NUM_THREADS" in above,
-        world_size=int(environment.get("WORLD_SIZE", "1")),
+        world_size=world_size,
         rank=int(environment.get("RANK", "0")),
         on_cpu=environment.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes"),
+        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", max(1, world_size // nodes))),
+        nodes=nodes,
+        settings=tuple(f"{name}={value}" for name, value in sorted(above.items()) if name.startswith("PET_")),
     )
 
 
@@ -71,6 +85,14 @@ def launcher_words(arguments: Sequence[str]) -> list[str]:
     return []
 
 
+def _is_accelerate(words: Sequence[str]) -> bool:
+    return any(word in ("accelerate", "accelerate-launch") or word.startswith("accelerate.c") for word in words[:4])
+
+
+def _is_torchrun(words: Sequence[str]) -> bool:
+    return any(word == "torchrun" or word.startswith("torch.distributed.") for word in words[:4])
+
+
 def arguments_of(process: int) -> list[str]:
     """A process's command line; empty where it is gone or may not be read."""
     try:
@@ -84,7 +106,7 @@ def continue_command(launch: Launch, *, resume: str) -> str:
 
     `resume` is the recipe's training.resume: `never` was for this start, and would start over.
     """
-    words = list(launch.words)
+    words = [*(launch.settings if launch.by_torchrun else ()), *launch.words]
     if resume == "never":
         words = [word for word in words if not word.startswith("training.resume=")] + ["training.resume=auto"]
     return shlex.join(words)
@@ -99,6 +121,16 @@ def _find_launcher(environment: Mapping[str, str]) -> tuple[list[str], Mapping[s
         return words, psutil.Process(os.getppid()).environ()
     except psutil.Error:
         return words, environment
+
+
+def _asked_processes(options: Sequence[str], above: Mapping[str, str]) -> int | None:
+    """Over all machines: accelerate's --num_processes is that number, torchrun counts the ranks of each machine."""
+    total = _option(options, "--num_processes", "--num-processes")
+    if total is None and _is_torchrun(options):
+        each = _option(options, "--nproc_per_node", "--nproc-per-node") or above.get("PET_NPROC_PER_NODE", "")
+        nodes = _option(options, "--nnodes") or above.get("PET_NNODES", "1")  # 1:4 is elastic: no number
+        total = str(int(each) * int(nodes)) if each.isdigit() and nodes.isdigit() else None
+    return int(total) if total and total.isdigit() else None
 
 
 def _before_script(words: Sequence[str]) -> list[str]:

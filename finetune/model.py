@@ -50,7 +50,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
+def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | None = None) -> nn.Module:
     """The model that the recipe trains, on `device`, ready for its first forward.
 
     With `shift_labels` its forward returns the summed float32 loss, a scalar, and nothing else; without them it is
@@ -58,7 +58,7 @@ def build_model(recipe: Recipe, device: torch.device) -> nn.Module:
     has them. Raises FinetuneError when weights are missing, unexpected or not safetensors, and EnvironmentMismatch
     when they cannot be reached.
     """
-    model = _structure_alone(recipe) if device.type == "meta" else _load_base(recipe, device)
+    model = _structure_alone(recipe) if device.type == "meta" else _load_base(recipe, device, dtype)
     _refuse_unsuitable(model, attention_name(recipe))
     put_loss_into_forward(model)
     whole: nn.Module = model
@@ -84,9 +84,11 @@ def decoder_parts(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def _load_base(recipe: Recipe, device: torch.device) -> PreTrainedModel:
+def _load_base(recipe: Recipe, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
     section = recipe.model
     options = _common_options(recipe) | {"use_safetensors": True, "output_loading_info": True}
+    if dtype is not None:
+        options["dtype"] = dtype
     if recipe.quantization:
         # Without a device map transformers quantises on this rank's GPU, also what is to be sharded from the host.
         options |= {"quantization_config": _bitsandbytes(recipe.quantization), "device_map": {"": str(device)}}

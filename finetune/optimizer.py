@@ -59,8 +59,8 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     groups: list[dict[str, Any]] = [{"params": trained}]
     if decay:  # else one group: the fused kernel runs once for each
         groups = [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in trained if _dimensions(p) >= 2], "weight_decay": decay},
+            {"params": [p for p in trained if _dimensions(p) < 2], "weight_decay": 0.0},
         ]
     groups = [group for group in groups if group["params"]]
     settings: dict[str, Any] = {
@@ -83,7 +83,7 @@ def _from_bitsandbytes(
     import bitsandbytes
 
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    vectors = [parameter for parameter in model.parameters() if _dimensions(parameter) < 2]
     in_float32 = [parameter for parameter in (*embeddings, *vectors) if parameter.requires_grad]
     library: Any = bitsandbytes.optim
     # bitsandbytes has one manager of exceptions a process, by the identity of parameters, of long gone ones too.
@@ -143,3 +143,8 @@ def _innermost(optimizer: torch.optim.Optimizer) -> Any:
     while hasattr(inner, "optimizer"):
         inner = inner.optimizer
     return inner
+
+
+def _dimensions(parameter: nn.Parameter) -> int:
+    """Of the whole parameter: ZeRO-3 leaves an empty vector in its place."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))

@@ -8,7 +8,7 @@ in `bnb_4bit_quant_storage`, [packed, 1], and the object's tensors become buffer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -80,11 +80,14 @@ def quantized_layers(model: nn.Module) -> Iterator[Any]:
             yield module
 
 
-def frozen_weights(model: nn.Module) -> int:
-    """The number of weights that are not trained; a packed one counts for as many as it stands for."""
+def frozen_weights(model: nn.Module, numel: Callable[[Tensor], int]) -> int:
+    """The number of weights that are not trained; a packed one counts for as many as it stands for.
+
+    `numel` counts those of a parameter that is not packed, which an engine may hold in part.
+    """
     packed = {id(layer.weight): layer.in_features * layer.out_features for layer in quantized_layers(model)}
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    return sum(packed.get(id(parameter), parameter.numel()) for parameter in frozen)
+    return sum(packed.get(id(parameter)) or numel(parameter) for parameter in frozen)
 
 
 def plain_quantized_weights(model: nn.Module) -> None:

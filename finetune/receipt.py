@@ -23,6 +23,7 @@ from finetune.model import attention_name, decoder_parts
 from finetune.quantized import frozen_weights, quantized_layers
 from finetune.recipe import Recipe
 from finetune.strategy import Strategy
+from finetune.zero_pieces import held_part, master_dtype, whole_numel
 
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "no": None}
 
@@ -43,16 +44,16 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "attention": decoder_parts(whole).config._attn_implementation,
         "sharding": sharding_facts(whole),
         "dtypes": {
-            "master": _dtypes(trained),
+            "master": _dtypes(trained) if parts.engine is None else _short(master_dtype(parts.engine)),
             "frozen": _dtypes(frozen),
             "compute": _compute_dtype(accelerator, parts)
             or _dtypes(parameter for parameter in frozen or trained if id(parameter) not in packed),
-            "reduce": _dtypes(trained),
+            "reduce": _dtypes(trained) if parts.engine is None else _short(parts.engine.communication_data_type),
             "optimizer_state": None,  # read off the state, once there is one: add_optimizer_state
         },
         "parameters": {
-            "trained": sum(parameter.numel() for parameter in trained),
-            "frozen": frozen_weights(whole),
+            "trained": sum(whole_numel(parameter) for parameter in trained),
+            "frozen": frozen_weights(whole, whole_numel),
         },
         "loss_scaling": "dynamic" if accelerator.scaler is not None else None,
         "quantized_layers": dict(Counter(type(layer).__name__ for layer in quantized_layers(whole))),
@@ -72,8 +73,11 @@ def sharding_facts(whole: nn.Module) -> dict[str, Any]:
     elements = held = sharded = 0
     meshes, places = set(), set()
     for parameter in whole.parameters():
-        elements += parameter.numel()
-        if isinstance(parameter, DTensor):
+        elements += whole_numel(parameter)
+        if (part := held_part(parameter)) is not parameter:
+            sharded += whole_numel(parameter)
+            local = part
+        elif isinstance(parameter, DTensor):
             sharded += parameter.numel()
             local = parameter.to_local()
             mesh = parameter.device_mesh
@@ -111,6 +115,10 @@ def _compute_dtype(accelerator: Accelerator, parts: Assembled) -> str | None:
         device = accelerator.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _dtypes(parameters: Iterable[torch.Tensor]) -> str:

@@ -193,8 +193,10 @@ class Training(Section):
     warmup_steps: WholeNumber | None = Field(None, description="Steps of warming up; wins over warmup_ratio.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled decay; not on biases and norms.")
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the gradient's global norm to this; null: never.")
-    optim: Optimizer = Field("adamw", description="betas 0.9, 0.999, epsilon 1e-8.")
-    mixed_precision: Literal["bf16", "fp16", "no"] = Field("bf16", description="Number format of the computation.")
+    optim: Optimizer = Field("adamw", description="AdamW: fused; bitsandbytes', not sharded; paged: on CUDA.")
+    mixed_precision: Literal["bf16", "fp16", "no"] = Field(
+        "bf16", description="Of the computation; fp16 scales its losses."
+    )
     pure_bf16: bool = Field(False, description="Trained weights and optimizer state in bfloat16 too.")
     activation_checkpointing: bool | Count = Field(
         True, description="Recompute layers in backward: true, false, or n for every n-th layer."
@@ -253,6 +255,11 @@ class Recipe(Section):
     eval_steps: Count = Field(100, description="Optimizer steps between two evaluations.")
     save_steps: Count = Field(100, description="Optimizer steps between two checkpoints.")
     save_total_limit: Count = Field(2, description="Checkpoints kept.")
+    timeout_seconds: int = Field(
+        600,
+        ge=5,
+        description="Seconds without a sign of life after which a rank counts as frozen and the run ends, naming it.",
+    )
     measure_phases: bool = Field(False, description="Memory, seconds, collectives of each phase; slows.")
     output_dir: str | None = Field(None, min_length=1, description="Run folder; null: runs/ and the recipe's name.")
 

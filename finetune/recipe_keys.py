@@ -85,7 +85,7 @@ RENAMED: dict[str, str] = {
     "gradient_clipping": "training.max_grad_norm",
     "deepspeed": "accelerate_config",
     "fsdp": "accelerate_config: fsdp2",
-    "ddp_timeout": "accelerate_config",
+    "ddp_timeout": "timeout_seconds",
     "dataloader_pin_memory": "training.non_blocking",
     "logging_dir": "output_dir",
     "resume_from_checkpoint": "training.resume: auto",

@@ -23,7 +23,9 @@ from finetune.loss_scaling import scale_losses_on_cpu
 from finetune.optimizer import check_optimizer
 from finetune.quantized import check_sharded_quantization
 from finetune.recipe import Recipe
+from finetune.rendezvous import check_world, patience
 from finetune.strategy import Strategy, read_strategy
+from finetune.zero import quiet_engine, require_deepspeed, zero_environment, zero_plugin
 
 Hold = Callable[[], AbstractContextManager[Any]]
 
@@ -40,11 +42,7 @@ def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
     asked = launch.asked_processes
     if asked is None and config is not None:
         asked = read_strategy(str(config), strict=False).num_processes
-    if asked is not None and asked > 1 and launch.world_size == 1:
-        raise EnvironmentMismatch(
-            f"launch: {asked} processes were asked for, but the launcher started one training of one process; on a "
-            "CPU use: accelerate launch --config_file accelerate_configs/cpu_2proc.yaml"
-        )
+    check_world(recipe, launch, asked)
     _right_number_of_processes(recipe, strategy, launch)
     _right_device(recipe, launch)
     _supported_here(recipe, strategy, launch)
@@ -111,14 +109,11 @@ def _right_device(recipe: Recipe, launch: Launch) -> None:
 
 
 def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
+    on_cpu = launch.on_cpu or not torch.cuda.is_available()
     if strategy.kind == "deepspeed":
-        raise EnvironmentMismatch(
-            f"accelerate_config: {strategy.name}: this version of finetune does not train under DeepSpeed; "
-            "set accelerate_config=fsdp2"
-        )
+        require_deepspeed(recipe, strategy, on_cpu=on_cpu)
     if strategy.kind == "fsdp":
         check_sharded_quantization(recipe)
-    on_cpu = launch.on_cpu or not torch.cuda.is_available()
     check_optimizer(recipe.training.optim, on_cpu=on_cpu, sharded=strategy.kind == "fsdp")
 
 
@@ -129,21 +124,29 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
     EnvironmentMismatch when strategy, world size or precision in force differ from those asked for.
     """
     on_cpu = launch.on_cpu or not torch.cuda.is_available()
-    process_group = InitProcessGroupKwargs()
+    process_group = InitProcessGroupKwargs(timeout=patience(recipe))
     if strategy.kind == "fsdp" and on_cpu:
         _let_accelerate_shard_on_cpu(process_group)
     if strategy.kind == "fsdp" and strategy.offloaded and not on_cpu:
         process_group.backend = "cpu:gloo,cuda:nccl"  # the norm of gradients in host memory is reduced there
-    accelerator = Accelerator(
-        mixed_precision=recipe.training.mixed_precision,
-        cpu=not recipe.budget.gpus and not torch.cuda.is_available(),
-        fsdp_plugin=_fsdp_plugin(strategy) if strategy.kind == "fsdp" else None,
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
-            process_group,
-        ],
-        step_scheduler_with_optimizer=False,
-    )
+    zero = None
+    if strategy.kind == "deepspeed":
+        zero_environment(on_cpu)
+        process_group.backend = "gloo" if on_cpu else None
+        zero = zero_plugin(recipe, strategy, world_size=launch.world_size, on_cpu=on_cpu)
+    with quiet_engine():
+        accelerator = Accelerator(
+            mixed_precision=recipe.training.mixed_precision,
+            # An engine on gloo ranks is no CPU run to Accelerate, which would drop the plugin.
+            cpu=zero is None and not recipe.budget.gpus and not torch.cuda.is_available(),
+            fsdp_plugin=_fsdp_plugin(strategy) if strategy.kind == "fsdp" else None,
+            deepspeed_plugin=zero,
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+                process_group,
+            ],
+            step_scheduler_with_optimizer=False,
+        )
     scale_losses_on_cpu(accelerator)
     _compare(recipe, strategy, launch, accelerator)
     return accelerator
@@ -204,7 +207,8 @@ def holding_back(accelerator: Accelerator, strategy: Strategy, model: nn.Module)
     Whole gradients wait for the last and are reduced once. Sharded ones are reduced each time: kept whole they would
     take 15 GiB more on each of 8 GPUs for an 8B model.
     """
-    return nullcontext if strategy.sharded else lambda: accelerator.no_sync(model)
+    own_way = strategy.sharded or strategy.kind == "deepspeed"  # whose engine is told with each backward
+    return nullcontext if own_way else lambda: accelerator.no_sync(model)
 
 
 def hush_libraries(launch: Launch) -> None:
@@ -222,5 +226,4 @@ def use_all_cores(launch: Launch, device: torch.device) -> None:
     import psutil
 
     if device.type == "cpu" and not launch.threads_chosen:
-        local_ranks = max(1, launch.world_size)
-        torch.set_num_threads(max(1, (psutil.cpu_count(logical=False) or 1) // local_ranks))
+        torch.set_num_threads(max(1, (psutil.cpu_count(logical=False) or 1) // launch.local_world_size))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from finetune.assemble import Assembled
@@ -18,16 +17,23 @@ from finetune.pieces import all_ranks
 from finetune.recipe import Recipe
 from finetune.run import TrainState
 from finetune.training_state import load_model, load_optimizer, model_tensors, optimizer_tensors
+from finetune.zero_pieces import load_pieces, trained_pieces
 
 
-def save(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, state: TrainState) -> None:
-    """Write a checkpoint of the unwrapped model; every rank calls it and writes what it holds."""
-    tensors = {"model": model_tensors(model), "optimizer": optimizer_tensors(model, optimizer)}
+def save(recipe: Recipe, parts: Assembled, state: TrainState) -> None:
+    """Write a checkpoint; every rank calls it and writes what it holds."""
+    tensors = _held(parts)
     keep = recipe.save_total_limit
     write_checkpoint(Path(recipe.run_dir), state.step, tensors, state.as_json(), keep=keep, ranks=all_ranks())
 
 
-def restore(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> TrainState:
+def _held(parts: Assembled) -> dict[str, Any]:
+    if parts.engine is not None:
+        return trained_pieces(parts.engine)
+    return {"model": model_tensors(parts.whole), "optimizer": optimizer_tensors(parts.whole, parts.optimizer)}
+
+
+def restore(recipe: Recipe, parts: Assembled, step: int) -> TrainState:
     """The state to go on from; weights and optimizer are filled in place, on every rank from the same files.
 
     Raises FinetuneError when this rank does not see the checkpoint, or it does not fit the model.
@@ -38,8 +44,12 @@ def restore(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, 
     checkpoint = examine(folder, hashes=False)  # the first rank hashed every byte when it claimed the run folder
     if isinstance(checkpoint, str):
         raise FinetuneError(f"{folder}: {checkpoint}; every rank must see the run folder")
-    load_model(model, checkpoint.groups["model"])
-    load_optimizer(model, optimizer, checkpoint.groups["optimizer"])
+    saved_model, saved_optimizer = checkpoint.groups["model"], checkpoint.groups["optimizer"]
+    if parts.engine is not None:
+        load_pieces(parts.engine, saved_model, saved_optimizer)
+    else:
+        load_model(parts.whole, saved_model)
+        load_optimizer(parts.whole, parts.optimizer, saved_optimizer)
     return TrainState.from_json(read_state_of(checkpoint))
 
 

@@ -16,17 +16,20 @@ from finetune import attention
 from finetune.answers import samples
 from finetune.assemble import Assembled, assemble
 from finetune.batches import Prepared
+from finetune.beats import clear_beats
 from finetune.durable import append_lines, write_json
 from finetune.errors import FinetuneError, Stopped
-from finetune.launcher import Launch
+from finetune.launcher import Launch, continue_command
 from finetune.loop import evaluate, train
 from finetune.loss_scaling import load_scaler_state
 from finetune.metrics import Terminal, eval_line
 from finetune.model import attention_name, decoder_parts
 from finetune.optimizer import once_stepped
 from finetune.phases import Phases
+from finetune.pulse import Progress, watched
 from finetune.receipt import add_optimizer_state, describe, write_receipt
 from finetune.recipe import Recipe
+from finetune.rendezvous import meeting
 from finetune.run import Plan, Run, TrainState, make_plan
 from finetune.run_folder import Claim, mark_failed, mark_run
 from finetune.runtime import build_accelerator, holding_back, use_all_cores
@@ -34,6 +37,8 @@ from finetune.save_restore import export, restore, save
 from finetune.schedule import learning_rate_schedule
 from finetune.signals import StopRequest, stop_on_signals
 from finetune.strategy import Strategy
+from finetune.zero import remove_swap
+from finetune.zero_pieces import whole_shape
 
 
 @dataclass(frozen=True)
@@ -54,13 +59,16 @@ class Start:
 
 
 def train_claimed(start: Start) -> int:
-    accelerator = build_accelerator(start.recipe, start.strategy, start.launch)
+    with meeting(start.launch):
+        accelerator = build_accelerator(start.recipe, start.strategy, start.launch)
     use_all_cores(start.launch, accelerator.device)
     with stop_on_signals(start.stop, announce=start.launch.is_main):
         return _train_together(start, accelerator)
 
 
 def _train_together(start: Start, accelerator: Accelerator) -> int:
+    if start.claim is not None and start.claim.status != "finished":
+        clear_beats(start.run_dir)
     resumed_step = _agree_on_start(accelerator, start.claim)
     if resumed_step is None:
         if start.launch.is_main:
@@ -68,22 +76,19 @@ def _train_together(start: Start, accelerator: Accelerator) -> int:
                 f"{start.run_dir}: this run is finished; to train again: training.resume=never, or another output_dir"
             )
         return 0
-    progress = Progress()
+    progress = Progress(step=resumed_step)
+    command = continue_command(start.launch, resume=start.recipe.training.resume)
+    limit = start.recipe.timeout_seconds
     try:
-        return _train(start, accelerator, resumed_step, progress)
+        with watched(start.run_dir, accelerator, start.launch, progress, timeout_seconds=limit, command=command):
+            return _train(start, accelerator, resumed_step, progress)
     except BaseException as error:
         mark_failed(start.run_dir, error, phase=progress.phase, rank=start.launch.rank, step=progress.step)
         raise
     finally:
         accelerator.end_training()
-
-
-@dataclass
-class Progress:
-    """Where a run is, for the record of a failure."""
-
-    phase: str = "load"
-    step: int = 0
+        if start.launch.is_main:
+            remove_swap(start.recipe)
 
 
 def _agree_on_start(accelerator: Accelerator, claim: Claim | None) -> int | None:
@@ -127,15 +132,16 @@ def _build(
     with phases("load"):
         parts = assemble(recipe, start.strategy, accelerator)
         check_vocabulary(prepared, parts.whole)
-        state = restore(recipe, parts.whole, parts.optimizer, first_step)
+        state = restore(recipe, parts, first_step)
         load_scaler_state(accelerator, state.loss_scaler)
     terminal = Terminal(plan.total_steps, silent=not start.launch.is_main)
     _write_receipt(start, accelerator, parts, plan, terminal)
 
+    parts.model.train()  # DeepSpeed's returns nothing
     run = Run(
         recipe=recipe,
         accelerator=accelerator,
-        model=parts.model.train(),
+        model=parts.model,
         optimizer=parts.optimizer,
         train_rows=prepared.train,
         eval_rows=prepared.eval,
@@ -143,9 +149,9 @@ def _build(
         learning_rate=learning_rate,
         terminal=terminal,
         phases=phases,
-        stop_requested=lambda: bool(start.stop),
+        stop_requested=_stop_requested(start, progress, state),
         write_metrics=_metrics_writer(start, progress),
-        save=lambda state: save(recipe, parts.whole, parts.optimizer, state),
+        save=lambda state: save(recipe, parts, state),
         hold=holding_back(accelerator, start.strategy, parts.model),
     )
     return parts, run, state
@@ -162,9 +168,19 @@ def _make_plan(start: Start, accelerator: Accelerator) -> Plan:
     )
 
 
+def _stop_requested(start: Start, progress: Progress, state: TrainState) -> Callable[[], bool]:
+    """Asked once a step, so each rank tells here which step it has reached."""
+
+    def asked() -> bool:
+        progress.reached(state.step)
+        return bool(start.stop)
+
+    return asked
+
+
 def _metrics_writer(start: Start, progress: Progress) -> Callable[[dict[str, Any]], None]:
     def write(line: dict[str, Any]) -> None:
-        progress.step = line["step"]
+        progress.reached(line["step"])
         if start.launch.is_main:
             append_lines(start.run_dir / "metrics.jsonl", [line])
 
@@ -174,7 +190,7 @@ def _metrics_writer(start: Start, progress: Progress) -> Callable[[dict[str, Any
 def check_vocabulary(prepared: Prepared, model: nn.Module) -> None:
     """Refuse token ids that the embedding has no row for. Raises FinetuneError."""
     embeddings: Any = decoder_parts(model).get_input_embeddings()
-    rows, largest = embeddings.weight.shape[0], prepared.facts["largest_token_id"]
+    rows, largest = whole_shape(embeddings.weight)[0], prepared.facts["largest_token_id"]
     if largest >= rows:
         raise FinetuneError(
             f"model.name_or_path: the tokenizer makes token {largest}, the model has {rows} embeddings; "
@@ -185,6 +201,7 @@ def check_vocabulary(prepared: Prepared, model: nn.Module) -> None:
 def _write_receipt(start: Start, accelerator: Accelerator, parts: Assembled, plan: Plan, terminal: Terminal) -> None:
     receipt = write_receipt(start.recipe, accelerator, parts, start.strategy)
     batch, facts = plan.facts(), start.prepared.facts
+    receipt |= {"nodes": start.launch.nodes, "local_world_size": start.launch.local_world_size}
     receipt |= {"batch": batch, "data": {"fingerprint": start.prepared.fingerprint, **facts}}
 
     def write() -> None:

@@ -16,7 +16,7 @@ if __name__ == "__main__":  # run as a file: this folder must not be the first p
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, NoRendezvous
 from finetune.recipe_file import LoadedRecipe, load_recipe, resolved_yaml
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run_recipe(load_recipe(arguments[0], arguments[1:]))
     except FinetuneError as error:
-        if int(os.environ.get("RANK", "0")) == 0:  # the ranks fail alike; one of them speaks
+        # The ranks fail alike, and one of them speaks; where they did not find each other, one on each machine.
+        which = "LOCAL_RANK" if isinstance(error, NoRendezvous) else "RANK"
+        if int(os.environ.get(which, os.environ.get("SLURM_PROCID", "0"))) == 0:
             print(error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -46,7 +48,11 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     # Before torch loads: threads that wait sleep instead of spinning. On two cores shared with another program twenty
     # passes of a small network took 4.8 s so, 18 s with spinning (docs/log.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from finetune.launcher import continue_command, read_launch
+    from finetune.launcher import continue_command, read_launch, under_launcher
+    from finetune.slurm import slurm_ranks
+
+    if not under_launcher():
+        os.environ |= slurm_ranks(os.environ)
     from finetune.runtime import check_launch, hush_libraries, launch_notes
 
     recipe, launch = loaded.recipe, read_launch()

@@ -24,19 +24,25 @@ from tests.tiny import write_chats
 GIB = 2**30
 TORCHRUN = (
     "E1121 10:00:53.549000 8444 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 4)\n"
-    "Traceback (most recent call last):\n  File x\nChildFailedError:\n    exitcode  : 4 (pid: 8448)\n"
+    "Traceback (most recent call last):\n  File x\nChildFailedError:\nFailures:\n[1]:\n  exitcode  : -15 (pid: 8447)\n"
+    "Root Cause (first observed failure):\n[0]:\n  exitcode  : 4 (pid: 8448)\n"
 )
 
 
 @pytest.fixture
 def recipe(tiny_llama: Path, tmp_path: Path) -> Path:
-    """Two rows a step, full fine-tuning in float32."""
+    """Four rows a step, one micro-step on two ranks; full fine-tuning in float32."""
     chats = write_chats(tmp_path / "chats.jsonl", [20, 30, 40, 50])
     values = {
         "model": {"name_or_path": str(tiny_llama), "dtype": "float32"},
         "lora": None,
         "data": {"train": [{"path": "json", "data_files": str(chats)}], "packing": False, "max_length": 64},
-        "training": {"global_batch_size": 4, "mixed_precision": "no", "learning_rate": 1e-3},
+        "training": {
+            "global_batch_size": 4,
+            "per_device_batch_size": 2,
+            "mixed_precision": "no",
+            "learning_rate": 1e-3,
+        },
         "output_dir": str(tmp_path / "run"),
     }
     file = tmp_path / "recipe.yaml"
@@ -202,24 +208,30 @@ def test_mistakes_are_told_before_anything_runs(recipe: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_one_rank_two_ranks_and_a_refusal(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_strategies_and_a_refusal(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "compared"
-    words = ["compare", str(recipe), "--strategies", "single,ddp,nonsense", "--steps", "3", "-o", str(folder)]
+    words = ["compare", str(recipe), "--strategies", "single,ddp,fsdp2,nonsense", "--steps", "3", "-o", str(folder)]
     assert main([*words, "--json"]) == 0
     told = json.loads(capfd.readouterr().out)
     written = json.loads((folder / "compare.json").read_text("utf-8"))
     assert told == {"ok": True, **written}
-    single, ddp, nonsense = written["rows"]
-    assert [row["ok"] for row in written["rows"]] == [True, True, False]
+    single, ddp, fsdp2, nonsense = written["rows"]
+    assert [row["ok"] for row in written["rows"]] == [True, True, True, False]
     assert "nonsense" in nonsense["reason"]
     assert written["losses"]["agree"]
     assert written["losses"]["worst_relative_difference"] < 1e-6
-    assert (single["world_size"], ddp["world_size"]) == (1, 2)
+    assert [row["world_size"] for row in (single, ddp, fsdp2)] == [1, 2, 2]
     assert set(ddp["phases"]) == {"load", "forward", "backward", "step", "save"}
     weights = ddp["trained_bytes"]
     assert ddp["phases"]["backward"]["collectives"] == {"all_reduce": 1}
     assert ddp["phases"]["backward"]["textbook_bytes"] == 2 * weights
     assert moved_per_step(single) == 0
+    # Backward begins where forward ended, with the head and the last norm: these are gathered once, the rest twice.
+    head = 4 * (512 * 64 + 64)
+    assert fsdp2["phases"]["forward"]["bytes"] == {"all_gather": weights}
+    assert fsdp2["phases"]["backward"]["bytes"] == {"all_gather": weights - head, "reduce_scatter": weights}
+    assert moved_per_step(fsdp2) == pytest.approx(3 * weights - head, rel=0.001)
+    assert fsdp2["phases"]["step"]["allocated_bytes"] == pytest.approx(1.5 * weights, rel=0.05)
     assert single["phases"]["load"]["allocated_bytes"] == pytest.approx(weights, rel=0.01)
     assert single["phases"]["step"]["allocated_bytes"] == pytest.approx(3 * weights, rel=0.05)
     assert (folder / "compare.png").is_file()

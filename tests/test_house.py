@@ -13,14 +13,73 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "finetune"
 # Strictly downward: a module imports only from those before it.
-ORDER = (
-    "errors recipe recipe_keys yaml_text recipe_mistakes recipe_file recipe_reference strategy durable launcher "
-    "signals schedule optimizer json_array row_reading chat_messages row_formats data_sources row_check chat_template "
-    "answer_spans text_tokens conversations packing array_files token_cache seeded document_pool batches attention "
-    "loss loss_scaling quantized embedded model answers runtime fsdp assemble receipt tensor_bytes traffic phases "
-    "metrics pieces checkpoint training_state run_folder export run save_restore loop session train chat compare "
-    "compare_report cli"
-).split()
+ORDER = """
+errors
+recipe
+recipe_keys
+yaml_text
+recipe_mistakes
+recipe_file
+recipe_reference
+strategy
+durable
+launcher
+slurm
+signals
+last_words
+beats
+schedule
+optimizer
+json_array
+row_reading
+chat_messages
+row_formats
+data_sources
+row_check
+chat_template
+answer_spans
+text_tokens
+conversations
+packing
+array_files
+token_cache
+seeded
+document_pool
+batches
+attention
+loss
+loss_scaling
+quantized
+embedded
+model
+answers
+rendezvous
+fsdp
+pieces
+zero_pieces
+zero
+runtime
+assemble
+receipt
+tensor_bytes
+traffic
+phases
+metrics
+checkpoint
+training_state
+run_folder
+pulse
+export
+run
+save_restore
+loop
+session
+train
+chat
+compare
+compare_report
+cli
+""".split()
 LIGHT = {
     "errors",
     "recipe",
@@ -30,6 +89,7 @@ LIGHT = {
     "recipe_file",
     "recipe_reference",
     "strategy",
+    "slurm",
     "json_array",
     "row_reading",
     "chat_messages",

@@ -19,6 +19,52 @@ def test_options_of_the_launcher_not_of_the_recipe(monkeypatch: pytest.MonkeyPat
     assert (launch.world_size, launch.rank, launch.is_main, launch.by_accelerate) == (3, 2, False, True)
 
 
+ACCELERATE = ["python", "/env/bin/accelerate", "launch"]
+TORCHRUN = ["python", "/env/bin/torchrun"]
+SCRIPT = ["finetune/train.py", "r.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("options", "above", "asked"),
+    [
+        ([*ACCELERATE, "--num_machines", "2", "--num_processes", "6"], {}, 6),  # over all machines
+        ([*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "3"], {}, 6),  # on each
+        ([*TORCHRUN, "--nnodes=2", "--nproc_per_node=3"], {}, 6),
+        ([*TORCHRUN, "--nproc-per-node", "3"], {}, 3),
+        ([*TORCHRUN, "--nnodes", "1:4", "--nproc-per-node", "3"], {}, None),  # as many as come
+        ([*TORCHRUN, "--nproc-per-node", "gpu"], {}, None),
+        (TORCHRUN, {"PET_NPROC_PER_NODE": "3", "PET_NNODES": "2"}, 6),
+        ([*TORCHRUN, "--nnodes", "1"], {"PET_NPROC_PER_NODE": "3", "PET_NNODES": "2"}, 3),
+        (ACCELERATE, {"PET_NPROC_PER_NODE": "3"}, None),  # not read by accelerate
+    ],
+)
+def test_how_many_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], above: dict[str, str], asked: int | None
+) -> None:
+    environment = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "6", "RANK": "4"}
+    monkeypatch.setattr(launcher, "_find_launcher", lambda _: (launcher.launcher_words([*options, *SCRIPT]), above))
+    launch = read_launch(environment)
+    assert launch.asked_processes == asked
+    assert launch.settings == tuple(f"{name}={above[name]}" for name in sorted(above))
+    command = continue_command(launch, resume="auto")
+    assert command.startswith("PET_NNODES=2 PET_NPROC" if launch.by_torchrun and len(above) == 2 else launch.words[0])
+
+
+def test_machines_and_their_ranks() -> None:
+    told = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}
+    launch = read_launch(told)
+    assert (launch.local_rank, launch.local_world_size, launch.nodes) == (1, 2, 3)
+    assert read_launch({"RANK": "1", "WORLD_SIZE": "2"}).local_world_size == 2  # by hand, on one machine
+    alone = read_launch({})
+    assert (alone.local_rank, alone.local_world_size, alone.nodes) == (0, 1, 1)
+
+
+def test_a_rank_of_srun_continues_by_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["/x/python", "finetune/train.py", "r.yaml"])
+    launch = read_launch({"SLURM_PROCID": "1", "RANK": "1", "WORLD_SIZE": "2"})
+    assert continue_command(launch, resume="auto") == "srun python finetune/train.py r.yaml"
+
+
 def test_plain_python_has_no_launcher() -> None:
     launch = read_launch({})
     assert (launch.asked_processes, launch.config_file, launch.world_size) == (None, None, 1)

@@ -264,6 +264,7 @@ def test_the_identity_is_what_the_curve_depends_on() -> None:
         {"eval_steps": 7},
         {"save_steps": 7},
         {"save_total_limit": 7},
+        {"measure_phases": True},
         {"output_dir": "runs/b"},
         {"training": {"per_device_batch_size": 7}},
         {"training": {"non_blocking": False}},

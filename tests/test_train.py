@@ -190,6 +190,18 @@ def test_phases_are_measured_when_asked(recipe: Path, tmp_path: Path) -> None:
         assert (line["rank"], line["collectives"], line["textbook_bytes"]) == (0, {}, 0)
 
 
+def test_measuring_changes_no_bit(recipe: Path, tmp_path: Path) -> None:
+    curves = []
+    for number, measured in enumerate(("true", "false")):
+        folder = tmp_path / str(number)
+        words = ["samples.count=0", "training.max_steps=3", f"measure_phases={measured}", f"output_dir={folder}"]
+        assert main([str(recipe), *words]) == 0
+        train = [line for line in lines(folder / "metrics.jsonl") if line["kind"] == "train"]
+        curves.append([(line["loss"], line["grad_norm"]) for line in train])
+    assert curves[0] == curves[1]
+    assert len(curves[0]) == 3
+
+
 def test_chat_answers_from_both(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(recipe), "samples.count=0", "training.learning_rate=0.1"]) == 0
     capsys.readouterr()

@@ -1,0 +1,132 @@
+"""How the ranks of a run find each other: are those here that were asked for, and by which network do they meet."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import psutil
+import torch
+
+from finetune.errors import EnvironmentMismatch, NoRendezvous
+from finetune.launcher import Launch
+from finetune.recipe import Recipe
+
+_PATIENCE_SECONDS = 1800  # gloo's own; NCCL's would be 600
+_HINT_SECONDS = 60
+
+
+def check_world(recipe: Recipe, launch: Launch, asked: int | None) -> None:
+    """Refuse a launch of fewer processes or machines than were asked for.
+
+    `asked` is over all machines, from the launcher's command line or config. Raises EnvironmentMismatch.
+    """
+    if asked is not None and asked > 1 and launch.world_size == 1:
+        raise EnvironmentMismatch(
+            f"launch: {asked} processes were asked for, but the launcher started one training of one process; on a "
+            "CPU use: accelerate launch --config_file accelerate_configs/cpu_2proc.yaml"
+        )
+    if asked is not None and asked != launch.world_size:
+        raise EnvironmentMismatch(
+            f"launch: {asked} processes were asked for, {launch.world_size} run on {launch.nodes} machines; "
+            "accelerate's --num_processes counts all machines and must be a multiple of --num_machines"
+        )
+    _torchruns_variables(launch)
+    if launch.nodes < recipe.budget.nodes and not launch.on_cpu and torch.cuda.is_available():
+        raise EnvironmentMismatch(
+            f"budget: the recipe is made for {recipe.budget.nodes} machines, {launch.nodes} takes part; launch it on "
+            "each, or set budget.nodes=1"
+        )
+
+
+def _torchruns_variables(launch: Launch) -> None:
+    """PET_NPROC_PER_NODE and its like are torchrun's; `accelerate launch` passes over them without a word."""
+    if not launch.by_accelerate:
+        return
+    wanted = dict(setting.split("=", 1) for setting in launch.settings)
+    each, nodes = wanted.get("PET_NPROC_PER_NODE", ""), wanted.get("PET_NNODES", "1")
+    if each.isdigit() and nodes.isdigit() and int(each) * int(nodes) != launch.world_size:
+        raise EnvironmentMismatch(
+            f"launch: PET_NPROC_PER_NODE={each} on {nodes} machine(s) asks for {int(each) * int(nodes)} processes, but "
+            f"`accelerate launch` does not read it and started {launch.world_size}; unset it, or write "
+            f"--num_processes {int(each) * int(nodes)}, or start with torchrun"
+        )
+
+
+def choose_interface(launch: Launch) -> str | None:
+    """Sets GLOO_SOCKET_IFNAME to the interface that leads to rank 0, where several machines meet and nobody chose.
+
+    Gloo takes the address that the machine's own name stands for: 127.0.1.1 on a Debian, and the loopback where the
+    name is unknown, which no other machine can reach (torch 2.13). Returns the interface; None where nothing was set.
+    """
+    address = os.environ.get("MASTER_ADDR", "")
+    if launch.nodes == 1 or not address or "GLOO_SOCKET_IFNAME" in os.environ:
+        return None
+    name = interface_towards(address)
+    if name is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+    return name
+
+
+def interface_towards(address: str) -> str | None:
+    """The interface whose address this machine would speak from to `address`; None where it is the loopback."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # sends nothing
+            mine = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    if ipaddress.ip_address(mine.partition("%")[0]).is_loopback:
+        return None
+    found = psutil.net_if_addrs().items()
+    return next((name for name, entries in found if any(entry.address == mine for entry in entries)), None)
+
+
+def patience(recipe: Recipe) -> timedelta:
+    """How long a rank waits in a collective for the others.
+
+    Longer than one of them may be busy alone, reading 140 GB of weights or writing them; who is dead or frozen is
+    found by other means (pulse.py).
+    """
+    return timedelta(seconds=max(_PATIENCE_SECONDS, recipe.timeout_seconds))
+
+
+@contextmanager
+def meeting(launch: Launch) -> Iterator[None]:
+    """Around the making of the process group: says after a minute whom it waits for.
+
+    Raises:
+        NoRendezvous: the ranks did not find each other; names rank, place, reason and what to look at.
+    """
+    hint = threading.Timer(_HINT_SECONDS, lambda: print(f"still waiting: {_whom_and_where(launch)}", file=sys.stderr))
+    hint.daemon = True
+    choose_interface(launch)
+    if launch.world_size > 1 and launch.local_rank == 0:
+        hint.start()
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if launch.world_size == 1 or torch.distributed.is_initialized():
+            raise
+        reason = " ".join(re.sub(r"\[/[^\]]*\]", "", str(error)).split())[:200]
+        raise NoRendezvous(f"{_whom_and_where(launch)} ({reason})") from error
+    finally:
+        hint.cancel()
+
+
+def _whom_and_where(launch: Launch) -> str:
+    place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    interfaces = ", ".join(sorted(name for name in psutil.net_if_addrs() if name != "lo")) or "none"
+    return (
+        f"launch: rank {launch.rank} of {launch.world_size} on {socket.gethostname()} has not met the others at {place}"
+        "; start the command on every machine, each with its own number, let them reach each other's ports, and name "
+        f"the network between them: export GLOO_SOCKET_IFNAME=... NCCL_SOCKET_IFNAME=... (here: {interfaces})"
+    )

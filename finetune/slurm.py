@@ -1,0 +1,128 @@
+"""A rank that `srun` started without a launcher: its place among the ranks, from Slurm's own variables.
+
+`srun python finetune/train.py RECIPE` starts every rank by itself; what torchrun would tell them (RANK, WORLD_SIZE,
+MASTER_ADDR, ...) follows from the step's variables (srun(1), "OUTPUT ENVIRONMENT VARIABLES"). `scontrol show hostnames`
+is not needed: it may be missing inside a container.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from finetune.errors import EnvironmentMismatch
+
+# Only srun sets these; a batch script has SLURM_PROCID=0 as well, without being one of the step's tasks.
+_OF_A_STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_SRUN_COMM_PORT")
+_FIRST_PORT, _PORTS = 20_000, 10_000  # below Linux's ephemeral ports, which begin at 32,768
+
+
+def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
+    """What torchrun would have put into the environment of this task; empty where srun did not start it, or for one.
+
+    A MASTER_ADDR or MASTER_PORT that is set already stays.
+
+    Raises:
+        EnvironmentMismatch: the variables leave open who else takes part, or where rank 0 is.
+    """
+    tasks = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") or 1
+    rank = _number(environment, "SLURM_PROCID")
+    if "RANK" in environment or rank is None or tasks == 1:
+        return {}
+    if rank == 0 and "SLURM_JOB_ID" in environment and not any(name in environment for name in _OF_A_STEP):
+        raise EnvironmentMismatch(
+            f"launch: Slurm gave this job {tasks} tasks, but srun did not start this process, which would train alone; "
+            "write `srun python finetune/train.py RECIPE` in the job's script, or give the job one task (--ntasks=1)"
+        )
+    hosts = expand_hosts(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", ""))
+    node = _number(environment, "SLURM_NODEID") or 0
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": str(_local_rank(environment, rank, len(hosts))),
+        "LOCAL_WORLD_SIZE": str(_tasks_of_node(environment, tasks, node, len(hosts))),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(max(1, len(hosts))),
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or _address(environment, hosts),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(_port(environment)),
+    }
+
+
+def expand_hosts(text: str) -> list[str]:
+    """The hosts of a Slurm node list, in its order: `a[01-03,07],b` is a01, a02, a03, a07, b.
+
+    Raises:
+        EnvironmentMismatch: it is no node list.
+    """
+    names = [name for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text) for name in _expand(part, text)]
+    if "".join(re.findall(r"[\[\]]", text)).replace("[]", ""):
+        raise _unreadable(text)
+    return names
+
+
+def _expand(part: str, text: str) -> Iterator[str]:
+    """One entry of the list; several brackets make every combination."""
+    before, bracket, rest = part.partition("[")
+    if not bracket:
+        yield part
+        return
+    inside, _, after = rest.partition("]")
+    for piece in inside.split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
+        if found is None:
+            raise _unreadable(text)
+        first, last = found[1], found[2] or found[1]
+        for number in range(int(first), int(last) + 1):
+            for ending in _expand(after, text):
+                yield f"{before}{number:0{len(first)}d}{ending}"
+
+
+def _unreadable(text: str) -> EnvironmentMismatch:
+    return EnvironmentMismatch(
+        f"launch: SLURM_NODELIST={text} is no list of hosts; export MASTER_ADDR=HOST with the host of task 0"
+    )
+
+
+def _number(environment: Mapping[str, str], *names: str) -> int | None:
+    values = (environment.get(name, "") for name in names)
+    return next((int(value) for value in values if value.isdigit()), None)
+
+
+def _local_rank(environment: Mapping[str, str], rank: int, nodes: int) -> int:
+    local = _number(environment, "SLURM_LOCALID")
+    if local is not None:
+        return local
+    if nodes > 1:
+        raise EnvironmentMismatch(
+            "launch: SLURM_LOCALID is not set, so this task cannot know its GPU; start it with srun itself, or use "
+            "torchrun on every node"
+        )
+    return rank
+
+
+def _tasks_of_node(environment: Mapping[str, str], tasks: int, node: int, nodes: int) -> int:
+    """How many tasks share this node: the entry of `2(x3),1` that is ours, else an even share."""
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts[node] if node < len(counts) else -(-tasks // max(1, nodes))
+
+
+def _address(environment: Mapping[str, str], hosts: list[str]) -> str:
+    """Where task 0 is: Slurm deals tasks out from the first host on, unless they were placed by hand."""
+    if len(hosts) == 1:
+        return "127.0.0.1"  # needs no name service
+    by_hand = environment.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
+    if not hosts or by_hand:
+        why = "the tasks are placed by hand" if by_hand else "SLURM_NODELIST is not set"
+        raise EnvironmentMismatch(
+            f"launch: {why}, so the host of task 0 is not known; export MASTER_ADDR=HOST before srun"
+        )
+    return hosts[0]
+
+
+def _port(environment: Mapping[str, str]) -> int:
+    """Alike for all tasks, and another one for each job and step that may share the host."""
+    job, step = _number(environment, "SLURM_JOB_ID", "SLURM_JOBID") or 0, _number(environment, "SLURM_STEP_ID") or 0
+    return _FIRST_PORT + (7 * job + step) % _PORTS

@@ -1,0 +1,208 @@
+"""What ZeRO scattered over the ranks: trained weights and optimizer state, out of and into the engine.
+
+Each rank owns one contiguous range of every flattened parameter, or nothing of it; so nothing is gathered to be saved,
+and any number of ranks can read back what any other number wrote. Values are the float32 masters, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from finetune.pieces import Piece, Stored
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam, in the shape of the parameter
+
+
+class _Owned(NamedTuple):
+    """This rank's range of one trained parameter, where the engine keeps it."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int  # in the flattened parameter
+    master: Tensor  # float32 view, [range]
+    state: dict[str, Any]  # the optimizer's, of the flat partition that holds the master
+    within: slice  # the range in that flat partition
+
+
+def trained_pieces(engine: Any) -> dict[str, dict[str, Piece]]:
+    """This rank's ranges: group `model` by parameter name, group `optimizer` by `name:exp_avg` and so on.
+
+    The optimizer's group is empty before the first update. Its step counts come from rank 0 alone.
+    """
+    model: dict[str, Piece] = {}
+    optimizer: dict[str, Piece] = {}
+    for owned in _owned(engine, writing=False):
+        model[owned.name] = Piece(_copy(owned.master), owned.shape, owned.start)
+        for key in MOMENTS:
+            if key in owned.state:
+                moment = _copy(owned.state[key][owned.within])
+                optimizer[f"{owned.name}:{key}"] = Piece(moment, owned.shape, owned.start)
+    return {"model": model, "optimizer": optimizer | _steps(engine)}
+
+
+def load_pieces(engine: Any, model: Mapping[str, Stored], optimizer: Mapping[str, Stored]) -> None:
+    """Fill masters and moments with this rank's ranges, and from the masters the weights that the model computes with.
+
+    An empty `optimizer` stands for the time before the first update.
+    """
+    for owned in _owned(engine, writing=True):
+        here = owned.start, owned.master.numel()
+        owned.master.copy_(model[owned.name].read(*here))
+        for key in MOMENTS:
+            into = owned.state[key][owned.within]
+            into.copy_(optimizer[f"{owned.name}:{key}"].read(*here)) if optimizer else into.zero_()
+        owned.state["step"].fill_(float(optimizer[f"{owned.name}:step"].read(0, 1)) if optimizer else 0.0)
+    _refresh(engine)
+
+
+def load_masters(engine: Any, weights: Mapping[str, Tensor]) -> None:
+    """Give the masters of some parameters these whole values, which the engine rounded when it took them over."""
+    for owned in _owned(engine, writing=True):
+        if owned.name in weights:
+            flat = weights[owned.name].reshape(-1)
+            owned.master.copy_(flat[owned.start : owned.start + owned.master.numel()])
+    _refresh(engine)
+
+
+def trained_names(engine: Any) -> dict[str, tuple[int, ...]]:
+    """The trained parameters' names and whole shapes."""
+    named = engine.module.named_parameters()
+    return {name: tuple(whole_shape(parameter)) for name, parameter in named if parameter.requires_grad}
+
+
+def full_weights(engine: Any, *, dtype: torch.dtype | None, keep: bool) -> dict[str, Tensor]:
+    """The trained parameters' masters, whole and in host memory, on the ranks with `keep`; every rank takes part.
+
+    Gathered one at a time. A parameter under two names stays one tensor. `dtype` None leaves them float32.
+    """
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    found: dict[str, Tensor] = {}
+    seen: dict[int, Tensor] = {}
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) not in seen:
+            whole = safe_get_full_fp32_param(parameter)
+            seen[id(parameter)] = whole.to("cpu", dtype, copy=True) if keep else whole.new_empty(0)
+        found[name] = seen[id(parameter)]
+    return found if keep else {}
+
+
+def master_dtype(engine: Any) -> torch.dtype:
+    """The number format of the values that the optimizer updates."""
+    owned = next(_owned(engine, writing=False), None)
+    return torch.float32 if owned is None else owned.master.dtype
+
+
+def whole_numel(parameter: Tensor) -> int:
+    """Elements of a parameter before ZeRO-3 partitioned it."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Shape of a parameter before ZeRO-3 partitioned it."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def held_part(parameter: Tensor) -> Tensor:
+    """What this rank stores of a parameter: ZeRO-3's part of it, unless it is one of those kept whole."""
+    return parameter if getattr(parameter, "ds_persist", True) else parameter.ds_tensor  # type: ignore[attr-defined]
+
+
+def _copy(values: Tensor) -> Tensor:
+    return values.detach().to("cpu", copy=True)
+
+
+def _steps(engine: Any) -> dict[str, Piece]:
+    if torch.distributed.get_rank() != 0:
+        return {}
+    counts = [state["step"] for state in engine.basic_optimizer.state.values() if "step" in state]
+    names = [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
+    return {f"{name}:step": Piece(_copy(counts[0]).reshape(1), (), 0) for name in names} if counts else {}
+
+
+def _owned(engine: Any, *, writing: bool) -> Iterator[_Owned]:
+    """This rank's ranges one by one; each is usable until the next is asked for."""
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    if engine.zero_optimization_stage() == 3:
+        yield from _owned_stage3(engine.optimizer, engine.basic_optimizer, names, writing)
+    else:
+        yield from _owned_flat(engine, names, writing)
+
+
+def _owned_flat(engine: Any, names: Mapping[int, str], writing: bool) -> Iterator[_Owned]:
+    """ZeRO-1 and 2: parameters end to end, cut into equal partitions whatever the borders between parameters."""
+    basic = engine.basic_optimizer
+    states = [_state(basic, group["params"][0], make=writing) for group in basic.param_groups]
+    for parameter in engine.module.parameters():
+        # Not public; deepspeed.utils gives whole parameters only, by an all-reduce that turns -0 into 0.
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is None or not parameter.requires_grad:
+            continue
+        start, within = mapping.lp_fragment_address.start, mapping.hp_fragment_address
+        yield _Owned(
+            name=names[id(parameter)],
+            shape=tuple(parameter.shape),
+            start=start,
+            master=mapping.hp_fragment.detach(),
+            state=states[mapping.param_group_index],
+            within=slice(within.start, within.start + within.numel),
+        )
+
+
+def _owned_stage3(optimizer: Any, basic: Any, names: Mapping[int, str], writing: bool) -> Iterator[_Owned]:
+    """ZeRO-3: every parameter in equal ranges, the last ones padded; sub-groups of them share one flat partition.
+
+    The private methods are those of the engine's own update: nothing public brings optimizer state that is on a disk
+    into memory before there is any, or the masters' values into the weights.
+    """
+    rank = torch.distributed.get_rank()
+    for index, parameters in enumerate(optimizer.fp16_groups):
+        swapped = optimizer._swappable_optimizer_subgroup(index)
+        if swapped:
+            optimizer._optimizer_states_and_gradient_swap_in(index)
+        flat = optimizer.fp32_partitioned_groups_flat[index]
+        state = _state(basic, flat, make=writing)
+        offset = 0
+        for parameter in parameters:
+            share = parameter.partition_numel()
+            start = min(rank * share, parameter.ds_numel)
+            length = min(share, parameter.ds_numel - start)
+            if length:
+                within = slice(offset, offset + length)
+                shape = tuple(parameter.ds_shape)
+                yield _Owned(names[id(parameter)], shape, start, flat.data[within], state, within)
+            offset += share
+        if writing:
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        if swapped and writing:
+            optimizer._optimizer_states_and_gradient_swap_out(index)
+        elif swapped:
+            optimizer._release_swap_buffers(index)
+
+
+def _state(basic: torch.optim.Optimizer, flat: Tensor, *, make: bool) -> dict[str, Any]:
+    """The optimizer's state of a flat partition; made, if asked, as AdamW's first update would begin it."""
+    state: dict[str, Any] = basic.state.get(flat, {})
+    if make and not state:
+        state = basic.state[flat]
+        state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)  # fused: beside the parameter
+        state |= {key: torch.zeros_like(flat) for key in MOMENTS}
+    return state
+
+
+def _refresh(engine: Any) -> None:
+    """Make the weights that the model computes with those of the masters."""
+    if engine.zero_optimization_stage() < 3:
+        engine.optimizer.update_lp_params()
+        return
+    # What ZeRO-3 keeps whole (norms, biases) is gathered again.
+    persistent = engine.optimizer.persistent_parameters
+    if persistent:
+        persistent[0].partition(persistent)
+        persistent[0].all_gather(persistent)

@@ -1,0 +1,202 @@
+"""However two ranks are started, on one host or two, they make the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.durable import read_lines
+from tests.soak_resume import write_recipe
+from tests.two_hosts import Host, two_hosts, why_not
+
+pytestmark = pytest.mark.slow
+REPOSITORY = Path(__file__).parent.parent
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_2proc.yaml"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+FIRST, PORT = "10.77.0.1", "29511"
+
+
+@dataclass(frozen=True)
+class Started:
+    """One launcher, or one rank without a launcher."""
+
+    words: list[str]
+    host: int | None = None  # None: on this machine
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def by_accelerate(machine: int, ranks: int = 2) -> Started:
+    machines = ["--num_machines", "2", "--machine_rank", str(machine), "--num_processes", str(ranks)]
+    return Started([*ACCELERATE, *machines, "--main_process_ip", FIRST, "--main_process_port", PORT], machine)
+
+
+def by_torchrun(machine: int) -> Started:
+    place = ["--master-addr", FIRST, "--master-port", PORT]
+    return Started([*TORCHRUN, "--nnodes", "2", "--node-rank", str(machine), "--nproc-per-node", "1", *place], machine)
+
+
+def by_srun(rank: int, *, host: int | None, nodes: str) -> Started:
+    variables = {"SLURM_PROCID": rank, "SLURM_NTASKS": 2, "SLURM_LOCALID": 0 if host is not None else rank}
+    variables |= {"SLURM_NODEID": host or 0, "SLURM_JOB_ID": 77, "SLURM_STEP_ID": 0, "SLURM_NODELIST": nodes}
+    return Started([sys.executable], host, {key: str(value) for key, value in variables.items()})
+
+
+LAUNCHES = {
+    "torchrun by PET_ variables": [Started(TORCHRUN, None, {"PET_NPROC_PER_NODE": "2", "PET_MASTER_PORT": "29512"})],
+    "srun": [by_srun(rank, host=None, nodes="thishost") for rank in range(2)],
+    "accelerate on two hosts": [by_accelerate(machine) for machine in range(2)],
+    "accelerate on two hosts, four ranks": [by_accelerate(machine, 4) for machine in range(2)],
+    "torchrun on two hosts": [by_torchrun(machine) for machine in range(2)],
+    "srun on two hosts": [by_srun(rank, host=rank, nodes="10.77.0.[1-2]") for rank in range(2)],
+}
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, ...]]:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with two_hosts() as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("launches")
+
+
+@pytest.fixture(scope="module")
+def recipe(folder: Path) -> Path:
+    return write_recipe(folder, steps=5, dropout=0.0)
+
+
+@contextmanager
+def running(
+    launch: Sequence[Started], recipe: Path, run_dir: Path, hosts: Sequence[Host], **overrides: Any
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """The processes of a launch; what they say is in run_dir's name with .0.log, .1.log."""
+    arguments = ["finetune/train.py", str(recipe), f"output_dir={run_dir}", "accelerate_config=ddp"]
+    arguments += [f"{key}={value}" for key, value in overrides.items()]
+    started = []
+    try:
+        for index, part in enumerate(launch):
+            words = [*part.words, *arguments]
+            command = words if part.host is None else hosts[part.host].command(words)
+            plain = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PET_", "GLOO_"))}
+            environment = plain | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | part.environment
+            with open(run_dir.with_suffix(f".{index}.log"), "w") as log:
+                started.append(
+                    subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log, text=True)
+                )
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def said(run_dir: Path, index: int) -> str:
+    return run_dir.with_suffix(f".{index}.log").read_text()
+
+
+def wait_all(processes: Sequence[subprocess.Popen[str]], run_dir: Path, seconds: float = 120) -> list[int]:
+    end = time.monotonic() + seconds
+    while any(process.poll() is None for process in processes):
+        assert time.monotonic() < end, "\n".join(said(run_dir, index)[-3000:] for index in range(len(processes)))
+        time.sleep(0.05)
+    return [process.wait() for process in processes]
+
+
+def curve(run_dir: Path) -> list[tuple[float, ...]]:
+    lines = read_lines(run_dir / "metrics.jsonl")
+    return [tuple(line[key] for key in ("step", "loss", "grad_norm") if key in line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, recipe: Path) -> list[tuple[float, ...]]:
+    """Two ranks of `accelerate launch` on this machine."""
+    with running([Started(ACCELERATE)], recipe, folder / "one-host", []) as processes:
+        assert wait_all(processes, folder / "one-host") == [0], said(folder / "one-host", 0)
+    found = curve(folder / "one-host")
+    assert len(found) > 4
+    return found
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_the_same_run(
+    name: str, folder: Path, recipe: Path, expected: list[tuple[float, ...]], request: pytest.FixtureRequest
+) -> None:
+    launch = LAUNCHES[name]
+    apart = launch[0].host is not None
+    hosts = request.getfixturevalue("hosts") if apart else ()
+    run_dir = folder / name.replace(" ", "-").replace(",", "")
+    with running(launch, recipe, run_dir, hosts) as processes:
+        assert wait_all(processes, run_dir) == [0] * len(launch), said(run_dir, 0)
+    assert len(expected) == len(curve(run_dir))
+    for found, wanted in zip(curve(run_dir), expected, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-6)
+    receipt = json.loads((run_dir / "receipt.json").read_text())
+    ranks = 4 if "four" in name else 2
+    assert (receipt["world_size"], receipt["nodes"]) == (ranks, 2 if apart else 1)
+    assert receipt["local_world_size"] == (ranks // 2 if apart else 2)
+    command = json.loads((run_dir / "run_state.json").read_text())["command"]
+    assert command.startswith("srun python" if "srun" in name else "PET_" if "PET_" in name else "python -m")
+
+
+def test_a_folder_that_is_not_shared(folder: Path, recipe: Path, hosts: tuple[Host, ...], tmp_path: Path) -> None:
+    """The second host mounts an empty folder where the first has the run."""
+    run_dir = folder / "apart" / "run"
+    run_dir.parent.mkdir()
+    launch = LAUNCHES["torchrun on two hosts"]
+    hidden = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {run_dir.parent} && exec "$@"', "sh"]
+    parts = [launch[0], Started([*hidden, *launch[1].words], 1)]
+    with running(parts, recipe, run_dir, hosts) as processes:
+        assert all(wait_all(processes, run_dir))
+    for index in range(2):
+        assert f"{run_dir} is not shared" in said(run_dir, index)
+    assert "1 of 2 ranks" in said(run_dir, 0)
+
+
+@pytest.mark.parametrize("name", ["accelerate on two hosts", "srun on two hosts"])
+def test_a_rank_that_dies_on_the_other_host(name: str, folder: Path, hosts: tuple[Host, ...], recipe: Path) -> None:
+    run_dir = folder / f"dead-{name.split()[0]}"
+    more: Mapping[str, Any] = {"training.max_steps": 3000, "samples.count": 0, "save_steps": 5, "eval_steps": 5000}
+    with running(LAUNCHES[name], recipe, run_dir, hosts, **more) as processes:
+        until_step(run_dir, 8)
+        os.kill(beat(run_dir, 1)["process"], signal.SIGKILL)
+        began = time.monotonic()
+        wait_all(processes[:1], run_dir, 60)
+        assert time.monotonic() - began < 60
+    time.sleep(1)
+    last = said(run_dir, 0).strip().splitlines()[-1]
+    state = json.loads((run_dir / "run_state.json").read_text())
+    assert (state["state"], state["rank"]) == ("failed", 1)
+    assert f"rank 1 died on host-b (process {beat(run_dir, 1)['process']})" in last
+    assert f"at step {state['step']}, training" in last
+    assert last.endswith(f"continue, on every machine, with: {state['command']}")
+    assert shlex.split(state["command"])
+
+
+def beat(run_dir: Path, rank: int) -> dict[str, Any]:
+    found = json.loads((run_dir / ".ranks" / f"rank-{rank:05d}.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def until_step(run_dir: Path, step: int, seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not (run_dir / "metrics.jsonl").exists() or read_lines(run_dir / "metrics.jsonl")[-1]["step"] < step:
+        assert time.monotonic() < end, said(run_dir, 0)[-3000:]
+        time.sleep(0.05)

@@ -1,0 +1,95 @@
+"""A rank that dies or freezes ends the job in time, and the printed command makes the run whole again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.soak_resume import fingerprint, write_recipe
+from tests.test_launches import ACCELERATE, REPOSITORY, TORCHRUN, Started, beat, running, said, until_step, wait_all
+
+pytestmark = pytest.mark.slow
+TIMEOUT = 8
+OVERRIDES = {"training.max_steps": 60, "save_steps": 5, "eval_steps": 30, "timeout_seconds": TIMEOUT}
+LAUNCHERS = {"accelerate": ACCELERATE, "torchrun": [*TORCHRUN, "--nproc-per-node", "2"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("lost")
+
+
+@pytest.fixture(scope="module")
+def recipe(folder: Path) -> Path:
+    return write_recipe(folder, steps=60, dropout=0.1)
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, recipe: Path) -> dict[str, Any]:
+    """The run that nothing happened to."""
+    with running([Started(ACCELERATE)], recipe, folder / "whole", [], **OVERRIDES) as processes:
+        assert wait_all(processes, folder / "whole") == [0]
+    return what_counts(folder / "whole")
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher", "lost", "seconds"),
+    [
+        ("SIGKILL", "accelerate", 1, 30),
+        ("SIGKILL", "torchrun", 0, 30),
+        ("SIGSTOP", "accelerate", 1, TIMEOUT + 10),  # 10 for a machine that does other things too
+        ("SIGSTOP", "torchrun", 1, TIMEOUT + 10),
+    ],
+)
+def test_the_last_line_names_it_and_continues(
+    name: str, launcher: str, lost: int, seconds: float, folder: Path, recipe: Path, whole: dict[str, Any]
+) -> None:
+    run_dir = folder / f"{name}-{launcher}"
+    with running([Started(LAUNCHERS[launcher])], recipe, run_dir, [], **OVERRIDES) as processes:
+        until_step(run_dir, 12)
+        process = beat(run_dir, lost)["process"]
+        os.kill(process, getattr(signal, name))
+        began = time.monotonic()
+        wait_all(processes, run_dir, 90)
+        assert time.monotonic() - began < seconds
+    assert not Path(f"/proc/{process}").exists()
+    state = json.loads((run_dir / "run_state.json").read_text())
+    assert (state["state"], state["rank"], state["phase"]) == ("failed", lost, "training")
+    assert state["step"] >= 12
+    last = last_line(run_dir)
+    what = "died" if name == "SIGKILL" else "froze"
+    assert last.startswith(f"rank {lost} {what} on {os.uname().nodename} (process {process})")
+    assert f"at step {state['step']}, training" in last
+    command = last.split("continue with: ")[1]
+    assert command == state["command"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        shlex.split(command), cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert what_counts(run_dir) == whole
+
+
+def what_counts(run_dir: Path) -> dict[str, Any]:
+    """All that must be bitwise equal; peft writes its set of layers in the order of that process's hashes."""
+    found = fingerprint(run_dir)
+    del found["files"]["adapter/adapter_config.json"]
+    return found
+
+
+def last_line(run_dir: Path) -> str:
+    """What stands last when all is over; said by a process that outlives the launcher by a moment."""
+    end = time.monotonic() + 10
+    while True:
+        last = said(run_dir, 0).strip().splitlines()[-1]
+        if last.startswith("rank ") or time.monotonic() > end:
+            return last
+        time.sleep(0.1)

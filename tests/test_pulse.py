@@ -1,0 +1,198 @@
+"""Beats: the lock tells death, the content a freeze; and what a watch makes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from finetune import pulse
+from finetune.beats import Beat, Heart, State, beat_file, clear_beats, holds_lock, process_is_gone, read_beat
+from finetune.last_words import say_last
+from finetune.pulse import Progress, Watch
+from finetune.run_folder import claim_run_folder, read_state
+from tests.test_runtime import ALONE
+
+REPOSITORY = Path(__file__).parent.parent
+TOKEN = 11
+OTHER = """
+import sys, time
+from pathlib import Path
+from finetune.beats import Heart
+heart = Heart(Path(sys.argv[1]), 1, 11)
+heart.beat(sys.argv[2], "training", 7)
+print("beating", flush=True)
+while True:
+    time.sleep(0.05)
+    if sys.argv[2] == "running":
+        heart.beat("running", "training", 7)
+"""
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    claim_run_folder(tmp_path, resume="auto", identity={}, command="again")
+    clear_beats(tmp_path)
+    return tmp_path
+
+
+@contextmanager
+def other_rank(run_dir: Path, state: State = "running") -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", OTHER, str(run_dir), state], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "beating\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def watch(run_dir: Path, seconds: int = 8) -> Iterator[Watch]:
+    """Rank 0 of two; its thread, which would end the process, is at rest."""
+    own = Watch(run_dir, replace(ALONE, world_size=2), Progress(), Heart(run_dir, 0, TOKEN), TOKEN, seconds, "again")
+    own._stop.set()
+    own._thread.join()
+    yield own
+    own.close(ended=True)
+
+
+def test_a_beat_is_read_back_and_an_older_start_is_not(run_dir: Path) -> None:
+    heart = Heart(run_dir, 3, TOKEN)
+    assert read_beat(run_dir, 3, TOKEN) is None
+    heart.beat("running", "load", 0)
+    heart.beat("running", "training", 12, sync=True)
+    beat = read_beat(run_dir, 3, TOKEN)
+    assert beat is not None
+    assert (beat.rank, beat.state, beat.phase, beat.step, beat.count) == (3, "running", "training", 12, 2)
+    assert beat.process == os.getpid()
+    assert read_beat(run_dir, 3, TOKEN + 1) is None
+    beat_file(run_dir, 3).write_bytes(beat_file(run_dir, 3).read_bytes()[:40])
+    assert read_beat(run_dir, 3, TOKEN) is None, "torn"
+    clear_beats(run_dir)
+    assert read_beat(run_dir, 3, TOKEN) is None
+
+
+def test_the_lock_ends_with_the_process(run_dir: Path) -> None:
+    with other_rank(run_dir) as process:
+        assert holds_lock(run_dir, 1)
+        process.send_signal(signal.SIGSTOP)
+        assert holds_lock(run_dir, 1)
+        beat = read_beat(run_dir, 1, TOKEN)
+        process.kill()
+        process.wait()
+        assert not holds_lock(run_dir, 1)
+    assert isinstance(beat, Beat)
+    assert process_is_gone(beat)
+    assert not process_is_gone(replace(beat, machine="another"))
+    assert not holds_lock(run_dir, 5), "never there"
+
+
+def test_a_rank_that_beats_is_not_lost_and_a_dead_one_is(run_dir: Path) -> None:
+    with other_rank(run_dir) as process, watch(run_dir) as own:
+        assert own._look_at(1, 0.0) is None
+        time.sleep(0.2)
+        assert own._look_at(1, 1000.0) is None, "its count has grown"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        assert own._look_at(1, 1001.0) is None
+        assert own._look_at(1, 1006.0) is None
+        frozen = own._look_at(1, 1008.0)
+        assert frozen is not None
+        assert (frozen.what, frozen.beat.rank, frozen.beat.step) == ("froze", 1, 7)
+        process.kill()
+        process.wait()
+        died = own._look_at(1, 1009.0)
+        assert died is not None
+        assert (died.what, died.beat.process) == ("died", process.pid)
+
+
+@pytest.mark.parametrize(("state", "what"), [("ended", None), ("failed", "failed"), ("left", "failed")])
+def test_the_last_word_counts(run_dir: Path, state: State, what: str | None) -> None:
+    with other_rank(run_dir, state) as process, watch(run_dir) as own:
+        process.kill()
+        process.wait()
+        lost = own._look_at(1, 0.0)
+        assert (lost and lost.what) == what
+
+
+def test_where_locks_do_not_travel_a_living_rank_is_not_lost(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "holds_lock", lambda run_dir, rank: False)
+    with other_rank(run_dir), watch(run_dir) as own:
+        assert own._look_at(1, 0.0) is None
+
+
+def test_who_was_stopped_itself_starts_counting_anew(run_dir: Path) -> None:
+    with other_rank(run_dir) as process, watch(run_dir) as own:
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        assert own._look([1]) is None
+        own._looked -= 100
+        own._seen[1] = (own._seen[1][0], own._seen[1][1] - 100)
+        assert own._look([1]) is None
+        own._seen[1] = (own._seen[1][0], own._seen[1][1] - 100)
+        assert own._look([1]) is not None
+
+
+def test_the_record_names_the_first_cause(run_dir: Path) -> None:
+    with other_rank(run_dir) as process, watch(run_dir) as own:
+        process.kill()
+        process.wait()
+        lost = own._look_at(1, 0.0)
+        assert lost is not None
+        line = own._record(lost)
+        assert line.startswith(f"rank 1 died on {os.uname().nodename} (process {process.pid})")
+        assert line.endswith("it was at step 7, training")
+        state = read_state(run_dir)
+        assert state is not None
+        assert (state["state"], state["rank"], state["phase"], state["step"]) == ("failed", 1, "training", 7)
+        other = replace(lost, beat=replace(lost.beat, rank=0))
+        assert own._record(other) == line, "what other ranks meet then is its consequence"
+
+
+def test_an_error_of_our_own_is_left_to_us(run_dir: Path) -> None:
+    with other_rank(run_dir), watch(run_dir) as own:
+        began = time.monotonic()
+        own.explain(ValueError("timed out"))
+        own.explain(RuntimeError("CUDA out of memory"))
+        assert time.monotonic() - began < 1
+
+
+def test_said_again_when_the_launcher_is_gone(tmp_path: Path) -> None:
+    """The launcher's own report comes between."""
+    rank = "import sys; from finetune.last_words import say_last; say_last('rank 1 died'); sys.exit(1)"
+    launcher = f"""
+import os, subprocess, sys, time
+os.environ["TORCHELASTIC_RUN_ID"] = "x"
+subprocess.run([sys.executable, "-c", {rank!r}])
+time.sleep(0.5)
+print("forty lines of report", file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", launcher], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.stderr.split("\n") == ["", "rank 1 died", "forty lines of report", "", "rank 1 died", ""]
+
+
+def test_without_a_launcher_it_is_said_once(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    say_last("rank 1 died")
+    assert capfd.readouterr().err == "\nrank 1 died\n"
+
+
+def test_beats_are_as_long_as_each_other(run_dir: Path) -> None:
+    heart = Heart(run_dir, 0, TOKEN)
+    heart.beat("running", "looking before", 10**9)
+    heart.beat("ended", "x", 0)
+    assert json.loads(beat_file(run_dir, 0).read_text())["state"] == "ended"
