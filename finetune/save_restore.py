@@ -13,6 +13,7 @@ from finetune.checkpoint import examine, read_state_of, step_folder, write_check
 from finetune.embedded import published_name
 from finetune.errors import FinetuneError
 from finetune.export import export_adapter, export_model
+from finetune.fsdp import reshard
 from finetune.pieces import all_ranks
 from finetune.recipe import Recipe
 from finetune.run import TrainState
@@ -30,6 +31,7 @@ def save(recipe: Recipe, parts: Assembled, state: TrainState) -> None:
 def _held(parts: Assembled) -> dict[str, Any]:
     if parts.engine is not None:
         return trained_pieces(parts.engine)
+    reshard(parts.whole)
     return {"model": model_tensors(parts.whole), "optimizer": optimizer_tensors(parts.whole, parts.optimizer)}
 
 

@@ -146,7 +146,7 @@ def trained(
     body = json.loads(path.read_text())
     for changes in (case.changes, split):
         for section, values in changes.items():
-            body[section] = body.get(section, {}) | values
+            body[section] = body.get(section, {}) | values if isinstance(values, dict) else values
     path.write_text(yaml.safe_dump(body))
     AcceleratorState._reset_state(True)
     if strategy == "single":
@@ -206,6 +206,15 @@ def test_two_ranks(
     receipt = found.receipt
     assert (receipt["strategy"], receipt["world_size"]) == (strategy, 2)
     assert receipt["sharding"]["held_share"] == (0.5 if strategy == "fsdp2" else 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16 full, pure", "fp16 full", "nf4 in bf16"])
+def test_evaluated_and_saved_in_one_step(name: str, tiny_llama: Path, chats: Path, tmp_path: Path) -> None:
+    """After a forward without a backward the head's unit is still gathered."""
+    often = {"eval_steps": 2, "save_steps": 2, "data": {"eval": {"fraction": 0.25}}, "samples": {"count": 1}}
+    found = trained(tmp_path / "run", tiny_llama, chats, CASES[name], often | TWO_RANKS, "fsdp2")
+    assert found.losses[-1] < found.losses[0]
 
 
 @pytest.mark.parametrize("name", SLOW_OR_NOT)
