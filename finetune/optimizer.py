@@ -21,14 +21,20 @@ BITSANDBYTES = {
 }
 
 
-def check_optimizer(name: str, *, on_cpu: bool) -> None:
+def check_optimizer(name: str, *, on_cpu: bool, sharded: bool = False) -> None:
     """Refuse, before anything is loaded, an optimizer that would not be the one asked for. Raises EnvironmentMismatch.
 
     Pages are CUDA's managed memory: on a CPU bitsandbytes would take its plain classes, with one warning. Its plain
-    8-bit AdamW has a CPU kernel since 0.50.
+    8-bit AdamW has a CPU kernel since 0.50. Its kernels know no sharded tensors (0.50.2), and a maximum for each 256
+    elements of one shard would not fit another number of ranks.
     """
     if name not in BITSANDBYTES:
         return
+    if sharded:
+        raise EnvironmentMismatch(
+            f"training.optim: {name} updates whole tensors, this strategy has shards; set training.optim=adamw, whose "
+            "state is sharded too, or accelerate_config=ddp"
+        )
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:

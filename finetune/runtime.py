@@ -120,7 +120,7 @@ def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
         require_deepspeed(recipe, strategy, on_cpu=on_cpu)
     if strategy.kind == "fsdp":
         check_sharded_quantization(recipe)
-    check_optimizer(recipe.training.optim, on_cpu=on_cpu)
+    check_optimizer(recipe.training.optim, on_cpu=on_cpu, sharded=strategy.kind == "fsdp")
 
 
 def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Accelerator:

@@ -14,6 +14,7 @@ from finetune.durable import ASIDE, remove_folder
 from finetune.embedded import published_name
 from finetune.errors import FinetuneError
 from finetune.export import export_adapter, export_model
+from finetune.fsdp import reshard
 from finetune.pieces import all_ranks
 from finetune.recipe import Recipe
 from finetune.run import TrainState
@@ -56,6 +57,7 @@ def read_back(parts: Assembled, folder: Path) -> None:
 def _held(parts: Assembled) -> dict[str, Any]:
     if parts.engine is not None:
         return trained_pieces(parts.engine)
+    reshard(parts.whole)
     return {"model": model_tensors(parts.whole), "optimizer": optimizer_tensors(parts.whole, parts.optimizer)}
 
 

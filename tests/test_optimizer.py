@@ -166,6 +166,13 @@ def test_pages_are_refused_on_a_cpu(optim: str, remedy: str) -> None:
 
 
 @pytest.mark.parametrize("optim", BITSANDBYTES)
+def test_shards_are_refused(optim: str) -> None:
+    with pytest.raises(EnvironmentMismatch, match=r"training\.optim=adamw.*ddp"):
+        check_optimizer(optim, on_cpu=False, sharded=True)
+    check_optimizer("adamw", on_cpu=False, sharded=True)
+
+
+@pytest.mark.parametrize("optim", BITSANDBYTES)
 def test_without_bitsandbytes_the_line_to_install_it(optim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(EnvironmentMismatch, match="pip install"):
