@@ -111,8 +111,7 @@ def whole_shape(parameter: Tensor) -> torch.Size:
 
 def held_part(parameter: Tensor) -> Tensor:
     """What this rank stores of a parameter: ZeRO-3's part of it, unless it is one of those kept whole."""
-    part: Tensor | None = getattr(parameter, "ds_tensor", None)
-    return parameter if part is None or parameter.numel() else part
+    return parameter if getattr(parameter, "ds_persist", True) else parameter.ds_tensor  # type: ignore[attr-defined]
 
 
 def _copy(values: Tensor) -> Tensor:
@@ -150,7 +149,7 @@ def _owned_flat(engine: Any, names: Mapping[int, str], writing: bool) -> Iterato
             name=names[id(parameter)],
             shape=tuple(parameter.shape),
             start=start,
-            master=mapping.hp_fragment,
+            master=mapping.hp_fragment.detach(),
             state=states[mapping.param_group_index],
             within=slice(within.start, within.start + within.numel),
         )

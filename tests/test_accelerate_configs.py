@@ -16,13 +16,15 @@ from finetune.strategy import read_strategy
 FOLDER = Path(__file__).resolve().parent.parent / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
 FSDP = ("fsdp2", "fsdp2_grad_op", "fsdp2_offload", "hsdp")
+ZERO = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
 KINDS = {"single": "single", "ddp": "ddp", "cpu_2proc": "ddp"} | dict.fromkeys(FSDP, "fsdp")
+KINDS |= dict.fromkeys(ZERO, "deepspeed")
 PROCESSES = {"single": 1, "cpu_2proc": 2}
 
 
 def test_every_file_is_seen() -> None:
     assert {file.stem for file in FILES} == set(KINDS)
-    assert len(FILES) == 7
+    assert len(FILES) == 13
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from finetune.assemble import Assembled
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.export import export_adapter
 from finetune.model import _bitsandbytes, build_model, decoder_parts, load_tokenizer
@@ -170,7 +171,8 @@ def test_the_adapter_loads_on_a_plain_base(kind: str, tiny_llama: Path, tmp_path
     model = build_model(asked, CPU)
     for parameter in trained(model).values():
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-    folder = export_adapter(model, load_tokenizer(asked), tmp_path, base=str(tiny_llama))
+    weights = Assembled(model, model, None).trained_weights(dtype=None, keep=True)
+    folder = export_adapter(model, weights, load_tokenizer(asked), tmp_path, base=str(tiny_llama))
     base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, str(folder))
     ours = over_dequantised(model, tiny_llama)
