@@ -69,7 +69,7 @@ def train_claimed(start: Start) -> int:
 
 
 def _train_together(start: Start, accelerator: Accelerator) -> int:
-    if start.claim is not None and start.claim.status != "finished":
+    if start.launch.world_size > 1 and start.claim is not None and start.claim.status != "finished":
         clear_beats(start.run_dir)
     resumed_step = _agree_on_start(accelerator, start.claim)
     if resumed_step is None:
