@@ -159,7 +159,7 @@ class Watch:
             self._heart.beat("ended" if ended else "failed", self._progress.phase, self._progress.step, sync=True)
 
     def explain(self, error: BaseException) -> None:
-        """Ends the process when the error came from a lost rank; returns when it is this rank's own."""
+        """Ends the process when the error came from a lost rank; else notes at the error where the others are."""
         if not isinstance(error, RuntimeError) or not _BROKEN.search(str(error)):
             return
         end = time.monotonic() + _GRACE_SECONDS
@@ -168,6 +168,11 @@ class Watch:
             if lost is not None:
                 self._end(lost)
             time.sleep(0.1)
+        beats = [beat for rank in self._others[:16] if (beat := read_beat(self._run_dir, rank, self._token))]
+        places = ", ".join(f"rank {beat.rank} at step {beat.step}, {beat.phase}" for beat in beats)
+        error.add_note(
+            f"rank {self._launch.rank} at step {self._progress.step}, {self._progress.phase}; alive: {places}"
+        )
 
     def _live(self) -> None:
         beaten = time.monotonic()

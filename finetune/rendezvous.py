@@ -114,7 +114,8 @@ def meeting(launch: Launch) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        if launch.world_size == 1 or torch.distributed.is_initialized():
+        another = isinstance(error, ValueError) and "rendezvous" not in str(error)
+        if another or launch.world_size == 1 or torch.distributed.is_initialized():
             raise
         reason = " ".join(re.sub(r"\[/[^\]]*\]", "", str(error)).split())[:200]
         raise NoRendezvous(f"{_whom_and_where(launch)} ({reason})") from error

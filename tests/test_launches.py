@@ -84,10 +84,15 @@ def recipe(folder: Path) -> Path:
 
 @contextmanager
 def running(
-    launch: Sequence[Started], recipe: Path, run_dir: Path, hosts: Sequence[Host], **overrides: Any
+    launch: Sequence[Started],
+    recipe: Path,
+    run_dir: Path,
+    hosts: Sequence[Host],
+    script: str = "finetune/train.py",
+    **overrides: Any,
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """The processes of a launch; what they say is in run_dir's name with .0.log, .1.log."""
-    arguments = ["finetune/train.py", str(recipe), f"output_dir={run_dir}", "accelerate_config=ddp"]
+    arguments = [script, str(recipe), f"output_dir={run_dir}", "accelerate_config=ddp"]
     arguments += [f"{key}={value}" for key, value in overrides.items()]
     started = []
     try:
@@ -95,7 +100,8 @@ def running(
             words = [*part.words, *arguments]
             command = words if part.host is None else hosts[part.host].command(words)
             plain = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PET_", "GLOO_"))}
-            environment = plain | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | part.environment
+            environment = plain | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
+            environment |= part.environment
             with open(run_dir.with_suffix(f".{index}.log"), "w") as log:
                 started.append(
                     subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log, text=True)

@@ -7,12 +7,17 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from finetune.beats import clear_beats
+from finetune.run_folder import claim_run_folder
 from tests.soak_resume import fingerprint, write_recipe
 from tests.test_launches import ACCELERATE, REPOSITORY, TORCHRUN, Started, beat, running, said, until_step, wait_all
 
@@ -76,6 +81,82 @@ def test_the_last_line_names_it_and_continues(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert what_counts(run_dir) == whole
+
+
+FAILING = """
+import os, sys
+from finetune import loop
+from finetune.errors import EnvironmentMismatch
+from finetune.train import main
+whole, calls = loop.optimizer_step, []
+def step(*arguments, **options):
+    calls.append(1)
+    if os.environ["RANK"] == "1" and len(calls) == 4:
+        raise EnvironmentMismatch("the disk of this machine is full")
+    return whole(*arguments, **options)
+loop.optimizer_step = step
+sys.exit(main())
+"""
+
+
+def test_a_failure_of_one_rank_is_told_by_another(folder: Path, recipe: Path) -> None:
+    """Rank 1 alone meets an error that is a line for the user, and only rank 0 speaks to the user."""
+    script, run_dir = folder / "failing_train.py", folder / "failing"
+    script.write_text(FAILING)
+    launch = [Started(LAUNCHERS["torchrun"])]
+    with running(launch, recipe, run_dir, [], script=str(script), **OVERRIDES) as processes:
+        assert wait_all(processes, run_dir) != [0]
+    assert last_line(run_dir).startswith(
+        "rank 1 failed: EnvironmentMismatch: the disk of this machine is full; it was at step 3, training; continue"
+    )
+    state = json.loads((run_dir / "run_state.json").read_text())
+    assert (state["state"], state["rank"], state["step"]) == ("failed", 1, 3)
+
+
+WAITING = """
+import sys, time
+from pathlib import Path
+from finetune.beats import Heart
+from finetune.launcher import Launch
+from finetune.pulse import Progress, Watch
+run_dir, rank = Path(sys.argv[1]), int(sys.argv[2])
+heart = Heart(run_dir, rank, 11)
+heart.beat("running", "training", 7)
+while not (run_dir / ".ranks" / f"rank-{1 - rank:05d}.json").exists():
+    time.sleep(0.01)
+launch = Launch((), None, None, True, 2, rank, True)
+watch = Watch(run_dir, launch, Progress("training", 7), heart, 11, 600, "again")
+print("waiting", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def waiting_rank(run_dir: Path, rank: int) -> Iterator[subprocess.Popen[str]]:
+    words = [sys.executable, "-c", WAITING, str(run_dir), str(rank)]
+    with subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_rank_that_waits_in_a_collective_forever_ends_too(tmp_path: Path) -> None:
+    """As under NCCL, which does not notice that its peer is gone."""
+    claim_run_folder(tmp_path, resume="auto", identity={}, command="again")
+    clear_beats(tmp_path)
+    with ExitStack() as open_now:
+        ranks = [open_now.enter_context(waiting_rank(tmp_path, rank)) for rank in range(2)]
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "waiting\n"
+        ranks[1].kill()
+        began = time.monotonic()
+        said_there = ranks[0].communicate(timeout=60)[1]
+        assert time.monotonic() - began < 10
+    assert ranks[0].returncode == 1
+    assert said_there.strip().startswith(f"rank 1 died on {os.uname().nodename} (process {ranks[1].pid})")
+    assert said_there.strip().endswith("it was at step 7, training; continue with: again")
 
 
 def what_counts(run_dir: Path) -> dict[str, Any]:

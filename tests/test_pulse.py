@@ -170,6 +170,14 @@ def test_an_error_of_our_own_is_left_to_us(run_dir: Path) -> None:
         assert time.monotonic() - began < 1
 
 
+def test_a_wait_without_a_loss_says_where_everybody_is(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "_GRACE_SECONDS", 0.2)
+    error = RuntimeError("[gloo] Timed out waiting 1800000ms for recv operation to complete")
+    with other_rank(run_dir), watch(run_dir) as own:
+        own.explain(error)
+    assert error.__notes__ == ["rank 0 at step 0, load; alive: rank 1 at step 7, training"]
+
+
 def test_said_again_when_the_launcher_is_gone(tmp_path: Path) -> None:
     """The launcher's own report comes between."""
     rank = "import sys; from finetune.last_words import say_last; say_last('rank 1 died'); sys.exit(1)"

@@ -15,7 +15,7 @@ from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.launcher import Launch
 from finetune.recipe import Recipe
 from finetune.recipe_file import CONFIG_FOLDER
-from finetune.runtime import check_launch, launch_notes
+from finetune.runtime import check_launch, launch_notes, use_all_cores
 from finetune.strategy import read_strategy
 
 ALONE = Launch(
@@ -98,3 +98,13 @@ def test_an_unreadable_strategy_is_a_recipe_error(tmp_path: Path) -> None:
     odd.write_text("distributed_type: MAGIC\n")
     with pytest.raises(RecipeError, match="distributed_type"):
         read_strategy(str(odd))
+
+
+def test_a_machines_cores_are_shared_by_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 12)
+    launch = replace(TWO, threads_chosen=False, world_size=8, local_world_size=4, nodes=2)
+    use_all_cores(launch, torch.device("cpu"))
+    use_all_cores(replace(launch, threads_chosen=True), torch.device("cpu"))
+    assert chosen == [3]
