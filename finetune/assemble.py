@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +83,9 @@ def _under_zero(recipe: Recipe, strategy: Strategy, accelerator: Accelerator) ->
     dtype = engine_dtype(accelerator.state.deepspeed_plugin.deepspeed_config)
     on_host = strategy.zero_stage == 3 and recipe.quantization is not None
     device = torch.device("cpu") if on_host else accelerator.device
-    whole = build_model(recipe, device, dtype=dtype)
+    plugin = accelerator.state.deepspeed_plugin
+    with plugin.zero3_init_context_manager(enable=False) if on_host else nullcontext():
+        whole = build_model(recipe, device, dtype=dtype)
     engine, optimizer = prepare_zero(accelerator, whole, make_optimizer(whole, recipe))
     compute = COMPUTE[recipe.training.mixed_precision]
     return Assembled(engine, whole, optimizer, gathered_in=compute, engine=engine)
