@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from finetune.errors import FinetuneError
-from finetune.fsdp import gathered, shard_model
+from finetune.fsdp import gathered, reshard, shard_model
 from finetune.model import build_model, decoder_parts
 from finetune.optimizer import make_optimizer
 from finetune.quantized import plain_quantized_weights
@@ -39,6 +39,7 @@ class Assembled:
         """The trained weights, whole and in host memory, on the ranks with `keep`; every rank calls it."""
         if self.engine is not None:
             return full_weights(self.engine, dtype=dtype, keep=keep)
+        reshard(self.whole)  # what is still gathered is in the number format it was gathered in
         named = self.whole.named_parameters(remove_duplicate=False)
         return gathered([(name, tensor) for name, tensor in named if tensor.requires_grad], dtype=dtype, keep=keep)
 

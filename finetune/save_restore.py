@@ -70,6 +70,7 @@ def _fill(parts: Assembled, folder: Path, *, hashes: bool) -> dict[str, Any]:
     if parts.engine is not None:
         load_pieces(parts.engine, saved_model, saved_optimizer)
     else:
+        reshard(parts.whole)
         load_model(parts.whole, saved_model)
         load_optimizer(parts.whole, parts.optimizer, saved_optimizer)
     return read_state_of(checkpoint)

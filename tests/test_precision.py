@@ -7,6 +7,8 @@ chats are all the data, as in test_one_curve.py, and every step learns from all 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState
 
+from finetune import session
 from finetune.durable import read_lines
 from finetune.model import build_model
 from finetune.quantized import quantized_layers
@@ -141,7 +144,7 @@ def wholes(tiny_llama: Path, chats: Path, tmp_path_factory: pytest.TempPathFacto
 def trained(
     folder: Path, model: Path, chats: Path, case: Case, split: dict[str, Any], strategy: str = "single"
 ) -> Trained:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     path = write_recipe(folder, model, chats, case.method, {})
     body = json.loads(path.read_text())
     for changes in (case.changes, split):
@@ -215,6 +218,48 @@ def test_evaluated_and_saved_in_one_step(name: str, tiny_llama: Path, chats: Pat
     often = {"eval_steps": 2, "save_steps": 2, "data": {"eval": {"fraction": 0.25}}, "samples": {"count": 1}}
     found = trained(tmp_path / "run", tiny_llama, chats, CASES[name], often | TWO_RANKS, "fsdp2")
     assert found.losses[-1] < found.losses[0]
+
+
+EIGHT_BIT_ADAM = Case("full", in_dtype("bfloat16", optim="adamw_8bit"), 0, 0)
+RESUMED = {
+    "nf4, single": (CASES["nf4 in bf16"], "single"),
+    "nf4, fsdp2": (CASES["nf4 in bf16"], "fsdp2"),
+    "int8, ddp": (CASES["int8 in bf16"], "ddp"),
+    "fp16, fsdp2": (CASES["fp16 full"], "fsdp2"),
+    "8-bit AdamW, ddp": (EIGHT_BIT_ADAM, "ddp"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_killed_run_goes_on_bitwise(
+    name: str, tiny_llama: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, strategy = RESUMED[name]
+    often = {"save_steps": 2, "eval_steps": 3, "data": {"eval": {"fraction": 0.25}}}
+    whole = trained(tmp_path / "whole", tiny_llama, chats, case, often, strategy)
+    save = session.save
+
+    def save_and_die(*parts: Any) -> None:
+        save(*parts)
+        if parts[-1].step == 4:
+            os._exit(9)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "save", save_and_die)
+        patch.setattr(sys.modules[__name__], "main", in_a_fork)
+        with pytest.raises(AssertionError):
+            trained(tmp_path / "broken", tiny_llama, chats, case, often, strategy)
+    saved = sorted(path.name for path in (tmp_path / "broken" / "run" / "checkpoints").glob("step-*"))
+    assert saved == ["step-00000002", "step-00000004"]
+    resumed = trained(tmp_path / "broken", tiny_llama, chats, case, often, strategy)
+    assert (resumed.losses, resumed.norms) == (whole.losses, whole.norms)
+
+
+def in_a_fork(arguments: list[str]) -> int:
+    """`main` in a process that may die."""
+    codes = wait_all(fork_ranks(Path(arguments[0]), Path(arguments[0]).parent / "run", 1), 120)
+    return 1 if codes is None else codes[0]
 
 
 @pytest.mark.parametrize("name", SLOW_OR_NOT)
