@@ -22,7 +22,6 @@ from finetune.durable import read_lines, remove_folder, write_json
 from finetune.errors import FinetuneError
 from finetune.recipe_file import CONFIG_FOLDER, load_recipe
 
-STRATEGIES = "zero1,zero2,zero2_offload,zero3,zero3_offload,fsdp2"
 PHASES = ("load", "forward", "backward", "step", "save")
 MEMORY = ("peak", "allocated", "host_peak", "host_allocated")
 # How far final losses may lie apart, relative, by the number format of the computation: another order of summation in
@@ -68,7 +67,7 @@ def plan_comparison(
     loaded = load_recipe(recipe, overrides).recipe
     names = tuple(dict.fromkeys(name.strip() for name in strategies.split(",") if name.strip()))
     if not names:
-        raise FinetuneError(f"--strategies: names none; for example --strategies {STRATEGIES}")
+        raise FinetuneError("--strategies: names none; for example --strategies ddp,fsdp2")
     run_dir = Path(loaded.run_dir)
     folder = folder or run_dir.with_name(f"{run_dir.name}_compare")
     if folder.exists() and any(folder.iterdir()) and not (folder / "compare.json").is_file():
@@ -256,8 +255,8 @@ def notes(comparison: Comparison) -> list[str]:
         "Memory: highest of all ranks and steps; peak within the phase / allocated at its end.",
         "Seconds: without the first step, with the gauges on, which cost about 20 us an operation.",
         "Traffic: of one rank in one step, in textbook bytes: an all_reduce counts twice.",
-        "A sharded strategy moves as much again for each further micro-step.",
-        "FSDP2 gathers the last unit, with the head, once; the others twice.",
+        "FSDP2 and ZeRO-2 and 3 move as much again for each further micro-step.",
+        "FSDP2 gathers the head once, the rest twice; ZeRO-3 keeps two layers gathered.",
     ]
     if comparison.device == "cpu":
         told.append("On a CPU all memory is host memory: what is offloaded stays in the same figure.")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -64,6 +64,14 @@ def shard_model(
         fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
     with _ties_kept(decoder):
         _fill(decoder, full, device, on_host=strategy.offloaded)
+
+
+def reshard(whole: nn.Module) -> None:
+    """Back to shards: the unit of the head stays gathered after a forward without a backward, as in an evaluation, and
+    its parameters are not the optimizer's then."""
+    for module in whole.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _units(decoder: PreTrainedModel, reshard: bool) -> Iterator[tuple[nn.Module, bool]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from finetune.errors import EnvironmentMismatch
 from finetune.recipe import Recipe
@@ -20,14 +21,20 @@ BITSANDBYTES = {
 }
 
 
-def check_optimizer(name: str, *, on_cpu: bool) -> None:
+def check_optimizer(name: str, *, on_cpu: bool, sharded: bool = False) -> None:
     """Refuse, before anything is loaded, an optimizer that would not be the one asked for. Raises EnvironmentMismatch.
 
     Pages are CUDA's managed memory: on a CPU bitsandbytes would take its plain classes, with one warning. Its plain
-    8-bit AdamW has a CPU kernel since 0.50.
+    8-bit AdamW has a CPU kernel since 0.50. Its kernels know no sharded tensors (0.50.2), and a maximum for each 256
+    elements of one shard would not fit another number of ranks.
     """
     if name not in BITSANDBYTES:
         return
+    if sharded:
+        raise EnvironmentMismatch(
+            f"training.optim: {name} updates whole tensors, this strategy has shards; set training.optim=adamw, whose "
+            "state is sharded too, or accelerate_config=ddp"
+        )
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
@@ -104,31 +111,42 @@ def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Par
                 inner.init_state(group, parameter, group_index, index)
 
 
-def once_stepped(optimizer: torch.optim.Optimizer, tell: Callable[[str], None]) -> None:
-    """Call `tell` with the state's number formats once there is a state: now in a resumed run, else after the first
-    update."""
-    if (held := state_dtypes(optimizer)) != "none":
+def once_stepped(optimizer: torch.optim.Optimizer, tell: Callable[[Counter[str]], None]) -> None:
+    """Call `tell` with `held_state` once there is a state: now in a resumed run, else after the first update."""
+    if held := held_state(optimizer):
         tell(held)
         return
 
     def look(*_: Any) -> None:
         hook.remove()
-        tell(state_dtypes(optimizer))
+        tell(held_state(optimizer))
 
     hook = _innermost(optimizer).register_step_post_hook(look)
 
 
-def state_dtypes(optimizer: torch.optim.Optimizer) -> str:
-    """The number formats of the moments held now, largest share first; "none" before the first step.
+def held_state(optimizer: torch.optim.Optimizer) -> Counter[str]:
+    """Elements of the moments that this rank holds, by number format; none before the first step.
 
-    Moments are the state of their parameter's shape; step counts, block maxima and code books are not.
+    Moments are the state of their parameter's shape; step counts, block maxima and code books are not. An engine that
+    keeps them elsewhere (on disk) holds none.
     """
     count: Counter[str] = Counter()
     for parameter, state in _innermost(optimizer).state.items():
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.ndim:
-                count[str(value.dtype).removeprefix("torch.")] += value.numel()
-    return ", ".join(name for name, _ in count.most_common()) or "none"
+                local = value.to_local() if isinstance(value, DTensor) else value
+                count[str(value.dtype).removeprefix("torch.")] += local.numel()
+    return count
+
+
+def state_dtypes(optimizer: torch.optim.Optimizer) -> str:
+    """The number formats of the moments held now, largest share first; "none" before the first step."""
+    return formats(held_state(optimizer))
+
+
+def formats(held: Counter[str]) -> str:
+    """Number formats, the most frequent first."""
+    return ", ".join(name for name, _ in held.most_common()) or "none"
 
 
 def _innermost(optimizer: torch.optim.Optimizer) -> Any:

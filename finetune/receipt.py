@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from finetune.assemble import Assembled
 from finetune.errors import EnvironmentMismatch
 from finetune.model import attention_name, decoder_parts
+from finetune.optimizer import formats
 from finetune.quantized import frozen_weights, quantized_layers
 from finetune.recipe import Recipe
 from finetune.strategy import Strategy
@@ -94,17 +95,27 @@ def sharding_facts(whole: nn.Module) -> dict[str, Any]:
     }
 
 
-def add_optimizer_state(recipe: Recipe, receipt: dict[str, Any], dtypes: str) -> None:
-    """Note the number formats that the optimizer's state has. Raises EnvironmentMismatch where they are not asked for.
+def add_optimizer_state(
+    recipe: Recipe, strategy: Strategy, receipt: dict[str, Any], held: Counter[str], ranks: int
+) -> None:
+    """Note what the optimizer's state is and how much of it this rank holds.
 
     8 bits are for tensors of 4,096 elements and more; small adapters may have none, and the receipt then says float32.
+
+    Raises EnvironmentMismatch where the number format, or the share under a strategy that cuts it, is not as asked for.
     """
-    training = recipe.training
+    training, dtypes = recipe.training, formats(held)
     asked = {"adamw": "bfloat16" if training.pure_bf16 else "float32"}.get(training.optim, "float32")
     fits = {asked} | ({"uint8"} if training.optim.endswith("8bit") else set())
     if not set(dtypes.split(", ")) <= fits:
         raise EnvironmentMismatch(f"training.optim: state of {training.optim} in {asked} was asked for, it is {dtypes}")
+    share = held.total() / (2 * receipt["parameters"]["trained"])  # AdamW keeps two moments of each
+    if strategy.zero_stage and ranks > 1 and share > 0.9:
+        raise EnvironmentMismatch(
+            f"accelerate_config: {strategy.name} cuts optimizer state, this rank holds {share:.0%}"
+        )
     receipt["dtypes"]["optimizer_state"] = dtypes
+    receipt["sharding"]["optimizer_share"] = share
 
 
 def _compute_dtype(accelerator: Accelerator, parts: Assembled) -> str | None:

@@ -193,8 +193,8 @@ class Training(Section):
     warmup_steps: WholeNumber | None = Field(None, description="Steps of warming up; wins over warmup_ratio.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled decay; not on biases and norms.")
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the gradient's global norm to this; null: never.")
-    optim: Optimizer = Field("adamw", description="betas 0.9, 0.999, epsilon 1e-8.")
-    mixed_precision: Literal["bf16", "fp16", "no"] = Field("bf16", description="Number format of the computation.")
+    optim: Optimizer = Field("adamw", description="AdamW: fused; bitsandbytes', not sharded; paged: on CUDA.")
+    mixed_precision: Literal["bf16", "fp16", "no"] = Field("bf16", description="Of computation; fp16 scales losses.")
     pure_bf16: bool = Field(False, description="Trained weights and optimizer state in bfloat16 too.")
     activation_checkpointing: bool | Count = Field(
         True, description="Recompute layers in backward: true, false, or n for every n-th layer."

@@ -25,7 +25,8 @@ from finetune.quantized import check_sharded_quantization
 from finetune.recipe import Recipe
 from finetune.rendezvous import check_world, patience
 from finetune.strategy import Strategy, read_strategy
-from finetune.zero import quiet_engine, require_deepspeed, zero_environment, zero_plugin
+from finetune.zero import zero_environment, zero_plugin
+from finetune.zero_needs import quiet_engine, require_deepspeed
 
 Hold = Callable[[], AbstractContextManager[Any]]
 
@@ -90,13 +91,18 @@ def _right_number_of_processes(recipe: Recipe, strategy: Strategy, launch: Launc
             f"accelerate_config: single runs one process, the launcher started {launch.world_size}; "
             "set accelerate_config=ddp, or launch with --num_processes 1"
         )
-    if strategy.kind != "single" and launch.world_size == 1:
+    if strategy.kind != "single" and launch.world_size == 1 and not _alone_on_purpose(strategy):
         wanted = max(2, recipe.budget.gpus * recipe.budget.nodes)
         raise EnvironmentMismatch(
             f"accelerate_config: {strategy.name} runs on several processes, the launcher started one; launch with "
             f"`accelerate launch --multi_gpu --num_processes {wanted}`, on a CPU with `--config_file "
             "accelerate_configs/cpu_2proc.yaml`, or set accelerate_config=single"
         )
+
+
+def _alone_on_purpose(strategy: Strategy) -> bool:
+    """Offload to host or disk is for one GPU as well."""
+    return strategy.kind == "deepspeed" and strategy.offloaded
 
 
 def _right_device(recipe: Recipe, launch: Launch) -> None:
@@ -114,7 +120,7 @@ def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
         require_deepspeed(recipe, strategy, on_cpu=on_cpu)
     if strategy.kind == "fsdp":
         check_sharded_quantization(recipe)
-    check_optimizer(recipe.training.optim, on_cpu=on_cpu)
+    check_optimizer(recipe.training.optim, on_cpu=on_cpu, sharded=strategy.kind == "fsdp")
 
 
 def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Accelerator:

@@ -10,9 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune.assemble import Assembled
 from finetune.checkpoint import examine, read_state_of, step_folder, write_checkpoint
+from finetune.durable import ASIDE, remove_folder
 from finetune.embedded import published_name
 from finetune.errors import FinetuneError
 from finetune.export import export_adapter, export_model
+from finetune.fsdp import reshard
 from finetune.pieces import all_ranks
 from finetune.recipe import Recipe
 from finetune.run import TrainState
@@ -22,15 +24,8 @@ from finetune.zero_pieces import load_pieces, trained_pieces
 
 def save(recipe: Recipe, parts: Assembled, state: TrainState) -> None:
     """Write a checkpoint; every rank calls it and writes what it holds."""
-    tensors = _held(parts)
-    keep = recipe.save_total_limit
+    tensors, keep = _held(parts), recipe.save_total_limit
     write_checkpoint(Path(recipe.run_dir), state.step, tensors, state.as_json(), keep=keep, ranks=all_ranks())
-
-
-def _held(parts: Assembled) -> dict[str, Any]:
-    if parts.engine is not None:
-        return trained_pieces(parts.engine)
-    return {"model": model_tensors(parts.whole), "optimizer": optimizer_tensors(parts.whole, parts.optimizer)}
 
 
 def restore(recipe: Recipe, parts: Assembled, step: int) -> TrainState:
@@ -40,8 +35,35 @@ def restore(recipe: Recipe, parts: Assembled, step: int) -> TrainState:
     """
     if step == 0:
         return TrainState()
-    folder = step_folder(Path(recipe.run_dir), step)
-    checkpoint = examine(folder, hashes=False)  # the first rank hashed every byte when it claimed the run folder
+    # The first rank hashed every byte when it claimed the run folder.
+    return TrainState.from_json(_fill(parts, step_folder(Path(recipe.run_dir), step), hashes=False))
+
+
+def save_aside(recipe: Recipe, parts: Assembled) -> Path:
+    """Write the present weights and optimizer state where no run looks for them; every rank calls it."""
+    aside = Path(recipe.run_dir) / f"{ASIDE}worst-step"
+    return write_checkpoint(aside, 0, _held(parts), {}, keep=1, ranks=all_ranks())
+
+
+def read_back(parts: Assembled, folder: Path) -> None:
+    """Verify what `save_aside` wrote, fill weights and optimizer from it, and delete it; every rank calls it."""
+    ranks = all_ranks()
+    _fill(parts, folder, hashes=ranks.rank == 0)
+    ranks.gather(None)  # all have read it
+    if ranks.rank == 0:
+        remove_folder(folder.parent.parent)
+
+
+def _held(parts: Assembled) -> dict[str, Any]:
+    if parts.engine is not None:
+        return trained_pieces(parts.engine)
+    reshard(parts.whole)
+    return {"model": model_tensors(parts.whole), "optimizer": optimizer_tensors(parts.whole, parts.optimizer)}
+
+
+def _fill(parts: Assembled, folder: Path, *, hashes: bool) -> dict[str, Any]:
+    """Weights and optimizer from a checkpoint, in place; returns what in it is no tensor."""
+    checkpoint = examine(folder, hashes=hashes)
     if isinstance(checkpoint, str):
         raise FinetuneError(f"{folder}: {checkpoint}; every rank must see the run folder")
     saved_model, saved_optimizer = checkpoint.groups["model"], checkpoint.groups["optimizer"]
@@ -50,7 +72,7 @@ def restore(recipe: Recipe, parts: Assembled, step: int) -> TrainState:
     else:
         load_model(parts.whole, saved_model)
         load_optimizer(parts.whole, parts.optimizer, saved_optimizer)
-    return TrainState.from_json(read_state_of(checkpoint))
+    return read_state_of(checkpoint)
 
 
 def export(recipe: Recipe, parts: Assembled, tokenizer: PreTrainedTokenizerBase, *, write: bool) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +34,12 @@ from finetune.rendezvous import meeting
 from finetune.run import Plan, Run, TrainState, make_plan
 from finetune.run_folder import Claim, mark_failed, mark_run
 from finetune.runtime import build_accelerator, holding_back, use_all_cores
-from finetune.save_restore import export, restore, save
+from finetune.save_restore import export, read_back, restore, save, save_aside
 from finetune.schedule import learning_rate_schedule
 from finetune.signals import StopRequest, stop_on_signals
 from finetune.strategy import Strategy
-from finetune.zero import remove_swap
+from finetune.worst_step import worst_step_first
+from finetune.zero import release_engine, remove_swap
 from finetune.zero_pieces import whole_shape
 
 
@@ -86,6 +88,7 @@ def _train_together(start: Start, accelerator: Accelerator) -> int:
         mark_failed(start.run_dir, error, phase=progress.phase, rank=start.launch.rank, step=progress.step)
         raise
     finally:
+        release_engine(accelerator)
         accelerator.end_training()
         if start.launch.is_main:
             remove_swap(start.recipe)
@@ -103,6 +106,9 @@ def _agree_on_start(accelerator: Accelerator, claim: Claim | None) -> int | None
 
 def _train(start: Start, accelerator: Accelerator, first_step: int, progress: Progress) -> int:
     parts, run, state = _build(start, accelerator, first_step, progress)
+    progress.phase = "worst step first"
+    tried = worst_step_first(run, lambda: save_aside(start.recipe, parts), lambda folder: read_back(parts, folder))
+    run.terminal.say(str(tried))
     if first_step == 0:
         progress.phase = "looking before"
         _look_before(start, run, parts.whole)
@@ -208,8 +214,8 @@ def _write_receipt(start: Start, accelerator: Accelerator, parts: Assembled, pla
         if start.launch.is_main:
             write_json(start.run_dir / "receipt.json", receipt)
 
-    def note_state(dtypes: str) -> None:
-        add_optimizer_state(start.recipe, receipt, dtypes)
+    def note_state(held: Counter[str]) -> None:
+        add_optimizer_state(start.recipe, start.strategy, receipt, held, accelerator.num_processes)
         write()
 
     write()

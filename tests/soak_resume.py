@@ -74,15 +74,16 @@ def write_recipe(folder: Path, *, steps: int, dropout: float) -> Path:
     return path
 
 
-def fork_ranks(recipe: Path, run_dir: Path, ranks: int) -> list[int]:
+def fork_ranks(recipe: Path, run_dir: Path, ranks: int, strategy: str | None = None) -> list[int]:
     """Starts one training, as a launcher would, on this machine; returns its processes."""
+    strategy = strategy or ("single" if ranks == 1 else "ddp")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return [_fork_rank(recipe, run_dir, rank, ranks, port) for rank in range(ranks)]
+    return [_fork_rank(recipe, run_dir, rank, ranks, port, strategy) for rank in range(ranks)]
 
 
-def _fork_rank(recipe: Path, run_dir: Path, rank: int, ranks: int, port: int) -> int:
+def _fork_rank(recipe: Path, run_dir: Path, rank: int, ranks: int, port: int, strategy: str) -> int:
     process = os.fork()
     if process:
         return process
@@ -93,7 +94,6 @@ def _fork_rank(recipe: Path, run_dir: Path, rank: int, ranks: int, port: int) ->
         log = os.open(run_dir.with_suffix(f".rank{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        strategy = "single" if ranks == 1 else "ddp"
         code = train([str(recipe), f"output_dir={run_dir}", f"accelerate_config={strategy}"])
     except BaseException:
         traceback.print_exc()

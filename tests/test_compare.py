@@ -19,7 +19,7 @@ from finetune.cli import main
 from finetune.compare import Comparison, failure, figures, job_command, loss_agreement, plan_comparison
 from finetune.compare_report import draw, moved_per_step, print_tables, run_and_report
 from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
-from tests.tiny import write_chats
+from tests.tiny import save_tiny, write_chats
 
 GIB = 2**30
 TORCHRUN = (
@@ -238,3 +238,31 @@ def test_strategies_and_a_refusal(recipe: Path, tmp_path: Path, capfd: pytest.Ca
     assert not list(folder.glob("jobs/*/checkpoints"))
     assert not list(folder.glob("jobs/*/model"))
     assert main([*words, "--steps", "1"]) == 0  # again into the same folder
+
+
+@pytest.mark.slow
+def test_zero_moves_what_the_textbook_says(recipe: Path, tmp_path: Path) -> None:
+    """ZeRO-1 and 2 reduce P and gather P. ZeRO-3 gathers twice what it does not keep, and reduces P."""
+    pytest.importorskip("deepspeed")
+    model = save_tiny(tmp_path / "deep", num_hidden_layers=10)
+    names = ["ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]
+    folder, key = tmp_path / "compared", f"model.name_or_path={model}"
+    words = ["compare", str(recipe), key, "--strategies", ",".join(names), "--steps", "3", "-o", str(folder)]
+    assert main(words) == 0
+    rows = {row["strategy"]: row for row in json.loads((folder / "compare.json").read_text("utf-8"))["rows"]}
+    assert {name: row["reason"] for name, row in rows.items()} == dict.fromkeys(names)
+    weights = rows["ddp"]["trained_bytes"]
+    for name in ("zero1", "zero2", "zero2_offload"):
+        phases = rows[name]["phases"]
+        assert phases["forward"]["bytes"] == {}
+        assert phases["backward"]["bytes"] == {"reduce": weights}
+        assert phases["step"]["bytes"]["all_gather"] == pytest.approx(weights, rel=0.001)  # padded to the ranks
+        assert moved_per_step(rows[name]) == pytest.approx(2 * weights, rel=0.001)
+    # Two layers and the largest tensor stay gathered from forward to backward, as `buckets` in zero.py lets them.
+    layer = 4 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 128 * 3 + 2 * 64)
+    kept = 2 * layer + 4 * 512 * 64
+    for name in ("zero3", "zero3_offload"):
+        phases = rows[name]["phases"]
+        assert phases["backward"]["bytes"]["reduce_scatter"] == pytest.approx(weights, rel=0.001)
+        assert 3 * weights - 1.2 * kept < moved_per_step(rows[name]) < 3.05 * weights
+    assert rows["zero1"]["phases"]["step"]["allocated_bytes"] < rows["ddp"]["phases"]["step"]["allocated_bytes"]

@@ -56,6 +56,7 @@ answers
 rendezvous
 fsdp
 pieces
+zero_needs
 zero_pieces
 zero
 runtime
@@ -73,6 +74,7 @@ export
 run
 save_restore
 loop
+worst_step
 session
 train
 chat

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from finetune.metrics import StepRecord, Terminal, Window
 from finetune.model import build_model
 from finetune.optimizer import make_optimizer
 from finetune.phases import Phases
-from tests.soak_resume import fingerprint, write_recipe
+from tests.soak_resume import fingerprint, fork_ranks, wait_all, write_recipe
 from tests.test_loop import CPU, CountReads, recipe, weights
 from tests.tiny import flat_batch
 
@@ -222,3 +223,22 @@ def test_a_resumed_fp16_run_is_the_run(tmp_path: Path, monkeypatch: pytest.Monke
             assert run("broken") == 130
     assert run("broken") == 0
     assert fingerprint(tmp_path / "broken") == fingerprint(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("restless")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_ranks_skip_together(strategy: str, tmp_path: Path) -> None:
+    """A rank that skipped alone would part from the other for good."""
+    asked = write_recipe(tmp_path, steps=10, dropout=0.0)
+    body = yaml.safe_load(asked.read_text())
+    body["training"]["mixed_precision"] = "fp16"
+    body["samples"] = {"count": 0}
+    asked.write_text(yaml.safe_dump(body | {"logging_steps": 1}))
+    assert wait_all(fork_ranks(asked, tmp_path / "run", 2, strategy), 120) == [0, 0]
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
+    skips = [line["step"] for line in lines if line["grad_norm"] is None]
+    assert 2 <= len(skips) < 10
+    assert lines[-1]["skipped_steps"] == len(skips)
+    scales = [line["loss_scale"] for line in lines]
+    assert all(after in (before, before / 2, before * 2) for before, after in pairwise(scales))

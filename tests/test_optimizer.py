@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,13 @@ def test_pages_are_refused_on_a_cpu(optim: str, remedy: str) -> None:
 
 
 @pytest.mark.parametrize("optim", BITSANDBYTES)
+def test_shards_are_refused(optim: str) -> None:
+    with pytest.raises(EnvironmentMismatch, match=r"training\.optim=adamw.*ddp"):
+        check_optimizer(optim, on_cpu=False, sharded=True)
+    check_optimizer("adamw", on_cpu=False, sharded=True)
+
+
+@pytest.mark.parametrize("optim", BITSANDBYTES)
 def test_without_bitsandbytes_the_line_to_install_it(optim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(EnvironmentMismatch, match="pip install"):
@@ -173,14 +181,15 @@ def test_without_bitsandbytes_the_line_to_install_it(optim: str, monkeypatch: py
 
 
 def test_the_state_is_told_once_it_is_there(tmp_path: Path) -> None:
-    told: list[str] = []
+    told: list[Counter[str]] = []
     network, optimizer = made("adamw_8bit", tmp_path)
     once_stepped(optimizer, told.append)
     assert told == []
     train(network, optimizer, 3, seed=1)
-    assert told == ["uint8, float32"]
+    assert [set(held) for held in told] == [{"uint8", "float32"}]
+    assert told[0].total() == 2 * sum(parameter.numel() for parameter in network.parameters())
     once_stepped(optimizer, told.append)
-    assert told == ["uint8, float32"] * 2
+    assert told[1] == told[0]
 
 
 @pytest.mark.parametrize(("optim", "state"), [("adamw", "float32"), ("adamw_8bit", "uint8, float32")])

@@ -54,21 +54,21 @@ def in_dtype(dtype: str, **training: Any) -> dict[str, dict[str, Any]]:
 
 
 def four_bit(dtype: str) -> dict[str, dict[str, Any]]:
-    return in_dtype(dtype) | {"quantization": {"load_in_4bit": True, "bnb_4bit_compute_dtype": dtype}}
+    packed = {"load_in_4bit": True, "bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": dtype}
+    return in_dtype(dtype) | {"quantization": packed}
 
 
 def eight_bit(dtype: str) -> dict[str, dict[str, Any]]:
     return in_dtype(dtype) | {"quantization": {"load_in_8bit": True}}
 
 
-# Measured on a CPU with AVX512-BF16, one thread: the worst of five splits, in the loss and in the gradient's norm.
-# With bfloat16 gradients the norm is a bfloat16 number too; all splits gave the same ones, and one in the last place
-# is let pass.
+# Measured on a CPU with AVX512-BF16, one thread: the worst of six splits, in the loss and in the gradient's norm, which
+# under pure bf16 is a bfloat16 number itself.
 CASES = {
-    "bf16 full": Case("full", in_dtype("bfloat16"), 5.9e-5, 8.6e-4),
-    "bf16 full, pure": Case("full", in_dtype("bfloat16", pure_bf16=True), 4.6e-5, 2**-8 / 3),
+    "bf16 full": Case("full", in_dtype("bfloat16"), 1.3e-4, 2.3e-3),
+    "bf16 full, pure": Case("full", in_dtype("bfloat16", pure_bf16=True), 4.6e-5, 4.9e-3),
     "bf16 lora": Case("lora", in_dtype("bfloat16"), 1.4e-5, 6.9e-4),
-    "fp16 full": Case("full", in_dtype("float16"), 2.6e-6, 4.3e-5),
+    "fp16 full": Case("full", in_dtype("float16"), 7.7e-6, 1.6e-4),
     "fp16 lora": Case("lora", in_dtype("float16"), 2.9e-6, 2.1e-4),
     "nf4 in float32": Case("lora", four_bit("float32"), 1.8e-7, 1.3e-7),
     "nf4 in bf16": Case("lora", four_bit("bfloat16"), 9.2e-6, 1.5e-3),
@@ -102,6 +102,7 @@ SPLITS: dict[str, dict[str, dict[str, Any]]] = {
         "training": {"global_batch_size": 1, "activation_checkpointing": 2},
     },
 }
+SHARDED_INT8 = ("int8", "fsdp2")  # refused: tests/test_quantized.py
 TWO_RANKS: dict[str, dict[str, Any]] = {"training": {"per_device_batch_size": 1}}
 
 
@@ -137,20 +138,22 @@ def wholes(tiny_llama: Path, chats: Path, tmp_path_factory: pytest.TempPathFacto
     return whole
 
 
-def trained(folder: Path, model: Path, chats: Path, case: Case, split: dict[str, Any], ranks: int = 1) -> Trained:
+def trained(
+    folder: Path, model: Path, chats: Path, case: Case, split: dict[str, Any], strategy: str = "single"
+) -> Trained:
     folder.mkdir()
     path = write_recipe(folder, model, chats, case.method, {})
     body = json.loads(path.read_text())
     for changes in (case.changes, split):
         for section, values in changes.items():
-            body[section] = body.get(section, {}) | values
+            body[section] = body.get(section, {}) | values if isinstance(values, dict) else values
     path.write_text(yaml.safe_dump(body))
     AcceleratorState._reset_state(True)
-    if ranks == 1:
+    if strategy == "single":
         assert main([str(path)]) == 0
     else:
-        codes = wait_all(fork_ranks(path, folder / "run", ranks), 120)
-        assert codes == [0] * ranks, (folder / "run.rank0.log").read_text()
+        codes = wait_all(fork_ranks(path, folder / "run", 2, strategy), 120)
+        assert codes == [0, 0], (folder / "run.rank0.log").read_text()
     lines = [line for line in read_lines(folder / "run" / "metrics.jsonl") if line["kind"] == "train"]
     receipt = json.loads((folder / "run" / "receipt.json").read_text())
     losses, norms = ([line[key] for line in lines] for key in ("loss", "grad_norm"))
@@ -173,7 +176,7 @@ SLOW_OR_NOT = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow
 
 
 def test_the_number_of_cases() -> None:
-    assert (len(CASES), len(SPLITS), len(RECEIPTS), len(FAST)) == (10, 4, 10, 3)
+    assert (len(CASES), len(SPLITS), len(RECEIPTS), len(FAST), len(ON_TWO_RANKS)) == (10, 4, 10, 3, 18)
 
 
 @pytest.mark.parametrize("name", SLOW_OR_NOT)
@@ -188,12 +191,30 @@ def test_splits_in_one_process(
         assert found.receipt["checkpointed_layers"] == {0: 0, 1: 2, 2: 1}[int(every)]
 
 
+ON_TWO_RANKS = [
+    (name, strategy) for name in CASES for strategy in ("ddp", "fsdp2") if (name[:4], strategy) != SHARDED_INT8
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks(name: str, wholes: Callable[[str], Trained], tiny_llama: Path, chats: Path, tmp_path: Path) -> None:
-    found = trained(tmp_path / "two", tiny_llama, chats, CASES[name], TWO_RANKS, ranks=2)
+@pytest.mark.parametrize(("name", "strategy"), ON_TWO_RANKS)
+def test_two_ranks(
+    name: str, strategy: str, wholes: Callable[[str], Trained], tiny_llama: Path, chats: Path, tmp_path: Path
+) -> None:
+    found = trained(tmp_path / "two", tiny_llama, chats, CASES[name], TWO_RANKS, strategy)
     assert_near(found, wholes(name), CASES[name])
-    assert (found.receipt["strategy"], found.receipt["world_size"]) == ("ddp", 2)
+    receipt = found.receipt
+    assert (receipt["strategy"], receipt["world_size"]) == (strategy, 2)
+    assert receipt["sharding"]["held_share"] == (0.5 if strategy == "fsdp2" else 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16 full, pure", "fp16 full", "nf4 in bf16"])
+def test_evaluated_and_saved_in_one_step(name: str, tiny_llama: Path, chats: Path, tmp_path: Path) -> None:
+    """After a forward without a backward the head's unit is still gathered."""
+    often = {"eval_steps": 2, "save_steps": 2, "data": {"eval": {"fraction": 0.25}}, "samples": {"count": 1}}
+    found = trained(tmp_path / "run", tiny_llama, chats, CASES[name], often | TWO_RANKS, "fsdp2")
+    assert found.losses[-1] < found.losses[0]
 
 
 @pytest.mark.parametrize("name", SLOW_OR_NOT)

@@ -1,0 +1,113 @@
+"""What DeepSpeed needs of the machine and of the recipe, told in one line before anything is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+
+from finetune.errors import EnvironmentMismatch
+from finetune.recipe import Recipe
+from finetune.strategy import Strategy
+
+
+def require_deepspeed(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
+    """Refuse, before anything is loaded, what this engine cannot do here or what it would do otherwise.
+
+    Raises EnvironmentMismatch with the line to install, or with the setting to change.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise _missing(strategy, "DeepSpeed is not installed", "DS_BUILD_OPS=0 pip install 'finetune[deepspeed]'")
+    for reason in _unsuitable(recipe, strategy, on_cpu):
+        raise EnvironmentMismatch(reason)
+    if "nvme" not in offload_devices(strategy).values():
+        return  # CPU offload runs torch's own fused AdamW, which needs no compiler
+    # pip puts ninja beside python, where an environment that is not activated does not look.
+    os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
+    if shutil.which("g++") is None or shutil.which("ninja") is None:
+        what = "DeepSpeed compiles its NVMe access with g++ and ninja"
+        raise _missing(strategy, what, "apt-get install g++ ninja-build")
+    if not _links("#include <libaio.h>\nint main() { io_context_t c = 0; return io_setup(1, &c); }", "aio"):
+        raise _missing(strategy, "NVMe offload needs libaio and its header", "apt-get install libaio-dev")
+    _compile_nvme_access(on_cpu)
+
+
+def _missing(strategy: Strategy, what: str, remedy: str) -> EnvironmentMismatch:
+    return EnvironmentMismatch(f"accelerate_config: {strategy.name}: {what}; install it with: {remedy}")
+
+
+def _unsuitable(recipe: Recipe, strategy: Strategy, on_cpu: bool) -> Iterator[str]:
+    """What of the recipe the engine would refuse with a traceback, or compute in another number format."""
+    training, name = recipe.training, f"accelerate_config: {strategy.name}"
+    half = training.mixed_precision
+    if on_cpu and torch.cuda.is_available():
+        yield f"{name}: on a machine with GPUs DeepSpeed takes them; hide them with CUDA_VISIBLE_DEVICES="
+    if half == "fp16" and on_cpu:
+        yield "training.mixed_precision: DeepSpeed has no fp16 on a CPU; set bf16 or no"
+    if training.optim != "adamw":
+        yield f"training.optim: {training.optim}: ZeRO cuts state by elements, not by its blocks; set adamw"
+    if training.pure_bf16 and strategy.offloaded:
+        yield f"training.pure_bf16: {name} keeps float32 state in host memory; set training.pure_bf16=false"
+    if half == "no" and recipe.lora and recipe.model.dtype != "float32":
+        yield "training.mixed_precision: no: the engine has one number format; set bf16, or model.dtype: float32"
+    if recipe.quantization is not None:
+        yield from _unsuitable_quantization(recipe, strategy)
+
+
+def _unsuitable_quantization(recipe: Recipe, strategy: Strategy) -> Iterator[str]:
+    quantization, half = recipe.quantization, recipe.training.mixed_precision
+    assert quantization is not None
+    if half == "no":
+        yield "training.mixed_precision: no: the engine takes no quantised weights beside float32; set bf16"
+    if quantization.load_in_8bit and strategy.zero_stage == 3:
+        yield f"quantization.load_in_8bit: {strategy.name} cannot cut int8 weights; set accelerate_config=zero2"
+    compute = {"bf16": "bfloat16", "fp16": "float16"}.get(half)
+    if quantization.load_in_4bit and strategy.zero_stage == 3 and quantization.bnb_4bit_quant_storage != compute:
+        yield f"quantization.bnb_4bit_quant_storage: weights are cut in the format they compute in; set {compute}"
+
+
+def _links(program: str, library: str) -> bool:
+    command = ["g++", "-x", "c++", "-", "-o", os.devnull, f"-l{library}"]
+    return subprocess.run(command, input=program, text=True, capture_output=True, check=False).returncode == 0
+
+
+def _compile_nvme_access(on_cpu: bool) -> None:
+    """Compile now what the engine would compile within its process group: two minutes on a slow machine, once.
+
+    One process at a time: torch's own lock is a file that a killed compiler leaves for ever, so under ours it is stale.
+    """
+    from torch.utils.cpp_extension import get_default_build_root
+
+    if on_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    root.mkdir(parents=True, exist_ok=True)
+    with FileLock(root / "finetune.lock"), quiet_engine():
+        for stale in root.glob("**/async_io/lock"), root.glob("**/pin_memory/lock"):
+            for path in stale:
+                path.unlink(missing_ok=True)
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        AsyncIOBuilder().load(verbose=False)
+
+
+def offload_devices(strategy: Strategy) -> dict[str, str]:
+    """What is kept where: optimizer and param -> none, cpu or nvme."""
+    section = strategy.settings.get("deepspeed_config") or {}
+    return {what: section.get(f"offload_{what}_device") or "none" for what in ("optimizer", "param")}
+
+
+@contextmanager
+def quiet_engine() -> Iterator[None]:
+    """DeepSpeed prints on every rank what it compiles and loads; nothing else that the user should read."""
+    with redirect_stdout(io.StringIO()):
+        yield
