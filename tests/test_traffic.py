@@ -106,6 +106,19 @@ def test_the_textbook(engine: str, multiple: int, forward: set[str], backward: s
         norm = rank["step"]["moved"]  # the norm of sharded gradients, a few numbers
         assert sum(entry["textbook_bytes"] for entry in norm.values()) < 100
         # Half the weights and moments are here; between steps nothing else is.
-        share = 1 if engine in ("ddp",) else 2
+        share = 1 if engine == "ddp" else 2
         persistent = 3 * parameters // share
         assert persistent <= rank["step"]["allocated_bytes"] < persistent + (parameters if engine == "ddp" else 0) + KB
+
+
+@pytest.mark.slow
+def test_groups_are_told_apart(tmp_path: Path) -> None:
+    """HSDP, two copies of two shards: as FSDP2 within a copy, then an all_reduce of each half between copies."""
+    for rank in ranks("hsdp", tmp_path, world=4):
+        parameters = rank["parameter_bytes"]
+        backward = rank["backward"]["moved"]
+        assert backward["reduce_scatter"]["ring_bytes"] == parameters // 2
+        between = backward["all_reduce"]
+        assert between["payload_bytes"] == parameters // 2
+        assert (between["ring_bytes"], between["textbook_bytes"]) == (parameters // 2, parameters)
+        assert rank["forward"]["moved"]["all_gather"]["textbook_bytes"] == parameters

@@ -17,8 +17,11 @@ CPU = torch.device("cpu")
 WIDTH = 64
 
 
-def sharded(model: nn.Sequential, *, keep: bool) -> nn.Module:
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+def sharded(model: nn.Sequential, *, keep: bool, copies: int) -> nn.Module:
+    world = distributed.get_world_size()
+    names = ("copies", "shards")
+    mesh = init_device_mesh("cpu", (copies, world // copies), mesh_dim_names=names)
+    mesh = mesh if copies > 1 else mesh["shards"]
     for layer in model:
         fully_shard(layer, mesh=mesh, reshard_after_forward=not keep)
     return fully_shard(model, mesh=mesh, reshard_after_forward=not keep)
@@ -32,7 +35,7 @@ def train(engine: str, steps: int = 2) -> dict[str, object]:
     phases = Phases(CPU, enabled=True)
     with phases("load"):
         whole = nn.parallel.DistributedDataParallel(model) if engine == "ddp" else None
-        engine_model = whole or sharded(model, keep=engine == "fsdp2_grad_op")
+        engine_model = whole or sharded(model, keep=engine == "fsdp2_grad_op", copies=2 if engine == "hsdp" else 1)
         optimizer = torch.optim.AdamW(engine_model.parameters())
     figures: dict[str, object] = {"load": phases.take()["load"]}
     for _ in range(steps):
