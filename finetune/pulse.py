@@ -164,7 +164,7 @@ class Watch:
             return
         end = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < end:
-            lost = self._look(self._others)
+            lost = self._look(self._others, broken=True)
             if lost is not None:
                 self._end(lost)
             time.sleep(0.1)
@@ -190,16 +190,16 @@ class Watch:
         with suppress(OSError):  # a full disk is the business of those who save
             self._heart.beat("running", self._progress.phase, self._progress.step, sync=sync)
 
-    def _look(self, ranks: Iterable[int]) -> Lost | None:
-        """The first of these ranks that is lost."""
+    def _look(self, ranks: Iterable[int], *, broken: bool = False) -> Lost | None:
+        """The first of these ranks that is lost. `broken`: the network has told already that some rank is."""
         now = time.monotonic()
         if now - self._looked > self._silence / 2:  # we were stopped ourselves, perhaps with all the others
             self._seen.clear()
         self._looked = now
-        return next((lost for rank in ranks if (lost := self._look_at(rank, now)) is not None), None)
+        return next((lost for rank in ranks if (lost := self._look_at(rank, now, broken)) is not None), None)
 
-    def _look_at(self, rank: int, now: float) -> Lost | None:
-        gone = rank in self._locked and not holds_lock(self._run_dir, rank)  # before its last word is read
+    def _look_at(self, rank: int, now: float, broken: bool = False) -> Lost | None:
+        free = rank in self._locked and not holds_lock(self._run_dir, rank)  # before its last word is read
         beat = read_beat(self._run_dir, rank, self._token)
         if beat is None or beat.state == "ended":
             return None
@@ -208,9 +208,11 @@ class Watch:
         known, since = self._seen.setdefault(rank, (beat, now))
         if known != beat:
             self._seen[rank] = (beat, now)
-        if gone or process_is_gone(beat):
+        silent = now - since if known == beat else 0.0
+        # A file server that was away for long gives locks up that living ranks still believe in.
+        if process_is_gone(beat) or (free and (broken or silent > 3 * self._interval)):
             return Lost(beat, "died")
-        return Lost(beat, "froze") if known == beat and now - since > self._silence else None
+        return Lost(beat, "froze") if silent > self._silence else None
 
     def _end(self, lost: Lost) -> None:
         """Writes down and says which rank was lost, and ends this process."""

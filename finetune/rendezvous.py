@@ -128,6 +128,6 @@ def _whom_and_where(launch: Launch) -> str:
     interfaces = ", ".join(sorted(name for name in psutil.net_if_addrs() if name != "lo")) or "none"
     return (
         f"launch: rank {launch.rank} of {launch.world_size} on {socket.gethostname()} has not met the others at {place}"
-        "; start the command on every machine, each with its own number, let them reach each other's ports, and name "
-        f"the network between them: export GLOO_SOCKET_IFNAME=... NCCL_SOCKET_IFNAME=... (here: {interfaces})"
+        "; read what rank 0 says, start the command on every machine, each with its own number, let them reach each "
+        f"other's ports, and name the network between them: export GLOO_SOCKET_IFNAME=... NCCL_SOCKET_IFNAME=... (here: {interfaces})"
     )

@@ -134,6 +134,18 @@ def test_where_locks_do_not_travel_a_living_rank_is_not_lost(run_dir: Path, monk
         assert own._look_at(1, 0.0) is None
 
 
+def test_another_machine_is_believed_dead_by_lock_and_silence(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "process_is_gone", lambda beat: False)
+    with other_rank(run_dir) as process, watch(run_dir) as own:
+        process.kill()
+        process.wait()
+        assert own._look_at(1, 0.0) is None
+        assert own._look_at(1, 2.0) is None
+        for lost in (own._look_at(1, 4.0), own._look_at(1, 0.0, broken=True)):
+            assert lost is not None
+            assert lost.what == "died"
+
+
 def test_who_was_stopped_itself_starts_counting_anew(run_dir: Path) -> None:
     with other_rank(run_dir) as process, watch(run_dir) as own:
         process.send_signal(signal.SIGSTOP)
