@@ -95,8 +95,11 @@ def full_weights(engine: Any, *, dtype: torch.dtype | None, keep: bool) -> dict[
 
 def master_dtype(engine: Any) -> torch.dtype:
     """The number format of the values that the optimizer updates."""
-    owned = next(_owned(engine, writing=False), None)
-    return torch.float32 if owned is None else owned.master.dtype
+    if engine.zero_optimization_stage() == 3:
+        flat: Tensor = engine.optimizer.fp32_partitioned_groups_flat[0]
+    else:
+        flat = engine.basic_optimizer.param_groups[0]["params"][0]
+    return flat.dtype
 
 
 def whole_numel(parameter: Tensor) -> int:

@@ -19,14 +19,21 @@ PORTS = "CELL_PORTS"  # one for each training's process group
 SETTINGS_OF_AN_ENGINE = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
-def launch(recipes: Sequence[Path], *, ranks: int, words: Sequence[str] = (), timeout: float = 240) -> list[int]:
+def launch(
+    recipes: Sequence[Path],
+    *,
+    ranks: int,
+    words: Sequence[str] = (),
+    timeout: float = 240,
+    program: str = "tests/cells.py",
+) -> list[int]:
     """Train the recipes one after another on so many gloo ranks; the exit code of each."""
     launcher = [sys.executable]
     if ranks > 1:
         config = ["--config_file", "accelerate_configs/cpu_2proc.yaml", "--num_processes", str(ranks)]
         launcher += ["-m", "accelerate.commands.launch", *config]
     done = subprocess.run(
-        [*launcher, "tests/cells.py", *map(str, recipes), *words],
+        [*launcher, program, *map(str, recipes), *words],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), PORTS: _free_ports(len(recipes))},
         capture_output=True,

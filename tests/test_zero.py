@@ -1,0 +1,281 @@
+"""DeepSpeed ZeRO: what it holds, what it refuses, and that a resumed run is the run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from finetune import zero_needs
+from finetune.errors import EnvironmentMismatch
+from finetune.recipe_file import load_recipe
+from finetune.strategy import read_strategy
+from finetune.zero import LARGEST_BUCKET, SMALLEST_BUCKET, buckets
+from tests.cells import launch
+from tests.test_one_curve import LENGTHS, curve_of, reference, write_recipe
+from tests.test_strategies import TOLERANCE, ZERO, checkpointed, worst
+from tests.tiny import save_tiny, tiny_model, write_chats
+
+ALONE = {"training": {"per_device_batch_size": 1}}
+HALF = {"mixed_precision": "bf16"}
+NF4 = {
+    "load_in_4bit": True,
+    "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_quant_storage": "bfloat16",
+    "bnb_4bit_compute_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """1.4M parameters: what is under a megabyte on a rank, NVMe offload keeps in memory."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    return save_tiny(tmp_path_factory.mktemp("wide"), **sizes)
+
+
+def written(folder: Path, model: Path, chats: Path, method: str, **changes: Any) -> Path:
+    folder.mkdir()
+    recipe = write_recipe(folder, model, chats, method, ALONE)
+    content = json.loads(recipe.read_text("utf-8"))
+    for key, value in changes.items():
+        content[key] = content[key] | value if isinstance(content.get(key), dict) else value
+    recipe.write_text(json.dumps(content), "utf-8")
+    return recipe
+
+
+def to_step_3(run: Path) -> None:
+    """As a run that was killed after its third step's checkpoint."""
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    state = json.loads((run / "run_state.json").read_text("utf-8")) | {"state": "running"}
+    (run / "run_state.json").write_text(json.dumps(state), "utf-8")
+
+
+def tensors_at_the_end(run: Path) -> dict[str, dict[str, torch.Tensor]]:
+    from finetune.checkpoint import newest_valid, read_checkpoint
+
+    checkpoint, damaged = newest_valid(run)
+    assert checkpoint is not None
+    assert (checkpoint.step, damaged) == (6, ())
+    return read_checkpoint(checkpoint)[0]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_run_bitwise(wide: Path, chats: Path, tmp_path: Path) -> None:
+    recipes = [written(tmp_path / name, wide, chats, "full", accelerate_config=name, save_steps=3) for name in ZERO]
+    assert launch(recipes, ranks=2, timeout=400) == [0] * 6
+    curves = {recipe: curve_of(recipe) for recipe in recipes}
+    ends = {recipe: tensors_at_the_end(recipe.parent / "run") for recipe in recipes}
+    expected = reference(wide, chats, "full")
+    assert {
+        recipe.parent.name: worst(curve, expected) <= TOLERANCE for recipe, curve in curves.items()
+    } == dict.fromkeys(ZERO, True)
+    for recipe in recipes:
+        to_step_3(recipe.parent / "run")
+    assert launch(recipes, ranks=2, timeout=400) == [0] * 6
+    for recipe in recipes:
+        assert curve_of(recipe) == curves[recipe], recipe.parent.name
+        found = tensors_at_the_end(recipe.parent / "run")
+        assert set(found["optimizer"]) == {f"{name}:{key}" for name in found["model"] for key in STATE}
+        for group, named in ends[recipe].items():
+            for name, tensor in named.items():
+                assert torch.equal(tensor, found[group][name]), f"{recipe.parent.name} {group} {name}"
+        assert not (recipe.parent / "run" / "swap").exists()
+
+
+STATE = ("step", "exp_avg", "exp_avg_sq")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, "zero2"), (1, "zero3_nvme")),
+        ((1, "zero3_offload"), (2, "zero1")),
+        ((2, "zero3"), (1, "single")),
+        ((2, "fsdp2"), (2, "zero3")),
+    ],
+    ids=str,
+)
+def test_resumed_under_another_strategy(
+    before: tuple[int, str], after: tuple[int, str], wide: Path, chats: Path, tmp_path: Path
+) -> None:
+    recipe = written(tmp_path / "r", wide, chats, "lora", save_steps=3)
+    assert launch([recipe], ranks=before[0], words=[f"accelerate_config={before[1]}"]) == [0]
+    to_step_3(tmp_path / "r" / "run")
+    assert launch([recipe], ranks=after[0], words=[f"accelerate_config={after[1]}"]) == [0]
+    assert worst(curve_of(recipe), reference(wide, chats, "lora")) <= 1e-5
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_finite_leaves_everything_alone(wide: Path, chats: Path, tmp_path: Path) -> None:
+    recipes = [written(tmp_path / name, wide, chats, "full", accelerate_config=name) for name in ZERO]
+    half = [
+        written(tmp_path / f"{name}_bf16", wide, chats, "full", accelerate_config=name, training=HALF) for name in ZERO
+    ]
+    assert launch([*recipes, *half], ranks=2, timeout=400, program="tests/zero_spoilt.py") == [130] * 12
+    for recipe in [*recipes, *half]:
+        name = recipe.parent.name
+        facts = json.loads((recipe.parent / "run" / "spoilt.json").read_text("utf-8"))
+        assert facts["refused"], name
+        assert facts["moved"] == [], name
+        assert facts["pieces"] > 0, name
+        assert 0 < facts["next_norm"] < 100, name
+        # Three of four tensors of the masters, moments and gradients, 4 bytes an element: on the disk, and on no other.
+        assert (facts["swapped_bytes"] > 3 * 4 * 1_000_000) == name.startswith("zero3_nvme"), name
+
+
+@pytest.mark.slow
+def test_half_precision_quantised_weights_and_tied_heads(tiny_llama: Path, chats: Path, tmp_path: Path) -> None:
+    """Against one process in the same precision. ZeRO-3 adds up bf16 gradients in another order."""
+    model = {"dtype": "bfloat16"}
+    kinds: dict[str, dict[str, Any]] = {"lora": {}, "qlora": {"quantization": NF4}}
+    alone = {
+        kind: written(tmp_path / kind, tiny_llama, chats, "lora", model=model, training=HALF, **more)
+        for kind, more in kinds.items()
+    }
+    assert launch(list(alone.values()), ranks=1) == [0, 0]
+    bounds = {"zero1": 1e-5, "zero2": 1e-5, "zero2_offload": 1e-5, "zero3": 2e-3, "zero3_offload": 2e-3}
+    cells = {
+        (kind, name): written(
+            tmp_path / f"{kind}_{name}",
+            tiny_llama,
+            chats,
+            "lora",
+            model=model,
+            training=HALF,
+            accelerate_config=name,
+            **more,
+        )
+        for kind, more in kinds.items()
+        for name in bounds
+    }
+    tied = save_tiny(tmp_path / "tied", tie_word_embeddings=True)
+    tied_recipe = written(tmp_path / "tied_run", tied, chats, "full", accelerate_config="zero3")
+    assert launch([*cells.values(), tied_recipe], ranks=2, timeout=400) == [0] * 11
+    for (kind, name), recipe in cells.items():
+        difference = worst(curve_of(recipe), curve_of(alone[kind]))
+        assert difference <= bounds[name], f"{kind} {name}: {difference}"
+        assert_float32_masters(recipe)
+    assert worst(curve_of(tied_recipe), reference(tied, chats, "full")) <= TOLERANCE
+    held = checkpointed(tied_recipe.parent / "run")
+    assert "lm_head.weight" not in held
+
+
+def assert_float32_masters(recipe: Path) -> None:
+    receipt = json.loads((recipe.parent / "run" / "receipt.json").read_text("utf-8"))
+    dtypes = {key: receipt["dtypes"][key] for key in ("master", "compute", "reduce", "optimizer_state")}
+    assert dtypes == {"master": "float32", "compute": "bfloat16", "reduce": "float32", "optimizer_state": "float32"}
+
+
+class Shaped(nn.Module):
+    """Layers and embeddings of a given size, without storage."""
+
+    def __init__(self, layers: int, hidden: int, vocabulary: int) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.embeddings = nn.Embedding(vocabulary, hidden)
+            self.layers = nn.ModuleList(nn.Linear(hidden, 12 * hidden) for _ in range(layers))
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "vocabulary"), [(2, 64, 512), (16, 2048, 128_256), (32, 4096, 128_256), (80, 8192, 128_256)]
+)
+def test_buckets_follow_the_model(layers: int, hidden: int, vocabulary: int) -> None:
+    model = Shaped(layers, hidden, vocabulary)
+    trained = sum(parameter.numel() for parameter in model.parameters())
+    layer = 12 * hidden * hidden + 12 * hidden
+    found = buckets(model, 3)
+    bucket = found["reduce_bucket_size"]
+    assert bucket % 2 == 0
+    assert bucket == found["allgather_bucket_size"]
+    assert min(trained, SMALLEST_BUCKET) <= bucket <= LARGEST_BUCKET
+    if trained > 256 * SMALLEST_BUCKET:
+        assert bucket <= trained / 256 + 2, "two buffers are under 1 % of the gradients"
+    assert found["stage3_prefetch_bucket_size"] == layer
+    assert found["stage3_max_live_parameters"] == 2 * layer + max(layer - 12 * hidden, vocabulary * hidden)
+    assert 12 * hidden < found["stage3_param_persistence_threshold"] < hidden * hidden, "biases stay whole, no matrix"
+    assert set(buckets(model, 2)) == {"reduce_bucket_size", "allgather_bucket_size"}
+
+
+def test_buckets_see_what_is_trained() -> None:
+    model = Shaped(16, 2048, 128_256)
+    model.requires_grad_(False)
+    model.layers[0].requires_grad_(True)
+    assert buckets(model, 2)["reduce_bucket_size"] == SMALLEST_BUCKET
+
+
+def refusals(tmp_path: Path, strategy: str, *words: str) -> Iterator[str]:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model: {name_or_path: x}\ndata: {train: [{path: y}]}\n")
+    loaded = load_recipe(str(file), [*words])
+    return zero_needs._unsuitable(loaded.recipe, read_strategy(strategy), on_cpu=True)
+
+
+CASES: Mapping[str, tuple[str, list[str], str]] = {
+    "fits": ("zero3", ["training.mixed_precision=bf16"], ""),
+    "fp16 on a CPU": ("zero2", ["training.mixed_precision=fp16"], "no fp16 on a CPU"),
+    "8-bit state": ("zero2", ["training.optim=adamw_8bit"], "set adamw"),
+    "pure and offloaded": ("zero2_offload", ["training.pure_bf16=true"], "set training.pure_bf16=false"),
+    "float32 over a bf16 base": ("zero2", ["training.mixed_precision=no"], "model.dtype: float32"),
+    "int8 cut": ("zero3", ["quantization={load_in_8bit: true}"], "accelerate_config=zero2"),
+    "int8 whole": ("zero2", ["quantization={load_in_8bit: true}"], ""),
+    "4 bits in bytes": ("zero3", ["quantization={load_in_4bit: true, bnb_4bit_quant_storage: uint8}"], "set bfloat16"),
+    "4 bits under float32": (
+        "zero2",
+        ["quantization={load_in_4bit: true}", "training.mixed_precision=no", "model.dtype=float32"],
+        "set bf16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_the_engine_cannot_do_is_told(case: str, tmp_path: Path) -> None:
+    strategy, words, told = CASES[case]
+    found = list(refusals(tmp_path, strategy, *words))
+    assert len(found) == bool(told)
+    assert all(told in line and "\n" not in line and ": " in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "line"),
+    [
+        ("zero2", "deepspeed", "DS_BUILD_OPS=0 pip install 'finetune[deepspeed]'"),
+        ("zero3_nvme", "g++", "apt-get install g++ ninja-build"),
+        ("zero3_nvme", "libaio", "apt-get install libaio-dev"),
+    ],
+)
+def test_what_is_missing_is_told_with_the_line_to_install(
+    name: str, missing: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model: {name_or_path: x}\ndata: {train: [{path: y}]}\n")
+    recipe = load_recipe(str(file), []).recipe
+    find, which = importlib.util.find_spec, shutil.which
+    monkeypatch.setattr(importlib.util, "find_spec", lambda found: None if found == missing else find(found))
+    monkeypatch.setattr(shutil, "which", lambda found: None if found == missing else which(found) or found)
+    monkeypatch.setattr(zero_needs, "_links", lambda *_: missing != "libaio")
+    with pytest.raises(EnvironmentMismatch, match="install it with") as caught:
+        zero_needs.require_deepspeed(recipe, read_strategy(name), on_cpu=True)
+    assert str(caught.value).endswith(line)
+    assert caught.value.exit_code == 4
+    assert f"accelerate_config: {name}: " in str(caught.value)
+
+
+def test_whole_sizes_without_an_engine() -> None:
+    from finetune.zero_pieces import held_part, whole_numel, whole_shape
+
+    weight = tiny_model().lm_head.weight
+    assert (whole_numel(weight), whole_shape(weight)) == (weight.numel(), weight.shape)
+    assert held_part(weight) is weight
