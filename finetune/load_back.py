@@ -28,7 +28,9 @@ def load_back(recipe: Recipe, run_dir: Path) -> str:
     named = dict(tuned.named_parameters(remove_duplicate=False))
     wrong = [name for name, tensor in trained.items() if not _same(named.get(name), tensor, dtype)]
     if wrong:
-        raise FinetuneError(f"export: {len(wrong)} of {len(trained)} tensors differ from the checkpoint, first {wrong[0]}")
+        raise FinetuneError(
+            f"export: {len(wrong)} of {len(trained)} tensors differ from the checkpoint, first {wrong[0]}"
+        )
     _fill(expected, trained, dtype)
     ids = torch.arange(3, 67).reshape(2, 32)
     with torch.no_grad():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,11 @@ def overrides(found: list[Change]) -> list[str]:
 
 def _device(recipe: Recipe, strategy: Strategy, processes: int, folder: Path) -> Iterator[Change]:
     budget = recipe.budget
-    there = f"{budget.gpus * budget.nodes} GPU(s) over NCCL" if budget.gpus else "the CPU"
+    gpus = budget.gpus * budget.nodes
+    there = f"{gpus} GPUs over NCCL" if gpus > 1 else "a GPU" if gpus else "as many as are launched"
     ranks = "one process" if processes == 1 else f"{processes} processes over gloo"
-    yield Change({"budget.gpus": 0, "budget.nodes": 1}, f"device: the CPU, {ranks}, instead of {there}")
+    told = f"device: {ranks} on the CPU instead of {there}" if gpus or processes > 1 else ""
+    yield Change({"budget.gpus": 0, "budget.nodes": 1}, told)
     if strategy.replicas is not None:
         config = folder / f"{strategy.name}.yaml"
         mesh = {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}
@@ -84,7 +87,9 @@ def _nvme(strategy: Strategy, section: dict[str, Any], folder: Path) -> Iterator
         kept = {key: value for key, value in section.items() if key not in paths}
         config.write_text(yaml.safe_dump(strategy.settings | {"deepspeed_config": kept}), "utf-8")
         settings = {"accelerate_config": str(config)}
-    yield Change(settings, "accelerate_config: what is kept on NVMe lies in the temporary folder, whatever disk that is")
+    yield Change(
+        settings, "accelerate_config: what is kept on NVMe lies in the temporary folder, whatever disk that is"
+    )
 
 
 def _model(recipe: Recipe, model: Shrunk) -> Iterator[Change]:
@@ -119,12 +124,13 @@ def _data(recipe: Recipe) -> Iterator[Change]:
 
 def _data_sets(key: str, entries: list[DataSet]) -> Iterator[Change]:
     for index, entry in enumerate(entries):
-        if resolve(entry).kind == "hub":
+        source = resolve(entry)
+        if source.kind == "hub":
             stand_in = {"path": "json", "data_files": str(SAMPLE_CHAT), "format": "messages", "weight": entry.weight}
             yield Change({f"{key}.{index}": stand_in}, f"{key}: data/sample_chat.jsonl in the place of {entry.path}")
-        elif "[" not in entry.split:
-            yield Change({f"{key}.{index}.split": f"{entry.split}[:{FEW_ROWS}]"})
-            yield Change({}, f"{key}: the first {FEW_ROWS} rows of {entry.data_files or entry.path}")
+        elif "[" not in entry.split and any(islice(source.rows(), FEW_ROWS, None)):
+            cut = {f"{key}.{index}.split": f"{entry.split}[:{FEW_ROWS}]"}
+            yield Change(cut, f"{key}: the first {FEW_ROWS} rows of {source.name}")
 
 
 def _training(recipe: Recipe, strategy: Strategy, processes: int) -> Iterator[Change]:

@@ -6,7 +6,9 @@ bitwise; loads back what was exported. Every training is a real `accelerate laun
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import re
 import signal
@@ -14,8 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,15 +63,17 @@ class Checklist:
         step: dict[str, Any] = {"name": name, "ok": False, "seconds": 0.0, "seen": ""}
         began = time.monotonic()
         self.steps.append(step)
+        failed: StepFailed | None = None
         try:
             yield step
             step["ok"] = True
         except (StepFailed, FinetuneError) as error:
+            failed = StepFailed(str(error), error.exit_code)
             step["seen"], self.exit_code = str(error), error.exit_code
-            raise StepFailed(str(error), error.exit_code) from error
-        finally:
-            step["seconds"] = round(time.monotonic() - began, 1)
-            self.tell(step)
+        step["seconds"] = round(time.monotonic() - began, 1)
+        self.tell(step)
+        if failed is not None:
+            raise failed
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,10 @@ def rehearse(
         folder = Path(name)
         try:
             with checklist.line("loads") as step:
-                model = shrink_model(loaded.model.name_or_path, loaded.model.revision, loaded.data, folder / "model")
+                with hushed():
+                    model = shrink_model(
+                        loaded.model.name_or_path, loaded.model.revision, loaded.data, folder / "model"
+                    )
                 found = changes(loaded, strategy, model, processes=ranks, folder=folder)
                 settings = [*given, *overrides(found)]
                 small = load_recipe(recipe, settings).recipe
@@ -140,7 +148,8 @@ def _perform(stage: Stage, recipe: Recipe, checklist: Checklist) -> dict[str, An
     with checklist.line("exported") as step:
         step["seen"] = _exported(broken)
     with checklist.line("loaded back") as step:
-        step["seen"] = load_back(recipe, broken)
+        with hushed():
+            step["seen"] = load_back(recipe, broken)
     return receipt
 
 
@@ -195,19 +204,25 @@ def _train_and_kill(stage: Stage, run_dir: Path) -> str:
     last = saved.with_name(f"step-{STEPS:08d}")
     for _ in range(ATTEMPTS):
         with started(stage, run_dir) as process:
-            end = time.monotonic() + PATIENCE_SECONDS
-            while not saved.is_dir():
-                if process.poll() is not None:
-                    _raise_failure(stage, run_dir)
-                if time.monotonic() > end:
-                    raise StepFailed(f"no checkpoint after {PATIENCE_SECONDS} s; {_said(stage, run_dir)}")
-                time.sleep(0.005)
-            killed = kill_all(process)
+            killed = kill_all(process, _until(saved, process, stage, run_dir))
         if not last.exists():
-            steps = len(_curve(run_dir))
-            return f"SIGKILL to {killed} processes, {steps} steps logged"
+            return f"SIGKILL to {killed} processes, {len(_curve(run_dir))} steps logged"
         run_dir.rename(run_dir.with_name(f"{run_dir.name}-too-late-{time.monotonic_ns()}"))
     raise StepFailed(f"the kill came after the last step {ATTEMPTS} times")
+
+
+def _until(saved: Path, process: subprocess.Popen[bytes], stage: Stage, run_dir: Path) -> list[psutil.Process]:
+    """Wait for a checkpoint; the processes below the launcher, looked up before, for a step takes little."""
+    end, looked, found = time.monotonic() + PATIENCE_SECONDS, 0.0, []
+    while not saved.is_dir():
+        if process.poll() is not None:
+            _raise_failure(stage, run_dir)
+        if (now := time.monotonic()) > end:
+            raise StepFailed(f"no checkpoint after {PATIENCE_SECONDS} s; {_said(stage, run_dir)}")
+        if now > looked + 0.5:
+            looked, found = now, below(process)
+        time.sleep(0.005)
+    return found
 
 
 @contextmanager
@@ -231,25 +246,42 @@ def started(stage: Stage, run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
         kill_all(process)
 
 
-def kill_all(process: subprocess.Popen[bytes]) -> int:
-    """SIGKILL to a launcher and all below it, which live in sessions of their own; returns how many there were."""
+def below(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The processes that it started, and those that they did; ranks live in sessions of their own."""
+    try:
+        return list(psutil.Process(process.pid).children(recursive=True))
+    except psutil.Error:
+        return []
+
+
+def kill_all(process: subprocess.Popen[bytes], known: Sequence[psutil.Process] = ()) -> int:
+    """SIGKILL to a launcher and all below it, `known` first; returns how many there were."""
     if process.poll() is not None:
         return 0
-    try:
-        # Stopped first: else the launcher would see the ranks fall, and they, when it falls, save and end in order.
-        process.send_signal(signal.SIGSTOP)
-        below = psutil.Process(process.pid).children(recursive=True)
-    except psutil.Error:
-        below = []
-    for child in below:
-        try:
-            child.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
+    # The launcher is stopped first: else it would see its ranks fall; and if it fell first, they would save and leave.
+    process.send_signal(signal.SIGSTOP)
+    _kill(known)
+    found = below(process)
+    _kill(found)
     process.kill()
     process.wait()
-    psutil.wait_procs(below, timeout=10)
-    return len(below) + 1
+    end = time.monotonic() + 10
+    while any(_lives(child) for child in found) and time.monotonic() < end:
+        time.sleep(0.01)
+    return len(found) + 1
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for each in processes:
+        with suppress(psutil.Error):
+            each.kill()
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 @contextmanager
@@ -265,6 +297,18 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """What libraries say while small models are made and loaded is not about the recipe; errors still come through."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _log(run_dir: Path) -> Path:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.data_sources import resolve
-from finetune.embedded import ONLINE_REPOSITORIES, PREFIX, resolve_model_path
+from finetune.embedded import ONLINE_REPOSITORIES, PREFIX, in_hub_cache, resolve_model_path
 from finetune.errors import EnvironmentMismatch
 from finetune.recipe import Data
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
-# Hub names by the file of their configuration; a name alone stands for its -Instruct variant too.
+# Hub names by the file of their configuration; a name stands for its -Instruct variant too.
 HUB_NAMES: dict[str, tuple[str, ...]] = {
     "llama-3.2-1b": ("meta-llama/Llama-3.2-1B", "unsloth/Llama-3.2-1B"),
     "llama-3.2-3b": ("meta-llama/Llama-3.2-3B", "unsloth/Llama-3.2-3B"),
@@ -31,7 +31,7 @@ HUB_NAMES: dict[str, tuple[str, ...]] = {
     "llama-3.3-70b": ("meta-llama/Llama-3.3-70B", "meta-llama/Llama-3.1-70B", "unsloth/Llama-3.3-70B"),
     "llama-3.1-405b": ("meta-llama/Llama-3.1-405B",),
     "qwen3-0.6b": ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B-Base"),
-    "qwen3-4b": ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Base", "Qwen/Qwen3-4B-Instruct-2507"),
+    "qwen3-4b": ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Base"),
     "qwen3-8b": ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base"),
     "mistral-7b-v0.3": ("mistralai/Mistral-7B-v0.3",),
     "smollm2-135m": ("HuggingFaceTB/SmolLM2-135M",),
@@ -87,7 +87,7 @@ def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, An
     file = Path(name, "config.json")
     if not file.is_file():
         shipped = shipped_config(name)
-        file = shipped or _cached_config(name, revision) or file
+        file = shipped or in_hub_cache(name, "config.json", revision) or file
     if not file.is_file():
         raise EnvironmentMismatch(
             f"model.name_or_path: {name_or_path}: its configuration is not on this machine; a local folder with a "
@@ -102,23 +102,11 @@ def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, An
 
 def shipped_config(name: str) -> Path | None:
     """The file of `configs/` for a Hub name, None for a name that is not known here."""
+    wanted = name.lower().replace("-instruct", "")
     for stem, names in HUB_NAMES.items():
-        if name.removesuffix("-Instruct").lower() in {known.lower() for known in names}:
-            return CONFIGS / f"{stem}.json"
-        if name.lower() in {known.lower() for known in names} | {f"{known}-instruct".lower() for known in names}:
+        if wanted in {known.lower() for known in names}:
             return CONFIGS / f"{stem}.json"
     return None
-
-
-def _cached_config(name: str, revision: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, "config.json", revision=revision)
-    except HFValidationError:  # a path that is not there
-        return None
-    return Path(found) if isinstance(found, str) else None
 
 
 def shrunken_config(config: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
