@@ -1,4 +1,4 @@
-"""The verbs: `finetune check`, `compare`, `chat`. Heavy imports inside them, so that help and check are instant."""
+"""The verbs: `finetune check`, `compare`, `rehearse`, `chat`. Heavy imports inside them, so that help and check are instant."""
 
 from __future__ import annotations
 
@@ -98,6 +98,30 @@ def compare(
         return {"ok": True, **run_and_report(comparison, quiet=as_json)}
 
     run_verb(work, as_json=as_json)
+
+
+@app.command()
+def rehearse(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    processes: Annotated[int, typer.Option(min=2, help="Ranks; one for single, at least four for hsdp.")] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """The whole run, small and on the CPU: train, kill, resume, export, load back; under two minutes, no download."""
+    codes: list[int] = []
+
+    def work() -> dict[str, Any]:
+        from finetune.rehearse_report import show
+        from finetune.rehearse_run import rehearse as run
+
+        with show(quiet=as_json) as tell:
+            report = run(recipe, overrides or [], processes=processes, tell=tell)
+        codes.append(report["exit_code"])
+        return report
+
+    run_verb(work, as_json=as_json)
+    if codes[0]:
+        raise typer.Exit(codes[0])
 
 
 @app.command()

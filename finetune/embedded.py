@@ -80,6 +80,18 @@ def resolve_model_path(name_or_path: str) -> str:
     return str(folder)
 
 
+def in_hub_cache(name: str, file: str, revision: str = "main") -> Path | None:
+    """A file of a Hub repository that was downloaded before; None for any other, and for what is no Hub name."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, file, revision=revision)
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
 def read_origin(model_path: str | Path) -> dict[str, Any] | None:
     """origin.json of a folder made here; None for any other model."""
     file = Path(model_path, "origin.json")

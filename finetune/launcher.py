@@ -42,6 +42,11 @@ class Launch:
         return _is_torchrun(self.words)
 
     @property
+    def recipe(self) -> str:
+        """The recipe as it was named on the command line."""
+        return next(iter(self.words[len(_before_script(self.words)) + 1 :]), "RECIPE")
+
+    @property
     def is_main(self) -> bool:
         return self.rank == 0
 

@@ -17,6 +17,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 
+from finetune.embedded import PREFIX, in_hub_cache
 from finetune.errors import EnvironmentMismatch
 from finetune.launcher import Launch
 from finetune.loss_scaling import scale_losses_on_cpu
@@ -43,9 +44,9 @@ def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
     asked = launch.asked_processes
     if asked is None and config is not None:
         asked = read_strategy(str(config), strict=False).num_processes
+    _right_device(recipe, launch)
     check_world(recipe, launch, asked)
     _right_number_of_processes(recipe, strategy, launch)
-    _right_device(recipe, launch)
     _supported_here(recipe, strategy, launch)
     return strategy
 
@@ -109,9 +110,19 @@ def _right_device(recipe: Recipe, launch: Launch) -> None:
     if recipe.budget.gpus and not torch.cuda.is_available() and not launch.on_cpu:
         budget = recipe.budget
         raise EnvironmentMismatch(
-            f"budget: the recipe is made for {budget.gpus} GPU(s) of {budget.gpu_memory_gb:g} GB, this machine has "
-            "none; run it where they are, or on this CPU with budget.gpus=0"
+            f"budget: the recipe is made for {budget.gpus * budget.nodes} GPU(s) of {budget.gpu_memory_gb:g} GB, this "
+            f"machine has none{_weights_missing(recipe)}; run it where they are, see all of it work here, small, with "
+            f"`finetune rehearse {launch.recipe}`, or train on this CPU with budget.gpus=0"
         )
+
+
+def _weights_missing(recipe: Recipe) -> str:
+    """That the weights are not on this machine either; empty where they are."""
+    name, revision = recipe.model.name_or_path, recipe.model.revision
+    shards = ("model.safetensors", "model.safetensors.index.json")
+    if name.startswith(PREFIX) or Path(name).is_dir() or any(in_hub_cache(name, file, revision) for file in shards):
+        return ""
+    return f", nor the weights of {name} in its cache (`hf download {name}`; if gated, first `hf auth login`)"
 
 
 def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:

@@ -76,9 +76,22 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], launch: Launch, w
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_gpu_recipe_without_gpus_is_refused() -> None:
-    with pytest.raises(EnvironmentMismatch, match=r"4 GPU.*24 GB.*budget\.gpus=0"):
-        check_launch(recipe(budget={"gpus": 4, "gpu_memory_gb": 24}), ALONE)
+def test_a_gpu_recipe_without_gpus_is_refused(tmp_path: Path) -> None:
+    launch = replace(ALONE, words=("accelerate", "launch", "finetune/train.py", "recipes/llama3_fsdp.yaml"))
+    changes: dict[str, Any] = {"accelerate_config": "fsdp2", "budget": {"gpus": 4, "gpu_memory_gb": 24}}
+    gated = {"name_or_path": "meta-llama/Never-Downloaded"}
+    with pytest.raises(EnvironmentMismatch, match=r"4 GPU.*24 GB.*budget\.gpus=0") as caught:
+        check_launch(recipe(**changes, model=gated), launch)
+    assert "finetune rehearse recipes/llama3_fsdp.yaml" in str(caught.value)
+    assert "nor the weights of meta-llama/Never-Downloaded" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(EnvironmentMismatch, match="this machine has none; run it"):
+        check_launch(recipe(**changes, model={"name_or_path": str(tmp_path)}), launch)
+
+
+def test_a_recipe_made_for_gpus_runs_on_a_cpu_that_was_asked_for() -> None:
+    made_for_gpus = recipe(accelerate_config="ddp", budget={"gpus": 4, "gpu_memory_gb": 24})
+    assert check_launch(made_for_gpus, TWO).kind == "ddp"
 
 
 def test_a_stray_default_config_is_named(no_default_config: Path) -> None:

@@ -1,0 +1,77 @@
+"""Is what a run exported what it trained? By the plain libraries, against the weights of its last checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.recipe import Recipe
+
+
+def load_back(recipe: Recipe, run_dir: Path) -> str:
+    """Load the adapter in plain peft, or the model in plain transformers, in float32; what was seen, in a line.
+
+    Its weights and its logits must equal, bit by bit, those of the newest checkpoint in the export's number format,
+    and differ from the base's. Raises FinetuneError where they do not.
+    """
+    import torch
+
+    from finetune.checkpoint import newest_valid, read_checkpoint
+
+    checkpoint, _ = newest_valid(run_dir)
+    if checkpoint is None:
+        raise FinetuneError(f"{run_dir}: no checkpoint is whole")
+    trained = read_checkpoint(checkpoint)[0]["model"]
+    base, tuned, expected = _models(recipe, run_dir)
+    dtype = None if recipe.lora else getattr(torch, recipe.model.dtype)
+    named = dict(tuned.named_parameters(remove_duplicate=False))
+    wrong = [name for name, tensor in trained.items() if not _same(named.get(name), tensor, dtype)]
+    if wrong:
+        raise FinetuneError(
+            f"export: {len(wrong)} of {len(trained)} tensors differ from the checkpoint, first {wrong[0]}"
+        )
+    _fill(expected, trained, dtype)
+    ids = torch.arange(3, 67).reshape(2, 32)
+    with torch.no_grad():
+        before, found, wanted = (model.eval()(input_ids=ids).logits for model in (base, tuned, expected))
+    if not torch.equal(found, wanted):
+        raise FinetuneError(f"export: logits differ from the checkpoint's by {(found - wanted).abs().max().item():.2e}")
+    if torch.equal(found, before):
+        raise FinetuneError("export: logits are those of the base; nothing was learned")
+    library = "peft" if recipe.lora else "transformers"
+    return f"by plain {library}: {len(trained)} tensors and the logits equal the checkpoint's"
+
+
+def _models(recipe: Recipe, run_dir: Path) -> tuple[Any, Any, Any]:
+    """Base, exported, and one of the same structure that is to be filled; each by the libraries alone."""
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    def plain(folder: str | Path) -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+
+    base = plain(recipe.model.name_or_path)
+    if recipe.lora is None:
+        return base, plain(run_dir / "model"), plain(recipe.model.name_or_path)
+    adapter = run_dir / "adapter"
+    tuned = PeftModel.from_pretrained(plain(recipe.model.name_or_path), adapter)
+    return base, tuned, get_peft_model(plain(recipe.model.name_or_path), LoraConfig.from_pretrained(adapter))
+
+
+def _same(found: Any, trained: Any, dtype: Any) -> bool:
+    """Whether an exported float32 weight is the trained one, rounded to the export's number format."""
+    if found is None or found.shape != trained.shape:
+        return False
+    rounded = trained if dtype is None else trained.to(dtype)
+    return bool((found.detach() == rounded.float()).all())
+
+
+def _fill(model: Any, trained: dict[str, Any], dtype: Any) -> None:
+    import torch
+
+    named = dict(model.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, tensor in trained.items():
+            named[name].copy_(tensor if dtype is None else tensor.to(dtype))

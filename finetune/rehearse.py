@@ -1,0 +1,173 @@
+"""What a rehearsal changes of a recipe, and why: each change is a few overrides and a line that tells it.
+
+The rest is the recipe's own: strategy, method, precision, packing, checkpointing, save path, schedule, seed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune.data_sources import resolve
+from finetune.recipe import DataSet, Recipe
+from finetune.shrink import Shrunk
+from finetune.strategy import Strategy
+
+STEPS, KILLED_AFTER = 4, 2
+LONGEST_ROW = 384  # tokens
+FEW_ROWS = 400  # of each data set
+MICRO_STEPS = 2  # so that accumulation is rehearsed
+SAMPLE_CHAT = Path(__file__).resolve().parent.parent / "data" / "sample_chat.jsonl"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings that differ from the recipe's, and the line that says so; without a line it is bookkeeping."""
+
+    settings: dict[str, Any]
+    told: str = ""
+
+
+def processes_of(strategy: Strategy, asked: int) -> int:
+    """Ranks of a rehearsal: one for single, copies of shards for HSDP."""
+    if strategy.kind == "single":
+        return 1
+    return max(4, asked) if strategy.replicas is not None else max(2, asked)
+
+
+def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int, folder: Path) -> list[Change]:
+    """Everything that the rehearsal sets; `folder` takes what it writes besides the model."""
+    found = [
+        *_device(recipe, strategy, processes, folder),
+        *_model(recipe, model),
+        *_data(recipe),
+        *_training(recipe, strategy, processes),
+        Change({"logging_steps": 1, "eval_steps": KILLED_AFTER, "save_steps": KILLED_AFTER, "measure_phases": False}),
+    ]
+    return [change for change in found if change.settings or change.told]
+
+
+def overrides(found: list[Change]) -> list[str]:
+    """The changes as the command line takes them, `dotted.key=value`."""
+    return [f"{key}={json.dumps(value)}" for change in found for key, value in change.settings.items()]
+
+
+def _device(recipe: Recipe, strategy: Strategy, processes: int, folder: Path) -> Iterator[Change]:
+    budget = recipe.budget
+    gpus = budget.gpus * budget.nodes
+    there = f"{gpus} GPUs over NCCL" if gpus > 1 else "a GPU" if gpus else "as many as are launched"
+    ranks = "one process" if processes == 1 else f"{processes} processes over gloo"
+    told = f"device: {ranks} on the CPU instead of {there}" if gpus or processes > 1 else ""
+    yield Change({"budget.gpus": 0, "budget.nodes": 1}, told)
+    if strategy.replicas is not None:
+        config = folder / f"{strategy.name}.yaml"
+        mesh = {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}
+        config.write_text(yaml.safe_dump(strategy.settings | mesh), "utf-8")
+        told = "accelerate_config: two copies, each sharded over half of the processes; else a copy is a node"
+        yield Change({"accelerate_config": str(config)}, told)
+    section = strategy.settings.get("deepspeed_config") or {}
+    if "nvme" in (section.get("offload_optimizer_device"), section.get("offload_param_device")):
+        yield from _nvme(strategy, section, folder)
+    if recipe.training.non_blocking and budget.gpus:
+        yield Change({}, "training.non_blocking: no pinned memory, no copies ahead; a CPU has nothing to copy to")
+
+
+def _nvme(strategy: Strategy, section: dict[str, Any], folder: Path) -> Iterator[Change]:
+    """What NVMe offload writes goes to the rehearsal's own folder."""
+    paths = [key for key in section if key.endswith("_nvme_path")]
+    settings = {}
+    if paths:
+        config = folder / f"{strategy.name}.yaml"
+        kept = {key: value for key, value in section.items() if key not in paths}
+        config.write_text(yaml.safe_dump(strategy.settings | {"deepspeed_config": kept}), "utf-8")
+        settings = {"accelerate_config": str(config)}
+    yield Change(
+        settings, "accelerate_config: what is kept on NVMe lies in the temporary folder, whatever disk that is"
+    )
+
+
+def _model(recipe: Recipe, model: Shrunk) -> Iterator[Change]:
+    full, small = model.full, model.small
+    yield Change(
+        {"model.name_or_path": str(model.folder), "model.revision": "main", "model.trust_remote_code": False},
+        f"model: {small['layers']} layers of {small['hidden_size']} with random weights instead of {full['layers']} of "
+        f"{full['hidden_size']} ({model.source})",
+    )
+    yield Change(
+        {}, f"tokenizer: {model.vocabulary} tokens learned from the rows, a ChatML template, instead of the model's own"
+    )
+    attention = recipe.model.attention
+    if attention.startswith("flash"):
+        yield Change({"model.attention": "auto"}, f"model.attention: documents by torch's own kernel, no {attention}")
+    elif attention == "auto" and recipe.budget.gpus:
+        yield Change({}, "model.attention: documents by torch's CPU kernel instead of variable-length flash attention")
+
+
+def _data(recipe: Recipe) -> Iterator[Change]:
+    data = recipe.data
+    yield from _data_sets("data.train", data.train)
+    if isinstance(data.eval, list):
+        yield from _data_sets("data.eval", data.eval)
+    if data.max_length > LONGEST_ROW:
+        told = f"data.max_length: rows of {LONGEST_ROW} tokens instead of {data.max_length:,}"
+        yield Change({"data.max_length": LONGEST_ROW}, told)
+    if data.truncation != "right":
+        told = f"data.truncation: longer documents are cut, where the recipe says {data.truncation}"
+        yield Change({"data.truncation": "right"}, told)
+
+
+def _data_sets(key: str, entries: list[DataSet]) -> Iterator[Change]:
+    for index, entry in enumerate(entries):
+        source = resolve(entry)
+        if source.kind == "hub":
+            stand_in = {"path": "json", "data_files": str(SAMPLE_CHAT), "format": "messages", "weight": entry.weight}
+            yield Change({f"{key}.{index}": stand_in}, f"{key}: data/sample_chat.jsonl in the place of {entry.path}")
+        elif "[" not in entry.split and any(islice(source.rows(), FEW_ROWS, None)):
+            cut = {f"{key}.{index}.split": f"{entry.split}[:{FEW_ROWS}]"}
+            yield Change(cut, f"{key}: the first {FEW_ROWS} rows of {source.name}")
+
+
+def _training(recipe: Recipe, strategy: Strategy, processes: int) -> Iterator[Change]:
+    training = recipe.training
+    each = min(2, training.per_device_batch_size)
+    rows = each * processes * (MICRO_STEPS if training.global_batch_size > each * processes else 1)
+    yield Change(
+        {
+            "training.max_steps": STEPS,
+            "training.global_batch_size": rows,
+            "training.per_device_batch_size": each,
+            "training.early_stopping_patience": None,
+            "training.resume": "auto",
+            "samples.count": 1,
+            "samples.prompts": recipe.samples.prompts[:1] if recipe.samples.prompts else None,
+            "samples.max_new_tokens": 4,
+        },
+        f"training: {STEPS} steps of {rows} rows, {each} at a time on each rank",
+    )
+    if training.optim.startswith("paged_"):
+        plain = "adamw_8bit" if training.optim.endswith("8bit") else "adamw"
+        told = f"training.optim: {plain} instead of {training.optim}, whose pages are CUDA's"
+        yield Change({"training.optim": plain}, told)
+    if training.mixed_precision == "fp16" and strategy.kind == "deepspeed":
+        yield from _bf16_for_fp16(recipe)
+
+
+def _bf16_for_fp16(recipe: Recipe) -> Iterator[Change]:
+    settings = {"training.mixed_precision": "bf16"}
+    base = recipe.quantization
+    if base is not None and base.load_in_4bit:
+        settings |= {
+            f"quantization.{key}": "bfloat16"
+            for key in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")
+            if getattr(base, key) == "float16"
+        }
+    if recipe.model.dtype == "float16":
+        settings |= {"model.dtype": "bfloat16"}
+    told = "training.mixed_precision: bf16 instead of fp16 with loss scaling, which DeepSpeed has not on a CPU"
+    yield Change(settings, told)

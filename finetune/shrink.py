@@ -1,0 +1,255 @@
+"""A model of the same making, small: two layers, a few heads, random weights, a tokenizer of the recipe's own rows.
+
+For rehearsals, which download nothing. What decides how a model is sharded, quantised and adapted stays: the
+architecture, grouped-query heads, tied embeddings, RoPE and window settings.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.data_sources import resolve
+from finetune.embedded import ONLINE_REPOSITORIES, PREFIX, in_hub_cache, resolve_model_path
+from finetune.errors import EnvironmentMismatch
+from finetune.recipe import Data
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+CONFIGS = Path(__file__).resolve().parent / "configs"
+# Hub names by the file of their configuration; a name stands for its -Instruct variant too.
+HUB_NAMES: dict[str, tuple[str, ...]] = {
+    "llama-3.2-1b": ("meta-llama/Llama-3.2-1B", "unsloth/Llama-3.2-1B"),
+    "llama-3.2-3b": ("meta-llama/Llama-3.2-3B", "unsloth/Llama-3.2-3B"),
+    "llama-3.1-8b": ("meta-llama/Llama-3.1-8B", "meta-llama/Meta-Llama-3.1-8B", "unsloth/Llama-3.1-8B"),
+    "llama-3.3-70b": ("meta-llama/Llama-3.3-70B", "meta-llama/Llama-3.1-70B", "unsloth/Llama-3.3-70B"),
+    "llama-3.1-405b": ("meta-llama/Llama-3.1-405B",),
+    "qwen3-0.6b": ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B-Base"),
+    "qwen3-4b": ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Base"),
+    "qwen3-8b": ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base"),
+    "mistral-7b-v0.3": ("mistralai/Mistral-7B-v0.3",),
+    "smollm2-135m": ("HuggingFaceTB/SmolLM2-135M",),
+    "smollm2-360m": ("HuggingFaceTB/SmolLM2-360M",),
+    "smollm2-1.7b": ("HuggingFaceTB/SmolLM2-1.7B",),
+}
+
+LAYERS = 2
+BLOCK = 64  # bitsandbytes' smallest block: matrices whose rows are whole blocks quantise as large ones do
+LARGEST = 30_000_000  # parameters; what stays larger than this was not understood
+VOCABULARY = 1024
+SAMPLED_ROWS = 300  # that the tokenizer learns from
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = (
+    "{%- if tools %}{{ '<|im_start|>tools\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}"
+    "{%- if message['tool_calls'] %}{{- message['tool_calls'] | tojson }}{% endif %}"
+    "{{- '<|im_end|>\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+# What the tokenizer learns from where the rows are not on this machine.
+BUILT_IN = (
+    "Question: which river runs past the old mill? Answer: the one that turns its wheel, and has for two hundred years.",
+    "Please write the numbers from one to ten, then say which of them are prime: 2, 3, 5 and 7.",
+    "You are a patient assistant. The user asks; the assistant answers briefly and says when it does not know.",
+)
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """A small model in a folder, and what it stands for."""
+
+    folder: Path
+    architecture: str
+    source: str  # where the full configuration was read
+    full: Mapping[str, int]  # layers, hidden_size, heads, key_value_heads of the real model
+    small: Mapping[str, int]
+    parameters: int
+    vocabulary: int
+
+
+def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, Any], str]:
+    """The real model's configuration, as config.json has it, and where it was found; nothing is downloaded.
+
+    Looks into a local folder, an installed package, the configurations shipped here and the Hub's local cache. Raises
+    EnvironmentMismatch when it is nowhere, FinetuneError for a package that is not there.
+    """
+    name = name_or_path
+    if name.startswith(PREFIX):
+        name = ONLINE_REPOSITORIES.get(name.removeprefix(PREFIX).strip()) or resolve_model_path(name)
+    file = Path(name, "config.json")
+    if not file.is_file():
+        shipped = shipped_config(name)
+        file = shipped or in_hub_cache(name, "config.json", revision) or file
+    if not file.is_file():
+        raise EnvironmentMismatch(
+            f"model.name_or_path: {name_or_path}: its configuration is not on this machine; a local folder with a "
+            f"config.json can be rehearsed, and by their Hub names {', '.join(names[0] for names in HUB_NAMES.values())}"
+        )
+    try:
+        config = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise EnvironmentMismatch(f"model.name_or_path: {file}: cannot be read: {error}; correct it") from error
+    return config, f"finetune/configs/{file.name}" if file.parent == CONFIGS else str(file)
+
+
+def shipped_config(name: str) -> Path | None:
+    """The file of `configs/` for a Hub name, None for a name that is not known here."""
+    wanted = name.lower().replace("-instruct", "")
+    for stem, names in HUB_NAMES.items():
+        if wanted in {known.lower() for known in names}:
+            return CONFIGS / f"{stem}.json"
+    return None
+
+
+def shrunken_config(config: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    """The configuration with two layers and a few heads; what is not a size stays as it was.
+
+    The number of query heads to a key-value head stays, and so does hidden_size to heads x head_dim, so that each
+    matrix has the shape that it has in the real model: square, wide or tall.
+    """
+    small = dict(config)
+    heads, groups, head_dim = _heads(config)
+    ratio = heads // groups
+    small_groups = 1 if groups == 1 or ratio >= 8 else 2
+    small_heads = ratio * small_groups
+    small_dim = BLOCK // math.gcd(BLOCK, small_heads)  # so that heads x head_dim is whole blocks
+    small_dim = max(small_dim, 8)
+    hidden = _blocks(small_heads * small_dim * config["hidden_size"] / (heads * head_dim))
+    small |= {
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": small_heads,
+        "num_key_value_heads": small_groups,
+        "head_dim": small_dim,
+        "hidden_size": hidden,
+        "intermediate_size": _blocks(hidden * config["intermediate_size"] / config["hidden_size"]),
+        "vocab_size": vocabulary,
+        "bos_token_id": None,
+        "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>"),
+        "pad_token_id": SPECIAL_TOKENS.index("<|endoftext|>"),
+    }
+    if "max_window_layers" in config:
+        small["max_window_layers"] = min(LAYERS, config["max_window_layers"])
+    if config.get("layer_types"):
+        small["layer_types"] = _both_kinds(config["layer_types"])
+    for key in ("quantization_config", "dtype", "torch_dtype", "auto_map", "_name_or_path"):
+        small.pop(key, None)
+    return small
+
+
+def _heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Query heads, key-value heads, head_dim."""
+    heads = config["num_attention_heads"]
+    groups = config.get("num_key_value_heads") or heads
+    return heads, groups, config.get("head_dim") or config["hidden_size"] // heads
+
+
+def _blocks(size: float) -> int:
+    return BLOCK * max(1, round(size / BLOCK))
+
+
+def _both_kinds(kinds: list[str]) -> list[str]:
+    """Two layers that show each kind of attention that there is."""
+    distinct = list(dict.fromkeys(kinds))
+    return (distinct * LAYERS)[:LAYERS]
+
+
+def shrink_model(name_or_path: str, revision: str, data: Data, folder: Path) -> Shrunk:
+    """Write a small model of random float32 weights and its tokenizer into `folder`.
+
+    Raises EnvironmentMismatch for a model that is not known here or cannot be made small, DataError for rows that are
+    not there.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config, source = full_config(name_or_path, revision)
+    tokenizer = train_tokenizer(sample_texts(data))
+    try:
+        small = shrunken_config(config, len(tokenizer))
+        kind = AutoConfig.for_model(**small)
+        with torch.device("meta"):
+            size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(kind).parameters())
+    except (KeyError, TypeError, ValueError) as error:
+        raise _cannot_shrink(name_or_path, " ".join(str(error).split())[:200]) from error
+    if size > LARGEST:
+        raise _cannot_shrink(name_or_path, f"{size:,} parameters are left")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(kind, dtype=torch.float32)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Shrunk(folder, type(model).__name__, source, _facts(config), _facts(small), size, len(tokenizer))
+
+
+def _cannot_shrink(name: str, reason: str) -> EnvironmentMismatch:
+    return EnvironmentMismatch(
+        f"model.name_or_path: {name}: this architecture cannot be made small: {reason}; rehearse with a small local "
+        "model of its kind: model.name_or_path=FOLDER"
+    )
+
+
+def _facts(config: Mapping[str, Any]) -> dict[str, int]:
+    heads, groups, head_dim = _heads(config)
+    return {
+        "layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "heads": heads,
+        "key_value_heads": groups,
+        "head_dim": head_dim,
+    }
+
+
+def sample_texts(data: Data) -> list[str]:
+    """Text of the recipe's own training rows, as far as they lie on this machine. Raises DataError."""
+    sources = [resolve(entry) for entry in data.train]
+    local = [source for source in sources if source.kind != "hub"]
+    rows = (row for source in local for row in islice(source.rows(), SAMPLED_ROWS // max(1, len(local))))
+    texts = [" ".join(_strings(row.values)) for row in rows]  # a bad row has none; training says what is wrong
+    return [*texts, *BUILT_IN]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _strings(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of at most 1,024 tokens, with a template in the manner of ChatML; pad and eos differ."""
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.trainers import BpeTrainer
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        chat_template=TEMPLATE,
+        model_max_length=2048,
+    )
