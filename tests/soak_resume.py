@@ -228,7 +228,8 @@ def differences(found: Any, expected: Any) -> list[Any]:
     """What an assertion tells of two fingerprints."""
     if isinstance(found, dict):
         return [key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key)]
-    return [pair for pair in zip(found, expected, strict=False) if pair[0] != pair[1]][:3] or [len(found), len(expected)]
+    pairs = zip(found, expected, strict=False)
+    return [pair for pair in pairs if pair[0] != pair[1]][:3] or [len(found), len(expected)]
 
 
 def main() -> int:
