@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -44,23 +45,30 @@ class Assembled:
         return gathered([(name, tensor) for name, tensor in named if tensor.requires_grad], dtype=dtype, keep=keep)
 
 
-def assemble(recipe: Recipe, strategy: Strategy, accelerator: Accelerator) -> Assembled:
-    """Model and optimizer of a run, before any checkpoint. Raises what `build_model` raises, on all ranks."""
+def assemble(
+    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, build: Callable[..., nn.Module] = build_model
+) -> Assembled:
+    """Model and optimizer of a run, before any checkpoint. Raises what `build_model` raises, on all ranks.
+
+    A planner brings a `build` of its own: the same model on tensors without data.
+    """
     if strategy.kind == "fsdp":
-        return _sharded(recipe, strategy, accelerator)
+        return _sharded(recipe, strategy, accelerator, build)
     if strategy.kind == "deepspeed":
         return _under_zero(recipe, strategy, accelerator)
-    whole = build_model(recipe, accelerator.device)
+    whole = build(recipe, accelerator.device)
     model, optimizer = prepare_quietly(accelerator, whole, make_optimizer(whole, recipe))
     return Assembled(model, whole, optimizer)
 
 
-def _sharded(recipe: Recipe, strategy: Strategy, accelerator: Accelerator) -> Assembled:
+def _sharded(
+    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, build: Callable[..., nn.Module]
+) -> Assembled:
     """Rank 0 alone reads the weights, into host memory; every rank gets its part of each tensor.
 
     The decoder inside the adapters is what is called: peft calls its forward past the hooks that gather its weights.
     """
-    whole = _built_on_the_first(recipe)
+    whole = _built_on_the_first(recipe, build)
     plain_quantized_weights(whole)
     decoder = decoder_parts(whole)
     decoder.generation_config = _told_by_the_first(getattr(decoder, "generation_config", None))
@@ -91,11 +99,11 @@ def _under_zero(recipe: Recipe, strategy: Strategy, accelerator: Accelerator) ->
     return Assembled(engine, whole, optimizer, gathered_in=compute, engine=engine)
 
 
-def _built_on_the_first(recipe: Recipe) -> nn.Module:
+def _built_on_the_first(recipe: Recipe, build: Callable[..., nn.Module]) -> nn.Module:
     """The model, with its weights on rank 0 and without elsewhere; when rank 0 fails, so do all."""
     model, failure = None, None
     try:
-        model = build_model(recipe, torch.device("cpu" if dist.get_rank() == 0 else "meta"))
+        model = build(recipe, torch.device("cpu" if dist.get_rank() == 0 else "meta"))
     except FinetuneError as error:
         failure = error
     told = _told_by_the_first(None if failure is None else (type(failure), str(failure)))

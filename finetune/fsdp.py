@@ -56,13 +56,13 @@ def shard_model(
     """
     mesh = make_mesh(strategy, device)
     full = {name: tensor.detach() for name, tensor in _named_tensors(decoder)} if dist.get_rank() == 0 else {}
-    with _ties_kept(decoder):
+    with ties_kept(decoder):
         nn.Module.to(decoder, "meta")
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype and torch.float32)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if strategy.offloaded else OffloadPolicy()
     for unit, reshard in _units(decoder, strategy.reshard_after_forward):
         fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
-    with _ties_kept(decoder):
+    with ties_kept(decoder):
         _fill(decoder, full, device, on_host=strategy.offloaded)
 
 
@@ -93,7 +93,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextmanager
-def _ties_kept(module: nn.Module) -> Iterator[None]:
+def ties_kept(module: nn.Module) -> Iterator[None]:
     """Parameters that two modules share are shared afterwards too, though each was replaced."""
     first: dict[int, str] = {}
     ties = {}
@@ -103,10 +103,11 @@ def _ties_kept(module: nn.Module) -> Iterator[None]:
             ties[name] = owner
     yield
     for name, owner in ties.items():
-        _put(module, name, module.get_parameter(owner))
+        put(module, name, module.get_parameter(owner))
 
 
-def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+def put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Replace a parameter or buffer, by its dotted name."""
     path, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(path), leaf, tensor)
 
@@ -125,11 +126,11 @@ def _fill(whole: nn.Module, full: Mapping[str, Tensor], device: torch.device, *,
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-        _put(whole, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        put(whole, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
     for name, buffer in list(whole.named_buffers()):
         here = full[name].to(device) if name in full else torch.empty_like(buffer, device=device)
         dist.broadcast(here, src=0)
-        _put(whole, name, here)
+        put(whole, name, here)
 
 
 def _scattered(parameter: DTensor, full: Tensor | None, device: torch.device) -> Tensor:

@@ -63,12 +63,20 @@ class Phase:
 class Phases:
     """A stopwatch and a gauge; with `enabled=False` a `with` over it does nothing."""
 
-    def __init__(self, device: torch.device, enabled: bool, existing: Iterable[torch.Tensor] = ()) -> None:
-        """`existing` are tensors made before the first phase, to be counted from its start."""
+    def __init__(
+        self,
+        device: torch.device,
+        enabled: bool,
+        existing: Iterable[torch.Tensor] = (),
+        ledger: TensorBytes | None = None,
+    ) -> None:
+        """`existing` are tensors made before the first phase, to be counted from its start; a planner brings a
+        `ledger` that tells it of each storage."""
         self.device = device
         self.enabled = enabled
+        self.current = ""  # the phase that is being measured
         self._seen: dict[str, Phase] = {}
-        self._storages = TensorBytes(existing if enabled else ())
+        self._storages = ledger or TensorBytes(existing if enabled else ())
         self._traffic = Traffic()
 
     @contextmanager
@@ -81,10 +89,12 @@ class Phases:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self._storages.restart_peak()
+        self.current = name
         start = time.perf_counter()
         with _loading_in_this_thread(), self._storages.watch_resizes(), _Watch(self._storages, self._traffic):
             yield
         self._settle()
+        self.current = ""
         seconds = time.perf_counter() - start
         self._seen.setdefault(name, Phase()).add(seconds, self._memory(), self._traffic.take())
 
@@ -115,7 +125,8 @@ class Phases:
     def _memory(self) -> dict[str, int]:
         host = {"host_allocated": self._storages.live("cpu"), "host_peak": self._storages.peak("cpu")}
         if self.device.type != "cuda":
-            return {"allocated": host["host_allocated"], "peak": host["host_peak"], **host}
+            kind = self.device.type
+            return {"allocated": self._storages.live(kind), "peak": self._storages.peak(kind), **host}
         allocated, peak = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
         return {"allocated": allocated, "peak": peak, **host}
 

@@ -24,7 +24,7 @@ from finetune.zero_pieces import load_pieces, trained_pieces
 
 def save(recipe: Recipe, parts: Assembled, state: TrainState) -> None:
     """Write a checkpoint; every rank calls it and writes what it holds."""
-    tensors, keep = _held(parts), recipe.save_total_limit
+    tensors, keep = held(parts), recipe.save_total_limit
     write_checkpoint(Path(recipe.run_dir), state.step, tensors, state.as_json(), keep=keep, ranks=all_ranks())
 
 
@@ -42,7 +42,7 @@ def restore(recipe: Recipe, parts: Assembled, step: int) -> TrainState:
 def save_aside(recipe: Recipe, parts: Assembled) -> Path:
     """Write the present weights and optimizer state where no run looks for them; every rank calls it."""
     aside = Path(recipe.run_dir) / f"{ASIDE}worst-step"
-    return write_checkpoint(aside, 0, _held(parts), {}, keep=1, ranks=all_ranks())
+    return write_checkpoint(aside, 0, held(parts), {}, keep=1, ranks=all_ranks())
 
 
 def read_back(parts: Assembled, folder: Path) -> None:
@@ -54,7 +54,8 @@ def read_back(parts: Assembled, folder: Path) -> None:
         remove_folder(folder.parent.parent)
 
 
-def _held(parts: Assembled) -> dict[str, Any]:
+def held(parts: Assembled) -> dict[str, Any]:
+    """What this rank would write: group -> name -> tensor or piece."""
     if parts.engine is not None:
         return trained_pieces(parts.engine)
     reshard(parts.whole)

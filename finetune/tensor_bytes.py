@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 Key = int
+# Told of each change: the storage's number (counted from 0, never used again), its device, and its bytes from now on.
+Tell = Callable[[int, str, int], None]
 
 
 @dataclass
@@ -25,6 +27,7 @@ class _Storage:
     reference: weakref.ref[torch.UntypedStorage]  # kept, for its callback tells the end
     device: str
     nbytes: int
+    serial: int
 
 
 class TensorBytes:
@@ -34,7 +37,9 @@ class TensorBytes:
     reference to it ends with the storage, also when only C++ holds it: a tensor saved for backward, a gradient bucket.
     """
 
-    def __init__(self, existing: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, existing: Iterable[torch.Tensor] = (), tell: Tell | None = None) -> None:
+        self._tell = tell
+        self._seen = 0
         self._storages: dict[Key, _Storage] = {}
         # Storages may end in any thread and in the middle of any line here, so their ends are queued, not booked.
         self._ended: deque[Key] = deque()
@@ -74,7 +79,8 @@ class TensorBytes:
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = original(storage, size)
             ledger._book_ends()
-            ledger._count(storage)
+            known = ledger._storages.get(id(storage))
+            ledger._count(storage, storage.device.type if known is None else known.device)
             return result
 
         storage_class.resize_ = resize_
@@ -85,8 +91,8 @@ class TensorBytes:
 
     def _walk(self, values: Any) -> None:
         if isinstance(values, torch.Tensor):
-            for tensor in _parts(values):
-                self._count(tensor.untyped_storage())
+            for tensor in parts(values):
+                self._count(tensor.untyped_storage(), tensor.device.type)
         elif isinstance(values, list | tuple):
             for value in values:
                 self._walk(value)
@@ -94,40 +100,48 @@ class TensorBytes:
             for value in values.values():
                 self._walk(value)
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        device = storage.device.type
-        if device == "meta":  # fake and meta tensors hold nothing
+    def _count(self, storage: torch.UntypedStorage, device: str) -> None:
+        """`device` is the tensor's: the storage of a fake tensor is on meta, the tensor where it would be."""
+        if device == "meta":  # meta tensors hold nothing
             return
         known = self._storages.get(id(storage))
         nbytes = storage.nbytes()
         if known is None:
             reference = weakref.ref(storage, partial(_enqueue, self._ended, id(storage)))
-            self._storages[id(storage)] = _Storage(reference, device, nbytes)
-            self._add(device, nbytes)
+            self._storages[id(storage)] = _Storage(reference, device, nbytes, self._seen)
+            self._add(self._seen, device, nbytes, nbytes)
+            self._seen += 1
         elif known.nbytes != nbytes:
-            self._add(device, nbytes - known.nbytes)
+            self._add(known.serial, device, nbytes - known.nbytes, nbytes)
             known.nbytes = nbytes
 
-    def _add(self, device: str, nbytes: int) -> None:
-        live = self._live[device] = self._live.get(device, 0) + nbytes
+    def serial(self, storage: torch.UntypedStorage) -> int | None:
+        """The number of a live storage, None for one not seen yet."""
+        known = self._storages.get(id(storage))
+        return None if known is None else known.serial
+
+    def _add(self, serial: int, device: str, change: int, nbytes: int) -> None:
+        live = self._live[device] = self._live.get(device, 0) + change
         if live > self._peak.get(device, 0):
             self._peak[device] = live
+        if self._tell is not None:
+            self._tell(serial, device, nbytes)
 
     def _book_ends(self) -> None:
         while self._ended:
             gone = self._storages.pop(self._ended.popleft())
-            self._live[gone.device] -= gone.nbytes
+            self._add(gone.serial, gone.device, -gone.nbytes, 0)
 
 
 def _enqueue(queue: deque[Key], key: Key, _: weakref.ref[torch.UntypedStorage]) -> None:
     queue.append(key)
 
 
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors with storages of their own: of a wrapper (DTensor) its parts, of a sparse one none here."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
-            yield from _parts(getattr(tensor, name))
+            yield from parts(getattr(tensor, name))
     elif tensor.layout == torch.strided:
         yield tensor
