@@ -101,7 +101,7 @@ def _from_bitsandbytes(
 def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     """Have bitsandbytes make the state of these parameters, in its own pages and with its own code books, as its
     first step would; loading fills it in place. torch's optimizers take any tensor as state and are left alone."""
-    inner = _innermost(optimizer)
+    inner = innermost(optimizer)
     if not hasattr(inner, "init_state"):
         return
     wanted = {id(parameter) for parameter in parameters}
@@ -121,7 +121,7 @@ def once_stepped(optimizer: torch.optim.Optimizer, tell: Callable[[Counter[str]]
         hook.remove()
         tell(held_state(optimizer))
 
-    hook = _innermost(optimizer).register_step_post_hook(look)
+    hook = innermost(optimizer).register_step_post_hook(look)
 
 
 def held_state(optimizer: torch.optim.Optimizer) -> Counter[str]:
@@ -131,7 +131,7 @@ def held_state(optimizer: torch.optim.Optimizer) -> Counter[str]:
     keeps them elsewhere (on disk) holds none.
     """
     count: Counter[str] = Counter()
-    for parameter, state in _innermost(optimizer).state.items():
+    for parameter, state in innermost(optimizer).state.items():
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.ndim:
                 local = value.to_local() if isinstance(value, DTensor) else value
@@ -149,7 +149,7 @@ def formats(held: Counter[str]) -> str:
     return ", ".join(name for name, _ in held.most_common()) or "none"
 
 
-def _innermost(optimizer: torch.optim.Optimizer) -> Any:
+def innermost(optimizer: torch.optim.Optimizer) -> Any:
     """The optimizer that holds the state, inside Accelerate's wrapper and an engine's own."""
     inner: Any = optimizer
     while hasattr(inner, "optimizer"):

@@ -94,9 +94,9 @@ class Phases:
         with _loading_in_this_thread(), self._storages.watch_resizes(), _Watch(self._storages, self._traffic):
             yield
         self._settle()
-        self.current = ""
         seconds = time.perf_counter() - start
         self._seen.setdefault(name, Phase()).add(seconds, self._memory(), self._traffic.take())
+        self.current = ""
 
     def take(self) -> dict[str, Phase]:
         """What was measured since the last call."""

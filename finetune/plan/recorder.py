@@ -1,0 +1,164 @@
+"""Fills a timeline while the trainer's step runs: what each new storage is for, by the operation and the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
+
+from finetune.phases import Phases
+from finetune.plan.timeline import Event, Timeline
+from finetune.tensor_bytes import TensorBytes, parts
+
+# Made by an operation of these libraries, whatever module calls it.
+BY_NAMESPACE = {"fsdp": "communication buffers", "bitsandbytes": "quantisation workspace"}
+COLLECTIVES = ("c10d", "_c10d_functional")
+WEIGHTS = ("parameters", "gathered layers")
+
+
+class Recorder:
+    """Ledger, phases and dispatch mode that write one timeline.
+
+    `phases` is the trainer's own; it runs the ledger, the ledger tells of each storage. Whatever a collective works on
+    that has no better name is a communication buffer; what FSDP2 frees and refills is a gathered layer.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.timeline = Timeline()
+        self.ledger = TensorBytes(tell=self._changed)
+        self.phases = Phases(device, enabled=True, ledger=self.ledger)
+        self.operation: Any = None
+        self.of_weights = False  # the running operation casts a weight
+        self._fixed: set[int] = set()  # storages whose component is certain
+        self._early: dict[int, str] = {}  # of storages not seen yet, by identity
+        self._stack: list[str] = []
+        self._latest = ""  # module of the latest step into or out of one
+        self._place: dict[tuple[str, str], int] = {}
+        self._names: dict[int, str] = {}
+        self._head: str | None = None
+
+    def mark(self, tensors: Iterable[torch.Tensor | None], component: str, *, certain: bool = True) -> None:
+        """These tensors' storages are `component`; what is certain is not marked over by what is not."""
+        for tensor in tensors:
+            for part in () if tensor is None else parts(tensor):
+                storage = part.untyped_storage()
+                serial = self.ledger.serial(storage)
+                if serial is None:
+                    self._early[id(storage)] = component
+                elif certain or serial not in self._fixed:
+                    self.timeline.components[serial] = component
+                    if certain:
+                        self._fixed.add(serial)
+
+    def component(self, tensor: torch.Tensor) -> str | None:
+        """What a tensor's storage is known to be; None for one not seen yet."""
+        for part in parts(tensor):
+            serial = self.ledger.serial(part.untyped_storage())
+            return None if serial is None else self.timeline.components[serial]
+        return None
+
+    def begin_operation(self, operation: Any, args: tuple[Any, ...]) -> None:
+        """An operation is about to run on these arguments, which are live while it does."""
+        self.operation, self.of_weights = operation, False
+        self._early.clear()
+        namespace = operation.namespace
+        if namespace in COLLECTIVES:
+            self.mark(_tensors(args), "communication buffers", certain=False)
+        elif namespace == "fsdp" and "chunk_cat" in str(operation):
+            self.mark(_tensors(args[0]), "unsharded gradients", certain=False)
+        elif str(operation) == "aten._to_copy.default":
+            self.of_weights = self.component(args[0]) in WEIGHTS
+
+    @contextmanager
+    def modules(self, whole: nn.Module, head: nn.Module | None) -> Iterator[None]:
+        """Follow which module runs, forward and backward, while the block runs."""
+        self._names = {id(module): name for name, module in whole.named_modules()}
+        self._head = None if head is None else self._names[id(head)]
+        hooks = [
+            register_module_forward_pre_hook(self._entered),
+            register_module_forward_hook(self._left, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _entered(self, module: nn.Module, _: Any) -> None:
+        name = self._names.get(id(module), self._stack[-1] if self._stack else "")
+        self._stack.append(name)
+        self._latest = name
+
+    def _left(self, module: nn.Module, _: Any, output: Any) -> None:
+        name = self._stack.pop()
+        self._latest = self._stack[-1] if self._stack else name
+        if self.phases.current == "forward":
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._backward_of(name))
+
+    def _backward_of(self, name: str) -> Callable[[torch.Tensor], None]:
+        def reached(_: torch.Tensor) -> None:
+            self._latest = name
+
+        return reached
+
+    def _changed(self, serial: int, device: str, nbytes: int) -> None:
+        timeline = self.timeline
+        if serial == len(timeline.devices):
+            timeline.devices.append(device)
+            timeline.components.append(self._guess())
+        elif nbytes and serial not in self._fixed:  # resized
+            timeline.components[serial] = "gathered layers"
+            self._fixed.add(serial)
+        key = (self.phases.current, self._latest)
+        if key not in self._place:
+            self._place[key] = len(timeline.places)
+            timeline.places.append(key)
+        timeline.events.append(Event(serial, nbytes, self._place[key]))
+
+    def _guess(self) -> str:
+        phase = self.phases.current
+        if self.operation is None or phase not in ("forward", "backward"):
+            return "other"
+        namespace = self.operation.namespace
+        if namespace in BY_NAMESPACE:
+            return BY_NAMESPACE[namespace]
+        if namespace in COLLECTIVES:
+            return "communication buffers"
+        if self.of_weights:
+            return "cast weights"
+        if self._stack:  # a forward is running: the first, or its recomputation
+            return "logits and loss" if self._stack[-1] == self._head else "activations"
+        return "backward workspace" if phase == "backward" else "other"
+
+
+class Tagging(TorchDispatchMode):
+    """Tells the recorder which operation runs; stands below the phases' own mode, so that it is told first."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no constructor here
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):  # a wrapper: its parts come back here
+            return NotImplemented
+        self._recorder.begin_operation(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors(list(values.values()))

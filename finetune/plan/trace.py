@@ -1,0 +1,152 @@
+"""One training, from loading to saving, on tensors without data: its timeline.
+
+`assemble` and `optimizer_step` are the trainer's own; nothing of the model, the loss, the optimizer or the step is
+written a second time here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from finetune.assemble import Assembled, assemble
+from finetune.batches import MicroBatch, prefetch
+from finetune.conversations import IGNORE
+from finetune.launcher import Launch
+from finetune.loop import optimizer_step
+from finetune.model import decoder_parts
+from finetune.optimizer import innermost
+from finetune.phases import Phase
+from finetune.plan.dataless import dataless_build, no_data, without_data
+from finetune.plan.recorder import Recorder, Tagging
+from finetune.plan.timeline import Timeline
+from finetune.recipe import Recipe
+from finetune.runtime import build_accelerator, holding_back
+from finetune.save_restore import held
+from finetune.strategy import Strategy
+
+STEPS = 2  # the optimizer's state is made at the end of the first, so it is beside everything in the second
+# Set by Accelerate for its own plugins, and read again by the next Accelerator of this process.
+PLUGIN_SETTINGS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a trace leaves: the record, and what the trainer's own measurement says of it."""
+
+    timeline: Timeline
+    measured: dict[str, Phase]
+    device: str
+
+
+def trace(
+    recipe: Recipe, strategy: Strategy, batches: Sequence[MicroBatch], *, ranks: int = 1, device: str = "cpu"
+) -> Traced:
+    """The timeline of rank 0 of `ranks`: load, two optimizer steps over `batches` each, save.
+
+    Only strategies whose engine is torch: one process, and FSDP2. Process-wide state of Accelerate and of torch's
+    process groups is made for the trace and taken away, so it is not for a process that trains.
+    """
+    build = dataless_build(recipe, whole_quantized=strategy.kind != "fsdp")
+    supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
+    with _accelerator(recipe, strategy, ranks, device) as accelerator, no_data(float(supervised)) as mode:
+        recorder = Recorder(accelerator.device)
+        with Tagging(recorder):
+            with recorder.phases("load"):
+                parts = assemble(recipe, strategy, accelerator, build)
+            recorder.mark(_weights(parts), "parameters")
+            parts.model.train()
+            stream = [without_data(mode, batch) for batch in batches]
+            with recorder.modules(parts.whole, decoder_parts(parts.whole).get_output_embeddings()):
+                for _ in range(STEPS):
+                    _step(recipe, strategy, accelerator, parts, recorder, stream, supervised)
+            with recorder.phases("save"):
+                _save(parts, accelerator.device)
+        return Traced(recorder.timeline, recorder.phases.take(), accelerator.device.type)
+
+
+def _step(
+    recipe: Recipe,
+    strategy: Strategy,
+    accelerator: Accelerator,
+    parts: Assembled,
+    recorder: Recorder,
+    batches: Sequence[MicroBatch],
+    supervised: int,
+) -> None:
+    def note_gradients(*_: Any) -> None:
+        recorder.mark((parameter.grad for parameter in parts.whole.parameters()), "gradients")
+
+    handle = innermost(parts.optimizer).register_step_pre_hook(note_gradients)
+    optimizer_step(
+        accelerator,
+        parts.model,
+        parts.optimizer,
+        prefetch(batches, accelerator.device, recipe.training.non_blocking),
+        micro_steps=len(batches),
+        # Values read to the host are all this number, so the count of every rank together is it too.
+        supervised_tokens=supervised,
+        max_grad_norm=recipe.training.max_grad_norm,
+        seed=recipe.training.seed,
+        stop=False,
+        phases=recorder.phases,
+        hold=holding_back(accelerator, strategy, parts.model),
+    )
+    handle.remove()
+    recorder.mark(_state(parts), "optimizer state")
+
+
+def _weights(parts: Assembled) -> Iterator[torch.Tensor]:
+    yield from parts.whole.parameters()
+    yield from parts.whole.buffers()
+
+
+def _state(parts: Assembled) -> Iterator[torch.Tensor]:
+    for state in parts.optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _save(parts: Assembled, device: torch.device) -> None:
+    """What a checkpoint takes beside what is there: safetensors copies a group to host memory before it writes it."""
+    for tensors in held(parts).values():
+        local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors.values()]
+        copies = [tensor.contiguous().to("cpu") for tensor in local]
+        del copies
+
+
+@contextmanager
+def _accelerator(recipe: Recipe, strategy: Strategy, ranks: int, device: str) -> Iterator[Accelerator]:
+    """The trainer's Accelerator for rank 0 of so many, which speak to nobody."""
+    assert strategy.kind in ("single", "fsdp"), f"{strategy.name} cannot be traced"
+    before = dict(os.environ)
+    for name in PLUGIN_SETTINGS:
+        os.environ.pop(name, None)
+    AcceleratorState._reset_state(reset_partial_state=True)  # as accelerate's own tests do
+    ranks = ranks if strategy.kind == "fsdp" else 1
+    if strategy.kind == "fsdp":
+        _pretend_ranks(ranks)
+    launch = Launch((), None, None, True, ranks, 0, on_cpu=device == "cpu", local_world_size=ranks)
+    try:
+        yield build_accelerator(recipe, strategy, launch)
+    finally:
+        if strategy.kind == "fsdp":
+            dist.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _pretend_ranks(ranks: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public fake process group
+
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())

@@ -1,0 +1,182 @@
+"""The same training twice: tracked on real CPU tensors, and planned on tensors that hold no data.
+
+As a program, one gloo rank that tracks many:  python tests/planned.py FOLDER STRATEGY LINE [LINE ...]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from finetune.assemble import assemble
+from finetune.batches import MicroBatch, prefetch
+from finetune.launcher import Launch
+from finetune.loop import optimizer_step
+from finetune.phases import Phases
+from finetune.plan.trace import STEPS, trace
+from finetune.recipe import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
+from finetune.run import TrainState
+from finetune.runtime import build_accelerator, holding_back
+from finetune.save_restore import save
+from finetune.strategy import read_strategy
+from tests.tiny import flat_batch, save_tiny
+
+ROOT = Path(__file__).resolve().parent.parent
+PHASES = ("load", "forward", "backward", "step", "save")
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {"mixed_precision": "no"},
+    "bf16": {"mixed_precision": "bf16"},
+    "pure_bf16": {"mixed_precision": "bf16", "pure_bf16": True},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration."""
+
+    method: str  # full | lora | qlora
+    precision: str
+    checkpointing: int  # 0 none, 1 full, n every n-th layer
+    packed: bool
+    tied: bool
+    micro_steps: int
+
+    def __str__(self) -> str:
+        rest = "packed" * self.packed or "padded", "tied" * self.tied or "untied", self.micro_steps
+        return "-".join(map(str, (self.method, self.precision, self.checkpointing, *rest)))
+
+    def recipe(self, folder: Path) -> Recipe:
+        return Recipe(
+            model=ModelSection(
+                name_or_path=str(folder / ("tied" if self.tied else "untied")),
+                attention="auto" if self.packed else "sdpa",
+            ),
+            quantization=Quantization(load_in_4bit=True) if self.method == "qlora" else None,
+            lora=None if self.method == "full" else Lora(r=4),
+            data=Data(train=[DataSet(path="json", data_files="unused.jsonl")]),
+            training=Training(activation_checkpointing=self.checkpointing or False, **PRECISIONS[self.precision]),
+            output_dir=str(folder / "runs" / f"{self}-{os.environ.get('WORLD_SIZE', 1)}"),
+        )
+
+    def batches(self) -> list[MicroBatch]:
+        lengths = ((7, 12), (30, 9))[: self.micro_steps]
+        return [flat_batch(some) if self.packed else padded_batch(some) for some in lengths]  # type: ignore[misc]
+
+
+def cases(methods: Sequence[str] = ("full", "lora", "qlora")) -> list[Case]:
+    """The grid; the number of micro-batches alternates."""
+    grid = product(methods, PRECISIONS, (0, 1, 2), (True, False), (True, False))
+    return [Case(*axes, micro_steps=1 + index % 2) for index, axes in enumerate(grid)]
+
+
+def padded_batch(lengths: Sequence[int]) -> dict[str, Any]:
+    """A row a document, padded to the longest; all is learned."""
+    width = max(lengths)
+    ids = torch.full((len(lengths), width), 5)
+    return {"input_ids": ids, "position_ids": torch.arange(width).expand(ids.shape).clone(), "shift_labels": ids}
+
+
+def models(folder: Path) -> Path:
+    """The two models of the grid."""
+    for name in ("tied", "untied"):
+        save_tiny(folder / name, tie_word_embeddings=name == "tied", num_hidden_layers=3)
+    return folder
+
+
+def planned(case: Case, folder: Path, strategy: str = "single", ranks: int = 1) -> dict[str, tuple[int, int]]:
+    """Peak and final bytes by phase, as the timeline has them; it agrees with the ledger that wrote it."""
+    done = trace(case.recipe(folder), read_strategy(strategy), case.batches(), ranks=ranks)
+    found = {name: (phase.peak.nbytes, phase.end_bytes) for name, phase in done.timeline.phases("cpu").items()}
+    assert found == {name: (phase.peak_bytes, phase.allocated_bytes) for name, phase in done.measured.items()}
+    return found
+
+
+def tracked(case: Case, folder: Path, strategy: str = "single") -> dict[str, tuple[int, int]]:
+    """The same of a real training, by the trainer's own measurement."""
+    recipe, ways = case.recipe(folder), read_strategy(strategy)
+    AcceleratorState._reset_state(reset_partial_state=True)  # as accelerate's own tests do
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    launch = Launch((), None, None, True, ranks, rank, on_cpu=True, local_rank=rank, local_world_size=ranks)
+    accelerator: Accelerator = build_accelerator(recipe, ways, launch)
+    phases = Phases(accelerator.device, enabled=True)
+    with phases("load"):
+        parts = assemble(recipe, ways, accelerator)
+    parts.model.train()
+    batches = case.batches()
+    supervised = ranks * sum(int((batch["shift_labels"] != -100).sum()) for batch in batches)
+    for _ in range(STEPS):
+        optimizer_step(
+            accelerator,
+            parts.model,
+            parts.optimizer,
+            prefetch(batches, accelerator.device, non_blocking=True),
+            micro_steps=len(batches),
+            supervised_tokens=supervised,
+            max_grad_norm=1.0,
+            seed=42,
+            stop=False,
+            phases=phases,
+            hold=holding_back(accelerator, ways, parts.model),
+        )
+    with phases("save"):
+        save(recipe, parts, TrainState(step=STEPS))
+    return {name: (phase.peak_bytes, phase.allocated_bytes) for name, phase in phases.take().items()}
+
+
+def tracked_on_two_ranks(some: Sequence[Case], folder: Path, strategy: str) -> list[dict[str, tuple[int, int]]]:
+    """By two gloo processes; what rank 0 tracked of each case."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    lines = [json.dumps(asdict(case)) for case in some]
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__, str(folder), strategy, *lines],
+            env=os.environ | own | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=900) for rank in ranks]
+    told = [line.removeprefix("tracked ") for line in said[0][0].splitlines() if line.startswith("tracked ")]
+    assert len(told) == len(some), said[0][1][-4000:] + said[1][1][-4000:]
+    return [{name: tuple(pair) for name, pair in json.loads(line).items()} for line in told]
+
+
+def differences(planned_here: dict[str, Any], tracked_here: dict[str, Any]) -> Iterator[str]:
+    """What differs, to the byte. Reading a file makes temporaries of its own, so of load only the end is held."""
+    assert list(planned_here) == list(tracked_here) == list(PHASES)
+    for name in PHASES:
+        there, here = tracked_here[name], planned_here[name]
+        if there[1] != here[1] or (name != "load" and there[0] != here[0]):
+            yield f"{name}: tracked {there}, planned {here}"
+
+
+def main(words: Sequence[str]) -> None:
+    folder, strategy, *lines = words
+    for line in lines:
+        found = tracked(Case(**json.loads(line)), Path(folder), strategy)
+        print("tracked", json.dumps(found), flush=True)
+        torch.distributed.destroy_process_group()
+        # Each training meets at a port of its own: the last one's may still be held.
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
