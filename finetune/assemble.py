@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from finetune.errors import FinetuneError
-from finetune.fsdp import gathered, reshard, shard_model
+from finetune.fsdp import gathered, make_mesh, reshard, shard_model
 from finetune.model import build_model, decoder_parts
 from finetune.optimizer import make_optimizer
 from finetune.quantized import plain_quantized_weights
@@ -46,14 +47,19 @@ class Assembled:
 
 
 def assemble(
-    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, build: Callable[..., nn.Module] = build_model
+    recipe: Recipe,
+    strategy: Strategy,
+    accelerator: Accelerator,
+    build: Callable[..., nn.Module] = build_model,
+    mesh: DeviceMesh | None = None,
 ) -> Assembled:
     """Model and optimizer of a run, before any checkpoint. Raises what `build_model` raises, on all ranks.
 
-    A planner brings a `build` of its own: the same model on tensors without data.
+    A planner brings a `build` of its own, which gives the same model on tensors without data, and the ranks' `mesh`,
+    which cannot be made of such.
     """
     if strategy.kind == "fsdp":
-        return _sharded(recipe, strategy, accelerator, build)
+        return _sharded(recipe, strategy, accelerator, build, mesh or make_mesh(strategy, accelerator.device))
     if strategy.kind == "deepspeed":
         return _under_zero(recipe, strategy, accelerator)
     whole = build(recipe, accelerator.device)
@@ -62,7 +68,7 @@ def assemble(
 
 
 def _sharded(
-    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, build: Callable[..., nn.Module]
+    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, build: Callable[..., nn.Module], mesh: DeviceMesh
 ) -> Assembled:
     """Rank 0 alone reads the weights, into host memory; every rank gets its part of each tensor.
 
@@ -73,7 +79,7 @@ def _sharded(
     decoder = decoder_parts(whole)
     decoder.generation_config = _told_by_the_first(getattr(decoder, "generation_config", None))
     compute = COMPUTE[recipe.training.mixed_precision]
-    shard_model(decoder, strategy, accelerator.device, compute)
+    shard_model(decoder, strategy, mesh, accelerator.device, compute)
     optimizer = make_optimizer(whole, recipe)
     groups = [list(group["params"]) for group in optimizer.param_groups]
     model, prepared = prepare_quietly(accelerator, decoder, optimizer)

@@ -45,19 +45,23 @@ def make_mesh(strategy: Strategy, device: torch.device) -> DeviceMesh:
 
 
 def shard_model(
-    decoder: PreTrainedModel, strategy: Strategy, device: torch.device, compute_dtype: torch.dtype | None
+    decoder: PreTrainedModel,
+    strategy: Strategy,
+    mesh: DeviceMesh,
+    device: torch.device,
+    compute_dtype: torch.dtype | None,
 ) -> None:
     """Shard a model in place and fill it from rank 0, whose weights lie in host memory; elsewhere they are on meta.
 
     Args:
         decoder: The transformers model, adapters in its layers; the same structure on every rank.
+        mesh: From `make_mesh`.
         device: Of the computation. Under CPU offload the shards stay in host memory.
         compute_dtype: Weights are gathered in it, gradients reduced in float32; None leaves each tensor as it is.
     """
-    mesh = make_mesh(strategy, device)
     full = {name: tensor.detach() for name, tensor in _named_tensors(decoder)} if dist.get_rank() == 0 else {}
     with ties_kept(decoder):
-        nn.Module.to(decoder, "meta")
+        _empty(decoder)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype and torch.float32)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if strategy.offloaded else OffloadPolicy()
     for unit, reshard in _units(decoder, strategy.reshard_after_forward):
@@ -90,6 +94,15 @@ def _units(decoder: PreTrainedModel, reshard: bool) -> Iterator[tuple[nn.Module,
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
+
+
+def _empty(module: nn.Module) -> None:
+    """Move to meta. Not by `Module.to`, which torch 2.13 cannot do to a planner's tensors without data."""
+    for name, parameter in list(module.named_parameters()):
+        hollow = torch.empty_like(parameter.detach(), device="meta")
+        put(module, name, nn.Parameter(hollow, requires_grad=parameter.requires_grad))
+    for name, buffer in list(module.named_buffers()):
+        put(module, name, torch.empty_like(buffer, device="meta"))
 
 
 @contextmanager

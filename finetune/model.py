@@ -246,16 +246,16 @@ def checkpoint_layers(model: PreTrainedModel, every: int) -> None:
 
 def _adapters_as_elsewhere(adapted: nn.Module) -> None:
     """Give adapters on meta the number format that peft gives those of a rank with weights: of the weight beside them,
-    as it is stored. peft 0.21 leaves meta out, and ranks would disagree on their shards."""
+    or what a 4-bit layer computes in. peft 0.21 leaves meta out, and ranks would disagree on their shards."""
     for layer in adapted.modules():
         if not isinstance(layer, BaseTunerLayer):
             continue
-        weight: Any = layer.get_base_layer().weight
-        stored = getattr(weight, "quant_storage", weight.dtype)
-        if weight.device.type == "meta" and stored.is_floating_point:
+        base: Any = layer.get_base_layer()
+        dtype = getattr(base, "compute_dtype", base.weight.dtype)
+        if base.weight.device.type == "meta" and dtype.is_floating_point:
             for name, parameter in layer.named_parameters():
                 if parameter.requires_grad and not name.startswith("base_layer."):
-                    parameter.data = parameter.data.to(stored)
+                    parameter.data = parameter.data.to(dtype)
 
 
 def _add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool) -> nn.Module:

@@ -88,8 +88,8 @@ class Phases:
         self._settle()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        self._storages.restart_peak()
         self.current = name
+        self._storages.restart_peak()
         start = time.perf_counter()
         with _loading_in_this_thread(), self._storages.watch_resizes(), _Watch(self._storages, self._traffic):
             yield

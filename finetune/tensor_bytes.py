@@ -19,6 +19,8 @@ import torch
 
 Key = int
 # Told of each change: the storage's number (counted from 0, never used again), its device, and its bytes from now on.
+# Number NONE says that a phase begins.
+NONE = -1
 Tell = Callable[[int, str, int], None]
 
 
@@ -38,6 +40,7 @@ class TensorBytes:
     """
 
     def __init__(self, existing: Iterable[torch.Tensor] = (), tell: Tell | None = None) -> None:
+        self.fake_mode: Any = None  # a planner's: then its tensors are counted, and no others
         self._tell = tell
         self._seen = 0
         self._storages: dict[Key, _Storage] = {}
@@ -65,6 +68,8 @@ class TensorBytes:
         """Begin a phase."""
         self._book_ends()
         self._peak = dict(self._live)
+        if self._tell is not None:
+            self._tell(NONE, "", 0)
 
     @contextmanager
     def watch_resizes(self) -> Iterator[None]:
@@ -92,7 +97,9 @@ class TensorBytes:
     def _walk(self, values: Any) -> None:
         if isinstance(values, torch.Tensor):
             for tensor in parts(values):
-                self._count(tensor.untyped_storage(), tensor.device.type)
+                # DTensor asks fakes of its own what shapes an operation would give; those hold nothing.
+                if getattr(tensor, "fake_mode", None) is self.fake_mode:
+                    self._count(tensor.untyped_storage(), tensor.device.type)
         elif isinstance(values, list | tuple):
             for value in values:
                 self._walk(value)
@@ -142,6 +149,8 @@ def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
-            yield from parts(getattr(tensor, name))
+            inner = getattr(tensor, name)
+            if isinstance(inner, torch.Tensor):  # torch 2.13 names a DTensor's mesh here too
+                yield from parts(inner)
     elif tensor.layout == torch.strided:
         yield tensor

@@ -7,13 +7,17 @@ one would give, without computing it. So a 405B model's step runs on a laptop.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # torch's documentation names it by this path alone
+from torch.distributed.tensor import _sharding_prop
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from transformers import masking_utils
 
 from finetune.batches import MicroBatch
 from finetune.fsdp import put, ties_kept
@@ -38,11 +42,27 @@ class _HostReads(TorchDispatchMode):
 
 
 @contextmanager
-def no_data(host_reads: float) -> Iterator[FakeTensorMode]:
-    """Every tensor made in the block is without data, and every value read to the host is `host_reads`."""
+def no_data(host_reads: float, *, masks: bool) -> Iterator[FakeTensorMode]:
+    """Every tensor made in the block is without data, and every value read to the host is `host_reads`, not 0.
+
+    transformers reads from position ids whether a row has several documents and, where it cannot, builds the mask that
+    several need; `masks` tells it. Names of libraries that are not documented: tests/test_planned.py watches both.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=False)
-    with mode, _HostReads(host_reads):
+    # DTensor asks what shapes an operation gives by running it on fakes: on its own then, so that they are not counted.
+    patches = [
+        mock.patch.object(masking_utils, "is_tracing", lambda *_: masks),
+        mock.patch.object(_sharding_prop, "detect_fake_mode", lambda *_: None),
+    ]
+    with ExitStack() as stack:
+        for each in (*patches, mode, _HostReads(host_reads)):
+            stack.enter_context(each)
         yield mode
+
+
+def has_joined_documents(batch: MicroBatch) -> bool:
+    """Whether some row's positions start again: it has several documents, or is padded."""
+    return bool((batch["position_ids"].diff(dim=1) != 1).any())
 
 
 def dataless_build(recipe: Recipe, *, whole_quantized: bool) -> Callable[..., nn.Module]:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # torch documents th
 
 from finetune.phases import Phases
 from finetune.plan.timeline import Event, Timeline
-from finetune.tensor_bytes import TensorBytes, parts
+from finetune.tensor_bytes import NONE, TensorBytes, parts
 
 # Made by an operation of these libraries, whatever module calls it.
 BY_NAMESPACE = {"fsdp": "communication buffers", "bitsandbytes": "quantisation workspace"}
@@ -28,9 +28,10 @@ class Recorder:
     that has no better name is a communication buffer; what FSDP2 frees and refills is a gathered layer.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, fake_mode: Any = None) -> None:
         self.timeline = Timeline()
         self.ledger = TensorBytes(tell=self._changed)
+        self.ledger.fake_mode = fake_mode
         self.phases = Phases(device, enabled=True, ledger=self.ledger)
         self.operation: Any = None
         self.of_weights = False  # the running operation casts a weight
@@ -110,7 +111,9 @@ class Recorder:
 
     def _changed(self, serial: int, device: str, nbytes: int) -> None:
         timeline = self.timeline
-        if serial == len(timeline.devices):
+        if serial == NONE:
+            self._latest = ""
+        elif serial == len(timeline.devices):
             timeline.devices.append(device)
             timeline.components.append(self._guess())
         elif nbytes and serial not in self._fixed:  # resized

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from finetune.tensor_bytes import NONE
+
 COMPONENTS = (
     "parameters",
     "gradients",  # as the optimizer sees them: of shards where the strategy shards
@@ -30,7 +32,7 @@ COMPONENTS = (
 class Event(NamedTuple):
     """A storage has so many bytes from now on; 0 is its end."""
 
-    storage: int
+    storage: int  # NONE: a phase begins
     nbytes: int
     place: int  # index into Timeline.places
 
@@ -60,6 +62,16 @@ class PhaseMemory:
         return sum(self.end.values())
 
 
+class Moment(NamedTuple):
+    """After one event on one device."""
+
+    event: int
+    phase: str
+    module: str
+    begins: bool  # the phase; nothing changed
+    live: dict[str, int]  # by component; one dict for all moments
+
+
 @dataclass
 class Timeline:
     """The events of a trace and what is known of its storages."""
@@ -69,39 +81,31 @@ class Timeline:
     devices: list[str] = field(default_factory=list)  # of each storage
     components: list[str] = field(default_factory=list)  # of each storage
 
-    def replay(self, device: str) -> Iterator[tuple[int, str, str, dict[str, int]]]:
-        """After each event on `device`: its index, phase, module, and live bytes by component (one dict, updated)."""
+    def replay(self, device: str) -> Iterator[Moment]:
+        """Each change on `device`, and the beginning of each phase."""
         live: dict[str, int] = {}
         held: dict[int, int] = {}
         for index, (storage, nbytes, place) in enumerate(self.events):
-            if self.devices[storage] != device:
+            if storage != NONE and self.devices[storage] != device:
                 continue
-            component = self.components[storage]
-            live[component] = live.get(component, 0) + nbytes - held.get(storage, 0)
-            held[storage] = nbytes
-            yield index, *self.places[place], live
+            if storage != NONE:
+                component = self.components[storage]
+                live[component] = live.get(component, 0) + nbytes - held.get(storage, 0)
+                held[storage] = nbytes
+            yield Moment(index, *self.places[place], storage == NONE, live)
 
     def phases(self, device: str) -> dict[str, PhaseMemory]:
         """Each phase's peak and end on `device`, in order of first appearance."""
-        found: dict[str, PhaseMemory] = {}
-        best: dict[str, tuple[int, dict[str, int], str, int]] = {}
-        before: dict[str, int] = {}
-        total, running = 0, ""
-        for index, phase, module, live in self.replay(device):
-            if phase and phase != running:  # what was live when the phase began belongs to it
-                best[phase] = max(best.get(phase, (-1, {}, "", -1)), (total, before, module, index - 1), key=_bytes)
-            running = phase
-            total = sum(live.values())
-            if phase and total > best[phase][0]:
-                best[phase] = total, _parts(live), module, index
-            before = _parts(live)
-            if phase:
-                found[phase] = PhaseMemory(Peak(), before)
-        return {name: PhaseMemory(Peak(*best[name]), memory.end) for name, memory in found.items()}
-
-
-def _bytes(candidate: tuple[int, dict[str, int], str, int]) -> int:
-    return candidate[0]
+        best: dict[str, Peak] = {}
+        ends: dict[str, dict[str, int]] = {}
+        for moment in self.replay(device):
+            name, total = moment.phase, sum(moment.live.values())
+            # The first moment of a phase is its beginning: what ended before it is gone, the rest belongs to it.
+            if name and (name not in best or total > best[name].nbytes) and (moment.begins or name in best):
+                best[name] = Peak(total, _parts(moment.live), moment.module, moment.event)
+            if name:
+                ends[name] = _parts(moment.live)
+        return {name: PhaseMemory(peak, ends[name]) for name, peak in best.items()}
 
 
 def _parts(live: dict[str, int]) -> dict[str, int]:

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 
 from finetune.assemble import Assembled, assemble
 from finetune.batches import MicroBatch, prefetch
 from finetune.conversations import IGNORE
+from finetune.fsdp import make_mesh
 from finetune.launcher import Launch
 from finetune.loop import optimizer_step
 from finetune.model import decoder_parts
 from finetune.optimizer import innermost
 from finetune.phases import Phase
-from finetune.plan.dataless import dataless_build, no_data, without_data
+from finetune.plan.dataless import dataless_build, has_joined_documents, no_data, without_data
 from finetune.plan.recorder import Recorder, Tagging
 from finetune.plan.timeline import Timeline
 from finetune.recipe import Recipe
@@ -57,11 +58,14 @@ def trace(
     """
     build = dataless_build(recipe, whole_quantized=strategy.kind != "fsdp")
     supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
-    with _accelerator(recipe, strategy, ranks, device) as accelerator, no_data(float(supervised)) as mode:
-        recorder = Recorder(accelerator.device)
+    masks = any(has_joined_documents(batch) for batch in batches)
+    with _accelerator(recipe, strategy, ranks, device) as accelerator, ExitStack() as inside:
+        mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
+        mode = inside.enter_context(no_data(float(supervised), masks=masks))
+        recorder = Recorder(accelerator.device, mode)
         with Tagging(recorder):
             with recorder.phases("load"):
-                parts = assemble(recipe, strategy, accelerator, build)
+                parts = assemble(recipe, strategy, accelerator, build, mesh)
             recorder.mark(_weights(parts), "parameters")
             parts.model.train()
             stream = [without_data(mode, batch) for batch in batches]
@@ -135,7 +139,11 @@ def _accelerator(recipe: Recipe, strategy: Strategy, ranks: int, device: str) ->
         _pretend_ranks(ranks)
     launch = Launch((), None, None, True, ranks, 0, on_cpu=device == "cpu", local_world_size=ranks)
     try:
-        yield build_accelerator(recipe, strategy, launch)
+        accelerator = build_accelerator(recipe, strategy, launch)
+        if device == "cpu":
+            # Among ranks it is "cpu:0", which tensors without data do not take for "cpu".
+            PartialState().device = accelerator.state.device = torch.device("cpu")
+        yield accelerator
     finally:
         if strategy.kind == "fsdp":
             dist.destroy_process_group()
