@@ -1,0 +1,77 @@
+"""Planned on tensors without data equals tracked on real ones, to the byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetune.plan.timeline import COMPONENTS
+from finetune.plan.trace import trace
+from finetune.strategy import read_strategy
+from tests.planned import PHASES, Case, cases, differences, models, planned, tracked, tracked_on_two_ranks
+
+ALL = cases()
+TWO_RANKS = cases(("full", "lora"))
+SAMPLE = [
+    Case("full", "bf16", 0, packed=True, tied=False, micro_steps=2),
+    Case("lora", "bf16", 2, packed=False, tied=True, micro_steps=1),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models(tmp_path_factory.mktemp("planned"))
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_a_sample_is_planned_to_the_byte(case: Case, folder: Path) -> None:
+    assert list(differences(planned(case, folder), tracked(case, folder))) == []
+
+
+@pytest.mark.slow
+def test_every_configuration_is_planned_to_the_byte(folder: Path) -> None:
+    assert len(ALL) == 108
+    wrong = {str(case): list(differences(planned(case, folder), tracked(case, folder))) for case in ALL}
+    assert {case: found for case, found in wrong.items() if found} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2"])
+def test_two_ranks_are_planned_to_the_byte(strategy: str, folder: Path) -> None:
+    some = TWO_RANKS[::3]
+    assert len(some) == 24
+    real = tracked_on_two_ranks(some, folder, strategy)
+    # When they save, ranks tell each other in pickled bytes what they wrote.
+    phases = PHASES[:-1]
+    found = {
+        str(case): list(differences(planned(case, folder, strategy, 2), there, phases))
+        for case, there in zip(some, real, strict=True)
+    }
+    assert {case: wrong for case, wrong in found.items() if wrong} == {}
+
+
+def test_composition_adds_up_and_the_peak_has_a_place(folder: Path) -> None:
+    case = Case("full", "bf16", 1, packed=True, tied=False, micro_steps=2)
+    done = trace(case.recipe(folder), read_strategy("single"), case.batches())
+    phases = done.timeline.phases("cpu")
+    assert list(phases) == ["load", "forward", "backward", "step", "save"]
+    for phase in phases.values():
+        assert sum(phase.peak.parts.values()) == phase.peak.nbytes
+        assert set(phase.peak.parts) <= set(COMPONENTS)
+    # 0.14M float32 weights: gradients as large, Adam's moments twice, and 4 bytes of a count a tensor.
+    step = phases["step"].peak.parts
+    weights = sum(tensor.numel() * 4 for tensor in _weights(case, folder))
+    assert step["gradients"] == weights
+    assert step["optimizer state"] == 2 * weights + 4 * len(list(_weights(case, folder)))
+    assert phases["forward"].peak.module == "lm_head"
+    assert phases["backward"].peak.module.startswith("model")
+    assert phases["forward"].peak.parts["logits and loss"] > 39 * 512 * 4  # of the longest batch, before they are freed
+    assert phases["forward"].peak.parts["cast weights"] > 0
+
+
+def _weights(case: Case, folder: Path) -> list[torch.Tensor]:
+    from finetune.model import build_model
+
+    return list(build_model(case.recipe(folder), torch.device("meta")).parameters())
