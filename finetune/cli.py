@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune.errors import FinetuneError
+from finetune.errors import DoesNotFit, FinetuneError
 
 app = typer.Typer(
     name="finetune",
@@ -122,6 +122,41 @@ def rehearse(
     run_verb(work, as_json=as_json)
     if codes[0]:
         raise typer.Exit(codes[0])
+
+
+@app.command()
+def plan(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="4x24GB, H100:8; the recipe's budget.", show_default=False)
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines with so many GPUs each.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Will it fit? Memory of one GPU by phase and component; no GPU, no weights. Exit code 3 when it does not."""
+    fits: list[bool] = []
+
+    def work() -> dict[str, Any]:
+        from finetune.plan.gpus import gpus_of, read_gpus
+        from finetune.recipe_file import load_recipe
+
+        loaded = load_recipe(recipe, overrides or []).recipe
+        wanted = read_gpus(gpus, nodes) if gpus else gpus_of(loaded.budget)
+
+        from finetune.plan.job import as_json as facts
+        from finetune.plan.job import plan_recipe
+        from finetune.plan.report import describe
+
+        planned = plan_recipe(loaded, wanted)
+        fits.append(planned.fits)
+        if not as_json:
+            typer.echo(describe(planned))
+        return {"ok": planned.fits, "exit_code": 0 if planned.fits else DoesNotFit.exit_code, **facts(planned)}
+
+    run_verb(work, as_json=as_json)
+    if not fits[0]:
+        raise typer.Exit(DoesNotFit.exit_code)
 
 
 @app.command()

@@ -6,6 +6,7 @@ one would give, without computing it. So a 405B model's step runs on a laptop.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -54,7 +55,9 @@ def no_data(host_reads: float, *, masks: bool) -> Iterator[FakeTensorMode]:
         mock.patch.object(masking_utils, "is_tracing", lambda *_: masks),
         mock.patch.object(_sharding_prop, "detect_fake_mode", lambda *_: None),
     ]
-    with ExitStack() as stack:
+    with warnings.catch_warnings(), ExitStack() as stack:
+        # Accelerate asks parameters for their address, to find the optimizer's again; assemble.py does that itself.
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         for each in (*patches, mode, _HostReads(host_reads)):
             stack.enter_context(each)
         yield mode

@@ -94,18 +94,27 @@ class Timeline:
                 held[storage] = nbytes
             yield Moment(index, *self.places[place], storage == NONE, live)
 
+    def segments(self, device: str) -> dict[str, dict[str, Peak]]:
+        """Each phase's peak while each of its modules was the latest one; in order of first appearance."""
+        found: dict[str, dict[str, Peak]] = {}
+        for moment in self.replay(device):
+            total = sum(moment.live.values())
+            # A phase's first moment is its beginning: what ended before it is gone, the rest belongs to it.
+            if moment.phase and (moment.begins or moment.phase in found):
+                best = found.setdefault(moment.phase, {})
+                if moment.module not in best or total > best[moment.module].nbytes:
+                    best[moment.module] = Peak(total, _parts(moment.live), moment.module, moment.event)
+        return found
+
+    def ends(self, device: str) -> dict[str, dict[str, int]]:
+        """What is live at the end of each phase's latest run, by component."""
+        return {moment.phase: _parts(moment.live) for moment in self.replay(device) if moment.phase}
+
     def phases(self, device: str) -> dict[str, PhaseMemory]:
         """Each phase's peak and end on `device`, in order of first appearance."""
-        best: dict[str, Peak] = {}
-        ends: dict[str, dict[str, int]] = {}
-        for moment in self.replay(device):
-            name, total = moment.phase, sum(moment.live.values())
-            # The first moment of a phase is its beginning: what ended before it is gone, the rest belongs to it.
-            if name and (name not in best or total > best[name].nbytes) and (moment.begins or name in best):
-                best[name] = Peak(total, _parts(moment.live), moment.module, moment.event)
-            if name:
-                ends[name] = _parts(moment.live)
-        return {name: PhaseMemory(peak, ends[name]) for name, peak in best.items()}
+        ends = self.ends(device)
+        peaks = {name: max(best.values(), key=lambda peak: peak.nbytes) for name, best in self.segments(device).items()}
+        return {name: PhaseMemory(peak, ends[name]) for name, peak in peaks.items()}
 
 
 def _parts(live: dict[str, int]) -> dict[str, int]:

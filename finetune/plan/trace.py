@@ -50,17 +50,17 @@ class Traced:
 
 
 def trace(
-    recipe: Recipe, strategy: Strategy, batches: Sequence[MicroBatch], *, ranks: int = 1, device: str = "cpu"
+    recipe: Recipe, strategy: Strategy, batches: Sequence[MicroBatch], *, ranks: int = 1, device: str = "cpu", node: int = 0
 ) -> Traced:
     """The timeline of rank 0 of `ranks`: load, two optimizer steps over `batches` each, save.
 
-    Only strategies whose engine is torch: one process, and FSDP2. Process-wide state of Accelerate and of torch's
+    `node`: ranks of one machine; 0: all of them. Only strategies whose engine is torch: one process, and FSDP2. Process-wide state of Accelerate and of torch's
     process groups is made for the trace and taken away, so it is not for a process that trains.
     """
     build = dataless_build(recipe, whole_quantized=strategy.kind != "fsdp")
     supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
-    with _accelerator(recipe, strategy, ranks, device) as accelerator, ExitStack() as inside:
+    with _accelerator(recipe, strategy, ranks, device, node or ranks) as accelerator, ExitStack() as inside:
         mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
         # Rank 0 tells the others, of whom there are none; a pickled object among the tensors would be counted.
         inside.enter_context(mock.patch.object(dist, "broadcast_object_list", lambda *_, **__: None))
@@ -130,7 +130,9 @@ def _save(parts: Assembled, device: torch.device) -> None:
 
 
 @contextmanager
-def _accelerator(recipe: Recipe, strategy: Strategy, ranks: int, device: str) -> Iterator[Accelerator]:
+def _accelerator(
+    recipe: Recipe, strategy: Strategy, ranks: int, device: str, node: int
+) -> Iterator[Accelerator]:
     """The trainer's Accelerator for rank 0 of so many, which speak to nobody."""
     assert strategy.kind in ("single", "fsdp"), f"{strategy.name} cannot be traced"
     before = dict(os.environ)
@@ -139,8 +141,8 @@ def _accelerator(recipe: Recipe, strategy: Strategy, ranks: int, device: str) ->
     AcceleratorState._reset_state(reset_partial_state=True)  # as accelerate's own tests do
     ranks = ranks if strategy.kind == "fsdp" else 1
     if strategy.kind == "fsdp":
-        _pretend_ranks(ranks)
-    launch = Launch((), None, None, True, ranks, 0, on_cpu=device == "cpu", local_world_size=ranks)
+        _pretend_ranks(ranks, node)
+    launch = Launch((), None, None, True, ranks, 0, on_cpu=device == "cpu", local_world_size=node)
     try:
         accelerator = build_accelerator(recipe, strategy, launch)
         if device == "cpu":
@@ -155,9 +157,9 @@ def _accelerator(recipe: Recipe, strategy: Strategy, ranks: int, device: str) ->
         os.environ.update(before)
 
 
-def _pretend_ranks(ranks: int) -> None:
+def _pretend_ranks(ranks: int, node: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public fake process group
 
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(node)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())

@@ -1,0 +1,161 @@
+"""A recipe's memory on one of its GPUs: traced where the engine is torch's own, without weights, data or a GPU."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune import attention
+from finetune.batches import MicroBatch
+from finetune.errors import FinetuneError
+from finetune.model import attention_name
+from finetune.plan.depth import with_layers
+from finetune.plan.gpus import Gpus
+from finetune.plan.layers import deep
+from finetune.plan.timeline import PhaseMemory, Peak, Timeline
+from finetune.plan.trace import trace
+from finetune.recipe import Recipe
+from finetune.shrink import full_config
+from finetune.strategy import Strategy, read_strategy
+
+# Outside of the tensors, and so of every trace: measured by others, see docs/planner.md.
+CONTEXT = 500_000_000  # CUDA's own, with the kernels that are loaded
+CUBLAS = 32 * 2**20  # its workspace on Hopper; 8.5 MB before
+NCCL = 700_000_000  # buffers of a communicator
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a recipe takes on one rank's GPU."""
+
+    phases: dict[str, PhaseMemory]
+    outside: dict[str, int]  # beside the tensors
+    strategy: str
+    ranks: int
+    gpus: Gpus | None
+    notes: tuple[str, ...]
+
+    @property
+    def peak(self) -> tuple[str, Peak]:
+        """The phase with the largest peak, and that."""
+        return max(((name, phase.peak) for name, phase in self.phases.items()), key=lambda found: found[1].nbytes)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of tensors at the peak, and what lies beside them."""
+        return self.peak[1].nbytes + sum(self.outside.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether one GPU holds it; with no GPU named, yes."""
+        return self.gpus is None or self.needed <= self.gpus.memory
+
+
+def plan_recipe(recipe: Recipe, gpus: Gpus | None) -> Planned:
+    """Plan one rank. Raises FinetuneError for what cannot be planned, EnvironmentMismatch for an unknown model."""
+    strategy = read_strategy(recipe.accelerate_config)
+    _refuse_unplanned(recipe, strategy)
+    config, source = full_config(recipe.model.name_or_path, recipe.model.revision)
+    notes = [f"model: {source}"]
+    if recipe.training.mixed_precision == "fp16":
+        recipe = _changed(recipe, mixed_precision="bf16")
+        notes.append("fp16 is planned as bf16, which is as wide")
+    ranks = 1 if strategy.kind == "single" or gpus is None else gpus.count * gpus.nodes
+    with tempfile.TemporaryDirectory() as folder:
+        phases = _traced(recipe, strategy, config, ranks, gpus.count if gpus else 1, Path(folder))
+    if strategy.kind == "ddp":
+        phases = {name: _with_buckets(phase, _trained(phases)) for name, phase in phases.items()}
+    outside = {"CUDA context": CONTEXT, "cuBLAS workspace": CUBLAS} | ({"NCCL": NCCL} if ranks > 1 else {})
+    return Planned(phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes))
+
+
+def _traced(
+    recipe: Recipe, strategy: Strategy, config: Mapping[str, Any], ranks: int, node: int, folder: Path
+) -> dict[str, PhaseMemory]:
+    batches = worst_batches(recipe, ranks)
+    # DDP's engine is C++ and cannot be traced; a rank alone does the same but for the reducer's buckets.
+    way = replace(strategy, kind="single") if strategy.kind == "ddp" else strategy
+
+    def timeline_of(layers: int) -> Timeline:
+        smaller = with_layers(recipe, config, layers, folder)
+        return trace(smaller, way, batches, ranks=ranks, node=node).timeline
+
+    every = max(1, int(recipe.training.activation_checkpointing))
+    return deep(timeline_of, int(config["num_hidden_layers"]), "cpu", period=every)
+
+
+def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
+    """The largest micro-batches there can be: full rows, each one document; two, where steps accumulate."""
+    rows, tokens = recipe.training.per_device_batch_size, recipe.data.max_length
+    micro_steps = math.ceil(recipe.training.global_batch_size / (rows * ranks))
+    ids = torch.full((rows, tokens), 3)
+    batch: dict[str, Any] = {"input_ids": ids, "shift_labels": ids, "position_ids": torch.arange(tokens).expand(ids.shape)}
+    if attention_name(recipe) == attention.NAME:
+        batch = {key: value.reshape(1, -1) for key, value in batch.items()}
+        batch["cu_seq_lens"] = torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32)
+        batch["document_lengths"] = (tokens,) * rows
+    made = [MicroBatch(**{key: _copied(value) for key, value in batch.items()}) for _ in range(min(2, micro_steps))]  # type: ignore[typeddict-item]
+    return made
+
+
+def _copied(value: Any) -> Any:
+    return value.contiguous().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _trained(phases: Mapping[str, PhaseMemory]) -> int:
+    """Bytes of all gradients: an update has them all."""
+    return phases["step"].peak.parts["gradients"]
+
+
+def _with_buckets(phase: PhaseMemory, gradients: int) -> PhaseMemory:
+    """DDP's buckets, of which gradients are views here, are as large as all of them and stay from its construction on
+    (torch/csrc/distributed/c10d/reducer.cpp, gradient_as_bucket_view)."""
+    peak = phase.peak.parts | {"gradients": gradients}
+    return PhaseMemory(Peak(sum(peak.values()), peak, phase.peak.module), phase.end | {"gradients": gradients})
+
+
+def _changed(recipe: Recipe, **training: Any) -> Recipe:
+    return recipe.model_copy(update={"training": recipe.training.model_copy(update=training)})
+
+
+def _refuse_unplanned(recipe: Recipe, strategy: Strategy) -> None:
+    """Name what this planner does not know yet, rather than answer something else."""
+    quantization = recipe.quantization
+    if strategy.kind == "deepspeed" or strategy.offloaded:
+        raise FinetuneError(
+            f"accelerate_config: {strategy.name} cannot be planned yet; plan accelerate_config=fsdp2, which shards as "
+            "ZeRO-3 does, or measure it small with `finetune compare`"
+        )
+    if quantization is not None and quantization.load_in_8bit:
+        raise FinetuneError("quantization.load_in_8bit: cannot be planned yet; plan load_in_4bit, or quantization=null")
+    if recipe.training.optim != "adamw":
+        raise FinetuneError(f"training.optim: {recipe.training.optim} cannot be planned yet; plan training.optim=adamw")
+
+
+def as_json(planned: Planned) -> dict[str, Any]:
+    """The plan; every size an integer number of bytes."""
+    return {
+        "fits": planned.fits,
+        "strategy": planned.strategy,
+        "ranks": planned.ranks,
+        "needed_bytes": planned.needed,
+        "gpu_bytes": planned.gpus.memory if planned.gpus else None,
+        "peak": {"phase": planned.peak[0], "module": planned.peak[1].module},
+        "outside_bytes": planned.outside,
+        "phases": {
+            name: {
+                "peak_bytes": phase.peak.nbytes,
+                "parts": phase.peak.parts,
+                "module": phase.peak.module,
+                "end_bytes": phase.end_bytes,
+            }
+            for name, phase in planned.phases.items()
+        },
+        "notes": list(planned.notes),
+    }

@@ -1,0 +1,76 @@
+"""A deep model from two shallow traces: decoder layers are alike, so what each of them adds is added again and again.
+
+Each phase is cut into segments by the module that is running: the first layer, the last, those between, and what is
+around them. The peak of a segment grows by the same bytes with each layer (or with each period of layers, where every
+n-th is recomputed), component by component; the phase's peak is the largest segment at full depth.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from finetune.plan.timeline import COMPONENTS, Peak, PhaseMemory, Timeline
+
+SHALLOW = 4  # the first, the last, and two between
+LAYER = re.compile(r"\.layers\.(\d+)\b")
+
+
+def deep(
+    timeline_of: Callable[[int], Timeline], layers: int, device: str, *, period: int = 1
+) -> dict[str, PhaseMemory]:
+    """Phases of a model with so many layers, from traces of two depths; of few layers, from one trace of them all.
+
+    `period`: layers repeat after so many.
+    """
+    few = SHALLOW + (layers - SHALLOW) % period
+    if layers <= few + period:
+        return timeline_of(layers).phases(device)
+    shallow, deeper = timeline_of(few), timeline_of(few + period)
+    times = (layers - few) // period
+    first, second = _segments(shallow, device, few), _segments(deeper, device, few + period)
+    ends, more_ends = shallow.ends(device), deeper.ends(device)
+    found = {}
+    for phase, peaks in first.items():
+        assert peaks.keys() == second[phase].keys(), f"{phase}: {peaks.keys() ^ second[phase].keys()}"
+        grown = [_grown(peak, second[phase][name], times, layers) for name, peak in peaks.items()]
+        end = _line(ends[phase], more_ends[phase], times)
+        found[phase] = PhaseMemory(max(grown, key=lambda peak: peak.nbytes), end)
+    return found
+
+
+def _segments(timeline: Timeline, device: str, layers: int) -> dict[str, dict[str, Peak]]:
+    """The largest peak of each segment, under names that do not depend on the number of layers."""
+    found: dict[str, dict[str, Peak]] = {}
+    for phase, peaks in timeline.segments(device).items():
+        named: dict[str, Peak] = {}
+        for module, peak in peaks.items():
+            name = _segment(module, layers)
+            if name not in named or peak.nbytes > named[name].nbytes:
+                named[name] = peak
+        found[phase] = named
+    return found
+
+
+def _segment(module: str, layers: int) -> str:
+    match = LAYER.search(module)
+    if match is None:
+        return module
+    index = int(match.group(1))
+    which = "first" if index == 0 else "last" if index == layers - 1 else "between"
+    return module[: match.start()] + f".layers.{which}" + module[match.end() :]
+
+
+def _grown(peak: Peak, deeper: Peak, times: int, layers: int) -> Peak:
+    parts = _line(peak.parts, deeper.parts, times)
+    match = LAYER.search(peak.module)
+    module = peak.module
+    if match is not None and int(match.group(1)) > 0 and deeper.module != peak.module:  # counted from the last layer
+        behind = int(LAYER.search(deeper.module).group(1)) - int(match.group(1))  # type: ignore[union-attr]
+        module = LAYER.sub(f".layers.{min(int(match.group(1)) + behind * times, layers - 1)}", module)
+    return Peak(sum(parts.values()), parts, module)
+
+
+def _line(here: dict[str, int], there: dict[str, int], times: int) -> dict[str, int]:
+    grown = {name: here.get(name, 0) + times * (there.get(name, 0) - here.get(name, 0)) for name in COMPONENTS}
+    return {name: nbytes for name, nbytes in grown.items() if nbytes}
