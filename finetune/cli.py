@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -128,9 +129,7 @@ def rehearse(
 def plan(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    gpus: Annotated[
-        str | None, typer.Option(help="4x24GB, H100:8; the recipe's budget.", show_default=False)
-    ] = None,
+    gpus: Annotated[str | None, typer.Option(help="4x24GB, H100:8; the recipe's budget.", show_default=False)] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines with so many GPUs each.")] = 1,
     as_json: AsJson = False,
 ) -> None:
@@ -144,6 +143,7 @@ def plan(
         loaded = load_recipe(recipe, overrides or []).recipe
         wanted = read_gpus(gpus, nodes) if gpus else gpus_of(loaded.budget)
 
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # speaks of kernels it would like to download
         from finetune.plan.job import as_json as facts
         from finetune.plan.job import plan_recipe
         from finetune.plan.report import describe

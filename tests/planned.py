@@ -174,7 +174,7 @@ def differences(
 
 
 def let_go_at_once() -> None:
-    """gloo's own thread drops a collective's buffers a moment after it is done, and tracked peaks would depend on it."""
+    """gloo's own thread drops a collective's buffers a moment after it is done; tracked peaks would depend on it."""
     for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
         setattr(torch.distributed, name, _and_a_moment(getattr(torch.distributed, name)))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -17,7 +17,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # torch's documentation names it by this path alone
 from torch.distributed.tensor import _sharding_prop
 from torch.utils._python_dispatch import TorchDispatchMode
-
 from transformers import masking_utils
 
 from finetune.batches import MicroBatch
@@ -51,9 +50,9 @@ def no_data(host_reads: float, *, masks: bool) -> Iterator[FakeTensorMode]:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=False)
     # DTensor asks what shapes an operation gives by running it on fakes: on its own then, so that they are not counted.
-    patches = [
-        mock.patch.object(masking_utils, "is_tracing", lambda *_: masks),
-        mock.patch.object(_sharding_prop, "detect_fake_mode", lambda *_: None),
+    patches: list[AbstractContextManager[Any]] = [
+        mock.patch.object(masking_utils, "is_tracing", return_value=masks),
+        mock.patch.object(_sharding_prop, "detect_fake_mode", return_value=None),
     ]
     with warnings.catch_warnings(), ExitStack() as stack:
         # Accelerate asks parameters for their address, to find the optimizer's again; assemble.py does that itself.
@@ -98,8 +97,8 @@ def fill(model: nn.Module, device: torch.device) -> None:
     for name, buffer in list(model.named_buffers()):
         put(model, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
     # Accelerate moves models to a device that these are on; torch 2.13 cannot swap a fake tensor with references.
-    stay: Any = lambda *_, **__: model  # noqa: E731
-    model.to = stay
+    unmoved: Any = model
+    unmoved.to = lambda *_, **__: model
 
 
 def without_data(mode: FakeTensorMode, batch: MicroBatch) -> MicroBatch:

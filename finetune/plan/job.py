@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,7 +18,7 @@ from finetune.model import attention_name
 from finetune.plan.depth import with_layers
 from finetune.plan.gpus import Gpus
 from finetune.plan.layers import deep
-from finetune.plan.timeline import PhaseMemory, Peak, Timeline
+from finetune.plan.timeline import Peak, PhaseMemory, Timeline
 from finetune.plan.trace import trace
 from finetune.recipe import Recipe
 from finetune.shrink import full_config
@@ -84,7 +84,7 @@ def _traced(
 
     def timeline_of(layers: int) -> Timeline:
         smaller = with_layers(recipe, config, layers, folder)
-        return trace(smaller, way, batches, ranks=ranks, node=node).timeline
+        return trace(smaller, way, batches, ranks=ranks, node=node, host_apart=True).timeline
 
     every = max(1, int(recipe.training.activation_checkpointing))
     return deep(timeline_of, int(config["num_hidden_layers"]), "cpu", period=every)
@@ -95,13 +95,13 @@ def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
     rows, tokens = recipe.training.per_device_batch_size, recipe.data.max_length
     micro_steps = math.ceil(recipe.training.global_batch_size / (rows * ranks))
     ids = torch.full((rows, tokens), 3)
-    batch: dict[str, Any] = {"input_ids": ids, "shift_labels": ids, "position_ids": torch.arange(tokens).expand(ids.shape)}
+    positions = torch.arange(tokens).expand(ids.shape)
+    batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "shift_labels": ids}
     if attention_name(recipe) == attention.NAME:
         batch = {key: value.reshape(1, -1) for key, value in batch.items()}
         batch["cu_seq_lens"] = torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32)
         batch["document_lengths"] = (tokens,) * rows
-    made = [MicroBatch(**{key: _copied(value) for key, value in batch.items()}) for _ in range(min(2, micro_steps))]  # type: ignore[typeddict-item]
-    return made
+    return [cast(MicroBatch, {key: _copied(value) for key, value in batch.items()}) for _ in range(min(2, micro_steps))]
 
 
 def _copied(value: Any) -> Any:

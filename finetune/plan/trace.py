@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
+from torch import nn
 
 from finetune.assemble import Assembled, assemble
 from finetune.batches import MicroBatch, prefetch
@@ -46,26 +47,43 @@ class Traced:
 
     timeline: Timeline
     measured: dict[str, Phase]
-    device: str
 
 
 def trace(
-    recipe: Recipe, strategy: Strategy, batches: Sequence[MicroBatch], *, ranks: int = 1, device: str = "cpu", node: int = 0
+    recipe: Recipe,
+    strategy: Strategy,
+    batches: Sequence[MicroBatch],
+    *,
+    ranks: int = 1,
+    node: int = 0,
+    host_apart: bool = False,
 ) -> Traced:
     """The timeline of rank 0 of `ranks`: load, two optimizer steps over `batches` each, save.
 
-    `node`: ranks of one machine; 0: all of them. Only strategies whose engine is torch: one process, and FSDP2. Process-wide state of Accelerate and of torch's
+    Only strategies whose engine is torch: one process, and FSDP2. Process-wide state of Accelerate and of torch's
     process groups is made for the trace and taken away, so it is not for a process that trains.
+
+    Args:
+        node: Ranks of one machine; 0: all of them.
+        host_apart: Weights that rank 0 reads into host memory before they are cut count for the device HOST, as where
+            the computation is on a GPU; else all is one CPU's.
     """
-    build = dataless_build(recipe, whole_quantized=strategy.kind != "fsdp")
+    dataless = dataless_build(recipe, whole_quantized=strategy.kind != "fsdp")
     supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
-    with _accelerator(recipe, strategy, ranks, device, node or ranks) as accelerator, ExitStack() as inside:
+    with _accelerator(recipe, strategy, ranks, node or ranks) as accelerator, ExitStack() as inside:
         mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
         # Rank 0 tells the others, of whom there are none; a pickled object among the tensors would be counted.
-        inside.enter_context(mock.patch.object(dist, "broadcast_object_list", lambda *_, **__: None))
+        inside.enter_context(mock.patch.object(dist, "broadcast_object_list"))
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(accelerator.device, mode)
+
+        def build(*words: Any, **options: Any) -> nn.Module:
+            model = dataless(*words, **options)
+            if host_apart and strategy.kind == "fsdp":
+                recorder.move_to_host([*model.parameters(), *model.buffers()])
+            return model
+
         with Tagging(recorder):
             with recorder.phases("load"):
                 parts = assemble(recipe, strategy, accelerator, build, mesh)
@@ -77,7 +95,7 @@ def trace(
                     _step(recipe, strategy, accelerator, parts, recorder, stream, supervised)
             with recorder.phases("save"):
                 _save(parts, accelerator.device)
-        return Traced(recorder.timeline, recorder.phases.take(), accelerator.device.type)
+        return Traced(recorder.timeline, recorder.phases.take())
 
 
 def _step(
@@ -130,9 +148,7 @@ def _save(parts: Assembled, device: torch.device) -> None:
 
 
 @contextmanager
-def _accelerator(
-    recipe: Recipe, strategy: Strategy, ranks: int, device: str, node: int
-) -> Iterator[Accelerator]:
+def _accelerator(recipe: Recipe, strategy: Strategy, ranks: int, node: int) -> Iterator[Accelerator]:
     """The trainer's Accelerator for rank 0 of so many, which speak to nobody."""
     assert strategy.kind in ("single", "fsdp"), f"{strategy.name} cannot be traced"
     before = dict(os.environ)
@@ -142,12 +158,11 @@ def _accelerator(
     ranks = ranks if strategy.kind == "fsdp" else 1
     if strategy.kind == "fsdp":
         _pretend_ranks(ranks, node)
-    launch = Launch((), None, None, True, ranks, 0, on_cpu=device == "cpu", local_world_size=node)
+    launch = Launch((), None, None, True, ranks, 0, on_cpu=True, local_world_size=node)
     try:
         accelerator = build_accelerator(recipe, strategy, launch)
-        if device == "cpu":
-            # Among ranks it is "cpu:0", which tensors without data do not take for "cpu".
-            PartialState().device = accelerator.state.device = torch.device("cpu")
+        # Among ranks it is "cpu:0", which tensors without data do not take for "cpu".
+        PartialState().device = accelerator.state.device = torch.device("cpu")
         yield accelerator
     finally:
         if strategy.kind == "fsdp":

@@ -1,0 +1,73 @@
+"""`finetune plan`: verdict, table, JSON and exit codes, from a shipped configuration alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finetune.cli import main
+from finetune.errors import FinetuneError
+from finetune.plan.gpus import read_gpus
+
+ROOT = Path(__file__).parent.parent
+GIB = 2**30
+
+
+def say(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = main(["plan", *words])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "memory"),
+    [
+        ("4x24GB", 4, 24_000_000_000),
+        ("24gb", 1, 24_000_000_000),
+        ("H100:8", 8, int(81_559 * 2**20 * 0.99)),
+        ("2xl4", 2, int(23_034 * 2**20 * 0.99)),
+        ("A100-40GB", 1, int(40_960 * 2**20 * 0.99)),
+    ],
+)
+def test_gpus_are_read(text: str, count: int, memory: int) -> None:
+    gpus = read_gpus(text)
+    assert (gpus.count, gpus.memory) == (count, memory)
+
+
+@pytest.mark.parametrize("text", ["", "B9000", "0x24GB", "4x24", "xGB"])
+def test_gpus_that_are_none(text: str) -> None:
+    with pytest.raises(FinetuneError, match="write 4x24GB"):
+        read_gpus(text)
+
+
+@pytest.mark.slow
+def test_lora_of_8b_on_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(ROOT / "recipes" / "llama3_lora_1x24gb.yaml")
+    code, out, _ = say([recipe, "--json"], capsys)
+    told = json.loads(out)
+    assert (code, told["ok"], told["exit_code"], told["ranks"]) == (0, True, 0, 1)
+    # 8,030,261,248 weights of two bytes, adapters of rank 16 in float32, and nothing cut.
+    assert told["phases"]["step"]["parts"]["parameters"] > 2 * 8_030_261_248
+    for phase in told["phases"].values():
+        assert sum(phase["parts"].values()) == phase["peak_bytes"] <= told["needed_bytes"]
+    code, out, _ = say([recipe, "--gpus", "12GB"], capsys)
+    assert code == 3
+    assert out.startswith("does not fit 1 x 12 GB: needs ")
+
+
+@pytest.mark.slow
+def test_fsdp2_of_8b(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(ROOT / "recipes" / "llama3_fsdp.yaml")
+    four, eight = (json.loads(say([recipe, "--gpus", f"{n}x24GB", "--json"], capsys)[1]) for n in (4, 8))
+    halved = [told["phases"]["step"]["parts"]["parameters"] for told in (four, eight)]
+    assert halved[1] == pytest.approx(halved[0] / 2, rel=1e-3)
+    assert four["phases"]["load"]["peak_bytes"] < 8 * GIB  # whole weights are in host memory
+
+
+def test_what_cannot_be_planned_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(ROOT / "recipes" / "llama3_fsdp.yaml")
+    code, _, err = say([recipe, "accelerate_config=zero2"], capsys)
+    assert code == 2
+    assert "zero2 cannot be planned yet" in err
