@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -148,7 +149,8 @@ def plan(
         from finetune.plan.job import plan_recipe
         from finetune.plan.report import describe
 
-        planned = plan_recipe(loaded, wanted)
+        with redirect_stdout(io.StringIO()):  # DeepSpeed, where it is installed, speaks when accelerate looks at it
+            planned = plan_recipe(loaded, wanted)
         fits.append(planned.fits)
         if not as_json:
             typer.echo(describe(planned))

@@ -117,9 +117,9 @@ def tracked(case: Case, folder: Path, strategy: str = "single") -> dict[str, tup
     with phases("load"):
         parts = assemble(recipe, ways, accelerator, mesh=mesh)
     parts.model.train()
-    batches = case.batches()
-    supervised = ranks * sum(int((batch["shift_labels"] != -100).sum()) for batch in batches)
+    supervised = ranks * sum(int((batch["shift_labels"] != -100).sum()) for batch in case.batches())
     for _ in range(STEPS):
+        batches = case.batches()  # each step has its own
         optimizer_step(
             accelerator,
             parts.model,

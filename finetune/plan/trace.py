@@ -89,10 +89,11 @@ def trace(
                 parts = assemble(recipe, strategy, accelerator, build, mesh)
             recorder.mark(_weights(parts), "parameters")
             parts.model.train()
-            stream = [without_data(mode, batch) for batch in batches]
             with recorder.modules(parts.whole, decoder_parts(parts.whole).get_output_embeddings()):
                 for _ in range(STEPS):
+                    stream = [without_data(mode, batch) for batch in batches]
                     _step(recipe, strategy, accelerator, parts, recorder, stream, supervised)
+                    del stream  # each step has batches of its own
             with recorder.phases("save"):
                 _save(parts, accelerator.device)
         return Traced(recorder.timeline, recorder.phases.take())
