@@ -152,9 +152,11 @@ class Recorder:
 class Tagging(TorchDispatchMode):
     """Tells the recorder which operation runs; stands below the phases' own mode, so that it is told first."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, *, gloo: bool) -> None:
+        """`gloo`: ranks would speak by it, and it reduces a copy of what it is given to reduce and scatter."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no constructor here
         self._recorder = recorder
+        self._gloo = gloo
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -162,6 +164,8 @@ class Tagging(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):  # a wrapper: its parts come back here
             return NotImplemented
         self._recorder.begin_operation(func, args)
+        if self._gloo and str(func) == "c10d._reduce_scatter_base_.default":
+            self._recorder.ledger.see(args[1].clone())
         return func(*args, **(kwargs or {}))
 
 

@@ -65,8 +65,8 @@ def trace(
 
     Args:
         node: Ranks of one machine; 0: all of them.
-        host_apart: Weights that rank 0 reads into host memory before they are cut count for the device HOST, as where
-            the computation is on a GPU; else all is one CPU's.
+        host_apart: The computation would be on GPUs: their ranks do not speak by gloo, and weights that
+            rank 0 reads into host memory before they are cut count for the device HOST. Else all is one CPU's.
     """
     dataless = dataless_build(recipe, whole_quantized=strategy.kind != "fsdp")
     supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
@@ -84,16 +84,20 @@ def trace(
                 recorder.move_to_host([*model.parameters(), *model.buffers()])
             return model
 
-        with Tagging(recorder):
+        with Tagging(recorder, gloo=not host_apart):
             with recorder.phases("load"):
                 parts = assemble(recipe, strategy, accelerator, build, mesh)
             recorder.mark(_weights(parts), "parameters")
             parts.model.train()
             with recorder.modules(parts.whole, decoder_parts(parts.whole).get_output_embeddings()):
                 for _ in range(STEPS):
-                    stream = [without_data(mode, batch) for batch in batches]
-                    _step(recipe, strategy, accelerator, parts, recorder, stream, supervised)
-                    del stream  # each step has batches of its own
+                    # Each step has batches of its own. Where they are copied to a device, one is there at a time;
+                    # one CPU process computes on those that the host holds for the step.
+                    stream: Iterator[MicroBatch] = (without_data(mode, batch) for batch in batches)
+                    if strategy.kind == "single" and not host_apart:
+                        stream = prefetch(list(stream), accelerator.device, recipe.training.non_blocking)
+                    _step(recipe, strategy, accelerator, parts, recorder, stream, len(batches), supervised)
+                    del stream
             with recorder.phases("save"):
                 _save(parts, accelerator.device)
         return Traced(recorder.timeline, recorder.phases.take())
@@ -105,7 +109,8 @@ def _step(
     accelerator: Accelerator,
     parts: Assembled,
     recorder: Recorder,
-    batches: Sequence[MicroBatch],
+    batches: Iterator[MicroBatch],
+    micro_steps: int,
     supervised: int,
 ) -> None:
     def note_gradients(*_: Any) -> None:
@@ -116,8 +121,8 @@ def _step(
         accelerator,
         parts.model,
         parts.optimizer,
-        prefetch(batches, accelerator.device, recipe.training.non_blocking),
-        micro_steps=len(batches),
+        batches,
+        micro_steps=micro_steps,
         # Values read to the host are all this number, so the count of every rank together is it too.
         supervised_tokens=supervised,
         max_grad_norm=recipe.training.max_grad_norm,
