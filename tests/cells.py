@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PORTS = "CELL_PORTS"  # one for each training's process group
+PORT_RANGE = (12_000, 32_000)
 SETTINGS_OF_AN_ENGINE = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
@@ -37,7 +39,8 @@ def launch(
     done = subprocess.run(
         [*launcher, program, *map(str, recipes), *words],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), PORTS: _free_ports(len(recipes))},
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), PORTS: ",".join(map(str, free_ports(len(recipes))))},
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -48,14 +51,16 @@ def launch(
     return codes
 
 
-def _free_ports(count: int) -> str:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = ",".join(str(each.getsockname()[1]) for each in sockets)
-    for each in sockets:
-        each.close()
-    return ports
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens at, outside the range from which the system gives them to gloo's connections."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(*PORT_RANGE), 50 + 2 * count):
+        with socket.socket() as each, suppress(OSError):
+            each.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError(f"only {len(found)} of {count} free ports in {PORT_RANGE}")
 
 
 def main(words: Sequence[str]) -> int:
