@@ -7,7 +7,6 @@ Starting the ranks takes ten times as long as a training of six steps, so a laun
 
 from __future__ import annotations
 
-import io
 import os
 import random
 import socket
@@ -74,15 +73,14 @@ def main(words: Sequence[str]) -> int:
     for recipe, port in zip(recipes, os.environ[PORTS].split(","), strict=True):
         # The launcher's own store still knows the addresses of the group before.
         os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
-        said = io.StringIO()
-        with redirect_stderr(said):
+        said = Path(f"{recipe}.rank{os.environ.get('RANK', '0')}.said")
+        with said.open("w", encoding="utf-8") as file, redirect_stderr(file):  # DeepSpeed asks stderr for its number
             code = train([recipe, *overrides])
-        sys.stderr.write(said.getvalue())
+        sys.stderr.write(said.read_text("utf-8"))
         AcceleratorState._reset_state(reset_partial_state=True)  # as accelerate's own tests do
         for name in SETTINGS_OF_AN_ENGINE:
             os.environ.pop(name, None)
         if os.environ.get("RANK", "0") == "0":
-            Path(recipe).with_suffix(".said").write_text(said.getvalue(), "utf-8")
             print(f"cell {recipe} {code}", flush=True)
     return 0
 
