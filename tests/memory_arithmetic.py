@@ -183,16 +183,19 @@ def _adapted(recipe: Recipe, strategy: Strategy, shape: Shape) -> dict[str, floa
 
 
 def _gathered(recipe: Recipe, strategy: Strategy, shape: Shape) -> dict[str, float]:
-    """What is whole for a while: layers in use and fetched ahead, embeddings and head, gradients on their way."""
+    """What is whole for a while: layers in use and fetched ahead, the head, gradients on their way.
+
+    Untied embeddings are gathered when forward starts and backward ends, beside no activations.
+    """
     full, four_bit = recipe.lora is None, recipe.quantization is not None
     layer = shape.linear / 2 if four_bit else 2.0 * shape.layer
     reduced = shape.layer if full else shape.adapters(recipe.lora.r) / shape.layers if recipe.lora else 0
     if strategy.kind == "fsdp":
         # A gathering is a flat buffer first, then the layer: three at once, all of them under fsdp2_grad_op.
         layers = 3 * layer if strategy.reshard_after_forward else (shape.layers + 1) * layer
-        return {"gathered": layers + 2.0 * shape.ends, "reducing": 10.0 * reduced}
+        return {"gathered": layers + 2.0 * shape.table, "reducing": 10.0 * reduced}
     if strategy.zero_stage == 3:
-        return {"gathered": 2 * layer + 2.0 * shape.ends, "reducing": 6.0 * reduced + _sub_group(recipe, strategy, shape)}
+        return {"gathered": 2 * layer + 2.0 * shape.table, "reducing": 6.0 * reduced + _sub_group(recipe, strategy, shape)}
     return {"reducing": 6.0 * reduced} if strategy.kind == "deepspeed" else {}
 
 
