@@ -16,7 +16,7 @@ from finetune.zero_needs import offload_devices
 
 GB = 1e9
 CHUNK = 2 * 256 * 2**20  # a chunk of float32 logits and its logarithms: loss.py
-CUDA, COMMUNICATOR = 0.5 * GB, 0.7 * GB
+CUDA, COMMUNICATOR, PYTHON = 0.5 * GB, 0.7 * GB, 1.0 * GB
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,18 @@ def shape_of(recipe: Recipe) -> Shape:
 
 
 def parts(recipe: Recipe) -> dict[str, float]:
-    """Bytes on one GPU by what they are for."""
+    """Bytes on one GPU, or of the process on a CPU, by what they are for."""
     strategy, shape = read_strategy(recipe.accelerate_config), shape_of(recipe)
     weights = _trained_whole(recipe, strategy, shape) if recipe.lora is None else _adapted(recipe, strategy, shape)
     found = weights | _gathered(recipe, strategy, shape) | _activations(recipe, strategy, shape)
     found["loss"] = CHUNK + _stream(recipe, strategy) * _tokens(recipe) * shape.hidden
     if recipe.lora is None:
         found["loss"] += 8 * shape.table  # the head's float32 gradient, and one product and one copy in bf16
-    several = recipe.budget.gpus * recipe.budget.nodes > 1
-    found["CUDA"] = CUDA + COMMUNICATOR * several * (2 if strategy.replicas is not None else 1)
+    if not recipe.budget.gpus:
+        found["Python and libraries"] = PYTHON
+    else:
+        groups = 0 if recipe.budget.gpus * recipe.budget.nodes == 1 else 1 if strategy.replicas is None else 2
+        found["CUDA"] = CUDA + groups * COMMUNICATOR
     return {name: size for name, size in found.items() if size}
 
 
@@ -143,7 +146,9 @@ def _trained_whole(recipe: Recipe, strategy: Strategy, shape: Shape) -> dict[str
     return found | ({"bf16 copies": 2.0 * every} if width == 4 else {})
 
 
-def _under_zero(strategy: Strategy, base: float, trained: float, shards: int, base_bytes: float = 2) -> dict[str, float]:
+def _under_zero(
+    strategy: Strategy, base: float, trained: float, shards: int, base_bytes: float = 2
+) -> dict[str, float]:
     """DeepSpeed's 16-bit weights, float32 gradients (kept, and copied for the step), masters and moments."""
     devices, stage = offload_devices(strategy), strategy.zero_stage
     weights = base_bytes * base / (shards if stage == 3 else 1)
@@ -195,7 +200,10 @@ def _gathered(recipe: Recipe, strategy: Strategy, shape: Shape) -> dict[str, flo
         layers = 3 * layer if strategy.reshard_after_forward else (shape.layers + 1) * layer
         return {"gathered": layers + 2.0 * shape.table, "reducing": 10.0 * reduced}
     if strategy.zero_stage == 3:
-        return {"gathered": 2 * layer + 2.0 * shape.table, "reducing": 6.0 * reduced + _sub_group(recipe, strategy, shape)}
+        return {
+            "gathered": 2 * layer + 2.0 * shape.table,
+            "reducing": 6.0 * reduced + _sub_group(recipe, strategy, shape),
+        }
     return {"reducing": 6.0 * reduced} if strategy.kind == "deepspeed" else {}
 
 
