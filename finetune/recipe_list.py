@@ -15,7 +15,7 @@ from finetune.recipe_file import load_recipe
 
 RECIPE_FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 # 2x24GB, 24gb (one GPU), 2x8x80 (two nodes of eight), cpu.
-_GPUS = re.compile(r"(?:(?:(?P<nodes>\d{1,5})x)?(?P<gpus>\d{1,5})x)?(?P<gb>\d{1,5}(?:\.\d+)?)(?:gb)?|cpu")
+_GPUS = re.compile(r"(?:(?:(?P<nodes>\d{1,5})x)?(?P<gpus>\d{1,5})x)?(?P<gb>\d{1,5}(?:\.\d+)?)(?:gb)?|cpu", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ def find_recipes(gpus: str | None = None, model: str | None = None, folder: Path
     found = [listed for listed in of_model if room is None or _fits(listed.budget, room)]
     found.sort(key=lambda listed: listed.name)
     found.sort(key=_size, reverse=room is not None)
-    return Found(found, left_out, "" if found else _hint(every, of_model, gpus, model))
+    none_at_all = "" if every else f"no recipes in {folder}"
+    return Found(found, left_out, none_at_all or ("" if found else _hint(every, of_model, gpus, model)))
 
 
 def _read_all(folder: Path) -> tuple[list[Listed], list[str]]:
@@ -89,7 +90,8 @@ def _read_all(folder: Path) -> tuple[list[Listed], list[str]]:
         try:
             every.append(_read(path))
         except RecipeError as error:
-            left_out.append(f"{path}: left out, finetune check finds {len(error.mistakes)} mistake(s) in it")
+            count = len(error.mistakes)
+            left_out.append(f"{path}: left out, finetune check finds {count} mistake{'s' * (count > 1)} in it")
     return every, left_out
 
 
@@ -157,10 +159,10 @@ def _size(listed: Listed) -> tuple[float, int]:
 def _hint(every: Sequence[Listed], of_model: Sequence[Listed], gpus: str | None, model: str | None) -> str:
     """What there is where nothing was found."""
     if not of_model:
-        known = ", ".join(sorted({listed.model for listed in every})) or "none at all"
-        return f"no recipe for a model called {model}; there are: {known}" if model else "no recipes"
+        return f"no recipe for a model called {model}; there are: {', '.join(sorted({each.model for each in every}))}"
     least = min(of_model, key=_size)
-    return f"no recipe{f' for {model}' if model else ''} fits into {gpus}; the smallest is {least.name}"
+    wanted = f"no recipe{f' for {model}' if model else ''}"
+    return f"{wanted} fits into {gpus}; the smallest is {least.name}, for {budget_text(least.budget)}"
 
 
 def as_table(recipes: Sequence[Listed]) -> str:

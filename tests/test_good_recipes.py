@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import jsonschema
@@ -58,7 +59,7 @@ def test_every_recipe_is_seen() -> None:
 
 
 def test_every_budget_and_model_has_a_recipe() -> None:
-    recipes = [load_recipe(file).recipe for file in RECIPES if file.stem.startswith("llama3")]
+    recipes = [recipe_of(file) for file in RECIPES if file.stem.startswith("llama3")]
     budgets = [recipe.budget for recipe in recipes]
     assert {(budget.gpus, budget.gpu_memory_gb, budget.nodes) for budget in budgets} >= BUDGETS
     assert {recipe.model.name_or_path.rpartition("/")[2] for recipe in recipes} == LLAMAS
@@ -93,7 +94,7 @@ class TestRecipe:
         assert len(lines[1]) <= 98, "a purpose fits into the table of finetune list"
 
     def test_is_what_its_name_says(self, file: Path) -> None:
-        recipe = load_recipe(file).recipe
+        recipe = recipe_of(file)
         if file.stem in PLAIN:
             assert (method_of(recipe), recipe.accelerate_config) == PLAIN[file.stem]
             return
@@ -111,7 +112,7 @@ class TestRecipe:
         assert recipe.budget == budget
 
     def test_launches_by_the_line_in_its_header(self, file: Path) -> None:
-        budget, words = load_recipe(file).recipe.budget, launch_line(file)
+        budget, words = recipe_of(file).budget, launch_line(file)
         assert words[:2] == ["accelerate", "launch"]
         arguments = launch_command_parser().parse_args(words[2:])
         assert arguments.training_script == "finetune/train.py"
@@ -123,7 +124,7 @@ class TestRecipe:
         assert (arguments.main_process_ip is not None) == (budget.nodes > 1)
 
     def test_is_a_combination_that_this_code_carries(self, file: Path) -> None:
-        recipe = load_recipe(file).recipe
+        recipe = recipe_of(file)
         strategy = read_strategy(recipe.accelerate_config)
         if strategy.kind == "fsdp":
             check_sharded_quantization(recipe)
@@ -137,7 +138,7 @@ class TestRecipe:
     def test_fits_by_the_arithmetic_that_it_states(self, file: Path) -> None:
         if file.stem == "quickstart":
             return  # measured: see its header
-        recipe, header = load_recipe(file).recipe, header_of(file)
+        recipe, header = recipe_of(file), header_of(file)
         stated = re.search(r"about (\d+) GB \(arithmetic\)(?: of (\d+))?", header)
         assert stated is not None
         sizes = parts(recipe)
@@ -152,7 +153,7 @@ class TestRecipe:
 
     def test_uses_its_budget(self, file: Path) -> None:
         """A budget that is half empty is that of another recipe."""
-        recipe = load_recipe(file).recipe
+        recipe = recipe_of(file)
         if recipe.budget.gpus:
             assert sum(parts(recipe).values()) / GB >= 0.5 * recipe.budget.gpu_memory_gb
 
@@ -171,7 +172,7 @@ class TestRecipe:
         jsonschema.Draft202012Validator(schema).validate(written)
 
     def test_budget_strategy_and_sample_fit_together(self, file: Path) -> None:
-        recipe: Recipe = load_recipe(file).recipe
+        recipe: Recipe = recipe_of(file)
         strategy = read_strategy(recipe.accelerate_config)
         alone = recipe.budget.gpus * recipe.budget.nodes <= 1
         assert (strategy.kind == "single") == (alone and not strategy.offloaded)
@@ -180,6 +181,11 @@ class TestRecipe:
         for entry in recipe.data.train:
             files = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or []
             assert all((ROOT / name).is_file() for name in files)
+
+
+@cache
+def recipe_of(file: Path) -> Recipe:
+    return load_recipe(file).recipe
 
 
 def header_of(file: Path) -> str:
