@@ -26,11 +26,12 @@ from tests.tiny import save_tiny, write_chats
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "one_curve.md"
 HEAD = """# One curve: strategy x method x split
 
-Written by `python benchmarks/one_curve.py`. Each figure comes from four trainings of six steps: each rank's rows at once,
-accumulated one by one, packed into three rows, and with every layer recomputed. It is the largest relative difference in
-the loss of any step / in the gradient norm of any step, over the four. In float32, full and LoRA are compared with a loop
-of its own that takes one document at a time and shares no code with the program (tests/reference.py); the others with
-their own run over the whole batch in one process. Two gloo ranks on a CPU, four for hsdp.
+Written by `python benchmarks/one_curve.py`. Each figure comes from four trainings of six steps: each rank's rows at
+once, accumulated one by one, packed into three rows, and with every layer recomputed. It is the largest relative
+difference in the loss of any step / in the gradient norm of any step, over the four. In float32, full and LoRA are
+compared with a loop of its own that takes one document at a time and shares no code with the program
+(tests/reference.py); the others with their own run over the whole batch in one process. Two gloo ranks on a CPU, four
+for hsdp.
 
 A cell counts only if the run's receipt showed the engine asked for in the storage of weights and optimizer state.
 """
@@ -87,7 +88,7 @@ def _figure(cells: Sequence[Cell], reasons: Sequence[str]) -> str:
     assert len(cells) == len(SPLITS)
     refused = [cell.reason for cell in cells if cell.reason]
     if refused:
-        assert len(set(refused)) == 1 and len(refused) == len(cells), refused
+        assert refused == [refused[0]] * len(cells)
         return f"refused ({reasons.index(refused[0]) + 1})"
     loss, norm = (max(getattr(cell, key) for cell in cells) for key in ("loss", "norm"))
     return f"{loss:.1e} / {norm:.1e}"

@@ -1,7 +1,4 @@
-"""The verbs: `finetune list`, `check`, `compare`, `rehearse`, `chat`.
-
-Heavy imports inside them, so that help, list and check are instant.
-"""
+"""The verbs of `finetune`. Heavy imports inside them, so that help, list and check are instant."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch import Tensor, nn
-from transformers.integrations import unset_hf_deepspeed_config
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune.recipe import Recipe
 from finetune.strategy import Strategy
