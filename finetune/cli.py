@@ -1,4 +1,4 @@
-"""The verbs of `finetune`. Heavy imports inside them, so that help and check are instant."""
+"""The verbs of `finetune`. Heavy imports inside them, so that help, list and check are instant."""
 
 from __future__ import annotations
 
@@ -33,6 +33,28 @@ def verbs() -> None:
 
     To train: accelerate launch finetune/train.py RECIPE [key=value ...]
     """
+
+
+@app.command("list")
+def list_recipes(
+    gpus: Annotated[str | None, typer.Option(help="What you have: 2x24GB, 2x8x80GB, cpu.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="A model's name or size: 8b.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Which recipes are there, and which fit your GPUs? Those that use most of them come first."""
+
+    def work() -> dict[str, Any]:
+        from finetune.recipe_list import as_table, find_recipes
+
+        found = find_recipes(gpus, model)
+        for reason in found.left_out:
+            typer.echo(reason, err=True)
+        if not as_json:
+            typer.echo(found.hint or as_table(found.recipes))
+        told = {"left_out": found.left_out, "hint": found.hint}
+        return {"ok": True, "recipes": [listed.as_json() for listed in found.recipes], **told}
+
+    run_verb(work, as_json=as_json)
 
 
 @app.command()

@@ -81,6 +81,7 @@ chat
 compare
 compare_report
 shrink
+recipe_list
 rehearse
 load_back
 rehearse_run
@@ -115,6 +116,7 @@ LIGHT = {
     "compare",
     "compare_report",
     "shrink",
+    "recipe_list",
     "rehearse",
     "load_back",
     "rehearse_run",
