@@ -32,6 +32,8 @@ def load_back(recipe: Recipe, run_dir: Path) -> str:
             f"export: {len(wrong)} of {len(trained)} tensors differ from the checkpoint, first {wrong[0]}"
         )
     _fill(expected, trained, dtype)
+    if dtype is not None:
+        base = base.to(dtype).float()  # else the rounding alone would be a difference
     ids = torch.arange(3, 67).reshape(2, 32)
     with torch.no_grad():
         before, found, wanted = (model.eval()(input_ids=ids).logits for model in (base, tuned, expected))
@@ -57,7 +59,7 @@ def _models(recipe: Recipe, run_dir: Path) -> tuple[Any, Any, Any]:
         return base, plain(run_dir / "model"), plain(recipe.model.name_or_path)
     adapter = run_dir / "adapter"
     tuned = PeftModel.from_pretrained(plain(recipe.model.name_or_path), adapter)
-    return base, tuned, get_peft_model(plain(recipe.model.name_or_path), LoraConfig.from_pretrained(adapter))
+    return base, tuned, get_peft_model(plain(recipe.model.name_or_path), LoraConfig.from_pretrained(str(adapter)))
 
 
 def _same(found: Any, trained: Any, dtype: Any) -> bool:

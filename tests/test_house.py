@@ -83,6 +83,7 @@ compare_report
 shrink
 rehearse
 load_back
+rehearse_job
 rehearse_run
 rehearse_report
 cli
@@ -117,6 +118,7 @@ LIGHT = {
     "shrink",
     "rehearse",
     "load_back",
+    "rehearse_job",
     "rehearse_run",
     "rehearse_report",
     "cli",
