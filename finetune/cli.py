@@ -1,4 +1,4 @@
-"""The verbs: `finetune check`, `compare`, `rehearse`, `chat`. Heavy imports inside them: help and check are instant."""
+"""The verbs of `finetune`. Heavy imports inside them, so that help and check are instant."""
 
 from __future__ import annotations
 
