@@ -316,7 +316,7 @@ class TestWhatIsSeen:
 @pytest.fixture
 def lora_run(tiny_llama: Path, tmp_path: Path) -> tuple[Recipe, Path]:
     """A run folder with a checkpoint and the adapter of the same weights."""
-    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear"))
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, lora_alpha=32, target_modules="all-linear"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -324,7 +324,7 @@ def lora_run(tiny_llama: Path, tmp_path: Path) -> tuple[Recipe, Path]:
     trained = {name: tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
     write_checkpoint(tmp_path, 4, {"model": trained, "optimizer": {}}, {}, keep=1)
     export_adapter(model, trained, tiny_tokenizer(), tmp_path, base=str(tiny_llama))
-    return Recipe.model_validate(QUICK | {"model": {"name_or_path": str(tiny_llama)}}), tmp_path
+    return Recipe.model_validate(QUICK | {"model": {"name_or_path": str(tiny_llama)}, "lora": {"r": 4}}), tmp_path
 
 
 class TestLoadBack:
