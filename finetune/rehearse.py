@@ -51,6 +51,7 @@ def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int
         *_schedule(recipe.training),
         Change({"logging_steps": 1, "eval_steps": SAVED_AFTER, "measure_phases": False}),
         Change({"save_steps": SAVED_AFTER, "save_total_limit": max(2, recipe.save_total_limit)}),
+        Change({"timeout_seconds": max(300, recipe.timeout_seconds)}),  # ranks share a core here
     ]
     return [change for change in found if change.settings or change.told]
 

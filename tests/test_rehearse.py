@@ -163,6 +163,7 @@ class TestChanges:
         "save_total_limit",
         "measure_phases",
         "samples",
+        "timeout_seconds",
     )
 
     @pytest.mark.parametrize("path", recipes().values(), ids=lambda path: path.stem)
@@ -208,6 +209,7 @@ class TestChanges:
             ("training.warmup_steps=100", "warmup_steps: each number of steps is 1", "training.warmup_steps", 1),
             ("model.attention=flash_attention_2", "own kernel, no flash_attention_2", "model.attention", "auto"),
             ("save_total_limit=1", "", "save_total_limit", 2),
+            ("timeout_seconds=5", "", "timeout_seconds", 300),
         ],
     )
     def test_stand_ins(self, given: str, told: str, key: str, value: Any, tmp_path: Path) -> None:
@@ -420,7 +422,6 @@ class TestRehearse:
         assert report["ok"], report["steps"]
         assert report["steps"] == [line for line in told if "differs" not in line]
         assert report["steps"][1]["seen"].startswith(seen)
-        assert report["seconds"] < LONGEST_SECONDS
         assert report["receipt"]["strategy"] == strategy
         assert not list(tmp_path.glob("run*")), "the recipe's own run folder stays untouched"
 
