@@ -84,6 +84,7 @@ shrink
 recipe_list
 rehearse
 load_back
+rehearse_job
 rehearse_run
 rehearse_report
 cli
@@ -119,6 +120,7 @@ LIGHT = {
     "recipe_list",
     "rehearse",
     "load_back",
+    "rehearse_job",
     "rehearse_run",
     "rehearse_report",
     "cli",
