@@ -19,7 +19,7 @@ from finetune.optimizer import make_optimizer
 from finetune.quantized import plain_quantized_weights
 from finetune.recipe import Recipe
 from finetune.strategy import Strategy
-from finetune.zero import engine_dtype, prepare_zero
+from finetune.zero import engine_dtype, loading_whole, prepare_zero
 from finetune.zero_pieces import full_weights
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}
@@ -84,8 +84,7 @@ def _under_zero(recipe: Recipe, strategy: Strategy, accelerator: Accelerator) ->
     dtype = engine_dtype(accelerator.state.deepspeed_plugin.deepspeed_config)
     on_host = strategy.zero_stage == 3 and recipe.quantization is not None
     device = torch.device("cpu") if on_host else accelerator.device
-    plugin = accelerator.state.deepspeed_plugin
-    with plugin.zero3_init_context_manager(enable=False) if on_host else nullcontext():
+    with loading_whole(accelerator.state.deepspeed_plugin) if on_host else nullcontext():
         whole = build_model(recipe, device, dtype=dtype)
     engine, optimizer = prepare_zero(accelerator, whole, make_optimizer(whole, recipe))
     compute = COMPUTE[recipe.training.mixed_precision]

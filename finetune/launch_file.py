@@ -97,7 +97,7 @@ def _misfits(plan: LaunchPlan) -> Iterator[str]:
     if strategy.only_where and plan.gpus:
         yield f"{named} runs on a CPU, not on {where}; set accelerate_config=ddp, or --gpus-per-node 0"
     if strategy.kind == "single" and world > 1:
-        yield f"{named} runs one process, {where} are {world}; set accelerate_config=ddp, or --nodes 1 --gpus-per-node 1"
+        yield f"{named} runs one process, {where} are {world}; set accelerate_config=ddp, or take one GPU"
     # Offload to host or disk is for one GPU as well.
     if strategy.kind != "single" and world == 1 and not (strategy.kind == "deepspeed" and strategy.offloaded):
         yield f"{named} runs on several processes, {where} are one; set accelerate_config=single, or take more GPUs"

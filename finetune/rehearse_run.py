@@ -147,9 +147,8 @@ def _perform(stage: Stage, recipe: Recipe, checklist: Checklist) -> dict[str, An
         step["seen"] = same_curve(whole, broken)
     with checklist.line("exported") as step:
         step["seen"] = _exported(broken)
-    with checklist.line("loaded back") as step:
-        with hushed():
-            step["seen"] = load_back(recipe, broken)
+    with checklist.line("loaded back") as step, hushed():
+        step["seen"] = load_back(recipe, broken)
     return receipt
 
 

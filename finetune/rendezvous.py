@@ -129,5 +129,6 @@ def _whom_and_where(launch: Launch) -> str:
     return (
         f"launch: rank {launch.rank} of {launch.world_size} on {socket.gethostname()} has not met the others at {place}"
         "; read what rank 0 says, start the command on every machine, each with its own number, let them reach each "
-        f"other's ports, and name the network between them: export GLOO_SOCKET_IFNAME=... NCCL_SOCKET_IFNAME=... (here: {interfaces})"
+        "other's ports, and name the network between them: export GLOO_SOCKET_IFNAME=... NCCL_SOCKET_IFNAME=... "
+        f"(here: {interfaces})"
     )

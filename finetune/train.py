@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 if __name__ == "__main__":  # run as a file: this folder must not be the first place to import from
@@ -22,6 +23,7 @@ from finetune.recipe_file import LoadedRecipe, load_recipe, resolved_yaml
 if TYPE_CHECKING:
     from finetune.run_folder import Claim
 
+SECONDS_TO_SPEAK = 10  # ranks that share a busy machine come to the same refusal seconds apart
 USAGE = "usage: accelerate launch finetune/train.py RECIPE [key=value ...]"
 
 
@@ -92,5 +94,12 @@ def _write_start(loaded: LoadedRecipe, claim: Claim) -> None:
         write_json(folder / "environment.json", environment())
 
 
+def _let_rank_0_speak(code: int) -> int:
+    """A launcher that sees one rank end kills the others, and rank 0 perhaps before it has said why."""
+    if code not in (0, 130) and int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) != 0:
+        time.sleep(SECONDS_TO_SPEAK)
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_let_rank_0_speak(main()))

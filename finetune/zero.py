@@ -11,7 +11,8 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch import Tensor, nn
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune.recipe import Recipe
 from finetune.strategy import Strategy
@@ -206,6 +208,16 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
     if exact:
         load_masters(engine, exact)
     return engine, optimizer
+
+
+@contextmanager
+def loading_whole(plugin: DeepSpeedPlugin) -> Iterator[None]:
+    """Within, transformers loads as if there were no ZeRO-3, under which it refuses to quantise on the host."""
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        plugin.set_deepspeed_weakref()
 
 
 def release_engine(accelerator: Accelerator) -> None:

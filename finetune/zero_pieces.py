@@ -204,8 +204,9 @@ def _refresh(engine: Any) -> None:
     if engine.zero_optimization_stage() < 3:
         engine.optimizer.update_lp_params()
         return
-    # What ZeRO-3 keeps whole (norms, biases) is gathered again.
+    # Layers that are still gathered from the latest forward, within stage3_max_live_parameters, would be used as they
+    # are; what ZeRO-3 keeps whole (norms, biases) is gathered again.
+    engine.empty_partition_cache()
     persistent = engine.optimizer.persistent_parameters
     if persistent:
-        persistent[0].partition(persistent)
         persistent[0].all_gather(persistent)

@@ -7,11 +7,13 @@ Starting the ranks takes ten times as long as a training of six steps, so a laun
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,11 +69,15 @@ def main(words: Sequence[str]) -> int:
     for recipe, port in zip(recipes, os.environ[PORTS].split(","), strict=True):
         # The launcher's own store still knows the addresses of the group before.
         os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
-        code = train([recipe, *overrides])
+        said = io.StringIO()
+        with redirect_stderr(said):
+            code = train([recipe, *overrides])
+        sys.stderr.write(said.getvalue())
         AcceleratorState._reset_state(reset_partial_state=True)  # as accelerate's own tests do
         for name in SETTINGS_OF_AN_ENGINE:
             os.environ.pop(name, None)
         if os.environ.get("RANK", "0") == "0":
+            Path(recipe).with_suffix(".said").write_text(said.getvalue(), "utf-8")
             print(f"cell {recipe} {code}", flush=True)
     return 0
 

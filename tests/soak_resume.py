@@ -1,7 +1,8 @@
 """Kills a training with SIGKILL at random moments and resumes it, until it ends; then compares it with a run that
 nobody killed: metrics (but for measured times), samples, adapter, weights and optimizer state must be bitwise equal.
 
-    python tests/soak_resume.py --ranks 2 --kills 30
+    python tests/soak_resume.py --ways 2:ddp --kills 30              bitwise
+    python tests/soak_resume.py --ways 2:fsdp2,1:single --kills 5    on other ranks each time, to 1e-5
 
 The libraries are imported once and each training is a fork, so that a kill costs the training and not the imports.
 Moments are drawn over the whole life of a run: loading, stepping, evaluating, saving, exporting.
@@ -24,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # One thread a rank: two that wait for each other on a busy machine are twenty times slower.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -74,9 +75,15 @@ def write_recipe(folder: Path, *, steps: int, dropout: float) -> Path:
     return path
 
 
-def fork_ranks(recipe: Path, run_dir: Path, ranks: int, strategy: str | None = None) -> list[int]:
+class How(NamedTuple):
+    """How an attempt is launched."""
+
+    ranks: int
+    strategy: str
+
+
+def fork_ranks(recipe: Path, run_dir: Path, ranks: int, strategy: str) -> list[int]:
     """Starts one training, as a launcher would, on this machine; returns its processes."""
-    strategy = strategy or ("single" if ranks == 1 else "ddp")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -148,14 +155,14 @@ def fingerprint(run_dir: Path) -> dict[str, Any]:
     return {"metrics": lines, "files": hashes}
 
 
-def run_killed(recipe: Path, run_dir: Path, ranks: Callable[[int], int], life: float, draw: random.Random) -> list[str]:
+def run_killed(recipe: Path, run_dir: Path, how: Callable[[int], How], life: float, draw: random.Random) -> list[str]:
     """One run, killed again and again until it ends; returns where it was killed.
 
-    `ranks` gives each attempt's number of them, `life` is how long an attempt that nobody kills takes, in seconds.
+    `how` gives each attempt's ranks and strategy, `life` is the seconds of an attempt that nobody kills.
     """
     killed_at: list[str] = []
     while True:
-        processes = fork_ranks(recipe, run_dir, ranks(len(killed_at)))
+        processes = fork_ranks(recipe, run_dir, *how(len(killed_at)))
         codes = wait_all(processes, draw.uniform(0.05, 0.9) * life)
         if codes is None:
             kill(processes)
@@ -168,44 +175,46 @@ def run_killed(recipe: Path, run_dir: Path, ranks: Callable[[int], int], life: f
         return killed_at
 
 
-def run_whole(recipe: Path, run_dir: Path, ranks: int) -> float:
+def run_whole(recipe: Path, run_dir: Path, how: How) -> float:
     """A run that nobody kills; returns its seconds."""
     began = time.monotonic()
-    codes = wait_all(fork_ranks(recipe, run_dir, ranks), 300)
-    assert codes == [0] * ranks, (codes, run_dir.with_suffix(".rank0.log").read_text())
+    codes = wait_all(fork_ranks(recipe, run_dir, *how), 300)
+    assert codes == [0] * how.ranks, (codes, run_dir.with_suffix(".rank0.log").read_text())
     return time.monotonic() - began
 
 
-def soak(folder: Path, *, ranks: int, kills: int, steps: int, seed: int) -> dict[str, Any]:
+def soak(folder: Path, *, ways: Sequence[How], kills: int, steps: int, seed: int) -> dict[str, Any]:
     """Kills and resumes until `kills` kills were made; raises AssertionError at the first difference.
 
-    `ranks` 0: the attempts take one rank and two in turn. Then dropout is off, because its masks are each rank's own,
-    and metrics are compared to 1e-5.
+    With several `ways` the attempts take them in turn. Then dropout is off, because its masks are each rank's own, and
+    metrics are compared to 1e-5; else bitwise.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
-    recipe = write_recipe(folder, steps=steps, dropout=0.1 if ranks else 0.0)
+    bitwise = len(ways) == 1
+    recipe = write_recipe(folder, steps=steps, dropout=0.1 if bitwise else 0.0)
     began = time.monotonic()
-    run_whole(recipe, folder / "whole", ranks or 1)
-    life = run_whole(recipe, folder / "again", ranks or 2)  # finds the data prepared, as the killed ones do
+    run_whole(recipe, folder / "whole", ways[0])
+    life = run_whole(recipe, folder / "again", ways[-1])  # finds the data prepared, as the killed ones do
     expected = fingerprint(folder / "whole")
-    same(fingerprint(folder / "again"), expected, bitwise=bool(ranks))
+    same(fingerprint(folder / "again"), expected, bitwise=bitwise)
     draw = random.Random(seed)
     killed_at: list[str] = []
     runs = 0
     while len(killed_at) < kills:
         runs += 1
         run_dir = folder / f"killed-{runs}"
-        killed_at += run_killed(recipe, run_dir, lambda attempt: ranks or 1 + attempt % 2, life, draw)
-        same(fingerprint(run_dir), expected, bitwise=bool(ranks))
+        killed_at += run_killed(recipe, run_dir, lambda attempt: ways[attempt % len(ways)], life, draw)
+        same(fingerprint(run_dir), expected, bitwise=bitwise)
     seconds = round(time.monotonic() - began, 1)
-    return {"ranks": ranks, "kills": len(killed_at), "runs": runs, "seconds": seconds, "killed_at": killed_at}
+    told = [f"{way.ranks} x {Path(way.strategy).stem}" for way in ways]
+    return {"ways": told, "kills": len(killed_at), "runs": runs, "seconds": seconds, "killed_at": killed_at}
 
 
 def same(found: dict[str, Any], expected: dict[str, Any], *, bitwise: bool) -> None:
     """Raises AssertionError where two runs differ."""
     if bitwise:
-        assert found["metrics"] == expected["metrics"]
-        assert found["files"] == expected["files"]
+        for key in ("metrics", "files"):
+            assert found[key] == expected[key], differences(found[key], expected[key])
         return
     assert len(found["metrics"]) == len(expected["metrics"])
     for left, right in zip(found["metrics"], expected["metrics"], strict=True):
@@ -215,22 +224,36 @@ def same(found: dict[str, Any], expected: dict[str, Any], *, bitwise: bool) -> N
             assert close, (left["step"], key, value, right[key])
 
 
+def differences(found: Any, expected: Any) -> list[Any]:
+    """What an assertion tells of two fingerprints."""
+    if isinstance(found, dict):
+        return [key for key in found.keys() | expected.keys() if found.get(key) != expected.get(key)]
+    pairs = zip(found, expected, strict=False)
+    return [pair for pair in pairs if pair[0] != pair[1]][:3] or [len(found), len(expected)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=1, help="1, 2, or 0 for both in turn")
+    parser.add_argument("--ways", default="1:single", help="RANKS:STRATEGY, and others after commas to take turns")
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=None)
     arguments = parser.parse_args()
+    pairs = [way.split(":", 1) for way in arguments.ways.split(",")]
+    ways = [How(int(ranks), strategy) for ranks, strategy in pairs]
+    import_before_forking()
+    folder = arguments.folder or Path(tempfile.mkdtemp())
+    print(json.dumps(soak(folder, ways=ways, kills=arguments.kills, steps=arguments.steps, seed=arguments.seed)))
+    return 0
+
+
+def import_before_forking() -> None:
+    """What a training imports, once for all of them; and one thread, for more do not survive a fork."""
     torch.set_num_threads(1)
     for name in HEAVY.split():
         importlib.import_module(name)
     transformers.logging.set_verbosity_error()
-    folder = arguments.folder or Path(tempfile.mkdtemp())
-    options = {"ranks": arguments.ranks, "kills": arguments.kills, "steps": arguments.steps, "seed": arguments.seed}
-    print(json.dumps(soak(folder, **options)))
-    return 0
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import yaml
 from finetune import session, train
 from finetune.durable import read_lines
 from finetune.run_folder import read_state
+from tests.curve_table import RANKS
 from tests.soak_resume import fingerprint, write_recipe
 
 REPOSITORY = Path(__file__).parent.parent
@@ -31,12 +32,25 @@ LAUNCHES = [(1, "SIGTERM"), (2, "SIGTERM")] + FULL * [(1, "SIGINT"), (1, "SIGKIL
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 0] if FULL else [1, 2])  # 0: one and two in turn
-def test_killed_at_random_moments(tmp_path: Path, ranks: int) -> None:
-    command = [sys.executable, str(SOAK), "--ranks", str(ranks), "--kills", str(KILLS), "--folder", str(tmp_path)]
+@pytest.mark.parametrize("ways", ["1:single", "2:ddp", "2:zero3"] + FULL * ["1:single,2:ddp", "2:fsdp2,1:single"])
+def test_killed_at_random_moments(tmp_path: Path, ways: str) -> None:
+    """Under every strategy: benchmarks/resume.py."""
+    command = [sys.executable, str(SOAK), "--ways", ways, "--kills", str(KILLS), "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1])["kills"] >= KILLS
+
+
+def test_killed_under_every_strategy() -> None:
+    """The committed record: five kills on the same ranks each, and two with the ranks changing."""
+    record = json.loads((REPOSITORY / "benchmarks" / "results" / "resume.json").read_text("utf-8"))["strategies"]
+    assert list(record) == list(RANKS)
+    for strategy, kinds in record.items():
+        assert kinds["same_ranks"]["ways"] == [f"{RANKS[strategy]} x {strategy}"]
+        assert kinds["same_ranks"]["kills"] >= 5
+        if strategy != "single":
+            assert kinds["other_ranks"]["ways"] == [f"{RANKS[strategy]} x {strategy}", "1 x single"]
+            assert kinds["other_ranks"]["kills"] >= 2
 
 
 def state_of(run_dir: Path) -> dict[str, Any]:

@@ -19,8 +19,9 @@ from finetune.recipe_file import load_recipe
 from finetune.strategy import read_strategy
 from finetune.zero import LARGEST_BUCKET, SMALLEST_BUCKET, buckets
 from tests.cells import launch
+from tests.curve_table import TOLERANCE, ZERO, worst
 from tests.test_one_curve import LENGTHS, curve_of, reference, write_recipe
-from tests.test_strategies import TOLERANCE, ZERO, checkpointed, worst
+from tests.test_strategies import checkpointed
 from tests.tiny import save_tiny, tiny_model, write_chats
 
 ALONE = {"training": {"per_device_batch_size": 1}}

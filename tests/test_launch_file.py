@@ -1,0 +1,236 @@
+"""`finetune launch`: what it prints is read by the launchers' own parsers, and runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from finetune import launcher
+from finetune.cli import main
+from finetune.launch_file import plan_launch, script
+from finetune.slurm import slurm_ranks
+
+ROOT = Path(__file__).parent.parent
+RECIPE = ROOT / "recipes" / "llama3_fsdp.yaml"  # 4 GPUs of one machine
+BY_HAND = ("torchrun", "accelerate")
+# Strategy, machines and GPUs of each: what fits, and how many ranks it makes.
+FITTING = {
+    ("ddp", 1, 4): 4,
+    ("ddp", 2, 1): 2,
+    ("fsdp2", 2, 8): 16,
+    ("hsdp", 2, 8): 16,
+    ("zero3", 1, 2): 2,
+    ("zero3", 4, 8): 32,
+    ("zero2_offload", 1, 1): 1,
+    ("single", 1, 1): 1,
+    ("single", 1, 0): 1,
+    ("ddp", 1, 0): 2,
+    ("fsdp2", 3, 0): 3,
+    ("cpu_2proc", 1, 0): 2,
+}
+
+
+def text_for(on: str, strategy: str, nodes: int, gpus: int, *overrides: str) -> str:
+    words = [f"accelerate_config={strategy}", *overrides]
+    return script(plan_launch(RECIPE, words, launcher=on, nodes=nodes, gpus_per_node=gpus))
+
+
+def said_by(text: str, tmp_path: Path, *arguments: str, **environment: str) -> list[str]:
+    """The words that the file's last command gets, from bash itself; whoever would run says them instead."""
+    for name in ("torchrun", "accelerate", "python", "srun", "scontrol"):
+        tool = tmp_path / name
+        tool.write_text('#!/bin/bash\nprintf "%s\\n" "${0##*/}" "$@"\n')
+        tool.chmod(0o755)
+    file = tmp_path / "file.sh"
+    file.write_text(text)
+    done = subprocess.run(
+        ["bash", str(file), *arguments],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def read_by(words: Sequence[str], monkeypatch: pytest.MonkeyPatch, ranks: int, nodes: int) -> launcher.Launch:
+    """What the trainer makes of these words of its launcher."""
+    monkeypatch.setattr(launcher, "arguments_of", lambda process: ["python", *words])
+    told = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": str(ranks), "GROUP_WORLD_SIZE": str(nodes), "RANK": "0"}
+    return launcher.read_launch(told)
+
+
+@pytest.mark.parametrize(("strategy", "nodes", "gpus"), FITTING)
+def test_torchrun_and_the_trainer_read_the_words(
+    strategy: str, nodes: int, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.run import get_args_parser
+
+    ranks = FITTING[strategy, nodes, gpus]
+    text = text_for("torchrun", strategy, nodes, gpus)
+    words = said_by(text, tmp_path, *(["1", "10.0.0.1"] if nodes > 1 else []))
+    if strategy == "single":
+        assert words[:2] == ["python", "finetune/train.py"]
+        return
+    assert words[0] == "torchrun"
+    read = get_args_parser().parse_args(words[1:])
+    assert (read.training_script, read.training_script_args[0]) == ("finetune/train.py", str(RECIPE))
+    assert int(read.nnodes) * int(read.nproc_per_node) == ranks
+    assert read.standalone is (nodes == 1)
+    if nodes > 1:
+        assert (int(read.nnodes), read.node_rank, read.master_addr) == (nodes, 1, "10.0.0.1")
+    launch = read_by(words, monkeypatch, ranks, nodes)
+    assert launch.asked_processes == ranks
+    assert launch.recipe == str(RECIPE)
+
+
+@pytest.mark.parametrize(("strategy", "nodes", "gpus"), FITTING)
+def test_accelerate_and_the_trainer_read_the_words(
+    strategy: str, nodes: int, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    ranks = FITTING[strategy, nodes, gpus]
+    text = text_for("accelerate", strategy, nodes, gpus)
+    words = said_by(text, tmp_path, *(["1", "10.0.0.1"] if nodes > 1 else []))
+    assert words[:2] == ["accelerate", "launch"]
+    read = launch_command_parser().parse_args(words[2:])
+    assert (read.training_script, read.training_script_args[0]) == ("finetune/train.py", str(RECIPE))
+    assert (read.num_processes, read.num_machines or 1) == (ranks, nodes)
+    wanted = "cpu_2proc" if not gpus and strategy != "single" else strategy
+    assert read.config_file == f"accelerate_configs/{wanted}.yaml"
+    assert load_config_from_file(str(ROOT / read.config_file)) is not None
+    if nodes > 1:
+        assert (read.machine_rank, read.main_process_ip, read.main_process_port) == (1, "10.0.0.1", 29500)
+        # Without it Accelerate has one machine start the others by pdsh.
+        assert read.deepspeed_multinode_launcher == ("standard" if strategy == "zero3" else None)
+    assert read_by(words, monkeypatch, ranks, nodes).asked_processes == ranks
+
+
+@pytest.mark.parametrize(("strategy", "nodes", "gpus"), FITTING)
+def test_slurm_gets_one_task_a_node(strategy: str, nodes: int, gpus: int, tmp_path: Path) -> None:
+    text = text_for("slurm", strategy, nodes, gpus)
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    asked = dict(
+        line.removeprefix("#SBATCH --").split("=", 1)
+        for line in text.splitlines()
+        if "#SBATCH" in line[:7] and "=" in line
+    )
+    assert (asked["nodes"], asked["ntasks-per-node"]) == (str(nodes), "1")
+    assert asked.get("gpus-per-node") == (str(gpus) if gpus else None)
+    assert asked["signal"] == "TERM@300", "to the ranks, not to the script"
+    assert "#SBATCH --requeue\n" in text
+    job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_CPUS_PER_TASK": "16"}
+    words = said_by(text, tmp_path, **job)
+    assert words[:3] == ["srun", "--kill-on-bad-exit=1", "--cpus-per-task=16"]
+    started = {"single": ["python", "finetune/train.py"]}.get(strategy, ["torchrun", "--standalone"])
+    assert words[3:5] == (["bash", "-c"] if nodes > 1 else started)
+    assert str(RECIPE) in words
+
+
+def test_slurm_and_a_plain_srun_choose_the_same_port() -> None:
+    text = text_for("slurm", "ddp", 2, 1)
+    line = next(line for line in text.splitlines() if line.startswith("MASTER_PORT="))
+    for job in ("4711", "12345678"):
+        shell = subprocess.run(
+            ["bash", "-c", f"{line.partition('#')[0]}; echo $MASTER_PORT"],
+            env={"SLURM_JOB_ID": job},
+            capture_output=True,
+            text=True,
+        )
+        step = {"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+        place = {"SLURM_NODELIST": "a[1-2]", "SLURM_LOCALID": "0"}
+        assert shell.stdout.strip() == slurm_ranks(step | place)["MASTER_PORT"]
+
+
+@pytest.mark.parametrize("on", ["slurm", *BY_HAND])
+def test_words_with_blanks_quotes_and_dollars_arrive(on: str, tmp_path: Path) -> None:
+    override = "output_dir=runs/a 'b' $HOME \"c\""
+    text = text_for(on, "fsdp2", 2, 2, override, "training.resume=never")
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_CPUS_PER_TASK": "1"}
+    words = said_by(text, tmp_path, "0", "h", **job)
+    assert override in words
+    assert words[-2:] == ["budget.nodes=2", "budget.gpus=2"], "the trainer holds the launch against the budget"
+    again = said_by(text, tmp_path, "0", "h", **job, SLURM_RESTART_COUNT="1")
+    assert ("training.resume=auto" in again) is (on == "slurm"), "a job that is queued again goes on"
+
+
+def test_the_recipes_budget_is_the_default() -> None:
+    plan = plan_launch(RECIPE, ["budget.nodes=2"], launcher="torchrun")
+    assert (plan.nodes, plan.gpus, plan.world) == (2, 4, 8)
+    assert [word for word in plan.words if "budget" in word] == ["budget.nodes=2"]
+    assert (plan_launch(RECIPE, [], launcher="torchrun", gpus_per_node=8)).words[-1] == "budget.gpus=8"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "gpus", "word"),
+    [
+        ("hsdp", 1, 8, "1 x 8 GPUs make 1 such copies"),
+        ("hsdp", 2, 1, "2 x 1 GPUs make 2 such copies"),
+        ("single", 1, 2, "runs one process, 1 x 2 GPUs are 2"),
+        ("single", 2, 0, "runs one process, 2 x 1 CPU processes are 2"),
+        ("fsdp2", 1, 1, "runs on several processes, 1 x 1 GPUs are one"),
+        ("zero3", 1, 1, "runs on several processes"),
+        ("cpu_2proc", 1, 2, "runs on a CPU, not on 1 x 2 GPUs"),
+        ("fsdp2", 16, 8, "64 rows a step leave 64 of 128 ranks without one"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    strategy: str, nodes: int, gpus: int, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = ["--nodes", str(nodes), "--gpus-per-node", str(gpus)]
+    assert main(["launch", str(RECIPE), "--on", "slurm", *places, f"accelerate_config={strategy}"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert len(said.err.splitlines()) == 1
+    assert word in said.err
+    assert "; " in said.err, "the remedy"
+
+
+@pytest.mark.parametrize(
+    ("words", "word"),
+    [(["--on", "pbs"], "none of slurm, torchrun, accelerate"), (["training.sed=1"], "training.sed")],
+)
+def test_mistakes_of_the_command(words: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", str(RECIPE), *words]) == 2
+    assert word in capsys.readouterr().err
+
+
+def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "job.sh"
+    for nodes in ("2", "4"):
+        assert main(["launch", str(RECIPE), "--on", "slurm", "--nodes", nodes, "-o", str(file)]) == 0
+        assert file.read_text() == capsys.readouterr().out
+    file.write_text("mine\n")
+    assert main(["launch", str(RECIPE), "--on", "slurm", "-o", str(file)]) == 2
+    assert "is no file of `finetune launch`" in capsys.readouterr().err
+    assert file.read_text() == "mine\n"
+    assert main(["launch", str(RECIPE), "--on", "slurm", "--json", "-o", str(tmp_path / "b.sh")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ok"], told["processes"], told["script"]) == (True, 4, (tmp_path / "b.sh").read_text())
+
+
+def test_a_recipe_elsewhere_and_a_name_that_would_end_a_comment(tmp_path: Path) -> None:
+    recipe = tmp_path / "my\nrecipe $(touch x).yaml"
+    recipe.write_text(RECIPE.read_text())
+    text = script(plan_launch(recipe, [], launcher="slurm"))
+    assert "#SBATCH --job-name=my-recipe---touch-x-\n" in text
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a", "SLURM_CPUS_PER_TASK": "1"}
+    assert str(recipe) in "\n".join(said_by(text, tmp_path, **job))
+    assert not (tmp_path / "x").exists()
+
+
+def test_it_loads_no_torch() -> None:
+    words = ["launch", str(RECIPE), "--on", "slurm"]
+    code = f"import sys; from finetune.cli import main; main({words!r}); print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not {"torch", "accelerate", "transformers"} & set(eval(done.stdout.splitlines()[-1]))
