@@ -82,7 +82,7 @@ def test_torchrun_and_the_trainer_read_the_words(
     assert words[0] == "torchrun"
     read = get_args_parser().parse_args(words[1:])
     assert (read.training_script, read.training_script_args[0]) == ("finetune/train.py", str(RECIPE))
-    assert int(read.nnodes) * int(read.nproc_per_node) == ranks
+    assert int(read.nnodes.split(":")[-1]) * int(read.nproc_per_node) == ranks  # --standalone makes it 1:1
     assert read.standalone is (nodes == 1)
     if nodes > 1:
         assert (int(read.nnodes), read.node_rank, read.master_addr) == (nodes, 1, "10.0.0.1")
@@ -234,3 +234,94 @@ def test_it_loads_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not {"torch", "accelerate", "transformers"} & set(eval(done.stdout.splitlines()[-1]))
+
+
+SRUN = """#!/bin/bash
+# Two nodes on this machine: a task for each, as Slurm starts them. Their processes stand in $TASKS.
+while [[ $1 == --* ]]; do shift; done
+export SLURM_STEP_ID=0 SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_STEP_NODELIST=$SLURM_JOB_NODELIST
+tasks=() code=0
+for node in 0 1; do
+  SLURM_NODEID=$node SLURM_PROCID=$node "$@" &
+  tasks+=($!)
+done
+echo "${tasks[@]}" > "$TASKS"
+for task in "${tasks[@]}"; do wait "$task" || code=$?; done
+exit "$code"
+"""
+SCONTROL = """#!/bin/bash
+if [[ $1 == show ]]; then echo 127.0.0.1; else echo "$@" >> "$REQUEUED"; fi
+"""
+
+
+def started(file: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    plain = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PET_"))}
+    tools = {"PATH": f"{file.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        ["bash", str(file), *arguments],
+        cwd=ROOT,
+        env=plain | tools | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ended(*processes: subprocess.Popen[str]) -> list[int]:
+    """Exit codes; on failure what was said is the test's output."""
+    for process in processes:
+        try:
+            print(process.communicate(timeout=400)[0][-3000:])
+        finally:
+            process.kill()
+    return [process.returncode for process in processes]
+
+
+def steps_of(run_dir: Path) -> int:
+    found = read_lines(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").exists() else []
+    return max((line["step"] for line in found), default=0)
+
+
+def state_of(run_dir: Path) -> str:
+    return str(json.loads((run_dir / "run_state.json").read_text())["state"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("on", "nodes"), [("torchrun", 1), ("torchrun", 2), ("accelerate", 2)])
+def test_the_file_runs(on: str, nodes: int, tmp_path: Path) -> None:
+    recipe, run_dir, file = write_recipe(tmp_path, steps=4, dropout=0.0), tmp_path / "run", tmp_path / "start.sh"
+    words = [str(recipe), "--on", on, "--nodes", str(nodes), "-o", str(file)]
+    assert main(["launch", *words, f"output_dir={run_dir}", "accelerate_config=fsdp2"]) == 0
+    machines = [[str(number), "127.0.0.1"] for number in range(nodes)] if nodes > 1 else [[]]
+    assert ended(*(started(file, *machine) for machine in machines)) == [0] * nodes
+    assert (state_of(run_dir), steps_of(run_dir)) == ("finished", 4)
+    receipt = json.loads((run_dir / "receipt.json").read_text())
+    assert (receipt["strategy"], receipt["world_size"], receipt["nodes"]) == ("fsdp2", 2, nodes)
+
+
+@pytest.mark.slow
+def test_a_slurm_job_stops_before_its_time_queues_again_and_ends(tmp_path: Path) -> None:
+    recipe, run_dir, file = write_recipe(tmp_path, steps=60, dropout=0.0), tmp_path / "run", tmp_path / "job.sh"
+    words = [str(recipe), "--on", "slurm", "--nodes", "2", "-o", str(file)]
+    assert main(["launch", *words, f"output_dir={run_dir}", "accelerate_config=ddp", "eval_steps=60"]) == 0
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    tasks, requeued = tmp_path / "tasks", tmp_path / "requeued"
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_CPUS_PER_TASK": "1"}
+    job |= {"TASKS": str(tasks), "REQUEUED": str(requeued)}
+    first = started(file, **job)
+    end = time.monotonic() + 300
+    while steps_of(run_dir) < 2 and first.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    for task in tasks.read_text().split():  # what Slurm does 300 s before the time limit
+        os.kill(int(task), signal.SIGTERM)
+    assert ended(first) != [0]
+    assert state_of(run_dir) == "stopped"
+    assert 2 <= steps_of(run_dir) < 60
+    assert shlex.split(requeued.read_text()) == ["requeue", job["SLURM_JOB_ID"]]
+    assert ended(started(file, **job, SLURM_RESTART_COUNT="1")) == [0]
+    assert (state_of(run_dir), steps_of(run_dir)) == ("finished", 60)
+    assert len(requeued.read_text().splitlines()) == 1, "a finished run is not queued again"
+    receipt = json.loads((run_dir / "receipt.json").read_text())
+    assert (receipt["world_size"], receipt["nodes"]) == (2, 2)
