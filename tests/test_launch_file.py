@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,8 +16,10 @@ import pytest
 
 from finetune import launcher
 from finetune.cli import main
+from finetune.durable import read_lines
 from finetune.launch_file import plan_launch, script
 from finetune.slurm import slurm_ranks
+from tests.soak_resume import write_recipe
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "llama3_fsdp.yaml"  # 4 GPUs of one machine
