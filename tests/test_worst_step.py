@@ -8,13 +8,14 @@ import json
 import os
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from finetune import checkpoint, session, worst_step
 from finetune.durable import ASIDE
@@ -36,6 +37,14 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Write = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def forget_the_last_run() -> Iterator[None]:
+    """A process has one mixed precision to Accelerate, until it is told to forget, as its own tests do."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
@@ -282,23 +291,14 @@ def test_too_little_memory_ends_it_in_one_line(
     def out_of_memory(*arguments: Any, **options: Any) -> Any:
         raise (torch.OutOfMemoryError if "CUDA" in message else RuntimeError)(message)
 
-    class Failing:
-        def __iter__(self) -> Any:
-            return out_of_memory()
-
     recipe = write("run", per_device_batch_size=4)
     with monkeypatch.context() as patch:
         if where == "a training step":
             patch.setattr(worst_step, "optimizer_step", out_of_memory)
         else:
-            prefetch, calls = worst_step.prefetch, []
-            patch.setattr(
-                worst_step,
-                "prefetch",
-                lambda *found, **options: (
-                    Failing() if calls.append(1) or len(calls) > 1 else prefetch(*found, **options)
-                ),  # type: ignore[func-returns-value]
-            )
+            prefetch = worst_step.prefetch
+            takes = iter([prefetch, out_of_memory])  # the training step's batches, then the evaluation's
+            patch.setattr(worst_step, "prefetch", lambda *found, **options: next(takes)(*found, **options))
         code = main([str(recipe)])
     said = capfd.readouterr().err
     assert_it_failed_cleanly(recipe, code, 3, said, f"{where} on 4 rows of")
