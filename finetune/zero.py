@@ -159,7 +159,7 @@ class StepWhenAsked:
 
     def get_global_grad_norm(self) -> Tensor:
         """The norm before clipping, infinite for a step that was dropped, on the engine's device."""
-        self.loss_scale = self.engine.optimizer.loss_scale
+        self.loss_scale = getattr(self.engine.optimizer, "loss_scale", 1.0)  # ZeRO-1's under bf16 has none
         self.engine.step()
         return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.engine.device)
 

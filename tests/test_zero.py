@@ -46,9 +46,9 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("wide"), **sizes)
 
 
-def written(folder: Path, model: Path, chats: Path, method: str, **changes: Any) -> Path:
+def written(folder: Path, base: Path, chats: Path, method: str, **changes: Any) -> Path:
     folder.mkdir()
-    recipe = write_recipe(folder, model, chats, method, ALONE)
+    recipe = write_recipe(folder, base, chats, method, ALONE)
     content = json.loads(recipe.read_text("utf-8"))
     for key, value in changes.items():
         content[key] = content[key] | value if isinstance(content.get(key), dict) else value
