@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from finetune.cli import main
 from finetune.durable import read_lines
 from finetune.launch_file import plan_launch, script
 from finetune.slurm import slurm_ranks
+from tests.cells import free_ports
 from tests.soak_resume import write_recipe
 
 ROOT = Path(__file__).parent.parent
@@ -298,9 +298,8 @@ def test_the_file_runs(on: str, nodes: int, tmp_path: Path) -> None:
     recipe, run_dir, file = write_recipe(tmp_path, steps=4, dropout=0.0), tmp_path / "run", tmp_path / "start.sh"
     words = [str(recipe), "--on", on, "--nodes", str(nodes), "-o", str(file)]
     assert main(["launch", *words, f"output_dir={run_dir}", "accelerate_config=fsdp2"]) == 0
-    with socket.socket() as probe:  # other tests of this machine may have the usual one
-        probe.bind(("127.0.0.1", 0))
-        file.write_text(file.read_text().replace(" 29500 ", f" {probe.getsockname()[1]} "))
+    # Other tests of this machine may have the usual one.
+    file.write_text(file.read_text().replace(" 29500 ", f" {free_ports(1)[0]} "))
     machines = [[str(number), "127.0.0.1"] for number in range(nodes)] if nodes > 1 else [[]]
     assert ended(*(started(file, *machine) for machine in machines)) == [0] * nodes
     assert (state_of(run_dir), steps_of(run_dir)) == ("finished", 4)
