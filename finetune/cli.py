@@ -147,6 +147,34 @@ def rehearse(
 
 
 @app.command()
+def launch(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    on: Annotated[str, typer.Option(help="Who starts the ranks: slurm, torchrun or accelerate.")] = "torchrun",
+    nodes: Annotated[int | None, typer.Option(min=1, help="Machines; the recipe's.", show_default=False)] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=0, help="0 is the CPU; the recipe's.", show_default=False)
+    ] = None,
+    file: Annotated[Path | None, typer.Option("-o", "--output", help="Write it too.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the file that starts the recipe on its machines: a Slurm job, or what to run on each of them."""
+
+    def work() -> dict[str, Any]:
+        from finetune.launch_file import plan_launch, script, write_script
+
+        plan = plan_launch(recipe, overrides or [], launcher=on, nodes=nodes, gpus_per_node=gpus_per_node)
+        text = script(plan)
+        if file is not None:
+            write_script(file, text)
+        if not as_json:
+            typer.echo(text, nl=False)
+        return {"ok": True, "nodes": plan.nodes, "processes": plan.world, "file": file and str(file), "script": text}
+
+    run_verb(work, as_json=as_json)
+
+
+@app.command()
 def chat(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A finished run's folder.", show_default=False)],
     who: Annotated[str, typer.Option(help="Who answers: base, tuned or both.")] = "both",

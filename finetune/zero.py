@@ -165,7 +165,6 @@ class StepWhenAsked:
             self._forget_gradients()
         return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.engine.device)
 
-
     def _forget_gradients(self) -> None:
         """Not public: DeepSpeed 0.19 keeps those of a dropped step where ZeRO-2 offloads, and adds the next to them."""
         kept = self.engine.optimizer.averaged_gradients
