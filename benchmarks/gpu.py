@@ -74,16 +74,16 @@ def random_model(recipe: Recipe, folder: Path, *, shrunken: bool) -> Path:
 
 
 def write_rows(file: Path, *, tokens: int, max_length: int) -> Path:
-    """Chats of random words, nearly all of them learned, a third to nearly all of `max_length` long."""
+    """Chats of random words, nearly all of them learned, a sixth to nearly all of `max_length` long."""
     draw = random.Random(0)
     words = ["the", "river", "turns", "a", "wheel", "that", "was", "built", "by", "hand", "in", "spring"]
     with file.open("w", encoding="utf-8") as out:
         while tokens > 0:
-            length = draw.randint(max_length // 3, max_length * 9 // 10)
-            answer = " ".join(draw.choices(words, k=length // 2))  # a word is one token or two here
+            length = draw.randint(max_length // 6, max_length * 4 // 9)
+            answer = " ".join(draw.choices(words, k=length))  # a word is one token or two here
             chat = [{"role": "user", "content": "Tell me."}, {"role": "assistant", "content": answer}]
             out.write(json.dumps({"messages": chat}) + "\n")
-            tokens -= length // 2
+            tokens -= length
     return file
 
 

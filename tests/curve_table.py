@@ -98,13 +98,18 @@ def references(folder: Path, model: Path, chats: Path, methods: Sequence[str]) -
 
 
 def trained_cells(
-    folder: Path, strategy: str, curves: Mapping[str, list[Step]], model: Path, chats: Path
+    folder: Path,
+    strategy: str,
+    curves: Mapping[str, list[Step]],
+    model: Path,
+    chats: Path,
+    splits: Sequence[str] = tuple(SPLITS),
 ) -> Iterator[Cell]:
-    """All cells of a strategy, in one launch; the run of a cell lies in `folder / METHOD-SPLIT / run`.
+    """A strategy's cells, in one launch; the run of a cell lies in `folder / METHOD-SPLIT / run`.
 
     Raises AssertionError for a cell that failed, or whose receipt does not show the engine that was asked for.
     """
-    pairs = [(method, split) for method in curves for split in SPLITS]
+    pairs = [(method, split) for method in curves for split in splits]
     recipes = [_written(folder / f"{method}-{split}", model, chats, method, split) for method, split in pairs]
     words = [f"accelerate_config={config_of(strategy, folder)}"]
     codes = launch(recipes, ranks=RANKS[strategy], words=words, timeout=60 + 30 * len(recipes))
