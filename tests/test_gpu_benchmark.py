@@ -22,7 +22,7 @@ def test_the_recipes_are_those_for_one_gpu() -> None:
         assert load_recipe(str(path), []).recipe.budget.gpus == 1
 
 
-@pytest.mark.parametrize("max_length", [256, 4096])
+@pytest.mark.parametrize("max_length", [1024, 4096])
 def test_rows_fill_what_was_asked_and_none_is_too_long(max_length: int, tmp_path: Path) -> None:
     file = gpu.write_rows(tmp_path / "rows.jsonl", tokens=20 * max_length, max_length=max_length)
     chats = [json.loads(line)["messages"] for line in file.read_text("utf-8").splitlines()]
