@@ -57,8 +57,8 @@ def _packed(dtype: str) -> dict[str, dict[str, Any]]:
     return {"quantization": four_bits | {"bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": dtype}}
 
 
-# Bounds of loss and gradient norm. Rounding is not associative, so in half precision splits differ: three times the worst
-# that the table shows. The norm under pure bf16 is a bfloat16 number itself.
+# Bounds of loss and gradient norm. Rounding is not associative, so in half precision splits differ: three times the
+# worst that the table shows. The norm under pure bf16 is a bfloat16 number itself.
 TOLERANCE = 2e-5  # float32: what the order of additions does to six steps of AdamW
 METHODS = {
     "full": Method("full", "float32", {}, TOLERANCE, TOLERANCE),
