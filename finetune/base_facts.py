@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+MAX_NAME = 96  # letters, by the Hub's rule
 LICENCE_KEYS = ("license", "license_name", "license_link")
 
 
@@ -100,14 +101,9 @@ def _licence_of(values: Mapping[str, Any]) -> dict[str, str]:
 
 def check_repository(name: str, place: str) -> str:
     """The name, when it is one of the Hub's. Raises FinetuneError."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(name)
-        if name.count("/") != 1:
-            raise HFValidationError("it has no owner")
-    except HFValidationError as error:
-        reason = str(error).split(":")[0].rstrip(".")
-        raise FinetuneError(f"{place}: {name!r} is no name of the Hub ({reason}); write owner/name") from None
+    owner, _, own = name.partition("/")
+    whole = all(re.fullmatch(r"(?!.*(?:--|\.\.))[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?", part) for part in (owner, own))
+    if not whole or len(name) > MAX_NAME or name.endswith(".git"):
+        rules = "letters, digits, - _ . and not -- .. or .git at the end"
+        raise FinetuneError(f"{place}: {name!r} is no name of the Hub; write owner/name ({rules})")
     return name

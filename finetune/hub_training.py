@@ -74,9 +74,8 @@ def _is_pushed(run_dir: Path, to: Destination) -> bool:
         record = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return bool(
-        record.get("state") == "pushed" and (record["repo_id"], record["revision"]) == (to.repo_id, to.revision)
-    )
+    there = {"state": "pushed", "repo_id": to.repo_id, "revision": to.revision}
+    return bool(there.items() <= record.items())
 
 
 def _hidden(error: FinetuneError) -> str:

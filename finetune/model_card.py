@@ -1,4 +1,4 @@
-"""The model card of a run: metadata that the Hub reads, and what a reader must know, all of it from the run's folder."""
+"""The model card of a run: metadata that the Hub reads, and what a reader must know, all from the run's folder."""
 
 from __future__ import annotations
 
@@ -44,6 +44,9 @@ def _metadata(repo_id: str, run: RunFacts, base: BaseFacts) -> str:
     method += ["dora"] if lora and lora.use_dora else []
     method += ["qlora"] if recipe.quantization is not None else []
     data = ModelCardData(
+        license=base.licence.get("license"),
+        license_name=base.licence.get("license_name"),
+        license_link=base.licence.get("license_link"),
         base_model=base.repository,
         base_model_relation=("adapter" if lora else "finetune") if base.repository else None,
         library_name="peft" if lora else "transformers",
@@ -52,7 +55,6 @@ def _metadata(repo_id: str, run: RunFacts, base: BaseFacts) -> str:
         tags=["finetune", "sft", *method, "transformers"],
         model_name=repo_id.split("/")[1],
         eval_results=_eval_results(run) or None,
-        **base.licence,
     )
     return str(data.to_yaml(line_break="\n"))
 
@@ -67,7 +69,7 @@ def _on_hub(entry: DataSet) -> bool:
 
 
 def _eval_results(run: RunFacts) -> list[Any]:
-    """As the model-index has it; `.eval_results/` is for the benchmarks that the Hub lists, which these rows are not."""
+    """As a model-index; `.eval_results/` is for the benchmarks that the Hub lists, which these rows are not."""
     from huggingface_hub import EvalResult
 
     evals = run.evals()
@@ -176,10 +178,8 @@ def _hyperparameters(run: RunFacts) -> Iterator[tuple[str, object]]:
         bits = recipe.quantization.bnb_4bit_quant_type if recipe.quantization.load_in_4bit else "8 bits"
         yield "base weights quantised to", bits
     yield "parameters trained", f"{trained['trained']:,}" if "trained" in trained else None
-    yield (
-        "precision",
-        f"{PRECISIONS[training.mixed_precision]} (master weights {receipt.get('dtypes', {}).get('master')})",
-    )
+    master = receipt.get("dtypes", {}).get("master")
+    yield "precision", PRECISIONS[training.mixed_precision] + (f", master weights {master}" if master else "")
     yield "strategy", receipt.get("strategy")
     yield "hardware", _hardware(run)
     yield "seed", training.seed
@@ -202,23 +202,17 @@ def _samples(run: RunFacts) -> Iterator[str]:
     yield ""
     yield "The first prompts that were asked, not the best ones. Answers are greedy and may be cut off by their length."
     for prompt, said in pairs[:SAMPLES_SHOWN]:
-        for name, text in (
-            ("Prompt", prompt),
-            ("Before", said["before"]["answer"]),
-            ("After", said["after"]["answer"]),
-        ):
-            yield ""
-            yield f"{name}:"
-            yield ""
-            yield from _quoted(str(text))
+        yield from _quoted("Prompt", prompt)
+        for when in ("before", "after"):
+            yield from _quoted(when.capitalize(), str(said[when]["answer"]))
 
 
-def _quoted(text: str) -> Iterator[str]:
+def _quoted(name: str, text: str) -> Iterator[str]:
     """A fence that nothing in the text can end; letters that are none are shown as such."""
     cut = text if len(text) <= SAMPLE_LETTERS else text[:SAMPLE_LETTERS] + " …"
     shown = "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in cut)
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", shown)), default=0))
-    yield f"{fence}text"
+    yield from ("", f"{name}:", "", f"{fence}text")
     yield shown
     yield fence
 
@@ -245,8 +239,8 @@ def _not_evaluated(run: RunFacts) -> Iterator[str]:
     yield "## What was not evaluated"
     yield ""
     yield f"Nothing was measured {held_out}. In particular there was no benchmark, no comparison with other models and"
-    yield "no human judgement, and truthfulness, safety, bias, other languages than the data's and longer texts than the"
-    yield "training's were not looked at. What is known of the base model's limits holds for this model too."
+    yield "no human judgement, and truthfulness, safety, bias, other languages than the data's and longer texts than"
+    yield "the training's were not looked at. What is known of the base model's limits holds for this model too."
 
 
 def _versions(run: RunFacts) -> Iterator[str]:

@@ -88,13 +88,9 @@ def collect(run_dir: Path, recipe: Recipe, *, base: str, card: str) -> tuple[lis
     """
     product, short = product_folder(run_dir), local_names(recipe, run_dir)
     wanted = _matching(product, (*WEIGHTS[product.name], *TOKENIZER))
-    listed = [
-        *((name, product / name) for name in wanted),
-        *((name, run_dir / name) for name in _matching(run_dir, RUN)),
-    ]
     files = [Outgoing("README.md", _shortened(card, short).encode())]
-    for name, path in listed:
-        files.append(Outgoing(name, _cleaned(name, path, short, base)))
+    for folder, names in ((product, wanted), (run_dir, _matching(run_dir, RUN))):
+        files += [Outgoing(name, _cleaned(name, folder / name, short, base)) for name in names]
     present = {str(path.relative_to(product)) for path in product.rglob("*") if path.is_file()}
     return sorted(files, key=lambda file: file.path), sorted(present - set(wanted) - {"README.md"})
 
