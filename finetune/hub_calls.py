@@ -169,13 +169,19 @@ def ensure_repository(api: HfApi, repo_id: str, *, public: bool) -> bool:
     from huggingface_hub.errors import HfHubHTTPError
 
     private = check_visibility(api, repo_id, public=public)
-    if private is None:
-        try:
-            api.create_repo(repo_id, private=not public)
-        except HfHubHTTPError as error:
-            if error.response.status_code != 409:  # it is there: made meanwhile, or not to be seen before
-                raise
-        private = check_visibility(api, repo_id, public=public)
-    if private is None:
-        raise ConnectionError(f"{repo_id} was made and is not to be seen")
-    return private
+    if private is not None:
+        return private
+    taken = None
+    try:
+        api.create_repo(repo_id, private=not public)
+    except HfHubHTTPError as error:
+        if error.response.status_code != 409:
+            raise
+        taken = error  # made meanwhile, or being made
+    private = check_visibility(api, repo_id, public=public)
+    if private is not None:
+        return private
+    if taken is not None:
+        raise taken
+    text = f"{repo_id}: was made, and the Hub does not show it to this token"
+    raise EnvironmentMismatch(f"{text}; make one that may read and write at {TOKENS_PAGE}, then: hf auth login")

@@ -14,14 +14,17 @@ TASKS = ("text-generation", "text-classification", "feature-extraction")
 
 def card_mistakes(content: str) -> list[str]:
     """What is wrong with the metadata at the head of a README.md; nothing when all is right."""
-    found = re.match(r"\A---\r?\n(.*?)\r?\n---\r?\n", content, re.DOTALL)
-    if found is None:
-        return []
     try:
-        values = yaml.safe_load(found[1]) or {}
+        values = card_values(content)
     except yaml.YAMLError as error:
         return [f"the metadata is no YAML: {error}"]
     return list(_mistakes(values)) if isinstance(values, dict) else ["the metadata must be a mapping"]
+
+
+def card_values(content: str) -> Any:
+    """The metadata at the head of a README.md."""
+    found = re.match(r"\A---\r?\n(.*?)\r?\n---\r?\n", content, re.DOTALL)
+    return (yaml.safe_load(found[1]) or {}) if found else {}
 
 
 def _mistakes(values: dict[str, Any]) -> Iterator[str]:

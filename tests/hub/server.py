@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from tests.hub.card_rules import card_mistakes
+from tests.hub.card_rules import card_mistakes, card_values
 from tests.hub.state import LARGE, LARGE_BYTES, Blob, Fault, Repository, Request, flip, git_object, tree_oids, xet_hash
 
 
@@ -203,6 +203,7 @@ def info(call: Call) -> Answer:
             "tags": [],
             "downloads": 0,
             "likes": 0,
+            "cardData": card_values(commit.files["README.md"].content.decode()) if "README.md" in commit.files else {},
             "siblings": [{"rfilename": path} for path in sorted(commit.files)],
         }
     )
