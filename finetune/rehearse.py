@@ -48,6 +48,7 @@ def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int
         *_model(recipe, model),
         *_data(recipe),
         *_training(recipe, strategy, processes),
+        Change({"hub.push": False}, "hub.push: nothing is pushed" if recipe.hub.push else ""),
         Change({"logging_steps": 1, "eval_steps": KILLED_AFTER, "save_steps": KILLED_AFTER, "measure_phases": False}),
     ]
     return [change for change in found if change.settings or change.told]

@@ -505,3 +505,13 @@ class TestTraining:
             load_recipe(run / "recipe.yaml", ["hub.push=true"])
         with pytest.raises(RecipeError, match=r"hub.repo_id: is no name"):
             load_recipe(run / "recipe.yaml", ["hub.repo_id=devils"])
+
+
+def test_neither_comparison_nor_rehearsal_pushes(run: Path, tmp_path: Path) -> None:
+    settings = ["hub.repo_id=me/devils", "hub.push=true"]
+    compared = plan_comparison(run / "recipe.yaml", settings, strategies="single", steps=1, processes=1, folder=tmp_path)
+    assert load_recipe(run / "recipe.yaml", [word for word in command(compared, "single") if "=" in word]).recipe.hub.push is False
+    recipe = load_recipe(run / "recipe.yaml", settings).recipe
+    shrunk = Shrunk(tmp_path, "", 0)
+    told = changes(recipe, read_strategy("single"), shrunk, processes=1, folder=tmp_path)
+    assert "hub.push=false" in overrides(told)

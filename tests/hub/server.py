@@ -152,6 +152,11 @@ def whoami(call: Call) -> Answer:
     return as_json({"type": "user", "fullname": call.user["name"], "orgs": [], **call.user})
 
 
+def harnesses(_: Call) -> Answer:
+    """The client asks once a day which programs may be driving it, for its user agent."""
+    return as_json({"standardEnvVars": [], "harnesses": {}})
+
+
 def validate(call: Call) -> Answer:
     mistakes = card_mistakes(call.data["content"])
     told = {"errors": [{"message": text} for text in mistakes], "warnings": []}
@@ -418,6 +423,7 @@ API = rf"/api/(?P<kind>models|datasets)/{REPO}"
 REVISION = r"(?P<revision>[^/]+)"
 ROUTES: Sequence[tuple[str, str, str, Any]] = [
     ("GET", "/api/whoami-v2", "whoami", whoami),
+    ("GET", "/api/agent-harnesses", "harnesses", harnesses),
     ("POST", "/api/validate-yaml", "validate", validate),
     ("POST", "/api/repos/create", "create", create),
     ("DELETE", "/api/repos/delete", "delete", delete),
