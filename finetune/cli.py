@@ -1,4 +1,4 @@
-"""The verbs of `finetune`. Heavy imports inside them, so that help and check are instant."""
+"""The verbs of `finetune`. Heavy imports inside them, so that help, list and check are instant."""
 
 from __future__ import annotations
 
@@ -33,6 +33,28 @@ def verbs() -> None:
 
     To train: accelerate launch finetune/train.py RECIPE [key=value ...]
     """
+
+
+@app.command("list")
+def list_recipes(
+    gpus: Annotated[str | None, typer.Option(help="What you have: 2x24GB, 2x8x80GB, cpu.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="A model's name or size: 8b.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Which recipes are there, and which fit your GPUs? Those that use most of them come first."""
+
+    def work() -> dict[str, Any]:
+        from finetune.recipe_list import as_table, find_recipes
+
+        found = find_recipes(gpus, model)
+        for reason in found.left_out:
+            typer.echo(reason, err=True)
+        if not as_json:
+            typer.echo(found.hint or as_table(found.recipes))
+        told = {"left_out": found.left_out, "hint": found.hint}
+        return {"ok": True, "recipes": [listed.as_json() for listed in found.recipes], **told}
+
+    run_verb(work, as_json=as_json)
 
 
 @app.command()
@@ -122,6 +144,34 @@ def rehearse(
     run_verb(work, as_json=as_json)
     if codes[0]:
         raise typer.Exit(codes[0])
+
+
+@app.command()
+def launch(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    on: Annotated[str, typer.Option(help="Who starts the ranks: slurm, torchrun or accelerate.")] = "torchrun",
+    nodes: Annotated[int | None, typer.Option(min=1, help="Machines; the recipe's.", show_default=False)] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=0, help="0 is the CPU; the recipe's.", show_default=False)
+    ] = None,
+    file: Annotated[Path | None, typer.Option("-o", "--output", help="Write it too.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the file that starts the recipe on its machines: a Slurm job, or what to run on each of them."""
+
+    def work() -> dict[str, Any]:
+        from finetune.launch_file import plan_launch, script, write_script
+
+        plan = plan_launch(recipe, overrides or [], launcher=on, nodes=nodes, gpus_per_node=gpus_per_node)
+        text = script(plan)
+        if file is not None:
+            write_script(file, text)
+        if not as_json:
+            typer.echo(text, nl=False)
+        return {"ok": True, "nodes": plan.nodes, "processes": plan.world, "file": file and str(file), "script": text}
+
+    run_verb(work, as_json=as_json)
 
 
 @app.command()

@@ -109,7 +109,7 @@ def trained_cells(
     words = [f"accelerate_config={config_of(strategy, folder)}"]
     codes = launch(recipes, ranks=RANKS[strategy], words=words, timeout=60 + 30 * len(recipes))
     for (method, split), recipe, code in zip(pairs, recipes, codes, strict=True):
-        said = recipe.with_suffix(".said").read_text("utf-8")
+        said = Path(f"{recipe}.rank0.said").read_text("utf-8")
         assert code in (0, 4), f"{strategy} {method} {split}: {said}"
         if code:
             yield Cell(strategy, method, split, reason=said.strip())

@@ -16,12 +16,16 @@ from huggingface_hub import HfApi, ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
+from finetune.compare import Comparison, job_command
 from finetune.durable import append_lines, write_json
 from finetune.errors import EnvironmentMismatch, FinetuneError, HubUnreachable, RecipeError
 from finetune.export import export_adapter
 from finetune.hub_push import Destination, chosen_destination, prepare, push
 from finetune.hub_training import check_before_training, push_after_training, refuse_secrets
 from finetune.recipe_file import load_recipe, resolved_yaml
+from finetune.rehearse import changes, overrides
+from finetune.shrink import Shrunk, full_config
+from finetune.strategy import read_strategy
 from tests.hub import Hub, running_hub
 from tests.hub.server import TOKEN, WRITER
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -509,9 +513,10 @@ class TestTraining:
 
 def test_neither_comparison_nor_rehearsal_pushes(run: Path, tmp_path: Path) -> None:
     settings = ["hub.repo_id=me/devils", "hub.push=true"]
-    compared = plan_comparison(run / "recipe.yaml", settings, strategies="single", steps=1, processes=1, folder=tmp_path)
-    assert load_recipe(run / "recipe.yaml", [word for word in command(compared, "single") if "=" in word]).recipe.hub.push is False
+    comparison = Comparison(run / "recipe.yaml", tuple(settings), ("single",), 1, 1, "cpu", "no", tmp_path)
+    words = job_command(comparison, "single")
+    assert "hub.push=false" in words[words.index("hub.push=true") :]
     recipe = load_recipe(run / "recipe.yaml", settings).recipe
-    shrunk = Shrunk(tmp_path, "", 0)
-    told = changes(recipe, read_strategy("single"), shrunk, processes=1, folder=tmp_path)
-    assert "hub.push=false" in overrides(told)
+    full, _ = full_config(recipe.model.name_or_path, "main")
+    shrunk = Shrunk(tmp_path, full["architectures"][0], "", {}, {}, 0, 0)
+    assert "hub.push=false" in overrides(changes(recipe, read_strategy("single"), shrunk, processes=1, folder=tmp_path))
