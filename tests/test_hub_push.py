@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +32,7 @@ from finetune.shrink import Shrunk, full_config
 from finetune.strategy import read_strategy
 from tests.hub import Hub, running_hub
 from tests.hub.server import TOKEN, WRITER
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import tiny_model, tiny_tokenizer, write_chats
 
 ME = Destination("me/devils", base="acme/tiny-llama")
 PLAIN = Destination("me/devils")  # with no base to ask the Hub about
@@ -461,6 +465,39 @@ class TestCommand:
             chosen_destination(run, None, **plain)
 
 
+@pytest.mark.slow
+class TestXet:
+    """The client's own choice, in a process that knows HF_ENDPOINT alone."""
+
+    @pytest.fixture
+    def xet_hub(self, tmp_path: Path) -> Iterator[Hub]:
+        (tmp_path / "store").mkdir()
+        with running_hub(store=tmp_path / "store") as running:
+            yield running
+
+    def typed(self, run: Path, hub: Hub) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parent.parent)}
+        environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(run / "home"), "HOME": str(run)}
+        words = [sys.executable, "-m", "finetune.cli", "push", str(run), "me/devils"]
+        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
+
+    def test_it_arrives(self, run: Path, xet_hub: Hub) -> None:
+        done = self.typed(run, xet_hub)
+        assert done.returncode == 0, done.stderr
+        assert "xet_token" in xet_hub.calls()
+        assert "lfs_batch" not in xet_hub.calls()
+        weights = xet_hub.repository("me/devils").files()["adapter_model.safetensors"]
+        assert weights.sha256 == hashlib.sha256((run / "adapter/adapter_model.safetensors").read_bytes()).hexdigest()
+
+    @pytest.mark.parametrize("status", [403, 500])
+    def test_a_fault_of_its_token(self, run: Path, xet_hub: Hub, status: int) -> None:
+        xet_hub.fail("xet_token", status=status)
+        done = self.typed(run, xet_hub)
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        assert (run / "hub.json").is_file()
+
+
 class TestTraining:
     """`hub.push: true`; the endpoint is the process's own here, as a client sees it that was imported before."""
 
@@ -516,7 +553,10 @@ def test_neither_comparison_nor_rehearsal_pushes(run: Path, tmp_path: Path) -> N
     comparison = Comparison(run / "recipe.yaml", tuple(settings), ("single",), 1, 1, "cpu", "no", tmp_path)
     words = job_command(comparison, "single")
     assert "hub.push=false" in words[words.index("hub.push=true") :]
-    recipe = load_recipe(run / "recipe.yaml", settings).recipe
+    write_chats(tmp_path / "chats.jsonl", [40, 40])
+    here = f"data.train.0.data_files={tmp_path}/chats.jsonl"
+    recipe = load_recipe(run / "recipe.yaml", [*settings, here]).recipe
     full, _ = full_config(recipe.model.name_or_path, "main")
-    shrunk = Shrunk(tmp_path, full["architectures"][0], "", {}, {}, 0, 0)
+    sizes = {"layers": 2, "hidden_size": 64, "heads": 4, "key_value_heads": 2}
+    shrunk = Shrunk(tmp_path, full["architectures"][0], "", sizes, sizes, 0, 0)
     assert "hub.push=false" in overrides(changes(recipe, read_strategy("single"), shrunk, processes=1, folder=tmp_path))
