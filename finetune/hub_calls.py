@@ -44,6 +44,10 @@ def understand(error: BaseException) -> Trouble | None:
             # A large file's 400 says that it arrived spoilt; the client wraps it in a RuntimeError.
             spoilt = response.status_code == 400 and isinstance(error, RuntimeError)
             return _answered(response, transient=spoilt or response.status_code in TRANSIENT)
+        # The Xet client is no Python: its errors carry the status in their text alone.
+        if (told := re.search(r"HTTP status \w+ error \((\d{3})[^)]*\)", str(link))) is not None:
+            status = int(told[1])
+            return Trouble(f"the Hub's file store answered {status}", status in TRANSIENT, status)
     for link in chain:
         # A proxy's page where JSON was expected counts as a broken line too.
         broken = isinstance(link, (ConnectionError, TimeoutError, json.JSONDecodeError))

@@ -157,6 +157,9 @@ def push(
         _record(run_dir, to, {"state": "failed", "error": text})
         remedy = f"nothing on this machine has changed; to push again:\n  {to.command(run_dir)}"
         raise type(error)(*_with_remedy(error, text, remedy)) from error.__cause__
+    except KeyboardInterrupt:
+        tell(f"stopped; to push again:\n  {to.command(run_dir)}")
+        raise
     record = _record(run_dir, to, {"state": "pushed", **sent})
     return {**record, **upload.as_json()}
 

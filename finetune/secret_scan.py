@@ -17,7 +17,8 @@ LOOKS: tuple[tuple[str, str], ...] = (
     ("a Slack token", r"\bxox[abprs]-[A-Za-z0-9-]{10,}"),
     ("a Google key", r"\bAIza[0-9A-Za-z_-]{35}"),
     ("a private key", r"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
-    ("a password in an address", r"\b[a-z][a-z0-9+.-]*://[^\s/:@'\"<>]+:[^\s/@'\"<>]+@"),
+    # Bounded, since a vocabulary may hold a hundred thousand letters without a space.
+    ("a password in an address", r"\b[a-z][a-z0-9+.-]{0,20}://[^\s/:@'\"<>]{1,100}:[^\s/@'\"<>]{1,100}@"),
 )
 SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
 MIN_LENGTH = 8  # of an environment variable's value to be taken for a secret: TOKENIZERS_PARALLELISM says "false"

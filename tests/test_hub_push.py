@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from finetune.hub_push import Destination, chosen_destination, prepare, push
 from finetune.hub_training import check_before_training, push_after_training, refuse_secrets
 from finetune.recipe_file import load_recipe, resolved_yaml
 from finetune.rehearse import changes, overrides
+from finetune.secret_scan import find_secret
 from finetune.shrink import Shrunk, full_config
 from finetune.strategy import read_strategy
 from tests.hub import Hub, running_hub
@@ -329,6 +331,16 @@ class TestFaults:
         send(run, hub)
         assert "lfs_upload" not in hub.calls(), "the large file is there already"
 
+    def test_ctrl_c_leaves_the_command(self, run: Path, hub: Hub) -> None:
+        def stop(_: float) -> None:
+            raise KeyboardInterrupt
+
+        told: list[str] = []
+        hub.fail("commit", status=500)
+        with pytest.raises(KeyboardInterrupt):
+            push(run, PLAIN, endpoint=hub.url, pause=stop, tell=told.append)
+        assert told[-1] == f"stopped; to push again:\n  finetune push {run} me/devils"
+
     def test_no_hub_at_all(self, run: Path, hub: Hub) -> None:
         hub.url = "http://127.0.0.1:9"
         with pytest.raises(HubUnreachable, match=r"the connection broke"):
@@ -489,13 +501,14 @@ class TestXet:
         weights = xet_hub.repository("me/devils").files()["adapter_model.safetensors"]
         assert weights.sha256 == hashlib.sha256((run / "adapter/adapter_model.safetensors").read_bytes()).hexdigest()
 
-    @pytest.mark.parametrize("status", [403, 500])
-    def test_a_fault_of_its_token(self, run: Path, xet_hub: Hub, status: int) -> None:
+    @pytest.mark.parametrize(("status", "code"), [(403, 4), (500, 0)])
+    def test_a_fault_of_its_token(self, run: Path, xet_hub: Hub, status: int, code: int) -> None:
         xet_hub.fail("xet_token", status=status)
         done = self.typed(run, xet_hub)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == code, done.stderr
         assert "Traceback" not in done.stderr
-        assert (run / "hub.json").is_file()
+        assert ("the Hub's file store answered 403; the token may not do this" in done.stderr) == (code == 4)
+        assert json.loads((run / "hub.json").read_text())["state"] == ("failed" if code else "pushed")
 
 
 class TestTraining:
@@ -560,3 +573,10 @@ def test_neither_comparison_nor_rehearsal_pushes(run: Path, tmp_path: Path) -> N
     sizes = {"layers": 2, "hidden_size": 64, "heads": 4, "key_value_heads": 2}
     shrunk = Shrunk(tmp_path, full["architectures"][0], "", sizes, sizes, 0, 0)
     assert "hub.push=false" in overrides(changes(recipe, read_strategy("single"), shrunk, processes=1, folder=tmp_path))
+
+
+def test_a_vocabulary_of_20_mb_is_searched_in_seconds() -> None:
+    started = time.process_time()
+    for text in ("ab.-" * 100_000, "sk-" * 100_000 + " ", "a://b:" * 50_000, '"quiet": 7, ' * 400_000):
+        find_secret(text, ["a secret"])
+    assert time.process_time() - started < 10
