@@ -13,6 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
+from finetune.errors import EnvironmentMismatch
+from finetune.recipe import Recipe
+from finetune.strategy import read_strategy
+from finetune.zero_needs import require_deepspeed
 from tests.cells import ROOT, launch
 from tests.reference import Step
 from tests.test_one_curve import LENGTHS, curve_of, reference, write_recipe
@@ -27,6 +33,7 @@ SPLITS: dict[str, dict[str, dict[str, Any]]] = {
     "packed": {"data": {"packing": True, "max_length": 350}, "training": ALONE | {"global_batch_size": 3}},
     "checkpointed": {"training": ALONE | {"activation_checkpointing": True}},
 }
+ANY = {"model": {"name_or_path": "any"}, "data": {"train": [{"path": "any"}]}}
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
@@ -86,6 +93,15 @@ class Cell:
         return self.loss <= method.loss and self.norm <= method.norm
 
 
+def skip_where_missing(strategy: str) -> None:
+    """Skip a test where an engine's packages are not installed, with the line that installs them."""
+    if strategy in ZERO:
+        try:
+            require_deepspeed(Recipe.model_validate(ANY), read_strategy(strategy), on_cpu=True)
+        except EnvironmentMismatch as missing:
+            pytest.skip(str(missing))
+
+
 def references(folder: Path, model: Path, chats: Path, methods: Sequence[str]) -> dict[str, list[Step]]:
     """The curve that each method's cells are compared with."""
     independent = [name for name in methods if METHODS[name].independent]
@@ -98,13 +114,18 @@ def references(folder: Path, model: Path, chats: Path, methods: Sequence[str]) -
 
 
 def trained_cells(
-    folder: Path, strategy: str, curves: Mapping[str, list[Step]], model: Path, chats: Path
+    folder: Path,
+    strategy: str,
+    curves: Mapping[str, list[Step]],
+    model: Path,
+    chats: Path,
+    splits: Sequence[str] = tuple(SPLITS),
 ) -> Iterator[Cell]:
-    """All cells of a strategy, in one launch; the run of a cell lies in `folder / METHOD-SPLIT / run`.
+    """A strategy's cells, in one launch; the run of a cell lies in `folder / METHOD-SPLIT / run`.
 
     Raises AssertionError for a cell that failed, or whose receipt does not show the engine that was asked for.
     """
-    pairs = [(method, split) for method in curves for split in SPLITS]
+    pairs = [(method, split) for method in curves for split in splits]
     recipes = [_written(folder / f"{method}-{split}", model, chats, method, split) for method, split in pairs]
     words = [f"accelerate_config={config_of(strategy, folder)}"]
     codes = launch(recipes, ranks=RANKS[strategy], words=words, timeout=60 + 30 * len(recipes))
