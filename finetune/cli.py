@@ -204,6 +204,42 @@ def chat(
     run_verb(work, as_json=as_json)
 
 
+@app.command()
+def push(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A finished run's folder.", show_default=False)],
+    repo: Annotated[
+        str | None, typer.Argument(metavar="[OWNER/NAME]", help="The recipe's hub.repo_id.", show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show files and card; no network.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Everybody may see it.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, made if missing.", show_default="main")] = None,
+    message: Annotated[str | None, typer.Option(help="Of the commit.", show_default=False)] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The base model's name on the Hub, if the run knows none.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The adapter or model to the Hub, with tokenizer, recipe and card; private unless told."""
+
+    def work() -> dict[str, Any]:
+        from finetune.hub_push import chosen_destination, describe, prepare
+        from finetune.hub_push import push as send
+
+        to = chosen_destination(run, repo, public=public, revision=revision, base=base)
+        tell: Callable[[str], None] = (lambda text: typer.echo(text, err=True)) if as_json else typer.echo
+        if dry_run:
+            upload = prepare(run, to)
+            if not as_json:
+                typer.echo(describe(upload, to))
+            return {"ok": True, "dry_run": True, "repo_id": to.repo_id, "card": upload.card, **upload.as_json()}
+        done = send(run, to, message=message, tell=tell)
+        if not as_json:
+            typer.echo(f"pushed: {done['url']} ({'private' if done['private'] else 'public'})")
+        return {"ok": True, **done}
+
+    run_verb(work, as_json=as_json)
+
+
 def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
     """Do the work; a user's mistake becomes its text and its exit code, never a traceback."""
     try:

@@ -48,6 +48,7 @@ def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int
         *_model(recipe, model),
         *_data(recipe),
         *_training(recipe, strategy, processes),
+        Change({"hub.push": False}, "hub.push: nothing is pushed" if recipe.hub.push else ""),
         *_schedule(recipe.training),
         Change({"logging_steps": 1, "eval_steps": SAVED_AFTER, "measure_phases": False}),
         Change({"save_steps": SAVED_AFTER, "save_total_limit": max(2, recipe.save_total_limit)}),

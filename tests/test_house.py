@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "finetune"
 # Strictly downward: a module imports only from those before it.
 ORDER = """
 errors
+schedule_shapes
 recipe
 recipe_keys
 yaml_text
@@ -76,6 +77,14 @@ save_restore
 loop
 worst_step
 session
+secret_scan
+base_facts
+run_facts
+model_card
+outgoing
+hub_calls
+hub_push
+hub_training
 train
 chat
 compare
@@ -92,6 +101,7 @@ cli
 """.split()
 LIGHT = {
     "errors",
+    "schedule_shapes",
     "recipe",
     "recipe_keys",
     "yaml_text",
@@ -115,6 +125,15 @@ LIGHT = {
     "token_cache",
     "seeded",
     "document_pool",
+    "embedded",
+    "secret_scan",
+    "base_facts",
+    "run_facts",
+    "model_card",
+    "outgoing",
+    "hub_calls",
+    "hub_push",
+    "hub_training",
     "compare",
     "compare_report",
     "shrink",
