@@ -56,9 +56,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if (strategies, methods) != (list(RANKS), list(METHODS)):
         print(page)
         return 0 if all(cell.holds for cell in cells) else 1
-    bounds = {name: {"loss": method.loss, "norm": method.norm} for name, method in METHODS.items()}
-    told = {"bounds": bounds, "cells": [asdict(cell) for cell in cells]}
-    print(write_result("one_curve", told))
+    print(write_result("one_curve", {"cells": [asdict(cell) for cell in cells]}))
     PAGE.write_text(page, "utf-8")
     return 0 if all(cell.holds for cell in cells) else 1
 
@@ -77,7 +75,7 @@ def lines(cells: Sequence[Cell], strategies: Sequence[str], methods: Sequence[st
     for strategy in strategies:
         row = [_figure(found[strategy, method], reasons) for method in methods]
         yield f"| {strategy} | " + " | ".join(row) + " |"
-    bounds = [f"{METHODS[name].loss:.0e} / {METHODS[name].norm:.0e}" for name in methods]
+    bounds = [f"{METHODS[name].loss:.1e} / {METHODS[name].norm:.1e}" for name in methods]
     yield "| *bound* | " + " | ".join(bounds) + " |"
     yield f"\n{len(cells)} cells, {sum(cell.reason is None for cell in cells)} trained, the others refused:\n"
     for number, reason in enumerate(reasons, 1):

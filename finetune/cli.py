@@ -1,13 +1,11 @@
-"""The verbs of `finetune`. Heavy imports inside them, so that help and check are instant."""
+"""The verbs of `finetune`. Heavy imports inside them, so that help, list and check are instant."""
 
 from __future__ import annotations
 
 import io
 import json
-import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +33,28 @@ def verbs() -> None:
 
     To train: accelerate launch finetune/train.py RECIPE [key=value ...]
     """
+
+
+@app.command("list")
+def list_recipes(
+    gpus: Annotated[str | None, typer.Option(help="What you have: 2x24GB, 2x8x80GB, cpu.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="A model's name or size: 8b.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Which recipes are there, and which fit your GPUs? Those that use most of them come first."""
+
+    def work() -> dict[str, Any]:
+        from finetune.recipe_list import as_table, find_recipes
+
+        found = find_recipes(gpus, model)
+        for reason in found.left_out:
+            typer.echo(reason, err=True)
+        if not as_json:
+            typer.echo(found.hint or as_table(found.recipes))
+        told = {"left_out": found.left_out, "hint": found.hint}
+        return {"ok": True, "recipes": [listed.as_json() for listed in found.recipes], **told}
+
+    run_verb(work, as_json=as_json)
 
 
 @app.command()
@@ -138,27 +158,45 @@ def plan(
     fits: list[bool] = []
 
     def work() -> dict[str, Any]:
-        from finetune.plan.gpus import gpus_of, read_gpus
-        from finetune.recipe_file import load_recipe
+        from finetune.plan.verb import plan_in_words
 
-        loaded = load_recipe(recipe, overrides or []).recipe
-        wanted = read_gpus(gpus, nodes) if gpus else gpus_of(loaded.budget)
-
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # speaks of kernels it would like to download
-        from finetune.plan.job import as_json as facts
-        from finetune.plan.job import plan_recipe
-        from finetune.plan.report import describe
-
-        with redirect_stdout(io.StringIO()):  # DeepSpeed, where it is installed, speaks when accelerate looks at it
-            planned = plan_recipe(loaded, wanted)
-        fits.append(planned.fits)
+        told, words = plan_in_words(recipe, overrides or [], gpus, nodes)
+        fits.append(told["ok"])
         if not as_json:
-            typer.echo(describe(planned))
-        return {"ok": planned.fits, "exit_code": 0 if planned.fits else DoesNotFit.exit_code, **facts(planned)}
+            typer.echo(words)
+        return told
 
     run_verb(work, as_json=as_json)
     if not fits[0]:
         raise typer.Exit(DoesNotFit.exit_code)
+
+
+@app.command()
+def launch(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    on: Annotated[str, typer.Option(help="Who starts the ranks: slurm, torchrun or accelerate.")] = "torchrun",
+    nodes: Annotated[int | None, typer.Option(min=1, help="Machines; the recipe's.", show_default=False)] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=0, help="0 is the CPU; the recipe's.", show_default=False)
+    ] = None,
+    file: Annotated[Path | None, typer.Option("-o", "--output", help="Write it too.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the file that starts the recipe on its machines: a Slurm job, or what to run on each of them."""
+
+    def work() -> dict[str, Any]:
+        from finetune.launch_file import plan_launch, script, write_script
+
+        plan = plan_launch(recipe, overrides or [], launcher=on, nodes=nodes, gpus_per_node=gpus_per_node)
+        text = script(plan)
+        if file is not None:
+            write_script(file, text)
+        if not as_json:
+            typer.echo(text, nl=False)
+        return {"ok": True, "nodes": plan.nodes, "processes": plan.world, "file": file and str(file), "script": text}
+
+    run_verb(work, as_json=as_json)
 
 
 @app.command()
@@ -187,6 +225,42 @@ def chat(
             typer.echo(HELP)
         converse(parlour, prompt or typed_lines(), say=typer.echo, **options)
         return {"ok": True}
+
+    run_verb(work, as_json=as_json)
+
+
+@app.command()
+def push(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A finished run's folder.", show_default=False)],
+    repo: Annotated[
+        str | None, typer.Argument(metavar="[OWNER/NAME]", help="The recipe's hub.repo_id.", show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show files and card; no network.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Everybody may see it.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, made if missing.", show_default="main")] = None,
+    message: Annotated[str | None, typer.Option(help="Of the commit.", show_default=False)] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The base model's name on the Hub, if the run knows none.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The adapter or model to the Hub, with tokenizer, recipe and card; private unless told."""
+
+    def work() -> dict[str, Any]:
+        from finetune.hub_push import chosen_destination, describe, prepare
+        from finetune.hub_push import push as send
+
+        to = chosen_destination(run, repo, public=public, revision=revision, base=base)
+        tell: Callable[[str], None] = (lambda text: typer.echo(text, err=True)) if as_json else typer.echo
+        if dry_run:
+            upload = prepare(run, to)
+            if not as_json:
+                typer.echo(describe(upload, to))
+            return {"ok": True, "dry_run": True, "repo_id": to.repo_id, "card": upload.card, **upload.as_json()}
+        done = send(run, to, message=message, tell=tell)
+        if not as_json:
+            typer.echo(f"pushed: {done['url']} ({'private' if done['private'] else 'public'})")
+        return {"ok": True, **done}
 
     run_verb(work, as_json=as_json)
 

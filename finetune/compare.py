@@ -111,6 +111,7 @@ def job_command(comparison: Comparison, strategy: str) -> list[str]:
         "measure_phases=true",
         "samples.count=0",
         "samples.prompts=null",
+        "hub.push=false",
     ]
 
 

@@ -5,6 +5,7 @@ FinetuneError            2   bad input: place, value, remedy
 ├── DataError            2   every mistake found in the data
 ├── DoesNotFit           3   the plan or the device says no
 ├── EnvironmentMismatch  4   what runs would not be what the recipe asks for
+│   ├── HubUnreachable   4   the Hub failed again and again, in a way that may pass
 │   └── NoRendezvous     4   the ranks did not find each other, or do not share the run's folder
 ├── RankLost             1   another rank died or froze
 └── Stopped            130   stopped by a signal, saved first
@@ -47,6 +48,10 @@ class EnvironmentMismatch(FinetuneError):
     """The machine, the launcher or the libraries are not what the recipe asks for."""
 
     exit_code = 4
+
+
+class HubUnreachable(EnvironmentMismatch):
+    """The Hub failed again and again, in a way that may pass."""
 
 
 class NoRendezvous(EnvironmentMismatch):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.recipe import Recipe
+from finetune.recipe import Lora, Recipe
 
 
 def load_back(recipe: Recipe, run_dir: Path) -> str:
@@ -23,6 +24,8 @@ def load_back(recipe: Recipe, run_dir: Path) -> str:
     if checkpoint is None:
         raise FinetuneError(f"{run_dir}: no checkpoint is whole")
     trained = read_checkpoint(checkpoint)[0]["model"]
+    if recipe.lora is not None:
+        _same_settings(recipe.lora, run_dir / "adapter" / "adapter_config.json")
     base, tuned, expected = _models(recipe, run_dir)
     dtype = None if recipe.lora else getattr(torch, recipe.model.dtype)
     named = dict(tuned.named_parameters(remove_duplicate=False))
@@ -32,6 +35,8 @@ def load_back(recipe: Recipe, run_dir: Path) -> str:
             f"export: {len(wrong)} of {len(trained)} tensors differ from the checkpoint, first {wrong[0]}"
         )
     _fill(expected, trained, dtype)
+    if dtype is not None:
+        base = base.to(dtype).float()  # else the rounding alone would be a difference
     ids = torch.arange(3, 67).reshape(2, 32)
     with torch.no_grad():
         before, found, wanted = (model.eval()(input_ids=ids).logits for model in (base, tuned, expected))
@@ -57,7 +62,15 @@ def _models(recipe: Recipe, run_dir: Path) -> tuple[Any, Any, Any]:
         return base, plain(run_dir / "model"), plain(recipe.model.name_or_path)
     adapter = run_dir / "adapter"
     tuned = PeftModel.from_pretrained(plain(recipe.model.name_or_path), adapter)
-    return base, tuned, get_peft_model(plain(recipe.model.name_or_path), LoraConfig.from_pretrained(adapter))
+    return base, tuned, get_peft_model(plain(recipe.model.name_or_path), LoraConfig.from_pretrained(str(adapter)))
+
+
+def _same_settings(lora: Lora, file: Path) -> None:
+    """Hold the adapter's settings to the recipe's: a wrong scale would stand in the filled model as well."""
+    stated = json.loads(file.read_text("utf-8"))
+    for key in ("r", "lora_alpha", "use_rslora", "use_dora"):
+        if stated[key] != getattr(lora, key):
+            raise FinetuneError(f"export: {file.name}: {key} is {stated[key]}, the recipe says {getattr(lora, key)}")
 
 
 def _same(found: Any, trained: Any, dtype: Any) -> bool:

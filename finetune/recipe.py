@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from finetune.schedule_shapes import SCHEDULER_ARGUMENTS, SCHEDULER_SHAPES
+
 Dtype = Literal["bfloat16", "float16", "float32"]
 Attention = Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"]
 RowFormat = Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt"]
@@ -33,28 +35,6 @@ Scheduler = Literal[
     "warmup_stable_decay",
 ]
 Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
-
-# The arguments that each shape of the schedule knows, by transformers' names.
-SCHEDULER_ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "linear": (),
-    "cosine": ("num_cycles",),
-    "cosine_with_restarts": ("num_cycles",),
-    "polynomial": ("lr_end", "power"),
-    "constant": (),
-    "constant_with_warmup": (),
-    "inverse_sqrt": ("timescale",),
-    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
-    "warmup_stable_decay": (
-        "num_decay_steps",
-        "num_stable_steps",
-        "warmup_type",
-        "decay_type",
-        "min_lr_ratio",
-        "num_cycles",
-    ),
-}
-
-SCHEDULER_SHAPES = ("linear", "cosine", "1-sqrt")  # of warmup_type and decay_type
 
 Count = Annotated[int, Field(ge=1)]
 WholeNumber = Annotated[int, Field(ge=0)]
@@ -238,6 +218,15 @@ class Samples(Section):
     max_new_tokens: Count = Field(64, description="Length of an answer in tokens.")
 
 
+class Hub(Section):
+    """Where the result goes."""
+
+    repo_id: str | None = Field(None, description="owner/name on the Hub; the repository is made if missing.")
+    push: bool = Field(False, description="Push the result when training is finished; needs repo_id.")
+    private: bool = Field(True, description="Only you see it; false is needed to push to a public repository too.")
+    revision: str = Field("main", min_length=1, description="Branch to push to; made if missing.")
+
+
 class Recipe(Section):
     """One fine-tuning run."""
 
@@ -259,6 +248,7 @@ class Recipe(Section):
         description="Seconds without a sign of life after which a rank counts as frozen and the run ends, naming it.",
     )
     measure_phases: bool = Field(False, description="Memory, seconds, collectives of each phase; slows.")
+    hub: Hub = Field(default_factory=Hub, description="Where the result goes.")
     output_dir: str | None = Field(None, min_length=1, description="Run folder; null: runs/ and the recipe's name.")
 
     @model_validator(mode="after")
@@ -270,6 +260,10 @@ class Recipe(Section):
         if training.pure_bf16 and training.mixed_precision != "bf16":
             key, remedy = "training.pure_bf16", "set one or take the other away"
             found.append(CrossCheck(key, "pure_bf16 needs mixed_precision: bf16", remedy))
+        if self.hub.push and self.hub.repo_id is None:
+            found.append(CrossCheck("hub.push", "nobody said where to", "add hub.repo_id: owner/name"))
+        elif self.hub.repo_id and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.hub.repo_id):
+            found.append(CrossCheck("hub.repo_id", "is no name of the Hub", "write owner/name"))
         _refuse(found)
         return self
 

@@ -113,6 +113,11 @@ RENAMED: dict[str, str] = {
     "dataset_text_field": "data.train: [{format: text}]",
     "full_finetuning": "lora: null",
     "max_completion_length": "samples.max_new_tokens",
+    # the Hub, as Trainer and axolotl call it
+    "push_to_hub": "hub.push",
+    "hub_model_id": "hub.repo_id",
+    "hub_private_repo": "hub.private",
+    "hub_revision": "hub.revision",
 }
 
 # Their key -> what takes its place.
@@ -124,9 +129,6 @@ REPLACED: dict[str, str] = {
     "strict": "a recipe is always strict; take the key away",
     "wandb_project": "this version writes metrics.jsonl in the run folder; take the key away",
     "report_to": "this version writes metrics.jsonl in the run folder; take the key away",
-    "push_to_hub": "this version leaves the adapter in the run folder; take the key away",
-    "hub": "this version leaves the adapter in the run folder; take the section away",
-    "hub_model_id": "this version leaves the adapter in the run folder; take the key away",
     "tf32": "number formats follow training.mixed_precision; take the key away",
     "torch_compile": "there is no such step here; take the key away",
     "dataloader_num_workers": "tokenised rows are read from memory-mapped files; take the key away",

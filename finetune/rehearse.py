@@ -15,11 +15,11 @@ from typing import Any
 import yaml
 
 from finetune.data_sources import resolve
-from finetune.recipe import DataSet, Recipe
+from finetune.recipe import DataSet, Recipe, Training
 from finetune.shrink import Shrunk
 from finetune.strategy import Strategy
 
-STEPS, KILLED_AFTER = 4, 2
+STEPS, SAVED_AFTER = 4, 2
 LONGEST_ROW = 384  # tokens
 FEW_ROWS = 400  # of each data set
 MICRO_STEPS = 2  # so that accumulation is rehearsed
@@ -48,7 +48,11 @@ def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int
         *_model(recipe, model),
         *_data(recipe),
         *_training(recipe, strategy, processes),
-        Change({"logging_steps": 1, "eval_steps": KILLED_AFTER, "save_steps": KILLED_AFTER, "measure_phases": False}),
+        Change({"hub.push": False}, "hub.push: nothing is pushed" if recipe.hub.push else ""),
+        *_schedule(recipe.training),
+        Change({"logging_steps": 1, "eval_steps": SAVED_AFTER, "measure_phases": False}),
+        Change({"save_steps": SAVED_AFTER, "save_total_limit": max(2, recipe.save_total_limit)}),
+        Change({"timeout_seconds": max(300, recipe.timeout_seconds)}),  # ranks share a core here
     ]
     return [change for change in found if change.settings or change.told]
 
@@ -156,6 +160,20 @@ def _training(recipe: Recipe, strategy: Strategy, processes: int) -> Iterator[Ch
         yield Change({"training.optim": plain}, told)
     if training.mixed_precision == "fp16" and strategy.kind == "deepspeed":
         yield from _bf16_for_fp16(recipe)
+
+
+def _schedule(training: Training) -> Iterator[Change]:
+    """Numbers of steps that would outlast the four."""
+    arguments = training.lr_scheduler_kwargs
+    steps = {name for name in ("num_decay_steps", "num_stable_steps", "timescale") if name in arguments}
+    settings: dict[str, Any] = {}
+    if (training.warmup_steps or 0) > 1:
+        settings["training.warmup_steps"] = 1
+    if steps:
+        settings["training.lr_scheduler_kwargs"] = arguments | dict.fromkeys(steps, 1)
+    named = [key.rpartition(".")[2] for key in settings]
+    if settings:
+        yield Change(settings, f"training: {' and '.join(named)}: each number of steps is 1")
 
 
 def _bf16_for_fp16(recipe: Recipe) -> Iterator[Change]:

@@ -1,7 +1,7 @@
 """`finetune rehearse`: the recipe from the first line to the adapter in the hand, small and on the CPU.
 
-Trains four steps to the end; trains again and is killed after the second; starts that run again, which must go on
-bitwise; loads back what was exported. Every training is a real `accelerate launch` of the real entrypoint.
+Trains four steps; is killed before the last of them is saved; is started again, goes on from the middle, and must see
+the same losses and gradient norms to the bit; loads back what was exported.
 """
 
 from __future__ import annotations
@@ -9,44 +9,26 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
-import re
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from finetune.compare import failure
-from finetune.durable import read_lines
+from finetune.durable import remove_folder
 from finetune.errors import FinetuneError
 from finetune.load_back import load_back
 from finetune.recipe import Recipe
-from finetune.recipe_file import CONFIG_FOLDER, load_recipe
-from finetune.rehearse import KILLED_AFTER, STEPS, changes, overrides, processes_of
+from finetune.recipe_file import load_recipe
+from finetune.rehearse import SAVED_AFTER, STEPS, changes, overrides, processes_of
+from finetune.rehearse_job import Job, StepFailed, ended_by_signals, kill_all, started, wait_for_end, wait_until
 from finetune.shrink import shrink_model
 from finetune.strategy import read_strategy
 
-PATIENCE_SECONDS = 300  # for one training of four steps
-ATTEMPTS = 3  # a kill may come after the last step was saved
-# What this process got from a launcher or a scheduler of its own is not for its children.
-FOREIGN = re.compile(r"SLURM_|PET_|ACCELERATE_|TORCHELASTIC_|FSDP_|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_")
-
-
-class StepFailed(Exception):
-    """A line of the checklist did not come true."""
-
-    def __init__(self, reason: str, exit_code: int = 1) -> None:
-        super().__init__(reason)
-        self.exit_code = exit_code
+ATTEMPTS = 3  # on a busy machine the whole run may be over before the kill
 
 
 @dataclass
@@ -76,24 +58,6 @@ class Checklist:
             raise failed
 
 
-@dataclass(frozen=True)
-class Stage:
-    """What every training of a rehearsal has in common."""
-
-    recipe: Path
-    settings: tuple[str, ...]
-    processes: int
-    folder: Path
-
-    def command(self, run_dir: Path) -> list[str]:
-        """What a user would type."""
-        where = "single" if self.processes == 1 else "cpu_2proc"
-        launcher = ["-m", "accelerate.commands.launch", "--config_file", str(CONFIG_FOLDER / f"{where}.yaml")]
-        launcher += ["--cpu"] if self.processes == 1 else ["--num_processes", str(self.processes)]
-        script = [str(Path(__file__).with_name("train.py")), str(self.recipe)]
-        return [sys.executable, *launcher, *script, *self.settings, f"output_dir={run_dir}"]
-
-
 def rehearse(
     recipe: Path, given: Sequence[str], *, processes: int = 2, tell: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
@@ -110,46 +74,70 @@ def rehearse(
         folder = Path(name)
         try:
             with checklist.line("loads") as step:
+                section = loaded.model
                 with hushed():
-                    model = shrink_model(
-                        loaded.model.name_or_path, loaded.model.revision, loaded.data, folder / "model"
-                    )
+                    model = shrink_model(section.name_or_path, section.revision, loaded.data, folder / "model")
                 found = changes(loaded, strategy, model, processes=ranks, folder=folder)
-                settings = [*given, *overrides(found)]
+                settings = (*given, *overrides(found))
                 small = load_recipe(recipe, settings).recipe
                 step["seen"] = f"{model.architecture} of {model.parameters:,} parameters"
             report["differs"] = [change.told for change in found if change.told]
             for told in report["differs"]:
                 tell({"differs": told})
-            stage = Stage(recipe, tuple(settings), ranks, folder)
-            report["receipt"] = _perform(stage, small, checklist)
+            report["receipt"] = _perform(Job(recipe, settings, ranks, folder), small, checklist)
         except StepFailed:
             pass
-    seconds = round(time.monotonic() - began, 1)
     return report | {
         "ok": checklist.exit_code == 0,
         "exit_code": checklist.exit_code,
-        "seconds": seconds,
+        "seconds": round(time.monotonic() - began, 1),
         "steps": checklist.steps,
     }
 
 
-def _perform(stage: Stage, recipe: Recipe, checklist: Checklist) -> dict[str, Any]:
-    whole, broken = stage.folder / "whole", stage.folder / "broken"
-    with checklist.line(f"trains {STEPS} steps") as step:
-        _train(stage, whole)
-        receipt: dict[str, Any] = json.loads((whole / "receipt.json").read_text("utf-8"))
-        step["seen"] = sharding(receipt)
-    with checklist.line(f"killed after step {KILLED_AFTER}") as step:
-        step["seen"] = _train_and_kill(stage, broken)
+def _perform(job: Job, recipe: Recipe, checklist: Checklist) -> dict[str, Any]:
+    receipt, uninterrupted = _train_and_kill(job, checklist)
     with checklist.line("resumed the same") as step:
-        _train(stage, broken)
-        step["seen"] = same_curve(whole, broken)
+        with started(job) as process:
+            wait_for_end(job, process)
+        step["seen"] = same_curve(uninterrupted, job.curve())
     with checklist.line("exported") as step:
-        step["seen"] = _exported(broken)
+        step["seen"] = exported(job.run_dir)
     with checklist.line("loaded back") as step, hushed():
-        step["seen"] = load_back(recipe, broken)
+        step["seen"] = load_back(recipe, job.run_dir)
     return receipt
+
+
+def _train_and_kill(job: Job, checklist: Checklist) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
+    """Kill every process of the job when the last step is logged; returns the receipt and the curve up to there."""
+    for left in reversed(range(ATTEMPTS)):
+        with started(job) as process:
+            with checklist.line(f"trains {STEPS} steps") as step:
+                known = wait_until(lambda: len(job.curve()) == STEPS, job, process)
+                receipt: dict[str, Any] = json.loads((job.run_dir / "receipt.json").read_text("utf-8"))
+                step["seen"] = sharding(receipt)
+            with checklist.line("killed unsaved") as step:
+                killed = kill_all(process, known)
+                if killed:
+                    curve = _as_if_unsaved(job)
+                    step["seen"] = f"SIGKILL to {killed} processes; step {SAVED_AFTER} was saved"
+                    return receipt, curve
+                if not left:
+                    raise StepFailed(f"the run was over before the kill, {ATTEMPTS} times")
+                step["seen"] = "the run was over before; once more"
+        remove_folder(job.run_dir)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _as_if_unsaved(job: Job) -> list[tuple[Any, ...]]:
+    """The curve up to the kill. A checkpoint that was written meanwhile goes: the last steps are to be done again."""
+    saved, last = (job.run_dir / "checkpoints" / f"step-{step:08d}" for step in (SAVED_AFTER, STEPS))
+    if not saved.is_dir():
+        raise StepFailed(f"no checkpoint of step {SAVED_AFTER} is there")
+    for folder in (last, job.run_dir / "adapter", job.run_dir / "model"):
+        if folder.exists():
+            remove_folder(folder)
+    return job.curve()
 
 
 def sharding(receipt: dict[str, Any]) -> str:
@@ -161,23 +149,18 @@ def sharding(receipt: dict[str, Any]) -> str:
     return f"{receipt['strategy']} on {world}: {spread}{mesh}; {dtypes['master']} masters, {dtypes['compute']} compute"
 
 
-def same_curve(whole: Path, broken: Path) -> str:
-    """Compare what came after the kill, bit by bit. Raises StepFailed with the first difference."""
-    expected, found = (_curve(folder) for folder in (whole, broken))
-    if len(expected) != STEPS or len(found) != STEPS:
-        raise StepFailed(f"{len(found)} steps were logged by the resumed run, {len(expected)} by the whole one")
-    for one, other in zip(expected, found, strict=True):
+def same_curve(uninterrupted: list[tuple[Any, ...]], resumed: list[tuple[Any, ...]]) -> str:
+    """Compare both curves, bit by bit. Raises StepFailed with the first difference."""
+    if len(uninterrupted) != STEPS or len(resumed) != STEPS:
+        raise StepFailed(f"{len(uninterrupted)} steps were logged before the kill, {len(resumed)} by the resumed run")
+    for one, other in zip(uninterrupted, resumed, strict=True):
         if one != other:
-            raise StepFailed(f"step {one[0]}: loss, gradient norm {one[1:]} uninterrupted, {other[1:]} resumed")
-    return f"steps {KILLED_AFTER + 1} to {STEPS}: loss and gradient norm bitwise"
+            raise StepFailed(f"step {one[0]}: loss, gradient norm {one[1:]} before the kill, {other[1:]} resumed")
+    return f"steps {SAVED_AFTER + 1} to {STEPS} again: loss and gradient norm bitwise"
 
 
-def _curve(run_dir: Path) -> list[tuple[Any, ...]]:
-    lines = [line for line in read_lines(run_dir / "metrics.jsonl") if line["kind"] == "train"]
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
-
-
-def _exported(run_dir: Path) -> str:
+def exported(run_dir: Path) -> str:
+    """What was handed over. Raises StepFailed where it is nothing, or no safetensors."""
     folder = next((run_dir / name for name in ("adapter", "model") if (run_dir / name).is_dir()), None)
     if folder is None:
         raise StepFailed("neither adapter/ nor model/ was written")
@@ -185,117 +168,6 @@ def _exported(run_dir: Path) -> str:
     if not files or any(not name.endswith(".safetensors") for name in files):
         raise StepFailed(f"{folder.name}/ holds {', '.join(files) or 'no weights'}; safetensors alone were expected")
     return f"{folder.name}/{', '.join(sorted(files))}"
-
-
-def _train(stage: Stage, run_dir: Path) -> None:
-    with started(stage, run_dir) as process:
-        try:
-            code = process.wait(PATIENCE_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise StepFailed(f"not finished after {PATIENCE_SECONDS} s; {_said(stage, run_dir)}") from None
-    if code != 0:
-        _raise_failure(stage, run_dir)
-
-
-def _train_and_kill(stage: Stage, run_dir: Path) -> str:
-    """Kill every process of the job as soon as the second step's checkpoint is there."""
-    saved = run_dir / "checkpoints" / f"step-{KILLED_AFTER:08d}"
-    last = saved.with_name(f"step-{STEPS:08d}")
-    for _ in range(ATTEMPTS):
-        with started(stage, run_dir) as process:
-            killed = kill_all(process, _until(saved, process, stage, run_dir))
-        if not last.exists():
-            return f"SIGKILL to {killed} processes, {len(_curve(run_dir))} steps logged"
-        run_dir.rename(run_dir.with_name(f"{run_dir.name}-too-late-{time.monotonic_ns()}"))
-    raise StepFailed(f"the kill came after the last step {ATTEMPTS} times")
-
-
-def _until(saved: Path, process: subprocess.Popen[bytes], stage: Stage, run_dir: Path) -> list[psutil.Process]:
-    """Wait for a checkpoint; the processes below the launcher, looked up before, for a step takes little."""
-    end, looked, found = time.monotonic() + PATIENCE_SECONDS, 0.0, []
-    while not saved.is_dir():
-        if process.poll() is not None:
-            _raise_failure(stage, run_dir)
-        if (now := time.monotonic()) > end:
-            raise StepFailed(f"no checkpoint after {PATIENCE_SECONDS} s; {_said(stage, run_dir)}")
-        if now > looked + 0.5:
-            looked, found = now, below(process)
-        time.sleep(0.005)
-    return found
-
-
-@contextmanager
-def started(stage: Stage, run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A training in a session of its own; none of its processes outlives the block."""
-    environment = {key: value for key, value in os.environ.items() if not FOREIGN.match(key)}
-    environment |= {
-        "CUDA_VISIBLE_DEVICES": "",
-        "FINETUNE_CACHE": str(stage.folder / "cache"),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "PYTHONWARNINGS": "ignore",
-    }
-    with open(_log(run_dir), "wb") as log:
-        process = subprocess.Popen(
-            stage.command(run_dir), env=environment, stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        yield process
-    finally:
-        kill_all(process)
-
-
-def below(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The processes that it started, and those that they did; ranks live in sessions of their own."""
-    try:
-        return list(psutil.Process(process.pid).children(recursive=True))
-    except psutil.Error:
-        return []
-
-
-def kill_all(process: subprocess.Popen[bytes], known: Sequence[psutil.Process] = ()) -> int:
-    """SIGKILL to a launcher and all below it, `known` first; returns how many there were."""
-    if process.poll() is not None:
-        return 0
-    # The launcher is stopped first: else it would see its ranks fall; and if it fell first, they would save and leave.
-    process.send_signal(signal.SIGSTOP)
-    _kill(known)
-    found = below(process)
-    _kill(found)
-    process.kill()
-    process.wait()
-    end = time.monotonic() + 10
-    while any(_lives(child) for child in found) and time.monotonic() < end:
-        time.sleep(0.01)
-    return len(found) + 1
-
-
-def _kill(processes: Sequence[psutil.Process]) -> None:
-    for each in processes:
-        with suppress(psutil.Error):
-            each.kill()
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that its processes and its folder go."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -308,18 +180,3 @@ def hushed() -> Iterator[None]:
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _log(run_dir: Path) -> Path:
-    return run_dir.with_suffix(".log")
-
-
-def _said(stage: Stage, run_dir: Path) -> str:
-    return failure(run_dir, _log(run_dir).read_text("utf-8", errors="replace"))
-
-
-def _raise_failure(stage: Stage, run_dir: Path) -> None:
-    """As the training itself said it, with its exit code, which its launcher only reports."""
-    log = _log(run_dir).read_text("utf-8", errors="replace")
-    code = re.search(r"exitcode +: (\d+)", log) or re.search(r"non-zero exit status (\d+)", log)
-    raise StepFailed(_said(stage, run_dir), int(code[1]) if code else 1)

@@ -1,7 +1,7 @@
 """A run's folder: who may write in it, where a run starts, how it ended, and what it leaves behind.
 
 recipe.yaml  environment.json  receipt.json  run_state.json
-metrics.jsonl  samples.jsonl  checkpoints/  adapter/ or model/
+metrics.jsonl  samples.jsonl  checkpoints/  adapter/ or model/  hub.json
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ FREE_TO_CHANGE = (
     "save_total_limit",
     "measure_phases",
     "output_dir",
+    "hub",
     "timeout_seconds",
     "training.per_device_batch_size",
     "training.non_blocking",

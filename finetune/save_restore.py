@@ -41,17 +41,23 @@ def restore(recipe: Recipe, parts: Assembled, step: int) -> TrainState:
 
 def save_aside(recipe: Recipe, parts: Assembled) -> Path:
     """Write the present weights and optimizer state where no run looks for them; every rank calls it."""
-    aside = Path(recipe.run_dir) / f"{ASIDE}worst-step"
-    return write_checkpoint(aside, 0, held(parts), {}, keep=1, ranks=all_ranks())
+    return write_checkpoint(_aside(recipe), 0, held(parts), {}, keep=1, ranks=all_ranks())
 
 
 def read_back(parts: Assembled, folder: Path) -> None:
-    """Verify what `save_aside` wrote, fill weights and optimizer from it, and delete it; every rank calls it."""
+    """Verify what `save_aside` wrote and fill weights and optimizer from it; every rank calls it, and all have read."""
     ranks = all_ranks()
     _fill(parts, folder, hashes=ranks.rank == 0)
-    ranks.gather(None)  # all have read it
-    if ranks.rank == 0:
-        remove_folder(folder.parent.parent)
+    ranks.gather(None)
+
+
+def remove_aside(recipe: Recipe) -> None:
+    """Delete what `save_aside` wrote, whole or not; for one rank."""
+    remove_folder(_aside(recipe))
+
+
+def _aside(recipe: Recipe) -> Path:
+    return Path(recipe.run_dir) / f"{ASIDE}worst-step"
 
 
 def held(parts: Assembled) -> dict[str, Any]:

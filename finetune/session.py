@@ -34,7 +34,7 @@ from finetune.rendezvous import meeting
 from finetune.run import Plan, Run, TrainState, make_plan
 from finetune.run_folder import Claim, mark_failed, mark_run
 from finetune.runtime import build_accelerator, holding_back, use_all_cores
-from finetune.save_restore import export, read_back, restore, save, save_aside
+from finetune.save_restore import export, read_back, remove_aside, restore, save, save_aside
 from finetune.schedule import learning_rate_schedule
 from finetune.signals import StopRequest, stop_on_signals
 from finetune.strategy import Strategy
@@ -107,7 +107,11 @@ def _agree_on_start(accelerator: Accelerator, claim: Claim | None) -> int | None
 def _train(start: Start, accelerator: Accelerator, first_step: int, progress: Progress) -> int:
     parts, run, state = _build(start, accelerator, first_step, progress)
     progress.phase = "worst step first"
-    tried = worst_step_first(run, lambda: save_aside(start.recipe, parts), lambda folder: read_back(parts, folder))
+    try:
+        tried = worst_step_first(run, lambda: save_aside(start.recipe, parts), lambda folder: read_back(parts, folder))
+    finally:
+        if start.launch.is_main:
+            remove_aside(start.recipe)
     run.terminal.say(str(tried))
     if first_step == 0:
         progress.phase = "looking before"

@@ -56,7 +56,7 @@ TEMPLATE = (
 )
 # What the tokenizer learns from where the rows are not on this machine.
 BUILT_IN = (
-    "Question: which river runs past the old mill? Answer: the one that turns its wheel, and has for two hundred years.",
+    "Question: which river runs past the old mill? Answer: the one that turns its wheel.",
     "Please write the numbers from one to ten, then say which of them are prime: 2, 3, 5 and 7.",
     "You are a patient assistant. The user asks; the assistant answers briefly and says when it does not know.",
 )
@@ -89,9 +89,10 @@ def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, An
         shipped = shipped_config(name)
         file = shipped or in_hub_cache(name, "config.json", revision) or file
     if not file.is_file():
+        known = ", ".join(names[0] for names in HUB_NAMES.values())
         raise EnvironmentMismatch(
             f"model.name_or_path: {name_or_path}: its configuration is not on this machine; a local folder with a "
-            f"config.json can be rehearsed, and by their Hub names {', '.join(names[0] for names in HUB_NAMES.values())}"
+            f"config.json can be rehearsed, and by their Hub names {known}"
         )
     try:
         config = json.loads(file.read_text("utf-8"))

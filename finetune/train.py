@@ -50,6 +50,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     # Before torch loads: threads that wait sleep instead of spinning. On two cores shared with another program twenty
     # passes of a small network took 4.8 s so, 18 s with spinning (docs/log.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from finetune.hub_training import check_before_training, push_after_training, refuse_secrets
     from finetune.launcher import continue_command, read_launch, under_launcher
     from finetune.slurm import slurm_ranks
 
@@ -58,6 +59,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     from finetune.runtime import check_launch, hush_libraries, launch_notes
 
     recipe, launch = loaded.recipe, read_launch()
+    refuse_secrets(recipe)
     hush_libraries(launch)
     from finetune.batches import prepare
     from finetune.model import load_tokenizer
@@ -67,7 +69,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
 
     command = continue_command(launch, resume=recipe.training.resume)
     strategy = check_launch(recipe, launch)
-    for note in launch_notes(launch) if launch.is_main else ():
+    for note in (*launch_notes(launch), *check_before_training(recipe)) if launch.is_main else ():
         print(note, file=sys.stderr)
     die_with_launcher()
     tokenizer = load_tokenizer(recipe)
@@ -79,7 +81,10 @@ def run_recipe(loaded: LoadedRecipe) -> int:
             Path(recipe.run_dir), resume=recipe.training.resume, identity=identity, command=command
         )
         _write_start(loaded, claim)
-    return train_claimed(Start(recipe, launch, strategy, tokenizer, prepared, claim, StopRequest()))
+    code = train_claimed(Start(recipe, launch, strategy, tokenizer, prepared, claim, StopRequest()))
+    if code == 0 and launch.is_main:  # last, so that no rank waits for the network, and no watcher for this one
+        push_after_training(recipe)
+    return code
 
 
 def _write_start(loaded: LoadedRecipe, claim: Claim) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 
 from finetune.batches import Rows, prefetch
@@ -44,7 +45,7 @@ def worst_step_first(run: Run, save: Callable[[], Path], read_back: Callable[[Pa
 
     Args:
         save: Writes the present state and returns where.
-        read_back: Verifies what was written, fills weights and optimizer from it, and deletes it.
+        read_back: Verifies what was written and fills weights and optimizer from it.
 
     Raises:
         DoesNotFit: the device has not the memory.
@@ -55,14 +56,16 @@ def worst_step_first(run: Run, save: Callable[[], Path], read_back: Callable[[Pa
     scaler = scaler_state(run.accelerator)
     where = save()
     saved = time.perf_counter()
-    tokens = _step(run)
-    if run.eval_rows is not None:
-        _evaluate(run, run.eval_rows)
+    device = run.accelerator.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout seeds the generators
+        tokens = _step(run)
+        if run.eval_rows is not None:
+            _evaluate(run, run.eval_rows)
     stepped = time.perf_counter()
     read_back(where)
     load_scaler_state(run.accelerator, scaler)
     read = time.perf_counter()
-    return Rehearsed(tokens, stepped - saved, (saved - began) + (read - stepped), peak_bytes(run.accelerator.device))
+    return Rehearsed(tokens, stepped - saved, (saved - began) + (read - stepped), peak_bytes(device))
 
 
 def longest_rows(rows: Rows, plan: Plan) -> np.ndarray:
@@ -94,7 +97,9 @@ def _step(run: Run) -> int:
     except NotFinite as error:
         places = ", ".join(place for index in longest[:4] for place in rows.places(int(index)))
         raise NotFinite(f"worst step first: {error}: not finite; look at the longest rows, {places}") from error
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not _of_memory(error):
+            raise
         raise _does_not_fit(run, int(rows.lengths[longest].max()), "a training step") from error
     return int(rows.lengths[longest].sum())
 
@@ -107,20 +112,28 @@ def _evaluate(run: Run, rows: Rows) -> None:
             batches = run.plan.micro_batches(rows, longest)
             for batch in prefetch(batches, run.accelerator.device, non_blocking=True):
                 run.model(**batch)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not _of_memory(error):
+            raise
         raise _does_not_fit(run, int(rows.lengths[longest].max()), "an evaluation") from error
     finally:
         run.model.train()
 
 
+def _of_memory(error: RuntimeError) -> bool:
+    """The host's allocator says it in words alone."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def _does_not_fit(run: Run, tokens: int, what: str) -> DoesNotFit:
-    training = run.recipe.training
-    memory = torch.cuda.get_device_properties(run.accelerator.device).total_memory / GIB
+    training, device = run.recipe.training, run.accelerator.device
+    on_gpu = device.type == "cuda"
+    memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
     remedies = [f"training.per_device_batch_size={training.per_device_batch_size // 2}"]
     remedies *= training.per_device_batch_size > 1
     remedies += ["training.activation_checkpointing=true"] * (not training.activation_checkpointing)
     remedies += [f"data.max_length={run.recipe.data.max_length // 2}", "a strategy that shards more"]
     return DoesNotFit(
         f"worst step first: {what} on {training.per_device_batch_size} rows of {tokens:,} tokens does not fit into "
-        f"{memory:.0f} GiB; try {', or '.join(remedies)}"
+        f"{memory / GIB:.0f} GiB; try {', or '.join(remedies)}"
     )

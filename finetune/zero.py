@@ -159,9 +159,17 @@ class StepWhenAsked:
 
     def get_global_grad_norm(self) -> Tensor:
         """The norm before clipping, infinite for a step that was dropped, on the engine's device."""
-        self.loss_scale = self.engine.optimizer.loss_scale
+        self.loss_scale = getattr(self.engine.optimizer, "loss_scale", 1.0)  # ZeRO-1's under bf16 has none
         self.engine.step()
+        if self.engine.optimizer.overflow and self.engine.zero_optimization_stage() == 2:
+            self._forget_gradients()
         return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.engine.device)
+
+    def _forget_gradients(self) -> None:
+        """Not public: DeepSpeed 0.19 keeps those of a dropped step where ZeRO-2 offloads, and adds the next to them."""
+        kept = self.engine.optimizer.averaged_gradients
+        for group in kept:
+            kept[group] = None
 
 
 class EngineScaler:

@@ -7,17 +7,18 @@ Starting the ranks takes ten times as long as a training of six steps, so a laun
 
 from __future__ import annotations
 
-import io
 import os
+import random
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PORTS = "CELL_PORTS"  # one for each training's process group
+PORT_RANGE = (12_000, 32_000)
 SETTINGS_OF_AN_ENGINE = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
@@ -37,7 +38,8 @@ def launch(
     done = subprocess.run(
         [*launcher, program, *map(str, recipes), *words],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), PORTS: _free_ports(len(recipes))},
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), PORTS: ",".join(map(str, free_ports(len(recipes))))},
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -48,14 +50,16 @@ def launch(
     return codes
 
 
-def _free_ports(count: int) -> str:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = ",".join(str(each.getsockname()[1]) for each in sockets)
-    for each in sockets:
-        each.close()
-    return ports
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens at, outside the range from which the system gives them to gloo's connections."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(*PORT_RANGE), 50 + 2 * count):
+        with socket.socket() as each, suppress(OSError):
+            each.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError(f"only {len(found)} of {count} free ports in {PORT_RANGE}")
 
 
 def main(words: Sequence[str]) -> int:
@@ -69,15 +73,14 @@ def main(words: Sequence[str]) -> int:
     for recipe, port in zip(recipes, os.environ[PORTS].split(","), strict=True):
         # The launcher's own store still knows the addresses of the group before.
         os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
-        said = io.StringIO()
-        with redirect_stderr(said):
+        said = Path(f"{recipe}.rank{os.environ.get('RANK', '0')}.said")
+        with said.open("w", encoding="utf-8") as file, redirect_stderr(file):  # DeepSpeed asks stderr for its number
             code = train([recipe, *overrides])
-        sys.stderr.write(said.getvalue())
+        sys.stderr.write(said.read_text("utf-8"))
         AcceleratorState._reset_state(reset_partial_state=True)  # as accelerate's own tests do
         for name in SETTINGS_OF_AN_ENGINE:
             os.environ.pop(name, None)
         if os.environ.get("RANK", "0") == "0":
-            Path(recipe).with_suffix(".said").write_text(said.getvalue(), "utf-8")
             print(f"cell {recipe} {code}", flush=True)
     return 0
 

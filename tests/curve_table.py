@@ -13,6 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
+from finetune.errors import EnvironmentMismatch
+from finetune.recipe import Recipe
+from finetune.strategy import read_strategy
+from finetune.zero_needs import require_deepspeed
 from tests.cells import ROOT, launch
 from tests.reference import Step
 from tests.test_one_curve import LENGTHS, curve_of, reference, write_recipe
@@ -27,6 +33,7 @@ SPLITS: dict[str, dict[str, dict[str, Any]]] = {
     "packed": {"data": {"packing": True, "max_length": 350}, "training": ALONE | {"global_batch_size": 3}},
     "checkpointed": {"training": ALONE | {"activation_checkpointing": True}},
 }
+ANY = {"model": {"name_or_path": "any"}, "data": {"train": [{"path": "any"}]}}
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
@@ -50,19 +57,21 @@ def _packed(dtype: str) -> dict[str, dict[str, Any]]:
     return {"quantization": four_bits | {"bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": dtype}}
 
 
+# Bounds of loss and gradient norm. Rounding is not associative, so in half precision splits differ: three times the
+# worst that the table shows. The norm under pure bf16 is a bfloat16 number itself.
 TOLERANCE = 2e-5  # float32: what the order of additions does to six steps of AdamW
 METHODS = {
     "full": Method("full", "float32", {}, TOLERANCE, TOLERANCE),
     "lora": Method("lora", "float32", {}, TOLERANCE, TOLERANCE),
     "qlora": Method("lora", "float32", _packed("float32"), TOLERANCE, TOLERANCE),
-    "full, bf16": Method("full", "bfloat16", {}, 1, 1),
-    "full, pure bf16": Method("full", "bfloat16", {"training": {"pure_bf16": True}}, 1, 1),
-    "lora, bf16": Method("lora", "bfloat16", {}, 1, 1),
-    "qlora, bf16": Method("lora", "bfloat16", _packed("bfloat16"), 1, 1),
-    "int8 lora, bf16": Method("lora", "bfloat16", {"quantization": {"load_in_8bit": True}}, 1, 1),
-    "full, fp16": Method("full", "float16", {}, 1, 1),
-    "lora, fp16": Method("lora", "float16", {}, 1, 1),
-    "qlora, fp16": Method("lora", "float16", _packed("float16"), 1, 1),
+    "full, bf16": Method("full", "bfloat16", {}, 6e-4, 8e-3),
+    "full, pure bf16": Method("full", "bfloat16", {"training": {"pure_bf16": True}}, 1.5e-4, 2.2e-2),
+    "lora, bf16": Method("lora", "bfloat16", {}, 7e-5, 6e-3),
+    "qlora, bf16": Method("lora", "bfloat16", _packed("bfloat16"), 3e-5, 4e-3),
+    "int8 lora, bf16": Method("lora", "bfloat16", {"quantization": {"load_in_8bit": True}}, 2e-5, 1.6e-3),
+    "full, fp16": Method("full", "float16", {}, 3e-5, 7e-4),
+    "lora, fp16": Method("lora", "float16", {}, 1.4e-5, 1.9e-3),
+    "qlora, fp16": Method("lora", "float16", _packed("float16"), 4e-6, 2e-4),
 }
 
 
@@ -86,6 +95,15 @@ class Cell:
         return self.loss <= method.loss and self.norm <= method.norm
 
 
+def skip_where_missing(strategy: str) -> None:
+    """Skip a test where an engine's packages are not installed, with the line that installs them."""
+    if strategy in ZERO:
+        try:
+            require_deepspeed(Recipe.model_validate(ANY), read_strategy(strategy), on_cpu=True)
+        except EnvironmentMismatch as missing:
+            pytest.skip(str(missing))
+
+
 def references(folder: Path, model: Path, chats: Path, methods: Sequence[str]) -> dict[str, list[Step]]:
     """The curve that each method's cells are compared with."""
     independent = [name for name in methods if METHODS[name].independent]
@@ -98,18 +116,23 @@ def references(folder: Path, model: Path, chats: Path, methods: Sequence[str]) -
 
 
 def trained_cells(
-    folder: Path, strategy: str, curves: Mapping[str, list[Step]], model: Path, chats: Path
+    folder: Path,
+    strategy: str,
+    curves: Mapping[str, list[Step]],
+    model: Path,
+    chats: Path,
+    splits: Sequence[str] = tuple(SPLITS),
 ) -> Iterator[Cell]:
-    """All cells of a strategy, in one launch; the run of a cell lies in `folder / METHOD-SPLIT / run`.
+    """A strategy's cells, in one launch; the run of a cell lies in `folder / METHOD-SPLIT / run`.
 
     Raises AssertionError for a cell that failed, or whose receipt does not show the engine that was asked for.
     """
-    pairs = [(method, split) for method in curves for split in SPLITS]
+    pairs = [(method, split) for method in curves for split in splits]
     recipes = [_written(folder / f"{method}-{split}", model, chats, method, split) for method, split in pairs]
     words = [f"accelerate_config={config_of(strategy, folder)}"]
     codes = launch(recipes, ranks=RANKS[strategy], words=words, timeout=60 + 30 * len(recipes))
     for (method, split), recipe, code in zip(pairs, recipes, codes, strict=True):
-        said = recipe.with_suffix(".said").read_text("utf-8")
+        said = Path(f"{recipe}.rank0.said").read_text("utf-8")
         assert code in (0, 4), f"{strategy} {method} {split}: {said}"
         if code:
             yield Cell(strategy, method, split, reason=said.strip())

@@ -87,7 +87,11 @@ def padded_batch(lengths: Sequence[int]) -> dict[str, Any]:
     """A row a document, padded to the longest; all is learned."""
     width = max(lengths)
     ids = torch.full((len(lengths), width), 5)
-    return {"input_ids": ids, "position_ids": torch.arange(width).expand(ids.shape).clone(), "shift_labels": ids.clone()}
+    return {
+        "input_ids": ids,
+        "position_ids": torch.arange(width).expand(ids.shape).clone(),
+        "shift_labels": ids.clone(),
+    }
 
 
 def models(folder: Path) -> Path:

@@ -18,7 +18,6 @@ import math
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -38,6 +37,7 @@ import yaml
 from finetune.durable import read_lines
 from finetune.run_folder import read_state
 from finetune.train import main as train
+from tests.cells import free_ports
 from tests.tiny import save_tiny, write_chats
 
 # What a training imports, loaded before the forks.
@@ -84,9 +84,7 @@ class How(NamedTuple):
 
 def fork_ranks(recipe: Path, run_dir: Path, ranks: int, strategy: str) -> list[int]:
     """Starts one training, as a launcher would, on this machine; returns its processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_ports(1)[0]
     return [_fork_rank(recipe, run_dir, rank, ranks, port, strategy) for rank in range(ranks)]
 
 

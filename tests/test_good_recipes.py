@@ -2,38 +2,160 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+import shlex
+from functools import cache
 from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
+from accelerate.commands.launch import launch_command_parser
+from memory_arithmetic import GB, disk_bytes, host_bytes, parts, shape_of
 
 from finetune.cli import main
-from finetune.recipe import Recipe
+from finetune.optimizer import check_optimizer
+from finetune.quantized import check_sharded_quantization
+from finetune.recipe import Budget, Recipe
 from finetune.recipe_file import load_recipe
+from finetune.recipe_list import method_of
 from finetune.row_check import check_rows
 from finetune.strategy import read_strategy
+from finetune.zero_needs import _unsuitable
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SCHEMA = ROOT / "finetune" / "recipe.schema.json"
-PROMISED = {"llama3_fsdp", "llama3_full_ddp", "llama3_lora_1x24gb"}
+COUNT = 47
+SCHEME = re.compile(
+    r"(?P<family>llama3|qwen3|mistral|smollm2)_(?P<size>[\d.]+[bm])_(?P<method>full|lora|qlora|int8)"
+    r"(?:_(?P<strategy>[a-z]+\d?(?:_[a-z]+)*?))?_(?:(?:(?P<nodes>\d)x)?(?P<gpus>\d)x(?P<gb>\d+)gb|cpu)"
+)
+# Named after what they show: method and strategy.
+PLAIN = {
+    "quickstart": ("lora", "single"),
+    "llama3_ddp": ("lora", "ddp"),
+    "llama3_fsdp": ("lora", "fsdp2"),
+    "llama3_zero2": ("full", "zero2"),
+    "llama3_zero3": ("full", "zero3"),
+    "llama3_zero3_offload": ("full", "zero3_offload"),
+    "llama3_zero3_nvme": ("full", "zero3_nvme"),
+    "llama3_qlora": ("qlora", "single"),
+    "llama3_full": ("full", "fsdp2"),
+}
+# GPUs, GB of one, nodes: the budgets that there is a Llama recipe for.
+BUDGETS = {(0, 0, 1), (1, 8, 1), (1, 16, 1), (1, 24, 1), (1, 48, 1), (1, 80, 1), (1, 141, 1)}
+BUDGETS |= {(2, 24, 1), (4, 24, 1), (8, 80, 1), (8, 80, 2)}
+LLAMAS = {"Llama-3.2-1B-Instruct", "Llama-3.2-3B-Instruct", "Llama-3.1-8B-Instruct", "Llama-3.3-70B-Instruct"}
+SPARE = 0.1  # of a GPU's memory, for fragmentation and what the arithmetic leaves out
 
 
 def test_every_recipe_is_seen() -> None:
-    assert {file.stem for file in RECIPES} >= PROMISED
-    assert len(list((ROOT / "recipes").iterdir())) == len(RECIPES), "something in recipes/ is no .yaml file"
+    assert len(RECIPES) == COUNT
+    assert len(list((ROOT / "recipes").iterdir())) == COUNT, "something in recipes/ is no .yaml file"
+    assert {file.stem for file in RECIPES} >= set(PLAIN)
+
+
+def test_every_budget_and_model_has_a_recipe() -> None:
+    recipes = [recipe_of(file) for file in RECIPES if file.stem.startswith("llama3")]
+    budgets = [recipe.budget for recipe in recipes]
+    assert {(budget.gpus, budget.gpu_memory_gb, budget.nodes) for budget in budgets} >= BUDGETS
+    assert {recipe.model.name_or_path.rpartition("/")[2] for recipe in recipes} == LLAMAS
+    assert {file.stem.split("_")[0] for file in RECIPES} == {"llama3", "qwen3", "mistral", "smollm2", "quickstart"}
+
+
+def test_the_arithmetic_knows_the_models() -> None:
+    """Published numbers of weights, and peft's count of rank-16 adapters on all linear layers of the 8B model."""
+    shapes = {name: shape_of(load_recipe(ROOT / "recipes" / f"{name}.yaml").recipe) for name in ONE_OF_EACH}
+    assert {name: shape.total for name, shape in shapes.items()} == ONE_OF_EACH
+    assert shapes["llama3_8b_lora_1x24gb"].adapters(16) == 41_943_040
+
+
+ONE_OF_EACH = {
+    "llama3_1b_lora_cpu": 1_235_814_400,
+    "llama3_3b_lora_1x16gb": 3_212_749_824,
+    "llama3_8b_lora_1x24gb": 8_030_261_248,
+    "llama3_70b_qlora_1x80gb": 70_553_706_496,
+    "mistral_7b_lora_1x24gb": 7_248_023_552,
+    "smollm2_135m_full_cpu": 134_515_008,
+}
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 class TestRecipe:
-    def test_is_one_page_that_says_how_to_launch_it(self, file: Path) -> None:
+    def test_is_one_page_with_a_header(self, file: Path) -> None:
         lines = file.read_text(encoding="utf-8").splitlines()
         assert len(lines) <= 40
+        assert max(map(len, lines)) <= 120
         assert lines[0] == "# yaml-language-server: $schema=../finetune/recipe.schema.json"
-        header = [line for line in lines if line.startswith("#")]
-        assert any("accelerate launch" in line and f"recipes/{file.name}" in line for line in header)
+        assert lines[1].startswith("# ")
+        assert len(lines[1]) <= 98, "a purpose fits into the table of finetune list"
+
+    def test_is_what_its_name_says(self, file: Path) -> None:
+        recipe = recipe_of(file)
+        if file.stem in PLAIN:
+            assert (method_of(recipe), recipe.accelerate_config) == PLAIN[file.stem]
+            return
+        named = SCHEME.fullmatch(file.stem)
+        assert named is not None, "family_size_method[_strategy]_NxGBgb"
+        model = recipe.model.name_or_path.removeprefix("package:llm-").rpartition("/")[2].lower()
+        model = {"smollm2": "smollm2-135m"}.get(model, model)
+        assert model.replace("-", "").startswith(named["family"])
+        assert named["size"] in model.split("-")
+        assert named["method"] == method_of(recipe)
+        assert (named["strategy"] or "single") == recipe.accelerate_config
+        budget = Budget(
+            gpus=int(named["gpus"] or 0), gpu_memory_gb=float(named["gb"] or 0), nodes=int(named["nodes"] or 1)
+        )
+        assert recipe.budget == budget
+
+    def test_launches_by_the_line_in_its_header(self, file: Path) -> None:
+        budget, words = recipe_of(file).budget, launch_line(file)
+        assert words[:2] == ["accelerate", "launch"]
+        arguments = launch_command_parser().parse_args(words[2:])
+        assert arguments.training_script == "finetune/train.py"
+        assert arguments.training_script_args == [f"recipes/{file.name}"]
+        ranks = max(1, budget.gpus * budget.nodes)
+        assert arguments.num_processes in ([ranks] if budget.gpus else [1, None])
+        assert arguments.multi_gpu == (ranks > 1)
+        assert (arguments.num_machines or 1) == budget.nodes
+        assert (arguments.main_process_ip is not None) == (budget.nodes > 1)
+
+    def test_is_a_combination_that_this_code_carries(self, file: Path) -> None:
+        recipe = recipe_of(file)
+        strategy = read_strategy(recipe.accelerate_config)
+        if strategy.kind == "fsdp":
+            check_sharded_quantization(recipe)
+        if strategy.kind == "deepspeed":
+            assert list(_unsuitable(recipe, strategy, on_cpu=False)) == []
+        check_optimizer(recipe.training.optim, on_cpu=not recipe.budget.gpus, sharded=strategy.kind == "fsdp")
+        if (recipe.budget.gpus, recipe.budget.gpu_memory_gb) == (1, 16):  # a T4: no bfloat16, no flash attention
+            assert recipe.training.mixed_precision == "fp16"
+            assert (recipe.model.dtype, recipe.model.attention) == ("float16", "sdpa")
+
+    def test_fits_by_the_arithmetic_that_it_states(self, file: Path) -> None:
+        if file.stem == "quickstart":
+            return  # measured: see its header
+        recipe, header = recipe_of(file), header_of(file)
+        stated = re.search(r"about (\d+) GB \(arithmetic\)(?: of (\d+))?", header)
+        assert stated is not None
+        sizes = parts(recipe)
+        expected = [f"{name} {size / GB:.1f}" for name, size in sizes.items() if size >= 0.05 * GB]
+        assert [part for part in expected if part not in header] == []
+        assert int(stated[1]) == round(sum(sizes.values()) / GB)
+        if recipe.budget.gpus:
+            assert stated[2] == f"{recipe.budget.gpu_memory_gb:g}"
+            assert sum(sizes.values()) / GB <= (1 - SPARE) * recipe.budget.gpu_memory_gb
+        for what, size in {"Host": host_bytes(recipe), "disk": disk_bytes(recipe)}.items():
+            assert not size or f"{what}: about {size / GB:.0f} GB" in header
+
+    def test_uses_its_budget(self, file: Path) -> None:
+        """A budget that is half empty is that of another recipe."""
+        recipe = recipe_of(file)
+        if recipe.budget.gpus:
+            assert sum(parts(recipe).values()) / GB >= 0.5 * recipe.budget.gpu_memory_gb
 
     def test_passes_check(
         self, file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -50,12 +172,37 @@ class TestRecipe:
         jsonschema.Draft202012Validator(schema).validate(written)
 
     def test_budget_strategy_and_sample_fit_together(self, file: Path) -> None:
-        recipe: Recipe = load_recipe(file).recipe
+        recipe: Recipe = recipe_of(file)
         strategy = read_strategy(recipe.accelerate_config)
-        assert (strategy.kind == "single") == (recipe.budget.gpus * recipe.budget.nodes <= 1)
+        alone = recipe.budget.gpus * recipe.budget.nodes <= 1
+        assert (strategy.kind == "single") == (alone and not strategy.offloaded)
+        ranks = max(1, recipe.budget.gpus * recipe.budget.nodes)
+        assert recipe.training.global_batch_size % (ranks * recipe.training.per_device_batch_size) == 0
         for entry in recipe.data.train:
             files = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or []
             assert all((ROOT / name).is_file() for name in files)
+
+
+@cache
+def recipe_of(file: Path) -> Recipe:
+    return load_recipe(file).recipe
+
+
+def header_of(file: Path) -> str:
+    """The comments above the recipe as one text."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
+    return " ".join(line.lstrip("# ") for line in lines)
+
+
+def launch_line(file: Path) -> list[str]:
+    """The words of the header's command, on the first node."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    first = next(index for index, line in enumerate(lines) if "accelerate launch" in line)
+    command = lines[first][lines[first].index("accelerate launch") :]
+    while command.endswith("\\"):
+        first += 1
+        command = command[:-1] + lines[first].lstrip("#")
+    return shlex.split(command.replace("--machine_rank R", "--machine_rank 0"))
 
 
 def _numbers_that_yaml_takes_for_text(written: dict[str, object]) -> None:

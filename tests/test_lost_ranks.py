@@ -19,10 +19,21 @@ import pytest
 from finetune.beats import clear_beats
 from finetune.run_folder import claim_run_folder
 from tests.soak_resume import fingerprint, write_recipe
-from tests.test_launches import ACCELERATE, REPOSITORY, TORCHRUN, Started, beat, running, said, until_step, wait_all
+from tests.test_launches import (
+    ACCELERATE,
+    REPOSITORY,
+    TORCHRUN,
+    Started,
+    beat,
+    last_line,
+    running,
+    until_step,
+    wait_all,
+)
 
 pytestmark = pytest.mark.slow
-TIMEOUT = 8
+TIMEOUT = 15  # three quarters of it without a beat is a freeze, on a machine that does other things too
+SLACK = 30  # for launchers and interpreters to end
 OVERRIDES = {"training.max_steps": 60, "save_steps": 5, "eval_steps": 30, "timeout_seconds": TIMEOUT}
 LAUNCHERS = {"accelerate": ACCELERATE, "torchrun": [*TORCHRUN, "--nproc-per-node", "2"]}
 
@@ -48,10 +59,10 @@ def whole(folder: Path, recipe: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "launcher", "lost", "seconds"),
     [
-        ("SIGKILL", "accelerate", 1, 30),
-        ("SIGKILL", "torchrun", 0, 30),
-        ("SIGSTOP", "accelerate", 1, TIMEOUT + 10),  # 10 for a machine that does other things too
-        ("SIGSTOP", "torchrun", 1, TIMEOUT + 10),
+        ("SIGKILL", "accelerate", 1, 60),
+        ("SIGKILL", "torchrun", 0, 60),
+        ("SIGSTOP", "accelerate", 1, TIMEOUT + SLACK),
+        ("SIGSTOP", "torchrun", 1, TIMEOUT + SLACK),
     ],
 )
 def test_the_last_line_names_it_and_continues(
@@ -63,7 +74,7 @@ def test_the_last_line_names_it_and_continues(
         process = beat(run_dir, lost)["process"]
         os.kill(process, getattr(signal, name))
         began = time.monotonic()
-        wait_all(processes, run_dir, 90)
+        wait_all(processes, run_dir)
         assert time.monotonic() - began < seconds
     assert not Path(f"/proc/{process}").exists()
     state = json.loads((run_dir / "run_state.json").read_text())
@@ -77,7 +88,7 @@ def test_the_last_line_names_it_and_continues(
     assert command == state["command"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        shlex.split(command), cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=200
+        shlex.split(command), cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert what_counts(run_dir) == whole
@@ -85,7 +96,7 @@ def test_the_last_line_names_it_and_continues(
 
 FAILING = """
 import os, sys
-from finetune import loop
+from finetune import loop, worst_step  # which keeps the real step: those counted here are the training's
 from finetune.errors import EnvironmentMismatch
 from finetune.train import main
 whole, calls = loop.optimizer_step, []
@@ -152,8 +163,8 @@ def test_a_rank_that_waits_in_a_collective_forever_ends_too(tmp_path: Path) -> N
             assert rank.stdout.readline() == "waiting\n"
         ranks[1].kill()
         began = time.monotonic()
-        said_there = ranks[0].communicate(timeout=60)[1]
-        assert time.monotonic() - began < 10
+        said_there = ranks[0].communicate(timeout=120)[1]
+        assert time.monotonic() - began < SLACK  # its own timeout is 600
     assert ranks[0].returncode == 1
     assert said_there.strip().startswith(f"rank 1 died on {os.uname().nodename} (process {ranks[1].pid})")
     assert said_there.strip().endswith("it was at step 7, training; continue with: again")
@@ -164,13 +175,3 @@ def what_counts(run_dir: Path) -> dict[str, Any]:
     found = fingerprint(run_dir)
     del found["files"]["adapter/adapter_config.json"]
     return found
-
-
-def last_line(run_dir: Path) -> str:
-    """What stands last when all is over; said by a process that outlives the launcher by a moment."""
-    end = time.monotonic() + 10
-    while True:
-        last = said(run_dir, 0).strip().splitlines()[-1]
-        if last.startswith("rank ") or time.monotonic() > end:
-            return last
-        time.sleep(0.1)

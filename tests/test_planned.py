@@ -47,7 +47,9 @@ def test_two_ranks_are_planned_to_the_byte(strategy: str, folder: Path) -> None:
     phases = PHASES[:-1]
     found = {
         # Of padded batches the plan keeps the token ids longer than two ranks do: 8 bytes each, not yet understood.
-        str(case): list(differences(planned(case, folder, strategy, 2), there, phases, above=0 if case.packed else 2048))
+        str(case): list(
+            differences(planned(case, folder, strategy, 2), there, phases, above=0 if case.packed else 2048)
+        )
         for case, there in zip(some, real, strict=True)
     }
     assert {case: wrong for case, wrong in found.items() if wrong} == {}

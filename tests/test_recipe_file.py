@@ -18,10 +18,11 @@ from transformers import optimization
 
 from finetune.cli import main
 from finetune.errors import RecipeError
-from finetune.recipe import SCHEDULER_ARGUMENTS, Recipe
+from finetune.recipe import Recipe
 from finetune.recipe_file import load_recipe, recipe_from_resolved, resolved_yaml
 from finetune.recipe_keys import RENAMED, REPLACED
 from finetune.recipe_reference import REFERENCE_FILE, SCHEMA_FILE, json_schema, reference_page
+from finetune.schedule_shapes import SCHEDULER_ARGUMENTS
 
 SMALL = "model: {name_or_path: x}\ndata:\n  train:\n    - {path: json, data_files: a.jsonl}\n"
 

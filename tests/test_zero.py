@@ -19,19 +19,15 @@ from finetune.recipe_file import load_recipe
 from finetune.strategy import read_strategy
 from finetune.zero import LARGEST_BUCKET, SMALLEST_BUCKET, buckets
 from tests.cells import launch
-from tests.curve_table import TOLERANCE, ZERO, worst
+from tests.curve_table import TOLERANCE, skip_where_missing, worst
 from tests.test_one_curve import LENGTHS, curve_of, reference, write_recipe
 from tests.test_strategies import checkpointed
 from tests.tiny import save_tiny, tiny_model, write_chats
 
 ALONE = {"training": {"per_device_batch_size": 1}}
 HALF = {"mixed_precision": "bf16"}
-NF4 = {
-    "load_in_4bit": True,
-    "bnb_4bit_use_double_quant": True,
-    "bnb_4bit_quant_storage": "bfloat16",
-    "bnb_4bit_compute_dtype": "bfloat16",
-}
+# Each way to keep state: cut, in host memory, cut with the weights, on a disk. All, killed: benchmarks/resume.py.
+KINDS = pytest.mark.parametrize("names", [("zero1", "zero2_offload", "zero3"), ("zero3_nvme",)], ids=" ".join)
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +42,9 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("wide"), **sizes)
 
 
-def written(folder: Path, model: Path, chats: Path, method: str, **changes: Any) -> Path:
+def written(folder: Path, base: Path, chats: Path, method: str, **changes: Any) -> Path:
     folder.mkdir()
-    recipe = write_recipe(folder, model, chats, method, ALONE)
+    recipe = write_recipe(folder, base, chats, method, ALONE)
     content = json.loads(recipe.read_text("utf-8"))
     for key, value in changes.items():
         content[key] = content[key] | value if isinstance(content.get(key), dict) else value
@@ -73,18 +69,20 @@ def tensors_at_the_end(run: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_run_bitwise(wide: Path, chats: Path, tmp_path: Path) -> None:
-    recipes = [written(tmp_path / name, wide, chats, "full", accelerate_config=name, save_steps=3) for name in ZERO]
-    assert launch(recipes, ranks=2, timeout=400) == [0] * 6
+@KINDS
+def test_a_resumed_run_is_the_run_bitwise(names: tuple[str, ...], wide: Path, chats: Path, tmp_path: Path) -> None:
+    skip_where_missing(names[-1])
+    recipes = [written(tmp_path / name, wide, chats, "full", accelerate_config=name, save_steps=3) for name in names]
+    assert launch(recipes, ranks=2, timeout=400) == [0] * len(names)
     curves = {recipe: curve_of(recipe) for recipe in recipes}
     ends = {recipe: tensors_at_the_end(recipe.parent / "run") for recipe in recipes}
     expected = reference(wide, chats, "full")
     assert {
         recipe.parent.name: worst(curve, expected) <= TOLERANCE for recipe, curve in curves.items()
-    } == dict.fromkeys(ZERO, True)
+    } == dict.fromkeys(names, True)
     for recipe in recipes:
         to_step_3(recipe.parent / "run")
-    assert launch(recipes, ranks=2, timeout=400) == [0] * 6
+    assert launch(recipes, ranks=2, timeout=400) == [0] * len(names)
     for recipe in recipes:
         assert curve_of(recipe) == curves[recipe], recipe.parent.name
         found = tensors_at_the_end(recipe.parent / "run")
@@ -104,7 +102,6 @@ STATE = ("step", "exp_avg", "exp_avg_sq")
     [
         ((2, "zero2"), (1, "zero3_nvme")),
         ((1, "zero3_offload"), (2, "zero1")),
-        ((2, "zero3"), (1, "single")),
         ((2, "fsdp2"), (2, "zero3")),
     ],
     ids=str,
@@ -112,6 +109,7 @@ STATE = ("step", "exp_avg", "exp_avg_sq")
 def test_resumed_under_another_strategy(
     before: tuple[int, str], after: tuple[int, str], wide: Path, chats: Path, tmp_path: Path
 ) -> None:
+    skip_where_missing(after[1])
     recipe = written(tmp_path / "r", wide, chats, "lora", save_steps=3)
     assert launch([recipe], ranks=before[0], words=[f"accelerate_config={before[1]}"]) == [0]
     to_step_3(tmp_path / "r" / "run")
@@ -120,12 +118,16 @@ def test_resumed_under_another_strategy(
 
 
 @pytest.mark.slow
-def test_a_step_that_is_not_finite_leaves_everything_alone(wide: Path, chats: Path, tmp_path: Path) -> None:
-    recipes = [written(tmp_path / name, wide, chats, "full", accelerate_config=name) for name in ZERO]
+@KINDS
+def test_a_step_that_is_not_finite_leaves_everything_alone(
+    names: tuple[str, ...], wide: Path, chats: Path, tmp_path: Path
+) -> None:
+    skip_where_missing(names[-1])
+    recipes = [written(tmp_path / name, wide, chats, "full", accelerate_config=name) for name in names]
     half = [
-        written(tmp_path / f"{name}_bf16", wide, chats, "full", accelerate_config=name, training=HALF) for name in ZERO
+        written(tmp_path / f"{name}_bf16", wide, chats, "full", accelerate_config=name, training=HALF) for name in names
     ]
-    assert launch([*recipes, *half], ranks=2, timeout=400, program="tests/zero_spoilt.py") == [130] * 12
+    assert launch([*recipes, *half], ranks=2, timeout=400, program="tests/zero_spoilt.py") == [130] * 2 * len(names)
     for recipe in [*recipes, *half]:
         name = recipe.parent.name
         facts = json.loads((recipe.parent / "run" / "spoilt.json").read_text("utf-8"))
@@ -138,46 +140,12 @@ def test_a_step_that_is_not_finite_leaves_everything_alone(wide: Path, chats: Pa
 
 
 @pytest.mark.slow
-def test_half_precision_quantised_weights_and_tied_heads(tiny_llama: Path, chats: Path, tmp_path: Path) -> None:
-    """Against one process in the same precision. ZeRO-3 adds up bf16 gradients in another order."""
-    model = {"dtype": "bfloat16"}
-    kinds: dict[str, dict[str, Any]] = {"lora": {}, "qlora": {"quantization": NF4}}
-    alone = {
-        kind: written(tmp_path / kind, tiny_llama, chats, "lora", model=model, training=HALF, **more)
-        for kind, more in kinds.items()
-    }
-    assert launch(list(alone.values()), ranks=1) == [0, 0]
-    bounds = {"zero1": 1e-5, "zero2": 1e-5, "zero2_offload": 1e-5, "zero3": 2e-3, "zero3_offload": 2e-3}
-    cells = {
-        (kind, name): written(
-            tmp_path / f"{kind}_{name}",
-            tiny_llama,
-            chats,
-            "lora",
-            model=model,
-            training=HALF,
-            accelerate_config=name,
-            **more,
-        )
-        for kind, more in kinds.items()
-        for name in bounds
-    }
+def test_tied_heads(chats: Path, tmp_path: Path) -> None:
     tied = save_tiny(tmp_path / "tied", tie_word_embeddings=True)
-    tied_recipe = written(tmp_path / "tied_run", tied, chats, "full", accelerate_config="zero3")
-    assert launch([*cells.values(), tied_recipe], ranks=2, timeout=400) == [0] * 11
-    for (kind, name), recipe in cells.items():
-        difference = worst(curve_of(recipe), curve_of(alone[kind]))
-        assert difference <= bounds[name], f"{kind} {name}: {difference}"
-        assert_float32_masters(recipe)
-    assert worst(curve_of(tied_recipe), reference(tied, chats, "full")) <= TOLERANCE
-    held = checkpointed(tied_recipe.parent / "run")
-    assert "lm_head.weight" not in held
-
-
-def assert_float32_masters(recipe: Path) -> None:
-    receipt = json.loads((recipe.parent / "run" / "receipt.json").read_text("utf-8"))
-    dtypes = {key: receipt["dtypes"][key] for key in ("master", "compute", "reduce", "optimizer_state")}
-    assert dtypes == {"master": "float32", "compute": "bfloat16", "reduce": "float32", "optimizer_state": "float32"}
+    recipe = written(tmp_path / "run_of_tied", tied, chats, "full", accelerate_config="zero3")
+    assert launch([recipe], ranks=2) == [0]
+    assert worst(curve_of(recipe), reference(tied, chats, "full")) <= TOLERANCE
+    assert "lm_head.weight" not in checkpointed(recipe.parent / "run")
 
 
 class Shaped(nn.Module):

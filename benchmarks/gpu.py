@@ -1,0 +1,169 @@
+"""Every recipe for one GPU, on one GPU: tokens a second, peak memory of each phase, and the receipt.
+
+    python benchmarks/gpu.py                    (one or two minutes a recipe; `RECIPE ...` for some of them)
+    python benchmarks/gpu.py --shrunken         (without a GPU: tries this script itself on small models)
+
+Llama 3.2 1B and 3.1 8B with random weights from their configurations, which is what memory and speed depend on. Each
+recipe trains as it stands, but for the device's budget, rows drawn here that fill `max_length`, two micro-batches a
+step and no checkpoint. Writes benchmarks/results/gpu.json after each recipe and keeps what it has of the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.common import RESULTS, write_result
+from finetune.compare import failure
+from finetune.durable import read_lines
+from finetune.recipe import Recipe
+from finetune.recipe_file import load_recipe
+from finetune.shrink import full_config, sample_texts, shrink_model, shrunken_config, train_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = ("Llama-3.2-1B", "Llama-3.1-8B")
+STEPS, SKIPPED = 20, 5  # the first steps warm caches and the allocator
+MICRO_STEPS = 2
+
+
+def recipes() -> dict[str, Path]:
+    """The recipes for one GPU and one of the two models."""
+    found = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
+    return {name: path for name, path in found.items() if _is_for_one_gpu(load_recipe(str(path), []).recipe)}
+
+
+def _is_for_one_gpu(recipe: Recipe) -> bool:
+    name = recipe.model.name_or_path
+    return recipe.budget.gpus == recipe.budget.nodes == 1 and any(model in name for model in MODELS)
+
+
+def random_model(recipe: Recipe, folder: Path, *, shrunken: bool) -> Path:
+    """A folder with the recipe's model in bfloat16, of random weights, and a tokenizer of the recipe's rows."""
+    name = recipe.model.name_or_path
+    place = folder / (Path(name).name + "-shrunken" * shrunken)
+    if place.is_dir():
+        return place
+    if shrunken:
+        return shrink_model(name, recipe.model.revision, recipe.data, place).folder
+    tokenizer = train_tokenizer(sample_texts(recipe.data))
+    config, _ = full_config(name, recipe.model.revision)
+    special = shrunken_config(config, len(tokenizer))  # the tokenizer's own special tokens, whatever the size
+    config |= {key: special[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    model.save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    del model
+    torch.cuda.empty_cache()
+    return place
+
+
+def write_rows(file: Path, *, tokens: int, max_length: int) -> Path:
+    """Chats of random words, nearly all of them learned, a sixth to nearly all of `max_length` long."""
+    draw = random.Random(0)
+    words = ["the", "river", "turns", "a", "wheel", "that", "was", "built", "by", "hand", "in", "spring"]
+    with file.open("w", encoding="utf-8") as out:
+        while tokens > 0:
+            length = draw.randint(max_length // 6, max_length * 4 // 9)
+            answer = " ".join(draw.choices(words, k=length))  # a word is one token or two here
+            chat = [{"role": "user", "content": "Tell me."}, {"role": "assistant", "content": answer}]
+            out.write(json.dumps({"messages": chat}) + "\n")
+            tokens -= length
+    return file
+
+
+def measure(path: Path, folder: Path, *, shrunken: bool) -> dict[str, Any]:
+    """One recipe's figures: a row of the results."""
+    recipe = load_recipe(str(path), []).recipe
+    training, length = recipe.training, recipe.data.max_length
+    rows = MICRO_STEPS * training.per_device_batch_size
+    run_dir, data = folder / "run", folder / "rows.jsonl"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    settings = {
+        "output_dir": str(run_dir),
+        "model.name_or_path": str(random_model(recipe, folder, shrunken=shrunken)),
+        "data.train": [{"path": "json", "data_files": str(write_rows(data, tokens=rows * length, max_length=length))}],
+        "data.eval": None,
+        "training.max_steps": STEPS,
+        "training.global_batch_size": rows,
+        "training.warmup_steps": 0,
+        "training.warmup_ratio": 0,
+        "samples.count": 0,
+        "logging_steps": 1,
+        "save_steps": STEPS,
+        "measure_phases": True,
+    }
+    settings |= {"budget.gpus": 0} if shrunken else {"budget.gpu_memory_gb": _memory_gb()}
+    words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    launch = ["--cpu"] if shrunken else []
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launch, "--num_processes", "1"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "FINETUNE_CACHE": str(folder / "cache")}
+    command += ["finetune/train.py", str(path), *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        return {"ok": False, "reason": failure(run_dir, done.stdout + done.stderr)}
+    return {"ok": True, **figures(run_dir)}
+
+
+def _memory_gb() -> float:
+    return round(torch.cuda.get_device_properties(0).total_memory / 1e9, 1)
+
+
+def figures(run_dir: Path) -> dict[str, Any]:
+    """Of a finished run: median speed after the first steps, the peak of each phase, the receipt."""
+    lines = read_lines(run_dir / "metrics.jsonl")
+    train = [line for line in lines if line["kind"] == "train"][SKIPPED:]
+    phases: dict[str, dict[str, float]] = {}
+    for line in (line for line in lines if line["kind"] == "phase"):
+        phase = phases.setdefault(line["phase"], {"peak_gib": 0.0, "allocated_gib": 0.0})
+        for key in phase:
+            phase[key] = max(phase[key], line[key])
+    return {
+        "tokens_per_second": statistics.median(line["tokens_per_second"] for line in train),
+        "step_seconds": statistics.median(line["step_seconds"] for line in train),
+        "final_loss": train[-1]["loss"],
+        "phases": phases,
+        "receipt": json.loads((run_dir / "receipt.json").read_text("utf-8")),
+    }
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="RECIPE")
+    parser.add_argument("--shrunken", action="store_true", help="small models on the CPU; prints, writes nothing")
+    arguments = parser.parse_args(words)
+    every = recipes()
+    if unknown := [name for name in arguments.names if name not in every]:
+        parser.error(f"no recipe for one GPU and {' or '.join(MODELS)}: {', '.join(unknown)}")
+    if not arguments.shrunken and not torch.cuda.is_available():
+        parser.error("no GPU here; --shrunken tries the script without one")
+    file = RESULTS / "gpu.json"
+    found = json.loads(file.read_text("utf-8"))["recipes"] if file.is_file() and not arguments.shrunken else {}
+    asked = arguments.names or list(every)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in asked:
+            found[name] = row = measure(every[name], Path(folder), shrunken=arguments.shrunken)
+            said = f"{row['tokens_per_second']:,.0f} tokens/s" if row["ok"] else row["reason"]
+            print(f"{name}: {said}", flush=True)
+            if not arguments.shrunken:
+                write_result("gpu", {"recipes": {key: found[key] for key in every if key in found}})
+    return 0 if all(found[name]["ok"] for name in asked) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

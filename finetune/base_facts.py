@@ -1,0 +1,109 @@
+"""What others need to know of the base model: its name on the Hub and its licence, from its own metadata."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from finetune.embedded import PREFIX, in_hub_cache, read_origin, resolve_model_path
+from finetune.errors import FinetuneError
+from finetune.recipe import ModelSection
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+MAX_NAME = 96  # letters, by the Hub's rule
+LICENCE_KEYS = ("license", "license_name", "license_link")
+
+
+@dataclass(frozen=True)
+class BaseFacts:
+    """The base model as a card names it."""
+
+    shown: str  # a name, never a path
+    repository: str | None  # on the Hub; None when nobody knows
+    revision: str
+    licence: Mapping[str, str]  # of LICENCE_KEYS; empty when nobody knows
+
+
+def read_base(section: ModelSection, *, repository: str | None = None) -> BaseFacts:
+    """The facts as far as this machine knows them; nothing is asked of the Hub.
+
+    A name on the Hub tells itself; a folder by its place in the Hub's cache or by its config.json; a `package:` model
+    by the package. `repository` wins over all of it.
+    """
+    name = section.name_or_path
+    folder = Path(resolve_model_path(name)) if name.startswith(PREFIX) else Path(name)
+    if folder.is_dir():
+        found, licence = _name_of_folder(folder), _licence_in(folder / "README.md")
+        origin = read_origin(folder) or {}
+        if origin:
+            found = origin.get("repository")
+            licence = {"license": str(origin["licence"]).lower()} if origin.get("licence") != "unknown" else {}
+        shown = folder.name if not name.startswith(PREFIX) else name.removeprefix(PREFIX)
+    else:
+        found, shown = name if REPOSITORY.fullmatch(name) else None, name
+        card = in_hub_cache(name, "README.md", section.revision)
+        licence = _licence_in(card) if card else {}
+    best = repository or found
+    # A folder's revision is its own; a branch of the Hub is another thing.
+    revision = "main" if folder.is_dir() else section.revision
+    return BaseFacts(best or shown, best, revision, licence)
+
+
+def ask_licence(base: BaseFacts, api: HfApi) -> BaseFacts:
+    """The same facts, with the licence that the Hub states where this machine knows none."""
+    if base.licence or base.repository is None:
+        return base
+    try:
+        card: Any = api.model_info(base.repository).card_data
+    except Exception:  # whatever is wrong with the Hub, the card then says that the licence is not known
+        return base
+    return replace(base, licence=_licence_of(card.to_dict() if card else {}))
+
+
+def _name_of_folder(folder: Path) -> str | None:
+    cached = re.search(r"models--([^/]+?)--([^/]+)/snapshots/", f"{folder.resolve()}/")
+    if cached:
+        return f"{cached[1]}/{cached[2]}"
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    name = str(config.get("_name_or_path", ""))
+    return name if REPOSITORY.fullmatch(name) and not Path(name).exists() else None
+
+
+def _licence_in(card: Path) -> dict[str, str]:
+    try:
+        text = card.read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    head = re.match(r"\A---\r?\n(.*?)\r?\n---", text, re.DOTALL)
+    try:
+        values = yaml.safe_load(head[1]) if head else None
+    except yaml.YAMLError:
+        values = None
+    return _licence_of(values if isinstance(values, dict) else {})
+
+
+def _licence_of(values: Mapping[str, Any]) -> dict[str, str]:
+    found = {key: values[key] for key in LICENCE_KEYS if isinstance(values.get(key), str)}
+    return found if "license" in found else {}
+
+
+def check_repository(name: str, place: str) -> str:
+    """The name, when it is one of the Hub's. Raises FinetuneError."""
+    owner, _, own = name.partition("/")
+    whole = all(re.fullmatch(r"(?!.*(?:--|\.\.))[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?", part) for part in (owner, own))
+    if not whole or len(name) > MAX_NAME or name.endswith(".git"):
+        rules = "letters, digits, - _ . and not -- .. or .git at the end"
+        raise FinetuneError(f"{place}: {name!r} is no name of the Hub; write owner/name ({rules})")
+    return name

@@ -1,0 +1,191 @@
+"""The Hub as this kit calls it: what an error means, when to try again, who may write, and who would see it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from finetune.errors import EnvironmentMismatch, FinetuneError, HubUnreachable
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+ATTEMPTS = 5
+FIRST_WAIT_SECONDS = 2.0  # doubled each time
+LONGEST_WAIT_SECONDS = 300.0
+# 409 and 412: somebody else changed the repository meanwhile.
+TRANSIENT = frozenset((408, 409, 412, 425, 429, 500, 502, 503, 504))
+NETWORK = frozenset(("httpx", "httpx2", "httpcore", "hf_xet"))  # packages whose errors are a connection's
+TOKENS_PAGE = "https://huggingface.co/settings/tokens"
+WRITING_ROLES = ("admin", "write", "contributor")
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """A failed call, understood."""
+
+    reason: str
+    transient: bool
+    status: int | None = None
+    wait_seconds: float | None = None  # as the Hub asks
+
+
+def understand(error: BaseException) -> Trouble | None:
+    """What a failed call of the client means; None for an error that is no call's."""
+    chain = list(_chain(error))
+    for link in chain:
+        response = getattr(link, "response", None)
+        if response is not None and hasattr(response, "status_code"):
+            # A large file's 400 says that it arrived spoilt; the client wraps it in a RuntimeError.
+            spoilt = response.status_code == 400 and isinstance(error, RuntimeError)
+            return _answered(response, transient=spoilt or response.status_code in TRANSIENT)
+        # The Xet client is no Python: its errors carry the status in their text alone.
+        if (told := re.search(r"HTTP status \w+ error \((\d{3})[^)]*\)", str(link))) is not None:
+            status = int(told[1])
+            return Trouble(f"the Hub's file store answered {status}", status in TRANSIENT, status)
+    for link in chain:
+        # A proxy's page where JSON was expected counts as a broken line too.
+        broken = isinstance(link, (ConnectionError, TimeoutError, json.JSONDecodeError))
+        if broken or type(link).__module__.partition(".")[0] in NETWORK:
+            return Trouble(f"the connection broke ({type(link).__name__}: {_first_line(link)})", True)
+    if isinstance(error, (RuntimeError, OSError)):  # the Xet client's have no type of their own
+        return Trouble(_first_line(error), True)
+    return Trouble(" ".join(str(error).split()), False) if isinstance(error, ValueError) else None
+
+
+def _answered(response: Any, *, transient: bool) -> Trouble:
+    said = response.headers.get("X-Error-Message") or _said(response)
+    after = re.fullmatch(r"\d+", response.headers.get("Retry-After", ""))
+    wait = min(float(after[0]), LONGEST_WAIT_SECONDS) if after else None
+    return Trouble(f"the Hub answered {response.status_code} ({said})", transient, response.status_code, wait)
+
+
+def _said(response: Any) -> str:
+    try:
+        return str(json.loads(response.content)["error"])
+    except Exception:  # an answer that was not read, or is no JSON: then its status says it all
+        return "it says no more"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["it says no more"])[0]
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def patiently(
+    work: Callable[[], Result], *, attempts: int, pause: Callable[[float], None], tell: Callable[[str], None]
+) -> Result:
+    """The result of `work`, tried again with longer and longer waits while its failures may pass.
+
+    Raises EnvironmentMismatch for an answer that will not change, HubUnreachable after the last attempt.
+    """
+    for attempt in range(1, attempts + 1):
+        try:
+            return work()
+        except FinetuneError:
+            raise
+        except Exception as error:
+            trouble = understand(error)
+            if trouble is None:
+                raise
+            if not trouble.transient:
+                raise EnvironmentMismatch(f"{trouble.reason}; {_remedy(trouble)}") from error
+            if attempt == attempts:
+                raise HubUnreachable(f"{trouble.reason}, {attempts} times; try again later") from error
+            wait = trouble.wait_seconds
+            wait = FIRST_WAIT_SECONDS * 2 ** (attempt - 1) if wait is None else wait
+            tell(f"{trouble.reason}; trying again in {wait:g} s ({attempt} of {attempts})")
+            pause(wait)
+    raise AssertionError("attempts is at least 1")
+
+
+def _remedy(trouble: Trouble) -> str:
+    if trouble.status == 401:
+        return f"the token is not valid; make one with write access at {TOKENS_PAGE}, then: hf auth login"
+    if trouble.status == 403:
+        return f"the token may not do this; make one that may write there at {TOKENS_PAGE}, then: hf auth login"
+    return "push again when that is set right"
+
+
+def check_permission(api: HfApi, repo_id: str) -> None:
+    """Raises EnvironmentMismatch when the token here is known to be unable to write to `repo_id`."""
+    from huggingface_hub.errors import LocalTokenNotFoundError
+
+    try:
+        user = api.whoami()
+    except LocalTokenNotFoundError:
+        text = f"no token is here; make one with write access at {TOKENS_PAGE}, then: hf auth login"
+        raise EnvironmentMismatch(text) from None
+    owner = repo_id.split("/")[0]
+    token = user.get("auth", {}).get("accessToken", {})
+    orgs = {org["name"]: org.get("roleInOrg") for org in user.get("orgs", [])}
+    if owner != user["name"] and owner not in orgs:
+        known = ", ".join([user["name"], *orgs])
+        raise EnvironmentMismatch(f"{repo_id}: this token may write for {known}, not for {owner}; choose one of them")
+    if owner in orgs and orgs[owner] not in (None, *WRITING_ROLES):
+        raise EnvironmentMismatch(f"{repo_id}: your role in {owner} is {orgs[owner]}; ask there for the right to write")
+    if token.get("role") == "read" or (token.get("role") == "fineGrained" and not _scoped(token, repo_id)):
+        remedy = f"make one with write access at {TOKENS_PAGE}, then: hf auth login"
+        raise EnvironmentMismatch(f"{repo_id}: this token may not write there; {remedy}")
+
+
+def _scoped(token: Mapping[str, Any], repo_id: str) -> bool:
+    """Whether a fine-grained token names the repository, or its owner, with the right to write."""
+    scopes = token.get("fineGrained", {}).get("scoped", [])
+    named = [scope for scope in scopes if scope.get("entity", {}).get("name") in (repo_id, repo_id.split("/")[0])]
+    return any("repo.write" in scope.get("permissions", []) for scope in named)
+
+
+def check_visibility(api: HfApi, repo_id: str, *, public: bool) -> bool | None:
+    """True: it is there and private; False: public, as asked for; None: it is not there.
+
+    Raises FinetuneError for a public repository where nobody asked for one.
+    """
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        private = bool(api.repo_info(repo_id).private)
+    except RepositoryNotFoundError:
+        return None
+    if not private and not public:
+        raise FinetuneError(
+            f"{repo_id}: is public, and nobody asked for that; push to another name, or say --public "
+            "(in a recipe: hub.private: false)"
+        )
+    return private
+
+
+def ensure_repository(api: HfApi, repo_id: str, *, public: bool) -> bool:
+    """Makes the repository where it is not there; returns whether it is private.
+
+    Looks before anything is sent, also at one it has just made: an organisation's own rule may have made it public.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    private = check_visibility(api, repo_id, public=public)
+    if private is not None:
+        return private
+    taken = None
+    try:
+        api.create_repo(repo_id, private=not public)
+    except HfHubHTTPError as error:
+        if error.response.status_code != 409:
+            raise
+        taken = error  # made meanwhile, or being made
+    private = check_visibility(api, repo_id, public=public)
+    if private is not None:
+        return private
+    if taken is not None:
+        raise taken
+    text = f"{repo_id}: was made, and the Hub does not show it to this token"
+    raise EnvironmentMismatch(f"{text}; make one that may read and write at {TOKENS_PAGE}, then: hf auth login")

@@ -1,0 +1,222 @@
+"""Push a run's adapter or model to the Hub, with tokenizer, recipe and card: private unless told, and repeatable."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.base_facts import BaseFacts, ask_licence, check_repository, read_base
+from finetune.durable import write_json
+from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
+from finetune.hub_calls import ATTEMPTS, check_permission, ensure_repository, patiently
+from finetune.model_card import card_text
+from finetune.outgoing import Outgoing, collect, product_folder, refuse_leaks
+from finetune.recipe import Recipe
+from finetune.recipe_file import recipe_from_resolved
+from finetune.run_facts import read_run
+from finetune.secret_scan import hide_secrets, known_secrets
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+RECORD = "hub.json"  # in the run's folder: how the last push ended
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where to, and who may see it."""
+
+    repo_id: str
+    public: bool = False
+    revision: str = "main"
+    base: str | None = None  # the base model's name on the Hub, where the run does not know it
+
+    def command(self, run_dir: Path) -> str:
+        """What the user types to push again."""
+        words = ["finetune", "push", str(run_dir), self.repo_id]
+        words += ["--public"] if self.public else []
+        words += ["--revision", self.revision] if self.revision != "main" else []
+        words += ["--base", self.base] if self.base else []
+        return shlex.join(words)
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What would be sent."""
+
+    run_dir: Path
+    files: Sequence[Outgoing]
+    left_out: Sequence[str]
+    card: str
+    notes: Sequence[str]
+
+    def as_json(self) -> dict[str, Any]:
+        listed = [{"path": file.path, "bytes": file.size} for file in self.files]
+        return {"files": listed, "left_out": list(self.left_out), "notes": list(self.notes)}
+
+
+def destination_of(recipe: Recipe) -> Destination | None:
+    """Where the recipe says; None when it names no repository."""
+    hub = recipe.hub
+    return Destination(hub.repo_id, not hub.private, hub.revision) if hub.repo_id else None
+
+
+def chosen_destination(
+    run_dir: Path, repo_id: str | None, *, public: bool, revision: str | None, base: str | None
+) -> Destination:
+    """What was typed, and where nothing was, what the run's recipe says. Raises FinetuneError."""
+    product_folder(run_dir)
+    hub = recipe_from_resolved(run_dir / "recipe.yaml").hub
+    name = repo_id or hub.repo_id
+    if name is None:
+        raise FinetuneError(f"{run_dir}: its recipe has no hub.repo_id; name the repository: owner/name")
+    # The recipe's leave to be public is for the recipe's own repository.
+    leave = public or (not hub.private and name == hub.repo_id)
+    return Destination(name, leave, revision or hub.revision, base)
+
+
+def describe(upload: Upload, to: Destination) -> str:
+    """A dry run's page: the files with their bytes, what stays here, notes, and the card."""
+    where = f"{to.repo_id}, branch {to.revision}, {'public' if to.public else 'private'}"
+    lines = [f"would be pushed to {where}; nothing was sent:"]
+    lines += [f"  {file.size:>14,} bytes  {file.path}" for file in upload.files]
+    lines += [f"  stays here: {name}" for name in upload.left_out]
+    lines += [f"note: {note}" for note in upload.notes]
+    return "\n".join([*lines, "", "README.md:", upload.card])
+
+
+def prepare(run_dir: Path, to: Destination, *, api: HfApi | None = None) -> Upload:
+    """Everything that would be sent, cleaned and searched; nothing is sent.
+
+    Raises FinetuneError when the run is not finished, the name is none, or a secret or a local path is left in a file.
+    """
+    check_repository(to.repo_id, "the repository")
+    product_folder(run_dir)
+    recipe = recipe_from_resolved(run_dir / "recipe.yaml")
+    base = read_base(recipe.model, repository=to.base and check_repository(to.base, "--base"))
+    base = ask_licence(base, api) if api is not None else base
+    text = card_text(to.repo_id, read_run(run_dir, recipe), base)
+    files, left_out = collect(run_dir, recipe, base=base.shown, card=text)
+    refuse_leaks(files, known_secrets())
+    card = next(file for file in files if file.path == "README.md").read().decode()
+    return Upload(run_dir, files, left_out, card, tuple(_notes(to, base)))
+
+
+def _notes(to: Destination, base: BaseFacts) -> list[str]:
+    notes = []
+    if base.repository is None:
+        notes.append(f"the base model {base.shown} has no name on the Hub; if it has one: --base owner/name")
+    elif not base.licence:
+        notes.append(f"the licence of {base.repository} is not known here; the card says so")
+    licence = str(base.licence.get("license", "")).lower()
+    if licence.startswith("llama") and not to.repo_id.split("/")[1].lower().startswith("llama"):
+        notes.append(f"the licence of {base.repository} asks that the name begins with Llama")
+    return notes
+
+
+def push(
+    run_dir: Path,
+    to: Destination,
+    *,
+    message: str | None = None,
+    endpoint: str | None = None,
+    attempts: int = ATTEMPTS,
+    pause: Callable[[float], None] = time.sleep,
+    tell: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Push a finished run; returns what the record hub.json says of it.
+
+    Every attempt begins anew and sends only what is not there yet. Nothing in the run's folder changes but the record.
+
+    Args:
+        message: Of the commit.
+        endpoint: The Hub's address; None: HF_ENDPOINT's, or the Hub itself.
+        pause: Waits so many seconds.
+
+    Raises:
+        FinetuneError: bad input; EnvironmentMismatch: the Hub says no, or failed each time. With the command that
+            repeats the push.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=endpoint)
+    try:
+        refuse_offline()
+        upload = prepare(run_dir, to, api=api)
+        for note in upload.notes:
+            tell(f"note: {note}")
+        title = message or f"{run_dir.resolve().name}: {'adapter' if (run_dir / 'adapter').is_dir() else 'model'}"
+        sent = patiently(lambda: _attempt(api, upload, to, title), attempts=attempts, pause=pause, tell=_told(tell))
+    except FinetuneError as error:
+        text = hide_secrets(str(error), known_secrets())
+        _record(run_dir, to, {"state": "failed", "error": text})
+        remedy = f"nothing on this machine has changed; to push again:\n  {to.command(run_dir)}"
+        raise type(error)(*_with_remedy(error, text, remedy)) from error.__cause__
+    except KeyboardInterrupt:
+        tell(f"stopped; to push again:\n  {to.command(run_dir)}")
+        raise
+    record = _record(run_dir, to, {"state": "pushed", **sent})
+    return {**record, **upload.as_json()}
+
+
+def _with_remedy(error: FinetuneError, text: str, remedy: str) -> tuple[Any]:
+    return ([*text.split("\n"), remedy],) if isinstance(error, RecipeError) else (f"{text}\n{remedy}",)
+
+
+def _told(tell: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda text: tell(hide_secrets(text, known_secrets()))
+
+
+def refuse_offline() -> None:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise EnvironmentMismatch("HF_HUB_OFFLINE is set, so nothing can be pushed; unset it")
+
+
+def _attempt(api: HfApi, upload: Upload, to: Destination, title: str) -> dict[str, Any]:
+    from huggingface_hub import CommitOperationAdd
+
+    check_permission(api, to.repo_id)
+    private = ensure_repository(api, to.repo_id, public=to.public)
+    if to.revision != "main":
+        api.create_branch(to.repo_id, branch=to.revision, exist_ok=True)
+    adds = [CommitOperationAdd(file.path, _payload(file.content)) for file in upload.files]
+    made = api.create_commit(to.repo_id, list(adds), commit_message=title, revision=to.revision)
+    _verify(api, to.repo_id, made.oid, adds)
+    url = f"{api.endpoint}/{to.repo_id}" + (f"/tree/{to.revision}" if to.revision != "main" else "")
+    return {"commit": made.oid, "url": url, "private": private}
+
+
+def _payload(content: Path | bytes) -> str | bytes:
+    return content if isinstance(content, bytes) else str(content)
+
+
+def _verify(api: HfApi, repo_id: str, commit: str, adds: Sequence[CommitOperationAdd]) -> None:
+    """Holds the hashes that the Hub states against the files here. Raises ConnectionError: it is worth another try."""
+    listed = api.get_paths_info(repo_id, [add.path_in_repo for add in adds], revision=commit)
+    there = {entry.path: entry for entry in listed}
+    for add in adds:
+        entry: Any = there.get(add.path_in_repo)
+        if entry is None:
+            raise ConnectionError(f"{add.path_in_repo} did not arrive")
+        if entry.lfs is not None:
+            same = entry.lfs.sha256 == add.upload_info.sha256.hex()
+        else:
+            with add.as_file() as file:
+                content = file.read()
+            same = entry.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        if not same:
+            raise ConnectionError(f"{add.path_in_repo} arrived with another hash")
+
+
+def _record(run_dir: Path, to: Destination, facts: dict[str, Any]) -> dict[str, Any]:
+    record = {"repo_id": to.repo_id, "revision": to.revision, **facts, "command": to.command(run_dir)}
+    if (run_dir / "recipe.yaml").is_file():
+        write_json(run_dir / RECORD, record)
+    return record

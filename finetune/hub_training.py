@@ -1,0 +1,82 @@
+"""What `hub.push: true` adds to a training: a look before it, so that no hours end in a refusal, and the push after."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from finetune.base_facts import check_repository
+from finetune.errors import FinetuneError, HubUnreachable, RecipeError
+from finetune.hub_calls import check_permission, check_visibility, patiently
+from finetune.hub_push import RECORD, Destination, destination_of, push, refuse_offline
+from finetune.recipe import Recipe
+from finetune.secret_scan import hide_secrets, known_secrets, secret_key
+
+ATTEMPTS_BEFORE = 2
+
+
+def refuse_secrets(recipe: Recipe) -> None:
+    """Raises RecipeError for a token in the recipe: the run's folder would keep it, and a push would carry it away.
+
+    Without a push, what merely equals a secret variable's value is let through: it may be a plain word.
+    """
+    found = secret_key(recipe.model_dump(mode="json"), known_secrets() if recipe.hub.push else ())
+    if found is not None:
+        key, kind = found
+        raise RecipeError([f"{key}: holds {kind}; take it out, and revoke it if it was ever shown"])
+
+
+def check_before_training(recipe: Recipe, *, pause: Callable[[float], None] = time.sleep) -> tuple[str, ...]:
+    """Whether the push at the end can work; returns a note where the Hub cannot be asked now.
+
+    Raises FinetuneError: it is known that it cannot (no token, no right to write, a public repository, no network by
+    HF_HUB_OFFLINE).
+    """
+    from huggingface_hub import HfApi
+
+    to = destination_of(recipe)
+    if not recipe.hub.push or to is None:
+        return ()
+    refuse_offline()
+    name, api = check_repository(to.repo_id, "hub.repo_id"), HfApi()
+
+    def look() -> None:
+        check_permission(api, name)
+        check_visibility(api, name, public=to.public)
+
+    try:
+        patiently(look, attempts=ATTEMPTS_BEFORE, pause=pause, tell=lambda _: None)
+    except HubUnreachable as error:
+        return (f"hub.push: {_hidden(error)}; training goes on, the push is tried at its end",)
+    except FinetuneError as error:
+        raise type(error)(f"hub.push: {_hidden(error)}") from error.__cause__
+    return ()
+
+
+def push_after_training(recipe: Recipe) -> None:
+    """Pushes a finished run that is not there yet. A failed push is no failed training: it is told, and no more."""
+    to, run_dir = destination_of(recipe), Path(recipe.run_dir)
+    if not recipe.hub.push or to is None or _is_pushed(run_dir, to):
+        return
+    try:
+        done = push(run_dir, to)
+    except FinetuneError as error:
+        print(f"the training is finished and saved; the push failed:\n{error}", file=sys.stderr)
+    else:
+        print(f"pushed: {done['url']} ({'private' if done['private'] else 'public'}, {len(done['files'])} files)")
+
+
+def _is_pushed(run_dir: Path, to: Destination) -> bool:
+    try:
+        record = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    there = {"state": "pushed", "repo_id": to.repo_id, "revision": to.revision}
+    return bool(there.items() <= record.items())
+
+
+def _hidden(error: FinetuneError) -> str:
+    return hide_secrets(str(error), known_secrets())

@@ -1,0 +1,256 @@
+"""`finetune launch`: the file that starts a recipe on its machines, to be read, submitted or run. No torch here.
+
+The words in it are those that launcher.py, slurm.py and rendezvous.py read again in every rank, and what those and the
+strategy would refuse on the machines is refused here, before anything waits in a queue.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from finetune.durable import write_text
+from finetune.errors import FinetuneError
+from finetune.recipe_file import CONFIG_FOLDER, LoadedRecipe, load_recipe
+from finetune.strategy import Strategy, read_strategy
+from finetune.yaml_text import printable
+
+Launcher = Literal["slurm", "torchrun", "accelerate"]
+LAUNCHERS: tuple[str, ...] = get_args(Launcher)
+
+_PORT = 29500  # torch's own default
+_CORES_PER_RANK = 8
+_BEFORE_THE_END = 300  # seconds from Slurm's signal to the time limit: one optimizer step and one checkpoint
+_MARK = "# Made by: finetune launch "
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Who runs what where."""
+
+    launcher: Launcher
+    loaded: LoadedRecipe
+    strategy: Strategy
+    nodes: int
+    gpus: int  # of a node; 0: the CPU
+    ranks: int  # of a node
+    words: tuple[str, ...]  # the trainer, the recipe and its overrides
+    asked: str  # the verb's own words
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.ranks
+
+    @property
+    def alone(self) -> bool:
+        """One process that needs no launcher; torchrun would make a distributed run of it."""
+        return self.strategy.kind == "single"
+
+
+def plan_launch(
+    recipe: Path, overrides: Sequence[str], *, launcher: str, nodes: int | None = None, gpus_per_node: int | None = None
+) -> LaunchPlan:
+    """The recipe on these machines; its own budget where no number is given.
+
+    On a CPU one machine has two ranks, several have one each, which uses all its cores. Raises RecipeError, and
+    FinetuneError where the strategy does not fit the machines.
+    """
+    if launcher not in LAUNCHERS:
+        raise FinetuneError(f"--on: {printable(launcher)} is none of {', '.join(LAUNCHERS)}")
+    loaded = load_recipe(recipe, overrides)
+    budget, strategy = loaded.recipe.budget, read_strategy(loaded.recipe.accelerate_config)
+    here = {"nodes": nodes or budget.nodes, "gpus": budget.gpus if gpus_per_node is None else gpus_per_node}
+    # The trainer holds the launch against the recipe's budget, so what differs is said to it.
+    told = [f"budget.{key}={value}" for key, value in here.items() if value != getattr(budget, key)]
+    on_cpu = 1 if strategy.kind == "single" or here["nodes"] > 1 else 2
+    ranks = here["gpus"] or on_cpu
+    options = [word for key, value in _options(nodes, gpus_per_node).items() for word in (key, str(value))]
+    plan = LaunchPlan(
+        launcher=launcher,  # type: ignore[arg-type]  # one of LAUNCHERS
+        loaded=loaded,
+        strategy=strategy,
+        nodes=here["nodes"],
+        gpus=here["gpus"],
+        ranks=ranks,
+        words=(_from_here(Path(__file__).with_name("train.py")), str(recipe), *overrides, *told),
+        asked=shlex.join([str(recipe), "--on", launcher, *options, *overrides]),
+    )
+    for problem in _misfits(plan):
+        raise FinetuneError(problem)
+    return plan
+
+
+def _options(nodes: int | None, gpus_per_node: int | None) -> dict[str, int]:
+    given = {"--nodes": nodes, "--gpus-per-node": gpus_per_node}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _misfits(plan: LaunchPlan) -> Iterator[str]:
+    """What the trainer would refuse on the machines, or what would leave ranks idle."""
+    strategy, world = plan.strategy, plan.world
+    where = f"{plan.nodes} x {plan.gpus} GPUs" if plan.gpus else f"{plan.nodes} x {plan.ranks} CPU processes"
+    named = f"accelerate_config: {strategy.name}"
+    if strategy.only_where and plan.gpus:
+        yield f"{named} runs on a CPU, not on {where}; set accelerate_config=ddp, or --gpus-per-node 0"
+    if strategy.kind == "single" and world > 1:
+        yield f"{named} runs one process, {where} are {world}; set accelerate_config=ddp, or take one GPU"
+    # Offload to host or disk is for one GPU as well.
+    if strategy.kind != "single" and world == 1 and not (strategy.kind == "deepspeed" and strategy.offloaded):
+        yield f"{named} runs on several processes, {where} are one; set accelerate_config=single, or take more GPUs"
+    if strategy.replicas is not None:
+        copies = strategy.replicas or plan.nodes
+        if copies < 2 or world % copies or world == copies:
+            yield (
+                f"{named} shards within a node and repeats between nodes, {where} make {copies} such copies; "
+                "take several nodes of several GPUs, or set accelerate_config=fsdp2"
+            )
+    rows = plan.loaded.recipe.training.global_batch_size
+    if rows < world:
+        idle = f"{rows} rows a step leave {world - rows} of {world} ranks without one"
+        yield f"training.global_batch_size: {idle}; raise it to {world}, or take fewer GPUs"
+
+
+def script(plan: LaunchPlan) -> str:
+    """The file's text: bash, a job script for Slurm."""
+    if plan.launcher == "slurm":
+        return _slurm_script(plan)
+    return "\n".join(["#!/usr/bin/env bash", *_head(plan), *_by_hand(plan)]) + "\n"
+
+
+def write_script(path: Path, text: str) -> None:
+    """Writes the file; only one that this verb made is replaced. Raises FinetuneError, EnvironmentMismatch."""
+    if path.exists() and not (path.is_file() and _MARK.encode() in path.read_bytes()[:1000]):
+        raise FinetuneError(f"-o: {path}: exists and is no file of `finetune launch`; name another")
+    write_text(path, text)
+
+
+def _head(plan: LaunchPlan) -> list[str]:
+    what = f"{plan.gpus} GPU{'s' * (plan.gpus > 1)}" if plan.gpus else "its CPU"
+    machines = f"{plan.nodes} machines with {what} each" if plan.nodes > 1 else f"one machine with {what}"
+    of_them = "1 rank" if plan.world == 1 else f"{plan.world} ranks"
+    return [
+        _MARK + printable(plan.asked),
+        f"# {plan.strategy.name} on {machines}, {of_them}. Paths are as seen from the folder where it is started.",
+    ]
+
+
+def _by_hand(plan: LaunchPlan) -> list[str]:
+    """The lines of a file that is run on every machine."""
+    trainer = shlex.join(plan.words)
+    if plan.nodes == 1:
+        return ["# Start: bash THIS_FILE", "", f"exec {_starter(plan)} \\", f"  {trainer}"]
+    starter = _starter(plan, machine='"$machine"', first='"$first"', port=str(_PORT))
+    return [
+        f"# Start on every machine, R = 0 to {plan.nodes - 1}, with the address of machine 0: bash THIS_FILE R ADDRESS",
+        "# All of them see the run's folder under the same path. To stop and save: Ctrl-C on one.",
+        f'machine="${{1:?the number of this machine, 0 to {plan.nodes - 1}}}"',
+        'first="${2:?the address of machine 0, as the others reach it}"',
+        "",
+        f"exec {starter} \\",
+        f"  {trainer}",
+    ]
+
+
+def _starter(plan: LaunchPlan, *, machine: str = "", first: str = "", port: str = "") -> str:
+    """What starts the ranks of one machine, up to the trainer; `machine`, `first` and `port` are bash."""
+    if plan.launcher == "accelerate":
+        return _accelerate(plan, machine, first, port)
+    if plan.alone:
+        return "python"
+    if plan.nodes == 1:
+        return f"torchrun --standalone --nproc-per-node {plan.ranks}"
+    place = f"--node-rank {machine} --master-addr {first} --master-port {port}"
+    return f"torchrun --nnodes {plan.nodes} {place} --nproc-per-node {plan.ranks}"
+
+
+def _accelerate(plan: LaunchPlan, machine: str, first: str, port: str) -> str:
+    on_cpu = not plan.gpus and not plan.alone
+    config = _from_here(CONFIG_FOLDER / "cpu_2proc.yaml" if on_cpu else plan.strategy.path)
+    options = f"--config_file {shlex.quote(config)} --num_processes {plan.world}"
+    if plan.nodes > 1:
+        options += f" --num_machines {plan.nodes} --machine_rank {machine}"
+        options += f" --main_process_ip {first} --main_process_port {port}"
+        # Accelerate would else have one machine start the others by pdsh.
+        options += " --deepspeed_multinode_launcher standard" * (plan.strategy.kind == "deepspeed" and not on_cpu)
+    elif not plan.alone:
+        options += " --main_process_port 0"
+    return f"accelerate launch {options}"
+
+
+def _slurm_script(plan: LaunchPlan) -> str:
+    """A job of one task a node, which starts a rank for each GPU; ends, saved, before its time and queues again."""
+    settings = {
+        "job-name": re.sub(r"[^\w.-]", "-", plan.loaded.path.stem),
+        "nodes": plan.nodes,
+        "ntasks-per-node": 1,
+        **({"gpus-per-node": plan.gpus} if plan.gpus else {}),
+        "cpus-per-task": _CORES_PER_RANK * plan.ranks,
+        "mem": 0,
+        "time": "24:00:00",
+        "signal": f"TERM@{_BEFORE_THE_END}",
+        "open-mode": "append",
+        "output": "%x-%j.log",
+    }
+    lines = [
+        "#!/bin/bash",
+        *_head(plan),
+        "# Submit with the Python environment active: sbatch THIS_FILE",
+        "# Yours to set: time, mem (0 is all of a node), cpus-per-task, and what your site asks for, as --partition.",
+        *(f"#SBATCH --{name}={value}" for name, value in settings.items()),
+        "#SBATCH --requeue",
+        "",
+        *_slurm_place(plan),
+        *_slurm_run(plan),
+        *_slurm_again(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _slurm_place(plan: LaunchPlan) -> list[str]:
+    """Where the ranks meet, and how long they may take to save."""
+    meet = [
+        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "MASTER_PORT=$((20000 + 7 * SLURM_JOB_ID % 10000))  # alike on all nodes, another for each job",
+        "export MASTER_ADDR MASTER_PORT",
+    ]
+    save = f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={_BEFORE_THE_END - 30}  # torchrun kills ranks that save for longer"
+    return [*(meet if plan.nodes > 1 else []), *([] if plan.alone else [save])]
+
+
+def _slurm_run(plan: LaunchPlan) -> list[str]:
+    starter = _starter(plan, machine='"$SLURM_NODEID"', first='"$MASTER_ADDR"', port='"$MASTER_PORT"')
+    if plan.nodes > 1:  # bash, because a task learns the number of its node from its own environment
+        starter = f"bash -c \\\n  'exec {starter} \"$@\"' torchrun"
+    # A job that was queued again must not start over.
+    again = " ${SLURM_RESTART_COUNT:+training.resume=auto}" * (plan.loaded.recipe.training.resume == "never")
+    return [
+        f"state={shlex.quote(f'{plan.loaded.recipe.run_dir}/run_state.json')}",
+        'before=$(cat "$state" 2>/dev/null)',
+        "",
+        f'srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" {starter} \\',
+        f"  {shlex.join(plan.words)}{again}",
+        "code=$?",
+        "",
+    ]
+
+
+def _slurm_again() -> list[str]:
+    return [
+        f"# {_BEFORE_THE_END} s before the time limit Slurm tells the ranks to stop: they finish the step and save.",
+        "# Where the run says that it did, the job queues again and goes on from there.",
+        'after=$(cat "$state" 2>/dev/null)',
+        'if [[ "$after" != "$before" && "$after" == *\'"state": "stopped"\'* ]]; then',
+        '  scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+        'exit "$code"',
+    ]
+
+
+def _from_here(path: Path) -> str:
+    """As seen from this folder where it is below it, so that the file serves another machine's copy too."""
+    absolute, here = path.absolute(), Path.cwd()
+    return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)

@@ -1,0 +1,151 @@
+"""What of a run's folder may leave this machine: an allowlist, cleaned of local paths, searched for secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.recipe import Recipe
+from finetune.secret_scan import find_secret
+
+WEIGHTS = {
+    "adapter": ("adapter_config.json", "adapter_model.safetensors"),
+    "model": (
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "model-*-of-*.safetensors",
+        "model.safetensors.index.json",
+    ),
+}
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
+RUN = ("recipe.yaml", "receipt.json", "metrics.jsonl", "report.html", "loss.png", "memory.png")
+# Of these every word is a token: one that looks like a path is none.
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
+# What models say is quoted here, and they may speak of anybody's folders.
+QUOTING = ("README.md", "report.html")
+SOMEBODYS_HOME = re.compile(r"(?<![\w.~])(?:/home/|/Users/|/root/|[A-Za-z]:\\{1,2}Users\\)[\w.-]*")
+SHARD_HEADER = 8  # bytes that say how long a safetensors file's JSON header is
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """One file of the upload; its content is a file on disk, or bytes where it was cleaned."""
+
+    path: str  # in the repository
+    content: Path | bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.content) if isinstance(self.content, bytes) else self.content.stat().st_size
+
+    def read(self) -> bytes:
+        return self.content if isinstance(self.content, bytes) else self.content.read_bytes()
+
+    def text(self) -> str:
+        """What of it is text: all, or a safetensors file's header. Pictures have none."""
+        if self.path.endswith(".png"):
+            return ""
+        if isinstance(self.content, Path) and self.path.endswith(".safetensors"):
+            with self.content.open("rb") as file:
+                return file.read(int.from_bytes(file.read(SHARD_HEADER), "little")).decode(errors="replace")
+        return self.read().decode("utf-8", errors="replace")
+
+
+def product_folder(run_dir: Path) -> Path:
+    """run_dir/adapter, or run_dir/model of a fully trained run. Raises FinetuneError when there is neither."""
+    for name in WEIGHTS:
+        if (run_dir / name).is_dir():
+            return run_dir / name
+    if not (run_dir / "recipe.yaml").is_file():
+        raise FinetuneError(f"{run_dir}: no run is here (recipe.yaml is missing); name a run's output_dir")
+    raise FinetuneError(f"{run_dir}: this run has not finished: neither adapter/ nor model/ is there; resume it first")
+
+
+def collect(run_dir: Path, recipe: Recipe, *, base: str, card: str) -> tuple[list[Outgoing], list[str]]:
+    """The files of the upload, by their paths, and the names of those of the product that stay here.
+
+    Args:
+        base: The base model's name for adapter_config.json.
+        card: The README.md.
+    """
+    product, short = product_folder(run_dir), local_names(recipe, run_dir)
+    wanted = _matching(product, (*WEIGHTS[product.name], *TOKENIZER))
+    files = [Outgoing("README.md", _shortened(card, short).encode())]
+    for folder, names in ((product, wanted), (run_dir, _matching(run_dir, RUN))):
+        files += [Outgoing(name, _cleaned(name, folder / name, short, base)) for name in names]
+    present = {str(path.relative_to(product)) for path in product.rglob("*") if path.is_file()}
+    return sorted(files, key=lambda file: file.path), sorted(present - set(wanted) - {"README.md"})
+
+
+def _matching(folder: Path, patterns: Iterable[str]) -> list[str]:
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return sorted(str(path.relative_to(folder)) for path in found)
+
+
+def _cleaned(name: str, path: Path, short: Mapping[str, str], base: str) -> Path | bytes:
+    if path.suffix in (".safetensors", ".png") or name in VOCABULARIES:
+        return path
+    text = path.read_text(encoding="utf-8")
+    if name == "adapter_config.json":
+        text = json.dumps(json.loads(text) | {"base_model_name_or_path": base}, indent=2) + "\n"
+    return _shortened(text, short).encode()
+
+
+def _shortened(text: str, short: Mapping[str, str]) -> str:
+    for long, brief in short.items():
+        text = text.replace(long, brief)
+    return text
+
+
+def local_names(recipe: Recipe, run_dir: Path) -> dict[str, str]:
+    """Absolute paths of this machine -> what others read instead; the longest first."""
+    values = recipe.model_dump(mode="json")
+    paths = [values["output_dir"], values["model"]["name_or_path"], values["accelerate_config"]]
+    paths += [values["data"]["chat_template"] or "", *_data_paths(values["data"])]
+    names = {path: Path(path).name for path in paths if path and os.path.isabs(path) and "\n" not in path}
+    names |= {str(run_dir.resolve()): run_dir.name}
+    folders = {str(Path.cwd()): ".", str(Path.home()): "~"}
+    names |= {f"{path}/": f"{brief}/" for path, brief in folders.items() if len(path) > 1}
+    return dict(sorted(names.items(), key=lambda entry: -len(entry[0])))
+
+
+def _data_paths(data: Mapping[str, Any]) -> Iterator[str]:
+    entries = [*data["train"], *(data["eval"] if isinstance(data["eval"], list) else [])]
+    for entry in entries:
+        files = entry["data_files"] or []
+        yield from [entry["path"], *([files] if isinstance(files, str) else files)]
+
+
+def refuse_leaks(files: Iterable[Outgoing], known: Iterable[str]) -> None:
+    """Raises FinetuneError that names each file and line with a secret or a path of somebody's home in it."""
+    mistakes = []
+    for file in files:
+        text = file.text()
+        if (secret := find_secret(text, known)) is not None:
+            line, kind = secret
+            mistakes.append(f"{file.path}:{line}: holds {kind}; take it out, and revoke it if it was ever shown")
+        elif file.path not in (*VOCABULARIES, *QUOTING) and (home := SOMEBODYS_HOME.search(text)) is not None:
+            line = text.count("\n", 0, home.start()) + 1
+            mistakes.append(
+                f"{file.path}:{line}: holds a path of this machine ({home[0]}...); name it without the folder"
+            )
+    if mistakes:
+        raise FinetuneError("\n".join(["nothing was pushed:", *mistakes]))

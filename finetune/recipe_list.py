@@ -1,0 +1,180 @@
+"""The recipes of this checkout, and which of them fit the GPUs one has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.embedded import ONLINE_REPOSITORIES, PREFIX
+from finetune.errors import EnvironmentMismatch, RecipeError
+from finetune.recipe import Budget, Recipe
+from finetune.recipe_file import load_recipe
+
+RECIPE_FOLDER = Path(__file__).resolve().parent.parent / "recipes"
+# 2x24GB, 24gb (one GPU), 2x8x80 (two nodes of eight), cpu.
+_GPUS = re.compile(r"(?:(?:(?P<nodes>\d{1,5})x)?(?P<gpus>\d{1,5})x)?(?P<gb>\d{1,5}(?:\.\d+)?)(?:gb)?|cpu", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """What one reads of a recipe to choose it."""
+
+    name: str
+    path: Path
+    model: str  # as it is called, without its publisher and -Instruct
+    method: str
+    strategy: str
+    budget: Budget
+    purpose: str  # the first sentence of the header
+
+    def as_json(self) -> dict[str, Any]:
+        return vars(self) | {"path": str(self.path), "budget": self.budget.model_dump(mode="json")}
+
+
+@dataclass(frozen=True)
+class Found:
+    """The recipes asked for, in the order to show them; for each file that is no right recipe, why."""
+
+    recipes: list[Listed]
+    left_out: list[str]
+    hint: str = ""  # where nothing was found: what there is
+
+
+def parse_gpus(text: str) -> Budget:
+    """`2x24GB` as a budget; one number alone is one GPU, three are nodes, GPUs of each and memory, `cpu` is none.
+
+    Raises RecipeError for anything else, and where one of the numbers is 0.
+    """
+    match = _GPUS.fullmatch(text.strip().lower().replace(" ", ""))
+    if match is None:
+        raise _no_budget(text)
+    if match["gb"] is None:
+        return Budget()
+    nodes, gpus, gb = int(match["nodes"] or 1), int(match["gpus"] or 1), float(match["gb"])
+    if not nodes or not gpus or not gb:
+        raise _no_budget(text)
+    return Budget(gpus=gpus, gpu_memory_gb=gb, nodes=nodes)
+
+
+def _no_budget(text: str) -> RecipeError:
+    return RecipeError([f"--gpus: {text!r} is no budget; write 2x24GB, 2x8x80GB for two nodes of eight, or cpu"])
+
+
+def find_recipes(gpus: str | None = None, model: str | None = None, folder: Path = RECIPE_FOLDER) -> Found:
+    """The recipes of a folder that fit into `gpus` and are of `model`, whose name or size is enough.
+
+    Those with GPUs to fit into come nearest first, which is largest first; others smallest first. Raises RecipeError
+    for GPUs that are none, and EnvironmentMismatch where the recipes are not beside the package.
+    """
+    room = None if gpus is None else parse_gpus(gpus)
+    every, left_out = _read_all(folder)
+    of_model = [listed for listed in every if model is None or _is_called(listed, model)]
+    found = [listed for listed in of_model if room is None or _fits(listed.budget, room)]
+    found.sort(key=lambda listed: listed.name)
+    found.sort(key=_size, reverse=room is not None)
+    none_at_all = "" if every else f"no recipes in {folder}"
+    return Found(found, left_out, none_at_all or ("" if found else _hint(every, of_model, gpus, model)))
+
+
+def _read_all(folder: Path) -> tuple[list[Listed], list[str]]:
+    if not folder.is_dir():
+        raise EnvironmentMismatch(
+            f"recipes: not beside the installed package ({folder}); they come with a checkout: clone the repository "
+            "and install it with pip install -e ."
+        )
+    every, left_out = [], []
+    for path in sorted(folder.glob("*.yaml")):
+        try:
+            every.append(_read(path))
+        except RecipeError as error:
+            count = len(error.mistakes)
+            left_out.append(f"{path}: left out, finetune check finds {count} mistake{'s' * (count > 1)} in it")
+    return every, left_out
+
+
+def _read(path: Path) -> Listed:
+    recipe = load_recipe(path).recipe
+    return Listed(
+        name=path.stem,
+        path=path,
+        model=_model(recipe.model.name_or_path),
+        method=method_of(recipe),
+        strategy=Path(recipe.accelerate_config).stem,
+        budget=recipe.budget,
+        purpose=purpose_of(path.read_text(encoding="utf-8")),
+    )
+
+
+def method_of(recipe: Recipe) -> str:
+    """full, lora, qlora, or int8 for adapters over an int8 base: as names of recipes have it."""
+    if recipe.quantization is not None:
+        return "qlora" if recipe.quantization.load_in_4bit else "int8"
+    return "full" if recipe.lora is None else "lora"
+
+
+def purpose_of(text: str) -> str:
+    """The first line of a recipe's header that is not for the editor; empty where there is none."""
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        if "yaml-language-server" not in line:
+            return line.lstrip("# ").rstrip()
+    return ""
+
+
+def budget_text(budget: Budget) -> str:
+    """`2 x 24 GB`; with several nodes their number before it."""
+    if not budget.gpus:
+        return "CPU"
+    nodes = f"{budget.nodes} x " if budget.nodes > 1 else ""
+    return f"{nodes}{budget.gpus} x {budget.gpu_memory_gb:g} GB"
+
+
+def _model(name_or_path: str) -> str:
+    published = ONLINE_REPOSITORIES.get(name_or_path.removeprefix(PREFIX), name_or_path)
+    return published.rstrip("/").rpartition("/")[2].replace("-Instruct", "")
+
+
+def _is_called(listed: Listed, model: str) -> bool:
+    """Whether a part of the model's or the recipe's name is this; 3b is no part of 13b, nor 1 of 3.1."""
+    part = re.compile(rf"(?<![0-9.]){re.escape(model.strip())}(?![0-9.])", re.IGNORECASE)
+    return any(part.search(name) for name in (listed.model, listed.name))
+
+
+def _fits(budget: Budget, room: Budget) -> bool:
+    if not budget.gpus:
+        return True
+    return budget.gpus <= room.gpus and budget.nodes <= room.nodes and budget.gpu_memory_gb <= room.gpu_memory_gb
+
+
+def _size(listed: Listed) -> tuple[float, int]:
+    """Memory of all GPUs together, then their number."""
+    count = listed.budget.gpus * listed.budget.nodes
+    return count * listed.budget.gpu_memory_gb, count
+
+
+def _hint(every: Sequence[Listed], of_model: Sequence[Listed], gpus: str | None, model: str | None) -> str:
+    """What there is where nothing was found."""
+    if not of_model:
+        return f"no recipe for a model called {model}; there are: {', '.join(sorted({each.model for each in every}))}"
+    least = min(of_model, key=_size)
+    wanted = f"no recipe{f' for {model}' if model else ''}"
+    return f"{wanted} fits into {gpus}; the smallest is {least.name}, for {budget_text(least.budget)}"
+
+
+def as_table(recipes: Sequence[Listed]) -> str:
+    """Two lines a recipe: its facts in columns, and its purpose below them."""
+    head = ("recipe", "model", "method", "strategy", "made for")
+    rows = [(r.name, r.model, r.method, r.strategy, budget_text(r.budget)) for r in recipes]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [_line(head, widths)]
+    for row, listed in zip(rows, recipes, strict=True):
+        lines += [_line(row, widths), f"    {listed.purpose}"]
+    return "\n".join(lines)
+
+
+def _line(cells: Iterable[str], widths: Iterable[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()

@@ -1,0 +1,176 @@
+"""The training of a rehearsal as a job: a real `accelerate launch` of the real entrypoint, watched and killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from finetune.compare import failure
+from finetune.durable import read_lines
+from finetune.recipe_file import CONFIG_FOLDER
+
+PATIENCE_SECONDS = 300  # for one start
+# What this process got from a launcher or a scheduler of its own is not for its children.
+FOREIGN = re.compile(r"SLURM_|PET_|ACCELERATE_|TORCHELASTIC_|FSDP_|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_")
+
+
+class StepFailed(Exception):
+    """A line of the checklist did not come true."""
+
+    def __init__(self, reason: str, exit_code: int = 1) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training that can be started, and started again."""
+
+    recipe: Path
+    settings: tuple[str, ...]  # key=value
+    processes: int
+    folder: Path  # of everything that it writes
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def log(self) -> Path:
+        """What the last start printed."""
+        return self.folder / "run.log"
+
+    def command(self) -> list[str]:
+        """What a user would type."""
+        where = "single" if self.processes == 1 else "cpu_2proc"
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", str(CONFIG_FOLDER / f"{where}.yaml")]
+        launcher += ["--cpu"] if self.processes == 1 else ["--num_processes", str(self.processes)]
+        script = [str(Path(__file__).with_name("train.py")), str(self.recipe)]
+        return [sys.executable, *launcher, *script, *self.settings, f"output_dir={self.run_dir}"]
+
+    def curve(self) -> list[tuple[Any, ...]]:
+        """Step, loss and gradient norm of every step that was logged."""
+        file = self.run_dir / "metrics.jsonl"
+        lines = read_lines(file) if file.is_file() else []
+        return [(line["step"], line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "train"]
+
+
+@contextmanager
+def started(job: Job) -> Iterator[subprocess.Popen[bytes]]:
+    """The job in a session of its own; none of its processes outlives the block."""
+    environment = {key: value for key, value in os.environ.items() if not FOREIGN.match(key)}
+    environment |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "FINETUNE_CACHE": str(job.folder / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "PYTHONWARNINGS": "ignore",
+    }
+    with open(job.log, "wb") as log:
+        process = subprocess.Popen(job.command(), env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield process
+    finally:
+        kill_all(process)
+
+
+def wait_for_end(job: Job, process: subprocess.Popen[bytes]) -> None:
+    """Raises StepFailed when the job fails, or does not end."""
+    try:
+        code = process.wait(PATIENCE_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise StepFailed(f"not finished after {PATIENCE_SECONDS} s; {_said(job)}") from None
+    if code != 0:
+        raise _failed(job)
+
+
+def wait_until(reached: Callable[[], bool], job: Job, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Wait for a moment of the training, to a few milliseconds; returns the processes below the launcher.
+
+    They are looked up before, for that moment is short. Raises StepFailed when the job ends before.
+    """
+    end, looked, found = time.monotonic() + PATIENCE_SECONDS, 0.0, []
+    while not reached():
+        if process.poll() is not None and not reached():
+            raise _failed(job)
+        if (now := time.monotonic()) > end:
+            raise StepFailed(f"not there after {PATIENCE_SECONDS} s; {_said(job)}")
+        if now > looked + 0.5:
+            looked, found = now, _below(process)
+        time.sleep(0.005)
+    return found
+
+
+def kill_all(process: subprocess.Popen[bytes], known: Sequence[psutil.Process] = ()) -> int:
+    """SIGKILL to a launcher and all below it, `known` first; returns how many there were."""
+    if process.poll() is not None:
+        return 0
+    # The launcher is stopped first: else it would see its ranks fall; and if it fell first, they would save and leave.
+    process.send_signal(signal.SIGSTOP)
+    _kill(known)
+    found = _below(process)
+    _kill(found)
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 10
+    while any(_lives(child) for child in found) and time.monotonic() < end:
+        time.sleep(0.01)
+    return len(found) + 1
+
+
+def _below(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The processes that it started, and those that they did; ranks live in sessions of their own."""
+    try:
+        return list(psutil.Process(process.pid).children(recursive=True))
+    except psutil.Error:
+        return []
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for each in processes:
+        with suppress(psutil.Error):
+            each.kill()
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _said(job: Job) -> str:
+    return failure(job.run_dir, job.log.read_text("utf-8", errors="replace"))
+
+
+def _failed(job: Job) -> StepFailed:
+    """As the training itself said it, with its exit code, which its launcher only reports."""
+    log = job.log.read_text("utf-8", errors="replace")
+    code = re.search(r"exitcode +: (\d+)", log) or re.search(r"non-zero exit status (\d+)", log)
+    return StepFailed(_said(job), int(code[1]) if code else 1)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that its processes and its folder go."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,54 @@
+"""A run's folder, read: what cards and reports tell of it. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.durable import read_lines
+from finetune.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run's folder, read."""
+
+    recipe: Recipe
+    receipt: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]]
+    samples: Sequence[Mapping[str, Any]]
+    pictures: Sequence[str]
+
+    def evals(self) -> list[Mapping[str, Any]]:
+        """Held-out lines in the order of their steps; a loss that was no number is left out."""
+        lines = [line for line in self.metrics if line.get("kind") == "eval" and line.get("loss") is not None]
+        return sorted(lines, key=lambda line: line["step"])
+
+    def trained(self) -> list[Mapping[str, Any]]:
+        return [line for line in self.metrics if line.get("kind") == "train"]
+
+
+def read_run(run_dir: Path, recipe: Recipe) -> RunFacts:
+    """What a finished run left; a file that is not there counts as empty."""
+
+    def document(name: str) -> dict[str, Any]:
+        path = run_dir / name
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+    def lines(name: str) -> list[dict[str, Any]]:
+        path = run_dir / name
+        return read_lines(path) if path.is_file() else []
+
+    pictures = [name for name in ("loss.png", "memory.png") if (run_dir / name).is_file()]
+    return RunFacts(
+        recipe,
+        document("receipt.json"),
+        document("environment.json"),
+        lines("metrics.jsonl"),
+        lines("samples.jsonl"),
+        pictures,
+    )

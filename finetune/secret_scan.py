@@ -1,0 +1,74 @@
+"""Secrets in what is about to leave this machine: the ones known here, and whatever looks like one."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+# What tokens look like by their makers' own prefixes; long enough that no word of a tokenizer's vocabulary is one.
+LOOKS: tuple[tuple[str, str], ...] = (
+    ("a Hugging Face token", r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}"),
+    ("an API key", r"\bsk-[A-Za-z0-9_-]{20,}"),
+    ("a GitHub token", r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{50,})"),
+    ("an AWS key", r"\bAKIA[0-9A-Z]{16}\b"),
+    ("a Slack token", r"\bxox[abprs]-[A-Za-z0-9-]{10,}"),
+    ("a Google key", r"\bAIza[0-9A-Za-z_-]{35}"),
+    ("a private key", r"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
+    # Bounded, since a vocabulary may hold a hundred thousand letters without a space.
+    ("a password in an address", r"\b[a-z][a-z0-9+.-]{0,20}://[^\s/:@'\"<>]{1,100}:[^\s/@'\"<>]{1,100}@"),
+)
+SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
+MIN_LENGTH = 8  # of an environment variable's value to be taken for a secret: TOKENIZERS_PARALLELISM says "false"
+HIDDEN = "[hidden]"
+
+
+def known_secrets() -> frozenset[str]:
+    """The values of this process's secret variables, and the Hub's tokens stored in the home folder."""
+    named = {value for name, value in os.environ.items() if SECRET_NAMES.search(name) and not Path(value).is_absolute()}
+    return frozenset(value for value in named | set(_stored_tokens()) if len(value) >= MIN_LENGTH)
+
+
+def _stored_tokens() -> Iterable[str]:
+    from huggingface_hub import constants
+
+    for path in (constants.HF_TOKEN_PATH, constants.HF_STORED_TOKENS_PATH):
+        try:
+            text = Path(path).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        # One file holds the token alone, the other lines `hf_token = ...` under a name in brackets.
+        yield from (line.rpartition("=")[2].strip() for line in text.splitlines() if not line.startswith("["))
+
+
+def find_secret(text: str, known: Iterable[str]) -> tuple[int, str] | None:
+    """Line number, from 1, and kind of the first secret in `text`; None where there is none. Never the secret."""
+    found = [(text.find(value), "a secret of this machine") for value in known if value in text]
+    for kind, look in LOOKS:
+        match = re.search(look, text)
+        found += [(match.start(), kind)] if match else []
+    if not found:
+        return None
+    position, kind = min(found)
+    return text.count("\n", 0, position) + 1, kind
+
+
+def secret_key(value: Any, known: Iterable[str], key: str = "") -> tuple[str, str] | None:
+    """Dotted key and kind of the first secret in a document of mappings and lists; None where there is none."""
+    if isinstance(value, str):
+        found = find_secret(value, known)
+        return (key, found[1]) if found else None
+    entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    inner = (secret_key(entry, known, f"{key}.{name}" if key else str(name)) for name, entry in entries)
+    return next(filter(None, inner), None)
+
+
+def hide_secrets(text: str, known: Iterable[str]) -> str:
+    """The text with every secret in it replaced, for messages that quote a server."""
+    for value in sorted(known, key=len, reverse=True):
+        text = text.replace(value, HIDDEN)
+    for _, look in LOOKS:
+        text = re.sub(look, HIDDEN, text)
+    return text

@@ -1,0 +1,233 @@
+"""The arithmetic behind the `about N GB (arithmetic)` of every recipe's header: bytes on one GPU, part by part.
+
+Closed forms, with each part at its own peak and all of them added: they err on the safe side. Published shapes come
+from finetune/configs; what is not here (fragmentation, cuBLAS workspaces) is what the spare tenth is for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.recipe import Recipe
+from finetune.shrink import full_config
+from finetune.strategy import Strategy, read_strategy
+from finetune.zero_needs import offload_devices
+
+GB = 1e9
+CHUNK = 2 * 256 * 2**20  # a chunk of float32 logits and its logarithms: loss.py
+CUDA, COMMUNICATOR, PYTHON = 0.5 * GB, 0.7 * GB, 1.0 * GB
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Llama-like decoder; counts are of weights."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    queries: int
+    keys: int
+    vocabulary: int
+    tied: bool
+
+    @property
+    def linear(self) -> int:
+        """Of one layer's seven matrices."""
+        return self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.inner)
+
+    @property
+    def layer(self) -> int:
+        return self.linear + 2 * self.hidden
+
+    @property
+    def table(self) -> int:
+        """Of the embeddings; of the head as well."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def ends(self) -> int:
+        return self.table * (1 if self.tied else 2)
+
+    @property
+    def total(self) -> int:
+        return self.layers * self.layer + self.ends + self.hidden
+
+    def adapters(self, rank: int) -> int:
+        """Of all adapters on all linear layers."""
+        ends = 2 * (self.hidden + self.queries) + 2 * (self.hidden + self.keys) + 3 * (self.hidden + self.inner)
+        return rank * ends * self.layers
+
+
+def shape_of(recipe: Recipe) -> Shape:
+    config: dict[str, Any] = full_config(recipe.model.name_or_path)[0]
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    head_dim = config.get("head_dim") or hidden // heads
+    return Shape(
+        hidden=hidden,
+        inner=config["intermediate_size"],
+        layers=config["num_hidden_layers"],
+        heads=heads,
+        queries=heads * head_dim,
+        keys=config["num_key_value_heads"] * head_dim,
+        vocabulary=config["vocab_size"],
+        tied=config["tie_word_embeddings"],
+    )
+
+
+def parts(recipe: Recipe) -> dict[str, float]:
+    """Bytes on one GPU, or of the process on a CPU, by what they are for."""
+    strategy, shape = read_strategy(recipe.accelerate_config), shape_of(recipe)
+    weights = _trained_whole(recipe, strategy, shape) if recipe.lora is None else _adapted(recipe, strategy, shape)
+    found = weights | _gathered(recipe, strategy, shape) | _activations(recipe, strategy, shape)
+    found["loss"] = CHUNK + _stream(recipe, strategy) * _tokens(recipe) * shape.hidden
+    if recipe.lora is None:
+        found["loss"] += 8 * shape.table  # the head's float32 gradient, and one product and one copy in bf16
+    if not recipe.budget.gpus:
+        found["Python and libraries"] = PYTHON
+    else:
+        groups = 0 if recipe.budget.gpus * recipe.budget.nodes == 1 else 1 if strategy.replicas is None else 2
+        found["CUDA"] = CUDA + groups * COMMUNICATOR
+    return {name: size for name, size in found.items() if size}
+
+
+def host_bytes(recipe: Recipe) -> float:
+    """Bytes in the host memory of one node that offloading takes for good."""
+    strategy, shape = read_strategy(recipe.accelerate_config), shape_of(recipe)
+    if not strategy.offloaded:
+        return 0
+    devices, nodes = offload_devices(strategy), recipe.budget.nodes
+    trained = shape.total if recipe.lora is None else shape.adapters(recipe.lora.r)
+    if strategy.kind == "fsdp":
+        return ((0 if recipe.lora is None else _base(recipe, shape)[0]) + 16 * trained) / nodes
+    state = 4 if devices["optimizer"] == "nvme" else 16  # gradients alone, or masters and moments too
+    return (state * trained + 2 * shape.total * (devices["param"] != "none")) / nodes
+
+
+def disk_bytes(recipe: Recipe) -> float:
+    """Bytes on the disk of one node: masters and two moments."""
+    nvme = offload_devices(read_strategy(recipe.accelerate_config))["optimizer"] == "nvme"
+    return 12 * shape_of(recipe).total / recipe.budget.nodes if nvme else 0
+
+
+def _shards(recipe: Recipe, strategy: Strategy) -> int:
+    """Over how many GPUs what is sharded is cut."""
+    nodes = 1 if strategy.replicas is not None else recipe.budget.nodes
+    return max(1, recipe.budget.gpus * nodes)
+
+
+def _tokens(recipe: Recipe) -> int:
+    return recipe.training.per_device_batch_size * recipe.data.max_length
+
+
+def _autocast_from_float32(recipe: Recipe, strategy: Strategy) -> bool:
+    """Whether float32 weights are cast at each use: sharding engines and pure_bf16 bring them in 16 bits."""
+    return strategy.kind in ("single", "ddp") and recipe.lora is None and not recipe.training.pure_bf16
+
+
+def _stream(recipe: Recipe, strategy: Strategy) -> int:
+    """Bytes of a number between two layers."""
+    return 4 if _autocast_from_float32(recipe, strategy) else 2
+
+
+def _trained_whole(recipe: Recipe, strategy: Strategy, shape: Shape) -> dict[str, float]:
+    """All weights are trained: they, their gradients and AdamW's state."""
+    every, shards = shape.total, _shards(recipe, strategy)
+    width = 2 if recipe.training.pure_bf16 else 4
+    if strategy.kind == "deepspeed":
+        return _under_zero(strategy, every, every, shards)
+    if strategy.kind == "fsdp":
+        return {} if strategy.offloaded else {"weights, gradients, Adam": 4 * width * every / shards}
+    state = 2.0 * width * every
+    if recipe.training.optim.endswith("8bit"):
+        state = 2 * (every - shape.table) + 8 * shape.table  # embeddings keep float32
+    found = {"weights": width * every, "gradients": width * every, "Adam": state}
+    return found | ({"bf16 copies": 2.0 * every} if width == 4 else {})
+
+
+def _under_zero(
+    strategy: Strategy, base: float, trained: float, shards: int, base_bytes: float = 2
+) -> dict[str, float]:
+    """DeepSpeed's 16-bit weights, float32 gradients (kept, and copied for the step), masters and moments."""
+    devices, stage = offload_devices(strategy), strategy.zero_stage
+    weights = base_bytes * base / (shards if stage == 3 else 1)
+    found = {"weights": 0.0 if devices["param"] != "none" else weights}
+    if devices["optimizer"] == "none":
+        gradients = 4 * trained + 4 * trained / shards if stage == 1 else 8 * trained / shards
+        found |= {"gradients": gradients, "masters, Adam": 12 * trained / shards}
+    return found
+
+
+def _base(recipe: Recipe, shape: Shape) -> tuple[float, float]:
+    """Bytes of the frozen base that a strategy cuts, and of the scales that each rank holds whole."""
+    matrices = shape.layers * shape.linear
+    rest = 2.0 * (shape.total - matrices)
+    if recipe.quantization is None:
+        return 2.0 * matrices + rest, 0
+    if recipe.quantization.load_in_8bit:
+        return matrices + rest, 0
+    return matrices / 2 + rest, matrices / 64 * (1 + 4 / 256)
+
+
+def _adapted(recipe: Recipe, strategy: Strategy, shape: Shape) -> dict[str, float]:
+    """A frozen base, and adapters in float32 with gradient and state."""
+    assert recipe.lora is not None
+    (base, scales), adapters = _base(recipe, shape), shape.adapters(recipe.lora.r)
+    shards = _shards(recipe, strategy)
+    quantised = {"dequantised": 4.0 * shape.hidden * shape.inner} if recipe.quantization else {}
+    if strategy.kind == "deepspeed":
+        found = _under_zero(strategy, base, adapters, shards, base_bytes=1)
+        adam = found.pop("gradients", 0) + found.pop("masters, Adam", 0) + 2 * adapters
+        return {"base": found["weights"] + scales, "adapters": adam} | quantised
+    if strategy.kind == "fsdp":
+        held = 0 if strategy.offloaded else base / shards
+        return {"base": held + scales, "adapters": 0 if strategy.offloaded else 16 * adapters / shards} | quantised
+    state = 2 if recipe.training.optim.endswith("8bit") else 8
+    return {"base": base + scales, "adapters": (8 + state + 2) * adapters} | quantised
+
+
+def _gathered(recipe: Recipe, strategy: Strategy, shape: Shape) -> dict[str, float]:
+    """What is whole for a while: layers in use and fetched ahead, the head, gradients on their way.
+
+    Untied embeddings are gathered when forward starts and backward ends, beside no activations.
+    """
+    full, four_bit = recipe.lora is None, recipe.quantization is not None
+    layer = shape.linear / 2 if four_bit else 2.0 * shape.layer
+    reduced = shape.layer if full else shape.adapters(recipe.lora.r) / shape.layers if recipe.lora else 0
+    if strategy.kind == "fsdp":
+        # A gathering is a flat buffer first, then the layer: three at once, all of them under fsdp2_grad_op.
+        layers = 3 * layer if strategy.reshard_after_forward else (shape.layers + 1) * layer
+        return {"gathered": layers + 2.0 * shape.table, "reducing": 10.0 * reduced}
+    if strategy.zero_stage == 3:
+        return {
+            "gathered": 2 * layer + 2.0 * shape.table,
+            "reducing": 6.0 * reduced + _sub_group(recipe, strategy, shape),
+        }
+    return {"reducing": 6.0 * reduced} if strategy.kind == "deepspeed" else {}
+
+
+def _sub_group(recipe: Recipe, strategy: Strategy, shape: Shape) -> float:
+    """Gradients of the part of the state that is updated at once, on the GPU."""
+    trained = shape.total if recipe.lora is None else shape.adapters(recipe.lora.r)
+    return 0 if strategy.offloaded else 4 * min(max(shape.table, 2**26), trained / _shards(recipe, strategy))
+
+
+def _activations(recipe: Recipe, strategy: Strategy, shape: Shape) -> dict[str, float]:
+    """What backward needs of forward, and the gradients of one layer's activations."""
+    tokens, stream = _tokens(recipe), _stream(recipe, strategy)
+    saved = 16 * shape.hidden + 4 * shape.queries + 4 * shape.keys + 4 * shape.heads + 8 * shape.inner + 8
+    # Casts at each use are kept too: half as much again (float32 adapters under peft, float32 weights).
+    whole_layer = tokens * saved * (1.5 if strategy.kind in ("single", "ddp") and not recipe.training.pure_bf16 else 1)
+    working = tokens * (6.0 * shape.inner + 8 * shape.hidden)
+    every = int(recipe.training.activation_checkpointing)
+    if not every:
+        return {"activations": shape.layers * whole_layer + working}
+    kept = tokens * stream * shape.hidden * -(-shape.layers // every)
+    not_recomputed = shape.layers - -(-shape.layers // every)
+    return {"activations": kept + not_recomputed * whole_layer, "recomputed": whole_layer + working}
+
+
+def total(recipe: Recipe) -> float:
+    """Bytes on one GPU."""
+    return sum(parts(recipe).values())

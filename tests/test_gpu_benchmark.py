@@ -1,0 +1,46 @@
+"""What benchmarks/gpu.py can show without a GPU: which recipes it takes, and that it measures them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+from finetune.recipe_file import load_recipe
+from finetune.shrink import sample_texts, train_tokenizer
+
+
+def test_the_recipes_are_those_for_one_gpu() -> None:
+    found = gpu.recipes()
+    assert {"llama3_1b_lora_1x8gb", "llama3_8b_lora_1x24gb", "llama3_8b_qlora_1x24gb", "llama3_8b_full_1x80gb"} <= set(
+        found
+    )
+    assert not {"llama3_70b_int8_1x141gb", "llama3_fsdp", "quickstart"} & set(found)
+    for path in found.values():
+        assert load_recipe(str(path), []).recipe.budget.gpus == 1
+
+
+@pytest.mark.parametrize("max_length", [1024, 4096])
+def test_rows_fill_what_was_asked_and_none_is_too_long(max_length: int, tmp_path: Path) -> None:
+    file = gpu.write_rows(tmp_path / "rows.jsonl", tokens=20 * max_length, max_length=max_length)
+    chats = [json.loads(line)["messages"] for line in file.read_text("utf-8").splitlines()]
+    recipe = load_recipe(str(gpu.recipes()["llama3_1b_lora_1x8gb"]), []).recipe
+    tokenizer = train_tokenizer(sample_texts(recipe.data))
+    tokenizer.model_max_length = max_length
+    lengths = [len(tokenizer.apply_chat_template(chat)["input_ids"]) for chat in chats]
+    assert max(lengths) <= max_length
+    assert sum(lengths) >= 20 * max_length
+
+
+@pytest.mark.slow
+def test_a_recipe_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "STEPS", gpu.SKIPPED + 1)
+    name = "llama3_1b_lora_1x8gb"
+    row = gpu.measure(gpu.recipes()[name], tmp_path, shrunken=True)
+    assert row["ok"], row
+    assert row["tokens_per_second"] > 0
+    assert set(row["phases"]) == {"load", "forward", "backward", "step", "save"}
+    assert row["phases"]["backward"]["peak_gib"] > row["phases"]["load"]["allocated_gib"] > 0
+    assert row["receipt"]["world_size"] == 1

@@ -1,0 +1,136 @@
+"""A whole run with `hub.push: true`, started as a user does, against the loopback Hub: two ranks, other processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hub import Hub, running_hub
+from tests.hub.server import TOKEN
+from tests.tiny import save_tiny, write_chats
+
+pytestmark = pytest.mark.slow
+REPOSITORY = Path(__file__).parent.parent
+LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_2proc.yaml"]
+READ = """
+import sys, torch
+from peft import AutoPeftModelForCausalLM, PeftModel
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer
+base, run = sys.argv[1:]
+tokens = AutoTokenizer.from_pretrained("me/devils")("a quiet river", return_tensors="pt")
+logits = [
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), name).eval()(**tokens).logits
+    for name in ("me/devils", f"{run}/adapter")
+]
+assert torch.equal(*logits)
+card = ModelCard.load("me/devils")
+card.validate()
+print(card.data.base_model, card.data.license, card.data.datasets)
+"""
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with running_hub() as running:
+        yield running
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A base that knows its name and licence, a few rows, and a recipe that pushes."""
+    base = save_tiny(tmp_path / "base")
+    (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"_name_or_path": "acme/tiny"}))
+    write_chats(tmp_path / "chats.jsonl", [40] * 24)
+    path = tmp_path / "pushing.yaml"
+    path.write_text(
+        f"model: {{name_or_path: {base}, dtype: float32}}\n"
+        f"data: {{train: [{{path: json, data_files: {tmp_path}/chats.jsonl}}], eval: {{fraction: 0.2}}}}\n"
+        "training: {max_steps: 2, global_batch_size: 4, mixed_precision: 'no'}\n"
+        "samples: {count: 1, max_new_tokens: 4}\n"
+        f"output_dir: {tmp_path}/run\n"
+        "hub: {repo_id: me/devils, push: true}\n"
+    )
+    return path
+
+
+def start(hub: Hub, words: list[str], home: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    environment |= {"PYTHONPATH": str(REPOSITORY), "WANDB_API_KEY": "a-key-of-another-house", **more}
+    words = [sys.executable, *words]
+    return subprocess.run(words, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400)
+
+
+def everything_written(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def test_it_arrives_and_a_fresh_process_gets_the_same_logits(recipe: Path, hub: Hub, tmp_path: Path) -> None:
+    done = start(hub, [*LAUNCH, "finetune/train.py", str(recipe), "accelerate_config=ddp"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"pushed: {hub.url}/me/devils (private, " in done.stdout
+    assert hub.calls().count("commit") == 1, "one rank pushes"
+    calls = [call for call in hub.calls() if call != "harnesses"]
+    assert calls[:2] == ["whoami", "info"], "asked before the training"
+    assert "unknown" not in calls
+    read = start(hub, ["-c", READ, str(tmp_path / "base"), str(tmp_path / "run")], tmp_path)
+    assert read.returncode == 0, read.stderr
+    assert read.stdout.strip() == "acme/tiny apache-2.0 None"
+    told = done.stdout + done.stderr + everything_written(tmp_path / "run").decode(errors="replace")
+    sent = b"".join(request.body for request in hub.log).decode(errors="replace")
+    for secret in (TOKEN, "a-key-of-another-house"):
+        assert secret not in told
+        assert secret not in sent
+
+
+def test_a_refused_push_is_no_failed_training_and_the_told_command_completes_it(
+    recipe: Path, hub: Hub, tmp_path: Path
+) -> None:
+    hub.fail("commit", status=403)
+    done = start(hub, ["finetune/train.py", str(recipe)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "the training is finished and saved; the push failed" in done.stderr
+    assert json.loads((tmp_path / "run" / "run_state.json").read_text())["state"] == "finished"
+    command = next(line for line in done.stderr.splitlines() if line.strip().startswith("finetune push"))
+    again = start(hub, ["-m", "finetune.cli", *shlex.split(command)[1:]], tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "pushed: " in again.stdout
+    assert hub.content("me/devils", "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "told"),
+    [
+        (lambda hub: hub.users.clear(), "hub.push: the Hub answered 401"),
+        (lambda hub: hub.add("me/devils", private=False), "hub.push: me/devils: is public"),
+        (lambda hub: hub.users[TOKEN].update(name="other"), "not for me"),
+    ],
+    ids=["token", "public", "owner"],
+)
+def test_what_cannot_work_is_said_before_the_training(
+    recipe: Path, hub: Hub, tmp_path: Path, prepare: Any, told: str
+) -> None:
+    hub.users[TOKEN] = dict(hub.users[TOKEN])
+    prepare(hub)
+    done = start(hub, ["finetune/train.py", str(recipe)], tmp_path)
+    assert done.returncode in (2, 4)
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_offline_is_said_before_the_training(recipe: Path, hub: Hub, tmp_path: Path) -> None:
+    done = start(hub, ["finetune/train.py", str(recipe)], tmp_path, HF_HUB_OFFLINE="1")
+    assert (done.returncode, done.stderr.strip().splitlines()[-1][:14]) == (4, "HF_HUB_OFFLINE")
+    assert hub.log == []

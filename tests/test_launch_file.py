@@ -1,0 +1,335 @@
+"""`finetune launch`: what it prints is read by the launchers' own parsers, and runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from finetune import launcher
+from finetune.cli import main
+from finetune.durable import read_lines
+from finetune.launch_file import plan_launch, script
+from finetune.slurm import slurm_ranks
+from tests.cells import free_ports
+from tests.soak_resume import write_recipe
+
+ROOT = Path(__file__).parent.parent
+RECIPE = ROOT / "recipes" / "llama3_fsdp.yaml"  # 4 GPUs of one machine
+BY_HAND = ("torchrun", "accelerate")
+# Strategy, machines and GPUs of each: what fits, and how many ranks it makes.
+FITTING = {
+    ("ddp", 1, 4): 4,
+    ("ddp", 2, 1): 2,
+    ("fsdp2", 2, 8): 16,
+    ("hsdp", 2, 8): 16,
+    ("zero3", 1, 2): 2,
+    ("zero3", 4, 8): 32,
+    ("zero2_offload", 1, 1): 1,
+    ("single", 1, 1): 1,
+    ("single", 1, 0): 1,
+    ("ddp", 1, 0): 2,
+    ("fsdp2", 3, 0): 3,
+    ("cpu_2proc", 1, 0): 2,
+}
+
+
+def text_for(on: str, strategy: str, nodes: int, gpus: int, *overrides: str) -> str:
+    words = [f"accelerate_config={strategy}", *overrides]
+    return script(plan_launch(RECIPE, words, launcher=on, nodes=nodes, gpus_per_node=gpus))
+
+
+def said_by(text: str, tmp_path: Path, *arguments: str, **environment: str) -> list[str]:
+    """The words that the file's last command gets, from bash itself; whoever would run says them instead."""
+    for name in ("torchrun", "accelerate", "python", "srun", "scontrol"):
+        tool = tmp_path / name
+        tool.write_text('#!/bin/bash\nprintf "%s\\n" "${0##*/}" "$@"\n')
+        tool.chmod(0o755)
+    file = tmp_path / "file.sh"
+    file.write_text(text)
+    done = subprocess.run(
+        ["bash", str(file), *arguments],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def read_by(words: Sequence[str], monkeypatch: pytest.MonkeyPatch, ranks: int, nodes: int) -> launcher.Launch:
+    """What the trainer makes of these words of its launcher."""
+    monkeypatch.setattr(launcher, "arguments_of", lambda process: ["python", *words])
+    told = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": str(ranks), "GROUP_WORLD_SIZE": str(nodes), "RANK": "0"}
+    return launcher.read_launch(told)
+
+
+@pytest.mark.parametrize(("strategy", "nodes", "gpus"), FITTING)
+def test_torchrun_and_the_trainer_read_the_words(
+    strategy: str, nodes: int, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.run import get_args_parser
+
+    ranks = FITTING[strategy, nodes, gpus]
+    text = text_for("torchrun", strategy, nodes, gpus)
+    words = said_by(text, tmp_path, *(["1", "10.0.0.1"] if nodes > 1 else []))
+    if strategy == "single":
+        assert words[:2] == ["python", "finetune/train.py"]
+        return
+    assert words[0] == "torchrun"
+    read = get_args_parser().parse_args(words[1:])
+    assert (read.training_script, read.training_script_args[0]) == ("finetune/train.py", str(RECIPE))
+    assert int(read.nnodes.split(":")[-1]) * int(read.nproc_per_node) == ranks  # --standalone makes it 1:1
+    assert read.standalone is (nodes == 1)
+    if nodes > 1:
+        assert (int(read.nnodes), read.node_rank, read.master_addr) == (nodes, 1, "10.0.0.1")
+    launch = read_by(words, monkeypatch, ranks, nodes)
+    assert launch.asked_processes == ranks
+    assert launch.recipe == str(RECIPE)
+
+
+@pytest.mark.parametrize(("strategy", "nodes", "gpus"), FITTING)
+def test_accelerate_and_the_trainer_read_the_words(
+    strategy: str, nodes: int, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    ranks = FITTING[strategy, nodes, gpus]
+    text = text_for("accelerate", strategy, nodes, gpus)
+    words = said_by(text, tmp_path, *(["1", "10.0.0.1"] if nodes > 1 else []))
+    assert words[:2] == ["accelerate", "launch"]
+    read = launch_command_parser().parse_args(words[2:])
+    assert (read.training_script, read.training_script_args[0]) == ("finetune/train.py", str(RECIPE))
+    assert (read.num_processes, read.num_machines or 1) == (ranks, nodes)
+    wanted = "cpu_2proc" if not gpus and strategy != "single" else strategy
+    assert read.config_file == f"accelerate_configs/{wanted}.yaml"
+    assert load_config_from_file(str(ROOT / read.config_file)) is not None
+    if nodes > 1:
+        assert (read.machine_rank, read.main_process_ip, read.main_process_port) == (1, "10.0.0.1", 29500)
+        # Without it Accelerate has one machine start the others by pdsh.
+        assert read.deepspeed_multinode_launcher == ("standard" if strategy == "zero3" else None)
+    assert read_by(words, monkeypatch, ranks, nodes).asked_processes == ranks
+
+
+@pytest.mark.parametrize(("strategy", "nodes", "gpus"), FITTING)
+def test_slurm_gets_one_task_a_node(strategy: str, nodes: int, gpus: int, tmp_path: Path) -> None:
+    text = text_for("slurm", strategy, nodes, gpus)
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    asked = dict(
+        line.removeprefix("#SBATCH --").split("=", 1)
+        for line in text.splitlines()
+        if "#SBATCH" in line[:7] and "=" in line
+    )
+    assert (asked["nodes"], asked["ntasks-per-node"]) == (str(nodes), "1")
+    assert asked.get("gpus-per-node") == (str(gpus) if gpus else None)
+    assert asked["signal"] == "TERM@300", "to the ranks, not to the script"
+    assert "#SBATCH --requeue\n" in text
+    job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_CPUS_PER_TASK": "16"}
+    words = said_by(text, tmp_path, **job)
+    assert words[:3] == ["srun", "--kill-on-bad-exit=1", "--cpus-per-task=16"]
+    started = {"single": ["python", "finetune/train.py"]}.get(strategy, ["torchrun", "--standalone"])
+    assert words[3:5] == (["bash", "-c"] if nodes > 1 else started)
+    assert str(RECIPE) in words
+
+
+def test_slurm_and_a_plain_srun_choose_the_same_port() -> None:
+    text = text_for("slurm", "ddp", 2, 1)
+    line = next(line for line in text.splitlines() if line.startswith("MASTER_PORT="))
+    for job in ("4711", "12345678"):
+        shell = subprocess.run(
+            ["bash", "-c", f"{line.partition('#')[0]}; echo $MASTER_PORT"],
+            env={"SLURM_JOB_ID": job},
+            capture_output=True,
+            text=True,
+        )
+        step = {"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+        place = {"SLURM_NODELIST": "a[1-2]", "SLURM_LOCALID": "0"}
+        assert shell.stdout.strip() == slurm_ranks(step | place)["MASTER_PORT"]
+
+
+@pytest.mark.parametrize("on", ["slurm", *BY_HAND])
+def test_words_with_blanks_quotes_and_dollars_arrive(on: str, tmp_path: Path) -> None:
+    override = "output_dir=runs/a 'b' $HOME \"c\""
+    text = text_for(on, "fsdp2", 2, 2, override, "training.resume=never")
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_CPUS_PER_TASK": "1"}
+    words = said_by(text, tmp_path, "0", "h", **job)
+    assert override in words
+    assert words[-2:] == ["budget.nodes=2", "budget.gpus=2"], "the trainer holds the launch against the budget"
+    again = said_by(text, tmp_path, "0", "h", **job, SLURM_RESTART_COUNT="1")
+    assert ("training.resume=auto" in again) is (on == "slurm"), "a job that is queued again goes on"
+
+
+def test_the_recipes_budget_is_the_default() -> None:
+    plan = plan_launch(RECIPE, ["budget.nodes=2"], launcher="torchrun")
+    assert (plan.nodes, plan.gpus, plan.world) == (2, 4, 8)
+    assert [word for word in plan.words if "budget" in word] == ["budget.nodes=2"]
+    assert (plan_launch(RECIPE, [], launcher="torchrun", gpus_per_node=8)).words[-1] == "budget.gpus=8"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "gpus", "word"),
+    [
+        ("hsdp", 1, 8, "1 x 8 GPUs make 1 such copies"),
+        ("hsdp", 2, 1, "2 x 1 GPUs make 2 such copies"),
+        ("single", 1, 2, "runs one process, 1 x 2 GPUs are 2"),
+        ("single", 2, 0, "runs one process, 2 x 1 CPU processes are 2"),
+        ("fsdp2", 1, 1, "runs on several processes, 1 x 1 GPUs are one"),
+        ("zero3", 1, 1, "runs on several processes"),
+        ("cpu_2proc", 1, 2, "runs on a CPU, not on 1 x 2 GPUs"),
+        ("fsdp2", 16, 8, "64 rows a step leave 64 of 128 ranks without one"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    strategy: str, nodes: int, gpus: int, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = ["--nodes", str(nodes), "--gpus-per-node", str(gpus)]
+    assert main(["launch", str(RECIPE), "--on", "slurm", *places, f"accelerate_config={strategy}"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert len(said.err.splitlines()) == 1
+    assert word in said.err
+    assert "; " in said.err, "the remedy"
+
+
+@pytest.mark.parametrize(
+    ("words", "word"),
+    [(["--on", "pbs"], "none of slurm, torchrun, accelerate"), (["training.sed=1"], "training.sed")],
+)
+def test_mistakes_of_the_command(words: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", str(RECIPE), *words]) == 2
+    assert word in capsys.readouterr().err
+
+
+def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "job.sh"
+    for nodes in ("2", "4"):
+        assert main(["launch", str(RECIPE), "--on", "slurm", "--nodes", nodes, "-o", str(file)]) == 0
+        assert file.read_text() == capsys.readouterr().out
+    file.write_text("mine\n")
+    assert main(["launch", str(RECIPE), "--on", "slurm", "-o", str(file)]) == 2
+    assert "is no file of `finetune launch`" in capsys.readouterr().err
+    assert file.read_text() == "mine\n"
+    assert main(["launch", str(RECIPE), "--on", "slurm", "--json", "-o", str(tmp_path / "b.sh")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ok"], told["processes"], told["script"]) == (True, 4, (tmp_path / "b.sh").read_text())
+
+
+def test_a_recipe_elsewhere_and_a_name_that_would_end_a_comment(tmp_path: Path) -> None:
+    recipe = tmp_path / "my\nrecipe $(touch x).yaml"
+    recipe.write_text(RECIPE.read_text())
+    text = script(plan_launch(recipe, [], launcher="slurm"))
+    assert "#SBATCH --job-name=my-recipe---touch-x-\n" in text
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a", "SLURM_CPUS_PER_TASK": "1"}
+    assert str(recipe) in "\n".join(said_by(text, tmp_path, **job))
+    assert not (tmp_path / "x").exists()
+
+
+def test_it_loads_no_torch() -> None:
+    words = ["launch", str(RECIPE), "--on", "slurm"]
+    code = f"import sys; from finetune.cli import main; main({words!r}); print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not {"torch", "accelerate", "transformers"} & set(eval(done.stdout.splitlines()[-1]))
+
+
+SRUN = """#!/bin/bash
+# Two nodes on this machine: a task for each, as Slurm starts them. Their processes stand in $TASKS.
+while [[ $1 == --* ]]; do shift; done
+export SLURM_STEP_ID=0 SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_STEP_NODELIST=$SLURM_JOB_NODELIST
+tasks=() code=0
+for node in 0 1; do
+  SLURM_NODEID=$node SLURM_PROCID=$node "$@" &
+  tasks+=($!)
+done
+echo "${tasks[@]}" > "$TASKS"
+for task in "${tasks[@]}"; do wait "$task" || code=$?; done
+exit "$code"
+"""
+SCONTROL = """#!/bin/bash
+if [[ $1 == show ]]; then echo 127.0.0.1; else echo "$@" >> "$REQUEUED"; fi
+"""
+
+
+def started(file: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    plain = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PET_"))}
+    tools = {"PATH": f"{file.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        ["bash", str(file), *arguments],
+        cwd=ROOT,
+        env=plain | tools | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ended(*processes: subprocess.Popen[str]) -> list[int]:
+    """Exit codes; on failure what was said is the test's output."""
+    for process in processes:
+        try:
+            print(process.communicate(timeout=400)[0][-3000:])
+        finally:
+            process.kill()
+    return [process.returncode for process in processes]
+
+
+def steps_of(run_dir: Path) -> int:
+    found = read_lines(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").exists() else []
+    return max((line["step"] for line in found), default=0)
+
+
+def state_of(run_dir: Path) -> str:
+    return str(json.loads((run_dir / "run_state.json").read_text())["state"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("on", "nodes"), [("torchrun", 1), ("torchrun", 2), ("accelerate", 2)])
+def test_the_file_runs(on: str, nodes: int, tmp_path: Path) -> None:
+    recipe, run_dir, file = write_recipe(tmp_path, steps=4, dropout=0.0), tmp_path / "run", tmp_path / "start.sh"
+    words = [str(recipe), "--on", on, "--nodes", str(nodes), "-o", str(file)]
+    assert main(["launch", *words, f"output_dir={run_dir}", "accelerate_config=fsdp2"]) == 0
+    # Other tests of this machine may have the usual one.
+    file.write_text(file.read_text().replace(" 29500 ", f" {free_ports(1)[0]} "))
+    machines = [[str(number), "127.0.0.1"] for number in range(nodes)] if nodes > 1 else [[]]
+    assert ended(*(started(file, *machine) for machine in machines)) == [0] * nodes
+    assert (state_of(run_dir), steps_of(run_dir)) == ("finished", 4)
+    receipt = json.loads((run_dir / "receipt.json").read_text())
+    assert (receipt["strategy"], receipt["world_size"], receipt["nodes"]) == ("fsdp2", 2, nodes)
+
+
+@pytest.mark.slow
+def test_a_slurm_job_stops_before_its_time_queues_again_and_ends(tmp_path: Path) -> None:
+    recipe, run_dir, file = write_recipe(tmp_path, steps=60, dropout=0.0), tmp_path / "run", tmp_path / "job.sh"
+    words = [str(recipe), "--on", "slurm", "--nodes", "2", "-o", str(file)]
+    assert main(["launch", *words, f"output_dir={run_dir}", "accelerate_config=ddp", "eval_steps=60"]) == 0
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    tasks, requeued = tmp_path / "tasks", tmp_path / "requeued"
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_CPUS_PER_TASK": "1"}
+    job |= {"TASKS": str(tasks), "REQUEUED": str(requeued)}
+    first = started(file, **job)
+    end = time.monotonic() + 300
+    while steps_of(run_dir) < 2 and first.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    for task in tasks.read_text().split():  # what Slurm does 300 s before the time limit
+        os.kill(int(task), signal.SIGTERM)
+    assert ended(first) != [0]
+    assert state_of(run_dir) == "stopped"
+    assert 2 <= steps_of(run_dir) < 60
+    assert shlex.split(requeued.read_text()) == ["requeue", job["SLURM_JOB_ID"]]
+    assert ended(started(file, **job, SLURM_RESTART_COUNT="1")) == [0]
+    assert (state_of(run_dir), steps_of(run_dir)) == ("finished", 60)
+    assert len(requeued.read_text().splitlines()) == 1, "a finished run is not queued again"
+    receipt = json.loads((run_dir / "receipt.json").read_text())
+    assert (receipt["world_size"], receipt["nodes"]) == (2, 2)

@@ -1,0 +1,445 @@
+"""`finetune rehearse`: what it shrinks, what it changes and says, and that it sees what is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.rehearse_all import LONGEST_SECONDS, NAME, recipes, stands
+from finetune import rehearse_report, rehearse_run
+from finetune.checkpoint import write_checkpoint
+from finetune.cli import main
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.export import export_adapter
+from finetune.load_back import load_back
+from finetune.recipe import Data, Recipe
+from finetune.recipe_file import CONFIG_FOLDER, load_recipe
+from finetune.rehearse import LONGEST_ROW, SAVED_AFTER, STEPS, changes, overrides, processes_of
+from finetune.rehearse_job import Job, StepFailed, kill_all, wait_until
+from finetune.rehearse_run import Checklist, exported, rehearse, same_curve, sharding
+from finetune.shrink import (
+    CONFIGS,
+    HUB_NAMES,
+    LARGEST,
+    Shrunk,
+    full_config,
+    shrink_model,
+    shrunken_config,
+)
+from finetune.strategy import read_strategy
+from tests.tiny import save_tiny, tiny_model, tiny_tokenizer, write_chats
+
+ROOT = Path(__file__).resolve().parent.parent
+STRATEGIES = sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml") if path.stem != "cpu_2proc")
+# Of the models themselves, as their makers state them.
+PARAMETERS = {
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.3-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+}
+QUICK = {"data": {"train": [{"path": "json", "data_files": "data/sample_chat.jsonl"}]}}
+
+
+def parameters_of(config: dict[str, Any]) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+class TestShrink:
+    def test_every_configuration_is_known_by_a_name(self) -> None:
+        assert {path.stem for path in CONFIGS.glob("*.json")} == set(HUB_NAMES) == set(PARAMETERS)
+
+    @pytest.mark.parametrize("stem", PARAMETERS)
+    def test_configurations_are_the_models(self, stem: str) -> None:
+        config, source = full_config(f"{HUB_NAMES[stem][0]}-Instruct")
+        assert source == f"finetune/configs/{stem}.json"
+        assert parameters_of(config) == PARAMETERS[stem]
+
+    @pytest.mark.parametrize("stem", PARAMETERS)
+    def test_only_sizes_shrink(self, stem: str) -> None:
+        full, _ = full_config(HUB_NAMES[stem][0])
+        small = shrunken_config(full, 1024)
+        assert parameters_of(small) < LARGEST
+        for config in (full, small):  # queries to a key-value head, width to all heads
+            config["ratio"] = config["num_attention_heads"] / config["num_key_value_heads"]
+        assert small["ratio"] == full["ratio"]
+        assert small["hidden_size"] % 64 == small["intermediate_size"] % 64 == 0
+        for key in ("model_type", "tie_word_embeddings", "rope_theta", "rope_scaling", "sliding_window", "hidden_act"):
+            assert small.get(key) == full.get(key)
+
+    def test_a_folder_is_shrunk_as_well(self, tmp_path: Path) -> None:
+        small = shrink_model(str(save_tiny(tmp_path / "m", "qwen3")), "main", sample_data(), tmp_path / "small")
+        assert (small.architecture, small.full["layers"], small.small["layers"]) == ("Qwen3ForCausalLM", 2, 2)
+
+    def test_both_kinds_of_layers_stay(self) -> None:
+        config = {**full_config("Qwen/Qwen3-8B")[0], "num_hidden_layers": 6}
+        config["layer_types"] = ["sliding_attention"] * 5 + ["full_attention"]
+        assert shrunken_config(config, 1024)["layer_types"] == ["sliding_attention", "full_attention"]
+
+    def test_the_same_each_time_and_nothing_drawn(self, tmp_path: Path) -> None:
+        before = torch.random.get_rng_state()
+        for name in ("one", "two"):
+            shrink_model("meta-llama/Llama-3.2-1B", "main", sample_data(), tmp_path / name)
+        one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
+        assert one.read_bytes() == two.read_bytes()
+        assert (tmp_path / "one" / "tokenizer.json").read_bytes() == (tmp_path / "two" / "tokenizer.json").read_bytes()
+        assert torch.equal(torch.random.get_rng_state(), before)
+
+    @pytest.mark.parametrize(
+        ("config", "told"),
+        [
+            (None, "its configuration is not on this machine; a local folder .* meta-llama/Llama-3.1-8B"),
+            ({"model_type": "mamba"}, "cannot be made small: 'num_attention_heads'.*model.name_or_path=FOLDER"),
+        ],
+    )
+    def test_what_is_not_known(self, config: dict[str, Any] | None, told: str, tmp_path: Path) -> None:
+        name = "nobody/knows-it"
+        if config is not None:
+            name = str(tmp_path)
+            (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(EnvironmentMismatch, match=told):
+            shrink_model(name, "main", sample_data(), tmp_path / "small")
+
+
+def sample_data() -> Data:
+    return Data.model_validate({"train": [{"path": "json", "data_files": str(ROOT / "data" / "sample_chat.jsonl")}]})
+
+
+def write_recipe(folder: Path, model: str, text: str = "") -> Path:
+    chats = write_chats(folder / "chats.jsonl", [40 + 7 * index for index in range(12)])
+    file = folder / "recipe.yaml"
+    file.write_text(
+        f"model: {{name_or_path: {model}}}\n"
+        f"data: {{train: [{{path: json, data_files: {chats}}}], eval: {{fraction: 0.2}}, max_length: 400}}\n{text}"
+    )
+    return file
+
+
+SHRUNK = Shrunk(
+    Path("small"), "X", "x.json", {"layers": 80, "hidden_size": 8192}, {"layers": 2, "hidden_size": 64}, 1, 2
+)
+
+
+def rehearsed(file: Path, *given: str) -> tuple[Recipe, Recipe, list[str]]:
+    """The recipe, what is rehearsed of it, and what is said to differ."""
+    before = load_recipe(file, given).recipe
+    strategy = read_strategy(before.accelerate_config)
+    found = changes(before, strategy, SHRUNK, processes=processes_of(strategy, 2), folder=file.parent)
+    after = load_recipe(file, [*given, *overrides(found)]).recipe
+    return before, after, [change.told for change in found if change.told]
+
+
+class TestChanges:
+    # Bookkeeping: how often is reported and kept, which samples are written.
+    UNTOLD = (
+        "output_dir",
+        "logging_steps",
+        "eval_steps",
+        "save_steps",
+        "save_total_limit",
+        "measure_phases",
+        "samples",
+        "timeout_seconds",
+    )
+
+    @pytest.mark.parametrize("path", recipes().values(), ids=lambda path: path.stem)
+    def test_every_change_of_a_recipe_is_told(
+        self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(ROOT)
+        copy = Path(shutil.copy(path, tmp_path))
+        before, after, told = rehearsed(copy)
+        sections = {line.partition(":")[0] for line in told} | {"device"}
+        aliases = {"budget": "device", "model.name_or_path": "model", "model.revision": "model"}
+        for key, value in flat(after.model_dump()).items():
+            if value != flat(before.model_dump()).get(key) and not key.startswith(self.UNTOLD):
+                place = aliases.get(key, aliases.get(key.partition(".")[0], key))
+                assert any(place.startswith(section) for section in sections), f"{key} changed without a word"
+
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_strategy_and_method_stay(self, strategy: str, tmp_path: Path) -> None:
+        file = write_recipe(tmp_path, "meta-llama/Llama-3.1-8B")
+        before, after, _ = rehearsed(file, f"accelerate_config={strategy}", "quantization={load_in_4bit: true}")
+        one, other = read_strategy(before.accelerate_config), read_strategy(after.accelerate_config)
+        assert (one.kind, one.zero_stage, one.offloaded) == (other.kind, other.zero_stage, other.offloaded)
+        assert (before.lora, before.quantization) == (after.lora, after.quantization)
+        assert after.training.activation_checkpointing == before.training.activation_checkpointing
+        assert after.data.packing == before.data.packing
+        assert after.training.max_steps == STEPS
+
+    def test_every_strategy_is_seen(self) -> None:
+        assert len(STRATEGIES) == 12
+
+    @pytest.mark.parametrize(("name", "asked", "ranks"), [("single", 4, 1), ("zero2", 2, 2), ("hsdp", 2, 4)])
+    def test_processes(self, name: str, asked: int, ranks: int) -> None:
+        assert processes_of(read_strategy(name), asked) == ranks
+
+    @pytest.mark.parametrize(
+        ("given", "told", "key", "value"),
+        [
+            ("budget.gpus=8", "device: one process on the CPU instead of 8 GPUs over NCCL", "budget.gpus", 0),
+            ("data.max_length=4096", f"rows of {LONGEST_ROW} tokens instead of 4,096", "data.max_length", LONGEST_ROW),
+            ("data.truncation=drop", "documents are cut, where the recipe says drop", "data.truncation", "right"),
+            ("training.optim=paged_adamw_8bit", "adamw_8bit instead of paged", "training.optim", "adamw_8bit"),
+            ("training.optim=paged_adamw_32bit", "adamw instead of paged", "training.optim", "adamw"),
+            ("training.warmup_steps=100", "warmup_steps: each number of steps is 1", "training.warmup_steps", 1),
+            ("model.attention=flash_attention_2", "own kernel, no flash_attention_2", "model.attention", "auto"),
+            ("save_total_limit=1", "", "save_total_limit", 2),
+            ("timeout_seconds=5", "", "timeout_seconds", 300),
+        ],
+    )
+    def test_stand_ins(self, given: str, told: str, key: str, value: Any, tmp_path: Path) -> None:
+        _, after, lines = rehearsed(write_recipe(tmp_path, "x"), given)
+        assert not told or any(told in line for line in lines), lines
+        assert flat(after.model_dump())[key] == value
+
+    def test_deepspeed_has_no_fp16_here(self, tmp_path: Path) -> None:
+        given = ["training.mixed_precision=fp16", "model.dtype=float16", "accelerate_config=zero2"]
+        _, after, told = rehearsed(write_recipe(tmp_path, "x"), *given)
+        assert (after.training.mixed_precision, after.model.dtype) == ("bf16", "bfloat16")
+        assert any("bf16 instead of fp16" in line for line in told)
+        given[-1] = "accelerate_config=fsdp2"
+        assert rehearsed(write_recipe(tmp_path, "x"), *given)[1].training.mixed_precision == "fp16"
+
+    def test_rows_of_the_hub_have_a_stand_in(self, tmp_path: Path) -> None:
+        file = write_recipe(tmp_path, "x")
+        _, after, told = rehearsed(file, "data.train=[{path: someone/chats, weight: 2.0}]")
+        assert after.data.train[0].path == "json"
+        assert after.data.train[0].weight == 2.0
+        assert "data.train: data/sample_chat.jsonl in the place of someone/chats" in told
+
+    def test_a_schedule_shrinks_with_its_steps(self, tmp_path: Path) -> None:
+        given = "training.lr_scheduler_kwargs={num_decay_steps: 100, decay_type: cosine}"
+        _, after, told = rehearsed(write_recipe(tmp_path, "x"), "training.lr_scheduler_type=warmup_stable_decay", given)
+        assert after.training.lr_scheduler_kwargs == {"num_decay_steps": 1, "decay_type": "cosine"}
+        assert "training: lr_scheduler_kwargs: each number of steps is 1" in told
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {path: value}
+    return {
+        key: leaf for name, inner in value.items() for key, leaf in flat(inner, f"{path}.{name}".strip(".")).items()
+    }
+
+
+CURVE = [(step, 2.5 - step / 8, 0.5) for step in range(1, STEPS + 1)]
+
+
+class TestWhatIsSeen:
+    def test_the_same_curve(self) -> None:
+        assert same_curve(CURVE, list(CURVE)) == "steps 3 to 4 again: loss and gradient norm bitwise"
+
+    def test_another_curve(self) -> None:
+        other = [*CURVE[:-1], (STEPS, 2.0, 0.5 + 2**-50)]
+        with pytest.raises(StepFailed, match=r"step 4: .*before the kill, .*resumed"):
+            same_curve(CURVE, other)
+        with pytest.raises(StepFailed, match="4 steps were logged before the kill, 2 by the resumed run"):
+            same_curve(CURVE, CURVE[:SAVED_AFTER])
+
+    @pytest.mark.parametrize(
+        ("files", "told"),
+        [
+            ([], "neither adapter/ nor model/"),
+            (["model/config.json"], "model/ holds no weights"),
+            (["adapter/a.safetensors", "adapter/x.bin"], "holds .*x.bin.*safetensors alone"),
+        ],
+    )
+    def test_no_export(self, files: list[str], told: str, tmp_path: Path) -> None:
+        for name in files:
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).touch()
+        with pytest.raises(StepFailed, match=told):
+            exported(tmp_path)
+
+    def test_sharding_in_a_line(self) -> None:
+        facts = {"held_share": 0.5, "mesh": {"copies": 2, "shards": 2}}
+        receipt = {"strategy": "hsdp", "world_size": 4, "sharding": facts}
+        receipt["dtypes"] = {"master": "float32", "compute": "bfloat16"}
+        told = (
+            "hsdp on 4: each rank holds 50% of the weights, mesh 2 copies x 2 shards; float32 masters, bfloat16 compute"
+        )
+        assert sharding(receipt) == told
+
+    def test_a_line_that_failed_ends_the_list(self) -> None:
+        told: list[dict[str, Any]] = []
+        checklist = Checklist(told.append)
+        with checklist.line("loads") as step:
+            step["seen"] = "a model"
+        with pytest.raises(StepFailed), checklist.line("trains"):
+            raise EnvironmentMismatch("no such thing")
+        assert [(line["name"], line["ok"], line["seen"]) for line in told] == [
+            ("loads", True, "a model"),
+            ("trains", False, "no such thing"),
+        ]
+        assert checklist.exit_code == 4
+
+    def test_on_the_terminal(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        stream = io.StringIO()
+        monkeypatch.setattr(rehearse_report, "Console", lambda **_: Console(file=stream, width=300))
+        with rehearse_report.show(quiet=False) as tell:
+            tell({"name": "loads", "ok": True, "seconds": 1.25, "seen": "a model"})
+            tell({"differs": "device: [one] process"})
+            tell({"name": "trains", "ok": False, "seconds": 20.0, "seen": "no such thing"})
+        lines = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
+        assert lines[:3] == [
+            "ok 1.2 s loads a model",
+            "differs: device: [one] process",
+            "FAILED 20.0 s trains no such thing",
+        ]
+        assert lines[3].endswith(": trains")
+        assert lines[3].startswith("failed in")
+
+
+@pytest.fixture
+def lora_run(tiny_llama: Path, tmp_path: Path) -> tuple[Recipe, Path]:
+    """A run folder with a checkpoint and the adapter of the same weights."""
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, lora_alpha=32, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
+    trained = {name: tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
+    write_checkpoint(tmp_path, 4, {"model": trained, "optimizer": {}}, {}, keep=1)
+    export_adapter(model, trained, tiny_tokenizer(), tmp_path, base=str(tiny_llama))
+    return Recipe.model_validate(QUICK | {"model": {"name_or_path": str(tiny_llama)}, "lora": {"r": 4}}), tmp_path
+
+
+class TestLoadBack:
+    def test_adapter(self, lora_run: tuple[Recipe, Path]) -> None:
+        assert load_back(*lora_run) == "by plain peft: 28 tensors and the logits equal the checkpoint's"
+
+    def test_one_element_of_one_tensor(self, lora_run: tuple[Recipe, Path]) -> None:
+        file = lora_run[1] / "adapter" / "adapter_model.safetensors"
+        tensors = load_file(file)
+        name = sorted(tensors)[3]
+        tensors[name].view(-1)[0] += 1e-6
+        save_file(tensors, file)
+        with pytest.raises(FinetuneError, match=r"export: 1 of 28 tensors differ from the checkpoint, first .*lora_"):
+            load_back(*lora_run)
+
+    def test_another_scale(self, lora_run: tuple[Recipe, Path]) -> None:
+        """Weights are right and the adapter is not."""
+        file = lora_run[1] / "adapter" / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": 16}))
+        with pytest.raises(FinetuneError, match=r"export: adapter_config.json: lora_alpha is 16"):
+            load_back(*lora_run)
+
+    def test_nothing_learned(self, tiny_llama: Path, tmp_path: Path) -> None:
+        model = tiny_model()
+        trained = {name: tensor.detach() for name, tensor in model.named_parameters()}
+        write_checkpoint(tmp_path, 4, {"model": trained, "optimizer": {}}, {}, keep=1)
+        shutil.copytree(tiny_llama, tmp_path / "model")
+        section = {"name_or_path": str(tiny_llama), "dtype": "float32"}
+        with pytest.raises(FinetuneError, match="nothing was learned"):
+            load_back(Recipe.model_validate(QUICK | {"model": section, "lora": None}), tmp_path)
+
+
+@pytest.fixture
+def family() -> Iterator[subprocess.Popen[bytes]]:
+    """A process with two below it."""
+    script = "import subprocess, sys, time; [subprocess.Popen(['sleep', '60']) for _ in range(2)]; time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", script], start_new_session=True) as process:
+        yield process
+        kill_all(process)
+
+
+def test_kill_all_leaves_none(family: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    job = Job(Path("r.yaml"), (), 1, tmp_path)
+    known: list[psutil.Process] = []
+
+    def grown() -> bool:
+        known[:] = psutil.Process(family.pid).children(recursive=True)
+        return len(known) == 2
+
+    wait_until(grown, job, family)
+    assert kill_all(family) == 3
+    assert not any(psutil.pid_exists(child.pid) and child.status() != psutil.STATUS_ZOMBIE for child in known)
+    assert kill_all(family) == 0
+
+
+def test_every_recipe_was_rehearsed() -> None:
+    """benchmarks/rehearse_all.py, after the last change of a recipe."""
+    results = json.loads((ROOT / "benchmarks" / "results" / f"{NAME}.json").read_text("utf-8"))["recipes"]
+    every = recipes()
+    assert set(results) == set(every)
+    again = "run python benchmarks/rehearse_all.py"
+    assert [name for name, path in every.items() if not stands(results[name], path)] == [], again
+    lines = ["loads", f"trains {STEPS} steps", "killed unsaved", "resumed the same", "exported", "loaded back"]
+    for name, row in results.items():
+        assert [step["name"] for step in row["steps"] if step["ok"]][-6:] == lines, name
+        assert 0 < row["seconds"] < LONGEST_SECONDS
+
+
+def test_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rehearse", str(write_recipe(tmp_path, "nobody/knows-it")), "--json"]) == 4
+    report = json.loads(capsys.readouterr().out)
+    assert (report["ok"], report["exit_code"], len(report["steps"])) == (False, 4, 1)
+    assert "its configuration is not on this machine" in report["steps"][0]["seen"]
+    assert main(["rehearse", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+class TestRehearse:
+    @pytest.mark.parametrize(
+        ("strategy", "method", "seen"),
+        [
+            ("single", "lora: {r: 4}\nquantization: {load_in_4bit: true}\n", "single on 1: one process"),
+            ("fsdp2", "lora: null\n", "fsdp2 on 2: each rank holds 50% of the weights, mesh 2 shards"),
+        ],
+    )
+    def test_kill_resume_load_back(
+        self, strategy: str, method: str, seen: str, tiny_llama: Path, tmp_path: Path
+    ) -> None:
+        told: list[dict[str, Any]] = []
+        recipe = write_recipe(tmp_path, str(tiny_llama), f"accelerate_config: {strategy}\n{method}")
+        report = rehearse(recipe, [], tell=told.append)
+        assert report["ok"], report["steps"]
+        assert report["steps"] == [line for line in told if "differs" not in line]
+        assert report["steps"][1]["seen"].startswith(seen)
+        assert report["receipt"]["strategy"] == strategy
+        assert not list(tmp_path.glob("run*")), "the recipe's own run folder stays untouched"
+
+    def test_a_spoilt_export_is_caught(self, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def spoil(run_dir: Path) -> str:
+            seen = exported(run_dir)
+            file = run_dir / "adapter" / "adapter_model.safetensors"
+            save_file({name: tensor * 1.001 for name, tensor in load_file(file).items()}, file)
+            return seen
+
+        monkeypatch.setattr(rehearse_run, "exported", spoil)
+        report = rehearse(write_recipe(tmp_path, str(tiny_llama)), [], tell=lambda line: None)
+        assert (report["ok"], report["exit_code"]) == (False, 2)
+        assert "28 of 28 tensors differ" in report["steps"][-1]["seen"]
+
+    def test_a_refusal_of_the_training(self, tiny_llama: Path, tmp_path: Path) -> None:
+        recipe = write_recipe(tmp_path, str(tiny_llama), "accelerate_config: zero2\ntraining: {optim: adamw_8bit}\n")
+        report = rehearse(recipe, [], tell=lambda line: None)
+        assert (report["ok"], report["exit_code"]) == (False, 4)
+        assert report["steps"][-1]["name"] == f"trains {STEPS} steps"
+        assert "ZeRO cuts state by elements" in report["steps"][-1]["seen"]

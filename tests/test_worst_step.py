@@ -1,0 +1,319 @@
+"""The worst step is tried first and leaves no trace: not in the run, and not in its folder when it fails."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from finetune import checkpoint, session, worst_step
+from finetune.durable import ASIDE
+from finetune.run import Run, TrainState
+from finetune.train import main
+from finetune.training_state import model_tensors, optimizer_tensors
+from finetune.worst_step import Rehearsed
+from tests.cells import launch
+from tests.soak_resume import MEASURED
+from tests.tiny import write_chats
+
+LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
+NONE = Rehearsed(0, 0.0, 0.0, 0)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", LENGTHS)
+
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def forget_the_last_run() -> Iterator[None]:
+    """A process has one mixed precision to Accelerate, until it is told to forget, as its own tests do."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def write(tmp_path: Path, tiny_llama: Path, chats: Path) -> Write:
+    """Writes a recipe whose run folder is beside it; keyword arguments go into `training`."""
+
+    def written(name: str, *, lora: dict[str, Any] | None = None, **training: Any) -> Path:
+        plain = {"global_batch_size": 4, "max_steps": 4, "learning_rate": 1e-2, "mixed_precision": "no"}
+        content = {
+            "model": {"name_or_path": str(tiny_llama), "dtype": "float32"},
+            "lora": lora,
+            "data": {
+                "train": [{"path": "json", "data_files": str(chats)}],
+                "eval": {"fraction": 0.2},
+                "max_length": 128,
+            },
+            "training": plain | training,
+            "samples": {"count": 1, "max_new_tokens": 4},
+            "logging_steps": 1,
+            "eval_steps": 2,
+            "save_steps": 2,
+            "output_dir": str(tmp_path / name / "run"),
+        }
+        path = tmp_path / name / "recipe.yaml"
+        path.parent.mkdir()
+        path.write_text(json.dumps(content), "utf-8")
+        return path
+
+    return written
+
+
+def left_by(recipe: Path) -> dict[str, Any]:
+    """Everything of a run that must be bitwise equal."""
+    run = recipe.parent / "run"
+    told = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    files = sorted([*run.glob("checkpoints/step-*/*.safetensors"), *run.glob("*/*model*.safetensors")])
+    assert len(files) >= 5
+    return {
+        "metrics": [{key: value for key, value in line.items() if key not in MEASURED} for line in told],
+        "samples": (run / "samples.jsonl").read_text("utf-8"),
+        **{str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files},
+    }
+
+
+def state_before_training(run: Run, state: TrainState) -> dict[str, Any]:
+    """What the first step starts from, as bytes where it is large."""
+    parts = {**model_tensors(run.model), **optimizer_tensors(run.model, run.optimizer)}
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in run.optimizer.param_groups]
+    return {
+        "tensors": {name: value.detach().numpy().tobytes() for name, value in parts.items()},
+        "gradients": [name for name, value in run.model.named_parameters() if value.grad is not None],
+        "groups": groups,
+        "rates": [run.learning_rate(step) for step in range(run.plan.total_steps)],
+        "rows": [run.plan.rows_of(step).tolist() for step in range(run.plan.total_steps)],
+        "torch": torch.random.get_rng_state().numpy().tobytes(),
+        "python": random.getstate(),
+        "numpy": pickle.dumps(np.random.get_state()),
+        "scaler": run.accelerator.scaler and run.accelerator.scaler.state_dict(),
+        "training": run.model.training,
+        "state": state.as_json(),
+    }
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full, decayed, accumulated": {"weight_decay": 0.1, "per_device_batch_size": 2},
+    "lora with dropout, accumulated": {"lora": {"r": 4, "lora_dropout": 0.3}, "per_device_batch_size": 1},
+    "lora with dropout, recomputed": {"lora": {"r": 4, "lora_dropout": 0.3}, "activation_checkpointing": True},
+    "fp16": {"mixed_precision": "fp16"},
+    "bf16": {"mixed_precision": "bf16"},
+    "8-bit AdamW": {"optim": "adamw_8bit"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_run_is_bitwise_the_one_without_it(case: str, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case == "8-bit AdamW":
+        pytest.importorskip("bitsandbytes")
+    begun: list[dict[str, Any]] = []
+    tried: list[Rehearsed] = []
+    train, first = session.train, session.worst_step_first
+
+    def spy(run: Run, state: TrainState) -> bool:
+        begun.append(state_before_training(run, state))
+        return train(run, state)
+
+    def real(*arguments: Any) -> Rehearsed:
+        tried.append(first(*arguments))
+        return tried[-1]
+
+    monkeypatch.setattr(session, "train", spy)
+    recipes = []
+    for name, how in (("with", real), ("without", lambda *arguments: NONE)):
+        monkeypatch.setattr(session, "worst_step_first", how)
+        recipes.append(write(name, **CASES[case]))
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        assert main([str(recipes[-1])]) == 0
+    assert len(tried) == 1
+    assert tried[0].tokens > 0
+    assert begun[0] == begun[1]
+    assert not begun[0]["gradients"]
+    assert left_by(recipes[0]) == left_by(recipes[1])
+
+
+def test_a_resumed_run_too(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With moments, a step count and a loss scale to go back to."""
+    begun = []
+    train = session.train
+
+    def spy(run: Run, state: TrainState) -> bool:
+        begun.append((state.step, state_before_training(run, state)))
+        return train(run, state)
+
+    monkeypatch.setattr(session, "train", spy)
+    recipe = write("run", mixed_precision="fp16")
+    whole = write("whole", mixed_precision="fp16")
+    assert main([str(whole)]) == 0
+    stop_at_2 = worst_step_stop(monkeypatch)
+    assert main([str(recipe)]) == 130
+    monkeypatch.setattr(session, "_stop_requested", stop_at_2)
+    torch.manual_seed(1)
+    assert main([str(recipe)]) == 0
+    assert [step for step, _ in begun] == [0, 0, 2]
+    assert len(begun[2][1]["tensors"]) > len(begun[1][1]["tensors"]), "the optimizer has a state"
+    assert left_by(recipe) == left_by(whole)
+
+
+def worst_step_stop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Ask for a stop within the second step; returns what was there before."""
+    real = session._stop_requested
+
+    def asked(start: Any, progress: Any, state: TrainState) -> Callable[[], bool]:
+        return lambda: real(start, progress, state)() or state.step == 1
+
+    monkeypatch.setattr(session, "_stop_requested", asked)
+    return real
+
+
+WITHOUT = """
+import sys
+from pathlib import Path
+from finetune import session
+from finetune.worst_step import Rehearsed
+from tests import cells
+def skip(*arguments):
+    with Path(__file__).with_suffix(".skipped").open("a") as file:
+        file.write("skipped")
+    return Rehearsed(0, 0.0, 0.0, 0)
+session.worst_step_first = skip
+sys.exit(cells.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
+def test_on_two_ranks_too(strategy: str, write: Write, tmp_path: Path) -> None:
+    program = tmp_path / "without.py"
+    program.write_text(WITHOUT)
+    cases = {"lora": {"lora": {"r": 4, "lora_dropout": 0.3}}, "full": {}, "fp16": {"mixed_precision": "fp16"}}
+    recipes = {}
+    for how, script in (("with", "tests/cells.py"), ("without", str(program))):
+        recipes[how] = [write(f"{how} {name}", per_device_batch_size=1, **case) for name, case in cases.items()]
+        words = [f"accelerate_config={strategy}"]
+        assert launch(recipes[how], ranks=2, words=words, program=script, timeout=600) == [0, 0, 0]
+    for mine, plain in zip(recipes["with"], recipes["without"], strict=True):
+        assert left_by(mine) == left_by(plain)
+    assert program.with_suffix(".skipped").read_text() == "skipped" * 2 * len(cases)
+
+
+@pytest.mark.parametrize(("per_device", "times", "rows"), [(1, 2, 1), (2, 2, 2), (4, 1, 4)])
+def test_it_takes_the_longest_rows_an_evaluation_and_a_save(
+    per_device: int, times: int, rows: int, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    prefetch = worst_step.prefetch
+    real_save, real_read = session.save_aside, session.read_back
+
+    def batches(found: list[Any], *arguments: Any, **options: Any) -> Any:
+        seen.append([int((batch["shift_labels"] != -100).numel()) for batch in found])
+        return prefetch(found, *arguments, **options)
+
+    def save(*arguments: Any) -> Path:
+        seen.append("save")
+        return real_save(*arguments)
+
+    def read(parts: Any, folder: Path) -> None:
+        seen.append(sorted(path.name for path in folder.iterdir()))
+        real_read(parts, folder)
+
+    lengths: dict[str, list[int]] = {}
+
+    def first(run: Run, *arguments: Any) -> Rehearsed:
+        lengths["train"] = sorted(run.train_rows.lengths, reverse=True)
+        lengths["eval"] = sorted(run.eval_rows.lengths, reverse=True)  # type: ignore[union-attr]
+        return worst_step.worst_step_first(run, *arguments)
+
+    monkeypatch.setattr(worst_step, "prefetch", batches)
+    monkeypatch.setattr(session, "save_aside", save)
+    monkeypatch.setattr(session, "read_back", read)
+    monkeypatch.setattr(session, "worst_step_first", first)
+    assert main([str(write("run", per_device_batch_size=per_device))]) == 0
+    files = ["MANIFEST.json", "model-00000.safetensors", "optimizer-00000.safetensors", "state.json"]
+    most = [sum(lengths[which][:rows]) for which in ("train", "eval")]
+    assert seen == ["save", [most[0]] * times, [most[1]], files]
+    assert lengths["train"][0] > lengths["train"][-1]
+
+
+def in_folder(recipe: Path) -> set[str]:
+    return {path.name for path in (recipe.parent / "run").iterdir()}
+
+
+def assert_it_failed_cleanly(recipe: Path, code: int, wanted: int, said: str, word: str) -> None:
+    """The exit code, one line, and a folder that holds what a start leaves and nothing half-written."""
+    assert code == wanted
+    lines = [line for line in said.splitlines() if word in line]
+    assert len(lines) == 1, said
+    assert "Traceback" not in said
+    assert "; " in lines[0], "a remedy"
+    names = in_folder(recipe)
+    assert not {name for name in names if name.startswith(ASIDE)}, names
+    assert names <= {"recipe.yaml", "environment.json", "receipt.json", "run_state.json", "metrics.jsonl", ".lock"}
+    state = json.loads((recipe.parent / "run" / "run_state.json").read_text("utf-8"))
+    assert (state["state"], state["phase"], state["step"]) == ("failed", "worst step first", 0)
+
+
+def test_a_full_disk_ends_it_in_one_line(
+    write: Write, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(tensors: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    recipe = write("run")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_file", full)
+        code = main([str(recipe)])
+    assert_it_failed_cleanly(recipe, code, 4, capfd.readouterr().err, "the disk is full")
+    assert main([str(recipe)]) == 0, "with space the same command goes on"
+
+
+@pytest.mark.parametrize("message", ["CUDA out of memory", "DefaultCPUAllocator: can't allocate memory"])
+@pytest.mark.parametrize("where", ["a training step", "an evaluation"])
+def test_too_little_memory_ends_it_in_one_line(
+    where: str, message: str, write: Write, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def out_of_memory(*arguments: Any, **options: Any) -> Any:
+        raise (torch.OutOfMemoryError if "CUDA" in message else RuntimeError)(message)
+
+    recipe = write("run", per_device_batch_size=4)
+    with monkeypatch.context() as patch:
+        if where == "a training step":
+            patch.setattr(worst_step, "optimizer_step", out_of_memory)
+        else:
+            prefetch = worst_step.prefetch
+            takes = iter([prefetch, out_of_memory])  # the training step's batches, then the evaluation's
+            patch.setattr(worst_step, "prefetch", lambda *found, **options: next(takes)(*found, **options))
+        code = main([str(recipe)])
+    said = capfd.readouterr().err
+    assert_it_failed_cleanly(recipe, code, 3, said, f"{where} on 4 rows of")
+    assert "training.per_device_batch_size=2" in said
+    assert main([str(recipe)]) == 0, "with memory the same command goes on"
+
+
+def test_another_error_is_no_matter_of_memory(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(worst_step, "optimizer_step", wrong)
+    with pytest.raises(RuntimeError, match="mat1"):
+        main([str(write("run"))])
