@@ -137,6 +137,7 @@ def tracked(case: Case, folder: Path, strategy: str = "single") -> dict[str, tup
             phases=phases,
             hold=holding_back(accelerator, ways, parts.model),
         )
+    del batches
     with phases("save"):
         save(recipe, parts, TrainState(step=STEPS))
     return {name: (phase.peak_bytes, phase.allocated_bytes) for name, phase in phases.take().items()}

@@ -51,8 +51,8 @@ def no_data(host_reads: float, *, masks: bool) -> Iterator[FakeTensorMode]:
     mode = FakeTensorMode(allow_non_fake_inputs=False)
     # DTensor asks what shapes an operation gives by running it on fakes: on its own then, so that they are not counted.
     patches: list[AbstractContextManager[Any]] = [
-        mock.patch.object(masking_utils, "is_tracing", return_value=masks),
-        mock.patch.object(_sharding_prop, "detect_fake_mode", return_value=None),
+        mock.patch.object(masking_utils, "is_tracing", _always(masks)),
+        mock.patch.object(_sharding_prop, "detect_fake_mode", _always(None)),
     ]
     with warnings.catch_warnings(), ExitStack() as stack:
         # Accelerate asks parameters for their address, to find the optimizer's again; assemble.py does that itself.
@@ -60,6 +60,15 @@ def no_data(host_reads: float, *, masks: bool) -> Iterator[FakeTensorMode]:
         for each in (*patches, mode, _HostReads(host_reads)):
             stack.enter_context(each)
         yield mode
+
+
+def _always(answer: Any) -> Callable[..., Any]:
+    """A function; not a mock, which would keep the tensors that it is called with."""
+
+    def function(*_: Any, **__: Any) -> Any:
+        return answer
+
+    return function
 
 
 def has_joined_documents(batch: MicroBatch) -> bool:
