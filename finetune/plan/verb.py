@@ -1,4 +1,4 @@
-"""`finetune plan`: from a recipe's file to what is shown. Heavy imports come late, so that mistakes are told at once."""
+"""`finetune plan`: from a recipe's file to what is shown. Heavy imports come late: mistakes are told at once."""
 
 from __future__ import annotations
 
