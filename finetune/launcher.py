@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import yaml
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,23 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         threads_chosen="OMP_NUM_THREADS" in above,
         world_size=world_size,
         rank=int(environment.get("RANK", "0")),
-        on_cpu=environment.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes"),
+        on_cpu=_on_cpu(environment, config),
         local_rank=int(environment.get("LOCAL_RANK", "0")),
         local_world_size=int(environment.get("LOCAL_WORLD_SIZE", max(1, world_size // nodes))),
         nodes=nodes,
         settings=tuple(f"{name}={value}" for name, value in sorted(above.items()) if name.startswith("PET_")),
     )
+
+
+def _on_cpu(environment: Mapping[str, str], config: str | None) -> bool:
+    """Whether the CPU was asked for; `use_cpu` of a config for several processes Accelerate 1.15 does not pass on."""
+    if environment.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes"):
+        return True
+    try:
+        settings = yaml.safe_load(Path(config).read_text("utf-8")) if config else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return False  # the launcher has read it, from a folder that is not this one
+    return isinstance(settings, dict) and settings.get("use_cpu") is True
 
 
 def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:

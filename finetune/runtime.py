@@ -110,10 +110,14 @@ def _right_device(recipe: Recipe, launch: Launch) -> None:
     if recipe.budget.gpus and not torch.cuda.is_available() and not launch.on_cpu:
         budget = recipe.budget
         raise EnvironmentMismatch(
-            f"budget: the recipe is made for {budget.gpus * budget.nodes} GPU(s) of {budget.gpu_memory_gb:g} GB, this "
+            f"budget: the recipe is made for {_gpus(budget.gpus * budget.nodes)} of {budget.gpu_memory_gb:g} GB, this "
             f"machine has none{_weights_missing(recipe)}; run it where they are, see all of it work here, small, with "
             f"`finetune rehearse {launch.recipe}`, or train on this CPU with budget.gpus=0"
         )
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count > 1)}"
 
 
 def _weights_missing(recipe: Recipe) -> str:
@@ -155,7 +159,7 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
         accelerator = Accelerator(
             mixed_precision=recipe.training.mixed_precision,
             # An engine on gloo ranks is no CPU run to Accelerate, which would drop the plugin.
-            cpu=zero is None and not recipe.budget.gpus and not torch.cuda.is_available(),
+            cpu=zero is None and on_cpu,
             fsdp_plugin=_fsdp_plugin(strategy) if strategy.kind == "fsdp" else None,
             deepspeed_plugin=zero,
             kwargs_handlers=[

@@ -50,6 +50,22 @@ def test_how_many_were_asked_for(
     assert command.startswith("PET_NNODES=2 PET_NPROC" if launch.by_torchrun and len(above) == 2 else launch.words[0])
 
 
+@pytest.mark.parametrize(
+    ("text", "on_cpu"), [("use_cpu: true", True), ("use_cpu: false", False), ("[", False), (None, False)]
+)
+def test_the_cpu_that_a_config_asks_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None, on_cpu: bool
+) -> None:
+    """accelerate 1.15 tells ranks of it by the environment only where it starts one process."""
+    config = tmp_path / "config.yaml"
+    if text is not None:
+        config.write_text(text, "utf-8")
+    typed = ["python", "/env/bin/accelerate", "launch", "--config_file", str(config), *SCRIPT]
+    monkeypatch.setattr(launcher, "arguments_of", lambda process: typed)
+    assert read_launch({"ACCELERATE_MIXED_PRECISION": "no"}).on_cpu is on_cpu
+    assert read_launch({"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no"}).on_cpu
+
+
 def test_machines_and_their_ranks() -> None:
     told = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}
     launch = read_launch(told)

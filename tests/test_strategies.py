@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.one_curve import PAGE, lines
 from finetune.model import build_model
 from finetune.recipe_file import load_recipe
-from tests.cells import launch
+from tests.cells import ROOT, launch
 from tests.curve_table import (
     METHODS,
     RANKS,
@@ -134,3 +137,29 @@ def test_resume_on_another_number_of_ranks(
     assert launch([recipe], ranks=after, words=[f"accelerate_config={named[after]}"]) == [0]
     assert receipt_of(recipe)["world_size"] == after
     assert worst(curve_of(recipe), curves["lora"]) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_the_missions_own_line(tiny_llama: Path, tmp_path: Path) -> None:
+    """Without GPUs one line tells what is missing; with a small local model and two gloo ranks it trains, sharded."""
+    line = ["-m", "accelerate.commands.launch", "finetune/train.py", "recipes/llama3_fsdp.yaml"]
+    refused = run(line)
+    assert refused.returncode != 0
+    told = [text for text in refused.stderr.splitlines() if text.startswith("budget: ")]
+    assert len(told) == 1
+    for words in ("4 GPUs", "gated", "finetune rehearse recipes/llama3_fsdp.yaml"):
+        assert words in told[0], words
+    assert run(line[2:]).returncode == 4  # accelerate launch makes 1 of it
+    line[2:2] = ["--config_file", "accelerate_configs/cpu_2proc.yaml"]
+    small = [f"model.name_or_path={tiny_llama}", f"output_dir={tmp_path / 'run'}", "training.max_steps=2"]
+    trained = run([*line, *small, "data.max_length=512", "samples.count=0"])
+    assert trained.returncode == 0, trained.stderr[-3000:]
+    receipt = json.loads((tmp_path / "run" / "receipt.json").read_text("utf-8"))
+    assert (receipt["strategy"], receipt["world_size"], receipt["sharding"]["held_share"]) == ("fsdp2", 2, 0.5)
+
+
+def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
