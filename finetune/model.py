@@ -244,6 +244,20 @@ def checkpoint_layers(model: PreTrainedModel, every: int) -> None:
         layer.gradient_checkpointing = index % every == 0
 
 
+def _adapters_as_elsewhere(adapted: nn.Module) -> None:
+    """Give adapters on meta the number format that peft gives those of a rank with weights: of the weight beside them,
+    or what a 4-bit layer computes in. peft 0.21 leaves meta out, and ranks would disagree on their shards."""
+    for layer in adapted.modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        base: Any = layer.get_base_layer()
+        dtype = getattr(base, "compute_dtype", base.weight.dtype)
+        if base.weight.device.type == "meta" and dtype.is_floating_point:
+            for name, parameter in layer.named_parameters():
+                if parameter.requires_grad and not name.startswith("base_layer."):
+                    parameter.data = parameter.data.to(dtype)
+
+
 def _add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool) -> nn.Module:
     settings = lora.model_dump()
     settings["modules_to_save"] = lora.modules_to_save or None
@@ -262,7 +276,9 @@ def _add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool) -> nn.Mod
             "lora.target_modules: the head cannot carry an adapter, its logits are never held; "
             "train it in full with lora.modules_to_save: [lm_head]"
         )
-    if not pure_bf16:
+    if pure_bf16:
+        _adapters_as_elsewhere(adapted)
+    else:
         for parameter in adapted.parameters():
             if parameter.requires_grad and parameter.dtype != torch.float32:
                 parameter.data = parameter.data.float()
