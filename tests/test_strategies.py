@@ -49,8 +49,12 @@ def curves(tiny_llama: Path, chats: Path, tmp_path_factory: pytest.TempPathFacto
     return references(tmp_path_factory.mktemp("references"), tiny_llama, chats, HERE)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", RANKS)
+QUICKLY = ("fsdp2", "zero3")  # in the default suite too
+
+
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=() if name in QUICKLY else pytest.mark.slow) for name in RANKS]
+)
 def test_one_curve(strategy: str, curves: dict[str, list[Step]], tiny_llama: Path, chats: Path, tmp_path: Path) -> None:
     skip_where_missing(strategy)
     cells = list(trained_cells(tmp_path, strategy, curves, tiny_llama, chats, SPLITS_HERE))
