@@ -86,6 +86,8 @@ def trace(
 
         with Tagging(recorder, gloo=not host_apart):
             with recorder.phases("load"):
+                # Each rank's number, which torch's mesh keeps in host memory.
+                numbers = None if mesh is None else torch.empty(ranks, dtype=torch.int32, device="cpu")
                 parts = assemble(recipe, strategy, accelerator, build, mesh)
             recorder.mark(_weights(parts), "parameters")
             parts.model.train()
@@ -100,6 +102,7 @@ def trace(
                     del stream
             with recorder.phases("save"):
                 _save(parts, accelerator.device)
+            del numbers
         return Traced(recorder.timeline, recorder.phases.take())
 
 
