@@ -92,16 +92,22 @@ def _traced(
 
 
 def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
-    """The largest micro-batches there can be: full rows, each one document; two, where steps accumulate."""
+    """The largest micro-batches there can be: full rows; two batches, where steps accumulate.
+
+    A row is one document, but the last has two where an attention that needs a mask for it may meet such a row, or a
+    padded one, which needs the same: masks take memory in every layer.
+    """
     rows, tokens = recipe.training.per_device_batch_size, recipe.data.max_length
     micro_steps = math.ceil(recipe.training.global_batch_size / (rows * ranks))
     ids = torch.full((rows, tokens), 3)
-    positions = torch.arange(tokens).expand(ids.shape)
+    positions = torch.arange(tokens).repeat(rows, 1)
     batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "shift_labels": ids}
     if attention_name(recipe) == attention.NAME:
         batch = {key: value.reshape(1, -1) for key, value in batch.items()}
         batch["cu_seq_lens"] = torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32)
         batch["document_lengths"] = (tokens,) * rows
+    elif recipe.data.packing or rows > 1:
+        positions[-1, tokens // 2 :] -= tokens // 2
     return [cast(MicroBatch, {key: _copied(value) for key, value in batch.items()}) for _ in range(min(2, micro_steps))]
 
 
