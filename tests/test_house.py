@@ -104,6 +104,7 @@ plan.dataless
 plan.workspaces
 plan.cuda_dispatch
 plan.pretend
+plan.zero_trace
 plan.trace
 plan.layers
 plan.depth

@@ -37,7 +37,8 @@ class _HostReads(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return self._answer
+            # Of flags (has something overflowed?) all are off.
+            return False if args[0].dtype in (torch.bool, torch.uint8) else self._answer
         return func(*args, **(kwargs or {}))
 
 
@@ -76,19 +77,24 @@ def has_joined_documents(batch: MicroBatch) -> bool:
     return bool((batch["position_ids"].diff(dim=1) != 1).any())
 
 
-def dataless_build(recipe: Recipe, *, whole_quantized: bool) -> Callable[..., nn.Module]:
+def dataless_build(
+    recipe: Recipe, *, whole_quantized: bool, dtype: torch.dtype | None = None, on_host: bool = False
+) -> Callable[..., nn.Module]:
     """The trainer's `build_model`, to be called inside `no_data`; its structure is built here, from the configuration.
 
-    `whole_quantized`: 4-bit layers get the plain weights they have after loading. A strategy that shards makes them
-    plain by itself.
+    Args:
+        whole_quantized: 4-bit layers get the plain weights they have after loading. A strategy that shards makes them
+            plain by itself.
+        dtype: Of all weights, as `build_model` has it.
+        on_host: Weights come in host memory, whatever device is asked for: they are cut before they leave it.
     """
-    model = build_model(recipe, torch.device("meta"))
+    model = build_model(recipe, torch.device("meta"), dtype=dtype)
     quantization = recipe.quantization
     if whole_quantized and quantization is not None:
         plain_quantized_weights(model)
 
     def build(_: Recipe, device: torch.device, **__: Any) -> nn.Module:
-        fill(model, device)
+        fill(model, torch.device("cpu") if on_host else device)
         if quantization is not None and quantization.bnb_4bit_use_double_quant:
             # bitsandbytes keeps the code book that it quantised scales by, for good, beside each layer's copy.
             model.scales_code_book = torch.empty(256, device=device)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 
-from finetune.assemble import Assembled, assemble
+from finetune.assemble import COMPUTE, Assembled, assemble
 from finetune.batches import MicroBatch, prefetch
 from finetune.conversations import IGNORE
 from finetune.fsdp import make_mesh
@@ -32,10 +32,12 @@ from finetune.plan.pretend import pretend_device
 from finetune.plan.recorder import Recorder, Tagging
 from finetune.plan.timeline import Timeline
 from finetune.plan.workspaces import CUBLAS_HOPPER, Workspaces
+from finetune.plan.zero_trace import as_on_gpus, engine_parts, engine_without_ranks
 from finetune.recipe import Recipe
 from finetune.runtime import build_accelerator, holding_back
 from finetune.save_restore import held
 from finetune.strategy import Strategy
+from finetune.zero_pieces import held_part
 
 STEPS = 2  # the optimizer's state is made at the end of the first, so it is beside everything in the second
 # Set by Accelerate for its own plugins, and read again by the next Accelerator of this process.
@@ -62,7 +64,7 @@ def trace(
 ) -> Traced:
     """The timeline of rank 0 of `ranks`: load, two optimizer steps over `batches` each, save.
 
-    Only strategies whose engine is torch: one process, and FSDP2. Process-wide state of Accelerate and of torch's
+    Not DDP, whose reducer is C++. Process-wide state of Accelerate and of torch's
     process groups is made for the trace and taken away, so it is not for a process that trains.
 
     Args:
@@ -71,7 +73,13 @@ def trace(
             device NAME of pretend.py, those of the host "cpu". Else all is one CPU's.
         cublas: Bytes of a workspace of cuBLAS, where `gpu`.
     """
-    dataless = dataless_build(recipe, whole_quantized=strategy.kind != "fsdp")
+    dataless = dataless_build(
+        recipe,
+        whole_quantized=strategy.kind != "fsdp",
+        # The engine of ZeRO has one number format; its third stage cuts weights before they leave the host.
+        dtype=_engine_dtype(recipe) if strategy.kind == "deepspeed" else None,
+        on_host=strategy.zero_stage == 3,
+    )
     supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
     device = pretend_device() if gpu else torch.device("cpu")
@@ -93,7 +101,7 @@ def trace(
                     # Each step has batches of its own. Where they are copied to a device, one is there at a time;
                     # one CPU process computes on those that the host holds for the step.
                     stream: Iterator[MicroBatch] = (without_data(mode, batch) for batch in batches)
-                    if strategy.kind == "single" or gpu:
+                    if strategy.kind != "fsdp" or gpu:
                         stream = prefetch(list(stream), accelerator.device, recipe.training.non_blocking)
                     _step(recipe, strategy, accelerator, parts, recorder, stream, len(batches), supervised)
                     del stream
@@ -115,6 +123,8 @@ def _step(
 ) -> None:
     def note_gradients(*_: Any) -> None:
         recorder.mark((parameter.grad for parameter in parts.whole.parameters()), "gradients")
+        for component, tensors in engine_parts(parts).items():
+            recorder.mark(tensors, component)
 
     handle = innermost(parts.optimizer).register_step_pre_hook(note_gradients)
     optimizer_step(
@@ -135,8 +145,13 @@ def _step(
     recorder.mark(_state(parts), "optimizer state")
 
 
+def _engine_dtype(recipe: Recipe) -> torch.dtype:
+    return COMPUTE[recipe.training.mixed_precision] or torch.float32
+
+
 def _weights(parts: Assembled) -> Iterator[torch.Tensor]:
-    yield from parts.whole.parameters()
+    for parameter in parts.whole.parameters():
+        yield held_part(parameter)
     yield from parts.whole.buffers()
 
 
@@ -148,7 +163,8 @@ def _state(parts: Assembled) -> Iterator[torch.Tensor]:
 def _save(parts: Assembled) -> None:
     """What a checkpoint takes beside what is there: safetensors copies a group to host memory before it writes it."""
     for tensors in held(parts).values():
-        local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors.values()]
+        pieces = (getattr(value, "tensor", value) for value in tensors.values())
+        local = [getattr(tensor, "_local_tensor", tensor) for tensor in pieces]
         copies = [tensor.contiguous().to("cpu") for tensor in local]
         del copies
 
@@ -158,22 +174,26 @@ def _accelerator(
     recipe: Recipe, strategy: Strategy, ranks: int, node: int, device: torch.device
 ) -> Iterator[Accelerator]:
     """The trainer's Accelerator for rank 0 of so many, which speak to nobody."""
-    assert strategy.kind in ("single", "fsdp"), f"{strategy.name} cannot be traced"
+    assert strategy.kind != "ddp", f"{strategy.name} cannot be traced"
+    alone = strategy.kind == "single"
     before = dict(os.environ)
     for name in PLUGIN_SETTINGS:
         os.environ.pop(name, None)
     AcceleratorState._reset_state(reset_partial_state=True)  # as accelerate's own tests do
-    ranks = ranks if strategy.kind == "fsdp" else 1
-    if strategy.kind == "fsdp":
+    ranks = 1 if alone else ranks
+    if not alone:
         _pretend_ranks(ranks, node, device)
     launch = Launch((), None, None, True, ranks, 0, on_cpu=True, local_world_size=node)
     try:
-        accelerator = build_accelerator(recipe, strategy, launch)
-        # Among CPU ranks it is "cpu:0", which tensors without data do not take for "cpu".
-        PartialState().device = accelerator.state.device = device
-        yield accelerator
+        with engine_without_ranks(device) if strategy.kind == "deepspeed" else nullcontext():
+            accelerator = build_accelerator(recipe, strategy, launch)
+            if strategy.kind == "deepspeed" and device.type != "cpu":
+                as_on_gpus(accelerator)
+            # Among CPU ranks it is "cpu:0", which tensors without data do not take for "cpu".
+            PartialState().device = accelerator.state.device = device
+            yield accelerator
     finally:
-        if strategy.kind == "fsdp":
+        if dist.is_initialized():
             dist.destroy_process_group()
         AcceleratorState._reset_state(reset_partial_state=True)
         os.environ.clear()
