@@ -99,11 +99,12 @@ rehearse_report
 plan.gpus
 plan.zero_terms
 plan.timeline
+plan.caching
+plan.cuda_dispatch
+plan.pretend
 plan.recorder
 plan.dataless
 plan.workspaces
-plan.cuda_dispatch
-plan.pretend
 plan.trace
 plan.layers
 plan.depth
