@@ -72,6 +72,8 @@ def trace(
     supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
     with _accelerator(recipe, strategy, ranks, node or ranks) as accelerator, ExitStack() as inside:
+        # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
+        inside.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
         mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
         # Rank 0 tells the others, of whom there are none; a pickled object among the tensors would be counted.
         inside.enter_context(mock.patch.object(dist, "broadcast_object_list"))
