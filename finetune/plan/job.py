@@ -18,6 +18,7 @@ from finetune.model import attention_name
 from finetune.plan.depth import with_layers
 from finetune.plan.gpus import Gpus
 from finetune.plan.layers import deep
+from finetune.plan.pretend import NAME
 from finetune.plan.timeline import Peak, PhaseMemory, Timeline
 from finetune.plan.trace import trace
 from finetune.recipe import Recipe
@@ -26,7 +27,6 @@ from finetune.strategy import Strategy, read_strategy
 
 # Outside of the tensors, and so of every trace: measured by others, see docs/planner.md.
 CONTEXT = 500_000_000  # CUDA's own, with the kernels that are loaded
-CUBLAS = 32 * 2**20  # its workspace on Hopper; 8.5 MB before
 NCCL = 700_000_000  # buffers of a communicator
 
 
@@ -68,39 +68,46 @@ def plan_recipe(recipe: Recipe, gpus: Gpus | None) -> Planned:
         notes.append("fp16 is planned as bf16, which is as wide")
     ranks = 1 if strategy.kind == "single" or gpus is None else gpus.count * gpus.nodes
     with tempfile.TemporaryDirectory() as folder:
-        phases = _traced(recipe, strategy, config, ranks, gpus.count if gpus else 1, Path(folder))
+        phases = _traced(recipe, strategy, config, ranks, gpus, Path(folder))
     if strategy.kind == "ddp":
         phases = {name: _with_buckets(phase, _trained(phases)) for name, phase in phases.items()}
-    outside = {"CUDA context": CONTEXT, "cuBLAS workspace": CUBLAS} | ({"NCCL": NCCL} if ranks > 1 else {})
+    outside = {"CUDA context": CONTEXT} | ({"NCCL": NCCL} if ranks > 1 else {})
     return Planned(phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes))
 
 
 def _traced(
-    recipe: Recipe, strategy: Strategy, config: Mapping[str, Any], ranks: int, node: int, folder: Path
+    recipe: Recipe, strategy: Strategy, config: Mapping[str, Any], ranks: int, gpus: Gpus | None, folder: Path
 ) -> dict[str, PhaseMemory]:
     batches = worst_batches(recipe, ranks)
     # DDP's engine is C++ and cannot be traced; a rank alone does the same but for the reducer's buckets.
     way = replace(strategy, kind="single") if strategy.kind == "ddp" else strategy
+    node = gpus.count if gpus else ranks
 
     def timeline_of(layers: int) -> Timeline:
         smaller = with_layers(recipe, config, layers, folder)
-        return trace(smaller, way, batches, ranks=ranks, node=node, host_apart=True).timeline
+        return trace(smaller, way, batches, ranks=ranks, node=node, gpu=gpus is not None).timeline
 
     every = max(1, int(recipe.training.activation_checkpointing))
-    return deep(timeline_of, int(config["num_hidden_layers"]), "cpu", period=every)
+    return deep(timeline_of, int(config["num_hidden_layers"]), NAME if gpus else "cpu", period=every)
 
 
 def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
-    """The largest micro-batches there can be: full rows, each one document; two, where steps accumulate."""
+    """The largest micro-batches there can be: full rows; two batches, where steps accumulate.
+
+    A row is one document, but the last has two where an attention that needs a mask for it may meet such a row, or a
+    padded one, which needs the same: masks take memory in every layer.
+    """
     rows, tokens = recipe.training.per_device_batch_size, recipe.data.max_length
     micro_steps = math.ceil(recipe.training.global_batch_size / (rows * ranks))
     ids = torch.full((rows, tokens), 3)
-    positions = torch.arange(tokens).expand(ids.shape)
+    positions = torch.arange(tokens).repeat(rows, 1)
     batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "shift_labels": ids}
     if attention_name(recipe) == attention.NAME:
         batch = {key: value.reshape(1, -1) for key, value in batch.items()}
         batch["cu_seq_lens"] = torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32)
         batch["document_lengths"] = (tokens,) * rows
+    elif recipe.data.packing or rows > 1:
+        positions[-1, tokens // 2 :] -= tokens // 2
     return [cast(MicroBatch, {key: _copied(value) for key, value in batch.items()}) for _ in range(min(2, micro_steps))]
 
 
