@@ -76,6 +76,8 @@ def trace(
     masks = any(has_joined_documents(batch) for batch in batches)
     device = pretend_device() if gpu else torch.device("cpu")
     with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
+        # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
+        inside.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
         mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
         # Rank 0 tells the others, of whom there are none; a pickled object among the tensors would be counted.
         inside.enter_context(mock.patch.object(dist, "broadcast_object_list"))
