@@ -110,6 +110,7 @@ plan.depth
 plan.job
 plan.beside
 plan.report
+plan.audit
 plan.verb
 launch_file
 cli
@@ -162,6 +163,7 @@ LIGHT = {
     "plan.gpus",
     "plan.zero_terms",
     "plan.depth",
+    "plan.audit",
     "plan.beside",
     "plan.verb",
     "launch_file",
