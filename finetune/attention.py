@@ -47,10 +47,10 @@ def varlen_attention(
     assert query.shape[0] == 1, "varlen attention takes one flat row of documents"
     assert attention_mask is None, "a mask would be ignored here"
     assert not dropout, "attention dropout is refused when the model is built"
-    if query.is_cuda:
-        output = _on_cuda(query, key, value, cu_seq_lens, max(document_lengths), scaling, sliding_window)
-    else:
+    if query.device.type == "cpu":
         output = _by_document(query, key, value, document_lengths, scaling, sliding_window)
+    else:
+        output = _on_cuda(query, key, value, cu_seq_lens, max(document_lengths), scaling, sliding_window)
     return output, None
 
 

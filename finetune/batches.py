@@ -208,17 +208,18 @@ def _joined(rows: list[list[tuple[np.ndarray, np.ndarray]]], width: int) -> Micr
 
 
 def prefetch(batches: Iterable[MicroBatch], device: torch.device | str, non_blocking: bool) -> Iterator[MicroBatch]:
-    """The batches on the device. On CUDA with `non_blocking`, each is copied from pinned memory on a stream of its own
+    """The batches on the device. On a GPU with `non_blocking`, each is copied from pinned memory on a stream of its own
     while the one before it is computed on."""
     device = torch.device(device)
-    if device.type != "cuda" or not non_blocking:
+    if device.type == "cpu" or not non_blocking:
         for batch in batches:
             yield _moved(batch, lambda tensor: tensor.to(device))
         return
-    copies = torch.cuda.Stream(device)
-    ahead: tuple[MicroBatch, torch.cuda.Event] | None = None
+    module: Any = torch.get_device_module(device)
+    copies = module.Stream(device)
+    ahead: tuple[MicroBatch, torch.Event] | None = None
     for batch in batches:
-        with torch.cuda.stream(copies):
+        with module.stream(copies):
             moved = _moved(batch, lambda tensor: tensor.pin_memory().to(device, non_blocking=True))
             copied = copies.record_event()
         if ahead is not None:
@@ -228,9 +229,9 @@ def prefetch(batches: Iterable[MicroBatch], device: torch.device | str, non_bloc
         yield _received(*ahead)
 
 
-def _received(batch: MicroBatch, copied: torch.cuda.Event) -> MicroBatch:
+def _received(batch: MicroBatch, copied: torch.Event) -> MicroBatch:
     """A copied batch, for use on the present stream."""
-    present = torch.cuda.current_stream()
+    present: Any = torch.get_device_module(batch["input_ids"].device).current_stream()
     present.wait_event(copied)
 
     def use(tensor: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ def shard_model(
     with ties_kept(decoder):
         _empty(decoder)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype and torch.float32)
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if strategy.offloaded else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if strategy.offloaded else OffloadPolicy()
     for unit, reshard in _units(decoder, strategy.reshard_after_forward):
         fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
     with ties_kept(decoder):

@@ -104,6 +104,9 @@ plan.zero_terms
 plan.timeline
 plan.recorder
 plan.dataless
+plan.workspaces
+plan.cuda_dispatch
+plan.pretend
 plan.trace
 plan.layers
 plan.depth

@@ -18,6 +18,7 @@ from finetune.model import attention_name
 from finetune.plan.depth import with_layers
 from finetune.plan.gpus import Gpus
 from finetune.plan.layers import deep
+from finetune.plan.pretend import NAME
 from finetune.plan.timeline import Peak, PhaseMemory, Timeline
 from finetune.plan.trace import trace
 from finetune.recipe import Recipe
@@ -26,7 +27,6 @@ from finetune.strategy import Strategy, read_strategy
 
 # Outside of the tensors, and so of every trace: measured by others, see docs/planner.md.
 CONTEXT = 500_000_000  # CUDA's own, with the kernels that are loaded
-CUBLAS = 32 * 2**20  # its workspace on Hopper; 8.5 MB before
 NCCL = 700_000_000  # buffers of a communicator
 
 
@@ -83,11 +83,11 @@ def plan_recipe(
     node = gpus.count if gpus else node or ranks
     shown, exact = batches or worst_batches(recipe, ranks), bool(batches) and gpus is None
     with tempfile.TemporaryDirectory() as folder:
-        job = _Job(recipe, strategy, shown, ranks, node, on_cpu=gpus is None)
+        job = _Job(recipe, strategy, shown, ranks, node, on_gpu=gpus is not None)
         phases = _traced(job, config, Path(folder), whole=exact)
     if strategy.kind == "ddp":
         phases = {name: _with_buckets(phase, _trained(phases)) for name, phase in phases.items()}
-    outside = {"CUDA context": CONTEXT, "cuBLAS workspace": CUBLAS} | ({"NCCL": NCCL} if ranks > 1 else {})
+    outside = {"CUDA context": CONTEXT} | ({"NCCL": NCCL} if ranks > 1 else {})
     return Planned(phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes))
 
 
@@ -98,7 +98,7 @@ class _Job:
     batches: Sequence[MicroBatch]
     ranks: int
     node: int
-    on_cpu: bool
+    on_gpu: bool
 
 
 def _traced(job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool) -> dict[str, PhaseMemory]:
@@ -107,24 +107,30 @@ def _traced(job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool) 
 
     def timeline_of(layers: int) -> Timeline:
         smaller = with_layers(job.recipe, config, layers, folder)
-        options: dict[str, Any] = {"ranks": job.ranks, "node": job.node, "host_apart": not job.on_cpu}
-        return trace(smaller, way, job.batches, **options).timeline
+        return trace(smaller, way, job.batches, ranks=job.ranks, node=job.node, gpu=job.on_gpu).timeline
 
     layers, every = int(config["num_hidden_layers"]), max(1, int(job.recipe.training.activation_checkpointing))
-    return timeline_of(layers).phases("cpu") if whole else deep(timeline_of, layers, "cpu", period=every)
+    device = NAME if job.on_gpu else "cpu"
+    return timeline_of(layers).phases(device) if whole else deep(timeline_of, layers, device, period=every)
 
 
 def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
-    """The largest micro-batches there can be: full rows, each one document; two, where steps accumulate."""
+    """The largest micro-batches there can be: full rows; two batches, where steps accumulate.
+
+    A row is one document, but the last has two where an attention that needs a mask for it may meet such a row, or a
+    padded one, which needs the same: masks take memory in every layer.
+    """
     rows, tokens = recipe.training.per_device_batch_size, recipe.data.max_length
     micro_steps = math.ceil(recipe.training.global_batch_size / (rows * ranks))
     ids = torch.full((rows, tokens), 3)
-    positions = torch.arange(tokens).expand(ids.shape)
+    positions = torch.arange(tokens).repeat(rows, 1)
     batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "shift_labels": ids}
     if attention_name(recipe) == attention.NAME:
         batch = {key: value.reshape(1, -1) for key, value in batch.items()}
         batch["cu_seq_lens"] = torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32)
         batch["document_lengths"] = (tokens,) * rows
+    elif recipe.data.packing or rows > 1:
+        positions[-1, tokens // 2 :] -= tokens // 2
     return [cast(MicroBatch, {key: _copied(value) for key, value in batch.items()}) for _ in range(min(2, micro_steps))]
 
 

@@ -18,7 +18,6 @@ from finetune.tensor_bytes import NONE, TensorBytes, parts
 # Made by an operation of these libraries, whatever module calls it.
 BY_NAMESPACE = {"fsdp": "communication buffers", "bitsandbytes": "quantisation workspace"}
 COLLECTIVES = ("c10d", "_c10d_functional")
-HOST = "host"
 WEIGHTS = ("parameters", "gathered layers")
 
 
@@ -56,13 +55,6 @@ class Recorder:
                     self.timeline.components[serial] = component
                     if certain:
                         self._fixed.add(serial)
-
-    def move_to_host(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count these for the device HOST, from their beginning on."""
-        for tensor in tensors:
-            serial = self.ledger.serial(tensor.untyped_storage())
-            assert serial is not None
-            self.timeline.devices[serial] = HOST
 
     def component(self, tensor: torch.Tensor) -> str | None:
         """What a tensor's storage is known to be; None for one not seen yet."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
-from torch import nn
 
 from finetune.assemble import Assembled, assemble
 from finetune.batches import MicroBatch, prefetch
@@ -29,8 +28,10 @@ from finetune.model import decoder_parts
 from finetune.optimizer import innermost
 from finetune.phases import Phase
 from finetune.plan.dataless import dataless_build, has_joined_documents, no_data, without_data
+from finetune.plan.pretend import pretend_device
 from finetune.plan.recorder import Recorder, Tagging
 from finetune.plan.timeline import Timeline
+from finetune.plan.workspaces import CUBLAS_HOPPER, Workspaces
 from finetune.recipe import Recipe
 from finetune.runtime import build_accelerator, holding_back
 from finetune.save_restore import held
@@ -56,7 +57,8 @@ def trace(
     *,
     ranks: int = 1,
     node: int = 0,
-    host_apart: bool = False,
+    gpu: bool = False,
+    cublas: int = CUBLAS_HOPPER,
 ) -> Traced:
     """The timeline of rank 0 of `ranks`: load, two optimizer steps over `batches` each, save.
 
@@ -65,28 +67,23 @@ def trace(
 
     Args:
         node: Ranks of one machine; 0: all of them.
-        host_apart: The computation would be on GPUs: their ranks do not speak by gloo, and weights that
-            rank 0 reads into host memory before they are cut count for the device HOST. Else all is one CPU's.
+        gpu: The computation is on a device apart from the host, by a GPU's kernels; its bytes are those of the
+            device NAME of pretend.py, those of the host "cpu". Else all is one CPU's.
+        cublas: Bytes of a workspace of cuBLAS, where `gpu`.
     """
     dataless = dataless_build(recipe, whole_quantized=strategy.kind != "fsdp")
     supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
-    with _accelerator(recipe, strategy, ranks, node or ranks) as accelerator, ExitStack() as inside:
+    device = pretend_device() if gpu else torch.device("cpu")
+    with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
         mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
         # Rank 0 tells the others, of whom there are none; a pickled object among the tensors would be counted.
         inside.enter_context(mock.patch.object(dist, "broadcast_object_list"))
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
-        recorder = Recorder(accelerator.device, mode)
-
-        def build(*words: Any, **options: Any) -> nn.Module:
-            model = dataless(*words, **options)
-            if host_apart and strategy.kind == "fsdp":
-                recorder.move_to_host([*model.parameters(), *model.buffers()])
-            return model
-
-        with Tagging(recorder, gloo=not host_apart):
+        recorder = Recorder(device, mode)
+        with Workspaces(recorder, device, cublas) if gpu else nullcontext(), Tagging(recorder, gloo=not gpu):
             with recorder.phases("load"):
-                parts = assemble(recipe, strategy, accelerator, build, mesh)
+                parts = assemble(recipe, strategy, accelerator, dataless, mesh)
             recorder.mark(_weights(parts), "parameters")
             parts.model.train()
             with recorder.modules(parts.whole, decoder_parts(parts.whole).get_output_embeddings()):
@@ -94,12 +91,12 @@ def trace(
                     # Each step has batches of its own. Where they are copied to a device, one is there at a time;
                     # one CPU process computes on those that the host holds for the step.
                     stream: Iterator[MicroBatch] = (without_data(mode, batch) for batch in batches)
-                    if strategy.kind == "single" and not host_apart:
+                    if strategy.kind == "single" or gpu:
                         stream = prefetch(list(stream), accelerator.device, recipe.training.non_blocking)
                     _step(recipe, strategy, accelerator, parts, recorder, stream, len(batches), supervised)
                     del stream
             with recorder.phases("save"):
-                _save(parts, accelerator.device)
+                _save(parts)
         return Traced(recorder.timeline, recorder.phases.take())
 
 
@@ -145,7 +142,7 @@ def _state(parts: Assembled) -> Iterator[torch.Tensor]:
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _save(parts: Assembled, device: torch.device) -> None:
+def _save(parts: Assembled) -> None:
     """What a checkpoint takes beside what is there: safetensors copies a group to host memory before it writes it."""
     for tensors in held(parts).values():
         local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors.values()]
@@ -154,7 +151,9 @@ def _save(parts: Assembled, device: torch.device) -> None:
 
 
 @contextmanager
-def _accelerator(recipe: Recipe, strategy: Strategy, ranks: int, node: int) -> Iterator[Accelerator]:
+def _accelerator(
+    recipe: Recipe, strategy: Strategy, ranks: int, node: int, device: torch.device
+) -> Iterator[Accelerator]:
     """The trainer's Accelerator for rank 0 of so many, which speak to nobody."""
     assert strategy.kind in ("single", "fsdp"), f"{strategy.name} cannot be traced"
     before = dict(os.environ)
@@ -163,12 +162,12 @@ def _accelerator(recipe: Recipe, strategy: Strategy, ranks: int, node: int) -> I
     AcceleratorState._reset_state(reset_partial_state=True)  # as accelerate's own tests do
     ranks = ranks if strategy.kind == "fsdp" else 1
     if strategy.kind == "fsdp":
-        _pretend_ranks(ranks, node)
+        _pretend_ranks(ranks, node, device)
     launch = Launch((), None, None, True, ranks, 0, on_cpu=True, local_world_size=node)
     try:
         accelerator = build_accelerator(recipe, strategy, launch)
-        # Among ranks it is "cpu:0", which tensors without data do not take for "cpu".
-        PartialState().device = accelerator.state.device = torch.device("cpu")
+        # Among CPU ranks it is "cpu:0", which tensors without data do not take for "cpu".
+        PartialState().device = accelerator.state.device = device
         yield accelerator
     finally:
         if strategy.kind == "fsdp":
@@ -178,9 +177,12 @@ def _accelerator(recipe: Recipe, strategy: Strategy, ranks: int, node: int) -> I
         os.environ.update(before)
 
 
-def _pretend_ranks(ranks: int, node: int) -> None:
+def _pretend_ranks(ranks: int, node: int, device: torch.device) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public fake process group
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(node)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    devices = dist.Backend.backend_capability[dist.Backend.FAKE]
+    if device.type not in devices:
+        devices.append(device.type)
+    dist.init_process_group(dist.Backend.FAKE, rank=0, world_size=ranks, store=FakeStore())

@@ -1,0 +1,168 @@
+"""What CUDA's dispatch does to a call before a kernel runs: autocast's number formats, and the choice of attention.
+
+Both are done here for the pretend device, where they decide which tensors exist. Autocast's lists are read from torch's
+own header, which is there for devices of other makers; attention is chosen as `sdp_utils.cpp` chooses it on a GPU of
+compute capability 8.0 or more, whose order is flash, memory-efficient, and plain matrix products.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+HALF = (torch.bfloat16, torch.float16)
+FLASH_HEAD = 256  # the largest head dimension of flash attention
+BIAS_MULTIPLE = 16  # a mask's rows are padded to so many elements for the memory-efficient kernel
+
+_keep: list[torch.library.Library] = []  # a registration lasts as long as its object
+
+
+def register_dispatch(device: str) -> None:
+    """Register both for the one device that a program may bring. Once a process."""
+    others = torch.library.Library("_", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    aten = torch.library.Library("aten", "IMPL")
+    aten.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
+    _keep.extend((others, aten))
+    casts = _Casts(device)
+    for macro, wrap in (
+        ("LOWER_PRECISION_FP", casts.lower),
+        ("FP32", casts.float32),
+        ("FP32_SET_OPT_DTYPE", casts.float32_result),
+        ("PROMOTE", casts.widest),
+    ):
+        for name, overload in autocast_list(macro):
+            packet = getattr(torch.ops.aten, name)
+            if (overload or "default") in packet.overloads():
+                full = f"{name}.{overload}" if overload else name
+                aten.impl(full, wrap(getattr(packet, overload or "default")), "AutocastPrivateUse1")
+    # Casts are kept while autocast is on. torch drops its own at the end of the outermost, by this function.
+    drop = torch.clear_autocast_cache
+
+    def drop_all() -> None:
+        casts.kept.clear()
+        drop()
+
+    torch.clear_autocast_cache = drop_all
+
+
+def autocast_list(macro: str) -> list[tuple[str, str]]:
+    """Operations and overloads of one of the lists that CUDA's autocast goes by, from the installed torch's header."""
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    lines = re.search(rf"#define AT_FORALL_{macro}\(_\)(.*?[^\\])\n", header.read_text("utf-8"), re.DOTALL)
+    assert lines is not None, macro
+    return re.findall(r"_\((\w+)(?:,\s*(\w+))?\)", lines.group(1))
+
+
+class _Casts:
+    """Kernels that change number formats and call on, below autocast."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._key = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutocastPrivateUse1"))
+
+    def lower(self, op: Any) -> Callable[..., Any]:
+        return self._casting(op, lambda _: torch.get_autocast_dtype(self.device))
+
+    def float32(self, op: Any) -> Callable[..., Any]:
+        return self._casting(op, lambda _: torch.float32)
+
+    def widest(self, op: Any) -> Callable[..., Any]:
+        return self._casting(op, self._widest)
+
+    def float32_result(self, op: Any) -> Callable[..., Any]:
+        """The operation converts by itself, which makes no copy."""
+        at = [argument.name for argument in op._schema.arguments].index("dtype")
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            given = args[at] if at < len(args) else kwargs.get("dtype")
+            with self._below():
+                if given is None and self._eligible(args[0]):
+                    return op(*args[:at], **kwargs | {"dtype": torch.float32})
+                return op(*args, **kwargs)
+
+        return kernel
+
+    def _casting(self, op: Any, choose: Callable[[Any], torch.dtype]) -> Callable[..., Any]:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with self._below():
+                dtype = choose(args)
+                return op(*(self._cast(value, dtype) for value in args), **kwargs)
+
+        return kernel
+
+    def _below(self) -> Any:
+        # torch's own kernels begin with this guard; it has no public name in Python.
+        return torch._C._ExcludeDispatchKeyGuard(self._key)
+
+    def _eligible(self, value: Any) -> bool:
+        return (
+            isinstance(value, torch.Tensor)
+            and value.device.type == self.device
+            and value.is_floating_point()
+            and value.dtype != torch.float64
+        )
+
+    def _widest(self, args: Any) -> torch.dtype:
+        found = {value.dtype for value in args if self._eligible(value)}
+        return torch.float32 if torch.float32 in found else torch.get_autocast_dtype(self.device)
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, list | tuple):
+            return [self._cast(each, dtype) for each in value]
+        if not self._eligible(value) or value.dtype == dtype:
+            return value
+        # As in cached_cast: weights alone, and only on the way down.
+        is_weight = value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
+        if not (is_weight and dtype != torch.float32 and torch.is_autocast_cache_enabled()):
+            return value.to(dtype)
+        if id(value) not in self.kept:
+            self.kept[id(value)] = value, value.to(dtype)
+        return self.kept[id(value)][1]
+
+
+def _attention(
+    query: torch.Tensor,  # [batch, heads, tokens, head_dim]
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` by the kernel that CUDA would take."""
+    aten: Any = torch.ops.aten
+    size = query.shape[-1]
+    if attn_mask is None and query.dtype in HALF and size <= FLASH_HEAD:
+        scale = size**-0.5 if scale is None else scale
+        padded = [F.pad(x, (0, -size % 8)) if size % 8 else x for x in (query, key, value)]
+        output = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale)[0]
+        return output[..., :size]  # type: ignore[no-any-return]
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        options = {"scale": scale, "enable_gqa": True}
+        return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, dropout_p, is_causal, **options
+        )[0]
+    bias = None if attn_mask is None else _bias(attn_mask, query, key)
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    return aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
+        query, key, value, bias, keep, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """What the memory-efficient kernel adds: in the query's number format, its rows padded, one view for all heads."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    columns = mask.shape[-1]
+    if columns % BIAS_MULTIPLE:
+        mask = F.pad(mask, (0, -columns % BIAS_MULTIPLE))[..., :columns]
+    return mask.expand(*query.shape[:-1], key.shape[-2])

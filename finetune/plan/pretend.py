@@ -1,0 +1,84 @@
+"""A pretend accelerator: a device apart from the host, on a torch that knows no GPU.
+
+torch lets a program register one device of its own ("PrivateUse1"). This one computes nothing: with fake tensors
+nothing ever runs on it. A trace on it takes the branches that a GPU run takes (streams, pinned host memory, fused and
+foreach kernels, CUDA's lists for autocast, CUDA's attention), and tells device memory from host memory.
+
+Registering is for good: from then on this process has an accelerator in torch's eyes. So it is not for a process that
+trains.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+NAME = "pretend"
+
+
+class _Module:
+    """What torch and its users ask `torch.cuda` for, here `torch.pretend`: one device, always idle."""
+
+    def is_available(self) -> bool:
+        """No: whoever asks wants to compute on it."""
+        return False
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, _: Any) -> None:
+        pass
+
+    def synchronize(self, *_: Any) -> None:
+        pass
+
+    def manual_seed(self, _: int) -> None:
+        pass
+
+    def manual_seed_all(self, _: int) -> None:
+        pass
+
+    def get_rng_state(self, *_: Any) -> torch.Tensor:
+        return torch.empty(16, dtype=torch.uint8, device="cpu")  # as large as CUDA's
+
+    def set_rng_state(self, *_: Any) -> None:
+        pass
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    def Stream(self, *_: Any, **__: Any) -> torch.Stream:  # noqa: N802  # torch.cuda's name
+        return torch.Stream(device=torch.device(NAME, 0))
+
+    def Event(self, *_: Any, **__: Any) -> torch.Event:  # noqa: N802  # torch.cuda's name
+        return torch.Event(device=torch.device(NAME, 0))
+
+    def current_stream(self, *_: Any) -> torch.Stream:
+        return self.Stream()
+
+    def stream(self, _: Any) -> nullcontext[None]:
+        return nullcontext()
+
+
+def pretend_device() -> torch.device:
+    """The device; registers it, and what CUDA's dispatch would do on it, on first use."""
+    if not hasattr(torch, NAME):
+        # torch's name for it is not public yet (2.11 to 2.13); tests/test_pretend.py watches it.
+        from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as register
+
+        from finetune.plan.cuda_dispatch import register_dispatch
+
+        register(NAME, backend_module=_Module())
+        register_dispatch(NAME)
+    return torch.device(NAME, 0)

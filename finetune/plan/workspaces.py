@@ -1,0 +1,141 @@
+"""Memory that CUDA kernels take from the allocator and give back within one operation, which no trace sees.
+
+Read from the sources of torch 2.13 (ATen/native/transformers/cuda/flash_attn/flash_api.cpp and attention_backward.cu,
+native/cuda/ForeachReduceOp.cu, native/cuda/EmbeddingBackwardKernel.cu) and bitsandbytes 0.50 (backends/cuda/ops.py):
+
+    operation                     takes
+    flash attention, backward     dq summed in float32, rows rounded up to 128; one float32 a row and head; where
+                                  heads share keys, dk and dv of each head before they are summed
+    memory-efficient, backward    dq summed in float32, rows rounded up to 64, and one float32 a row and head
+    4-bit matrix product          the weight, unpacked, and its scales in float32
+    foreach norm                  one float32 for each 65,536 elements of the largest tensor, for each tensor
+    embedding, backward           token ids sorted, twice, and partial sums of up to 1.1 rows a token
+    matrix products               cuBLAS keeps a workspace for each thread that calls it: forward's and backward's
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
+
+from finetune.plan.recorder import Recorder
+
+FLOAT32 = 4
+FLASH_BLOCK = 128  # rows that a block of the kernel works on
+EFFICIENT_BLOCK = 64
+NORM_CHUNK = 65_536  # elements
+SORTED_TOKENS = 3072  # embeddings' backward sorts more tokens than these
+CUBLAS = 8_519_680  # bytes
+CUBLAS_HOPPER = 32 * 2**20
+MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
+
+
+def _flash(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any) -> int:
+    """All [batch, heads, tokens, head_dim]."""
+    batch, heads, tokens, size = query.shape
+    return _flash_sums(batch * _up(tokens, FLASH_BLOCK), heads, size) + _groups(query, key)
+
+
+def _varlen(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any) -> int:
+    """All [tokens, heads, head_dim]; documents are a block apart."""
+    tokens, heads, size = query.shape
+    documents = rest[3].numel() - 1
+    return _flash_sums(tokens + FLASH_BLOCK * documents, heads, size) + _groups(query, key)
+
+
+def _flash_sums(rows: int, heads: int, size: int) -> int:
+    return rows * heads * (_up(size, 32 if size <= 128 else 64) + 1) * FLOAT32
+
+
+def _groups(query: torch.Tensor, key: torch.Tensor) -> int:
+    heads, kept = query.shape[1], key.shape[1]
+    return 0 if heads == kept else 2 * key.numel() // kept * heads * key.element_size()
+
+
+def _efficient(grad: torch.Tensor, query: torch.Tensor, *_: Any) -> int:
+    batch, heads, tokens, size = query.shape
+    return batch * heads * (_up(tokens, EFFICIENT_BLOCK) * size + tokens) * FLOAT32
+
+
+def _four_bit(
+    given: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], absmax: torch.Tensor, block: int, *_: Any
+) -> int:
+    elements = math.prod(shape)
+    return elements * given.element_size() + elements // block * FLOAT32
+
+
+def _norm(tensors: Sequence[torch.Tensor], *_: Any) -> int:
+    return len(tensors) * -(-max(tensor.numel() for tensor in tensors) // NORM_CHUNK) * FLOAT32
+
+
+def _embedding(grad: torch.Tensor, tokens: torch.Tensor, *_: Any) -> int:
+    count = tokens.numel()
+    if count <= SORTED_TOKENS:
+        return 0
+    return 4 * count * tokens.element_size() + count * 11 // 10 * grad.shape[-1] * FLOAT32
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+TABLE: dict[str, tuple[Callable[..., int], str]] = {
+    "aten._scaled_dot_product_flash_attention_backward.default": (_flash, "backward workspace"),
+    "torch_attn._varlen_attn_backward.default": (_varlen, "backward workspace"),
+    "aten._scaled_dot_product_efficient_attention_backward.default": (_efficient, "backward workspace"),
+    "bitsandbytes.gemm_4bit.default": (_four_bit, "quantisation workspace"),
+    "aten._foreach_norm.Scalar": (_norm, "other"),
+    "aten.embedding_dense_backward.default": (_embedding, "backward workspace"),
+}
+
+
+class Workspaces(TorchDispatchMode):
+    """Lets the recorder see, after each operation's results, what its kernel holds beside them."""
+
+    def __init__(self, recorder: Recorder, device: torch.device, cublas: int) -> None:
+        """`cublas`: bytes of one of its workspaces."""
+        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no constructor here
+        self._recorder = recorder
+        self._device = device
+        self._cublas = cublas
+        self._kept: dict[int, torch.Tensor] = {}  # by thread
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):  # a wrapper: its parts come back here
+            return NotImplemented
+        name = str(func)
+        if name == "aten._pin_memory.default":
+            return torch.empty_like(args[0])
+        if name == "aten.record_stream.default":
+            return None
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and name.split(".")[1] in MATRIX_PRODUCTS:
+            self._multiply(result)
+        elif name in TABLE:
+            self._take(name, args, result)
+        return result
+
+    def _multiply(self, result: torch.Tensor) -> None:
+        thread = threading.get_ident()
+        if result.device == self._device and thread not in self._kept:
+            self._kept[thread] = self._see(self._cublas, "other")
+
+    def _take(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        count, component = TABLE[name]
+        first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
+        if first.device == self._device and (nbytes := count(*args)):
+            self._recorder.ledger.see(result)
+            self._see(nbytes, component)
+
+    def _see(self, nbytes: int, component: str) -> torch.Tensor:
+        work = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._recorder.ledger.see(work)
+        self._recorder.mark([work], component)
+        return work
