@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune.errors import DoesNotFit, FinetuneError
+from finetune.errors import FinetuneError
 
 app = typer.Typer(
     name="finetune",
@@ -130,20 +130,15 @@ def rehearse(
     as_json: AsJson = False,
 ) -> None:
     """The whole run, small and on the CPU: train, kill, resume, export, load back; under two minutes, no download."""
-    codes: list[int] = []
 
     def work() -> dict[str, Any]:
         from finetune.rehearse_report import show
         from finetune.rehearse_run import rehearse as run
 
         with show(quiet=as_json) as tell:
-            report = run(recipe, overrides or [], processes=processes, tell=tell)
-        codes.append(report["exit_code"])
-        return report
+            return run(recipe, overrides or [], processes=processes, tell=tell)
 
     run_verb(work, as_json=as_json)
-    if codes[0]:
-        raise typer.Exit(codes[0])
 
 
 @app.command()
@@ -152,23 +147,22 @@ def plan(
     overrides: Overrides = None,
     gpus: Annotated[str | None, typer.Option(help="4x24GB, H100:8; the recipe's budget.", show_default=False)] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines with so many GPUs each.")] = 1,
+    audit: Annotated[bool, typer.Option("--audit", help="RUN [RUN ...]: their plans against measurements.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Will it fit? Memory of one GPU by phase and component; no GPU, no weights. Exit code 3 when it does not."""
-    fits: list[bool] = []
 
     def work() -> dict[str, Any]:
+        from finetune.plan.audit import audit_in_words
         from finetune.plan.verb import plan_in_words
 
-        told, words = plan_in_words(recipe, overrides or [], gpus, nodes)
-        fits.append(told["ok"])
+        runs = [recipe, *map(Path, overrides or [])]
+        told, words = audit_in_words(runs) if audit else plan_in_words(recipe, overrides or [], gpus, nodes)
         if not as_json:
             typer.echo(words)
         return told
 
     run_verb(work, as_json=as_json)
-    if not fits[0]:
-        raise typer.Exit(DoesNotFit.exit_code)
 
 
 @app.command()
@@ -266,7 +260,7 @@ def push(
 
 
 def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
-    """Do the work; a user's mistake becomes its text and its exit code, never a traceback."""
+    """Do the work and leave with its `exit_code`, if any; a user's mistake becomes text and code, never a traceback."""
     try:
         result = work()
     except FinetuneError as error:
@@ -282,6 +276,8 @@ def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
         raise typer.Exit(130) from None
     if as_json:
         typer.echo(json.dumps(result))
+    if code := result.get("exit_code"):
+        raise typer.Exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -66,6 +66,8 @@ receipt
 tensor_bytes
 traffic
 phases
+out_of_memory
+foretold
 metrics
 checkpoint
 training_state
@@ -76,6 +78,7 @@ run
 save_restore
 loop
 worst_step
+run_memory
 session
 secret_scan
 base_facts
@@ -109,7 +112,9 @@ plan.trace
 plan.layers
 plan.depth
 plan.job
+plan.beside
 plan.report
+plan.audit
 plan.verb
 launch_file
 cli
@@ -125,6 +130,7 @@ LIGHT = {
     "recipe_reference",
     "strategy",
     "slurm",
+    "foretold",
     "json_array",
     "row_reading",
     "chat_messages",
@@ -161,6 +167,8 @@ LIGHT = {
     "plan.gpus",
     "plan.zero_terms",
     "plan.depth",
+    "plan.audit",
+    "plan.beside",
     "plan.verb",
     "launch_file",
     "cli",
