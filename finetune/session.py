@@ -26,6 +26,7 @@ from finetune.loss_scaling import load_scaler_state
 from finetune.metrics import Terminal, eval_line
 from finetune.model import attention_name, decoder_parts
 from finetune.optimizer import once_stepped
+from finetune.pages.keep import write_page
 from finetune.phases import Phases
 from finetune.pulse import Progress, watched
 from finetune.receipt import add_optimizer_state, describe, write_receipt
@@ -160,7 +161,7 @@ def _build(
         terminal=terminal,
         phases=phases,
         stop_requested=_stop_requested(start, progress, state),
-        write_metrics=_metrics_writer(start, progress),
+        write_metrics=_metrics_writer(start, progress, terminal),
         save=lambda state: save(recipe, parts, state),
         hold=holding_back(accelerator, start.strategy, parts.model),
     )
@@ -188,11 +189,13 @@ def _stop_requested(start: Start, progress: Progress, state: TrainState) -> Call
     return asked
 
 
-def _metrics_writer(start: Start, progress: Progress) -> Callable[[dict[str, Any]], None]:
+def _metrics_writer(start: Start, progress: Progress, terminal: Terminal) -> Callable[[dict[str, Any]], None]:
     def write(line: dict[str, Any]) -> None:
         progress.reached(line["step"])
         if start.launch.is_main:
             append_lines(start.run_dir / "metrics.jsonl", [line])
+            if line["kind"] == "eval":
+                write_page(start.run_dir, terminal.say)
 
     return write
 

@@ -63,6 +63,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     hush_libraries(launch)
     from finetune.batches import prepare
     from finetune.model import load_tokenizer
+    from finetune.pages.keep import write_pages
     from finetune.run_folder import claim_run_folder, curve_identity
     from finetune.session import Start, train_claimed
     from finetune.signals import StopRequest, die_with_launcher
@@ -82,7 +83,10 @@ def run_recipe(loaded: LoadedRecipe) -> int:
         )
         _write_start(loaded, claim)
     code = train_claimed(Start(recipe, launch, strategy, tokenizer, prepared, claim, StopRequest()))
-    if code == 0 and launch.is_main:  # last, so that no rank waits for the network, and no watcher for this one
+    # Last, so that no rank waits for pictures or the network, and no watcher for this one.
+    if claim is not None and claim.status != "finished":
+        write_pages(Path(recipe.run_dir), print)
+    if code == 0 and launch.is_main:
         push_after_training(recipe)
     return code
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -35,6 +36,34 @@ def chat(
             typer.echo(HELP)
         converse(parlour, prompt or typed_lines(), say=typer.echo, **options)
         return {"ok": True}
+
+    run_verb(work, as_json=as_json)
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, or a comparison.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder; one run's own, else ./report.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Curves, memory by phase, answers before and after: one page, and pictures. Several runs: side by side."""
+
+    def work() -> dict[str, Any]:
+        from finetune.pages.curves import read_runs, summary
+        from finetune.pages.keep import PICTURES
+        from finetune.pages.report import NAME, write_report
+
+        found = read_runs(runs)
+        folder = output or (runs[0] if len(runs) == 1 else Path("report"))
+        folder.mkdir(parents=True, exist_ok=True)
+        write_report(found, folder / NAME)
+        for name, draw in PICTURES.items():
+            draw(found, folder / name)
+        files = [str(folder / name) for name in (NAME, *PICTURES)]
+        if not as_json:
+            typer.echo("\n".join(files))
+        return {"ok": True, "files": files, "runs": {run.name: summary(run) for run in found}}
 
     run_verb(work, as_json=as_json)
 

@@ -76,10 +76,16 @@ run
 save_restore
 loop
 worst_step
+run_facts
+pages.page
+pages.charts
+pages.curves
+pages.report
+pages.pictures
+pages.keep
 session
 secret_scan
 base_facts
-run_facts
 model_card
 outgoing
 hub_calls
@@ -108,7 +114,6 @@ plan.job
 plan.report
 plan.verb
 launch_file
-pages.page
 pages.findings
 pages.preview
 pages.preview_views
@@ -167,6 +172,11 @@ LIGHT = {
     "plan.verb",
     "launch_file",
     "pages.page",
+    "pages.charts",
+    "pages.curves",
+    "pages.report",
+    "pages.pictures",
+    "pages.keep",
     "verbs",
     "verbs_of_data",
     "verbs_of_runs",

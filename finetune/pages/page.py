@@ -25,7 +25,11 @@ pre { background: var(--panel); border: 1px solid var(--line); border-radius: 6p
 .t { box-shadow: inset -1px 0 var(--line) } .l { background: var(--learned) } .s { color: var(--control) }
 .error { color: var(--error) } .warning { color: var(--warning) }
 figure { margin: 0 } img, svg { max-width: 100%; height: auto } svg text { fill: var(--faint); font-size: 11px }
-svg rect { fill: var(--bar) } .scroll svg { min-width: 36rem }
+svg rect { fill: var(--bar) } svg .grid { stroke: var(--line) } .key { margin-left: .6rem; white-space: nowrap }
+.key i { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .3em }
+figcaption b { color: var(--ink) } .charts { display: grid; gap: 1.2rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)) }
+.scroll svg { min-width: 36rem }
 details summary { cursor: pointer } .two { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem }
 @media (max-width: 46rem) { .two { grid-template-columns: 1fr } }
 """
