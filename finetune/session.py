@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from finetune.loss_scaling import load_scaler_state
 from finetune.metrics import Terminal, eval_line
 from finetune.model import attention_name, decoder_parts
 from finetune.optimizer import once_stepped
-from finetune.pages.keep import write_page
+from finetune.pages.keep import write_page, write_pages
 from finetune.phases import Phases
 from finetune.pulse import Progress, watched
 from finetune.receipt import add_optimizer_state, describe, write_receipt
@@ -39,6 +39,7 @@ from finetune.save_restore import export, read_back, remove_aside, restore, save
 from finetune.schedule import learning_rate_schedule
 from finetune.signals import StopRequest, stop_on_signals
 from finetune.strategy import Strategy
+from finetune.trackers import Trackers
 from finetune.worst_step import worst_step_first
 from finetune.zero import release_engine, remove_swap
 from finetune.zero_pieces import whole_shape
@@ -55,10 +56,24 @@ class Start:
     prepared: Prepared
     claim: Claim | None  # of rank 0 alone
     stop: StopRequest
+    trackers: Trackers | None = None  # of rank 0 alone
 
     @property
     def run_dir(self) -> Path:
         return Path(self.recipe.run_dir)
+
+
+def train_and_report(start: Start) -> int:
+    """Train; then, when no rank waits any more, the pages of the run and what trackers are handed of them."""
+    if start.claim is None or start.claim.status == "finished":
+        return train_claimed(start)
+    trackers = Trackers(start.recipe)
+    try:
+        code = train_claimed(replace(start, trackers=trackers))
+        write_pages(start.run_dir, print)
+        return code
+    finally:
+        trackers.finish()
 
 
 def train_claimed(start: Start) -> int:
@@ -147,6 +162,8 @@ def _build(
         load_scaler_state(accelerator, state.loss_scaler)
     terminal = Terminal(plan.total_steps, silent=not start.launch.is_main)
     _write_receipt(start, accelerator, parts, plan, terminal)
+    if start.trackers is not None:
+        start.trackers.start(first_step)
 
     parts.model.train()  # DeepSpeed's returns nothing
     run = Run(
@@ -194,6 +211,8 @@ def _metrics_writer(start: Start, progress: Progress, terminal: Terminal) -> Cal
         progress.reached(line["step"])
         if start.launch.is_main:
             append_lines(start.run_dir / "metrics.jsonl", [line])
+            if start.trackers is not None:
+                start.trackers.log(line)
             if line["kind"] == "eval":
                 write_page(start.run_dir, terminal.say)
 
@@ -244,6 +263,10 @@ def _write_samples(start: Start, model: nn.Module, when: str, step: int) -> None
         return
     length = start.recipe.samples.max_new_tokens
     answers = samples(model, start.tokenizer, start.prepared.prompts, max_new_tokens=length, when=when, step=step)
+    lines = []
     for line in answers:
         if start.launch.is_main:
             append_lines(start.run_dir / "samples.jsonl", [line])
+            lines.append(line)
+    if start.trackers is not None:
+        start.trackers.log_samples(lines)

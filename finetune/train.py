@@ -63,13 +63,14 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     hush_libraries(launch)
     from finetune.batches import prepare
     from finetune.model import load_tokenizer
-    from finetune.pages.keep import write_pages
     from finetune.run_folder import claim_run_folder, curve_identity
-    from finetune.session import Start, train_claimed
+    from finetune.session import Start, train_and_report
     from finetune.signals import StopRequest, die_with_launcher
+    from finetune.trackers import check_trackers
 
     command = continue_command(launch, resume=recipe.training.resume)
     strategy = check_launch(recipe, launch)
+    check_trackers(recipe)
     for note in (*launch_notes(launch), *check_before_training(recipe)) if launch.is_main else ():
         print(note, file=sys.stderr)
     die_with_launcher()
@@ -82,10 +83,8 @@ def run_recipe(loaded: LoadedRecipe) -> int:
             Path(recipe.run_dir), resume=recipe.training.resume, identity=identity, command=command
         )
         _write_start(loaded, claim)
-    code = train_claimed(Start(recipe, launch, strategy, tokenizer, prepared, claim, StopRequest()))
-    # Last, so that no rank waits for pictures or the network, and no watcher for this one.
-    if claim is not None and claim.status != "finished":
-        write_pages(Path(recipe.run_dir), print)
+    start = Start(recipe, launch, strategy, tokenizer, prepared, claim, StopRequest())
+    code = train_and_report(start)
     if code == 0 and launch.is_main:
         push_after_training(recipe)
     return code

@@ -83,6 +83,7 @@ pages.curves
 pages.report
 pages.pictures
 pages.keep
+trackers
 session
 secret_scan
 base_facts
