@@ -64,8 +64,8 @@ def trace(
 ) -> Traced:
     """The timeline of rank 0 of `ranks`: load, two optimizer steps over `batches` each, save.
 
-    Not DDP, whose reducer is C++. Process-wide state of Accelerate and of torch's
-    process groups is made for the trace and taken away, so it is not for a process that trains.
+    Not DDP, whose reducer is C++. Process-wide state of Accelerate, of DeepSpeed and of torch's process groups is made
+    for the trace and taken away, so it is not for a process that trains.
 
     Args:
         node: Ranks of one machine; 0: all of them.
@@ -84,6 +84,9 @@ def trace(
     masks = any(has_joined_documents(batch) for batch in batches)
     device = pretend_device() if gpu else torch.device("cpu")
     with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
+        if strategy.kind != "deepspeed":
+            # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
+            inside.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
         mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
         # Rank 0 tells the others, of whom there are none; a pickled object among the tensors would be counted.
         inside.enter_context(mock.patch.object(dist, "broadcast_object_list"))

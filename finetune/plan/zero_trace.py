@@ -68,8 +68,8 @@ def _computing_on(device: torch.device) -> Any:
 
 
 def as_on_gpus(accelerator: Accelerator) -> None:
-    """The engine's settings that are others on GPUs than on a CPU: it sends while it computes, and pins what it offloads
-    (finetune/zero.py)."""
+    """The engine's settings that are others on GPUs than on a CPU (finetune/zero.py): it sends while it computes, and
+    pins what it offloads."""
     zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
     zero["overlap_comm"] = True
     for what in ("offload_optimizer", "offload_param"):
