@@ -26,6 +26,7 @@ from finetune.batches import MicroBatch, prefetch
 from finetune.launcher import Launch
 from finetune.loop import optimizer_step
 from finetune.phases import Phases
+from finetune.plan.recorder import _tensors
 from finetune.plan.trace import STEPS, trace
 from finetune.plan.zero_trace import SHARED_MEMORY
 from finetune.recipe import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
@@ -185,20 +186,23 @@ def differences(
             yield f"{name}: tracked {there}, planned {here}"
 
 
-# What FSDP2 calls; the second of each pair is its name since torch 2.13.
-COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
+# What FSDP2 and DeepSpeed call; "single" are names since torch 2.13.
+COLLECTIVES = (
+    *("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"),
+    *("all_reduce", "reduce", "broadcast", "all_gather"),
+)
 
 
 def let_go_at_once() -> None:
     """gloo's own threads drop a collective's buffers a moment after it is done; tracked peaks would depend on it."""
-    for name in (*COLLECTIVES, "all_reduce"):
+    for name in COLLECTIVES:
         if hasattr(torch.distributed, name):
             setattr(torch.distributed, name, _and_dropped(getattr(torch.distributed, name)))
 
 
 def _and_dropped(collective: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        tensors = list(_tensors((args, kwargs)))
         before = _holders(tensors)
         work = collective(*args, **kwargs)
         if work is not None:

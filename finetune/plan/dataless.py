@@ -27,6 +27,8 @@ from finetune.model import build_model
 from finetune.quantized import plain_quantized_weights
 from finetune.recipe import Recipe
 
+Each = Callable[[nn.Parameter], None]
+
 
 class _HostReads(TorchDispatchMode):
     """Answers each read of a value to the host, of which there is none. torch's meshes have values, and keep them."""
@@ -88,7 +90,7 @@ def has_joined_documents(batch: MicroBatch) -> bool:
 
 
 def dataless_build(
-    recipe: Recipe, *, whole_quantized: bool, dtype: torch.dtype | None = None, on_host: bool = False
+    recipe: Recipe, *, whole_quantized: bool, dtype: torch.dtype | None = None
 ) -> Callable[..., nn.Module]:
     """The trainer's `build_model`, to be called inside `no_data`; its structure is built here, from the configuration.
 
@@ -96,15 +98,17 @@ def dataless_build(
         whole_quantized: 4-bit layers get the plain weights they have after loading. A strategy that shards makes them
             plain by itself.
         dtype: Of all weights, as `build_model` has it.
-        on_host: Weights come in host memory, whatever device is asked for: they are cut before they leave it.
+
+    Returns:
+        Called with `each`, it calls that with each parameter when it has its tensor.
     """
     model = build_model(recipe, torch.device("meta"), dtype=dtype)
     quantization = recipe.quantization
     if whole_quantized and quantization is not None:
         plain_quantized_weights(model)
 
-    def build(_: Recipe, device: torch.device, **__: Any) -> nn.Module:
-        fill(model, torch.device("cpu") if on_host else device)
+    def build(_: Recipe, device: torch.device, each: Each | None = None, **__: Any) -> nn.Module:
+        fill(model, device, each)
         if quantization is not None and quantization.bnb_4bit_use_double_quant:
             # bitsandbytes keeps the code book that it quantised scales by, for good, beside each layer's copy.
             model.scales_code_book = torch.empty(256, device=device)
@@ -113,12 +117,15 @@ def dataless_build(
     return build
 
 
-def fill(model: nn.Module, device: torch.device) -> None:
+def fill(model: nn.Module, device: torch.device, each: Each | None = None) -> None:
     """Tensors without data on `device`, in place of those on meta."""
     with ties_kept(model):
         for name, parameter in list(model.named_parameters()):
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            put(model, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+            filled = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            put(model, name, filled)
+            if each is not None:
+                each(filled)
     for name, buffer in list(model.named_buffers()):
         put(model, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
     # Accelerate moves models to a device that these are on; torch 2.13 cannot swap a fake tensor with references.

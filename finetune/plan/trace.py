@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -32,7 +33,7 @@ from finetune.plan.pretend import pretend_device
 from finetune.plan.recorder import Recorder, Tagging
 from finetune.plan.timeline import Timeline
 from finetune.plan.workspaces import CUBLAS_HOPPER, Workspaces
-from finetune.plan.zero_trace import as_on_gpus, engine_parts, engine_without_ranks
+from finetune.plan.zero_trace import as_on_gpus, cut, engine_parts, engine_without_ranks
 from finetune.recipe import Recipe
 from finetune.runtime import build_accelerator, holding_back
 from finetune.save_restore import held
@@ -73,13 +74,9 @@ def trace(
             device NAME of pretend.py, those of the host "cpu". Else all is one CPU's.
         cublas: Bytes of a workspace of cuBLAS, where `gpu`.
     """
-    dataless = dataless_build(
-        recipe,
-        whole_quantized=strategy.kind != "fsdp",
-        # The engine of ZeRO has one number format; its third stage cuts weights before they leave the host.
-        dtype=_engine_dtype(recipe) if strategy.kind == "deepspeed" else None,
-        on_host=strategy.zero_stage == 3,
-    )
+    # The engine of ZeRO has one number format; its third stage cuts each weight as it is loaded.
+    dtype = _engine_dtype(recipe) if strategy.kind == "deepspeed" else None
+    build = dataless_build(recipe, whole_quantized=strategy.kind != "fsdp", dtype=dtype)
     supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
     device = pretend_device() if gpu else torch.device("cpu")
@@ -87,6 +84,8 @@ def trace(
         if strategy.kind != "deepspeed":
             # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
             inside.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
+        if strategy.zero_stage == 3:
+            build = partial(build, each=cut(accelerator))
         mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
         # Rank 0 tells the others, of whom there are none; a pickled object among the tensors would be counted.
         inside.enter_context(mock.patch.object(dist, "broadcast_object_list"))
@@ -96,7 +95,7 @@ def trace(
             with recorder.phases("load"):
                 # Each rank's number, which torch's mesh keeps in host memory.
                 numbers = None if mesh is None else torch.empty(ranks, dtype=torch.int32, device="cpu")
-                parts = assemble(recipe, strategy, accelerator, dataless, mesh)
+                parts = assemble(recipe, strategy, accelerator, build, mesh)
             recorder.mark(_weights(parts), "parameters")
             parts.model.train()
             with recorder.modules(parts.whole, decoder_parts(parts.whole).get_output_embeddings()):
@@ -104,7 +103,7 @@ def trace(
                     # Each step has batches of its own. Where they are copied to a device, one is there at a time;
                     # one CPU process computes on those that the host holds for the step.
                     stream: Iterator[MicroBatch] = (without_data(mode, batch) for batch in batches)
-                    if strategy.kind != "fsdp" or gpu:
+                    if strategy.kind == "single" or gpu:
                         stream = prefetch(list(stream), accelerator.device, recipe.training.non_blocking)
                     _step(recipe, strategy, accelerator, parts, recorder, stream, len(batches), supervised)
                     del stream

@@ -7,13 +7,14 @@ that move bytes to a disk stand for what they leave in memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 from finetune.assemble import Assembled
 
@@ -77,7 +78,19 @@ def as_on_gpus(accelerator: Accelerator) -> None:
             zero[what]["pin_memory"] = True
 
 
-def engine_parts(parts: Assembled) -> dict[str, list[torch.Tensor]]:
+def cut(accelerator: Accelerator) -> Callable[[nn.Parameter], None]:
+    """What stage 3 does to each parameter as it is loaded: this rank keeps its part."""
+    import deepspeed
+
+    config = dict(accelerator.state.deepspeed_plugin.deepspeed_config)
+
+    def keep_part(parameter: nn.Parameter) -> None:
+        deepspeed.zero.Init(module=nn.ParameterList([parameter]), config_dict_or_path=config)
+
+    return keep_part
+
+
+def engine_parts(parts: Assembled) -> dict[str, list[torch.Tensor | None]]:
     """What an engine holds, by component, now; nothing where the engine is torch's own."""
     if parts.engine is None:
         return {}
@@ -88,5 +101,9 @@ def engine_parts(parts: Assembled) -> dict[str, list[torch.Tensor]]:
     gradients = [master.grad for master in masters]
     gradients += [getattr(parameter, "grad_accum", None) for parameter in parts.whole.parameters()]  # stage 1
     gradients += getattr(optimizer, "fp32_groups_gradients_flat", [])  # stage 1, bf16
+    gradients.append(getattr(optimizer, "grad_partitions_flat_buffer", None))  # stage 3
     gradients += [part for kept in getattr(optimizer, "averaged_gradients", {}).values() for part in kept or ()]
-    return {"masters": masters, "gradients": [tensor for tensor in gradients if tensor is not None]}
+    buckets: list[torch.Tensor | None] = []
+    for bucket in getattr(optimizer, "ipg_buckets", {}).values():
+        buckets += bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]  # one under stage 3
+    return {"masters": masters, "gradients": gradients, "communication buffers": buckets}
