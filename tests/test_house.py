@@ -116,6 +116,7 @@ plan.recorder
 plan.dataless
 plan.workspaces
 plan.zero_trace
+plan.reducer
 plan.trace
 plan.layers
 plan.depth

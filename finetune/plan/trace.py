@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
+from torch import nn
 
 from finetune.assemble import COMPUTE, Assembled, assemble
 from finetune.batches import MicroBatch, prefetch
@@ -31,6 +32,7 @@ from finetune.phases import Phase
 from finetune.plan.dataless import dataless_build, has_joined_documents, no_data, without_data
 from finetune.plan.pretend import pretend_device
 from finetune.plan.recorder import Recorder, Tagging
+from finetune.plan.reducer import Replica
 from finetune.plan.timeline import Timeline
 from finetune.plan.workspaces import CUBLAS_HOPPER, Workspaces
 from finetune.plan.zero_trace import as_on_gpus, cut, engine_parts, engine_without_ranks
@@ -65,8 +67,8 @@ def trace(
 ) -> Traced:
     """The timeline of rank 0 of `ranks`: load, two optimizer steps over `batches` each, save.
 
-    Not DDP, whose reducer is C++. Process-wide state of Accelerate, of DeepSpeed and of torch's process groups is made
-    for the trace and taken away, so it is not for a process that trains.
+    Process-wide state of Accelerate, of DeepSpeed and of torch's process groups is made for the trace and taken away,
+    so it is not for a process that trains.
 
     Args:
         node: Ranks of one machine; 0: all of them.
@@ -87,6 +89,7 @@ def trace(
         if strategy.zero_stage == 3:
             build = partial(build, each=cut(accelerator))
         mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
+        inside.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", Replica))
         # Rank 0 tells the others, of whom there are none; a pickled object among the tensors would be counted.
         inside.enter_context(mock.patch.object(dist, "broadcast_object_list"))
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
@@ -176,7 +179,6 @@ def _accelerator(
     recipe: Recipe, strategy: Strategy, ranks: int, node: int, device: torch.device
 ) -> Iterator[Accelerator]:
     """The trainer's Accelerator for rank 0 of so many, which speak to nobody."""
-    assert strategy.kind != "ddp", f"{strategy.name} cannot be traced"
     alone = strategy.kind == "single"
     before = dict(os.environ)
     for name in PLUGIN_SETTINGS:
