@@ -104,9 +104,9 @@ def trace(
             with recorder.modules(parts.whole, decoder_parts(parts.whole).get_output_embeddings()):
                 for _ in range(STEPS):
                     # Each step has batches of its own. Where they are copied to a device, one is there at a time;
-                    # one CPU process computes on those that the host holds for the step.
+                    # one CPU process, and DeepSpeed's, computes on those that the host holds for the step.
                     stream: Iterator[MicroBatch] = (without_data(mode, batch) for batch in batches)
-                    if strategy.kind == "single" or gpu:
+                    if strategy.kind in ("single", "deepspeed") or gpu:
                         stream = prefetch(list(stream), accelerator.device, recipe.training.non_blocking)
                     _step(recipe, strategy, accelerator, parts, recorder, stream, len(batches), supervised)
                     del stream
