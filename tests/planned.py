@@ -45,21 +45,25 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "pure_bf16": {"mixed_precision": "bf16", "pure_bf16": True},
 }
 
+QUANTIZATIONS = {"qlora": Quantization(load_in_4bit=True), "int8": Quantization(load_in_8bit=True)}
+
 
 @dataclass(frozen=True)
 class Case:
     """One configuration."""
 
-    method: str  # full | lora | qlora
+    method: str  # full | lora | qlora | int8, with adapters
     precision: str
     checkpointing: int  # 0 none, 1 full, n every n-th layer
     packed: bool
     tied: bool
     micro_steps: int
+    optim: str = "adamw"
 
     def __str__(self) -> str:
         rest = "packed" * self.packed or "padded", "tied" * self.tied or "untied", self.micro_steps
-        return "-".join(map(str, (self.method, self.precision, self.checkpointing, *rest)))
+        words = (self.method, self.precision, self.checkpointing, *rest)
+        return "-".join(map(str, words if self.optim == "adamw" else (*words, self.optim)))
 
     def recipe(self, folder: Path) -> Recipe:
         return Recipe(
@@ -67,10 +71,14 @@ class Case:
                 name_or_path=str(folder / ("tied" if self.tied else "untied")),
                 attention="auto" if self.packed else "sdpa",
             ),
-            quantization=Quantization(load_in_4bit=True) if self.method == "qlora" else None,
+            quantization=QUANTIZATIONS.get(self.method),
             lora=None if self.method == "full" else Lora(r=4),
             data=Data(train=[DataSet(path="json", data_files="unused.jsonl")]),
-            training=Training(activation_checkpointing=self.checkpointing or False, **PRECISIONS[self.precision]),
+            training=Training(
+                optim=self.optim,  # type: ignore[arg-type]
+                activation_checkpointing=self.checkpointing or False,
+                **PRECISIONS[self.precision],
+            ),
             output_dir=str(folder / "runs" / f"{self}-{os.environ.get('WORLD_SIZE', 1)}"),
         )
 

@@ -24,7 +24,7 @@ from finetune import fsdp
 from finetune.batches import MicroBatch
 from finetune.fsdp import put, ties_kept
 from finetune.model import build_model
-from finetune.quantized import plain_quantized_weights
+from finetune.quantized import hollow_int8_weights, plain_quantized_weights
 from finetune.recipe import Recipe
 
 Each = Callable[[nn.Parameter], None]
@@ -104,12 +104,14 @@ def dataless_build(
     """
     model = build_model(recipe, torch.device("meta"), dtype=dtype)
     quantization = recipe.quantization
-    if whole_quantized and quantization is not None:
+    if quantization is not None and quantization.load_in_8bit:
+        hollow_int8_weights(model)
+    elif whole_quantized and quantization is not None:
         plain_quantized_weights(model)
 
     def build(_: Recipe, device: torch.device, each: Each | None = None, **__: Any) -> nn.Module:
         fill(model, device, each)
-        if quantization is not None and quantization.bnb_4bit_use_double_quant:
+        if quantization is not None and quantization.load_in_4bit and quantization.bnb_4bit_use_double_quant:
             # bitsandbytes keeps the code book that it quantised scales by, for good, beside each layer's copy.
             model.scales_code_book = torch.empty(256, device=device)
         return model
