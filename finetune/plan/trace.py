@@ -87,7 +87,7 @@ def trace(
             # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
             inside.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
         if strategy.zero_stage == 3:
-            build = partial(build, each=cut(accelerator))
+            build = partial(build, each=cut(accelerator, adapters=recipe.lora is not None))
         mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
         inside.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", Replica))
         # Rank 0 tells the others, of whom there are none; a pickled object among the tensors would be counted.
