@@ -1,0 +1,430 @@
+"""A plan by arithmetic: no torch, a few milliseconds, so that thousands of variants can be looked through.
+
+The same phases and components as the trace, which `tests/test_closed.py` holds it to. Each phase's peak is the largest
+of a few moments: where forward is deepest and where the loss is made; where backward begins, in its last and its first
+layer, and where it ends at the embeddings; the update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from finetune.plan.gpus import Gpus
+from finetune.plan.layer_terms import FLOAT32, HALF, Step, Way, layer_steps
+from finetune.plan.shape import FAMILIES, Shape, shape_of
+from finetune.recipe import Recipe
+from finetune.strategy import Strategy, read_strategy
+
+CHUNK_BYTES = 256 * 2**20  # of float32 logits: loss.py
+CUBLAS = 2 * 32 * 2**20  # workspaces of the two threads that multiply
+SORTED_TOKENS = 3072  # more tokens than these are sorted by the embeddings' backward
+CONTEXT, NCCL = 500_000_000, 700_000_000  # job.py
+Parts = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a recipe takes on one rank's GPU: bytes by component at the peak of each phase."""
+
+    phases: dict[str, Parts]
+    outside: Parts
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        return {name: sum(parts.values()) for name, parts in self.phases.items()}
+
+    @property
+    def needed(self) -> int:
+        return max(self.peaks.values()) + sum(self.outside.values())
+
+
+def unknown(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -> str | None:
+    """Why there is no closed form for this recipe; None where there is one."""
+    strategy, training, lora = read_strategy(recipe.accelerate_config), recipe.training, recipe.lora
+    if gpus is None:
+        return "on a CPU"
+    if config.get("model_type") not in FAMILIES:
+        return f"the architecture {config.get('model_type')}"
+    if strategy.kind == "deepspeed" or strategy.offloaded:
+        return f"accelerate_config: {strategy.name}"
+    if training.mixed_precision == "no":
+        return "training.mixed_precision: no"
+    if recipe.model.attention != "auto":
+        return f"model.attention: {recipe.model.attention}"
+    if training.optim != "adamw":
+        return f"training.optim: {training.optim}"
+    if recipe.quantization is not None and recipe.quantization.load_in_8bit:
+        return "quantization.load_in_8bit"
+    if lora is not None and (lora.use_dora or lora.lora_dropout or lora.modules_to_save):
+        return "lora: DoRA, dropout or modules_to_save"
+    if lora is not None and recipe.model.dtype == "float32":
+        return "model.dtype: float32 under lora"
+    return None
+
+
+def estimate(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Estimate:
+    """Estimate one rank. Only for recipes of which `unknown` says None."""
+    job = _Job(recipe, config, gpus)
+    phases = {
+        "load": _load(job),
+        "forward": _largest(_forward(job)),
+        "backward": _largest(_backward(job)),
+        "step": job.static | {"gradients": job.gradients} | job.left,
+        "save": job.static,
+    }
+    outside = {"CUDA context": CONTEXT} | ({"NCCL": NCCL} if job.ranks > 1 else {})
+    return Estimate({name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}, outside)
+
+
+@dataclass(frozen=True)
+class _Job:
+    recipe: Recipe
+    config: Mapping[str, Any]
+    gpus: Gpus
+    strategy: Strategy = field(init=False)
+    shape: Shape = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strategy", read_strategy(self.recipe.accelerate_config))
+        object.__setattr__(self, "shape", shape_of(self.recipe, self.config))
+
+    @cached_property
+    def sharded(self) -> bool:
+        return self.strategy.kind == "fsdp"
+
+    @cached_property
+    def ranks(self) -> int:
+        return 1 if self.strategy.kind == "single" else self.gpus.count * self.gpus.nodes
+
+    @cached_property
+    def shards(self) -> int:
+        if not self.sharded:
+            return 1
+        copies = self.strategy.replicas
+        return self.ranks if copies is None else self.ranks // (copies or self.gpus.nodes)
+
+    @cached_property
+    def full(self) -> bool:
+        return self.recipe.lora is None
+
+    @cached_property
+    def four_bit(self) -> bool:
+        return self.recipe.quantization is not None
+
+    @cached_property
+    def width(self) -> int:
+        """Bytes of a trained weight."""
+        return HALF if self.recipe.training.pure_bf16 else FLOAT32
+
+    @cached_property
+    def tokens(self) -> int:
+        return self.recipe.training.per_device_batch_size * self.recipe.data.max_length
+
+    @cached_property
+    def micro_steps(self) -> int:
+        training = self.recipe.training
+        return math.ceil(training.global_batch_size / (training.per_device_batch_size * self.ranks))
+
+    @cached_property
+    def way(self) -> Way:
+        apart = self.full and self.width == FLOAT32 and not self.sharded
+        return Way(
+            tokens=self.tokens,
+            rows=self.recipe.training.per_device_batch_size,
+            stream=FLOAT32 if apart else HALF,
+            trained=self.full,
+            wide=not self.full and self.width == FLOAT32 and not self.sharded,
+            four_bit=self.four_bit,
+            whole_gradients=self.sharded,
+        )
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        return layer_steps(self.shape, self.way)
+
+    @cached_property
+    def kept(self) -> int:
+        return sum(step.kept for step in self.steps)
+
+    @cached_property
+    def casts(self) -> int:
+        return sum(step.casts for step in self.steps)
+
+    @cached_property
+    def every(self) -> int:
+        return int(self.recipe.training.activation_checkpointing)
+
+    def recomputed(self, layer: int) -> bool:
+        return bool(self.every) and layer % self.every == 0
+
+    def cut(self, rows: int, columns: int) -> int:
+        """Weights of a matrix that rank 0 holds."""
+        return -(-rows // self.shards) * columns
+
+    @cached_property
+    def trained_of_layer(self) -> int:
+        """Weights of a layer that are trained, whole."""
+        return self.shape.matrices + self.shape.small if self.full else self.shape.adapters
+
+    @cached_property
+    def trained(self) -> int:
+        """Weights that are trained, of this rank."""
+        shape, rank = self.shape, 0
+        if self.full:
+            ends = self.cut(shape.vocabulary, shape.hidden) * (1 if shape.tied else 2) + self.cut(shape.hidden, 1)
+            return shape.layers * self._base_of_layer() + ends
+        for linear in shape.linears.values():
+            rank += self.cut(linear.rank, linear.inputs) + self.cut(linear.outputs, linear.rank)
+        return shape.layers * rank
+
+    def _base_of_layer(self) -> int:
+        shape = self.shape
+        matrices = sum(self.cut(linear.outputs, linear.inputs) for linear in shape.linears.values())
+        biases = sum(self.cut(linear.outputs, 1) for linear in shape.linears.values() if linear.bias)
+        return matrices + biases + 2 * self.cut(shape.hidden, 1) + 2 * self.cut(shape.head, 1) * shape.normed_heads
+
+    @cached_property
+    def parameters(self) -> int:
+        """Bytes of weights and buffers, of this rank."""
+        shape = self.shape
+        if self.full:
+            return self.width * self.trained + FLOAT32 * shape.head
+        ends = self.cut(shape.vocabulary, shape.hidden) * (1 if shape.tied else 2) + self.cut(shape.hidden, 1)
+        base = HALF * ends + shape.layers * self._frozen_of_layer()
+        return base + self.width * self.trained + FLOAT32 * shape.head
+
+    def _frozen_of_layer(self) -> int:
+        if not self.four_bit:
+            return HALF * self._base_of_layer()
+        shape = self.shape
+        found = HALF * (self._base_of_layer() - sum(self.cut(x.outputs, x.inputs) for x in shape.linears.values()))
+        for linear in shape.linears.values():
+            found += -(-linear.weights // 2 // self.shards) + _scales(self.recipe, linear.weights)
+        return found
+
+    @cached_property
+    def unit(self) -> int:
+        """Bytes of a layer put together from its shards, in the computation's format."""
+        shape = self.shape
+        if self.full:
+            return HALF * self.trained_of_layer
+        matrices = shape.matrices // 2 if self.four_bit else HALF * shape.matrices
+        return matrices + HALF * (shape.small + shape.adapters)
+
+    @cached_property
+    def gradients(self) -> int:
+        return self.width * self.trained
+
+    @cached_property
+    def static(self) -> Parts:
+        state = 2 * self.width * self.trained
+        return {"parameters": self.parameters, "optimizer state": state, "other": CUBLAS}
+
+    @cached_property
+    def left(self) -> Parts:
+        """What the graph of the micro-batch before leaves, whose loss the loop still names: the embeddings' output and
+        its gradient, which transformers asks for when it recomputes."""
+        stream = self.way.stream * self.tokens * self.shape.hidden * (not self.full and bool(self.every))
+        return {"activations": stream, "backward workspace": stream}
+
+    def stays(self, layers: int) -> tuple[int, int]:
+        """Activations and casts of weights that the first so many layers leave for backward."""
+        entering = self.way.stream * self.tokens * self.shape.hidden
+        again = -(-layers // self.every) if self.every else 0
+        whole = layers - again
+        return again * entering + whole * self.kept, whole * self.casts
+
+
+def _scales(recipe: Recipe, weights: int) -> int:
+    """Bytes of what undoes the packing of a 4-bit matrix."""
+    assert recipe.quantization is not None
+    blocks = -(-weights // 64)
+    if not recipe.quantization.bnb_4bit_use_double_quant:
+        return FLOAT32 * (blocks + 16)
+    return blocks + FLOAT32 * (-(-blocks // 256) + 16 + 256 + 1)
+
+
+def _largest(moments: Iterator[Parts]) -> Parts:
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def _load(job: _Job) -> Parts:
+    shape = job.shape
+    if not job.sharded:
+        return {"parameters": job.parameters}
+    # The last tensor, the head, lies whole on rank 0's GPU while it is cut.
+    width = job.width if job.full else HALF
+    return {"parameters": job.parameters, "communication buffers": width * shape.table}
+
+
+def _running(job: _Job, *, gradients: int, activations: int, casts: int) -> Parts:
+    """What is there at every moment of forward and backward."""
+    rope = 2 * job.way.stream * job.tokens * job.shape.head
+    rest = HALF * (job.shape.table + job.shape.hidden) * job.sharded
+    return job.static | {
+        "gradients": gradients,
+        "activations": activations + rope + 24 * job.tokens,
+        "cast weights": casts,
+        "gathered layers": rest,
+    }
+
+
+def _add(parts: Parts, **more: int) -> Parts:
+    found = dict(parts)
+    for name, size in more.items():
+        found[name.replace("_", " ")] = found.get(name.replace("_", " "), 0) + size
+    return found
+
+
+def _before_forward(job: _Job, *, activations: int, casts: int) -> Parts:
+    """As `_running`, in the forward of the last micro-batch of a step."""
+    if job.micro_steps == 1:
+        return _running(job, gradients=0, activations=activations, casts=casts)
+    here = _running(job, gradients=job.gradients, activations=activations, casts=casts)
+    return {name: here.get(name, 0) + job.left.get(name, 0) for name in {*here, *job.left}}
+
+
+def _forward(job: _Job) -> Iterator[Parts]:
+    """The last layer, and the loss."""
+    shape, way, last = job.shape, job.way, job.shape.layers - 1
+    before, _ = job.stays(last)
+    here = _before_forward(job, activations=before, casts=job.casts * last)
+    held = 0 if job.strategy.reshard_after_forward else last * job.unit
+    if job.sharded:
+        here = _add(here, gathered_layers=job.unit + held, communication_buffers=job.unit)
+    kept = casts = 0
+    for step in job.steps:
+        kept, casts = kept + step.kept, casts + step.casts
+        alive = step.kept if job.recomputed(last) else kept
+        yield _add(here, activations=alive + step.ahead, cast_weights=casts, quantisation_workspace=step.unpacked)
+    stream = way.stream * job.tokens * shape.hidden
+    after, _ = job.stays(shape.layers)
+    norm = FLOAT32 * job.tokens * (shape.hidden + 1) + stream * job.full
+    here = _before_forward(job, activations=after + norm + stream, casts=job.casts * shape.layers)
+    if job.sharded:
+        held = 0 if job.strategy.reshard_after_forward else shape.layers * job.unit
+        here = _add(here, gathered_layers=held, communication_buffers=job.unit)
+    yield from (_add(here, logits_and_loss=stream + size) for size in _loss(job))
+
+
+def _loss(job: _Job) -> Iterator[int]:
+    """Bytes beside the gradient of the hidden states: chunks of logits, and the head's gradient where it is trained."""
+    shape = job.shape
+    chunk = min(job.tokens, max(1, CHUNK_BYTES // (4 * shape.vocabulary)))
+    logits = chunk * shape.vocabulary
+    head = FLOAT32 * shape.table * job.full
+    cast = HALF * shape.table * (job.way.stream == FLOAT32)
+    # Logits in float32, their logarithms; from the second chunk on what the one before left is beside them.
+    yield head + cast + logits * (12 if job.tokens > chunk else 8)
+    if job.full:
+        yield head + cast + 6 * logits + HALF * shape.table
+
+
+def _backward(job: _Job) -> Iterator[Parts]:
+    """Its beginning, its last layers and its first, and the embeddings."""
+    shape, way, layers = job.shape, job.way, job.shape.layers
+    stream = way.stream * job.tokens * shape.hidden
+    again = job.micro_steps > 1
+    head = 0 if not job.full else (HALF if job.sharded or job.width == HALF else FLOAT32) * shape.table
+    activations, casts = job.stays(layers)
+    norm = FLOAT32 * job.tokens * (shape.hidden + 1) + stream * job.full
+    start = _running(job, gradients=job.gradients * again, activations=activations + norm, casts=casts)
+    start = _with_gradient(job, start, head)
+    if job.sharded:
+        held = 0 if job.strategy.reshard_after_forward else layers * job.unit
+        start = _add(start, gathered_layers=held, communication_buffers=job.unit)
+    yield _add(start, backward_workspace=5 * FLOAT32 * job.tokens * shape.hidden)
+    period = max(1, job.every)
+    for layer in sorted({*range(max(0, layers - 1 - period), layers), *range(min(period, layers))}):
+        yield from _in_layer(job, layer, head)
+    yield from _at_the_end(job, head)
+
+
+def _with_gradient(job: _Job, parts: Parts, whole: int) -> Parts:
+    """A weight's whole gradient: on its way under a strategy that shards, else the weight's own, new or added."""
+    if job.sharded:
+        return _add(parts, unsharded_gradients=whole)
+    if job.shape.tied:
+        return _add(parts, logits_and_loss=whole)
+    return _add(parts, **{"backward_workspace" if job.micro_steps > 1 else "gradients": whole})
+
+
+def _in_layer(job: _Job, layer: int, head: int) -> Iterator[Parts]:
+    """Recomputation, where there is one, and backward, step by step."""
+    shape, layers, stream = job.shape, job.shape.layers, job.way.stream * job.tokens * job.shape.hidden
+    before, casts = job.stays(layer)
+    before += stream * (job.recomputed(layer) and job.way.stream == HALF)  # its input; else counted in its first norm
+    done = layers - 1 - layer  # layers whose backward is over
+    again = job.micro_steps > 1
+    gradients = job.gradients if again else 0
+    if not again:
+        gradients = done * job.trained_of_layer * job.width // job.shards
+    here = _running(job, gradients=gradients, activations=before, casts=casts)
+    if job.sharded:
+        reducing = FLOAT32 * job.trained_of_layer * (layer < layers - 1)
+        coming = HALF * shape.table * (not shape.tied) if layer == 0 else job.unit
+        held = job.unit if job.strategy.reshard_after_forward else (layer + 1) * job.unit
+        here = _add(
+            here,
+            unsharded_gradients=head,
+            gathered_layers=held,
+            communication_buffers=reducing + (coming if job.strategy.reshard_after_forward else 0),
+        )
+    elif shape.tied:
+        here = _add(here, logits_and_loss=head)  # waits for the embeddings' gradient, to be added to it
+    elif not again:
+        here = _add(here, gradients=head)
+    yield from _steps_of(job, layer, here, stream)
+
+
+def _steps_of(job: _Job, layer: int, here: Parts, stream: int) -> Iterator[Parts]:
+    kept = cast = 0
+    for step in job.steps:
+        kept, cast = kept + step.kept, cast + step.casts
+        if job.recomputed(layer):
+            yield _add(
+                here,
+                activations=kept + step.again,
+                cast_weights=cast,
+                quantisation_workspace=step.unpacked,
+                backward_workspace=stream,
+            )
+    done = 0
+    for step in reversed(job.steps):
+        own = step.gradients
+        wide = own * (2 if job.way.stream == FLOAT32 or job.way.wide else 0)
+        sizes = {"unsharded_gradients": done + own} if job.sharded else {"backward_workspace": own + wide}
+        now = _add(here, activations=kept, cast_weights=cast, quantisation_workspace=step.unpacked, **sizes)
+        yield _add(now, backward_workspace=step.back)
+        kept, cast, done = kept - step.kept, cast - step.casts, done + own
+
+
+def _at_the_end(job: _Job, head: int) -> Iterator[Parts]:
+    """Of trained embeddings the gradient, of which a table is made; under sharding it and the head are reduced."""
+    if not job.full:
+        return
+    shape, again = job.shape, job.micro_steps > 1
+    stream = job.way.stream * job.tokens * shape.hidden
+    work = stream
+    if job.tokens > SORTED_TOKENS:
+        work += 32 * job.tokens + job.tokens * 11 // 10 * shape.hidden * FLOAT32
+    here = _running(job, gradients=job.gradients, activations=0, casts=0)
+    table = (FLOAT32 if job.way.stream == FLOAT32 else HALF) * shape.table
+    if not job.sharded:
+        yield _add(here, backward_workspace=work + table * again, logits_and_loss=head * shape.tied)
+        return
+    layer = FLOAT32 * job.trained_of_layer
+    gathered = 0 if shape.tied else HALF * shape.table
+    yield _add(
+        here,
+        gathered_layers=gathered,
+        unsharded_gradients=head + table,
+        communication_buffers=layer,
+        backward_workspace=work,
+    )
+    reduced = FLOAT32 * (shape.table + shape.hidden)
+    yield _add(here, unsharded_gradients=head, communication_buffers=reduced * (1 if shape.tied else 2))
