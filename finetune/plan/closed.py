@@ -158,6 +158,12 @@ class _Job:
     def every(self) -> int:
         return int(self.recipe.training.activation_checkpointing)
 
+    def unresharded(self, layers: int) -> int:
+        """Bytes of so many layers, and of embeddings that are a unit, where forward leaves them gathered."""
+        if self.strategy.reshard_after_forward:
+            return 0
+        return layers * self.unit + HALF * self.shape.table * (not self.shape.tied)
+
     def recomputed(self, layer: int) -> bool:
         return bool(self.every) and layer % self.every == 0
 
@@ -236,7 +242,9 @@ class _Job:
         entering = self.way.stream * self.tokens * self.shape.hidden
         again = -(-layers // self.every) if self.every else 0
         whole = layers - again
-        return again * entering + whole * self.kept, whole * self.casts
+        # What the first layer is given needs no gradient where the embeddings are frozen and nothing is recomputed.
+        spared = 0 if self.full or self.every or not layers else FLOAT32 * self.tokens * (self.shape.hidden + 1)
+        return again * entering + whole * self.kept - spared, whole * self.casts
 
 
 def _scales(recipe: Recipe, weights: int) -> int:
@@ -256,9 +264,15 @@ def _load(job: _Job) -> Parts:
     shape = job.shape
     if not job.sharded:
         return {"parameters": job.parameters}
-    # The last tensor, the head, lies whole on rank 0's GPU while it is cut.
+    # Each tensor lies whole on rank 0's GPU while it is cut: embeddings first, the head last.
     width = job.width if job.full else HALF
-    return {"parameters": job.parameters, "communication buffers": width * shape.table}
+    first = width * job.cut(shape.vocabulary, shape.hidden)
+    last = shape.linears["down"].weights // (4 if job.four_bit else 1) if shape.tied else shape.table
+    moments = [
+        {"parameters": first, "communication buffers": width * shape.table},
+        {"parameters": job.parameters, "communication buffers": width * last},
+    ]
+    return _largest(iter(moments))
 
 
 def _running(job: _Job, *, gradients: int, activations: int, casts: int) -> Parts:
@@ -293,21 +307,21 @@ def _forward(job: _Job) -> Iterator[Parts]:
     shape, way, last = job.shape, job.way, job.shape.layers - 1
     before, _ = job.stays(last)
     here = _before_forward(job, activations=before, casts=job.casts * last)
-    held = 0 if job.strategy.reshard_after_forward else last * job.unit
     if job.sharded:
-        here = _add(here, gathered_layers=job.unit + held, communication_buffers=job.unit)
+        here = _add(here, gathered_layers=job.unit + job.unresharded(last), communication_buffers=job.unit)
     kept = casts = 0
     for step in job.steps:
         kept, casts = kept + step.kept, casts + step.casts
         alive = step.kept if job.recomputed(last) else kept
-        yield _add(here, activations=alive + step.ahead, cast_weights=casts, quantisation_workspace=step.unpacked)
+        yield _add(here, activations=alive + step.ahead, cast_weights=casts)
+        if step.unpacked:
+            yield _add(here, activations=alive + step.beside, quantisation_workspace=step.unpacked, cast_weights=casts)
     stream = way.stream * job.tokens * shape.hidden
     after, _ = job.stays(shape.layers)
     norm = FLOAT32 * job.tokens * (shape.hidden + 1) + stream * job.full
     here = _before_forward(job, activations=after + norm + stream, casts=job.casts * shape.layers)
     if job.sharded:
-        held = 0 if job.strategy.reshard_after_forward else shape.layers * job.unit
-        here = _add(here, gathered_layers=held, communication_buffers=job.unit)
+        here = _add(here, gathered_layers=job.unresharded(shape.layers), communication_buffers=job.unit)
     yield from (_add(here, logits_and_loss=stream + size) for size in _loss(job))
 
 
@@ -318,8 +332,9 @@ def _loss(job: _Job) -> Iterator[int]:
     logits = chunk * shape.vocabulary
     head = FLOAT32 * shape.table * job.full
     cast = HALF * shape.table * (job.way.stream == FLOAT32)
-    # Logits in float32, their logarithms; from the second chunk on what the one before left is beside them.
-    yield head + cast + logits * (12 if job.tokens > chunk else 8)
+    # Logits in float32 and their logarithms; or two chunks' logits in both formats, as the second one is made.
+    second = min(chunk, job.tokens - chunk) * shape.vocabulary
+    yield head + cast + max(8 * logits, 6 * (logits + second))
     if job.full:
         yield head + cast + 6 * logits + HALF * shape.table
 
@@ -335,8 +350,7 @@ def _backward(job: _Job) -> Iterator[Parts]:
     start = _running(job, gradients=job.gradients * again, activations=activations + norm, casts=casts)
     start = _with_gradient(job, start, head)
     if job.sharded:
-        held = 0 if job.strategy.reshard_after_forward else layers * job.unit
-        start = _add(start, gathered_layers=held, communication_buffers=job.unit)
+        start = _add(start, gathered_layers=job.unresharded(layers), communication_buffers=job.unit)
     yield _add(start, backward_workspace=5 * FLOAT32 * job.tokens * shape.hidden)
     period = max(1, job.every)
     for layer in sorted({*range(max(0, layers - 1 - period), layers), *range(min(period, layers))}):
@@ -367,11 +381,10 @@ def _in_layer(job: _Job, layer: int, head: int) -> Iterator[Parts]:
     if job.sharded:
         reducing = FLOAT32 * job.trained_of_layer * (layer < layers - 1)
         coming = HALF * shape.table * (not shape.tied) if layer == 0 else job.unit
-        held = job.unit if job.strategy.reshard_after_forward else (layer + 1) * job.unit
         here = _add(
             here,
             unsharded_gradients=head,
-            gathered_layers=held,
+            gathered_layers=job.unit + job.unresharded(layer),
             communication_buffers=reducing + (coming if job.strategy.reshard_after_forward else 0),
         )
     elif shape.tied:
@@ -385,14 +398,12 @@ def _steps_of(job: _Job, layer: int, here: Parts, stream: int) -> Iterator[Parts
     kept = cast = 0
     for step in job.steps:
         kept, cast = kept + step.kept, cast + step.casts
-        if job.recomputed(layer):
-            yield _add(
-                here,
-                activations=kept + step.again,
-                cast_weights=cast,
-                quantisation_workspace=step.unpacked,
-                backward_workspace=stream,
-            )
+        if not job.recomputed(layer):
+            continue
+        now = _add(here, cast_weights=cast, backward_workspace=stream)
+        yield _add(now, activations=kept + step.again)
+        if step.unpacked:
+            yield _add(now, activations=kept + step.beside, quantisation_workspace=step.unpacked)
     done = 0
     for step in reversed(job.steps):
         own = step.gradients
@@ -415,16 +426,12 @@ def _at_the_end(job: _Job, head: int) -> Iterator[Parts]:
     here = _running(job, gradients=job.gradients, activations=0, casts=0)
     table = (FLOAT32 if job.way.stream == FLOAT32 else HALF) * shape.table
     if not job.sharded:
-        yield _add(here, backward_workspace=work + table * again, logits_and_loss=head * shape.tied)
+        here = _add(here, logits_and_loss=head * shape.tied)
+        yield _add(here, backward_workspace=work + table * (again + shape.tied))
         return
-    layer = FLOAT32 * job.trained_of_layer
     gathered = 0 if shape.tied else HALF * shape.table
-    yield _add(
-        here,
-        gathered_layers=gathered,
-        unsharded_gradients=head + table,
-        communication_buffers=layer,
-        backward_workspace=work,
-    )
-    reduced = FLOAT32 * (shape.table + shape.hidden)
-    yield _add(here, unsharded_gradients=head, communication_buffers=reduced * (1 if shape.tied else 2))
+    here = _add(here, unsharded_gradients=head + table)
+    reducing = FLOAT32 * job.trained_of_layer
+    yield _add(here, gathered_layers=gathered, communication_buffers=reducing, backward_workspace=work)
+    reduced = FLOAT32 * (shape.table + job.cut(shape.vocabulary, shape.hidden))
+    yield _add(here, communication_buffers=reduced)

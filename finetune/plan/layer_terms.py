@@ -38,7 +38,7 @@ class Step:
     `kept` (activations) and `casts` (of weights) stay until this step's backward. `ahead` is what else lives while it
     runs forward, from the layer's beginning on; `again`, while it is recomputed, which stops as soon as all is there
     that backward needs; `back`, what else lives while it runs backward. `unpacked` are 4-bit weights, written out for
-    the step. `gradients` of weights, in the number format of the computation.
+    a part of the step, while `beside` lives forward. `gradients` of weights, in the computation's number format.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Step:
     back: int = 0
     again: int = 0
     unpacked: int = 0
+    beside: int = 0
     gradients: int = 0
 
 
@@ -58,7 +59,11 @@ def layer_steps(shape: Shape, way: Way) -> list[Step]:
     given = way.stream * way.tokens * shape.hidden * (way.stream == HALF)
     attention = [step.name for step in steps].index("norm2")
     return [
-        replace(step, again=(step.again or step.ahead) - given * (index < attention)) for index, step in enumerate(steps)
+        replace(
+            step,
+            again=(step.again or step.ahead) - given * (index < attention),
+        )
+        for index, step in enumerate(steps)
     ]
 
 
@@ -106,17 +111,13 @@ def _mlp_half(shape: Shape, way: Way) -> Iterator[Step]:
     yield Step("silu", kept=inner, ahead=held + inner, back=2 * gradient + 2 * inner)
     yield _linear(shape.linears["up"], way, ahead=held + inner, back=gradient + 2 * inner)
     down = shape.linears["down"]
+    yield Step("product", kept=2 * inner, ahead=held + inner, back=gradient + 3 * inner)
     product_kept = way.trained or (down.rank > 0 and not way.wide)
-    yield Step(
-        "product",
-        kept=2 * inner + inner * product_kept,
-        ahead=held + inner * (not product_kept),
-        back=gradient + 3 * inner,
-    )
     flowing = inner * (not product_kept)
     last = _linear(down, way, ahead=held + flowing, back=gradient + HALF * T * h * wide, shared=True)
-    needed = 0 if way.trained or not down.rank else HALF * T * h + 2 * inner * way.wide
-    yield replace(last, again=held + flowing + needed)
+    # Recomputed when the adapter's second product asks for what it kept, of which the gradient is scaled by then.
+    needed = 0 if way.trained or not down.rank else 2 * HALF * T * h + 2 * inner * way.wide
+    yield replace(last, kept=last.kept + inner * product_kept, again=held + flowing + needed)
 
 
 def _norm(name: str, shape: Shape, way: Way, users: tuple[str, ...] | str, entering: int) -> Step:
@@ -151,7 +152,8 @@ def _linear(linear: Linear, way: Way, *, ahead: int, back: int, shared: bool = F
         took = HALF * T * given + (HALF * T * given if casting else 0)
         return Step(linear.name, kept, casts, ahead + made, back + took, gradients=HALF * linear.weights)
     if not rank:
-        return Step(linear.name, ahead=ahead + made, back=back + HALF * T * given, unpacked=unpacked)
+        took = HALF * T * given
+        return Step(linear.name, ahead=ahead + made, back=back + took, unpacked=unpacked, beside=ahead + made)
     kept, casts, widened = HALF * T * rank, 0, 0
     if way.wide:
         kept += HALF * T * given  # the adapter's input, cast down again
@@ -159,8 +161,16 @@ def _linear(linear: Linear, way: Way, *, ahead: int, back: int, shared: bool = F
         widened = FLOAT32 * T * given
     # The base's product, the adapter's, that times its scale; the sum comes when one of them is gone.
     took = max(made, 2 * HALF * T * given)
-    ahead += widened + 3 * made
-    return Step(linear.name, kept, casts, ahead, back + took, unpacked=unpacked, gradients=HALF * linear.adapter)
+    return Step(
+        linear.name,
+        kept,
+        casts,
+        ahead=ahead + widened + 3 * made,
+        back=back + took,
+        unpacked=unpacked,
+        beside=ahead + made,
+        gradients=HALF * linear.adapter,
+    )
 
 
 def _flash(shape: Shape, way: Way) -> int:
