@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # torch's documentation names it by this path alone
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch's documentation names only this path
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import _sharding_prop
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +29,7 @@ from finetune.recipe import Recipe
 
 
 class _HostReads(TorchDispatchMode):
-    """Answers each read of a value to the host, of which there is none."""
+    """Answers each read of a value to the host, of which there is none. torch's meshes have values, and keep them."""
 
     def __init__(self, answer: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no constructor here
@@ -38,7 +38,7 @@ class _HostReads(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self._answer
         return func(*args, **(kwargs or {}))
 

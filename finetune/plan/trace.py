@@ -85,6 +85,8 @@ def trace(
         recorder = Recorder(device, mode)
         with Workspaces(recorder, device, cublas) if gpu else nullcontext(), Tagging(recorder, gloo=not gpu):
             with recorder.phases("load"):
+                # Each rank's number, which torch's mesh keeps in host memory.
+                numbers = None if mesh is None else torch.empty(ranks, dtype=torch.int32, device="cpu")
                 parts = assemble(recipe, strategy, accelerator, dataless, mesh)
             recorder.mark(_weights(parts), "parameters")
             parts.model.train()
@@ -99,6 +101,7 @@ def trace(
                     del stream
             with recorder.phases("save"):
                 _save(parts)
+            del numbers
         return Traced(recorder.timeline, recorder.phases.take())
 
 
