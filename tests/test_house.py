@@ -122,6 +122,14 @@ plan.job
 plan.beside
 plan.report
 plan.audit
+plan.shape
+plan.layer_terms
+plan.rank_terms
+plan.closed
+plan.variants
+plan.remedies
+plan.explain
+plan.pick
 plan.verb
 launch_file
 pages.findings
@@ -182,6 +190,14 @@ LIGHT = {
     "plan.depth",
     "plan.audit",
     "plan.beside",
+    "plan.shape",
+    "plan.layer_terms",
+    "plan.rank_terms",
+    "plan.closed",
+    "plan.variants",
+    "plan.remedies",
+    "plan.explain",
+    "plan.pick",
     "plan.verb",
     "launch_file",
     "pages.page",

@@ -3,7 +3,7 @@ it runs, forward and backward. Bytes, by arithmetic.
 
 Written from transformers' Llama layer, peft's LoRA layer and CUDA's autocast lists, as they stand in an installation;
 `tests/test_closed.py` holds it to the trace, which runs them. Names of sizes: h hidden, f inner, q queries, k keys, n
-heads, T tokens. `2 * T * h` are T x h numbers of two bytes.
+heads, t tokens. `2 * t * h` are t x h numbers of two bytes.
 """
 
 from __future__ import annotations
@@ -68,45 +68,45 @@ def layer_steps(shape: Shape, way: Way) -> list[Step]:
 
 
 def _attention_half(shape: Shape, way: Way) -> Iterator[Step]:
-    T, s = way.tokens, way.stream
+    t, s = way.tokens, way.stream
     h, q, k = shape.hidden, shape.queries, shape.keys
     wide = s == FLOAT32
     # Alive all the while: the layer's input, for the residual, and its norm, which the decoder layer's frame holds.
-    entering, normed = 0 if wide else s * T * h, 0 if _keeps_norm(shape, way, "qkv") else s * T * h
-    held, gradient = entering + normed, s * T * h
+    entering, normed = 0 if wide else s * t * h, 0 if _keeps_norm(shape, way, "qkv") else s * t * h
+    held, gradient = entering + normed, s * t * h
     yield _norm("norm1", shape, way, "qkv", entering)
     done = 0
     for name in "qkv":
         linear = shape.linears[name]
-        yield _linear(linear, way, ahead=held + done, back=gradient + 2 * s * T * h + done)
-        done += HALF * T * linear.outputs
+        yield _linear(linear, way, ahead=held + done, back=gradient + 2 * s * t * h + done)
+        done += HALF * t * linear.outputs
     if shape.normed_heads:
         # Each a norm over its heads: float32 copies, and what their own weights' gradients need.
-        extra = (FLOAT32 + HALF * way.trained) * T * (q + k) + FLOAT32 * T * (shape.heads + shape.groups)
-        yield Step("norm of heads", kept=extra, ahead=held + done + 10 * T * q, back=gradient + done + 20 * T * q)
-    rotated = s * T * (q + k)
-    yield Step("rope", ahead=held + done + 3 * s * T * q, back=gradient + 2 * done + 3 * s * T * q)
-    output = HALF * T * q
-    kept = HALF * T * (q + 2 * k) + output + FLOAT32 * T * shape.heads
-    back = gradient + output + HALF * T * (q + 2 * k) + FLOAT32 * T * shape.heads + _flash(shape, way)
+        extra = (FLOAT32 + HALF * way.trained) * t * (q + k) + FLOAT32 * t * (shape.heads + shape.groups)
+        yield Step("norm of heads", kept=extra, ahead=held + done + 10 * t * q, back=gradient + done + 20 * t * q)
+    rotated = s * t * (q + k)
+    yield Step("rope", ahead=held + done + 3 * s * t * q, back=gradient + 2 * done + 3 * s * t * q)
+    output = HALF * t * q
+    kept = HALF * t * (q + 2 * k) + output + FLOAT32 * t * shape.heads
+    back = gradient + output + HALF * t * (q + 2 * k) + FLOAT32 * t * shape.heads + _flash(shape, way)
     yield Step("attention", kept=kept, ahead=held + rotated * wide, back=back)
     yield _linear(
         shape.linears["o"],
         way,
         ahead=held + rotated * wide,
-        back=gradient + (HALF * T * h if wide else 0) + output,
+        back=gradient + (HALF * t * h if wide else 0) + output,
         shared=True,
     )
 
 
 def _mlp_half(shape: Shape, way: Way) -> Iterator[Step]:
-    T, s = way.tokens, way.stream
+    t, s = way.tokens, way.stream
     h, inner = shape.hidden, HALF * way.tokens * shape.inner
     wide = s == FLOAT32
-    entering = 0 if wide else s * T * h
-    held = entering + (0 if _keeps_norm(shape, way, ("gate", "up")) else s * T * h)
-    gradient = s * T * h
-    yield _norm("norm2", shape, way, ("gate", "up"), entering + (s * T * h if wide else 0))
+    entering = 0 if wide else s * t * h
+    held = entering + (0 if _keeps_norm(shape, way, ("gate", "up")) else s * t * h)
+    gradient = s * t * h
+    yield _norm("norm2", shape, way, ("gate", "up"), entering + (s * t * h if wide else 0))
     yield _linear(shape.linears["gate"], way, ahead=held, back=2 * gradient + inner)
     yield Step("silu", kept=inner, ahead=held + inner, back=2 * gradient + 2 * inner)
     yield _linear(shape.linears["up"], way, ahead=held + inner, back=gradient + 2 * inner)
@@ -114,23 +114,23 @@ def _mlp_half(shape: Shape, way: Way) -> Iterator[Step]:
     yield Step("product", kept=2 * inner, ahead=held + inner, back=gradient + 3 * inner)
     product_kept = way.trained or (down.rank > 0 and not way.wide)
     flowing = inner * (not product_kept)
-    last = _linear(down, way, ahead=held + flowing, back=gradient + HALF * T * h * wide, shared=True)
+    last = _linear(down, way, ahead=held + flowing, back=gradient + HALF * t * h * wide, shared=True)
     # Recomputed when the adapter's second product asks for what it kept, of which the gradient is scaled by then.
-    needed = 0 if way.trained or not down.rank else 2 * HALF * T * h + 2 * inner * way.wide
+    needed = 0 if way.trained or not down.rank else 2 * HALF * t * h + 2 * inner * way.wide
     yield replace(last, kept=last.kept + inner * product_kept, again=held + flowing + needed)
 
 
 def _norm(name: str, shape: Shape, way: Way, users: tuple[str, ...] | str, entering: int) -> Step:
     """RMSNorm: float32 inside, back in the stream's format before it is scaled by its weight."""
-    T, s, h = way.tokens, way.stream, shape.hidden
+    t, s, h = way.tokens, way.stream, shape.hidden
     wide = s == FLOAT32
-    kept = FLOAT32 * T * h + FLOAT32 * T  # the input in float32, and one root a token
-    kept += s * T * h * way.trained  # the norm, for its weight's gradient
-    out = s * T * h
+    kept = FLOAT32 * t * h + FLOAT32 * t  # the input in float32, and one root a token
+    kept += s * t * h * way.trained  # the norm, for its weight's gradient
+    out = s * t * h
     keeps_output = _keeps_norm(shape, way, users)
-    ahead = entering + (0 if wide else FLOAT32 * T * h + s * T * h * (not way.trained)) + out * (not keeps_output)
+    ahead = entering + (0 if wide else FLOAT32 * t * h + s * t * h * (not way.trained)) + out * (not keeps_output)
     # Backward of x * rsqrt(mean(x^2)): five float32 tensors at once, beside the gradient that goes around the norm.
-    return Step(name, kept + out * keeps_output, ahead=ahead, back=5 * FLOAT32 * T * h + s * T * h)
+    return Step(name, kept + out * keeps_output, ahead=ahead, back=5 * FLOAT32 * t * h + s * t * h)
 
 
 def _keeps_norm(shape: Shape, way: Way, users: tuple[str, ...] | str) -> bool:
@@ -143,24 +143,24 @@ def _keeps_norm(shape: Shape, way: Way, users: tuple[str, ...] | str) -> bool:
 def _linear(linear: Linear, way: Way, *, ahead: int, back: int, shared: bool = False) -> Step:
     """A matrix product and its adapter. `ahead` and `back` are what lives around it; `shared`: its input is in the
     computation's format already and kept by another step."""
-    T, rank, given, made = way.tokens, linear.rank, linear.inputs, HALF * way.tokens * linear.outputs
+    t, rank, given, made = way.tokens, linear.rank, linear.inputs, HALF * way.tokens * linear.outputs
     unpacked = HALF * linear.weights + FLOAT32 * linear.weights // QUANTISED_BLOCK if way.four_bit else 0
     if way.trained:
         casting = way.stream == FLOAT32
-        kept = HALF * T * given if casting and not shared else 0
+        kept = HALF * t * given if casting and not shared else 0
         casts = HALF * linear.weights if casting else 0
-        took = HALF * T * given + (HALF * T * given if casting else 0)
+        took = HALF * t * given + (HALF * t * given if casting else 0)
         return Step(linear.name, kept, casts, ahead + made, back + took, gradients=HALF * linear.weights)
     if not rank:
-        took = HALF * T * given
+        took = HALF * t * given
         return Step(linear.name, ahead=ahead + made, back=back + took, unpacked=unpacked, beside=ahead + made)
-    kept, casts, widened = HALF * T * rank, 0, 0
+    kept, casts, widened = HALF * t * rank, 0, 0
     if way.wide:
-        kept += HALF * T * given  # the adapter's input, cast down again
+        kept += HALF * t * given  # the adapter's input, cast down again
         casts = HALF * linear.adapter
-        widened = FLOAT32 * T * given
+        widened = FLOAT32 * t * given
     # The base's product, the adapter's, that times its scale; the sum comes when one of them is gone.
-    took = max(made, 2 * HALF * T * given)
+    took = max(made, 2 * HALF * t * given)
     return Step(
         linear.name,
         kept,
