@@ -97,6 +97,7 @@ def trace(
                     del stream
             with recorder.phases("save"):
                 _save(parts)
+            _place_in_layers(parts, recorder)
         return Traced(recorder.timeline, recorder.phases.take())
 
 
@@ -135,6 +136,15 @@ def _step(
 def _weights(parts: Assembled) -> Iterator[torch.Tensor]:
     yield from parts.whole.parameters()
     yield from parts.whole.buffers()
+
+
+def _place_in_layers(parts: Assembled, recorder: Recorder) -> None:
+    """Weights and their states are made outside of the layers' modules; gradients inside."""
+    for name, tensor in (*parts.whole.named_parameters(), *parts.whole.named_buffers()):
+        recorder.place_in_layer(tensor, name)
+        for value in parts.optimizer.state.get(tensor, {}).values():
+            if isinstance(value, torch.Tensor):
+                recorder.place_in_layer(value, name)
 
 
 def _state(parts: Assembled) -> Iterator[torch.Tensor]:
