@@ -71,7 +71,7 @@ def trace(
             device NAME of pretend.py, those of the host "cpu". Else all is one CPU's.
         cublas: Bytes of a workspace of cuBLAS, where `gpu`.
     """
-    dataless = dataless_build(recipe, whole_quantized=strategy.kind != "fsdp")
+    dataless = dataless_build(recipe, whole_quantized=True)
     supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
     device = pretend_device() if gpu else torch.device("cpu")
