@@ -148,7 +148,6 @@ def train(run: Run, state: TrainState) -> bool:
     """
     recipe, plan = run.recipe, run.plan
     batches = prefetch(_stream(run, state.step), run.accelerator.device, recipe.training.non_blocking)
-    _write_phases(run, state)
     stopped = False
     while not (stopped or _finished(run, state)):
         stopped = _step_and_record(run, state, batches)

@@ -10,7 +10,7 @@ import os
 import resource
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -69,12 +69,16 @@ class Phases:
         enabled: bool,
         existing: Iterable[torch.Tensor] = (),
         ledger: TensorBytes | None = None,
+        *,
+        watch: bool = True,
     ) -> None:
         """`existing` are tensors made before the first phase, to be counted from its start; a planner brings a
-        `ledger` that tells it of each storage."""
+        `ledger` that tells it of each storage. Without `watch` nothing looks at each operation, so no host memory and
+        no traffic are counted: on CUDA, where the allocator knows the rest, that costs nothing."""
         self.device = device
         self.enabled = enabled
-        self.current = ""  # the phase that is being measured
+        self.current = ""  # the phase that runs, or that an error ended
+        self._watch = watch
         self._seen: dict[str, Phase] = {}
         self._storages = ledger or TensorBytes(existing if enabled else ())
         self._traffic = Traffic()
@@ -82,21 +86,27 @@ class Phases:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Measure the block as phase `name`; waits for the device at both ends, so only when enabled."""
+        self.current = name
         if not self.enabled:
             yield
+            self.current = ""
             return
         self._settle()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.current = name
         self._storages.restart_peak()
         start = time.perf_counter()
-        with _loading_in_this_thread(), self._storages.watch_resizes(), _Watch(self._storages, self._traffic):
+        with self._watching() if self._watch else nullcontext():
             yield
         self._settle()
         seconds = time.perf_counter() - start
         self._seen.setdefault(name, Phase()).add(seconds, self._memory(), self._traffic.take())
         self.current = ""
+
+    @property
+    def seen(self) -> dict[str, Phase]:
+        """What was measured since the last `take`."""
+        return dict(self._seen)
 
     def take(self) -> dict[str, Phase]:
         """What was measured since the last call."""
@@ -117,6 +127,11 @@ class Phases:
             for rank, phases in enumerate(ranks)
             for name, figures in phases.items()
         ]
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        with _loading_in_this_thread(), self._storages.watch_resizes(), _Watch(self._storages, self._traffic):
+            yield
 
     def _settle(self) -> None:
         if self.device.type == "cuda":

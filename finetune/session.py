@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +19,31 @@ from finetune.assemble import Assembled, assemble
 from finetune.batches import Prepared
 from finetune.beats import clear_beats
 from finetune.durable import append_lines, write_json
-from finetune.errors import FinetuneError, Stopped
+from finetune.errors import Stopped
+from finetune.foretold import Foretold, asked
 from finetune.launcher import Launch, continue_command
 from finetune.loop import evaluate, train
 from finetune.loss_scaling import load_scaler_state
 from finetune.metrics import Terminal, eval_line
-from finetune.model import attention_name, decoder_parts
+from finetune.model import attention_name
 from finetune.optimizer import once_stepped
-from finetune.phases import Phases
+from finetune.pages.keep import write_page, write_pages
+from finetune.phases import Phase, Phases
 from finetune.pulse import Progress, watched
 from finetune.receipt import add_optimizer_state, describe, write_receipt
 from finetune.recipe import Recipe
 from finetune.rendezvous import meeting
-from finetune.run import Plan, Run, TrainState, make_plan
+from finetune.run import Plan, Run, TrainState, check_vocabulary, make_plan
 from finetune.run_folder import Claim, mark_failed, mark_run
+from finetune.run_memory import PATIENCE, describe_memory, memory_facts, memory_told, question
 from finetune.runtime import build_accelerator, holding_back, use_all_cores
 from finetune.save_restore import export, read_back, remove_aside, restore, save, save_aside
 from finetune.schedule import learning_rate_schedule
 from finetune.signals import StopRequest, stop_on_signals
 from finetune.strategy import Strategy
+from finetune.trackers import Trackers
 from finetune.worst_step import worst_step_first
 from finetune.zero import release_engine, remove_swap
-from finetune.zero_pieces import whole_shape
 
 
 @dataclass(frozen=True)
@@ -54,18 +57,36 @@ class Start:
     prepared: Prepared
     claim: Claim | None  # of rank 0 alone
     stop: StopRequest
+    foretold: Foretold = field(default_factory=Foretold)  # what the planner says; asked by rank 0
+    trackers: Trackers | None = None  # of rank 0 alone
 
     @property
     def run_dir(self) -> Path:
         return Path(self.recipe.run_dir)
 
 
+def train_and_report(start: Start) -> int:
+    """Train; then, when no rank waits any more, the pages of the run and what trackers are handed of them."""
+    if start.claim is None or start.claim.status == "finished":
+        return train_claimed(start)
+    trackers = Trackers(start.recipe)
+    try:
+        code = train_claimed(replace(start, trackers=trackers))
+        write_pages(start.run_dir, print)
+        return code
+    finally:
+        trackers.finish()
+
+
 def train_claimed(start: Start) -> int:
-    with meeting(start.launch):
-        accelerator = build_accelerator(start.recipe, start.strategy, start.launch)
-    use_all_cores(start.launch, accelerator.device)
-    with stop_on_signals(start.stop, announce=start.launch.is_main):
-        return _train_together(start, accelerator)
+    asks = start.claim is not None and start.claim.status != "finished"
+    about = question(start.recipe, start.launch, _make_plan(start), start.prepared.train) if asks else None
+    with asked(about, start.run_dir) as foretold:
+        with meeting(start.launch):
+            accelerator = build_accelerator(start.recipe, start.strategy, start.launch)
+        use_all_cores(start.launch, accelerator.device)
+        with stop_on_signals(start.stop, announce=start.launch.is_main):
+            return _train_together(replace(start, foretold=foretold), accelerator)
 
 
 def _train_together(start: Start, accelerator: Accelerator) -> int:
@@ -79,11 +100,17 @@ def _train_together(start: Start, accelerator: Accelerator) -> int:
             )
         return 0
     progress = Progress(step=resumed_step)
+    # The memory of loading and of the worst step is always measured; CUDA's allocator counts without being watched.
+    watch = start.recipe.measure_phases or accelerator.device.type != "cuda"
+    phases = Phases(accelerator.device, enabled=True, watch=watch)
     command = continue_command(start.launch, resume=start.recipe.training.resume)
     limit = start.recipe.timeout_seconds
     try:
-        with watched(start.run_dir, accelerator, start.launch, progress, timeout_seconds=limit, command=command):
-            return _train(start, accelerator, resumed_step, progress)
+        with (
+            watched(start.run_dir, accelerator, start.launch, progress, timeout_seconds=limit, command=command),
+            memory_told(start.recipe, accelerator.device, progress, phases, start.foretold, command),
+        ):
+            return _train(start, accelerator, resumed_step, progress, phases)
     except BaseException as error:
         mark_failed(start.run_dir, error, phase=progress.phase, rank=start.launch.rank, step=progress.step)
         raise
@@ -104,8 +131,10 @@ def _agree_on_start(accelerator: Accelerator, claim: Claim | None) -> int | None
     return None if agreed < 0 else agreed
 
 
-def _train(start: Start, accelerator: Accelerator, first_step: int, progress: Progress) -> int:
-    parts, run, state = _build(start, accelerator, first_step, progress)
+def _train(start: Start, accelerator: Accelerator, first_step: int, progress: Progress, phases: Phases) -> int:
+    parts, run, state = _build(start, accelerator, first_step, progress, phases)
+    note = _write_receipt(start, accelerator, parts, run)
+    measured = _loaded(run, first_step)
     progress.phase = "worst step first"
     try:
         tried = worst_step_first(run, lambda: save_aside(start.recipe, parts), lambda folder: read_back(parts, folder))
@@ -113,6 +142,8 @@ def _train(start: Start, accelerator: Accelerator, first_step: int, progress: Pr
         if start.launch.is_main:
             remove_aside(start.recipe)
     run.terminal.say(str(tried))
+    measured |= tried.phases
+    note("memory", memory_facts(start.foretold.answer(), measured, accelerator.device))
     if first_step == 0:
         progress.phase = "looking before"
         _look_before(start, run, parts.whole)
@@ -126,6 +157,9 @@ def _train(start: Start, accelerator: Accelerator, first_step: int, progress: Pr
     _write_samples(start, parts.whole, "after", state.step)
     folder = export(start.recipe, parts, start.tokenizer, write=start.launch.is_main)
     if start.launch.is_main:
+        memory = memory_facts(start.foretold.answer(wait_seconds=PATIENCE), measured, accelerator.device)
+        note("memory", memory)
+        run.terminal.say(describe_memory(memory))
         mark_run(start.run_dir, "finished", step=state.step)
         run.terminal.say(f"finished: {folder}\ntalk to it: finetune chat {start.run_dir}")
     accelerator.wait_for_everyone()
@@ -133,21 +167,20 @@ def _train(start: Start, accelerator: Accelerator, first_step: int, progress: Pr
 
 
 def _build(
-    start: Start, accelerator: Accelerator, first_step: int, progress: Progress
+    start: Start, accelerator: Accelerator, first_step: int, progress: Progress, phases: Phases
 ) -> tuple[Assembled, Run, TrainState]:
     recipe, prepared = start.recipe, start.prepared
-    plan = _make_plan(start, accelerator)
+    plan = _make_plan(start)
     learning_rate = learning_rate_schedule(recipe.training, plan.total_steps)
-    phases = Phases(accelerator.device, recipe.measure_phases)
     with phases("load"):
         parts = assemble(recipe, start.strategy, accelerator)
         check_vocabulary(prepared, parts.whole)
         state = restore(recipe, parts, first_step)
         load_scaler_state(accelerator, state.loss_scaler)
-    terminal = Terminal(plan.total_steps, silent=not start.launch.is_main)
-    _write_receipt(start, accelerator, parts, plan, terminal)
-
+    if start.trackers is not None:
+        start.trackers.start(first_step)
     parts.model.train()  # DeepSpeed's returns nothing
+    terminal = Terminal(plan.total_steps, silent=not start.launch.is_main)
     run = Run(
         recipe=recipe,
         accelerator=accelerator,
@@ -160,20 +193,30 @@ def _build(
         terminal=terminal,
         phases=phases,
         stop_requested=_stop_requested(start, progress, state),
-        write_metrics=_metrics_writer(start, progress),
+        write_metrics=_metrics_writer(start, progress, terminal),
         save=lambda state: save(recipe, parts, state),
         hold=holding_back(accelerator, start.strategy, parts.model),
     )
     return parts, run, state
 
 
-def _make_plan(start: Start, accelerator: Accelerator) -> Plan:
+def _loaded(run: Run, step: int) -> dict[str, Phase]:
+    """What loading took; where all phases are measured, told to the metrics too."""
+    loaded = run.phases.seen
+    if run.recipe.measure_phases:
+        for line in run.phases.lines(step):
+            run.write_metrics(line)
+    run.phases.take()
+    run.phases.enabled = run.recipe.measure_phases
+    return loaded
 
+
+def _make_plan(start: Start) -> Plan:
     return make_plan(
         start.recipe,
         len(start.prepared.train),
-        world_size=accelerator.num_processes,
-        rank=accelerator.process_index,
+        world_size=start.launch.world_size,
+        rank=start.launch.rank,
         flat=attention_name(start.recipe) == attention.NAME,
     )
 
@@ -188,29 +231,25 @@ def _stop_requested(start: Start, progress: Progress, state: TrainState) -> Call
     return asked
 
 
-def _metrics_writer(start: Start, progress: Progress) -> Callable[[dict[str, Any]], None]:
+def _metrics_writer(start: Start, progress: Progress, terminal: Terminal) -> Callable[[dict[str, Any]], None]:
     def write(line: dict[str, Any]) -> None:
         progress.reached(line["step"])
         if start.launch.is_main:
             append_lines(start.run_dir / "metrics.jsonl", [line])
+            if start.trackers is not None:
+                start.trackers.log(line)
+            if line["kind"] == "eval":
+                write_page(start.run_dir, terminal.say)
 
     return write
 
 
-def check_vocabulary(prepared: Prepared, model: nn.Module) -> None:
-    """Refuse token ids that the embedding has no row for. Raises FinetuneError."""
-    embeddings: Any = decoder_parts(model).get_input_embeddings()
-    rows, largest = whole_shape(embeddings.weight)[0], prepared.facts["largest_token_id"]
-    if largest >= rows:
-        raise FinetuneError(
-            f"model.name_or_path: the tokenizer makes token {largest}, the model has {rows} embeddings; "
-            "use the tokenizer that belongs to the model"
-        )
-
-
-def _write_receipt(start: Start, accelerator: Accelerator, parts: Assembled, plan: Plan, terminal: Terminal) -> None:
+def _write_receipt(
+    start: Start, accelerator: Accelerator, parts: Assembled, run: Run
+) -> Callable[[str, dict[str, Any]], None]:
+    """Writes the receipt; the function that it returns adds a section to it."""
     receipt = write_receipt(start.recipe, accelerator, parts, start.strategy)
-    batch, facts = plan.facts(), start.prepared.facts
+    batch, facts = run.plan.facts(), start.prepared.facts
     receipt |= {"nodes": start.launch.nodes, "local_world_size": start.launch.local_world_size}
     receipt |= {"batch": batch, "data": {"fingerprint": start.prepared.fingerprint, **facts}}
 
@@ -222,9 +261,14 @@ def _write_receipt(start: Start, accelerator: Accelerator, parts: Assembled, pla
         add_optimizer_state(start.recipe, start.strategy, receipt, held, accelerator.num_processes)
         write()
 
+    def note(section: str, found: dict[str, Any]) -> None:
+        receipt[section] = found
+        write()
+
     write()
-    terminal.say("\n".join([describe(receipt), *start.prepared.notes]))
+    run.terminal.say("\n".join([describe(receipt), *start.prepared.notes]))
     once_stepped(parts.optimizer, note_state)
+    return note
 
 
 def _look_before(start: Start, run: Run, whole: nn.Module) -> None:
@@ -241,6 +285,10 @@ def _write_samples(start: Start, model: nn.Module, when: str, step: int) -> None
         return
     length = start.recipe.samples.max_new_tokens
     answers = samples(model, start.tokenizer, start.prepared.prompts, max_new_tokens=length, when=when, step=step)
+    lines = []
     for line in answers:
         if start.launch.is_main:
             append_lines(start.run_dir / "samples.jsonl", [line])
+            lines.append(line)
+    if start.trackers is not None:
+        start.trackers.log_samples(lines)

@@ -90,13 +90,18 @@ def die_with_launcher() -> bool:
     launcher of one process, SIGKILL to any). Under a shell it would end a run that nohup protects. Linux only. Inside
     `stop_on_signals` that signal saves, before it it ends the process; not inherited by child processes.
     """
-    if sys.platform != "linux" or not under_launcher():
-        return False
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+    if not under_launcher() or not die_with_parent(signal.SIGTERM):
         return False
     if _launcher_is_gone():  # it died before the kernel knew of our wish
         os.kill(os.getpid(), signal.SIGTERM)
     return True
+
+
+def die_with_parent(number: signal.Signals) -> bool:
+    """Asks the kernel for this signal when the process dies that started this one; returns whether that is in force."""
+    if sys.platform != "linux":
+        return False
+    return bool(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) == 0)
 
 
 def _launcher_is_gone() -> bool:

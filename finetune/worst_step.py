@@ -7,19 +7,20 @@ and read back. Reading it back is also what takes everything to the exact initia
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
+from accelerate.utils import DistributedType
 
 from finetune.batches import Rows, prefetch
-from finetune.errors import DoesNotFit
 from finetune.loop import NotFinite, optimizer_step
 from finetune.loss_scaling import load_scaler_state, scaler_state
-from finetune.phases import GIB, Phases, peak_bytes
+from finetune.optimizer import innermost
+from finetune.phases import GIB, Phase, Phases, peak_bytes
 from finetune.run import Plan, Run
 
 
@@ -30,7 +31,8 @@ class Rehearsed:
     tokens: int  # of the longest micro-batch, over all ranks
     step_seconds: float
     save_seconds: float
-    peak_bytes: int
+    peak_bytes: int  # of the process so far
+    phases: dict[str, Phase] = field(default_factory=dict)  # state (the optimizer's), forward, backward, step
 
     def __str__(self) -> str:
         return (
@@ -48,7 +50,6 @@ def worst_step_first(run: Run, save: Callable[[], Path], read_back: Callable[[Pa
         read_back: Verifies what was written and fills weights and optimizer from it.
 
     Raises:
-        DoesNotFit: the device has not the memory.
         NotFinite: the loss or its gradient is not finite.
         EnvironmentMismatch: the checkpoint cannot be written.
     """
@@ -58,14 +59,45 @@ def worst_step_first(run: Run, save: Callable[[], Path], read_back: Callable[[Pa
     saved = time.perf_counter()
     device = run.accelerator.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout seeds the generators
-        tokens = _step(run)
+        with _measured(run.phases) as phases:
+            with run.phases("state"):
+                _make_optimizer_state(run)
+            tokens = _step(run)
         if run.eval_rows is not None:
             _evaluate(run, run.eval_rows)
     stepped = time.perf_counter()
     read_back(where)
     load_scaler_state(run.accelerator, scaler)
     read = time.perf_counter()
-    return Rehearsed(tokens, stepped - saved, (saved - began) + (read - stepped), peak_bytes(device))
+    peak = max(peak_bytes(device), *(phase.peak_bytes for phase in phases.values()))
+    return Rehearsed(tokens, stepped - saved, (saved - began) + (read - stepped), peak, phases)
+
+
+@contextmanager
+def _measured(phases: Phases) -> Iterator[dict[str, Phase]]:
+    """The phases of the block, filled in at its end, whether or not all of the run's are measured."""
+    enabled, phases.enabled = phases.enabled, True
+    measured: dict[str, Phase] = {}
+    yield measured
+    measured |= phases.take()
+    phases.enabled = enabled
+
+
+def _make_optimizer_state(run: Run) -> None:
+    """An update that changes nothing, of gradients that are zero: from the run's second step on its moments, 8 bytes a
+    trained weight, lie beside all of a step, and so they shall here. DeepSpeed's engines make theirs by themselves."""
+    optimizer = innermost(run.optimizer)
+    if optimizer.state or run.accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def longest_rows(rows: Rows, plan: Plan) -> np.ndarray:
@@ -74,11 +106,15 @@ def longest_rows(rows: Rows, plan: Plan) -> np.ndarray:
     return np.asarray(order[: plan.per_device_batch_size * plan.world_size])
 
 
+def times_taken(plan: Plan) -> int:
+    """How often the worst step takes its micro-batch: twice where steps accumulate, for gradients wait beside it."""
+    return min(2, plan.micro_steps(min(plan.global_batch_size, plan.total_rows)))
+
+
 def _step(run: Run) -> int:
-    """An optimizer step on the longest rows, taken twice where steps accumulate: gradients then wait beside them."""
+    """An optimizer step on the longest rows."""
     rows, plan = run.train_rows, run.plan
-    longest = longest_rows(rows, plan)
-    times = min(2, plan.micro_steps(min(plan.global_batch_size, plan.total_rows)))
+    longest, times = longest_rows(rows, plan), times_taken(plan)
     batches = [batch for _ in range(times) for batch in plan.micro_batches(rows, longest)]
     try:
         optimizer_step(
@@ -91,16 +127,15 @@ def _step(run: Run) -> int:
             max_grad_norm=run.recipe.training.max_grad_norm,
             seed=plan.seed,
             stop=False,
-            phases=Phases(run.accelerator.device, enabled=False),
+            phases=run.phases,
             hold=run.hold,
         )
     except NotFinite as error:
         places = ", ".join(place for index in longest[:4] for place in rows.places(int(index)))
         raise NotFinite(f"worst step first: {error}: not finite; look at the longest rows, {places}") from error
-    except RuntimeError as error:
-        if not _of_memory(error):
-            raise
-        raise _does_not_fit(run, int(rows.lengths[longest].max()), "a training step") from error
+    except (RuntimeError, MemoryError) as error:
+        _name_what_ran(error, run, int(rows.lengths[longest].max()), "a training step")
+        raise
     return int(rows.lengths[longest].sum())
 
 
@@ -112,28 +147,13 @@ def _evaluate(run: Run, rows: Rows) -> None:
             batches = run.plan.micro_batches(rows, longest)
             for batch in prefetch(batches, run.accelerator.device, non_blocking=True):
                 run.model(**batch)
-    except RuntimeError as error:
-        if not _of_memory(error):
-            raise
-        raise _does_not_fit(run, int(rows.lengths[longest].max()), "an evaluation") from error
+    except (RuntimeError, MemoryError) as error:
+        _name_what_ran(error, run, int(rows.lengths[longest].max()), "an evaluation")
+        raise
     finally:
         run.model.train()
 
 
-def _of_memory(error: RuntimeError) -> bool:
-    """The host's allocator says it in words alone."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-def _does_not_fit(run: Run, tokens: int, what: str) -> DoesNotFit:
-    training, device = run.recipe.training, run.accelerator.device
-    on_gpu = device.type == "cuda"
-    memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
-    remedies = [f"training.per_device_batch_size={training.per_device_batch_size // 2}"]
-    remedies *= training.per_device_batch_size > 1
-    remedies += ["training.activation_checkpointing=true"] * (not training.activation_checkpointing)
-    remedies += [f"data.max_length={run.recipe.data.max_length // 2}", "a strategy that shards more"]
-    return DoesNotFit(
-        f"worst step first: {what} on {training.per_device_batch_size} rows of {tokens:,} tokens does not fit into "
-        f"{memory / GIB:.0f} GiB; try {', or '.join(remedies)}"
-    )
+def _name_what_ran(error: BaseException, run: Run, tokens: int, what: str) -> None:
+    """For out_of_memory.py, which makes one line of it."""
+    error.add_note(f"{what} on {run.recipe.training.per_device_batch_size} rows of {tokens:,} tokens")

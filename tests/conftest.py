@@ -11,6 +11,9 @@ import pytest
 # suite took 446 s with two, beside another program).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A planner beside each of the suite's hundreds of runs would be most of the suite; tests of it turn it on.
+os.environ.setdefault("FINETUNE_PLANNER", "off")
+
 from tests.tiny import save_tiny
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -57,8 +57,21 @@ class Planned:
         return self.gpus is None or self.needed <= self.gpus.memory
 
 
-def plan_recipe(recipe: Recipe, gpus: Gpus | None) -> Planned:
-    """Plan one rank. Raises FinetuneError for what cannot be planned, EnvironmentMismatch for an unknown model."""
+def plan_recipe(
+    recipe: Recipe,
+    gpus: Gpus | None,
+    *,
+    batches: Sequence[MicroBatch] | None = None,
+    ranks: int | None = None,
+    node: int | None = None,
+) -> Planned:
+    """Plan one rank. Raises FinetuneError for what cannot be planned, EnvironmentMismatch for an unknown model.
+
+    Args:
+        gpus: None: a CPU's memory is planned, one process's unless `ranks` and those of a `node` are given.
+        batches: A run's own for its largest step; without, the largest there can be. On a CPU the model is then
+            traced at its full depth, to be equal to the run.
+    """
     strategy = read_strategy(recipe.accelerate_config)
     _refuse_unplanned(recipe, strategy)
     config, source = full_config(recipe.model.name_or_path, recipe.model.revision)
@@ -66,29 +79,39 @@ def plan_recipe(recipe: Recipe, gpus: Gpus | None) -> Planned:
     if recipe.training.mixed_precision == "fp16":
         recipe = _changed(recipe, mixed_precision="bf16")
         notes.append("fp16 is planned as bf16, which is as wide")
-    ranks = 1 if strategy.kind == "single" or gpus is None else gpus.count * gpus.nodes
+    ranks = 1 if strategy.kind == "single" else gpus.count * gpus.nodes if gpus else ranks or 1
+    node = gpus.count if gpus else node or ranks
+    shown, exact = batches or worst_batches(recipe, ranks), bool(batches) and gpus is None
     with tempfile.TemporaryDirectory() as folder:
-        phases = _traced(recipe, strategy, config, ranks, gpus, Path(folder))
+        job = _Job(recipe, strategy, shown, ranks, node, on_gpu=gpus is not None)
+        phases = _traced(job, config, Path(folder), whole=exact)
     if strategy.kind == "ddp":
         phases = {name: _with_buckets(phase, _trained(phases)) for name, phase in phases.items()}
     outside = {"CUDA context": CONTEXT} | ({"NCCL": NCCL} if ranks > 1 else {})
     return Planned(phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes))
 
 
-def _traced(
-    recipe: Recipe, strategy: Strategy, config: Mapping[str, Any], ranks: int, gpus: Gpus | None, folder: Path
-) -> dict[str, PhaseMemory]:
-    batches = worst_batches(recipe, ranks)
+@dataclass(frozen=True)
+class _Job:
+    recipe: Recipe
+    strategy: Strategy
+    batches: Sequence[MicroBatch]
+    ranks: int
+    node: int
+    on_gpu: bool
+
+
+def _traced(job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool) -> dict[str, PhaseMemory]:
     # DDP's engine is C++ and cannot be traced; a rank alone does the same but for the reducer's buckets.
-    way = replace(strategy, kind="single") if strategy.kind == "ddp" else strategy
-    node = gpus.count if gpus else ranks
+    way = replace(job.strategy, kind="single") if job.strategy.kind == "ddp" else job.strategy
 
     def timeline_of(layers: int) -> Timeline:
-        smaller = with_layers(recipe, config, layers, folder)
-        return trace(smaller, way, batches, ranks=ranks, node=node, gpu=gpus is not None).timeline
+        smaller = with_layers(job.recipe, config, layers, folder)
+        return trace(smaller, way, job.batches, ranks=job.ranks, node=job.node, gpu=job.on_gpu).timeline
 
-    every = max(1, int(recipe.training.activation_checkpointing))
-    return deep(timeline_of, int(config["num_hidden_layers"]), NAME if gpus else "cpu", period=every)
+    layers, every = int(config["num_hidden_layers"]), max(1, int(job.recipe.training.activation_checkpointing))
+    device = NAME if job.on_gpu else "cpu"
+    return timeline_of(layers).phases(device) if whole else deep(timeline_of, layers, device, period=every)
 
 
 def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:

@@ -76,6 +76,8 @@ def trace(
     masks = any(has_joined_documents(batch) for batch in batches)
     device = pretend_device() if gpu else torch.device("cpu")
     with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
+        # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
+        inside.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
         mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
         # Rank 0 tells the others, of whom there are none; a pickled object among the tensors would be counted.
         inside.enter_context(mock.patch.object(dist, "broadcast_object_list"))
@@ -83,6 +85,8 @@ def trace(
         recorder = Recorder(device, mode)
         with Workspaces(recorder, device, cublas) if gpu else nullcontext(), Tagging(recorder, gloo=not gpu):
             with recorder.phases("load"):
+                # Each rank's number, which torch's mesh keeps in host memory.
+                numbers = None if mesh is None else torch.empty(ranks, dtype=torch.int32, device="cpu")
                 parts = assemble(recipe, strategy, accelerator, dataless, mesh)
             recorder.mark(_weights(parts), "parameters")
             parts.model.train()
@@ -98,6 +102,7 @@ def trace(
             with recorder.phases("save"):
                 _save(parts)
             _place_in_layers(parts, recorder)
+            del numbers
         return Traced(recorder.timeline, recorder.phases.take())
 
 

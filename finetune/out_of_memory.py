@@ -1,0 +1,129 @@
+"""When memory ends: what ran, what was planned and measured, and what would take less, in the error that ends the run.
+
+A run out of memory has written nothing: its checkpoints are what they were.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from finetune.errors import DoesNotFit
+from finetune.phases import GIB, peak_bytes
+from finetune.recipe import Recipe
+
+# What allocators say in words alone: the host's, cuBLAS's, NCCL's.
+_WORDS = re.compile(r"out of memory|DefaultCPUAllocator|ALLOC_FAILED|Cannot allocate memory|Failed to CUDA (m|c)alloc")
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMG]iB)")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+SHOWN = 3  # changes named
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One device's, in bytes."""
+
+    total: int
+    taken: int  # by this process; on a CPU by all
+    peak: int  # of this process so far
+    others: int = 0  # taken by other programs, where that is known
+
+
+def of_memory(error: BaseException) -> bool:
+    """Whether this error is an allocation that failed, on a GPU or in host memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError | OSError) and bool(_WORDS.search(str(error)))
+
+
+def asked_bytes(error: BaseException) -> int | None:
+    """What the allocation wanted; None where the error does not tell."""
+    found = _ASKED.search(str(error))
+    return int(float(found[1]) * _UNITS[found[2]]) if found else None
+
+
+def memory_of(device: torch.device) -> Memory:
+    """The device's memory now."""
+    if device.type != "cuda":
+        host = psutil.virtual_memory()
+        return Memory(host.total, host.total - host.available, peak_bytes(device))
+    free, total = torch.cuda.mem_get_info(device)
+    mine = torch.cuda.memory_reserved(device)
+    return Memory(total, torch.cuda.memory_allocated(device), peak_bytes(device), max(0, total - free - mine))
+
+
+def does_not_fit(
+    recipe: Recipe,
+    error: BaseException,
+    *,
+    doing: str,
+    phase: str,
+    memory: Memory,
+    foretold: Mapping[str, Any],
+    command: str,
+    step: int,
+) -> DoesNotFit:
+    """The error to end with.
+
+    Args:
+        doing: What the run was at: load, worst step first, training, ...
+        phase: Of the step: forward, backward, step; empty outside of one.
+        foretold: The planner's answer (foretold.py).
+        command: What continues the run after `step`.
+    """
+    notes = ", ".join(getattr(error, "__notes__", ()))
+    asked = asked_bytes(error)
+    more = f", {asked / GIB:.2f} GiB more asked for" if asked else ""
+    where = f" in {phase}" if phase else ""
+    lines = [
+        f"{doing}: out of memory{where}{notes and f', {notes}'}: {memory.taken / GIB:.2f} of {memory.total / GIB:.1f} "
+        f"GiB taken{more}; {remedy(recipe, foretold)}",
+        f"  {_planned(foretold, phase)}; measured: {memory.peak / GIB:.2f} GiB at the peak",
+        *_others(memory),
+        f"  {'nothing is lost: ' if step else ''}the run stands at step {step}; after the change: {command}",
+    ]
+    return DoesNotFit("\n".join(lines))
+
+
+def remedy(recipe: Recipe, foretold: Mapping[str, Any]) -> str:
+    """What would take less: with the bytes it was planned to take, where it was."""
+    changes = foretold.get("changes") or ()
+    if changes:
+        shown = [f"{change['change']} ({change['needed_bytes'] / GIB:.2f} GiB)" for change in changes[:SHOWN]]
+        return f"fits by plan: {', or '.join(shown)}"
+    return f"try {', or '.join([*smaller(recipe), 'a strategy that shards more'])}"
+
+
+def smaller(recipe: Recipe) -> Iterator[str]:
+    """Changes that take less and leave the curve as it is, except the last: key=value, the cheapest first."""
+    training = recipe.training
+    if training.per_device_batch_size > 1:
+        yield f"training.per_device_batch_size={training.per_device_batch_size // 2}"
+    if training.activation_checkpointing is not True:
+        yield "training.activation_checkpointing=true"
+    yield f"data.max_length={recipe.data.max_length // 2}"
+
+
+def _planned(foretold: Mapping[str, Any], phase: str) -> str:
+    """The plan's figure for this phase, or for its largest, with the component that has most of it."""
+    plan = foretold.get("plan")
+    if not plan:
+        return f"not planned: {foretold.get('why')}"
+    name = phase if phase in plan["phases"] else plan["peak"]["phase"]
+    found = plan["phases"][name]
+    component, most = max(found["parts"].items(), key=lambda part: part[1])
+    beside = sum(plan["outside_bytes"].values())
+    place = f", in {found['module']}" if found["module"] else ""
+    needed = (found["peak_bytes"] + beside) / GIB
+    return f"planned: {needed:.2f} GiB at the peak of {name}{place}, most of it {component}, {most / GIB:.2f} GiB"
+
+
+def _others(memory: Memory) -> Sequence[str]:
+    if memory.others < 0.02 * memory.total:  # a context and what the driver keeps
+        return ()
+    return (f"  {memory.others / GIB:.1f} GiB of this GPU are not this process's; nvidia-smi shows whose they are",)

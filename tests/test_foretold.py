@@ -1,0 +1,148 @@
+"""Every run is planned beside it; what the plan says is held against what the run measured."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.state import AcceleratorState
+
+from finetune import foretold
+from finetune.foretold import ANSWER, SWITCH, Question, asked
+from finetune.plan.beside import batches_of, planned, read_question
+from finetune.run_memory import describe_memory
+from finetune.train import main
+from tests.tiny import write_chats
+
+LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
+Write = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def forget_the_last_run() -> Iterator[None]:
+    """A process has one mixed precision to Accelerate, until it is told to forget, as its own tests do."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def write(tmp_path: Path, tiny_llama: Path) -> Write:
+    """Writes a recipe whose run folder is beside it."""
+
+    def written(**changed: Any) -> Path:
+        content: dict[str, Any] = {
+            "model": {"name_or_path": str(tiny_llama), "dtype": "float32"},
+            "lora": {"r": 4},
+            "data": {
+                "train": [{"path": "json", "data_files": str(write_chats(tmp_path / "chats.jsonl", LENGTHS))}],
+                "max_length": 128,
+            },
+            "training": {"global_batch_size": 4, "max_steps": 2, "mixed_precision": "no", "per_device_batch_size": 2},
+            "samples": {"count": 0},
+            "output_dir": str(tmp_path / "run"),
+        }
+        for key, value in changed.items():
+            content[key] = content[key] | value if isinstance(value, dict) else value
+        path = tmp_path / "recipe.yaml"
+        path.write_text(json.dumps(content), "utf-8")
+        return path
+
+    return written
+
+
+def receipt(recipe: Path) -> dict[str, Any]:
+    return dict(json.loads((recipe.parent / "run" / "receipt.json").read_text("utf-8")))
+
+
+QUESTION = Question(
+    recipe="{}", documents=(((7, 5), (9,)),), flat=True, nodes=1, ranks_of_node=1, device="cpu", memory=2**30
+)
+
+
+def test_a_question_survives_its_way() -> None:
+    assert read_question(json.loads(json.dumps(asdict(QUESTION)))) == QUESTION
+
+
+def test_batches_are_the_runs_own_but_for_what_stands_in_them() -> None:
+    (flat,) = batches_of(QUESTION)
+    assert flat["document_lengths"] == (7, 5, 9)
+    assert flat["position_ids"].tolist() == [[*range(7), *range(5), *range(9)]]
+    (padded,) = batches_of(replace(QUESTION, flat=False))
+    assert padded["input_ids"].shape == (2, 12)
+    assert "cu_seq_lens" not in padded
+
+
+def test_what_cannot_be_planned_is_an_answer() -> None:
+    plan, why, needed = planned(QUESTION)
+    assert plan is None
+    assert needed == 0
+    assert why is not None
+    assert why.startswith("the planner failed: ValidationError")
+
+
+def test_a_planner_that_dies_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "on")
+    monkeypatch.setattr(foretold.sys, "executable", "false")
+    with asked(QUESTION, tmp_path) as answer:
+        assert answer.answer(wait_seconds=60) == {"plan": None, "why": "the planner ended with 1", "changes": None}
+    monkeypatch.setattr(foretold.sys, "executable", str(tmp_path / "nothing"))
+    with asked(QUESTION, tmp_path) as answer:
+        assert "could not be started: " in answer.answer()["why"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_is_not_done_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nsleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv(SWITCH, "on")
+    monkeypatch.setattr(foretold.sys, "executable", str(slow))
+    began = time.monotonic()
+    with asked(QUESTION, tmp_path) as answer:
+        assert answer.answer()["why"] == "the planner has not answered yet"
+        assert answer.settled(wait_seconds=0.1)["plan"] is None
+    assert time.monotonic() - began < 5
+
+
+def test_it_can_be_turned_off_and_other_ranks_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "off")
+    with asked(QUESTION, tmp_path) as answer:
+        assert answer.answer()["why"] == "FINETUNE_PLANNER=off"
+    (tmp_path / ANSWER).write_text('{"plan": {"fits": true}, "why": null, "changes": []}')
+    with asked(None, tmp_path) as answer:
+        assert answer.answer()["plan"] == {"fits": True}
+    assert (tmp_path / ANSWER).exists(), "it is rank 0's to take away"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"lora": None, "data": {"packing": False}, "training": {"activation_checkpointing": False}},
+        {"training": {"mixed_precision": "bf16", "per_device_batch_size": 4}},
+    ],
+    ids=["lora", "full, padded", "bf16"],
+)
+def test_the_plan_is_the_run_to_the_byte(
+    changed: dict[str, Any], write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SWITCH, "on")
+    if "data" in changed:
+        changed["data"]["train"] = json.loads(write().read_text())["data"]["train"]
+    recipe = write(**changed)
+    assert main([str(recipe)]) == 0
+    memory = receipt(recipe)["memory"]
+    assert memory["why"] is None
+    assert set(memory["measured"]["phases"]) == {"load", "forward", "backward", "step"}
+    for name in ("forward", "backward", "step"):
+        there, here = memory["measured"]["phases"][name], memory["planned"]["phases"][name]
+        assert (here["peak_bytes"], here["end_bytes"]) == (there["peak_bytes"], there["end_bytes"]), name
+    assert describe_memory(memory).endswith("(+0.00%)")
+    assert not (recipe.parent / "run" / ANSWER).exists()
