@@ -97,8 +97,10 @@ def plain_quantized_weights(model: nn.Module) -> None:
     asks bitsandbytes' parameter for its settings; DoRA and merging go on asking it, and must come before or not at all.
     """
     for layer in list(quantized_layers(model)):
+        if hasattr(layer, "packing"):  # plain already: a planner's, whose tensors without data know no other form
+            continue
         weight = layer.weight
-        assert hasattr(weight, "bnb_quantized"), "only 4-bit weights can be made plain, and once"
+        assert hasattr(weight, "bnb_quantized"), "only 4-bit weights can be made plain"
         state = weight.quant_state if weight.bnb_quantized else _hollow_state(weight)
         packed = weight.detach().as_subclass(Tensor) if weight.bnb_quantized else _hollow_weight(weight)
         layer.packing = {key: getattr(state, key) for key in ("shape", "dtype", "blocksize", "quant_type")}

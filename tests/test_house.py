@@ -109,6 +109,7 @@ rehearse_report
 plan.gpus
 plan.zero_terms
 plan.timeline
+plan.splice
 plan.caching
 plan.cuda_dispatch
 plan.pretend

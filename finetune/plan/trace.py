@@ -71,7 +71,7 @@ def trace(
             device NAME of pretend.py, those of the host "cpu". Else all is one CPU's.
         cublas: Bytes of a workspace of cuBLAS, where `gpu`.
     """
-    dataless = dataless_build(recipe, whole_quantized=strategy.kind != "fsdp")
+    dataless = dataless_build(recipe, whole_quantized=True)
     supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
     device = pretend_device() if gpu else torch.device("cpu")
@@ -101,6 +101,7 @@ def trace(
                     del stream
             with recorder.phases("save"):
                 _save(parts)
+            _place_in_layers(parts, recorder)
             del numbers
         return Traced(recorder.timeline, recorder.phases.take())
 
@@ -140,6 +141,15 @@ def _step(
 def _weights(parts: Assembled) -> Iterator[torch.Tensor]:
     yield from parts.whole.parameters()
     yield from parts.whole.buffers()
+
+
+def _place_in_layers(parts: Assembled, recorder: Recorder) -> None:
+    """Weights and their states are made outside of the layers' modules; gradients inside."""
+    for name, tensor in (*parts.whole.named_parameters(), *parts.whole.named_buffers()):
+        recorder.place_in_layer(tensor, name)
+        for value in parts.optimizer.state.get(tensor, {}).values():
+            if isinstance(value, torch.Tensor):
+                recorder.place_in_layer(value, name)
 
 
 def _state(parts: Assembled) -> Iterator[torch.Tensor]:
