@@ -103,6 +103,8 @@ plan.gpus
 plan.zero_terms
 plan.timeline
 plan.recorder
+plan.work
+plan.speed
 plan.dataless
 plan.workspaces
 plan.cuda_dispatch

@@ -20,7 +20,8 @@ from finetune.plan.gpus import Gpus
 from finetune.plan.layers import deep
 from finetune.plan.pretend import NAME
 from finetune.plan.timeline import Peak, PhaseMemory, Timeline
-from finetune.plan.trace import trace
+from finetune.plan.trace import STEPS, trace
+from finetune.plan.work import StepWork, at_depth, per_step
 from finetune.recipe import Recipe
 from finetune.shrink import full_config
 from finetune.strategy import Strategy, read_strategy
@@ -40,6 +41,7 @@ class Planned:
     ranks: int
     gpus: Gpus | None
     notes: tuple[str, ...]
+    work: StepWork | None = None  # what one rank computes and sends
 
     @property
     def peak(self) -> tuple[str, Peak]:
@@ -84,11 +86,11 @@ def plan_recipe(
     shown, exact = batches or worst_batches(recipe, ranks), bool(batches) and gpus is None
     with tempfile.TemporaryDirectory() as folder:
         job = _Job(recipe, strategy, shown, ranks, node, on_gpu=gpus is not None)
-        phases = _traced(job, config, Path(folder), whole=exact)
+        phases, work = _traced(job, config, Path(folder), whole=exact)
     if strategy.kind == "ddp":
         phases = {name: _with_buckets(phase, _trained(phases)) for name, phase in phases.items()}
     outside = {"CUDA context": CONTEXT} | ({"NCCL": NCCL} if ranks > 1 else {})
-    return Planned(phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes))
+    return Planned(phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes), work=work)
 
 
 @dataclass(frozen=True)
@@ -101,17 +103,25 @@ class _Job:
     on_gpu: bool
 
 
-def _traced(job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool) -> dict[str, PhaseMemory]:
+def _traced(
+    job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool
+) -> tuple[dict[str, PhaseMemory], StepWork]:
     # DDP's engine is C++ and cannot be traced; a rank alone does the same but for the reducer's buckets.
     way = replace(job.strategy, kind="single") if job.strategy.kind == "ddp" else job.strategy
 
+    work: dict[int, StepWork] = {}
+
     def timeline_of(layers: int) -> Timeline:
         smaller = with_layers(job.recipe, config, layers, folder)
-        return trace(smaller, way, job.batches, ranks=job.ranks, node=job.node, gpu=job.on_gpu).timeline
+        done = trace(smaller, way, job.batches, ranks=job.ranks, node=job.node, gpu=job.on_gpu)
+        moved = {phase: found.moved for phase, found in done.measured.items()}
+        work[layers] = per_step(done.operations, moved, steps=STEPS, micro_steps=len(job.batches))
+        return done.timeline
 
     layers, every = int(config["num_hidden_layers"]), max(1, int(job.recipe.training.activation_checkpointing))
     device = NAME if job.on_gpu else "cpu"
-    return timeline_of(layers).phases(device) if whole else deep(timeline_of, layers, device, period=every)
+    phases = timeline_of(layers).phases(device) if whole else deep(timeline_of, layers, device, period=every)
+    return phases, at_depth(work, layers)
 
 
 def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:

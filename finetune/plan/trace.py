@@ -7,7 +7,7 @@ written a second time here.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,7 @@ from finetune.plan.dataless import dataless_build, has_joined_documents, no_data
 from finetune.plan.pretend import pretend_device
 from finetune.plan.recorder import Recorder, Tagging
 from finetune.plan.timeline import Timeline
+from finetune.plan.work import Operation, Work
 from finetune.plan.workspaces import CUBLAS_HOPPER, Workspaces
 from finetune.recipe import Recipe
 from finetune.runtime import build_accelerator, holding_back
@@ -48,6 +49,7 @@ class Traced:
 
     timeline: Timeline
     measured: dict[str, Phase]
+    operations: Mapping[Operation, int]  # of all steps
 
 
 def trace(
@@ -81,7 +83,8 @@ def trace(
         inside.enter_context(mock.patch.object(dist, "broadcast_object_list"))
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
-        with Workspaces(recorder, device, cublas) if gpu else nullcontext(), Tagging(recorder, gloo=not gpu):
+        work = Work(recorder.phases)
+        with Workspaces(recorder, device, cublas) if gpu else nullcontext(), Tagging(recorder, gloo=not gpu), work:
             with recorder.phases("load"):
                 parts = assemble(recipe, strategy, accelerator, dataless, mesh)
             recorder.mark(_weights(parts), "parameters")
@@ -97,7 +100,7 @@ def trace(
                     del stream
             with recorder.phases("save"):
                 _save(parts)
-        return Traced(recorder.timeline, recorder.phases.take())
+        return Traced(recorder.timeline, recorder.phases.take(), work.operations)
 
 
 def _step(
