@@ -77,7 +77,7 @@ def _on_cuda(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
+    q, k, v = (_as_autocast_would(x[0].transpose(0, 1)) for x in (query, key, value))  # [tokens, heads, head_dim]
     known = _varlen_parameters()
     if "enable_gqa" not in known and k.shape[1] != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -94,6 +94,13 @@ def _on_cuda(
     output = varlen_attn(q, k, v, starts, starts, longest, longest, **options)
     assert isinstance(output, Tensor)
     return output.unsqueeze(0)
+
+
+def _as_autocast_would(tensor: Tensor) -> Tensor:
+    """In autocast's number format, which it gives to torch's own attention and not to this one. Between float32
+    weights RoPE makes queries and keys float32, and the kernel takes none."""
+    kind = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
 
 
 @cache

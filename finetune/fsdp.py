@@ -152,22 +152,27 @@ def _scattered(parameter: DTensor, full: Tensor | None, device: torch.device) ->
     shards = shard_count(parameter)
     rows = -(-parameter.shape[0] // shards)  # of every shard but the last ones
     padded = torch.empty((rows, *parameter.shape[1:]), dtype=parameter.dtype, device=device)
-    parts = None
-    if full is not None:
-        there = full.to(device)
-        chunks = [_padded(there[at * rows : (at + 1) * rows], rows) for at in range(shards)]
-        parts = [chunks[rank % shards] for rank in range(world)]
+    parts = None if full is None else _parts(full.to(device), rows, shards) * (world // shards)
     dist.scatter(padded, parts, src=0)
     first, last = row_range(parameter)
     return padded[: last - first]
 
 
-def _padded(part: Tensor, rows: int) -> Tensor:
-    if len(part) == rows:
-        return part.contiguous()
-    whole = part.new_zeros((rows, *part.shape[1:]))
-    whole[: len(part)] = part
-    return whole
+def _parts(whole: Tensor, rows: int, shards: int) -> list[Tensor]:
+    """So many parts of `rows` rows: views, what is left, padded, and one tensor of zeros for all who get none."""
+    full = len(whole) // rows
+    parts = views(whole[: full * rows].contiguous(), rows) if full else []
+    if full * rows < len(whole):
+        last = whole.new_zeros((rows, *whole.shape[1:]))
+        last[: len(whole) - full * rows] = whole[full * rows :]
+        parts.append(last)
+    empty = shards - -(-len(whole) // rows)
+    return parts + [whole.new_zeros((rows, *whole.shape[1:]))] * empty if empty else parts
+
+
+def views(whole: Tensor, rows: int) -> list[Tensor]:
+    """`rows` rows each. A function of its own for the planner, which needs one of 512 and not the time they take."""
+    return list(whole.split(rows))
 
 
 def shard_count(parameter: DTensor) -> int:

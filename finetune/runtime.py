@@ -7,6 +7,7 @@ fit them, so everything is compared after building: strategy, world size, precis
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -240,6 +241,8 @@ def hush_libraries(launch: Launch) -> None:
     if not launch.is_main:
         transformers_logging.set_verbosity_error()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # speaks of kernels it would like to download
+    if not torch.cuda.is_available():  # saving imports an installed DeepSpeed, which says that it found no GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def use_all_cores(launch: Launch, device: torch.device) -> None:

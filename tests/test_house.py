@@ -102,13 +102,14 @@ rehearse_report
 plan.gpus
 plan.zero_terms
 plan.timeline
+plan.caching
+plan.cuda_dispatch
+plan.pretend
 plan.recorder
 plan.work
 plan.speed
 plan.dataless
 plan.workspaces
-plan.cuda_dispatch
-plan.pretend
 plan.trace
 plan.layers
 plan.depth

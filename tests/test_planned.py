@@ -10,10 +10,10 @@ import torch
 from finetune.plan.timeline import COMPONENTS
 from finetune.plan.trace import trace
 from finetune.strategy import read_strategy
-from tests.planned import PHASES, Case, cases, differences, models, planned, tracked, tracked_on_two_ranks
+from tests.planned import Case, cases, differences, models, planned, tracked, tracked_on_ranks
 
 ALL = cases()
-TWO_RANKS = cases(("full", "lora"))
+RANKS = cases(("full", "lora"))
 SAMPLE = [
     Case("full", "bf16", 0, packed=True, tied=False, micro_steps=2),
     Case("lora", "bf16", 2, packed=False, tied=True, micro_steps=1),
@@ -38,18 +38,24 @@ def test_every_configuration_is_planned_to_the_byte(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2"])
-def test_two_ranks_are_planned_to_the_byte(strategy: str, folder: Path) -> None:
-    some = TWO_RANKS[::2]
-    assert (len(some), sum(case.packed for case in some)) == (36, 18)
-    real = tracked_on_two_ranks(some, folder, strategy)
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "node", "some"),
+    [
+        ("fsdp2", 2, 2, RANKS[::3]),
+        ("fsdp2_grad_op", 2, 2, RANKS[1::7]),
+        ("fsdp2_offload", 2, 2, RANKS[2::7]),
+        ("hsdp", 4, 2, RANKS[3::13]),
+    ],
+)
+def test_gloo_ranks_are_planned_to_the_byte(
+    strategy: str, ranks: int, node: int, some: list[Case], folder: Path
+) -> None:
+    for axis in ("packed", "tied", "micro_steps", "method", "precision", "checkpointing"):
+        assert len({getattr(case, axis) for case in some}) == len({getattr(case, axis) for case in RANKS}), axis
+    real = tracked_on_ranks(some, folder, strategy, ranks, node)
     # When they save, ranks tell each other in pickled bytes what they wrote.
-    phases = PHASES[:-1]
     found = {
-        # Of padded batches the plan keeps the token ids longer than two ranks do: 8 bytes each, not yet understood.
-        str(case): list(
-            differences(planned(case, folder, strategy, 2), there, phases, above=0 if case.packed else 2048)
-        )
+        str(case): list(differences(planned(case, folder, strategy, ranks, node), there, ("load", "save")))
         for case, there in zip(some, real, strict=True)
     }
     assert {case: wrong for case, wrong in found.items() if wrong} == {}

@@ -28,6 +28,8 @@ def register_dispatch(device: str) -> None:
     others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
+    # One kernel on CUDA; on a device of another maker torch would put it together from seven others.
+    aten.impl("silu_backward", lambda grad, _: torch.empty_like(grad), "PrivateUse1")
     _keep.extend((others, aten))
     casts = _Casts(device)
     for macro, wrap in (

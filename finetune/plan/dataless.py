@@ -14,11 +14,13 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # torch's documentation names it by this path alone
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch's documentation names only this path
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import _sharding_prop
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
+from finetune import fsdp
 from finetune.batches import MicroBatch
 from finetune.fsdp import put, ties_kept
 from finetune.model import build_model
@@ -27,7 +29,7 @@ from finetune.recipe import Recipe
 
 
 class _HostReads(TorchDispatchMode):
-    """Answers each read of a value to the host, of which there is none."""
+    """Answers each read of a value to the host, of which there is none. torch's meshes have values, and keep them."""
 
     def __init__(self, answer: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no constructor here
@@ -36,7 +38,7 @@ class _HostReads(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self._answer
         return func(*args, **(kwargs or {}))
 
@@ -53,6 +55,9 @@ def no_data(host_reads: float, *, masks: bool) -> Iterator[FakeTensorMode]:
     patches: list[AbstractContextManager[Any]] = [
         mock.patch.object(masking_utils, "is_tracing", _always(masks)),
         mock.patch.object(_sharding_prop, "detect_fake_mode", _always(None)),
+        # Views of each rank's part, of which rank 0 looks at its own; 512 of each parameter take most of a minute.
+        mock.patch.object(_fsdp_param, "_chunk_with_empty", first_chunk),
+        mock.patch.object(fsdp, "views", lambda whole, rows: [whole[:rows]]),
     ]
     with warnings.catch_warnings(), ExitStack() as stack:
         # Accelerate asks parameters for their address, to find the optimizer's again; assemble.py does that itself.
@@ -69,6 +74,11 @@ def _always(answer: Any) -> Callable[..., Any]:
         return answer
 
     return function
+
+
+def first_chunk(tensor: torch.Tensor, chunks: int, dim: int) -> list[torch.Tensor]:
+    """The first of the parts that torch.chunk makes, which is rank 0's."""
+    return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // chunks))]
 
 
 def has_joined_documents(batch: MicroBatch) -> bool:

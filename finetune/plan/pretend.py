@@ -10,16 +10,23 @@ trains.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from finetune.plan.cuda_dispatch import register_dispatch
 
 NAME = "pretend"
 
 
 class _Module:
     """What torch and its users ask `torch.cuda` for, here `torch.pretend`: one device, always idle."""
+
+    def __init__(self) -> None:
+        self.streams = 0  # made so far; number 0 is the one that is there from the beginning
+        self.current = 0
 
     def is_available(self) -> bool:
         """No: whoever asks wants to compute on it."""
@@ -59,16 +66,35 @@ class _Module:
         return [torch.bfloat16, torch.float16, torch.float32]
 
     def Stream(self, *_: Any, **__: Any) -> torch.Stream:  # noqa: N802  # torch.cuda's name
-        return torch.Stream(device=torch.device(NAME, 0))
+        self.streams += 1
+        return _stream(self.streams)
 
     def Event(self, *_: Any, **__: Any) -> torch.Event:  # noqa: N802  # torch.cuda's name
         return torch.Event(device=torch.device(NAME, 0))
 
     def current_stream(self, *_: Any) -> torch.Stream:
-        return self.Stream()
+        return _stream(self.current)
 
-    def stream(self, _: Any) -> nullcontext[None]:
-        return nullcontext()
+    @contextmanager
+    def stream(self, stream: torch.Stream) -> Iterator[None]:
+        before, self.current = self.current, stream.stream_id
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+def _stream(number: int) -> torch.Stream:
+    device = torch.Stream(device=torch.device(NAME, 0))
+    return torch.Stream(stream_id=number, device_index=0, device_type=device.device_type)
+
+
+_module = _Module()
+
+
+def stream_in_use() -> int:
+    """The number of the stream on which the pretended kernels run now: memory made on one is not given to another."""
+    return _module.current
 
 
 def pretend_device() -> torch.device:
@@ -77,8 +103,6 @@ def pretend_device() -> torch.device:
         # torch's name for it is not public yet (2.11 to 2.13); tests/test_pretend.py watches it.
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as register
 
-        from finetune.plan.cuda_dispatch import register_dispatch
-
-        register(NAME, backend_module=_Module())
+        register(NAME, backend_module=_module)
         register_dispatch(NAME)
     return torch.device(NAME, 0)

@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
 
 from finetune.phases import Phases
+from finetune.plan.pretend import stream_in_use
 from finetune.plan.timeline import Event, Timeline
 from finetune.tensor_bytes import NONE, TensorBytes, parts
 
@@ -116,6 +117,8 @@ class Recorder:
         elif serial == len(timeline.devices):
             timeline.devices.append(device)
             timeline.components.append(self._guess())
+            if stream := stream_in_use():
+                timeline.streams[serial] = stream
         elif nbytes and serial not in self._fixed:  # resized
             timeline.components[serial] = "gathered layers"
             self._fixed.add(serial)

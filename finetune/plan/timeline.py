@@ -80,6 +80,7 @@ class Timeline:
     places: list[tuple[str, str]] = field(default_factory=list)  # phase ("" between phases) and module
     devices: list[str] = field(default_factory=list)  # of each storage
     components: list[str] = field(default_factory=list)  # of each storage
+    streams: dict[int, int] = field(default_factory=dict)  # of storages that were not made on a device's first stream
 
     def replay(self, device: str) -> Iterator[Moment]:
         """Each change on `device`, and the beginning of each phase."""

@@ -78,6 +78,8 @@ def trace(
     masks = any(has_joined_documents(batch) for batch in batches)
     device = pretend_device() if gpu else torch.device("cpu")
     with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
+        # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
+        inside.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
         mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
         # Rank 0 tells the others, of whom there are none; a pickled object among the tensors would be counted.
         inside.enter_context(mock.patch.object(dist, "broadcast_object_list"))
@@ -86,6 +88,8 @@ def trace(
         work = Work(recorder.phases)
         with Workspaces(recorder, device, cublas) if gpu else nullcontext(), Tagging(recorder, gloo=not gpu), work:
             with recorder.phases("load"):
+                # Each rank's number, which torch's mesh keeps in host memory.
+                numbers = None if mesh is None else torch.empty(ranks, dtype=torch.int32, device="cpu")
                 parts = assemble(recipe, strategy, accelerator, dataless, mesh)
             recorder.mark(_weights(parts), "parameters")
             parts.model.train()
@@ -100,6 +104,7 @@ def trace(
                     del stream
             with recorder.phases("save"):
                 _save(parts)
+            del numbers
         return Traced(recorder.timeline, recorder.phases.take(), work.operations)
 
 

@@ -1,0 +1,175 @@
+"""What torch's caching allocator reserves on a GPU for a timeline: a replay of its rules, by default settings.
+
+Tensors ask for bytes (*allocated*); the allocator asks CUDA for segments and cuts blocks from them (*reserved*), which
+it keeps when a tensor goes. A segment is cut where something else still lies in it, so more may be reserved than was
+ever allocated at a time. Rules as in c10/cuda/CUDACachingAllocator.cpp of torch 2.13:
+
+    sizes are rounded up to 512 bytes
+    up to 1 MiB come from the pool of small blocks, in segments of 2 MiB
+    more than that from the pool of large ones: up to 10 MiB in segments of 20 MiB, else in their own, rounded to 2 MiB
+    the smallest free block that is large enough is taken, of the same stream and pool, and cut where what is left is
+    at least 512 bytes (small) or more than 1 MiB (large); a block that is given back joins its free neighbours
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from finetune.plan.timeline import Timeline
+from finetune.tensor_bytes import NONE
+
+MIB = 2**20
+ROUND = 512
+SMALL = MIB  # the largest request of the pool of small blocks
+SMALL_SEGMENT = 2 * MIB
+MIDDLE = 10 * MIB  # larger ones get a segment of their own
+MIDDLE_SEGMENT = 20 * MIB
+
+
+@dataclass(eq=False)
+class _Block:
+    nbytes: int
+    address: int
+    pool: tuple[int, bool]  # stream, and whether of small blocks
+    free: bool = True
+    before: _Block | None = None  # neighbours in the segment
+    after: _Block | None = None
+
+
+class _Free(NamedTuple):
+    """In a pool's list: smallest first, then lowest."""
+
+    nbytes: int
+    address: int
+    block: _Block
+
+
+@dataclass
+class CachingAllocator:
+    """The allocator of one device; bytes."""
+
+    allocated: int = 0
+    reserved: int = 0
+    peak_allocated: int = 0
+    peak_reserved: int = 0
+    _pools: dict[tuple[int, bool], list[_Free]] = field(default_factory=dict)
+    _held: dict[Hashable, _Block] = field(default_factory=dict)
+    _segments: int = 0
+
+    def malloc(self, key: Hashable, nbytes: int, stream: int = 0) -> None:
+        """Give `key` a block; of nothing, none."""
+        if not nbytes:
+            return
+        nbytes = _up(nbytes, ROUND)
+        pool = stream, nbytes <= SMALL
+        block = self._found(pool, nbytes) or self._segment(pool, nbytes)
+        self._cut(block, nbytes)
+        block.free = False
+        self._held[key] = block
+        self.allocated += block.nbytes
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+
+    def free(self, key: Hashable) -> None:
+        """Take its block back, if it has one."""
+        block = self._held.pop(key, None)
+        if block is None:
+            return
+        self.allocated -= block.nbytes
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and neighbour.free:
+                self._remove(neighbour)
+        if block.before is not None and block.before.free:
+            block = _joined(block.before, block)
+        if block.after is not None and block.after.free:
+            block = _joined(block, block.after)
+        self._insert(block)
+
+    def restart_peaks(self) -> None:
+        """As `torch.cuda.reset_peak_memory_stats`."""
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+
+    def empty_cache(self) -> None:
+        """Give segments back to CUDA in which nothing lies."""
+        for pool, blocks in self._pools.items():
+            whole = [free for free in blocks if free.block.before is None and free.block.after is None]
+            self.reserved -= sum(free.nbytes for free in whole)
+            self._pools[pool] = [free for free in blocks if free not in whole]
+
+    def _found(self, pool: tuple[int, bool], nbytes: int) -> _Block | None:
+        blocks = self._pools.setdefault(pool, [])
+        index = bisect.bisect_left(blocks, (nbytes, -1))
+        return blocks.pop(index).block if index < len(blocks) else None
+
+    def _segment(self, pool: tuple[int, bool], nbytes: int) -> _Block:
+        if nbytes <= SMALL:
+            nbytes = SMALL_SEGMENT
+        elif nbytes < MIDDLE:
+            nbytes = MIDDLE_SEGMENT
+        else:
+            nbytes = _up(nbytes, 2 * MIB)
+        self.reserved += nbytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        self._segments += 1
+        return _Block(nbytes, self._segments << 48, pool)  # far apart; the later, the higher
+
+    def _cut(self, block: _Block, nbytes: int) -> None:
+        left = block.nbytes - nbytes
+        if left < ROUND or not (block.pool[1] or left > SMALL):
+            return
+        rest = _Block(left, block.address + nbytes, block.pool, True, block, block.after)
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.nbytes = rest, nbytes
+        self._insert(rest)
+
+    def _insert(self, block: _Block) -> None:
+        block.free = True
+        bisect.insort(self._pools.setdefault(block.pool, []), _Free(block.nbytes, block.address, block))
+
+    def _remove(self, block: _Block) -> None:
+        blocks = self._pools[block.pool]
+        index = bisect.bisect_left(blocks, (block.nbytes, block.address))
+        assert blocks[index].block is block
+        blocks.pop(index)
+
+
+def _joined(first: _Block, second: _Block) -> _Block:
+    first.nbytes += second.nbytes
+    first.after = second.after
+    if second.after is not None:
+        second.after.before = first
+    return first
+
+
+def _up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the allocator hands out and holds during a phase, at most."""
+
+    allocated: int
+    reserved: int
+
+
+def replay(timeline: Timeline, device: str) -> dict[str, Held]:
+    """By phase, over all its runs, for the tensors on `device`."""
+    allocator, found, running = CachingAllocator(), dict[str, Held](), ""
+    for storage, nbytes, place in timeline.events:
+        phase = timeline.places[place][0]
+        if storage == NONE:  # what ended before it is booked just before it, under its name
+            allocator.restart_peaks()
+            running = phase
+        elif timeline.devices[storage] == device:
+            allocator.free(storage)
+            allocator.malloc(storage, nbytes, timeline.streams.get(storage, 0))
+        if phase and phase == running:
+            before = found.get(phase, Held(0, 0))
+            found[phase] = Held(
+                max(before.allocated, allocator.peak_allocated), max(before.reserved, allocator.peak_reserved)
+            )
+    return found

@@ -1,0 +1,86 @@
+"""The caching allocator's rules, each by an example worked out by hand."""
+
+from __future__ import annotations
+
+import random
+
+from finetune.plan.caching import MIB, CachingAllocator, Held, replay
+from finetune.plan.timeline import Event, Timeline
+from finetune.tensor_bytes import NONE
+
+
+def test_small_blocks_share_a_segment() -> None:
+    allocator = CachingAllocator()
+    allocator.malloc("a", 1)
+    allocator.malloc("b", 513)
+    assert (allocator.allocated, allocator.reserved) == (512 + 1024, 2 * MIB)
+    for index in range(2):
+        allocator.malloc(index, MIB)  # one fits beside them, the next does not
+    assert allocator.reserved == 4 * MIB
+
+
+def test_middle_blocks_share_and_large_ones_do_not() -> None:
+    allocator = CachingAllocator()
+    for index in range(3):
+        allocator.malloc(index, 9 * MIB)
+    assert allocator.reserved == 40 * MIB  # two to a segment of 20
+    allocator.malloc("large", 11 * MIB + 1)
+    assert allocator.reserved == (40 + 12) * MIB
+    # What is left of a large segment is cut off above 1 MiB; here 1 MiB less 512 bytes, which the block keeps.
+    assert allocator.allocated == 27 * MIB + 12 * MIB
+
+
+def test_a_hole_that_is_too_small_makes_another_segment() -> None:
+    allocator = CachingAllocator()
+    allocator.malloc("a", 100 * MIB)
+    allocator.free("a")
+    allocator.malloc("b", 60 * MIB)
+    allocator.malloc("c", 30 * MIB)
+    assert allocator.reserved == 100 * MIB
+    allocator.malloc("d", 20 * MIB)  # only 10 are left behind c
+    assert allocator.reserved == 120 * MIB
+    allocator.free("b")
+    allocator.free("c")  # joins both its neighbours
+    allocator.malloc("e", 100 * MIB)
+    assert (allocator.reserved, allocator.allocated) == (120 * MIB, 120 * MIB)
+
+
+def test_streams_do_not_share_and_an_emptied_cache_is_given_back() -> None:
+    allocator = CachingAllocator()
+    allocator.malloc("a", 50 * MIB)
+    allocator.free("a")
+    allocator.malloc("b", 50 * MIB, stream=1)
+    assert allocator.reserved == 100 * MIB
+    allocator.empty_cache()
+    assert allocator.reserved == allocator.allocated == 50 * MIB
+
+
+def test_nothing_is_lost_in_many_random_steps() -> None:
+    allocator, held, order = CachingAllocator(), {}, random.Random(0)
+    for key in range(5000):
+        nbytes = order.choice((100, 4000, 700_000, 3 * MIB, 15 * MIB))
+        allocator.malloc(key, nbytes)
+        held[key] = nbytes
+        if order.random() < 0.97 and len(held) > 40:
+            gone = order.choice(list(held))
+            allocator.free(gone)
+            del held[gone]
+        assert sum(held.values()) <= allocator.allocated <= allocator.reserved
+    for key in held:
+        allocator.free(key)
+    assert allocator.allocated == 0
+    allocator.empty_cache()
+    assert allocator.reserved == 0
+
+
+def test_phases_of_a_timeline() -> None:
+    """60 MiB from load on; 30 more in forward, which go as backward begins; a resized storage moves."""
+    timeline = Timeline(places=[("load", ""), ("forward", ""), ("backward", "")])
+    timeline.devices, timeline.components = ["gpu", "gpu", "cpu"], ["other"] * 3
+    steps = [(NONE, 0, 0), (0, 60, 0), (2, 500, 0), (NONE, 0, 1), (1, 30, 1), (1, 0, 2), (NONE, 0, 2), (0, 40, 2)]
+    timeline.events = [Event(storage, nbytes * MIB, place) for storage, nbytes, place in steps]
+    assert replay(timeline, "gpu") == {
+        "load": Held(60 * MIB, 60 * MIB),
+        "forward": Held(90 * MIB, 90 * MIB),
+        "backward": Held(60 * MIB, 90 * MIB),
+    }
