@@ -116,6 +116,7 @@ plan.depth
 plan.job
 plan.beside
 plan.report
+plan.pace
 plan.audit
 plan.verb
 launch_file

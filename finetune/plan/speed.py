@@ -52,12 +52,17 @@ class Layout:
 
     ranks: int
     node: int  # ranks of one machine
-    tokens: int  # of a rank's micro-batch
-    micro_steps: int
+    tokens: int  # of a micro-batch
+    rows: int  # of a step, each a micro-batch
     layers: int
     copies: int = 1  # HSDP: of the sharded model; gradients are reduced between them
     reduces_once: bool = False  # DDP, ZeRO-1: gradients are sent in the last micro-step alone
     shards_state: bool = True  # an update is cut over the ranks
+
+    @property
+    def micro_steps(self) -> int:
+        """Of one rank; on more ranks than rows a step has one a rank."""
+        return max(1, -(-self.rows // self.ranks))
 
 
 @dataclass(frozen=True)
@@ -119,15 +124,13 @@ def speed(work: StepWork, chip: Chip, layout: Layout, traced: Layout) -> Speed:
     return Speed(layout, times * forward, times * backward, update, whole, exposed)
 
 
-def scaled(work: StepWork, chip: Chip, traced: Layout, rows: int) -> Iterator[Speed]:
-    """The same recipe on 1 to 512 ranks. `rows` of a step (a rank's micro-batch being one) are dealt out as far as
-    they go; on more ranks than that a step has more of them."""
+def scaled(work: StepWork, chip: Chip, traced: Layout) -> Iterator[Speed]:
+    """The same recipe on 1 to 512 ranks, or of HSDP on 2 to 512 / `node` copies."""
     for ranks in SCALE:
         if traced.copies > 1 and ranks <= traced.node:
             continue  # one copy is no HSDP
         copies = ranks // traced.node if traced.copies > 1 else 1
-        there = replace(traced, ranks=ranks, copies=copies, micro_steps=max(1, -(-rows // ranks)))
-        yield speed(work, chip, there, traced)
+        yield speed(work, chip, replace(traced, ranks=ranks, copies=copies), traced)
 
 
 def _ring_seconds(moved: Mapping[str, Moved], chip: Chip, layout: Layout) -> float:

@@ -35,8 +35,10 @@ def plan_in_words(recipe: Path, overrides: Sequence[str], gpus: str | None, node
     with redirect_stdout(io.StringIO()):  # DeepSpeed, where it is installed, speaks when accelerate looks at it
         with _unswept():
             from finetune.plan.job import as_json, plan_recipe
+            from finetune.plan.pace import pace_json, pace_lines
             from finetune.plan.report import describe
 
         planned = plan_recipe(loaded, wanted)
     code = 0 if planned.fits else DoesNotFit.exit_code
-    return {"ok": planned.fits, "exit_code": code, **as_json(planned)}, describe(planned)
+    told = {"ok": planned.fits, "exit_code": code, **as_json(planned), **pace_json(planned)}
+    return told, "\n".join([describe(planned), "", *pace_lines(planned)])

@@ -26,6 +26,9 @@ FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 # Of these nothing is computed, whatever their arguments are.
 NO_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh")
 
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes
+TALLY = 3 * 8  # loss, count of tokens and stop flag: loop.py
+
 
 class Operation(NamedTuple):
     """Operations that cost alike."""
@@ -140,17 +143,36 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def per_step(
-    operations: Mapping[Operation, float], moved: Mapping[str, Mapping[str, Moved]], *, steps: int, micro_steps: int
+    operations: Mapping[Operation, float],
+    moved: Mapping[str, Mapping[str, Moved]],
+    *,
+    steps: int,
+    micro_steps: int,
+    reduces_once: bool = False,
 ) -> StepWork:
-    """Of one forward, one backward and one update, from a trace of so many steps of so many micro-steps."""
-    share = {"forward": steps * micro_steps, "backward": steps * micro_steps, "step": steps}
+    """Of one forward, one backward and one update, from a trace of so many steps of so many micro-steps.
+
+    `reduces_once`: backward sends in the last micro-step alone, and what it sends is given for that.
+    """
+    times = {"forward": steps * micro_steps, "backward": steps * micro_steps, "step": steps}
+    done = {op: count / times[op.phase] for op, count in operations.items() if op.phase in times}
+    if reduces_once:
+        times["backward"] = steps
+    sent = {
+        phase: {name: _scaled(each, times[phase]) for name, each in found.items()}
+        for phase, found in moved.items()
+        if phase in times
+    }
+    return StepWork(done, sent)
+
+
+def of_ddp(work: StepWork, gradient_bytes: int) -> StepWork:
+    """With what DDP's reducer sends, which is C++ and not traced: all gradients once a step, in buckets of 25 MiB
+    after a first one of 1 MiB (torch's own sizes); and with the loop's three numbers."""
+    buckets = 1 + math.ceil(max(0, gradient_bytes - FIRST_BUCKET) / BUCKET)
     return StepWork(
-        {op: times / share[op.phase] for op, times in operations.items() if op.phase in share},
-        {
-            phase: {name: _scaled(each, share[phase]) for name, each in moved[phase].items()}
-            for phase in share
-            if phase in moved
-        },
+        work.operations,
+        {"backward": {"all_reduce": Moved(buckets, gradient_bytes)}, "step": {"all_reduce": Moved(1, TALLY)}},
     )
 
 
