@@ -47,6 +47,8 @@ class Prepared:
     fingerprint: str  # content address of data, tokenizer, template and settings
     facts: dict[str, Any]  # counts for receipt and terminal
     prompts: list[SamplePrompt]  # to be answered before and after training
+    pool: DocumentPool  # every document, by which `split` counts
+    split: Split
 
     @property
     def notes(self) -> list[str]:
@@ -82,6 +84,8 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
         fingerprint=content_key({"documents": keys, "settings": settings, "training sets": len(data.train)}),
         facts=_facts(pool, split, train, held_out, capacity),
         prompts=_prompts(recipe, encoder, pool, split),
+        pool=pool,
+        split=split,
     )
 
 

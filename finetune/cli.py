@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import io
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from finetune.errors import FinetuneError
-
-app = typer.Typer(
-    name="finetune",
-    help="Fine-tune Llama-3-style models: one YAML recipe, every strategy, the same curve.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Win over the recipe.", show_default=False)
-]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")]
+from finetune import verbs_of_data, verbs_of_runs
+from finetune.verbs import AsJson, Overrides, RecipeFile, app, run_verb
 
 
 @app.callback()
@@ -193,91 +180,8 @@ def launch(
     run_verb(work, as_json=as_json)
 
 
-@app.command()
-def chat(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A finished run's folder.", show_default=False)],
-    who: Annotated[str, typer.Option(help="Who answers: base, tuned or both.")] = "both",
-    prompt: Annotated[list[str] | None, typer.Option(help="Answer this and end; may be repeated.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer in tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    as_json: AsJson = False,
-) -> None:
-    """Talk to the base model, the tuned one, or both."""
-    if who not in ("base", "tuned", "both"):
-        raise typer.BadParameter(f"{who} is none of base, tuned, both", param_hint="--who")
-    if as_json and not prompt:
-        raise typer.BadParameter("--json needs --prompt", param_hint="--json")
-
-    def work() -> dict[str, Any]:
-        from finetune.chat import HELP, answers_to, converse, open_run, typed_lines
-
-        parlour = open_run(run)
-        options: dict[str, Any] = {"who": who, "max_new_tokens": max_new_tokens, "temperature": temperature}
-        if as_json:
-            return {"ok": True, "answers": answers_to(parlour, prompt or [], **options)}
-        if not prompt:
-            typer.echo(HELP)
-        converse(parlour, prompt or typed_lines(), say=typer.echo, **options)
-        return {"ok": True}
-
-    run_verb(work, as_json=as_json)
-
-
-@app.command()
-def push(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A finished run's folder.", show_default=False)],
-    repo: Annotated[
-        str | None, typer.Argument(metavar="[OWNER/NAME]", help="The recipe's hub.repo_id.", show_default=False)
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show files and card; no network.")] = False,
-    public: Annotated[bool, typer.Option("--public", help="Everybody may see it.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, made if missing.", show_default="main")] = None,
-    message: Annotated[str | None, typer.Option(help="Of the commit.", show_default=False)] = None,
-    base: Annotated[
-        str | None, typer.Option(help="The base model's name on the Hub, if the run knows none.", show_default=False)
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """The adapter or model to the Hub, with tokenizer, recipe and card; private unless told."""
-
-    def work() -> dict[str, Any]:
-        from finetune.hub_push import chosen_destination, describe, prepare
-        from finetune.hub_push import push as send
-
-        to = chosen_destination(run, repo, public=public, revision=revision, base=base)
-        tell: Callable[[str], None] = (lambda text: typer.echo(text, err=True)) if as_json else typer.echo
-        if dry_run:
-            upload = prepare(run, to)
-            if not as_json:
-                typer.echo(describe(upload, to))
-            return {"ok": True, "dry_run": True, "repo_id": to.repo_id, "card": upload.card, **upload.as_json()}
-        done = send(run, to, message=message, tell=tell)
-        if not as_json:
-            typer.echo(f"pushed: {done['url']} ({'private' if done['private'] else 'public'})")
-        return {"ok": True, **done}
-
-    run_verb(work, as_json=as_json)
-
-
-def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
-    """Do the work and leave with its `exit_code`, if any; a user's mistake becomes text and code, never a traceback."""
-    try:
-        result = work()
-    except FinetuneError as error:
-        mistakes = list(getattr(error, "mistakes", [str(error)]))
-        if as_json:
-            typer.echo(json.dumps({"ok": False, "exit_code": error.exit_code, "mistakes": mistakes}))
-        else:
-            typer.echo(str(error), err=True)
-            if len(mistakes) > 1 and not mistakes[-1].endswith("more mistakes"):
-                typer.echo(f"{len(mistakes)} mistakes", err=True)
-        raise typer.Exit(error.exit_code) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    if as_json:
-        typer.echo(json.dumps(result))
-    if code := result.get("exit_code"):
-        raise typer.Exit(code)
+for verb in (verbs_of_data.preview, verbs_of_runs.chat, verbs_of_runs.report, verbs_of_runs.push):
+    app.command()(verb)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

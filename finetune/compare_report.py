@@ -13,6 +13,7 @@ from rich.table import Table
 
 from finetune.compare import Comparison, compare
 from finetune.errors import EnvironmentMismatch
+from finetune.pages.pictures import new_figure
 
 SHOWN = ("load", "forward", "backward", "step")
 MOVING = ("forward", "backward", "step")  # traffic while loading is paid once
@@ -27,7 +28,7 @@ def run_and_report(comparison: Comparison, *, quiet: bool) -> dict[str, Any]:
     Raises EnvironmentMismatch: before the first job, without matplotlib; after all is written, when no strategy ran
     or final losses do not agree.
     """
-    _figure_classes()  # before the jobs: without it their picture would be missing at the end
+    new_figure("compare")  # before the jobs: without matplotlib their picture would be missing at the end
     result = _run_with_progress(comparison)
     if not quiet:
         print_tables(result, Console())
@@ -143,26 +144,12 @@ def _multiple(row: Row) -> str:
     return f"{moved_per_step(row) / row['trained_bytes']:.2f}" if row["all_trained"] else ""
 
 
-def _figure_classes() -> tuple[Any, Any]:
-    """matplotlib's figure and a canvas that needs no screen. Raises EnvironmentMismatch where it is missing."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise EnvironmentMismatch(
-            "compare: the picture needs matplotlib, which is not installed; pip install 'finetune[report]'"
-        ) from error
-    return Figure, FigureCanvasAgg
-
-
 def draw(result: dict[str, Any], file: Path) -> None:
     """The picture: memory per phase, seconds, traffic. Raises EnvironmentMismatch without matplotlib."""
-    figure_class, canvas_class = _figure_classes()
     rows = [row for row in result["rows"] if row["ok"]]
     if not rows:
         return
-    figure = figure_class(figsize=(max(9.0, 2.5 + 1.5 * len(rows)), 11), layout="constrained", dpi=120)
-    canvas_class(figure)
+    figure = new_figure("compare", figsize=(max(9.0, 2.5 + 1.5 * len(rows)), 11))
     memory, seconds, traffic = figure.subplots(3, 1, height_ratios=[2.2, 1, 1.3])
     figure.suptitle(
         f"{Path(result['recipe']).stem}: {result['processes']} x {result['device']}, {result['steps']} steps",

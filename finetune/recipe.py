@@ -34,6 +34,7 @@ Scheduler = Literal[
     "cosine_with_min_lr",
     "warmup_stable_decay",
 ]
+Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow"]
 Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
 
 Count = Annotated[int, Field(ge=1)]
@@ -248,6 +249,7 @@ class Recipe(Section):
         description="Seconds without a sign of life after which a rank counts as frozen and the run ends, naming it.",
     )
     measure_phases: bool = Field(False, description="Memory, seconds, collectives of each phase; slows.")
+    report_to: list[Tracker] = Field([], description="Trackers beside metrics.jsonl; wandb without a key: offline.")
     hub: Hub = Field(default_factory=Hub, description="Where the result goes.")
     output_dir: str | None = Field(None, min_length=1, description="Run folder; null: runs/ and the recipe's name.")
 

@@ -13,10 +13,13 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from finetune.batches import MicroBatch, Rows, micro_batches, rows_of_step
+from finetune.batches import MicroBatch, Prepared, Rows, micro_batches, rows_of_step
+from finetune.errors import FinetuneError
 from finetune.metrics import StepRecord, Terminal, Window
+from finetune.model import decoder_parts
 from finetune.phases import Phases
 from finetune.recipe import Recipe
+from finetune.zero_pieces import whole_shape
 
 
 @dataclass(frozen=True)
@@ -140,3 +143,14 @@ class Run:
     write_metrics: Callable[[dict[str, Any]], None]
     save: Callable[[TrainState], None]
     hold: Callable[[], AbstractContextManager[Any]]  # entered for every micro-batch but a step's last
+
+
+def check_vocabulary(prepared: Prepared, model: nn.Module) -> None:
+    """Refuse token ids that the embedding has no row for. Raises FinetuneError."""
+    embeddings: Any = decoder_parts(model).get_input_embeddings()
+    rows, largest = whole_shape(embeddings.weight)[0], prepared.facts["largest_token_id"]
+    if largest >= rows:
+        raise FinetuneError(
+            f"model.name_or_path: the tokenizer makes token {largest}, the model has {rows} embeddings; "
+            "use the tokenizer that belongs to the model"
+        )

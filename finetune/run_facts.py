@@ -22,6 +22,7 @@ class RunFacts:
     metrics: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]]
     pictures: Sequence[str]
+    state: Mapping[str, Any]
 
     def evals(self) -> list[Mapping[str, Any]]:
         """Held-out lines in the order of their steps; a loss that was no number is left out."""
@@ -51,4 +52,5 @@ def read_run(run_dir: Path, recipe: Recipe) -> RunFacts:
         lines("metrics.jsonl"),
         lines("samples.jsonl"),
         pictures,
+        document("run_state.json"),
     )

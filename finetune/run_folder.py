@@ -40,6 +40,7 @@ FREE_TO_CHANGE = (
     "save_total_limit",
     "measure_phases",
     "output_dir",
+    "report_to",
     "hub",
     "timeout_seconds",
     "training.per_device_batch_size",
@@ -72,7 +73,7 @@ def curve_identity(recipe: Recipe) -> dict[str, Any]:
 
 
 def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in FREE_TO_CHANGE)
+    return any(key == free or key.startswith((f"{free}.", f"{free}[")) for free in FREE_TO_CHANGE)
 
 
 def _flatten(value: Any, path: str) -> dict[str, Any]:

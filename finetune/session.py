@@ -19,20 +19,21 @@ from finetune.assemble import Assembled, assemble
 from finetune.batches import Prepared
 from finetune.beats import clear_beats
 from finetune.durable import append_lines, write_json
-from finetune.errors import FinetuneError, Stopped
+from finetune.errors import Stopped
 from finetune.foretold import Foretold, asked
 from finetune.launcher import Launch, continue_command
 from finetune.loop import evaluate, train
 from finetune.loss_scaling import load_scaler_state
 from finetune.metrics import Terminal, eval_line
-from finetune.model import attention_name, decoder_parts
+from finetune.model import attention_name
 from finetune.optimizer import once_stepped
+from finetune.pages.keep import write_page, write_pages
 from finetune.phases import Phase, Phases
 from finetune.pulse import Progress, watched
 from finetune.receipt import add_optimizer_state, describe, write_receipt
 from finetune.recipe import Recipe
 from finetune.rendezvous import meeting
-from finetune.run import Plan, Run, TrainState, make_plan
+from finetune.run import Plan, Run, TrainState, check_vocabulary, make_plan
 from finetune.run_folder import Claim, mark_failed, mark_run
 from finetune.run_memory import PATIENCE, describe_memory, memory_facts, memory_told, question
 from finetune.runtime import build_accelerator, holding_back, use_all_cores
@@ -40,9 +41,9 @@ from finetune.save_restore import export, read_back, remove_aside, restore, save
 from finetune.schedule import learning_rate_schedule
 from finetune.signals import StopRequest, stop_on_signals
 from finetune.strategy import Strategy
+from finetune.trackers import Trackers
 from finetune.worst_step import worst_step_first
 from finetune.zero import release_engine, remove_swap
-from finetune.zero_pieces import whole_shape
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,24 @@ class Start:
     claim: Claim | None  # of rank 0 alone
     stop: StopRequest
     foretold: Foretold = field(default_factory=Foretold)  # what the planner says; asked by rank 0
+    trackers: Trackers | None = None  # of rank 0 alone
 
     @property
     def run_dir(self) -> Path:
         return Path(self.recipe.run_dir)
+
+
+def train_and_report(start: Start) -> int:
+    """Train; then, when no rank waits any more, the pages of the run and what trackers are handed of them."""
+    if start.claim is None or start.claim.status == "finished":
+        return train_claimed(start)
+    trackers = Trackers(start.recipe)
+    try:
+        code = train_claimed(replace(start, trackers=trackers))
+        write_pages(start.run_dir, print)
+        return code
+    finally:
+        trackers.finish()
 
 
 def train_claimed(start: Start) -> int:
@@ -162,7 +177,10 @@ def _build(
         check_vocabulary(prepared, parts.whole)
         state = restore(recipe, parts, first_step)
         load_scaler_state(accelerator, state.loss_scaler)
+    if start.trackers is not None:
+        start.trackers.start(first_step)
     parts.model.train()  # DeepSpeed's returns nothing
+    terminal = Terminal(plan.total_steps, silent=not start.launch.is_main)
     run = Run(
         recipe=recipe,
         accelerator=accelerator,
@@ -172,10 +190,10 @@ def _build(
         eval_rows=prepared.eval,
         plan=plan,
         learning_rate=learning_rate,
-        terminal=Terminal(plan.total_steps, silent=not start.launch.is_main),
+        terminal=terminal,
         phases=phases,
         stop_requested=_stop_requested(start, progress, state),
-        write_metrics=_metrics_writer(start, progress),
+        write_metrics=_metrics_writer(start, progress, terminal),
         save=lambda state: save(recipe, parts, state),
         hold=holding_back(accelerator, start.strategy, parts.model),
     )
@@ -213,24 +231,17 @@ def _stop_requested(start: Start, progress: Progress, state: TrainState) -> Call
     return asked
 
 
-def _metrics_writer(start: Start, progress: Progress) -> Callable[[dict[str, Any]], None]:
+def _metrics_writer(start: Start, progress: Progress, terminal: Terminal) -> Callable[[dict[str, Any]], None]:
     def write(line: dict[str, Any]) -> None:
         progress.reached(line["step"])
         if start.launch.is_main:
             append_lines(start.run_dir / "metrics.jsonl", [line])
+            if start.trackers is not None:
+                start.trackers.log(line)
+            if line["kind"] == "eval":
+                write_page(start.run_dir, terminal.say)
 
     return write
-
-
-def check_vocabulary(prepared: Prepared, model: nn.Module) -> None:
-    """Refuse token ids that the embedding has no row for. Raises FinetuneError."""
-    embeddings: Any = decoder_parts(model).get_input_embeddings()
-    rows, largest = whole_shape(embeddings.weight)[0], prepared.facts["largest_token_id"]
-    if largest >= rows:
-        raise FinetuneError(
-            f"model.name_or_path: the tokenizer makes token {largest}, the model has {rows} embeddings; "
-            "use the tokenizer that belongs to the model"
-        )
 
 
 def _write_receipt(
@@ -274,6 +285,10 @@ def _write_samples(start: Start, model: nn.Module, when: str, step: int) -> None
         return
     length = start.recipe.samples.max_new_tokens
     answers = samples(model, start.tokenizer, start.prepared.prompts, max_new_tokens=length, when=when, step=step)
+    lines = []
     for line in answers:
         if start.launch.is_main:
             append_lines(start.run_dir / "samples.jsonl", [line])
+            lines.append(line)
+    if start.trackers is not None:
+        start.trackers.log_samples(lines)

@@ -53,7 +53,8 @@ class TextTokenizer:
         added = tokenizer.added_tokens_decoder.values()
         self.special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
         self._pattern = any_of(self.special)
-        self._special_ids = {tokenizer.convert_tokens_to_ids(token) for token in self.special}
+        ids = tokenizer.convert_tokens_to_ids(sorted(self.special))
+        self.special_ids: set[int] = {ids} if isinstance(ids, int) else set(ids)
         # What the tokenizer puts before a text by itself: usually the begin-of-text token, or nothing.
         plain, whole = self.call(["a"]).input_ids[0], tokenizer("a").input_ids
         where = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
@@ -105,7 +106,7 @@ class TextTokenizer:
         for start, end in pairwise(edges):
             as_text = any(first <= start < last for first, last in apart)
             piece = self._piece(text[start:end], as_text=as_text, first=start == 0)
-            if as_text and (wrong := self._special_ids.intersection(piece)):
+            if as_text and (wrong := self.special_ids.intersection(piece)):
                 token = self._tokenizer.convert_ids_to_tokens(min(wrong))
                 raise BadRow(f"the tokenizer cannot write {token!r} as text; take it out of the row")
             ids += piece

@@ -64,11 +64,13 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     from finetune.batches import prepare
     from finetune.model import load_tokenizer
     from finetune.run_folder import claim_run_folder, curve_identity
-    from finetune.session import Start, train_claimed
+    from finetune.session import Start, train_and_report
     from finetune.signals import StopRequest, die_with_launcher
+    from finetune.trackers import check_trackers
 
     command = continue_command(launch, resume=recipe.training.resume)
     strategy = check_launch(recipe, launch)
+    check_trackers(recipe)
     for note in (*launch_notes(launch), *check_before_training(recipe)) if launch.is_main else ():
         print(note, file=sys.stderr)
     die_with_launcher()
@@ -81,8 +83,9 @@ def run_recipe(loaded: LoadedRecipe) -> int:
             Path(recipe.run_dir), resume=recipe.training.resume, identity=identity, command=command
         )
         _write_start(loaded, claim)
-    code = train_claimed(Start(recipe, launch, strategy, tokenizer, prepared, claim, StopRequest()))
-    if code == 0 and launch.is_main:  # last, so that no rank waits for the network, and no watcher for this one
+    start = Start(recipe, launch, strategy, tokenizer, prepared, claim, StopRequest())
+    code = train_and_report(start)
+    if code == 0 and launch.is_main:
         push_after_training(recipe)
     return code
 

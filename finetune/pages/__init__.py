@@ -1,0 +1,1 @@
+"""What a user looks at: the data before training, the run after it."""

@@ -1,0 +1,131 @@
+"""What a run's metrics draw: curves over its steps, memory by phase, and the row of a table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.pages.charts import Line
+from finetune.recipe_file import recipe_from_resolved
+from finetune.run_facts import RunFacts, read_run
+
+PHASES = ("load", "forward", "backward", "step", "save")
+# Title, key of a training line, factor.
+CURVES = (
+    ("Learning rate", "learning_rate", 1.0),
+    ("Gradient norm, before clipping", "grad_norm", 1.0),
+    ("Tokens per second, all ranks", "tokens_per_second", 1.0),
+    ("Share of a step waiting for data, %", "data_wait_fraction", 100.0),
+    ("Peak memory of a rank, GiB", "peak_memory_gib", 1.0),
+)
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """A run's folder, read, with the name that it has among others."""
+
+    name: str
+    folder: Path
+    facts: RunFacts
+
+
+def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
+    """The runs of these folders; a comparison's folder stands for its jobs. Raises FinetuneError for no run."""
+    found = [job for folder in folders for job in _jobs(folder)]
+    names = _names(found)
+    return [_read(folder, name) for folder, name in zip(found, names, strict=True)]
+
+
+def _jobs(folder: Path) -> list[Path]:
+    if (folder / "compare.json").is_file():
+        return sorted(job for job in (folder / "jobs").iterdir() if (job / "metrics.jsonl").is_file())
+    if not (folder / "recipe.yaml").is_file():
+        raise FinetuneError(f"{folder}: no run is here (recipe.yaml is missing); name a run's output_dir")
+    return [folder]
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Last words of the paths; as many of them as it takes to tell them apart."""
+    for words in range(1, 1 + max(len(folder.resolve().parts) for folder in folders)):
+        names = ["/".join(folder.resolve().parts[-words:]) for folder in folders]
+        if len(set(names)) == len(names):
+            return names
+    raise FinetuneError("two of these runs are the same folder; name each once")
+
+
+def _read(folder: Path, name: str) -> ReportedRun:
+    return ReportedRun(name, folder, read_run(folder, recipe_from_resolved(folder / "recipe.yaml")))
+
+
+def loss_lines(runs: Sequence[ReportedRun]) -> list[Line]:
+    """Training losses as curves, held-out ones as dots."""
+    alone = len(runs) == 1
+    lines = []
+    for run in runs:
+        lines.append(Line("training" if alone else run.name, _points(run.facts.trained(), "loss")))
+        held_out = _points(run.facts.evals(), "loss")
+        if held_out:
+            lines.append(Line("held out" if alone else f"{run.name}, held out", held_out, dots=True))
+    return lines
+
+
+def curve(runs: Sequence[ReportedRun], key: str, factor: float = 1.0) -> list[Line]:
+    """One value of the training lines, a curve a run."""
+    return [Line(run.name, _points(run.facts.trained(), key, factor)) for run in runs]
+
+
+def _points(lines: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> list[tuple[float, float]]:
+    return [(line["step"], factor * line[key]) for line in lines if line.get(key) is not None]
+
+
+def phase_peaks(run: ReportedRun) -> dict[str, float]:
+    """Peak of each phase, GiB: of all steps and of the rank that had most, where phases were measured; else of the
+    worst step, which every run measures."""
+    peaks: dict[str, float] = {}
+    for line in run.facts.metrics:
+        if line.get("kind") == "phase":
+            peaks[line["phase"]] = max(peaks.get(line["phase"], 0.0), float(line["peak_gib"]))
+    return _in_order(peaks) or _gib(run, "measured")
+
+
+def planned_peaks(run: ReportedRun) -> dict[str, float]:
+    """What `finetune plan` foretold of each phase, GiB; empty when the run's receipt has no plan."""
+    return _gib(run, "planned")
+
+
+def _gib(run: ReportedRun, which: str) -> dict[str, float]:
+    told = (run.facts.receipt.get("memory") or {}).get(which) or {}
+    return _in_order({name: phase["peak_bytes"] / 2**30 for name, phase in told.get("phases", {}).items()})
+
+
+def _in_order(peaks: Mapping[str, float]) -> dict[str, float]:
+    return {phase: peaks[phase] for phase in PHASES if phase in peaks}
+
+
+def summary(run: ReportedRun) -> dict[str, str]:
+    """One row of a table: how it ran, and what came of it."""
+    trained, evals, receipt = run.facts.trained(), run.facts.evals(), run.facts.receipt
+    seconds = [line["step_seconds"] for line in (trained[1:] or trained)]  # the first step warms up
+    parameters = receipt.get("parameters", {})
+    where = f"{receipt.get('world_size', '?')} x {receipt.get('device', '?')}"
+    return {
+        "state": str(run.facts.state.get("state", "unknown")),
+        "strategy": f"{receipt.get('strategy', '?')} on {where}",
+        "trained": f"{parameters['trained']:,}" if "trained" in parameters else "",
+        "steps": str(trained[-1]["step"]) if trained else "0",
+        "loss": f"{trained[-1]['loss']:.4f}" if trained else "",
+        "held out": " to ".join(f"{evals[index]['loss']:.4f}" for index in ({0, len(evals) - 1} if evals else ())),
+        "s per 20 steps": f"{20 * statistics.fmean(seconds):.2f}" if seconds else "",
+        "tokens/s": f"{_rate(trained):,.0f}" if trained else "",
+        "peak GiB": f"{max(line['peak_memory_gib'] for line in trained):.2f}" if trained else "",
+    }
+
+
+def _rate(trained: Sequence[Mapping[str, Any]]) -> float:
+    """Tokens per second over all steps but the first."""
+    lines = trained[1:] or trained
+    return float(sum(line["tokens"] for line in lines) / sum(line["step_seconds"] for line in lines))

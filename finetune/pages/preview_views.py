@@ -1,0 +1,112 @@
+"""A preview on the terminal and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from rich.console import Console, Group
+from rich.text import Text
+
+from finetune.pages.page import histogram, page
+from finetune.pages.preview import Piece, Preview, ShownRow
+
+HEAD, TAIL = 500, 150  # tokens of a long row shown on the terminal
+BAR = 40  # characters of the longest bar
+COLOURS = {"error": "bold red", "warning": "yellow", "note": "dim"}
+
+
+def show(preview: Preview, console: Console) -> None:
+    """Print it: learned tokens green, control tokens magenta; where there is no colour, ⟦learned⟧."""
+    for row in preview.rows:
+        console.print(Text(_heading(row), style="bold"))
+        console.print(_row_text(row, marks=not console.color_system), soft_wrap=False)
+        console.print()
+    if preview.facts:
+        console.print(Group(*(Text(line) for line in facts_lines(preview))))
+        console.print(Text("\ntokens of a document", style="bold"))
+        console.print(Text("\n".join(_bars(preview))))
+    for finding in preview.findings:
+        places = f" ({', '.join(finding.places)})" if finding.places else ""
+        console.print(Text(f"{finding.severity}: {finding.text}{places}", style=COLOURS[finding.severity]))
+
+
+def _heading(row: ShownRow) -> str:
+    roles = ", ".join(f"{count} {role}" for role, count in row.roles.items())
+    return f"{row.place}: {row.tokens:,} tokens, {row.learned:,} learned" + (f"; {roles}" if roles else "")
+
+
+def _row_text(row: ShownRow, *, marks: bool) -> Text:
+    shown = row.pieces
+    text = Text()
+    if len(shown) > HEAD + TAIL:
+        _add(text, shown[:HEAD], marks=marks)
+        text.append(f"\n… {len(shown) - HEAD - TAIL:,} tokens …\n", style="dim italic")
+        shown = shown[-TAIL:]
+    _add(text, shown, marks=marks)
+    return text
+
+
+def _add(text: Text, shown: list[Piece], *, marks: bool) -> None:
+    learned = False
+    for index, piece in enumerate(shown):
+        if marks and piece.learned != learned:
+            text.append("⟦" if piece.learned else "⟧")
+        learned = piece.learned
+        colour = "magenta" if piece.special else "green" if learned else "default"
+        # Neighbours differ, so that one sees where a token ends.
+        text.append(piece.text, style=f"{colour}{' underline' if index % 2 else ''}{' bold' if learned else ''}")
+    if marks and learned:
+        text.append("⟧")
+
+
+def facts_lines(preview: Preview) -> list[str]:
+    """The data in sentences."""
+    facts = preview.facts
+    lines = [
+        f"{facts['documents']:,} documents, {facts['tokens']:,} tokens an epoch, "
+        f"{facts['supervised_tokens']:,} learned ({facts['supervised_tokens'] / facts['tokens']:.0%})",
+        f"{facts['rows']:,} rows, {facts['fill']:.0%} full; {facts['steps_per_epoch']:,} steps an epoch of about "
+        f"{facts['tokens_per_step']:,} tokens",
+        f"tokens of a document: median {facts['tokens_median']:,.0f}, 99 % up to {facts['tokens_99th']:,.0f}, longest "
+        f"{facts['tokens_longest']:,} of {preview.max_length:,}",
+    ]
+    if facts["eval_documents"]:
+        lines.append(f"held out: {facts['eval_documents']:,} documents, {facts['eval_tokens']:,} tokens")
+    if preview.roles:
+        lines.append("messages: " + ", ".join(f"{count:,} {role}" for role, count in preview.roles.items()))
+    lines.append("longest: " + ", ".join(f"{place} ({tokens:,})" for place, tokens in preview.longest))
+    return lines
+
+
+def _bars(preview: Preview) -> Iterator[str]:
+    most = max((count for *_, count in preview.histogram), default=0) or 1
+    for low, high, count in preview.histogram:
+        yield f"{low:>7,} to {high - 1:>7,}  {'█' * round(BAR * count / most):<{BAR}} {count:,}"
+
+
+def as_page(preview: Preview, recipe: str) -> str:
+    """The same as one HTML page, with all tokens of each row."""
+    body: list[str] = []
+    if preview.findings:
+        body.append("<h2>Findings</h2><ul>")
+        for finding in preview.findings:
+            places = f" <span class=faint>{escape(', '.join(finding.places))}</span>" if finding.places else ""
+            word = f"<b class={finding.severity}>{finding.severity}</b>"
+            body.append(f"<li>{word}: {escape(finding.text)}{places}</li>")
+        body.append("</ul>")
+    if preview.facts:
+        body.append("<h2>The data</h2>")
+        body.append("<ul>" + "".join(f"<li>{escape(line)}</li>" for line in facts_lines(preview)) + "</ul>")
+        body.append(histogram(preview.histogram, f"tokens of a training document; max_length {preview.max_length:,}"))
+    body.append("<h2>Rows as the model sees them</h2>")
+    body.append("<p class=faint>A line ends each token; <span class='l'>learned tokens</span> have this ground, ")
+    body.append("<span class='s'>control tokens</span> this colour.</p>")
+    for row in preview.rows:
+        body.append(f"<h3>{escape(_heading(row))}</h3><pre>{''.join(map(_marked, row.pieces))}</pre>")
+    return page(f"Preview of {recipe}", "What the model will be given, and which part of it is learned.", body)
+
+
+def _marked(piece: Piece) -> str:
+    kinds = "t" + " l" * piece.learned + " s" * piece.special
+    return f'<span class="{kinds}">{escape(piece.text)}</span>'

@@ -1,0 +1,49 @@
+"""What all verbs of `finetune` share: the application, its arguments, and how a user's mistake is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from finetune.errors import FinetuneError
+
+app = typer.Typer(
+    name="finetune",
+    help="Fine-tune Llama-3-style models: one YAML recipe, every strategy, the same curve.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Win over the recipe.", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A finished run's folder.", show_default=False)]
+
+
+def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
+    """Do the work and leave with its `exit_code`, if any; a user's mistake becomes text and code, never a traceback."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # speaks of kernels it would like to download
+    try:
+        result = work()
+    except FinetuneError as error:
+        mistakes = list(getattr(error, "mistakes", [str(error)]))
+        if as_json:
+            typer.echo(json.dumps({"ok": False, "exit_code": error.exit_code, "mistakes": mistakes}))
+        else:
+            typer.echo(str(error), err=True)
+            if len(mistakes) > 1 and not mistakes[-1].endswith("more mistakes"):
+                typer.echo(f"{len(mistakes)} mistakes", err=True)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    if as_json:
+        typer.echo(json.dumps(result))
+    if code := result.get("exit_code"):
+        raise typer.Exit(code)

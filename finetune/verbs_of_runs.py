@@ -1,0 +1,103 @@
+"""The verbs that take a finished run's folder. Heavy imports inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from finetune.verbs import AsJson, RunFolder, run_verb
+
+
+def chat(
+    run: RunFolder,
+    who: Annotated[str, typer.Option(help="Who answers: base, tuned or both.")] = "both",
+    prompt: Annotated[list[str] | None, typer.Option(help="Answer this and end; may be repeated.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Talk to the base model, the tuned one, or both."""
+    if who not in ("base", "tuned", "both"):
+        raise typer.BadParameter(f"{who} is none of base, tuned, both", param_hint="--who")
+    if as_json and not prompt:
+        raise typer.BadParameter("--json needs --prompt", param_hint="--json")
+
+    def work() -> dict[str, Any]:
+        from finetune.chat import HELP, answers_to, converse, open_run, typed_lines
+
+        parlour = open_run(run)
+        options: dict[str, Any] = {"who": who, "max_new_tokens": max_new_tokens, "temperature": temperature}
+        if as_json:
+            return {"ok": True, "answers": answers_to(parlour, prompt or [], **options)}
+        if not prompt:
+            typer.echo(HELP)
+        converse(parlour, prompt or typed_lines(), say=typer.echo, **options)
+        return {"ok": True}
+
+    run_verb(work, as_json=as_json)
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, or a comparison.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder; one run's own, else ./report.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Curves, memory by phase, answers before and after: one page, and pictures. Several runs: side by side."""
+
+    def work() -> dict[str, Any]:
+        from finetune.pages.curves import read_runs, summary
+        from finetune.pages.keep import PICTURES
+        from finetune.pages.report import NAME, write_report
+
+        found = read_runs(runs)
+        folder = output or (runs[0] if len(runs) == 1 else Path("report"))
+        folder.mkdir(parents=True, exist_ok=True)
+        write_report(found, folder / NAME)
+        for name, draw in PICTURES.items():
+            draw(found, folder / name)
+        files = [str(folder / name) for name in (NAME, *PICTURES)]
+        if not as_json:
+            typer.echo("\n".join(files))
+        return {"ok": True, "files": files, "runs": {run.name: summary(run) for run in found}}
+
+    run_verb(work, as_json=as_json)
+
+
+def push(
+    run: RunFolder,
+    repo: Annotated[
+        str | None, typer.Argument(metavar="[OWNER/NAME]", help="The recipe's hub.repo_id.", show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show files and card; no network.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Everybody may see it.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, made if missing.", show_default="main")] = None,
+    message: Annotated[str | None, typer.Option(help="Of the commit.", show_default=False)] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The base model's name on the Hub, if the run knows none.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The adapter or model to the Hub, with tokenizer, recipe and card; private unless told."""
+
+    def work() -> dict[str, Any]:
+        from finetune.hub_push import chosen_destination, describe, prepare
+        from finetune.hub_push import push as send
+
+        to = chosen_destination(run, repo, public=public, revision=revision, base=base)
+        tell: Callable[[str], None] = (lambda text: typer.echo(text, err=True)) if as_json else typer.echo
+        if dry_run:
+            upload = prepare(run, to)
+            if not as_json:
+                typer.echo(describe(upload, to))
+            return {"ok": True, "dry_run": True, "repo_id": to.repo_id, "card": upload.card, **upload.as_json()}
+        done = send(run, to, message=message, tell=tell)
+        if not as_json:
+            typer.echo(f"pushed: {done['url']} ({'private' if done['private'] else 'public'})")
+        return {"ok": True, **done}
+
+    run_verb(work, as_json=as_json)

@@ -1,0 +1,148 @@
+"""`finetune preview`: rows as the model sees them, and every oddity planted in the data is found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from finetune.cli import main
+from finetune.conversations import Encoder
+from finetune.model import load_tokenizer
+from finetune.pages.findings import doubled_begin, length_histogram, unfinished
+from finetune.pages.preview import pieces, preview
+from finetune.recipe_file import load_recipe
+from finetune.token_cache import StoredDocuments
+from tests.tiny import SPECIAL_TOKENS, save_tiny
+
+QUESTION = {"role": "user", "content": "which seven birds sing?"}
+
+
+def chat(answer: str, *before: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [*before, QUESTION, {"role": "assistant", "content": answer}]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("preview"))
+
+
+def write(folder: Path, model: Path, rows: list[dict[str, Any]], **data: Any) -> Path:
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    recipe = {
+        "model": {"name_or_path": str(model)},
+        "data": {"train": [{"path": "json", "data_files": str(folder / "rows.jsonl")}], "max_length": 64} | data,
+        "training": {"global_batch_size": 2},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), "utf-8")
+    return folder / "recipe.yaml"
+
+
+def test_tokens_put_together_are_the_text_and_the_learned_ones_the_answer(tmp_path: Path, model: Path) -> None:
+    answer = "naïve 東京 🐦 birds"
+    found = preview(load_recipe(write(tmp_path, model, [chat(answer)])).recipe, 3)
+    (row,) = found.rows
+    assert "".join(piece.text for piece in row.pieces) == (
+        f"<|im_start|>user\n{QUESTION['content']}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+    )
+    assert "".join(piece.text for piece in row.pieces if piece.learned) == f"{answer}<|im_end|>"
+    assert [piece.text for piece in row.pieces if piece.special] == SPECIAL_TOKENS[1:] * 2
+    assert row.roles == found.roles == {"user": 1, "assistant": 1}
+    assert row.learned < row.tokens
+
+
+def test_facts_are_those_of_training(tmp_path: Path, model: Path) -> None:
+    rows = [chat("one " * count) for count in (1, 5, 9, 20)] * 2 + [chat("two", {"role": "system", "content": "three"})]
+    found = preview(load_recipe(write(tmp_path, model, rows, packing=False)).recipe, 0)
+    assert (found.facts["documents"], found.facts["rows"], found.facts["steps_per_epoch"]) == (9, 9, 5)
+    assert found.roles == {"system": 1, "user": 9, "assistant": 9}
+    assert sum(count for *_, count in found.histogram) == 9
+    assert found.histogram[-1][1] == 65
+    assert found.longest[0][0].endswith("rows.jsonl:4")
+    assert [finding.text for finding in found.findings] == ["4 training documents are copies of another one"]
+    assert [place.rsplit(":", 1)[1] for place in found.findings[0].places] == ["5", "6", "7"]
+    assert found.ok
+
+
+def test_answers_cut_at_the_row_are_found(tmp_path: Path, model: Path) -> None:
+    rows = [chat("short"), chat("very " * 100)]
+    found = preview(load_recipe(write(tmp_path, model, rows, truncation="right")).recipe, 0)
+    texts = {finding.severity: finding for finding in found.findings}
+    assert "answers cut at data.max_length" in texts["warning"].text
+    assert texts["warning"].places[0].endswith("rows.jsonl:2")
+    assert texts["note"].text == "1 documents cut at data.max_length"
+
+
+def test_refused_rows_are_errors_and_the_good_ones_are_shown(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent = {"messages": [QUESTION, {"role": "assistant", "content": "no", "weight": 0}]}
+    recipe = write(tmp_path, model, [silent, chat("yes"), {"messages": "nothing"}])
+    assert main(["preview", str(recipe), "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] is False
+    assert [finding["severity"] for finding in told["findings"]] == ["error", "error"]
+    assert "rows.jsonl:1: nothing in this row is learned" in told["findings"][0]["text"]
+    assert [row["place"].rsplit(":", 1)[1] for row in told["rows"]] == ["2"]
+
+
+def store(documents: list[list[int]], learned: list[list[bool]]) -> StoredDocuments:
+    lengths = [len(document) for document in documents]
+    zeros = np.zeros(len(documents), dtype=np.int64)
+    return StoredDocuments(
+        tokens=np.concatenate(documents).astype(np.int32),
+        learned=np.concatenate(learned).astype(bool),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        supervised=np.array([sum(some) for some in learned]),
+        digests=zeros.astype(np.uint64),
+        lines=zeros,
+        files=zeros.astype(np.int32),
+        names=("rows",),
+        facts={},
+    )
+
+
+def test_two_begins_are_found() -> None:
+    documents = [[1, 1, 5], [1, 5, 1], [5, 1, 1], [1]]
+    assert doubled_begin(store(documents, [[False] * len(some) for some in documents]), begin=1).tolist() == [0]
+
+
+def test_an_answer_without_a_learned_end_is_found() -> None:
+    end = 9
+    documents = [[1, 5, end], [1, 5, end], [1, 5, end, 6, 7, end], [1, 5, 5, 5, 5, 5]]
+    learned = [[0, 1, 1], [0, 1, 0], [0, 1, 1, 0, 1, 0], [0, 0, 0, 1, 1, 1]]
+    cut, silent = unfinished(store(documents, learned), {end}, max_length=6)  # type: ignore[arg-type]
+    assert cut.tolist() == [3]
+    assert silent.tolist() == [1, 2]  # document 2: its first answer ends well, its second does not
+
+
+def test_histogram_counts_each_once() -> None:
+    lengths = np.array([0, 1, 8, 9, 16])
+    bins = length_histogram(lengths, 16, bins=2)
+    assert bins == [(0, 8, 2), (8, 17, 3)]
+    assert sum(count for *_, count in length_histogram(lengths, 16, bins=40)) == 5
+
+
+def test_page_and_terminal_show_the_same_rows(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write(tmp_path, model, [chat("a < b & c")])
+    page = tmp_path / "preview.html"
+    assert main(["preview", str(recipe), "--html", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert "⟦a < b & c<|im_end|>⟧" in said
+    html = page.read_text("utf-8")
+    assert "&lt;|im_end|&gt;" in html
+    assert "<script" not in html
+    assert "http" not in html.replace("http-equiv", "")
+
+
+def test_words_keep_their_spaces_where_decoding_one_token_drops_them(model: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, model, [chat("x")])).recipe
+    encoder = Encoder(load_tokenizer(recipe), recipe.data)
+    document = encoder.encode(chat("old stone bridge"), "messages")
+    shown = list(pieces(encoder.texts, document))
+    assert len(shown) == len(document.input_ids)
+    assert encoder.texts.decode(document.input_ids) == "".join(piece.text for piece in shown)

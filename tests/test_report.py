@@ -1,0 +1,207 @@
+"""`finetune report`: the page says what the run's files say, stands alone, and never disturbs a training."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune.cli import main as cli
+from finetune.pages.charts import HEIGHT, Line, bar_chart, line_chart, thinned, ticks
+from finetune.pages.curves import read_runs, summary
+from finetune.pages.keep import write_page, write_pages
+from finetune.pages.report import report
+from finetune.train import main
+from tests.tiny import write_chats
+
+VOID = {"meta", "img", "line", "circle", "rect", "polyline", "br"}
+NETWORK = re.compile(r"<script|<link|https?:|src=|@import|url\(")
+
+
+class WellFormed(HTMLParser):
+    """Every tag that is opened is closed, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        assert tag in VOID
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def text_of(html: str) -> str:
+    parser = WellFormed()
+    parser.feed(html)
+    assert parser.open == []
+    return "".join(parser.texts)
+
+
+def write_run(folder: Path, *, steps: int, loss: float = 3.0, phases: bool = False, plan: bool = False) -> Path:
+    folder.mkdir(parents=True)
+    recipe = {
+        "model": {"name_or_path": "some/model"},
+        "data": {"train": [{"path": "json", "data_files": "rows.jsonl"}]},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"output_dir": str(folder)}), "utf-8")
+    lines: list[dict[str, Any]] = [{"kind": "eval", "step": 0, "loss": 4.5, "perplexity": 90.0}]
+    for step in range(1, steps + 1):
+        numbers = {"loss": loss / step, "grad_norm": None if step == 2 else 1.0, "learning_rate": 1e-4 * step}
+        rates = {"tokens": 100, "step_seconds": 9.0 if step == 1 else 0.5, "tokens_per_second": 200.0}
+        lines.append({"kind": "train", "step": step, **numbers, **rates, "data_wait_fraction": 0.01})
+        lines[-1]["peak_memory_gib"] = 1.25
+    lines.append({"kind": "eval", "step": steps, "loss": 2.5, "perplexity": 12.2})
+    if phases:
+        lines += [
+            {"kind": "phase", "step": 1, "rank": rank, "phase": "forward", "peak_gib": 3.0 + rank} for rank in (0, 1)
+        ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    receipt: dict[str, Any] = {"strategy": "ddp", "world_size": 2, "device": "cpu", "parameters": {"trained": 12345}}
+    receipt |= {"memory": {"planned": {"phases": {"forward": {"peak_bytes": 2**32}}}}} if plan else {}
+    (folder / "receipt.json").write_text(json.dumps(receipt), "utf-8")
+    (folder / "run_state.json").write_text(json.dumps({"state": "finished"}), "utf-8")
+    samples = [
+        {"when": when, "prompt": "a <b> & c", "answer": f"{when}!", "reference": "so"} for when in ("before", "after")
+    ]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples), "utf-8")
+    return folder
+
+
+def test_the_page_says_what_the_files_say(tmp_path: Path) -> None:
+    runs = read_runs([write_run(tmp_path / "one", steps=5, phases=True, plan=True)])
+    html = report(runs)
+    text = text_of(html)
+    for words in (
+        "Run one",
+        "finished",
+        "ddp on 2 x cpu",
+        "12,345",
+        "4.5000 to 2.5000",
+        "a <b> & c",
+        "before!",
+        "after!",
+    ):
+        assert words in text
+    assert tuple(re.findall(r"(planned)(4\.000)", text)[0]) == ("planned", "4.000")
+    assert "measured4.000" in text  # the rank with the most
+    assert "some/model" in text
+    assert not NETWORK.search(html)
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_the_row_of_the_table_is_arithmetic(tmp_path: Path) -> None:
+    (run,) = read_runs([write_run(tmp_path / "one", steps=5)])
+    row = summary(run)
+    assert row["s per 20 steps"] == "10.00"  # 20 x 0.5 s; the first step of 9 s warms up
+    assert row["tokens/s"] == "200"
+    assert row["loss"] == "0.6000"
+    assert row["peak GiB"] == "1.25"
+
+
+def test_several_runs_lie_over_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [write_run(tmp_path / name / "run", steps=4, loss=loss) for name, loss in (("a", 3.0), ("b", 5.0))]
+    assert cli(["report", *map(str, folders), "-o", str(tmp_path / "out"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert list(told["runs"]) == ["a/run", "b/run"]
+    html = (tmp_path / "out" / "report.html").read_text("utf-8")
+    loss_chart = html[html.index('aria-label="Loss"') : html.index("</svg>")]
+    assert (loss_chart.count("<polyline"), loss_chart.count("<circle")) == (2, 4)
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert text_of(html).count("a/run") > 1
+
+
+def test_a_comparison_stands_for_its_jobs(tmp_path: Path) -> None:
+    for name in ("zero2", "zero3"):
+        write_run(tmp_path / "jobs" / name, steps=3, phases=True)
+    (tmp_path / "compare.json").write_text("{}", "utf-8")
+    text = text_of(report(read_runs([tmp_path])))
+    assert "zero2, measured4.000" in text
+    assert "zero3, measured4.000" in text
+
+
+def test_a_long_run_stays_small(tmp_path: Path) -> None:
+    runs = read_runs([write_run(tmp_path / str(index), steps=20_000) for index in range(2)])
+    assert len(report(runs).encode()) < 400_000
+
+
+def test_no_run_and_the_same_run_twice_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["report", str(tmp_path)]) == 2
+    assert "no run is here" in capsys.readouterr().err
+    run = write_run(tmp_path / "one", steps=1)
+    assert cli(["report", str(run), str(run)]) == 2
+    assert "name each once" in capsys.readouterr().err
+
+
+def test_what_fails_is_told_and_disturbs_nothing(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one", steps=1)
+    (run / "report.html").mkdir()
+    said: list[str] = []
+    write_page(run, said.append)
+    write_pages(run, said.append)
+    assert len(said) == 2
+    assert all(line.startswith("the report was not written: ") for line in said)
+
+
+def test_training_writes_it_at_each_evaluation_and_at_the_end(tmp_path: Path, tiny_llama: Path) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl", [30, 45, 60, 80])
+    recipe = {
+        "model": {"name_or_path": str(tiny_llama), "dtype": "float32"},
+        "lora": {"r": 2},
+        "data": {"train": [{"path": "json", "data_files": str(chats)}], "eval": {"fraction": 0.3}, "max_length": 128},
+        "training": {"global_batch_size": 1, "max_steps": 2, "mixed_precision": "no"},
+        "samples": {"count": 1, "max_new_tokens": 2},
+        "eval_steps": 1,
+        "output_dir": str(tmp_path / "run"),
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe), "utf-8")
+    assert main([str(tmp_path / "recipe.yaml")]) == 0
+    text = text_of((tmp_path / "run" / "report.html").read_text("utf-8"))
+    assert "finished" in text
+    assert "single on 1 x cpu" in text
+    for picture in ("loss.png", "memory.png"):
+        assert (tmp_path / "run" / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_ticks_are_round_and_cover() -> None:
+    assert ticks(0.13, 0.97) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert ticks(3, 3)[0] < 3 < ticks(3, 3)[-1]
+    assert ticks(-4, 17) == [-5, 0, 5, 10, 15, 20]
+
+
+def test_thinned_keeps_the_mean_and_the_end() -> None:
+    points = [(float(step), float(step % 7)) for step in range(10_001)]
+    fewer = thinned(points, most=101)
+    assert len(fewer) <= 101
+    assert fewer[-1] == points[-1]
+    assert sum(value for _, value in fewer[:-1]) / len(fewer[:-1]) == pytest.approx(3.0, abs=0.01)
+
+
+def test_a_line_is_drawn_where_its_values_are() -> None:
+    chart = line_chart("t", [Line("x", [(0, 0.0), (5, 1.0), (10, float("nan")), (10, 0.5)])])
+    (path,) = re.findall(r'polyline points="([^"]+)"', chart)
+    heights = [float(pair.split(",")[1]) for pair in path.split()]
+    assert len(heights) == 3
+    assert heights[1] < heights[2] < heights[0] <= HEIGHT
+    assert line_chart("t", [Line("x", [])]) == ""
+
+
+def test_bars_leave_a_gap_for_what_was_not_measured() -> None:
+    chart = bar_chart("t", ["load", "step"], [("planned", [1.0, 2.0]), ("measured", [None, 4.0])])
+    tall = [float(height) for height in re.findall(r'<rect [^>]*height="([\d.]+)"', chart)]
+    assert len(tall) == 3
+    assert tall[2] == pytest.approx(2 * tall[1], rel=0.01) == pytest.approx(4 * tall[0], rel=0.01)
