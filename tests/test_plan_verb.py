@@ -44,7 +44,7 @@ def test_gpus_that_are_none(text: str) -> None:
 
 @pytest.mark.slow
 def test_lora_of_8b_on_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(ROOT / "recipes" / "llama3_lora_1x24gb.yaml")
+    recipe = str(ROOT / "recipes" / "llama3_8b_lora_1x24gb.yaml")
     code, out, _ = say([recipe, "--json"], capsys)
     told = json.loads(out)
     assert (code, told["ok"], told["exit_code"], told["ranks"]) == (0, True, 0, 1)

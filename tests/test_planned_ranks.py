@@ -61,13 +61,23 @@ def sent(work: StepWork, times: dict[str, int]) -> dict[str, dict[str, tuple[int
     }
 
 
+PROGRAM = """
+import sys
+from tests import cells, planned
+planned.let_go_at_once()
+sys.exit(cells.main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_grad_op", "ddp"])
 def test_the_plan_is_the_run(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "on")
     recipe = write_recipe(tmp_path)
     words = [f"accelerate_config={strategy}"]
-    assert launch([recipe], ranks=2, words=words, timeout=600) == [0]
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    assert launch([recipe], ranks=2, words=words, program=str(program), timeout=600) == [0]
     memory: dict[str, Any] = json.loads((tmp_path / "run" / "receipt.json").read_text("utf-8"))["memory"]
     assert memory["why"] is None
     if strategy != "ddp":  # whose buckets are C++'s own
