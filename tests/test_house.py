@@ -117,6 +117,8 @@ plan.work
 plan.speed
 plan.dataless
 plan.workspaces
+plan.zero_trace
+plan.reducer
 plan.trace
 plan.layers
 plan.depth
