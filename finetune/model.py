@@ -58,7 +58,7 @@ def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | No
     has them. Raises FinetuneError when weights are missing, unexpected or not safetensors, and EnvironmentMismatch
     when they cannot be reached.
     """
-    model = _structure_alone(recipe) if device.type == "meta" else _load_base(recipe, device, dtype)
+    model = _structure_alone(recipe, dtype) if device.type == "meta" else _load_base(recipe, device, dtype)
     _refuse_unsuitable(model, attention_name(recipe))
     put_loss_into_forward(model)
     whole: nn.Module = model
@@ -86,9 +86,7 @@ def decoder_parts(model: nn.Module) -> PreTrainedModel:
 
 def _load_base(recipe: Recipe, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
     section = recipe.model
-    options = _common_options(recipe) | {"use_safetensors": True, "output_loading_info": True}
-    if dtype is not None:
-        options["dtype"] = dtype
+    options = _common_options(recipe, dtype) | {"use_safetensors": True, "output_loading_info": True}
     if recipe.quantization:
         # Without a device map transformers quantises on this rank's GPU, also what is to be sharded from the host.
         options |= {"quantization_config": _bitsandbytes(recipe.quantization), "device_map": {"": str(device)}}
@@ -107,14 +105,14 @@ def _load_base(recipe: Recipe, device: torch.device, dtype: torch.dtype | None) 
     return model
 
 
-def _structure_alone(recipe: Recipe) -> PreTrainedModel:
+def _structure_alone(recipe: Recipe, dtype: torch.dtype | None) -> PreTrainedModel:
     """The base model on meta, built from its configuration."""
     section = recipe.model
     path, options = resolve_model_path(section.name_or_path), {"revision": section.revision}
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code, **options)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **_common_options(recipe))
+            model = AutoModelForCausalLM.from_config(config, **_common_options(recipe, dtype))
     except (OSError, ValueError) as error:
         raise _not_loaded("configuration", section.name_or_path, error) from error
     assert isinstance(model, PreTrainedModel)
@@ -124,12 +122,12 @@ def _structure_alone(recipe: Recipe) -> PreTrainedModel:
     return model
 
 
-def _common_options(recipe: Recipe) -> dict[str, Any]:
+def _common_options(recipe: Recipe, dtype: torch.dtype | None) -> dict[str, Any]:
     section = recipe.model
     attention.register()
     trained_in = torch.bfloat16 if recipe.training.pure_bf16 else torch.float32
     return {
-        "dtype": getattr(torch, section.dtype) if recipe.lora else trained_in,
+        "dtype": dtype or (getattr(torch, section.dtype) if recipe.lora else trained_in),
         "attn_implementation": attention_name(recipe),
         "trust_remote_code": section.trust_remote_code,
     }

@@ -113,6 +113,27 @@ def plain_quantized_weights(model: nn.Module) -> None:
         layer.forward = MethodType(_forward, layer)
 
 
+def hollow_int8_weights(model: nn.Module) -> None:
+    """Give int8 layers on meta the tensors they have after loading, as a plain parameter and a plain buffer.
+
+    For a planner: which columns are outliers follows from the data, and here none is.
+    """
+    for layer in list(quantized_layers(model)):
+        shape = layer.out_features, layer.in_features
+        layer.weight = nn.Parameter(torch.empty(shape, dtype=torch.int8, device="meta"), requires_grad=False)
+        layer.register_buffer("scales", torch.empty(layer.out_features, device="meta"), persistent=False)
+        layer.forward = MethodType(_int8_forward, layer)
+
+
+def _int8_forward(layer: Any, hidden: Tensor) -> Tensor:
+    import bitsandbytes
+
+    layer.state.CB, layer.state.SCB, layer.state.threshold = layer.weight, layer.scales, 0.0
+    layer.state.is_training = layer.training
+    result: Tensor = bitsandbytes.matmul(hidden, layer.weight, bias=layer.bias, state=layer.state)  # type: ignore[attr-defined]
+    return result
+
+
 def _hollow_weight(weight: Any) -> Tensor:
     size = (weight.numel() + 1) // 2 // weight.quant_storage.itemsize
     return torch.empty(size, 1, dtype=weight.quant_storage, device=weight.device)
