@@ -87,12 +87,14 @@ pages.report
 pages.pictures
 pages.keep
 trackers
-session
 secret_scan
+hub_calls
+hub_checkpoints
+session
+whole_run
 base_facts
 model_card
 outgoing
-hub_calls
 hub_push
 hub_training
 train
