@@ -87,12 +87,14 @@ pages.report
 pages.pictures
 pages.keep
 trackers
-session
 secret_scan
+hub_calls
+hub_checkpoints
+session
+whole_run
 base_facts
 model_card
 outgoing
-hub_calls
 hub_push
 hub_training
 train
@@ -300,3 +302,10 @@ def test_figures_of_the_code() -> None:
     assert not {name for size, name in found if size > 60} - set(LONG_FUNCTIONS)
     long_files = {path.name for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 300}
     assert not long_files - set(LONG_FILES)
+
+
+def test_no_conflict_is_left_in_a_file() -> None:
+    found = subprocess.run(
+        ["git", "grep", "-nE", "^(<{7} |>{7} |={7}$)"], cwd=PACKAGE.parent, capture_output=True, text=True
+    )
+    assert found.stdout == ""
