@@ -40,3 +40,28 @@ def preview(
     run_verb(work, as_json=as_json)
     if refused[0]:
         raise typer.Exit(2)
+
+
+def import_recipe(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Another tool's YAML.", show_default=False)],
+    gpus: Annotated[str, typer.Option(help="That it was made for: 4, or 4x80GB.")] = "1",
+    tool: Annotated[
+        str | None, typer.Option(help="axolotl, llamafactory, trl or torchtune.", show_default="by its keys")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write it there.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """A recipe from a configuration of axolotl, LLaMA-Factory, TRL or torchtune; what is left out is listed."""
+
+    def work() -> dict[str, Any]:
+        from finetune.imports.convert import convert, known_tool, write_recipe
+        from finetune.imports.page import listed
+
+        made = convert(config, tool=known_tool(tool), gpus=gpus)
+        if output is not None:
+            write_recipe(output, made.text)
+        if not as_json:
+            typer.echo("\n".join(listed(made.left_out)) if output else made.text, nl=output is not None)
+        return {"ok": True, "file": output and str(output), **made.as_json()}
+
+    run_verb(work, as_json=as_json)

@@ -117,6 +117,18 @@ launch_file
 pages.findings
 pages.preview
 pages.preview_views
+imports.theirs
+imports.templates
+imports.shared
+imports.trainer
+imports.left_out
+imports.axolotl_data
+imports.axolotl
+imports.llamafactory
+imports.trl
+imports.torchtune
+imports.page
+imports.convert
 verbs
 verbs_of_data
 verbs_of_runs
@@ -177,6 +189,18 @@ LIGHT = {
     "pages.report",
     "pages.pictures",
     "pages.keep",
+    "imports.theirs",
+    "imports.templates",
+    "imports.shared",
+    "imports.trainer",
+    "imports.left_out",
+    "imports.axolotl_data",
+    "imports.axolotl",
+    "imports.llamafactory",
+    "imports.trl",
+    "imports.torchtune",
+    "imports.page",
+    "imports.convert",
     "verbs",
     "verbs_of_data",
     "verbs_of_runs",
