@@ -143,6 +143,23 @@ launch_file
 pages.findings
 pages.preview
 pages.preview_views
+private
+doctor_pair
+doctor_disk
+doctor_token
+doctor
+imports.theirs
+imports.templates
+imports.shared
+imports.trainer
+imports.left_out
+imports.axolotl_data
+imports.axolotl
+imports.llamafactory
+imports.trl
+imports.torchtune
+imports.page
+imports.convert
 verbs
 verbs_of_data
 verbs_of_runs
@@ -214,6 +231,23 @@ LIGHT = {
     "pages.report",
     "pages.pictures",
     "pages.keep",
+    "private",
+    "doctor_pair",
+    "doctor_disk",
+    "doctor_token",
+    "doctor",
+    "imports.theirs",
+    "imports.templates",
+    "imports.shared",
+    "imports.trainer",
+    "imports.left_out",
+    "imports.axolotl_data",
+    "imports.axolotl",
+    "imports.llamafactory",
+    "imports.trl",
+    "imports.torchtune",
+    "imports.page",
+    "imports.convert",
     "verbs",
     "verbs_of_data",
     "verbs_of_runs",
