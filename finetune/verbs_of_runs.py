@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune.verbs import AsJson, RunFolder, run_verb
+from finetune.verbs import AsJson, RunFolder, one_of, run_verb
 
 
 def chat(
@@ -20,8 +20,7 @@ def chat(
     as_json: AsJson = False,
 ) -> None:
     """Talk to the base model, the tuned one, or both."""
-    if who not in ("base", "tuned", "both"):
-        raise typer.BadParameter(f"{who} is none of base, tuned, both", param_hint="--who")
+    one_of("--who", who, ("base", "tuned", "both"))
     if as_json and not prompt:
         raise typer.BadParameter("--json needs --prompt", param_hint="--json")
 
@@ -64,6 +63,34 @@ def report(
         if not as_json:
             typer.echo("\n".join(files))
         return {"ok": True, "files": files, "runs": {run.name: summary(run) for run in found}}
+
+    run_verb(work, as_json=as_json)
+
+
+def merge(
+    run: RunFolder,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16 or float32; the recipe's model.dtype.", show_default=False)
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="Under a quantised base: own or dequantized; that which agrees best.", show_default=False),
+    ] = None,
+    verify: Annotated[int, typer.Option(min=0, help="Held-out documents to compare by; 0: none.")] = 64,
+    as_json: AsJson = False,
+) -> None:
+    """Adapter into base: weights that plain transformers loads, and how well they agree with the adapter."""
+    one_of("--dtype", dtype, ("bfloat16", "float16", "float32"))
+    one_of("--base", base, ("own", "dequantized"))
+
+    def work() -> dict[str, Any]:
+        from finetune.merge_run import in_words, merge_run
+
+        tell: Callable[[str], None] = (lambda _: None) if as_json else typer.echo
+        facts = merge_run(run, dtype=dtype, base=base, prompts=verify, tell=tell)  # type: ignore[arg-type]
+        if not as_json:
+            typer.echo(in_words(facts))
+        return {"ok": True, **facts}
 
     run_verb(work, as_json=as_json)
 

@@ -76,6 +76,12 @@ run
 save_restore
 loop
 worst_step
+tuned
+base_weights
+adapter_file
+merge
+agreement
+merge_run
 run_facts
 pages.page
 pages.charts
