@@ -165,6 +165,7 @@ def _write_settings(merge: Merge, folder: Path, dtype: torch.dtype) -> None:
     assert config is not None, "open_base has seen it"
     named = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
     config |= dict.fromkeys(named, str(dtype).removeprefix("torch."))
+    config.pop("_name_or_path", None)  # it is not that model any more
     if merge.unties:
         config["tie_word_embeddings"] = False
     write_json(folder / "config.json", config)

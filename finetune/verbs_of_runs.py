@@ -101,6 +101,7 @@ def push(
         str | None, typer.Argument(metavar="[OWNER/NAME]", help="The recipe's hub.repo_id.", show_default=False)
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show files and card; no network.")] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="The merged model, not the adapter.")] = False,
     public: Annotated[bool, typer.Option("--public", help="Everybody may see it.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, made if missing.", show_default="main")] = None,
     message: Annotated[str | None, typer.Option(help="Of the commit.", show_default=False)] = None,
@@ -115,7 +116,7 @@ def push(
         from finetune.hub_push import chosen_destination, describe, prepare
         from finetune.hub_push import push as send
 
-        to = chosen_destination(run, repo, public=public, revision=revision, base=base)
+        to = chosen_destination(run, repo, public=public, revision=revision, base=base, merged=merged)
         tell: Callable[[str], None] = (lambda text: typer.echo(text, err=True)) if as_json else typer.echo
         if dry_run:
             upload = prepare(run, to)
