@@ -15,12 +15,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from finetune.errors import FinetuneError
+from finetune.tuned import takes_from_the_base
 
 PREFIX = "base_model.model."
 # The settings of an adapter that its forward depends on; the recipe knows no others.
 SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora")
-# Initialisations that take what they put into the adapter away from the base.
-MOVES_THE_BASE = ("pissa", "olora")
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class AdapterFile:
 
     @property
     def moves_the_base(self) -> bool:
-        return self.init.startswith(MOVES_THE_BASE)
+        return takes_from_the_base(self.init)
 
     def read(self, key: str) -> Tensor:
         with safe_open(self.path, framework="pt") as file:
@@ -54,8 +53,8 @@ class AdapterFile:
         """The layer's weight with the adapter in it, float32.
 
         `weight` is the frozen one beside which the adapter was trained, float32 [out, in], or [rows, width] of
-        embeddings. Held meanwhile: about three times its bytes, with DoRA five times. Raises FinetuneError when adapter
-        and weight do not fit.
+        embeddings. Held meanwhile are two tensors of its size, with DoRA four. Raises FinetuneError when adapter and
+        weight do not fit.
         """
         tensors = self.layers[layer]
         kind = nn.Embedding if any(name.startswith("embedding") for name in tensors) else nn.Linear

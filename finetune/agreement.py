@@ -65,12 +65,11 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the adapter model said, and how far its base alone is from that."""
+    """What the adapter model said."""
 
     questions: Sequence[Question]
     logits: list[Tensor] = field(repr=False)  # float32 [asked, vocabulary] each, on the host
     adapter: Agreement = field(default_factory=Agreement)
-    base: Agreement = field(default_factory=Agreement)
 
     @property
     def tokens(self) -> int:
@@ -93,14 +92,12 @@ def _question(ids: np.ndarray, labels: np.ndarray, most: int) -> Question:
     return Question(tokens, torch.from_numpy(picked), torch.from_numpy(labels[picked + 1]))
 
 
-def ask_reference(adapted: Any, questions: Sequence[Question]) -> Reference:
-    """`adapted` is peft's model."""
+def ask_reference(adapted: nn.Module, questions: Sequence[Question]) -> Reference:
+    """`adapted` is peft's model, or any other that the others are to be held against."""
     reference = Reference(questions, [])
     with computing_in_float32(adapted):
         for question in questions:
             wanted = _answer(adapted, question)
-            with adapted.disable_adapter():
-                reference.base.add(wanted, _answer(adapted, question), question.targets)
             reference.adapter.add(wanted, wanted, question.targets)
             reference.logits.append(wanted)
     return reference

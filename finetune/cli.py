@@ -189,6 +189,7 @@ def launch(
 
 for verb in (verbs_of_data.preview, verbs_of_runs.chat, verbs_of_runs.report, verbs_of_runs.merge, verbs_of_runs.push):
     app.command()(verb)
+app.command("eval")(verbs_of_runs.evaluate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from finetune.agreement import Agreement, Reference, ask_reference, compare, questions_of
+from finetune.agreement import Agreement, Question, Reference, ask_reference, compare, questions_of
 from finetune.batches import prepare
 from finetune.durable import ASIDE, publish_folder, remove_folder, write_json
 from finetune.errors import FinetuneError
 from finetune.merge import Merge, plan_merge, write_merged
 from finetune.model import load_tokenizer
 from finetune.recipe import Dtype
-from finetune.tuned import FinishedRun, best_device, finished_run, fitting, load_adapted
+from finetune.tuned import FinishedRun, best_device, finished_run, fitting, load_adapted, load_whole
 
 # What an adapter beside a quantised base can be merged into: the base's own weights, or what the quantised ones,
 # beside which it was trained, stand for.
@@ -97,7 +97,7 @@ def _verify(
     questions = questions_of(prepared, prompts, vocabulary)
     tell(f"comparing over {len(questions)} documents")
     with fitting(merge.device):
-        reference = _freed(ask_reference(load_adapted(run, merge.device), questions))
+        reference, without = _beside(run, questions, merge.device)
         candidates = {kind: _compared(folder, reference, merge.device) for kind, folder in made.items()}
     return {
         "documents": len(questions),
@@ -105,13 +105,22 @@ def _verify(
         "tokens": reference.tokens,
         "adapter": reference.adapter.as_json(),
         "candidates": {kind: agreement.as_json() for kind, agreement in candidates.items()},
-        "base_without_adapter": reference.base.as_json(),
+        "base": without.as_json(),
     }
 
 
-def _freed(reference: Reference) -> Reference:
+def _beside(run: FinishedRun, questions: Sequence[Question], device: torch.device) -> tuple[Reference, Agreement]:
+    """What the adapter beside its base says, and how far the base alone is from that."""
+    adapted: Any = load_adapted(run, device)
+    reference = ask_reference(adapted, questions)
+    if run.base_is_inside:
+        with adapted.disable_adapter():
+            without = compare(adapted, reference)
+    del adapted
     gc.collect()  # peft's model refers to itself in circles, and the next one needs its memory
-    return reference
+    if not run.base_is_inside:
+        without = compare(load_whole(run, device, tuned=False), reference)
+    return reference, without
 
 
 def _compared(folder: Path, reference: Reference, device: torch.device) -> Agreement:
@@ -147,7 +156,7 @@ def _table(facts: Mapping[str, Any]) -> Iterator[str]:
     rows = {"the adapter": found["adapter"]}
     for kind, figures in found["candidates"].items():
         rows["merged" if len(found["candidates"]) == 1 else f"merged, {kind} base"] = figures
-    rows["without the adapter"] = found["base_without_adapter"]
+    rows["the base"] = found["base"]
     for name, row in rows.items():
         yield (
             f"{name:24}{row['top1']:>15.2%}{row['kl']:>11.2e}{row['largest_logit_difference']:>26.2e}{row['loss']:>9.4f}"
@@ -163,6 +172,6 @@ def _advice(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"base: {facts['base']}, which agrees better with the adapter" + (
             "" if loss == facts["base"] else f"; the loss is lower with {loss}: --base {loss}"
         )
-    lost = found["candidates"][facts["base"]]["kl"] / max(found["base_without_adapter"]["kl"], 1e-12)
+    lost = found["candidates"][facts["base"]]["kl"] / max(found["base"]["kl"], 1e-12)
     if lost > NOTHING_LOST and facts["dtype"] != "float32":
         yield f"note: {lost:.0%} of what the adapter changed is lost in {facts['dtype']}; take --dtype float32"

@@ -249,7 +249,7 @@ def _merged(facts: Mapping[str, Any]) -> Iterator[str]:
     yield "This was measured with the adapter beside its base. The merged weights were compared with it over"
     yield f"{found['tokens']:,} answer tokens of {documents}: the same most likely token at {figures['top1']:.2%}, mean"
     yield f"KL divergence {figures['kl']:.1e} nats, loss {figures['loss']:.4f} (with the adapter"
-    yield f"{found['adapter']['loss']:.4f}, without it {found['base_without_adapter']['loss']:.4f})."
+    yield f"{found['adapter']['loss']:.4f}, the base {found['base']['loss']:.4f})."
 
 
 def _not_evaluated(run: RunFacts) -> Iterator[str]:

@@ -67,6 +67,38 @@ def report(
     run_verb(work, as_json=as_json)
 
 
+def evaluate(
+    run: RunFolder,
+    tasks: Annotated[
+        str | None, typer.Option(help="lm-eval's benchmarks too, with commas between.", show_default=False)
+    ] = None,
+    include: Annotated[Path | None, typer.Option(help="Folder of task files for lm-eval.", show_default=False)] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task; all.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Held-out loss and perplexity of base and tuned model; benchmarks where asked for."""
+
+    def work() -> dict[str, Any]:
+        from finetune import held_out
+        from finetune.tuned import best_device, finished_run
+
+        opened, device = finished_run(run), best_device()
+        told: dict[str, Any] = {}
+        if tasks is None or opened.recipe.data.eval is not None:
+            told["held_out"] = held_out.held_out_figures(opened, device)
+            if not as_json:
+                typer.echo(held_out.in_words(told["held_out"]))
+        if tasks is not None:
+            from finetune import lm_tasks
+
+            told["tasks"] = lm_tasks.task_figures(opened, device, tasks.split(","), include=include, limit=limit)
+            if not as_json:
+                typer.echo(lm_tasks.in_words(told["tasks"]))
+        return {"ok": True, **told}
+
+    run_verb(work, as_json=as_json)
+
+
 def merge(
     run: RunFolder,
     dtype: Annotated[

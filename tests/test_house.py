@@ -83,6 +83,8 @@ merge
 agreement
 merge_run
 run_facts
+held_out
+lm_tasks
 pages.page
 pages.charts
 pages.curves
