@@ -76,8 +76,8 @@ def _is_pushed(run_dir: Path, to: Destination) -> bool:
         record = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    there = {"state": "pushed", "repo_id": to.repo_id, "revision": to.revision}
-    return bool(there.items() <= record.items())
+    there = {"state": "pushed", "repo_id": to.repo_id, "revision": to.revision, "merged": to.merged}
+    return bool(there.items() <= ({"merged": False} | record).items())
 
 
 def _hidden(error: FinetuneError) -> str:

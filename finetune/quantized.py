@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import EnvironmentMismatch
-from finetune.recipe import Recipe
+from finetune.recipe import Quantization, Recipe
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -71,6 +71,25 @@ def quantize_structure(model: PreTrainedModel, config: BitsAndBytesConfig) -> No
     finally:
         torch.set_default_dtype(before)
     quantizer.postprocess_model(model)
+
+
+def as_quantized(weight: Tensor, quantization: Quantization) -> Tensor:
+    """What a layer's weight is once it is quantised: the numbers that the packed ones stand for, float32 or as given.
+
+    Where it lies, by the operations that bitsandbytes' own layers use when they are made.
+    """
+    from bitsandbytes import functional as bits
+
+    if quantization.load_in_8bit:
+        packed, scales, _ = bits.int8_vectorwise_quant(weight.half())
+        return bits.int8_vectorwise_dequant(packed, scales)  # type: ignore[no-any-return]
+    packed, state = bits.quantize_4bit(
+        weight,
+        blocksize=BLOCK,
+        compress_statistics=quantization.bnb_4bit_use_double_quant,
+        quant_type=quantization.bnb_4bit_quant_type,
+    )
+    return bits.dequantize_4bit(packed, state)
 
 
 def quantized_layers(model: nn.Module) -> Iterator[Any]:

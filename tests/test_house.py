@@ -79,7 +79,15 @@ save_restore
 loop
 worst_step
 run_memory
+tuned
+base_weights
+adapter_file
+merge
+agreement
+merge_run
 run_facts
+held_out
+lm_tasks
 pages.page
 pages.charts
 pages.curves
