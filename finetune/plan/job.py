@@ -19,8 +19,10 @@ from finetune.plan.depth import with_layers
 from finetune.plan.gpus import Gpus
 from finetune.plan.layers import deep
 from finetune.plan.pretend import NAME
+from finetune.plan.speed import Layout
 from finetune.plan.timeline import Peak, PhaseMemory, Timeline
-from finetune.plan.trace import trace
+from finetune.plan.trace import STEPS, trace
+from finetune.plan.work import StepWork, at_depth, of_ddp, per_step
 from finetune.quantized import check_sharded_quantization
 from finetune.recipe import Recipe
 from finetune.shrink import full_config
@@ -42,6 +44,8 @@ class Planned:
     ranks: int
     gpus: Gpus | None
     notes: tuple[str, ...]
+    work: StepWork | None = None  # what one rank computes and sends
+    layout: Layout | None = None
 
     @property
     def peak(self) -> tuple[str, Peak]:
@@ -86,9 +90,12 @@ def plan_recipe(
     shown, exact = batches or worst_batches(recipe, ranks), bool(batches) and gpus is None
     with tempfile.TemporaryDirectory() as folder:
         job = _Job(recipe, strategy, shown, ranks, node, on_gpu=gpus is not None)
-        phases = _traced(job, config, Path(folder), whole=exact)
+        phases, work = _traced(job, config, Path(folder), whole=exact)
+    if strategy.kind == "ddp":
+        work = of_ddp(work, phases["step"].peak.parts["gradients"])
+    layout = _layout(recipe, strategy, shown, ranks, node, int(config["num_hidden_layers"]))
     outside = {"CUDA context": CONTEXT} | ({"NCCL": NCCL} if ranks > 1 else {})
-    return Planned(phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes))
+    return Planned(phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes), work, layout)
 
 
 @dataclass(frozen=True)
@@ -101,14 +108,44 @@ class _Job:
     on_gpu: bool
 
 
-def _traced(job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool) -> dict[str, PhaseMemory]:
+def _traced(
+    job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool
+) -> tuple[dict[str, PhaseMemory], StepWork]:
+    work: dict[int, StepWork] = {}
+
     def timeline_of(layers: int) -> Timeline:
         smaller = with_layers(job.recipe, config, layers, folder)
-        return trace(smaller, job.strategy, job.batches, ranks=job.ranks, node=job.node, gpu=job.on_gpu).timeline
+        done = trace(smaller, job.strategy, job.batches, ranks=job.ranks, node=job.node, gpu=job.on_gpu)
+        moved = {phase: found.moved for phase, found in done.measured.items()}
+        once = _reduces_once(job.strategy)
+        work[layers] = per_step(done.operations, moved, steps=STEPS, micro_steps=len(job.batches), reduces_once=once)
+        return done.timeline
 
     layers, every = int(config["num_hidden_layers"]), max(1, int(job.recipe.training.activation_checkpointing))
     device = NAME if job.on_gpu else "cpu"
-    return timeline_of(layers).phases(device) if whole else deep(timeline_of, layers, device, period=every)
+    phases = timeline_of(layers).phases(device) if whole else deep(timeline_of, layers, device, period=every)
+    return phases, at_depth(work, layers)
+
+
+def _reduces_once(strategy: Strategy) -> bool:
+    """Whether gradients wait for a step's last micro-batch."""
+    return strategy.kind == "ddp" or strategy.zero_stage == 1
+
+
+def _layout(
+    recipe: Recipe, strategy: Strategy, batches: Sequence[MicroBatch], ranks: int, node: int, layers: int
+) -> Layout:
+    training = recipe.training
+    return Layout(
+        ranks=ranks,
+        node=node,
+        tokens=max(batch["input_ids"].numel() for batch in batches),
+        rows=math.ceil(training.global_batch_size / training.per_device_batch_size),
+        layers=layers,
+        copies=1 if strategy.replicas is None else strategy.replicas or ranks // node,
+        reduces_once=_reduces_once(strategy),
+        shards_state=strategy.kind in ("fsdp", "deepspeed"),
+    )
 
 
 def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:

@@ -7,7 +7,7 @@ written a second time here.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from finetune.plan.pretend import pretend_device
 from finetune.plan.recorder import Recorder, Tagging
 from finetune.plan.reducer import Replica
 from finetune.plan.timeline import Timeline
+from finetune.plan.work import Operation, Work
 from finetune.plan.workspaces import CUBLAS_HOPPER, Workspaces
 from finetune.plan.zero_trace import as_on_gpus, cut, engine_parts, engine_without_ranks
 from finetune.recipe import Recipe
@@ -53,6 +54,7 @@ class Traced:
 
     timeline: Timeline
     measured: dict[str, Phase]
+    operations: Mapping[Operation, int]  # of all steps
 
 
 def trace(
@@ -78,7 +80,7 @@ def trace(
     """
     # The engine of ZeRO has one number format; its third stage cuts each weight as it is loaded.
     dtype = _engine_dtype(recipe) if strategy.kind == "deepspeed" else None
-    build = dataless_build(recipe, whole_quantized=strategy.kind != "fsdp", dtype=dtype)
+    build = dataless_build(recipe, whole_quantized=True, dtype=dtype)
     supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
     device = pretend_device() if gpu else torch.device("cpu")
@@ -94,7 +96,8 @@ def trace(
         inside.enter_context(mock.patch.object(dist, "broadcast_object_list"))
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
-        with Workspaces(recorder, device, cublas) if gpu else nullcontext(), Tagging(recorder, gloo=not gpu):
+        work = Work(recorder.phases)
+        with Workspaces(recorder, device, cublas) if gpu else nullcontext(), Tagging(recorder, gloo=not gpu), work:
             with recorder.phases("load"):
                 # Each rank's number, which torch's mesh keeps in host memory.
                 numbers = None if mesh is None else torch.empty(ranks, dtype=torch.int32, device="cpu")
@@ -112,8 +115,9 @@ def trace(
                     del stream
             with recorder.phases("save"):
                 _save(parts)
+            _place_in_layers(parts, recorder)
             del numbers
-        return Traced(recorder.timeline, recorder.phases.take())
+        return Traced(recorder.timeline, recorder.phases.take(), work.operations)
 
 
 def _step(
@@ -158,6 +162,15 @@ def _weights(parts: Assembled) -> Iterator[torch.Tensor]:
     for parameter in parts.whole.parameters():
         yield held_part(parameter)
     yield from parts.whole.buffers()
+
+
+def _place_in_layers(parts: Assembled, recorder: Recorder) -> None:
+    """Weights and their states are made outside of the layers' modules; gradients inside."""
+    for name, tensor in (*parts.whole.named_parameters(), *parts.whole.named_buffers()):
+        recorder.place_in_layer(tensor, name)
+        for value in parts.optimizer.state.get(tensor, {}).values():
+            if isinstance(value, torch.Tensor):
+                recorder.place_in_layer(value, name)
 
 
 def _state(parts: Assembled) -> Iterator[torch.Tensor]:
