@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import EnvironmentMismatch
-from finetune.recipe import Recipe
+from finetune.recipe import Quantization, Recipe
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -73,6 +73,25 @@ def quantize_structure(model: PreTrainedModel, config: BitsAndBytesConfig) -> No
     quantizer.postprocess_model(model)
 
 
+def as_quantized(weight: Tensor, quantization: Quantization) -> Tensor:
+    """What a layer's weight is once it is quantised: the numbers that the packed ones stand for, float32 or as given.
+
+    Where it lies, by the operations that bitsandbytes' own layers use when they are made.
+    """
+    from bitsandbytes import functional as bits
+
+    if quantization.load_in_8bit:
+        packed, scales, _ = bits.int8_vectorwise_quant(weight.half())
+        return bits.int8_vectorwise_dequant(packed, scales)  # type: ignore[no-any-return]
+    packed, state = bits.quantize_4bit(
+        weight,
+        blocksize=BLOCK,
+        compress_statistics=quantization.bnb_4bit_use_double_quant,
+        quant_type=quantization.bnb_4bit_quant_type,
+    )
+    return bits.dequantize_4bit(packed, state)
+
+
 def quantized_layers(model: nn.Module) -> Iterator[Any]:
     """bitsandbytes' layers, 4-bit and 8-bit, inside adapters too; peft's layers around them bear the same names."""
     for module in model.modules():
@@ -97,8 +116,10 @@ def plain_quantized_weights(model: nn.Module) -> None:
     asks bitsandbytes' parameter for its settings; DoRA and merging go on asking it, and must come before or not at all.
     """
     for layer in list(quantized_layers(model)):
+        if hasattr(layer, "packing"):  # plain already: a planner's, whose tensors without data know no other form
+            continue
         weight = layer.weight
-        assert hasattr(weight, "bnb_quantized"), "only 4-bit weights can be made plain, and once"
+        assert hasattr(weight, "bnb_quantized"), "only 4-bit weights can be made plain"
         state = weight.quant_state if weight.bnb_quantized else _hollow_state(weight)
         packed = weight.detach().as_subclass(Tensor) if weight.bnb_quantized else _hollow_weight(weight)
         layer.packing = {key: getattr(state, key) for key in ("shape", "dtype", "blocksize", "quant_type")}

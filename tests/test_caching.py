@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 
 from finetune.plan.caching import MIB, CachingAllocator, Held, replay
-from finetune.plan.timeline import Event, Timeline
-from finetune.tensor_bytes import NONE
+from finetune.plan.splice import Change
 
 
 def test_small_blocks_share_a_segment() -> None:
@@ -73,13 +72,18 @@ def test_nothing_is_lost_in_many_random_steps() -> None:
     assert allocator.reserved == 0
 
 
-def test_phases_of_a_timeline() -> None:
+def test_phases() -> None:
     """60 MiB from load on; 30 more in forward, which go as backward begins; a resized storage moves."""
-    timeline = Timeline(places=[("load", ""), ("forward", ""), ("backward", "")])
-    timeline.devices, timeline.components = ["gpu", "gpu", "cpu"], ["other"] * 3
-    steps = [(NONE, 0, 0), (0, 60, 0), (2, 500, 0), (NONE, 0, 1), (1, 30, 1), (1, 0, 2), (NONE, 0, 2), (0, 40, 2)]
-    timeline.events = [Event(storage, nbytes * MIB, place) for storage, nbytes, place in steps]
-    assert replay(timeline, "gpu") == {
+    changes = [
+        Change(None, 0, "load"),
+        Change("a", 60 * MIB, "load"),
+        Change(None, 0, "forward"),
+        Change("b", 30 * MIB, "forward"),
+        Change("b", 0, "backward"),  # booked late
+        Change(None, 0, "backward"),
+        Change("a", 40 * MIB, "backward"),
+    ]
+    assert replay(changes) == {
         "load": Held(60 * MIB, 60 * MIB),
         "forward": Held(90 * MIB, 90 * MIB),
         "backward": Held(60 * MIB, 90 * MIB),

@@ -14,12 +14,11 @@ ever allocated at a time. Rules as in c10/cuda/CUDACachingAllocator.cpp of torch
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from finetune.plan.timeline import Timeline
-from finetune.tensor_bytes import NONE
+from finetune.plan.splice import Change
 
 MIB = 2**20
 ROUND = 512
@@ -156,17 +155,16 @@ class Held:
     reserved: int
 
 
-def replay(timeline: Timeline, device: str) -> dict[str, Held]:
-    """By phase, over all its runs, for the tensors on `device`."""
+def replay(changes: Iterable[Change]) -> dict[str, Held]:
+    """By phase, over all its runs."""
     allocator, found, running = CachingAllocator(), dict[str, Held](), ""
-    for storage, nbytes, place in timeline.events:
-        phase = timeline.places[place][0]
-        if storage == NONE:  # what ended before it is booked just before it, under its name
+    for storage, nbytes, phase, stream in changes:
+        if storage is None:  # what ended before it is booked just before it, under its name
             allocator.restart_peaks()
             running = phase
-        elif timeline.devices[storage] == device:
+        else:
             allocator.free(storage)
-            allocator.malloc(storage, nbytes, timeline.streams.get(storage, 0))
+            allocator.malloc(storage, nbytes, stream)
         if phase and phase == running:
             before = found.get(phase, Held(0, 0))
             found[phase] = Held(

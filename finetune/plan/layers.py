@@ -7,13 +7,11 @@ n-th is recomputed), component by component; the phase's peak is the largest seg
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
-from finetune.plan.timeline import COMPONENTS, Peak, PhaseMemory, Timeline
+from finetune.plan.timeline import COMPONENTS, LAYER, Peak, PhaseMemory, Timeline
 
 SHALLOW = 4  # the first, the last, and two between
-LAYER = re.compile(r"\.layers\.(\d+)\b")
 
 
 def deep(

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # torch documents th
 
 from finetune.phases import Phases
 from finetune.plan.pretend import stream_in_use
-from finetune.plan.timeline import Event, Timeline
+from finetune.plan.timeline import Event, Timeline, layer_of
 from finetune.tensor_bytes import NONE, TensorBytes, parts
 
 # Made by an operation of these libraries, whatever module calls it.
@@ -56,6 +56,14 @@ class Recorder:
                     self.timeline.components[serial] = component
                     if certain:
                         self._fixed.add(serial)
+
+    def place_in_layer(self, tensor: torch.Tensor, name: str) -> None:
+        """Note the decoder layer that a tensor belongs to, by its name or that of its parameter."""
+        layer = layer_of(name)
+        for part in parts(tensor):
+            serial = self.ledger.serial(part.untyped_storage())
+            if layer is not None and serial is not None:
+                self.timeline.layers[serial] = layer
 
     def component(self, tensor: torch.Tensor) -> str | None:
         """What a tensor's storage is known to be; None for one not seen yet."""

@@ -7,6 +7,7 @@ read off afterwards, and their parts add up to the total because each live stora
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -28,6 +29,15 @@ COMPONENTS = (
     "backward workspace",  # gradients of activations, and of weights before they are added up
     "other",  # batches, norms, what an update needs beside its state
 )
+
+
+LAYER = re.compile(r"\.layers\.(\d+)\b")
+
+
+def layer_of(name: str) -> int | None:
+    """The decoder layer that a module or parameter is in."""
+    match = LAYER.search(name)
+    return None if match is None else int(match.group(1))
 
 
 class Event(NamedTuple):
@@ -82,6 +92,7 @@ class Timeline:
     devices: list[str] = field(default_factory=list)  # of each storage
     components: list[str] = field(default_factory=list)  # of each storage
     streams: dict[int, int] = field(default_factory=dict)  # of storages that were not made on a device's first stream
+    layers: dict[int, int] = field(default_factory=dict)  # the decoder layer of weights and optimizer states
 
     def replay(self, device: str) -> Iterator[Moment]:
         """Each change on `device`, and the beginning of each phase."""

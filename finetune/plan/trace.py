@@ -80,7 +80,7 @@ def trace(
     """
     # The engine of ZeRO has one number format; its third stage cuts each weight as it is loaded.
     dtype = _engine_dtype(recipe) if strategy.kind == "deepspeed" else None
-    build = dataless_build(recipe, whole_quantized=strategy.kind != "fsdp", dtype=dtype)
+    build = dataless_build(recipe, whole_quantized=True, dtype=dtype)
     supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
     # Registered for a CPU's plan too: autograd's engine takes in the kinds of devices that are there at a process's
@@ -118,6 +118,7 @@ def trace(
                     del stream
             with recorder.phases("save"):
                 _save(parts)
+            _place_in_layers(parts, recorder)
             del numbers
         return Traced(recorder.timeline, recorder.phases.take(), work.operations)
 
@@ -164,6 +165,15 @@ def _weights(parts: Assembled) -> Iterator[torch.Tensor]:
     for parameter in parts.whole.parameters():
         yield held_part(parameter)
     yield from parts.whole.buffers()
+
+
+def _place_in_layers(parts: Assembled, recorder: Recorder) -> None:
+    """Weights and their states are made outside of the layers' modules; gradients inside."""
+    for name, tensor in (*parts.whole.named_parameters(), *parts.whole.named_buffers()):
+        recorder.place_in_layer(tensor, name)
+        for value in parts.optimizer.state.get(tensor, {}).values():
+            if isinstance(value, torch.Tensor):
+                recorder.place_in_layer(value, name)
 
 
 def _state(parts: Assembled) -> Iterator[torch.Tensor]:
