@@ -81,11 +81,12 @@ def answer(words: Sequence[str], asked: Asked) -> Answer:
 def _one(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Answer:
     planned = plan_by_trace(recipe, gpus)
     from finetune.plan.job import as_json
+    from finetune.plan.pace import pace_json, pace_lines
     from finetune.plan.report import describe
 
     code = 0 if planned.fits else DoesNotFit.exit_code
-    told = {"ok": planned.fits, "exit_code": code, **as_json(planned)}
-    text = [describe(planned)]
+    told = {"ok": planned.fits, "exit_code": code, **as_json(planned), **pace_json(planned)}
+    text = [describe(planned), "", *pace_lines(planned)]
     config = full_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and not planned.fits:
         found = remedies.remedies(recipe, config, gpus, plan_by_trace)
