@@ -10,8 +10,10 @@ import pytest
 from finetune.cli import main
 from finetune.errors import FinetuneError
 from finetune.plan.gpus import read_gpus
+from finetune.plan.pretend import pretend_device
 
 ROOT = Path(__file__).parent.parent
+pretend_device()  # before any other test's first backward: see trace.py
 GIB = 2**30
 
 

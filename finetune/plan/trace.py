@@ -83,7 +83,10 @@ def trace(
     build = dataless_build(recipe, whole_quantized=True, dtype=dtype)
     supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
-    device = pretend_device() if gpu else torch.device("cpu")
+    # Registered for a CPU's plan too: autograd's engine takes in the kinds of devices that are there at a process's
+    # first backward, and aborts at a tensor on one that came later (torch 2.13).
+    pretend = pretend_device()
+    device = pretend if gpu else torch.device("cpu")
     with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
         if strategy.kind != "deepspeed":
             # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
