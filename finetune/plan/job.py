@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +17,12 @@ from finetune import attention
 from finetune.batches import MicroBatch
 from finetune.errors import FinetuneError
 from finetune.model import attention_name
+from finetune.plan.caching import NoMemory, replay
 from finetune.plan.depth import with_layers
 from finetune.plan.gpus import Gpus
 from finetune.plan.layers import deep
 from finetune.plan.pretend import NAME
+from finetune.plan.splice import Change, spliced
 from finetune.plan.timeline import Peak, PhaseMemory, Timeline
 from finetune.plan.trace import trace
 from finetune.recipe import Recipe
@@ -40,6 +44,8 @@ class Planned:
     ranks: int
     gpus: Gpus | None
     notes: tuple[str, ...]
+    reserved: tuple[int, int] | None = None  # by torch's allocator on a GPU: what it must, what it would with room
+    upper: int = 0  # bytes that surely suffice, by the allocator's replay
 
     @property
     def peak(self) -> tuple[str, Peak]:
@@ -53,8 +59,8 @@ class Planned:
 
     @property
     def fits(self) -> bool:
-        """Whether one GPU holds it; with no GPU named, yes."""
-        return self.gpus is None or self.needed <= self.gpus.memory
+        """Whether one GPU surely holds it; with no GPU named, yes."""
+        return self.gpus is None or max(self.needed, self.upper) <= self.gpus.memory
 
 
 def plan_recipe(
@@ -84,11 +90,26 @@ def plan_recipe(
     shown, exact = batches or worst_batches(recipe, ranks), bool(batches) and gpus is None
     with tempfile.TemporaryDirectory() as folder:
         job = _Job(recipe, strategy, shown, ranks, node, on_gpu=gpus is not None)
-        phases = _traced(job, config, Path(folder), whole=exact)
+        phases, changes = _traced(job, config, Path(folder), whole=exact)
     if strategy.kind == "ddp":
-        phases = {name: _with_buckets(phase, _trained(phases)) for name, phase in phases.items()}
+        buckets = _trained(phases)
+        phases = {name: _with_buckets(phase, buckets) for name, phase in phases.items()}
+        changes = [Change("buckets", buckets, "load"), *changes]
     outside = {"CUDA context": CONTEXT} | ({"NCCL": NCCL} if ranks > 1 else {})
-    return Planned(phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes))
+    planned = Planned(phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes))
+    return planned if gpus is None else _with_allocator(planned, changes, gpus.memory - sum(outside.values()))
+
+
+def _with_allocator(planned: Planned, changes: Sequence[Change], room: int) -> Planned:
+    """What the allocator reserves; with less room than that, whether it gets by when it gives back what it caches."""
+    held = replay(changes).values()
+    least, most = max(phase.allocated for phase in held), max(phase.reserved for phase in held)
+    upper = most
+    if least <= room < most:
+        with suppress(NoMemory):
+            replay(changes, room)
+            upper = room
+    return dataclasses.replace(planned, reserved=(least, most), upper=upper + sum(planned.outside.values()))
 
 
 @dataclass(frozen=True)
@@ -101,17 +122,32 @@ class _Job:
     on_gpu: bool
 
 
-def _traced(job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool) -> dict[str, PhaseMemory]:
+def _traced(
+    job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool
+) -> tuple[dict[str, PhaseMemory], list[Change]]:
+    """Phases, and the changes that make them up; of a GPU's memory, where `job` is planned for one."""
+    timelines: dict[int, Timeline] = {}
     # DDP's engine is C++ and cannot be traced; a rank alone does the same but for the reducer's buckets.
-    way = replace(job.strategy, kind="single") if job.strategy.kind == "ddp" else job.strategy
+    way = dataclasses.replace(job.strategy, kind="single") if job.strategy.kind == "ddp" else job.strategy
 
     def timeline_of(layers: int) -> Timeline:
         smaller = with_layers(job.recipe, config, layers, folder)
-        return trace(smaller, way, job.batches, ranks=job.ranks, node=job.node, gpu=job.on_gpu).timeline
+        done = trace(smaller, way, job.batches, ranks=job.ranks, node=job.node, gpu=job.on_gpu).timeline
+        return timelines.setdefault(layers, done)
 
     layers, every = int(config["num_hidden_layers"]), max(1, int(job.recipe.training.activation_checkpointing))
     device = NAME if job.on_gpu else "cpu"
-    return timeline_of(layers).phases(device) if whole else deep(timeline_of, layers, device, period=every)
+    phases = timeline_of(layers).phases(device) if whole else deep(timeline_of, layers, device, period=every)
+    shown = max(timelines)
+    if job.strategy.kind == "ddp":  # gradients are views of its buckets
+        timelines[shown].devices = _without_gradients(timelines[shown])
+    return phases, list(spliced(timelines[shown], device, shown, layers, every)) if job.on_gpu else []
+
+
+def _without_gradients(timeline: Timeline) -> list[str]:
+    """Devices of the storages; of gradients none."""
+    pairs = zip(timeline.devices, timeline.components, strict=True)
+    return ["" if component == "gradients" else device for device, component in pairs]
 
 
 def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
@@ -175,6 +211,8 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "strategy": planned.strategy,
         "ranks": planned.ranks,
         "needed_bytes": planned.needed,
+        "reserved_bytes": list(planned.reserved) if planned.reserved else None,
+        "upper_bytes": planned.upper,
         "gpu_bytes": planned.gpus.memory if planned.gpus else None,
         "peak": {"phase": planned.peak[0], "module": planned.peak[1].module},
         "outside_bytes": planned.outside,
