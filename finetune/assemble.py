@@ -61,7 +61,7 @@ def assemble(
     if strategy.kind == "fsdp":
         return _sharded(recipe, strategy, accelerator, build, mesh or make_mesh(strategy, accelerator.device))
     if strategy.kind == "deepspeed":
-        return _under_zero(recipe, strategy, accelerator)
+        return _under_zero(recipe, strategy, accelerator, build)
     whole = build(recipe, accelerator.device)
     model, optimizer = prepare_quietly(accelerator, whole, make_optimizer(whole, recipe))
     return Assembled(model, whole, optimizer)
@@ -89,7 +89,9 @@ def _sharded(
     return Assembled(model, whole, prepared, gathered_in=compute)
 
 
-def _under_zero(recipe: Recipe, strategy: Strategy, accelerator: Accelerator) -> Assembled:
+def _under_zero(
+    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, build: Callable[..., nn.Module]
+) -> Assembled:
     """The engine keeps float32 masters, so the model is loaded in the number format that it computes in.
 
     Under ZeRO-3 transformers cuts each tensor while it loads, rank 0 alone reading; a quantised model comes whole, into
@@ -99,7 +101,7 @@ def _under_zero(recipe: Recipe, strategy: Strategy, accelerator: Accelerator) ->
     on_host = strategy.zero_stage == 3 and recipe.quantization is not None
     device = torch.device("cpu") if on_host else accelerator.device
     with loading_whole(accelerator.state.deepspeed_plugin) if on_host else nullcontext():
-        whole = build_model(recipe, device, dtype=dtype)
+        whole = build(recipe, device, dtype=dtype)
     engine, optimizer = prepare_zero(accelerator, whole, make_optimizer(whole, recipe))
     compute = COMPUTE[recipe.training.mixed_precision]
     return Assembled(engine, whole, optimizer, gathered_in=compute, engine=engine)

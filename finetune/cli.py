@@ -130,10 +130,24 @@ def rehearse(
 
 @app.command()
 def plan(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE]... [KEY=VALUE]...", help="A recipe, or several to compare.", show_default=False
+        ),
+    ] = None,
     gpus: Annotated[str | None, typer.Option(help="4x24GB, H100:8; the recipe's budget.", show_default=False)] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Machines with so many GPUs each.")] = 1,
+    largest: Annotated[
+        str | None,
+        typer.Option("--max", help="max_length or per_device_batch_size: how far it goes.", show_default=False),
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="The arithmetic, in this recipe's figures.")] = False,
+    model: Annotated[str | None, typer.Option(help="For --pick: a Hub name or a folder.", show_default=False)] = None,
+    pick: Annotated[bool, typer.Option("--pick", help="Find the best recipe for --model and --gpus.")] = False,
+    file: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write what was picked.", show_default=False)
+    ] = None,
     audit: Annotated[bool, typer.Option("--audit", help="RUN [RUN ...]: their plans against measurements.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -141,12 +155,17 @@ def plan(
 
     def work() -> dict[str, Any]:
         from finetune.plan.audit import audit_in_words
-        from finetune.plan.verb import plan_in_words
+        from finetune.plan.verb import Asked, answer, pick_in_words
 
-        runs = [recipe, *map(Path, overrides or [])]
-        told, words = audit_in_words(runs) if audit else plan_in_words(recipe, overrides or [], gpus, nodes)
+        asked = Asked(gpus, nodes, largest, explain)
+        if audit:
+            told, text = audit_in_words([Path(word) for word in words or []])
+        elif pick:
+            told, text = pick_in_words(model, asked, file)
+        else:
+            told, text = answer(words or [], asked)
         if not as_json:
-            typer.echo(words)
+            typer.echo(text)
         return told
 
     run_verb(work, as_json=as_json)
@@ -180,8 +199,11 @@ def launch(
     run_verb(work, as_json=as_json)
 
 
-for verb in (verbs_of_data.preview, verbs_of_runs.chat, verbs_of_runs.report, verbs_of_runs.push):
+for verb in (verbs_of_data.preview, verbs_of_runs.chat, verbs_of_runs.report, verbs_of_runs.merge, verbs_of_runs.push):
     app.command()(verb)
+app.command("eval")(verbs_of_runs.evaluate)
+app.command("import")(verbs_of_data.import_recipe)
+app.command()(verbs_of_data.doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

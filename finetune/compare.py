@@ -20,6 +20,7 @@ from typing import Any
 
 from finetune.durable import read_lines, remove_folder, write_json
 from finetune.errors import FinetuneError
+from finetune.foretold import SWITCH
 from finetune.recipe_file import CONFIG_FOLDER, load_recipe
 
 PHASES = ("load", "forward", "backward", "step", "save")
@@ -132,7 +133,7 @@ def _run(comparison: Comparison, strategy: str, progress: Progress) -> Row:
     progress(strategy, 0)
     with open(log, "w", encoding="utf-8") as output:
         command = job_command(comparison, strategy)
-        environment = os.environ | {"PYTHONWARNINGS": "ignore"}
+        environment = os.environ | {"PYTHONWARNINGS": "ignore", SWITCH: "off"}  # no planner among what is timed
         with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process:
             while (code := _wait(process)) is None:
                 progress(strategy, _steps_done(folder))

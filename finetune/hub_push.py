@@ -35,6 +35,7 @@ class Destination:
     public: bool = False
     revision: str = "main"
     base: str | None = None  # the base model's name on the Hub, where the run does not know it
+    merged: bool = False  # the merged model in the place of the adapter
 
     def command(self, run_dir: Path) -> str:
         """What the user types to push again."""
@@ -42,6 +43,7 @@ class Destination:
         words += ["--public"] if self.public else []
         words += ["--revision", self.revision] if self.revision != "main" else []
         words += ["--base", self.base] if self.base else []
+        words += ["--merged"] if self.merged else []
         return shlex.join(words)
 
 
@@ -67,17 +69,17 @@ def destination_of(recipe: Recipe) -> Destination | None:
 
 
 def chosen_destination(
-    run_dir: Path, repo_id: str | None, *, public: bool, revision: str | None, base: str | None
+    run_dir: Path, repo_id: str | None, *, public: bool, revision: str | None, base: str | None, merged: bool = False
 ) -> Destination:
     """What was typed, and where nothing was, what the run's recipe says. Raises FinetuneError."""
-    product_folder(run_dir)
+    product_folder(run_dir, merged=merged)
     hub = recipe_from_resolved(run_dir / "recipe.yaml").hub
     name = repo_id or hub.repo_id
     if name is None:
         raise FinetuneError(f"{run_dir}: its recipe has no hub.repo_id; name the repository: owner/name")
     # The recipe's leave to be public is for the recipe's own repository.
     leave = public or (not hub.private and name == hub.repo_id)
-    return Destination(name, leave, revision or hub.revision, base)
+    return Destination(name, leave, revision or hub.revision, base, merged)
 
 
 def describe(upload: Upload, to: Destination) -> str:
@@ -96,12 +98,12 @@ def prepare(run_dir: Path, to: Destination, *, api: HfApi | None = None) -> Uplo
     Raises FinetuneError when the run is not finished, the name is none, or a secret or a local path is left in a file.
     """
     check_repository(to.repo_id, "the repository")
-    product_folder(run_dir)
+    product_folder(run_dir, merged=to.merged)
     recipe = recipe_from_resolved(run_dir / "recipe.yaml")
     base = read_base(recipe.model, repository=to.base and check_repository(to.base, "--base"))
     base = ask_licence(base, api) if api is not None else base
-    text = card_text(to.repo_id, read_run(run_dir, recipe), base)
-    files, left_out = collect(run_dir, recipe, base=base.shown, card=text)
+    text = card_text(to.repo_id, read_run(run_dir, recipe, merged=to.merged), base)
+    files, left_out = collect(run_dir, recipe, base=base.shown, card=text, merged=to.merged)
     refuse_leaks(files, known_secrets())
     card = next(file for file in files if file.path == "README.md").read().decode()
     return Upload(run_dir, files, left_out, card, tuple(_notes(to, base)))
@@ -150,7 +152,7 @@ def push(
         upload = prepare(run_dir, to, api=api)
         for note in upload.notes:
             tell(f"note: {note}")
-        title = message or f"{run_dir.resolve().name}: {'adapter' if (run_dir / 'adapter').is_dir() else 'model'}"
+        title = message or f"{run_dir.resolve().name}: {product_folder(run_dir, merged=to.merged).name}"
         sent = patiently(lambda: _attempt(api, upload, to, title), attempts=attempts, pause=pause, tell=_told(tell))
     except FinetuneError as error:
         text = hide_secrets(str(error), known_secrets())
@@ -216,7 +218,13 @@ def _verify(api: HfApi, repo_id: str, commit: str, adds: Sequence[CommitOperatio
 
 
 def _record(run_dir: Path, to: Destination, facts: dict[str, Any]) -> dict[str, Any]:
-    record = {"repo_id": to.repo_id, "revision": to.revision, **facts, "command": to.command(run_dir)}
+    record = {
+        "repo_id": to.repo_id,
+        "revision": to.revision,
+        "merged": to.merged,
+        **facts,
+        "command": to.command(run_dir),
+    }
     if (run_dir / "recipe.yaml").is_file():
         write_json(run_dir / RECORD, record)
     return record

@@ -23,7 +23,9 @@ def refuse_secrets(recipe: Recipe) -> None:
 
     Without a push, what merely equals a secret variable's value is let through: it may be a plain word.
     """
-    found = secret_key(recipe.model_dump(mode="json"), known_secrets() if recipe.hub.push else ())
+    found = secret_key(
+        recipe.model_dump(mode="json"), known_secrets() if recipe.hub.push or recipe.hub.checkpoints else ()
+    )
     if found is not None:
         key, kind = found
         raise RecipeError([f"{key}: holds {kind}; take it out, and revoke it if it was ever shown"])
@@ -38,7 +40,7 @@ def check_before_training(recipe: Recipe, *, pause: Callable[[float], None] = ti
     from huggingface_hub import HfApi
 
     to = destination_of(recipe)
-    if not recipe.hub.push or to is None:
+    if not (recipe.hub.push or recipe.hub.checkpoints) or to is None:
         return ()
     refuse_offline()
     name, api = check_repository(to.repo_id, "hub.repo_id"), HfApi()
@@ -74,8 +76,8 @@ def _is_pushed(run_dir: Path, to: Destination) -> bool:
         record = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    there = {"state": "pushed", "repo_id": to.repo_id, "revision": to.revision}
-    return bool(there.items() <= record.items())
+    there = {"state": "pushed", "repo_id": to.repo_id, "revision": to.revision, "merged": to.merged}
+    return bool(there.items() <= ({"merged": False} | record).items())
 
 
 def _hidden(error: FinetuneError) -> str:

@@ -106,13 +106,13 @@ class Terminal:
         total_steps: int,
         *,
         silent: bool,
-        stream: TextIO = sys.stdout,
+        stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total = total_steps
         self._silent = silent
-        self._stream = stream
-        self._live = stream.isatty()
+        self._stream = stream or sys.stdout  # of the moment, not of the import
+        self._live = self._stream.isatty()
         self._losses: deque[float] = deque(maxlen=120)
         self._clock = clock
         self._began: tuple[float, int] | None = None

@@ -46,7 +46,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             path, revision=section.revision, trust_remote_code=section.trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise _not_loaded("tokenizer", section.name_or_path, error) from error
+        raise not_loaded("tokenizer", section.name_or_path, error) from error
     return tokenizer
 
 
@@ -58,7 +58,7 @@ def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | No
     has them. Raises FinetuneError when weights are missing, unexpected or not safetensors, and EnvironmentMismatch
     when they cannot be reached.
     """
-    model = _structure_alone(recipe) if device.type == "meta" else _load_base(recipe, device, dtype)
+    model = structure_alone(recipe, dtype) if device.type == "meta" else load_base(recipe, device, dtype=dtype)
     _refuse_unsuitable(model, attention_name(recipe))
     put_loss_into_forward(model)
     whole: nn.Module = model
@@ -84,22 +84,30 @@ def decoder_parts(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def _load_base(recipe: Recipe, device: torch.device, dtype: torch.dtype | None) -> PreTrainedModel:
+def load_base(
+    recipe: Recipe, device: torch.device, *, dtype: torch.dtype | None = None, path: str | None = None
+) -> PreTrainedModel:
+    """The library's model with the weights of the recipe's base, quantised where the recipe says so.
+
+    Args:
+        dtype: Of the weights; None: as the recipe trains them.
+        path: A folder of other weights of the same architecture.
+
+    Raises FinetuneError when weights are missing, unexpected or not safetensors.
+    """
     section = recipe.model
-    options = _common_options(recipe) | {"use_safetensors": True, "output_loading_info": True}
-    if dtype is not None:
-        options["dtype"] = dtype
+    options = _common_options(recipe, dtype) | {"use_safetensors": True, "output_loading_info": True}
     if recipe.quantization:
         # Without a device map transformers quantises on this rank's GPU, also what is to be sharded from the host.
         options |= {"quantization_config": _bitsandbytes(recipe.quantization), "device_map": {"": str(device)}}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            resolve_model_path(section.name_or_path), revision=section.revision, **options
+            path or resolve_model_path(section.name_or_path), revision=section.revision, **options
         )
     except (OSError, ValueError, ImportError) as error:
-        raise _not_loaded("weights", section.name_or_path, error) from error
+        raise not_loaded("weights", path or section.name_or_path, error) from error
     model, info = loaded
-    _refuse_incomplete(section.name_or_path, info)
+    _refuse_incomplete(path or section.name_or_path, info)
     assert isinstance(model, PreTrainedModel)
     if recipe.quantization:
         _steady_quantized_weights(model)
@@ -107,16 +115,16 @@ def _load_base(recipe: Recipe, device: torch.device, dtype: torch.dtype | None) 
     return model
 
 
-def _structure_alone(recipe: Recipe) -> PreTrainedModel:
-    """The base model on meta, built from its configuration."""
+def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The base model on meta, built from its configuration, with the quantised layers that the recipe asks for."""
     section = recipe.model
     path, options = resolve_model_path(section.name_or_path), {"revision": section.revision}
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code, **options)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **_common_options(recipe))
+            model = AutoModelForCausalLM.from_config(config, **_common_options(recipe, dtype))
     except (OSError, ValueError) as error:
-        raise _not_loaded("configuration", section.name_or_path, error) from error
+        raise not_loaded("configuration", section.name_or_path, error) from error
     assert isinstance(model, PreTrainedModel)
     if recipe.quantization:
         quantize_structure(model, _bitsandbytes(recipe.quantization))
@@ -124,12 +132,12 @@ def _structure_alone(recipe: Recipe) -> PreTrainedModel:
     return model
 
 
-def _common_options(recipe: Recipe) -> dict[str, Any]:
+def _common_options(recipe: Recipe, dtype: torch.dtype | None) -> dict[str, Any]:
     section = recipe.model
     attention.register()
     trained_in = torch.bfloat16 if recipe.training.pure_bf16 else torch.float32
     return {
-        "dtype": getattr(torch, section.dtype) if recipe.lora else trained_in,
+        "dtype": dtype or (getattr(torch, section.dtype) if recipe.lora else trained_in),
         "attn_implementation": attention_name(recipe),
         "trust_remote_code": section.trust_remote_code,
     }
@@ -168,7 +176,8 @@ def _steady_quantized_weights(model: PreTrainedModel) -> None:
         )
 
 
-def _not_loaded(what: str, name: str, error: Exception) -> FinetuneError:
+def not_loaded(what: str, name: str, error: Exception) -> FinetuneError:
+    """The one line for a base model's file that is not to be had."""
     reason = " ".join(str(error).split())[:300]
     return EnvironmentMismatch(
         f"model.name_or_path: the {what} of {name} could not be loaded: {reason}; "

@@ -48,8 +48,8 @@ def _metadata(repo_id: str, run: RunFacts, base: BaseFacts) -> str:
         license_name=base.licence.get("license_name"),
         license_link=base.licence.get("license_link"),
         base_model=base.repository,
-        base_model_relation=("adapter" if lora else "finetune") if base.repository else None,
-        library_name="peft" if lora else "transformers",
+        base_model_relation=("adapter" if run.is_adapter else "finetune") if base.repository else None,
+        library_name="peft" if run.is_adapter else "transformers",
         pipeline_tag=TASK,
         datasets=list(dict.fromkeys(entry.path for entry in _data_sets(recipe) if _on_hub(entry))) or None,
         tags=["finetune", "sft", *method, "transformers"],
@@ -99,8 +99,9 @@ def _data_name(entry: DataSet) -> str:
 def _opening(repo_id: str, run: RunFacts, base: BaseFacts) -> Iterator[str]:
     lora, where = run.recipe.lora, f"[{base.shown}](https://huggingface.co/{base.repository})"
     name = where if base.repository else f"`{base.shown}`, a model that is not on the Hub"
-    kind = f"A LoRA adapter (rank {lora.r}) for" if lora else "All weights of"
-    more = "" if lora else ", fine-tuned"
+    adapter = f"LoRA adapter (rank {lora.r})" if lora else None
+    kind = f"A {adapter} for" if run.is_adapter else "All weights of"
+    more = "" if run.is_adapter else f", with a {adapter} merged into them" if adapter else ", fine-tuned"
     yield f"# {repo_id.split('/')[1]}"
     yield ""
     yield f"{kind} {name}{more}. `recipe.yaml` in this repository is the whole recipe, every value resolved."
@@ -117,7 +118,7 @@ def _use(repo_id: str, run: RunFacts, base: BaseFacts) -> Iterator[str]:
     yield "## How to use it"
     yield ""
     yield "```python"
-    if run.recipe.lora:
+    if run.is_adapter:
         revision = f', revision="{base.revision}"' if base.revision != "main" else ""
         yield "from peft import PeftModel"
         yield "from transformers import AutoModelForCausalLM, AutoTokenizer"
@@ -127,7 +128,7 @@ def _use(repo_id: str, run: RunFacts, base: BaseFacts) -> Iterator[str]:
     else:
         yield "from transformers import AutoModelForCausalLM, AutoTokenizer"
         yield ""
-        yield f'model = AutoModelForCausalLM.from_pretrained("{repo_id}")'
+        yield f'model = AutoModelForCausalLM.from_pretrained("{repo_id}", dtype="auto")'
     yield f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")'
     yield "```"
 
@@ -232,6 +233,23 @@ def _evaluation(run: RunFacts) -> Iterator[str]:
     yield ""
     numbers = [(what, line["step"], f"{line['loss']:.4f}", f"{line['perplexity']:.2f}") for what, line in rows]
     yield from _table(("when", "step", "loss", "perplexity"), numbers)
+    if run.merged:
+        yield ""
+        yield from _merged(run.merged)
+
+
+def _merged(facts: Mapping[str, Any]) -> Iterator[str]:
+    """How far the merged weights are from what was evaluated."""
+    found = facts.get("agreement")
+    if not found:
+        yield f"This was measured with the adapter; the merged weights ({facts['dtype']}) were not compared with it."
+        return
+    figures = found["candidates"][facts["base"]]
+    documents = f"{found['documents']} {'held-out' if found['held_out'] else 'training'} documents"
+    yield "This was measured with the adapter beside its base. The merged weights were compared with it over"
+    yield f"{found['tokens']:,} answer tokens of {documents}: the same most likely token at {figures['top1']:.2%}, mean"
+    yield f"KL divergence {figures['kl']:.1e} nats, loss {figures['loss']:.4f} (with the adapter"
+    yield f"{found['adapter']['loss']:.4f}, the base {found['base']['loss']:.4f})."
 
 
 def _not_evaluated(run: RunFacts) -> Iterator[str]:

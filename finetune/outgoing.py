@@ -14,16 +14,15 @@ from finetune.errors import FinetuneError
 from finetune.recipe import Recipe
 from finetune.secret_scan import find_secret
 
-WEIGHTS = {
-    "adapter": ("adapter_config.json", "adapter_model.safetensors"),
-    "model": (
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "model-*-of-*.safetensors",
-        "model.safetensors.index.json",
-    ),
-}
+WHOLE_MODEL = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+)
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+WEIGHTS = {"adapter": ADAPTER, "model": WHOLE_MODEL, "merged": WHOLE_MODEL}
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -69,24 +68,34 @@ class Outgoing:
         return self.read().decode("utf-8", errors="replace")
 
 
-def product_folder(run_dir: Path) -> Path:
-    """run_dir/adapter, or run_dir/model of a fully trained run. Raises FinetuneError when there is neither."""
-    for name in WEIGHTS:
+def product_folder(run_dir: Path, *, merged: bool = False) -> Path:
+    """run_dir/adapter, run_dir/model of a fully trained run, or run_dir/merged where that is asked for.
+
+    Raises FinetuneError when it is not there.
+    """
+    for name in ("merged",) if merged else ("adapter", "model"):
         if (run_dir / name).is_dir():
             return run_dir / name
+    if merged and (run_dir / "adapter").is_dir():
+        raise FinetuneError(f"{run_dir}: is not merged yet; first: finetune merge {run_dir}")
+    if merged and (run_dir / "model").is_dir():
+        raise FinetuneError(f"{run_dir}: all weights were trained, there is nothing to merge; push it without --merged")
     if not (run_dir / "recipe.yaml").is_file():
         raise FinetuneError(f"{run_dir}: no run is here (recipe.yaml is missing); name a run's output_dir")
     raise FinetuneError(f"{run_dir}: this run has not finished: neither adapter/ nor model/ is there; resume it first")
 
 
-def collect(run_dir: Path, recipe: Recipe, *, base: str, card: str) -> tuple[list[Outgoing], list[str]]:
+def collect(
+    run_dir: Path, recipe: Recipe, *, base: str, card: str, merged: bool = False
+) -> tuple[list[Outgoing], list[str]]:
     """The files of the upload, by their paths, and the names of those of the product that stay here.
 
     Args:
         base: The base model's name for adapter_config.json.
         card: The README.md.
+        merged: The merged model in the place of the adapter.
     """
-    product, short = product_folder(run_dir), local_names(recipe, run_dir)
+    product, short = product_folder(run_dir, merged=merged), local_names(recipe, run_dir)
     wanted = _matching(product, (*WEIGHTS[product.name], *TOKENIZER))
     files = [Outgoing("README.md", _shortened(card, short).encode())]
     for folder, names in ((product, wanted), (run_dir, _matching(run_dir, RUN))):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import EnvironmentMismatch
-from finetune.recipe import Recipe
+from finetune.recipe import Quantization, Recipe
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -73,6 +73,25 @@ def quantize_structure(model: PreTrainedModel, config: BitsAndBytesConfig) -> No
     quantizer.postprocess_model(model)
 
 
+def as_quantized(weight: Tensor, quantization: Quantization) -> Tensor:
+    """What a layer's weight is once it is quantised: the numbers that the packed ones stand for, float32 or as given.
+
+    Where it lies, by the operations that bitsandbytes' own layers use when they are made.
+    """
+    from bitsandbytes import functional as bits
+
+    if quantization.load_in_8bit:
+        packed, scales, _ = bits.int8_vectorwise_quant(weight.half())
+        return bits.int8_vectorwise_dequant(packed, scales)  # type: ignore[no-any-return]
+    packed, state = bits.quantize_4bit(
+        weight,
+        blocksize=BLOCK,
+        compress_statistics=quantization.bnb_4bit_use_double_quant,
+        quant_type=quantization.bnb_4bit_quant_type,
+    )
+    return bits.dequantize_4bit(packed, state)
+
+
 def quantized_layers(model: nn.Module) -> Iterator[Any]:
     """bitsandbytes' layers, 4-bit and 8-bit, inside adapters too; peft's layers around them bear the same names."""
     for module in model.modules():
@@ -111,6 +130,27 @@ def plain_quantized_weights(model: nn.Module) -> None:
             holder = getattr(state, owner) if owner else state
             layer.register_buffer(buffer, getattr(holder, name, None), persistent=False)
         layer.forward = MethodType(_forward, layer)
+
+
+def hollow_int8_weights(model: nn.Module) -> None:
+    """Give int8 layers on meta the tensors they have after loading, as a plain parameter and a plain buffer.
+
+    For a planner: which columns are outliers follows from the data, and here none is.
+    """
+    for layer in list(quantized_layers(model)):
+        shape = layer.out_features, layer.in_features
+        layer.weight = nn.Parameter(torch.empty(shape, dtype=torch.int8, device="meta"), requires_grad=False)
+        layer.register_buffer("scales", torch.empty(layer.out_features, device="meta"), persistent=False)
+        layer.forward = MethodType(_int8_forward, layer)
+
+
+def _int8_forward(layer: Any, hidden: Tensor) -> Tensor:
+    import bitsandbytes
+
+    layer.state.CB, layer.state.SCB, layer.state.threshold = layer.weight, layer.scales, 0.0
+    layer.state.is_training = layer.training
+    result: Tensor = bitsandbytes.matmul(hidden, layer.weight, bias=layer.bias, state=layer.state)  # type: ignore[attr-defined]
+    return result
 
 
 def _hollow_weight(weight: Any) -> Tensor:

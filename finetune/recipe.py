@@ -226,6 +226,7 @@ class Hub(Section):
     push: bool = Field(False, description="Push the result when training is finished; needs repo_id.")
     private: bool = Field(True, description="Only you see it; false is needed to push to a public repository too.")
     revision: str = Field("main", min_length=1, description="Branch to push to; made if missing.")
+    checkpoints: str | None = Field(None, min_length=1, description="Branch for the newest checkpoint; null: none.")
 
 
 class Recipe(Section):
@@ -262,12 +263,19 @@ class Recipe(Section):
         if training.pure_bf16 and training.mixed_precision != "bf16":
             key, remedy = "training.pure_bf16", "set one or take the other away"
             found.append(CrossCheck(key, "pure_bf16 needs mixed_precision: bf16", remedy))
-        if self.hub.push and self.hub.repo_id is None:
-            found.append(CrossCheck("hub.push", "nobody said where to", "add hub.repo_id: owner/name"))
-        elif self.hub.repo_id and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.hub.repo_id):
-            found.append(CrossCheck("hub.repo_id", "is no name of the Hub", "write owner/name"))
+        found += self._hub_mistakes()
         _refuse(found)
         return self
+
+    def _hub_mistakes(self) -> Iterator[CrossCheck]:
+        hub = self.hub
+        for key, wanted in (("hub.push", hub.push), ("hub.checkpoints", hub.checkpoints)):
+            if wanted and hub.repo_id is None:
+                yield CrossCheck(key, "nobody said where to", "add hub.repo_id: owner/name")
+        if hub.repo_id and not re.fullmatch(r"[\w.-]+/[\w.-]+", hub.repo_id):
+            yield CrossCheck("hub.repo_id", "is no name of the Hub", "write owner/name")
+        if hub.checkpoints == hub.revision:
+            yield CrossCheck("hub.checkpoints", "is the branch of the result", "name another, for example checkpoints")
 
     def _quantization_mistakes(self) -> Iterator[CrossCheck]:
         base, lora = self.quantization, self.lora

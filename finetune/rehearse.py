@@ -48,13 +48,20 @@ def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int
         *_model(recipe, model),
         *_data(recipe),
         *_training(recipe, strategy, processes),
-        Change({"hub.push": False}, "hub.push: nothing is pushed" if recipe.hub.push else ""),
+        *_told_to_others(recipe),
         *_schedule(recipe.training),
         Change({"logging_steps": 1, "eval_steps": SAVED_AFTER, "measure_phases": False}),
         Change({"save_steps": SAVED_AFTER, "save_total_limit": max(2, recipe.save_total_limit)}),
         Change({"timeout_seconds": max(300, recipe.timeout_seconds)}),  # ranks share a core here
     ]
     return [change for change in found if change.settings or change.told]
+
+
+def _told_to_others(recipe: Recipe) -> Iterator[Change]:
+    pushes = recipe.hub.push or recipe.hub.checkpoints is not None
+    silent = {"hub.push": False, "hub.checkpoints": None}
+    yield Change(silent, "hub: nothing is pushed" if pushes else "")
+    yield Change({"report_to": []}, "report_to: nothing is tracked" if recipe.report_to else "")
 
 
 def overrides(found: list[Change]) -> list[str]:

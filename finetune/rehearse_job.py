@@ -18,6 +18,7 @@ import psutil
 
 from finetune.compare import failure
 from finetune.durable import read_lines
+from finetune.foretold import SWITCH
 from finetune.recipe_file import CONFIG_FOLDER
 
 PATIENCE_SECONDS = 300  # for one start
@@ -73,6 +74,7 @@ def started(job: Job) -> Iterator[subprocess.Popen[bytes]]:
     environment |= {
         "CUDA_VISIBLE_DEVICES": "",
         "FINETUNE_CACHE": str(job.folder / "cache"),
+        SWITCH: "off",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONWARNINGS": "ignore",

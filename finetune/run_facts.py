@@ -23,6 +23,12 @@ class RunFacts:
     samples: Sequence[Mapping[str, Any]]
     pictures: Sequence[str]
     state: Mapping[str, Any]
+    merged: Mapping[str, Any]  # merge.json where the merged model is what is told of; else empty
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether what is told of needs its base beside it."""
+        return self.recipe.lora is not None and not self.merged
 
     def evals(self) -> list[Mapping[str, Any]]:
         """Held-out lines in the order of their steps; a loss that was no number is left out."""
@@ -33,8 +39,8 @@ class RunFacts:
         return [line for line in self.metrics if line.get("kind") == "train"]
 
 
-def read_run(run_dir: Path, recipe: Recipe) -> RunFacts:
-    """What a finished run left; a file that is not there counts as empty."""
+def read_run(run_dir: Path, recipe: Recipe, *, merged: bool = False) -> RunFacts:
+    """What a finished run left; a file that is not there counts as empty. `merged`: told of its merged model."""
 
     def document(name: str) -> dict[str, Any]:
         path = run_dir / name
@@ -53,4 +59,5 @@ def read_run(run_dir: Path, recipe: Recipe) -> RunFacts:
         lines("samples.jsonl"),
         pictures,
         document("run_state.json"),
+        document("merged/merge.json") if merged else {},
     )

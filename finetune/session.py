@@ -21,13 +21,14 @@ from finetune.beats import clear_beats
 from finetune.durable import append_lines, write_json
 from finetune.errors import Stopped
 from finetune.foretold import Foretold, asked
+from finetune.hub_checkpoints import CheckpointPusher
 from finetune.launcher import Launch, continue_command
 from finetune.loop import evaluate, train
 from finetune.loss_scaling import load_scaler_state
 from finetune.metrics import Terminal, eval_line
 from finetune.model import attention_name
 from finetune.optimizer import once_stepped
-from finetune.pages.keep import write_page, write_pages
+from finetune.pages.keep import write_page
 from finetune.phases import Phase, Phases
 from finetune.pulse import Progress, watched
 from finetune.receipt import add_optimizer_state, describe, write_receipt
@@ -59,23 +60,11 @@ class Start:
     stop: StopRequest
     foretold: Foretold = field(default_factory=Foretold)  # what the planner says; asked by rank 0
     trackers: Trackers | None = None  # of rank 0 alone
+    pusher: CheckpointPusher | None = None  # of rank 0 alone
 
     @property
     def run_dir(self) -> Path:
         return Path(self.recipe.run_dir)
-
-
-def train_and_report(start: Start) -> int:
-    """Train; then, when no rank waits any more, the pages of the run and what trackers are handed of them."""
-    if start.claim is None or start.claim.status == "finished":
-        return train_claimed(start)
-    trackers = Trackers(start.recipe)
-    try:
-        code = train_claimed(replace(start, trackers=trackers))
-        write_pages(start.run_dir, print)
-        return code
-    finally:
-        trackers.finish()
 
 
 def train_claimed(start: Start) -> int:
@@ -194,10 +183,16 @@ def _build(
         phases=phases,
         stop_requested=_stop_requested(start, progress, state),
         write_metrics=_metrics_writer(start, progress, terminal),
-        save=lambda state: save(recipe, parts, state),
+        save=lambda state: _save(start, parts, state),
         hold=holding_back(accelerator, start.strategy, parts.model),
     )
     return parts, run, state
+
+
+def _save(start: Start, parts: Assembled, state: TrainState) -> None:
+    save(start.recipe, parts, state)
+    if start.pusher is not None:
+        start.pusher.push(state.step)
 
 
 def _loaded(run: Run, step: int) -> dict[str, Phase]:

@@ -64,9 +64,10 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     from finetune.batches import prepare
     from finetune.model import load_tokenizer
     from finetune.run_folder import claim_run_folder, curve_identity
-    from finetune.session import Start, train_and_report
+    from finetune.session import Start
     from finetune.signals import StopRequest, die_with_launcher
     from finetune.trackers import check_trackers
+    from finetune.whole_run import train_and_report
 
     command = continue_command(launch, resume=recipe.training.resume)
     strategy = check_launch(recipe, launch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +25,12 @@ Overrides = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A finished run's folder.", show_default=False)]
+
+
+def one_of(option: str, value: str | None, choices: Sequence[str]) -> None:
+    """Raises typer's own error for a value that is none of the choices; None is no value."""
+    if value is not None and value not in choices:
+        raise typer.BadParameter(f"{value} is none of {', '.join(choices)}", param_hint=option)
 
 
 def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:

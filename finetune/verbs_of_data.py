@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from finetune.durable import write_text
+from finetune.errors import EnvironmentMismatch
 from finetune.recipe_file import load_recipe
 from finetune.verbs import AsJson, Overrides, RecipeFile, run_verb
 
@@ -34,5 +35,55 @@ def preview(
         if not as_json:
             show(found, Console())
         return found.as_json() | ({} if found.ok else {"exit_code": 2})
+
+    run_verb(work, as_json=as_json)
+
+
+def import_recipe(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Another tool's YAML.", show_default=False)],
+    gpus: Annotated[str, typer.Option(help="That it was made for: 4, or 4x80GB.")] = "1",
+    tool: Annotated[
+        str | None, typer.Option(help="axolotl, llamafactory, trl or torchtune.", show_default="by its keys")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write it there.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """A recipe from a configuration of axolotl, LLaMA-Factory, TRL or torchtune; what is left out is listed."""
+
+    def work() -> dict[str, Any]:
+        from finetune.imports.convert import convert, known_tool, write_recipe
+        from finetune.imports.page import listed
+
+        made = convert(config, tool=known_tool(tool), gpus=gpus)
+        if output is not None:
+            write_recipe(output, made.text)
+        if not as_json:
+            typer.echo("\n".join(listed(made.left_out)) if output else made.text, nl=output is not None)
+        return {"ok": True, "file": output and str(output), **made.as_json()}
+
+    run_verb(work, as_json=as_json)
+
+
+def doctor(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="Disk against its need.", show_default=False)
+    ] = None,
+    online: Annotated[bool, typer.Option("--online", help="Ask the Hub what the token may do.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Is this machine fit for a run? Fit to paste into a bug report: no names, no token. Exit code 4 if it is not."""
+
+    def work() -> dict[str, Any]:
+        from finetune.doctor import as_text, examine
+
+        loaded = load_recipe(recipe).recipe if recipe else None
+        found = []
+        for finding in examine(loaded, online=online):
+            found.append(finding)
+            if not as_json:
+                typer.echo(as_text(finding))
+        bad = any(finding.state == "bad" for finding in found)
+        code = {"exit_code": EnvironmentMismatch.exit_code} if bad else {}
+        return {"ok": not bad, "findings": [vars(finding) for finding in found], **code}
 
     run_verb(work, as_json=as_json)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune.verbs import AsJson, RunFolder, run_verb
+from finetune.verbs import AsJson, RunFolder, one_of, run_verb
 
 
 def chat(
@@ -20,8 +20,7 @@ def chat(
     as_json: AsJson = False,
 ) -> None:
     """Talk to the base model, the tuned one, or both."""
-    if who not in ("base", "tuned", "both"):
-        raise typer.BadParameter(f"{who} is none of base, tuned, both", param_hint="--who")
+    one_of("--who", who, ("base", "tuned", "both"))
     if as_json and not prompt:
         raise typer.BadParameter("--json needs --prompt", param_hint="--json")
 
@@ -68,12 +67,73 @@ def report(
     run_verb(work, as_json=as_json)
 
 
+def evaluate(
+    run: RunFolder,
+    tasks: Annotated[
+        str | None, typer.Option(help="lm-eval's benchmarks too, with commas between.", show_default=False)
+    ] = None,
+    include: Annotated[Path | None, typer.Option(help="Folder of task files for lm-eval.", show_default=False)] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task; all.", show_default=False)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Held-out loss and perplexity of base and tuned model; benchmarks where asked for."""
+
+    def work() -> dict[str, Any]:
+        from finetune import held_out
+        from finetune.tuned import best_device, finished_run
+
+        opened, device = finished_run(run), best_device()
+        told: dict[str, Any] = {}
+        if tasks is None or opened.recipe.data.eval is not None:
+            told["held_out"] = held_out.held_out_figures(opened, device)
+            if not as_json:
+                typer.echo(held_out.in_words(told["held_out"]))
+        if tasks is not None:
+            from finetune import lm_tasks
+
+            told["tasks"] = lm_tasks.task_figures(opened, device, tasks.split(","), include=include, limit=limit)
+            if not as_json:
+                typer.echo(lm_tasks.in_words(told["tasks"]))
+        return {"ok": True, **told}
+
+    run_verb(work, as_json=as_json)
+
+
+def merge(
+    run: RunFolder,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16 or float32; the recipe's model.dtype.", show_default=False)
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="Under a quantised base: own or dequantized; that which agrees best.", show_default=False),
+    ] = None,
+    verify: Annotated[int, typer.Option(min=0, help="Held-out documents to compare by; 0: none.")] = 64,
+    as_json: AsJson = False,
+) -> None:
+    """Adapter into base: weights that plain transformers loads, and how well they agree with the adapter."""
+    one_of("--dtype", dtype, ("bfloat16", "float16", "float32"))
+    one_of("--base", base, ("own", "dequantized"))
+
+    def work() -> dict[str, Any]:
+        from finetune.merge_run import in_words, merge_run
+
+        tell: Callable[[str], None] = (lambda _: None) if as_json else typer.echo
+        facts = merge_run(run, dtype=dtype, base=base, prompts=verify, tell=tell)  # type: ignore[arg-type]
+        if not as_json:
+            typer.echo(in_words(facts))
+        return {"ok": True, **facts}
+
+    run_verb(work, as_json=as_json)
+
+
 def push(
     run: RunFolder,
     repo: Annotated[
         str | None, typer.Argument(metavar="[OWNER/NAME]", help="The recipe's hub.repo_id.", show_default=False)
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show files and card; no network.")] = False,
+    merged: Annotated[bool, typer.Option("--merged", help="The merged model, not the adapter.")] = False,
     public: Annotated[bool, typer.Option("--public", help="Everybody may see it.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, made if missing.", show_default="main")] = None,
     message: Annotated[str | None, typer.Option(help="Of the commit.", show_default=False)] = None,
@@ -88,7 +148,7 @@ def push(
         from finetune.hub_push import chosen_destination, describe, prepare
         from finetune.hub_push import push as send
 
-        to = chosen_destination(run, repo, public=public, revision=revision, base=base)
+        to = chosen_destination(run, repo, public=public, revision=revision, base=base, merged=merged)
         tell: Callable[[str], None] = (lambda text: typer.echo(text, err=True)) if as_json else typer.echo
         if dry_run:
             upload = prepare(run, to)

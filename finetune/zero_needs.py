@@ -25,10 +25,19 @@ def require_deepspeed(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> No
 
     Raises EnvironmentMismatch with the line to install, or with the setting to change.
     """
+    require_engine(recipe, strategy, on_cpu=on_cpu)
+    _require_disk_access(strategy, on_cpu)
+
+
+def require_engine(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
+    """As `require_deepspeed`, but for what is compiled: enough for a plan."""
     if importlib.util.find_spec("deepspeed") is None:
         raise _missing(strategy, "DeepSpeed is not installed", "DS_BUILD_OPS=0 pip install 'finetune[deepspeed]'")
     for reason in _unsuitable(recipe, strategy, on_cpu):
         raise EnvironmentMismatch(reason)
+
+
+def _require_disk_access(strategy: Strategy, on_cpu: bool) -> None:
     if "nvme" not in offload_devices(strategy).values():
         return  # CPU offload runs torch's own fused AdamW, which needs no compiler
     # pip puts ninja beside python, where an environment that is not activated does not look.

@@ -26,12 +26,15 @@ from finetune.batches import MicroBatch, prefetch
 from finetune.launcher import Launch
 from finetune.loop import optimizer_step
 from finetune.phases import Phases
+from finetune.plan.recorder import _tensors
 from finetune.plan.trace import STEPS, trace
+from finetune.plan.zero_trace import SHARED_MEMORY
 from finetune.recipe import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
 from finetune.run import TrainState
 from finetune.runtime import build_accelerator, holding_back
 from finetune.save_restore import save
 from finetune.strategy import read_strategy
+from finetune.zero import release_engine
 from tests.tiny import flat_batch, save_tiny
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,21 +45,25 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "pure_bf16": {"mixed_precision": "bf16", "pure_bf16": True},
 }
 
+QUANTIZATIONS = {"qlora": Quantization(load_in_4bit=True), "int8": Quantization(load_in_8bit=True)}
+
 
 @dataclass(frozen=True)
 class Case:
     """One configuration."""
 
-    method: str  # full | lora | qlora
+    method: str  # full | lora | qlora | int8, with adapters
     precision: str
     checkpointing: int  # 0 none, 1 full, n every n-th layer
     packed: bool
     tied: bool
     micro_steps: int
+    optim: str = "adamw"
 
     def __str__(self) -> str:
         rest = "packed" * self.packed or "padded", "tied" * self.tied or "untied", self.micro_steps
-        return "-".join(map(str, (self.method, self.precision, self.checkpointing, *rest)))
+        words = (self.method, self.precision, self.checkpointing, *rest)
+        return "-".join(map(str, words if self.optim == "adamw" else (*words, self.optim)))
 
     def recipe(self, folder: Path) -> Recipe:
         return Recipe(
@@ -64,10 +71,14 @@ class Case:
                 name_or_path=str(folder / ("tied" if self.tied else "untied")),
                 attention="auto" if self.packed else "sdpa",
             ),
-            quantization=Quantization(load_in_4bit=True) if self.method == "qlora" else None,
+            quantization=QUANTIZATIONS.get(self.method),
             lora=None if self.method == "full" else Lora(r=4),
             data=Data(train=[DataSet(path="json", data_files="unused.jsonl")]),
-            training=Training(activation_checkpointing=self.checkpointing or False, **PRECISIONS[self.precision]),
+            training=Training(
+                optim=self.optim,  # type: ignore[arg-type]
+                activation_checkpointing=self.checkpointing or False,
+                **PRECISIONS[self.precision],
+            ),
             output_dir=str(folder / "runs" / f"{self}-{os.environ.get('WORLD_SIZE', 1)}"),
         )
 
@@ -141,6 +152,7 @@ def tracked(case: Case, folder: Path, strategy: str = "single") -> dict[str, tup
     del batches
     with phases("save"):
         save(recipe, parts, TrainState(step=STEPS))
+    release_engine(accelerator)
     return {name: (phase.peak_bytes, phase.allocated_bytes) for name, phase in phases.take().items()}
 
 
@@ -182,28 +194,41 @@ def differences(
             yield f"{name}: tracked {there}, planned {here}"
 
 
-# What FSDP2 calls; the second of each pair is its name since torch 2.13.
-COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
+# What FSDP2 and DeepSpeed call; "single" are names since torch 2.13.
+COLLECTIVES = (
+    *("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"),
+    *("all_reduce", "reduce", "broadcast", "all_gather"),
+)
 
 
 def let_go_at_once() -> None:
     """gloo's own threads drop a collective's buffers a moment after it is done; tracked peaks would depend on it."""
-    for name in (*COLLECTIVES, "all_reduce"):
+    for name in COLLECTIVES:
         if hasattr(torch.distributed, name):
             setattr(torch.distributed, name, _and_dropped(getattr(torch.distributed, name)))
 
 
 def _and_dropped(collective: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        assert not kwargs.get("async_op"), "a handle holds the buffers by right"
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        tensors = list(_tensors((args, kwargs)))
         before = _holders(tensors)
-        collective(*args, **kwargs)
+        work = collective(*args, **kwargs)
+        if work is not None:
+            work.wait()
+            work = _Done()
         while _holders(tensors) > before:
             time.sleep(0.0005)
         time.sleep(0.0005)  # the copies that the same thread made for it go with it
+        return work
 
     return call
+
+
+class _Done:
+    """Stands for the handle of a collective that is over, which would hold its buffers."""
+
+    def wait(self) -> None:
+        pass
 
 
 def _holders(tensors: Sequence[torch.Tensor]) -> int:
@@ -214,10 +239,16 @@ def _holders(tensors: Sequence[torch.Tensor]) -> int:
 def main(words: Sequence[str]) -> None:
     folder, strategy, *lines = words
     let_go_at_once()
+    if read_strategy(strategy).kind == "deepspeed":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__[SHARED_MEMORY] = False  # compiled on first use, and of no use here
     for line in lines:
         found = tracked(Case(**json.loads(line)), Path(folder), strategy)
         print("tracked", json.dumps(found), flush=True)
-        torch.distributed.destroy_process_group()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
         # Each training meets at a port of its own: the last one's may still be held.
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
 

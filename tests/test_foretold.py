@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from accelerate.state import AcceleratorState
 
 from finetune import foretold
 from finetune.foretold import ANSWER, SWITCH, Question, asked
-from finetune.plan.beside import batches_of, planned, read_question
+from finetune.plan.beside import LOWEST, batches_of, planned, read_question
 from finetune.run_memory import describe_memory
 from finetune.train import main
 from tests.tiny import write_chats
@@ -118,6 +121,33 @@ def test_it_can_be_turned_off_and_other_ranks_read(tmp_path: Path, monkeypatch: 
     with asked(None, tmp_path) as answer:
         assert answer.answer()["plan"] == {"fits": True}
     assert (tmp_path / ANSWER).exists(), "it is rank 0's to take away"
+
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+from finetune.foretold import Question, asked
+question = Question("{}", (((7,),),), True, 1, 1, "cpu", 1)
+with asked(question, Path(sys.argv[1])) as answer:
+    print(answer._process.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_no_planner_outlives_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed as the kernel kills, when memory is short."""
+    monkeypatch.setenv(SWITCH, "on")
+    with subprocess.Popen([sys.executable, "-c", TRAINER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        planner = psutil.Process(int(run.stdout.readline()))
+        end = time.monotonic() + 60
+        while planner.nice() != LOWEST:  # it has begun, and asked the kernel for its end
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        run.kill()
+    psutil.wait_procs([planner], timeout=20)
+    assert not planner.is_running() or planner.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from finetune.zero_needs import _unsuitable
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SCHEMA = ROOT / "finetune" / "recipe.schema.json"
-COUNT = 47
+COUNT = 48
 SCHEME = re.compile(
     r"(?P<family>llama3|qwen3|mistral|smollm2)_(?P<size>[\d.]+[bm])_(?P<method>full|lora|qlora|int8)"
     r"(?:_(?P<strategy>[a-z]+\d?(?:_[a-z]+)*?))?_(?:(?:(?P<nodes>\d)x)?(?P<gpus>\d)x(?P<gb>\d+)gb|cpu)"
@@ -36,6 +36,7 @@ SCHEME = re.compile(
 # Named after what they show: method and strategy.
 PLAIN = {
     "quickstart": ("lora", "single"),
+    "smollm2_hub": ("lora", "single"),
     "llama3_ddp": ("lora", "ddp"),
     "llama3_fsdp": ("lora", "fsdp2"),
     "llama3_zero2": ("full", "zero2"),

@@ -79,7 +79,15 @@ save_restore
 loop
 worst_step
 run_memory
+tuned
+base_weights
+adapter_file
+merge
+agreement
+merge_run
 run_facts
+held_out
+lm_tasks
 pages.page
 pages.charts
 pages.curves
@@ -87,12 +95,14 @@ pages.report
 pages.pictures
 pages.keep
 trackers
-session
 secret_scan
+hub_calls
+hub_checkpoints
+session
+whole_run
 base_facts
 model_card
 outgoing
-hub_calls
 hub_push
 hub_training
 train
@@ -114,20 +124,50 @@ plan.caching
 plan.cuda_dispatch
 plan.pretend
 plan.recorder
+plan.work
+plan.speed
 plan.dataless
 plan.workspaces
+plan.zero_trace
+plan.reducer
 plan.trace
 plan.layers
 plan.depth
 plan.job
 plan.beside
 plan.report
+plan.pace
 plan.audit
+plan.shape
+plan.layer_terms
+plan.rank_terms
+plan.closed
+plan.variants
+plan.remedies
+plan.explain
+plan.pick
 plan.verb
 launch_file
 pages.findings
 pages.preview
 pages.preview_views
+private
+doctor_pair
+doctor_disk
+doctor_token
+doctor
+imports.theirs
+imports.templates
+imports.shared
+imports.trainer
+imports.left_out
+imports.axolotl_data
+imports.axolotl
+imports.llamafactory
+imports.trl
+imports.torchtune
+imports.page
+imports.convert
 verbs
 verbs_of_data
 verbs_of_runs
@@ -183,6 +223,14 @@ LIGHT = {
     "plan.depth",
     "plan.audit",
     "plan.beside",
+    "plan.shape",
+    "plan.layer_terms",
+    "plan.rank_terms",
+    "plan.closed",
+    "plan.variants",
+    "plan.remedies",
+    "plan.explain",
+    "plan.pick",
     "plan.verb",
     "launch_file",
     "pages.page",
@@ -191,6 +239,23 @@ LIGHT = {
     "pages.report",
     "pages.pictures",
     "pages.keep",
+    "private",
+    "doctor_pair",
+    "doctor_disk",
+    "doctor_token",
+    "doctor",
+    "imports.theirs",
+    "imports.templates",
+    "imports.shared",
+    "imports.trainer",
+    "imports.left_out",
+    "imports.axolotl_data",
+    "imports.axolotl",
+    "imports.llamafactory",
+    "imports.trl",
+    "imports.torchtune",
+    "imports.page",
+    "imports.convert",
     "verbs",
     "verbs_of_data",
     "verbs_of_runs",
@@ -279,3 +344,10 @@ def test_figures_of_the_code() -> None:
     assert not {name for size, name in found if size > 60} - set(LONG_FUNCTIONS)
     long_files = {path.name for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 300}
     assert not long_files - set(LONG_FILES)
+
+
+def test_no_conflict_is_left_in_a_file() -> None:
+    found = subprocess.run(
+        ["git", "grep", "-nE", "^(<{7} |>{7} |={7}$)"], cwd=PACKAGE.parent, capture_output=True, text=True
+    )
+    assert found.stdout == ""

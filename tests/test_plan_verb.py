@@ -44,7 +44,7 @@ def test_gpus_that_are_none(text: str) -> None:
 
 @pytest.mark.slow
 def test_lora_of_8b_on_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(ROOT / "recipes" / "llama3_lora_1x24gb.yaml")
+    recipe = str(ROOT / "recipes" / "llama3_8b_lora_1x24gb.yaml")
     code, out, _ = say([recipe, "--json"], capsys)
     told = json.loads(out)
     assert (code, told["ok"], told["exit_code"], told["ranks"]) == (0, True, 0, 1)
@@ -52,6 +52,13 @@ def test_lora_of_8b_on_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["phases"]["step"]["parts"]["parameters"] > 2 * 8_030_261_248
     for phase in told["phases"].values():
         assert sum(phase["parts"].values()) == phase["peak_bytes"] <= told["needed_bytes"]
+    weights = 8_030_261_248 - 128_256 * 4_096  # that are multiplied: all but the embedding
+    arithmetic = told["arithmetic"]
+    forward, backward = (arithmetic[f"{phase}_flops_per_token"] for phase in ("forward", "backward"))
+    share = 1 - arithmetic["attention_share"]
+    # LoRA is 4N, not 6N: no gradient of a base weight; and 2N more where layers are computed twice.
+    assert share * (forward + backward) == pytest.approx(6 * weights, rel=0.02)
+    assert told["speed"] is None, "24 GB name no GPU"
     code, out, _ = say([recipe, "--gpus", "12GB"], capsys)
     assert code == 3
     assert out.startswith("does not fit 1 x 12 GB: needs ")
@@ -64,6 +71,12 @@ def test_fsdp2_of_8b(capsys: pytest.CaptureFixture[str]) -> None:
     halved = [told["phases"]["step"]["parts"]["parameters"] for told in (four, eight)]
     assert halved[1] == pytest.approx(halved[0] / 2, rel=1e-3)
     assert four["phases"]["load"]["peak_bytes"] < 8 * GIB  # whole weights are in host memory
+    sent = eight["communication"]
+    assert sent["forward"]["all_gather"]["bytes"] == four["communication"]["forward"]["all_gather"]["bytes"]
+    assert sent["forward"]["all_gather"]["bytes"] == pytest.approx(2 * 8_030_261_248, rel=0.01)
+    _, out, _ = say([recipe, "--gpus", "H100:8"], capsys)
+    assert "a bound, by makers' peaks: 989 TFLOP/s" in out
+    assert out.splitlines()[-4].split()[1:] == ["1", "2", "4", "8", "16", "32", "64", "128", "256", "512"]
 
 
 def test_what_cannot_be_planned_says_so(capsys: pytest.CaptureFixture[str]) -> None:

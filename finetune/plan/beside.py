@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 from finetune.durable import write_json
 from finetune.errors import FinetuneError
 from finetune.foretold import Question
-from finetune.out_of_memory import smaller
 from finetune.plan.gpus import Gpus
 from finetune.recipe import Recipe
 from finetune.signals import die_with_parent
@@ -78,6 +77,8 @@ def plan_run(question: Question) -> Planned:
 
 def changes(question: Question) -> list[dict[str, Any]]:
     """What would fit, each planned again: `change` as key=value, `needed_bytes`."""
+    from finetune.out_of_memory import smaller
+
     found = []
     for change in smaller(Recipe.model_validate_json(question.recipe)):
         plan, _, needed = planned(_changed(question, change))

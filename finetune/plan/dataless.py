@@ -24,8 +24,10 @@ from finetune import fsdp
 from finetune.batches import MicroBatch
 from finetune.fsdp import put, ties_kept
 from finetune.model import build_model
-from finetune.quantized import plain_quantized_weights
+from finetune.quantized import hollow_int8_weights, plain_quantized_weights
 from finetune.recipe import Recipe
+
+Each = Callable[[nn.Parameter], None]
 
 
 class _HostReads(TorchDispatchMode):
@@ -39,8 +41,8 @@ class _HostReads(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            # Of flags (has something overflowed?) all are off.
-            return False if args[0].dtype in (torch.bool, torch.uint8) else self._answer
+            # DeepSpeed's ranks tell each other in one byte whether a gradient overflowed: none did.
+            return 0 if args[0].dtype == torch.uint8 else self._answer
         return func(*args, **(kwargs or {}))
 
 
@@ -87,20 +89,29 @@ def has_joined_documents(batch: MicroBatch) -> bool:
     return bool((batch["position_ids"].diff(dim=1) != 1).any())
 
 
-def dataless_build(recipe: Recipe, *, whole_quantized: bool) -> Callable[..., nn.Module]:
+def dataless_build(
+    recipe: Recipe, *, whole_quantized: bool, dtype: torch.dtype | None = None
+) -> Callable[..., nn.Module]:
     """The trainer's `build_model`, to be called inside `no_data`; its structure is built here, from the configuration.
 
-    `whole_quantized`: 4-bit layers get the plain weights they have after loading. A strategy that shards makes them
-    plain by itself.
+    Args:
+        whole_quantized: 4-bit layers get the plain weights they have after loading. A strategy that shards makes them
+            plain by itself.
+        dtype: Of all weights, as `build_model` has it.
+
+    Returns:
+        Called with `each`, it calls that with each parameter when it has its tensor.
     """
-    model = build_model(recipe, torch.device("meta"))
+    model = build_model(recipe, torch.device("meta"), dtype=dtype)
     quantization = recipe.quantization
-    if whole_quantized and quantization is not None:
+    if quantization is not None and quantization.load_in_8bit:
+        hollow_int8_weights(model)
+    elif whole_quantized and quantization is not None:
         plain_quantized_weights(model)
 
-    def build(_: Recipe, device: torch.device, **__: Any) -> nn.Module:
-        fill(model, device)
-        if quantization is not None and quantization.bnb_4bit_use_double_quant:
+    def build(_: Recipe, device: torch.device, each: Each | None = None, **__: Any) -> nn.Module:
+        fill(model, device, each)
+        if quantization is not None and quantization.load_in_4bit and quantization.bnb_4bit_use_double_quant:
             # bitsandbytes keeps the code book that it quantised scales by, for good, beside each layer's copy.
             model.scales_code_book = torch.empty(256, device=device)
         return model
@@ -108,12 +119,15 @@ def dataless_build(recipe: Recipe, *, whole_quantized: bool) -> Callable[..., nn
     return build
 
 
-def fill(model: nn.Module, device: torch.device) -> None:
+def fill(model: nn.Module, device: torch.device, each: Each | None = None) -> None:
     """Tensors without data on `device`, in place of those on meta."""
     with ties_kept(model):
         for name, parameter in list(model.named_parameters()):
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            put(model, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+            filled = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            put(model, name, filled)
+            if each is not None:
+                each(filled)
     for name, buffer in list(model.named_buffers()):
         put(model, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
     # Accelerate moves models to a device that these are on; torch 2.13 cannot swap a fake tensor with references.

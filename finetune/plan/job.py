@@ -1,4 +1,4 @@
-"""A recipe's memory on one of its GPUs: traced where the engine is torch's own, without weights, data or a GPU."""
+"""A recipe's memory on one of its GPUs: traced, without weights, data or a GPU."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ import torch
 
 from finetune import attention
 from finetune.batches import MicroBatch
-from finetune.errors import FinetuneError
 from finetune.model import attention_name
+from finetune.optimizer import check_optimizer
 from finetune.plan.caching import NoMemory, replay
 from finetune.plan.depth import with_layers
 from finetune.plan.gpus import Gpus
 from finetune.plan.layers import deep
 from finetune.plan.pretend import NAME
+from finetune.plan.speed import Layout
 from finetune.plan.splice import Change, spliced
 from finetune.plan.timeline import Peak, PhaseMemory, Timeline
-from finetune.plan.trace import trace
+from finetune.plan.trace import STEPS, trace
+from finetune.plan.work import StepWork, at_depth, of_ddp, per_step
+from finetune.quantized import check_sharded_quantization
 from finetune.recipe import Recipe
 from finetune.shrink import full_config
 from finetune.strategy import Strategy, read_strategy
+from finetune.zero_needs import require_engine
 
 # Outside of the tensors, and so of every trace: measured by others, see docs/planner.md.
 CONTEXT = 500_000_000  # CUDA's own, with the kernels that are loaded
@@ -44,6 +48,8 @@ class Planned:
     ranks: int
     gpus: Gpus | None
     notes: tuple[str, ...]
+    work: StepWork | None = None  # what one rank computes and sends
+    layout: Layout | None = None
     reserved: tuple[int, int] | None = None  # by torch's allocator on a GPU: what it must, what it would with room
     upper: int = 0  # bytes that surely suffice, by the allocator's replay
 
@@ -71,7 +77,7 @@ def plan_recipe(
     ranks: int | None = None,
     node: int | None = None,
 ) -> Planned:
-    """Plan one rank. Raises FinetuneError for what cannot be planned, EnvironmentMismatch for an unknown model.
+    """Plan one rank. Raises EnvironmentMismatch for an unknown model, and for what the trainer would refuse.
 
     Args:
         gpus: None: a CPU's memory is planned, one process's unless `ranks` and those of a `node` are given.
@@ -79,7 +85,7 @@ def plan_recipe(
             traced at its full depth, to be equal to the run.
     """
     strategy = read_strategy(recipe.accelerate_config)
-    _refuse_unplanned(recipe, strategy)
+    _refuse_untrainable(recipe, strategy, on_cpu=gpus is None)
     config, source = full_config(recipe.model.name_or_path, recipe.model.revision)
     notes = [f"model: {source}"]
     if recipe.training.mixed_precision == "fp16":
@@ -90,13 +96,12 @@ def plan_recipe(
     shown, exact = batches or worst_batches(recipe, ranks), bool(batches) and gpus is None
     with tempfile.TemporaryDirectory() as folder:
         job = _Job(recipe, strategy, shown, ranks, node, on_gpu=gpus is not None)
-        phases, changes = _traced(job, config, Path(folder), whole=exact)
+        phases, work, changes = _traced(job, config, Path(folder), whole=exact)
     if strategy.kind == "ddp":
-        buckets = _trained(phases)
-        phases = {name: _with_buckets(phase, buckets) for name, phase in phases.items()}
-        changes = [Change("buckets", buckets, "load"), *changes]
+        work = of_ddp(work, phases["step"].peak.parts["gradients"])
+    layout = _layout(recipe, strategy, shown, ranks, node, int(config["num_hidden_layers"]))
     outside = {"CUDA context": CONTEXT} | ({"NCCL": NCCL} if ranks > 1 else {})
-    planned = Planned(phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes))
+    planned = Planned(phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes), work, layout)
     return planned if gpus is None else _with_allocator(planned, changes, gpus.memory - sum(outside.values()))
 
 
@@ -124,30 +129,46 @@ class _Job:
 
 def _traced(
     job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool
-) -> tuple[dict[str, PhaseMemory], list[Change]]:
-    """Phases, and the changes that make them up; of a GPU's memory, where `job` is planned for one."""
+) -> tuple[dict[str, PhaseMemory], StepWork, list[Change]]:
+    """Phases, the work of a step and, where a GPU is planned, the changes of its memory that make the phases up."""
+    work: dict[int, StepWork] = {}
     timelines: dict[int, Timeline] = {}
-    # DDP's engine is C++ and cannot be traced; a rank alone does the same but for the reducer's buckets.
-    way = dataclasses.replace(job.strategy, kind="single") if job.strategy.kind == "ddp" else job.strategy
 
     def timeline_of(layers: int) -> Timeline:
         smaller = with_layers(job.recipe, config, layers, folder)
-        done = trace(smaller, way, job.batches, ranks=job.ranks, node=job.node, gpu=job.on_gpu).timeline
-        return timelines.setdefault(layers, done)
+        done = trace(smaller, job.strategy, job.batches, ranks=job.ranks, node=job.node, gpu=job.on_gpu)
+        moved = {phase: found.moved for phase, found in done.measured.items()}
+        once = _reduces_once(job.strategy)
+        work[layers] = per_step(done.operations, moved, steps=STEPS, micro_steps=len(job.batches), reduces_once=once)
+        return timelines.setdefault(layers, done.timeline)
 
     layers, every = int(config["num_hidden_layers"]), max(1, int(job.recipe.training.activation_checkpointing))
     device = NAME if job.on_gpu else "cpu"
     phases = timeline_of(layers).phases(device) if whole else deep(timeline_of, layers, device, period=every)
     shown = max(timelines)
-    if job.strategy.kind == "ddp":  # gradients are views of its buckets
-        timelines[shown].devices = _without_gradients(timelines[shown])
-    return phases, list(spliced(timelines[shown], device, shown, layers, every)) if job.on_gpu else []
+    changes = list(spliced(timelines[shown], device, shown, layers, every)) if job.on_gpu else []
+    return phases, at_depth(work, layers), changes
 
 
-def _without_gradients(timeline: Timeline) -> list[str]:
-    """Devices of the storages; of gradients none."""
-    pairs = zip(timeline.devices, timeline.components, strict=True)
-    return ["" if component == "gradients" else device for device, component in pairs]
+def _reduces_once(strategy: Strategy) -> bool:
+    """Whether gradients wait for a step's last micro-batch."""
+    return strategy.kind == "ddp" or strategy.zero_stage == 1
+
+
+def _layout(
+    recipe: Recipe, strategy: Strategy, batches: Sequence[MicroBatch], ranks: int, node: int, layers: int
+) -> Layout:
+    training = recipe.training
+    return Layout(
+        ranks=ranks,
+        node=node,
+        tokens=max(batch["input_ids"].numel() for batch in batches),
+        rows=math.ceil(training.global_batch_size / training.per_device_batch_size),
+        layers=layers,
+        copies=1 if strategy.replicas is None else strategy.replicas or ranks // node,
+        reduces_once=_reduces_once(strategy),
+        shards_state=strategy.kind in ("fsdp", "deepspeed"),
+    )
 
 
 def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
@@ -174,34 +195,17 @@ def _copied(value: Any) -> Any:
     return value.contiguous().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _trained(phases: Mapping[str, PhaseMemory]) -> int:
-    """Bytes of all gradients: an update has them all."""
-    return phases["step"].peak.parts["gradients"]
-
-
-def _with_buckets(phase: PhaseMemory, gradients: int) -> PhaseMemory:
-    """DDP's buckets, of which gradients are views here, are as large as all of them and stay from its construction on
-    (torch/csrc/distributed/c10d/reducer.cpp, gradient_as_bucket_view)."""
-    peak = phase.peak.parts | {"gradients": gradients}
-    return PhaseMemory(Peak(sum(peak.values()), peak, phase.peak.module), phase.end | {"gradients": gradients})
-
-
 def _changed(recipe: Recipe, **training: Any) -> Recipe:
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=training)})
 
 
-def _refuse_unplanned(recipe: Recipe, strategy: Strategy) -> None:
-    """Name what this planner does not know yet, rather than answer something else."""
-    quantization = recipe.quantization
-    if strategy.kind == "deepspeed" or strategy.offloaded:
-        raise FinetuneError(
-            f"accelerate_config: {strategy.name} cannot be planned yet; plan accelerate_config=fsdp2, which shards as "
-            "ZeRO-3 does, or measure it small with `finetune compare`"
-        )
-    if quantization is not None and quantization.load_in_8bit:
-        raise FinetuneError("quantization.load_in_8bit: cannot be planned yet; plan load_in_4bit, or quantization=null")
-    if recipe.training.optim != "adamw":
-        raise FinetuneError(f"training.optim: {recipe.training.optim} cannot be planned yet; plan training.optim=adamw")
+def _refuse_untrainable(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
+    """Raise what the trainer would raise for this recipe under this strategy, wherever it runs."""
+    if strategy.kind == "deepspeed":
+        require_engine(recipe, strategy, on_cpu=on_cpu)
+    if strategy.kind == "fsdp":
+        check_sharded_quantization(recipe)
+    check_optimizer(recipe.training.optim, on_cpu=on_cpu, sharded=strategy.kind == "fsdp")
 
 
 def as_json(planned: Planned) -> dict[str, Any]:

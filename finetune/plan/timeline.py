@@ -16,6 +16,7 @@ from finetune.tensor_bytes import NONE
 
 COMPONENTS = (
     "parameters",
+    "masters",  # float32 copies that ZeRO's engine updates; under other strategies the parameters are these
     "gradients",  # as the optimizer sees them: of shards where the strategy shards
     "unsharded gradients",  # whole, on their way to the ranks that keep them
     "optimizer state",

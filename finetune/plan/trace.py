@@ -7,9 +7,10 @@ written a second time here.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,8 +18,9 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
+from torch import nn
 
-from finetune.assemble import Assembled, assemble
+from finetune.assemble import COMPUTE, Assembled, assemble
 from finetune.batches import MicroBatch, prefetch
 from finetune.conversations import IGNORE
 from finetune.fsdp import make_mesh
@@ -30,12 +32,16 @@ from finetune.phases import Phase
 from finetune.plan.dataless import dataless_build, has_joined_documents, no_data, without_data
 from finetune.plan.pretend import pretend_device
 from finetune.plan.recorder import Recorder, Tagging
+from finetune.plan.reducer import Replica
 from finetune.plan.timeline import Timeline
+from finetune.plan.work import Operation, Work
 from finetune.plan.workspaces import CUBLAS_HOPPER, Workspaces
+from finetune.plan.zero_trace import as_on_gpus, cut, engine_parts, engine_without_ranks
 from finetune.recipe import Recipe
 from finetune.runtime import build_accelerator, holding_back
 from finetune.save_restore import held
 from finetune.strategy import Strategy
+from finetune.zero_pieces import held_part
 
 STEPS = 2  # the optimizer's state is made at the end of the first, so it is beside everything in the second
 # Set by Accelerate for its own plugins, and read again by the next Accelerator of this process.
@@ -48,6 +54,7 @@ class Traced:
 
     timeline: Timeline
     measured: dict[str, Phase]
+    operations: Mapping[Operation, int]  # of all steps
 
 
 def trace(
@@ -62,8 +69,8 @@ def trace(
 ) -> Traced:
     """The timeline of rank 0 of `ranks`: load, two optimizer steps over `batches` each, save.
 
-    Only strategies whose engine is torch: one process, and FSDP2. Process-wide state of Accelerate and of torch's
-    process groups is made for the trace and taken away, so it is not for a process that trains.
+    Process-wide state of Accelerate, of DeepSpeed and of torch's process groups is made for the trace and taken away,
+    so it is not for a process that trains.
 
     Args:
         node: Ranks of one machine; 0: all of them.
@@ -71,31 +78,38 @@ def trace(
             device NAME of pretend.py, those of the host "cpu". Else all is one CPU's.
         cublas: Bytes of a workspace of cuBLAS, where `gpu`.
     """
-    dataless = dataless_build(recipe, whole_quantized=True)
+    # The engine of ZeRO has one number format; its third stage cuts each weight as it is loaded.
+    dtype = _engine_dtype(recipe) if strategy.kind == "deepspeed" else None
+    build = dataless_build(recipe, whole_quantized=True, dtype=dtype)
     supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
     device = pretend_device() if gpu else torch.device("cpu")
     with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
-        # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
-        inside.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
+        if strategy.kind != "deepspeed":
+            # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
+            inside.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
+        if strategy.zero_stage == 3:
+            build = partial(build, each=cut(accelerator))
         mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
+        inside.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", Replica))
         # Rank 0 tells the others, of whom there are none; a pickled object among the tensors would be counted.
         inside.enter_context(mock.patch.object(dist, "broadcast_object_list"))
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
-        with Workspaces(recorder, device, cublas) if gpu else nullcontext(), Tagging(recorder, gloo=not gpu):
+        work = Work(recorder.phases)
+        with Workspaces(recorder, device, cublas) if gpu else nullcontext(), Tagging(recorder, gloo=not gpu), work:
             with recorder.phases("load"):
                 # Each rank's number, which torch's mesh keeps in host memory.
                 numbers = None if mesh is None else torch.empty(ranks, dtype=torch.int32, device="cpu")
-                parts = assemble(recipe, strategy, accelerator, dataless, mesh)
+                parts = assemble(recipe, strategy, accelerator, build, mesh)
             recorder.mark(_weights(parts), "parameters")
             parts.model.train()
             with recorder.modules(parts.whole, decoder_parts(parts.whole).get_output_embeddings()):
                 for _ in range(STEPS):
                     # Each step has batches of its own. Where they are copied to a device, one is there at a time;
-                    # one CPU process computes on those that the host holds for the step.
+                    # one CPU process, and DeepSpeed's, computes on those that the host holds for the step.
                     stream: Iterator[MicroBatch] = (without_data(mode, batch) for batch in batches)
-                    if strategy.kind == "single" or gpu:
+                    if strategy.kind in ("single", "deepspeed") or gpu:
                         stream = prefetch(list(stream), accelerator.device, recipe.training.non_blocking)
                     _step(recipe, strategy, accelerator, parts, recorder, stream, len(batches), supervised)
                     del stream
@@ -103,7 +117,7 @@ def trace(
                 _save(parts)
             _place_in_layers(parts, recorder)
             del numbers
-        return Traced(recorder.timeline, recorder.phases.take())
+        return Traced(recorder.timeline, recorder.phases.take(), work.operations)
 
 
 def _step(
@@ -118,6 +132,8 @@ def _step(
 ) -> None:
     def note_gradients(*_: Any) -> None:
         recorder.mark((parameter.grad for parameter in parts.whole.parameters()), "gradients")
+        for component, tensors in engine_parts(parts).items():
+            recorder.mark(tensors, component)
 
     handle = innermost(parts.optimizer).register_step_pre_hook(note_gradients)
     optimizer_step(
@@ -138,8 +154,13 @@ def _step(
     recorder.mark(_state(parts), "optimizer state")
 
 
+def _engine_dtype(recipe: Recipe) -> torch.dtype:
+    return COMPUTE[recipe.training.mixed_precision] or torch.float32
+
+
 def _weights(parts: Assembled) -> Iterator[torch.Tensor]:
-    yield from parts.whole.parameters()
+    for parameter in parts.whole.parameters():
+        yield held_part(parameter)
     yield from parts.whole.buffers()
 
 
@@ -160,7 +181,8 @@ def _state(parts: Assembled) -> Iterator[torch.Tensor]:
 def _save(parts: Assembled) -> None:
     """What a checkpoint takes beside what is there: safetensors copies a group to host memory before it writes it."""
     for tensors in held(parts).values():
-        local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors.values()]
+        pieces = (getattr(value, "tensor", value) for value in tensors.values())
+        local = [getattr(tensor, "_local_tensor", tensor) for tensor in pieces]
         copies = [tensor.contiguous().to("cpu") for tensor in local]
         del copies
 
@@ -170,22 +192,25 @@ def _accelerator(
     recipe: Recipe, strategy: Strategy, ranks: int, node: int, device: torch.device
 ) -> Iterator[Accelerator]:
     """The trainer's Accelerator for rank 0 of so many, which speak to nobody."""
-    assert strategy.kind in ("single", "fsdp"), f"{strategy.name} cannot be traced"
+    alone = strategy.kind == "single"
     before = dict(os.environ)
     for name in PLUGIN_SETTINGS:
         os.environ.pop(name, None)
     AcceleratorState._reset_state(reset_partial_state=True)  # as accelerate's own tests do
-    ranks = ranks if strategy.kind == "fsdp" else 1
-    if strategy.kind == "fsdp":
+    ranks = 1 if alone else ranks
+    if not alone:
         _pretend_ranks(ranks, node, device)
     launch = Launch((), None, None, True, ranks, 0, on_cpu=True, local_world_size=node)
     try:
-        accelerator = build_accelerator(recipe, strategy, launch)
-        # Among CPU ranks it is "cpu:0", which tensors without data do not take for "cpu".
-        PartialState().device = accelerator.state.device = device
-        yield accelerator
+        with engine_without_ranks(device) if strategy.kind == "deepspeed" else nullcontext():
+            accelerator = build_accelerator(recipe, strategy, launch)
+            if strategy.kind == "deepspeed" and device.type != "cpu":
+                as_on_gpus(accelerator)
+            # Among CPU ranks it is "cpu:0", which tensors without data do not take for "cpu".
+            PartialState().device = accelerator.state.device = device
+            yield accelerator
     finally:
-        if strategy.kind == "fsdp":
+        if dist.is_initialized():
             dist.destroy_process_group()
         AcceleratorState._reset_state(reset_partial_state=True)
         os.environ.clear()

@@ -7,12 +7,35 @@ import io
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finetune.errors import DoesNotFit
-from finetune.plan.gpus import gpus_of, read_gpus
+from finetune.errors import DoesNotFit, FinetuneError
+from finetune.plan import pick, remedies
+from finetune.plan.closed import estimate, unknown
+from finetune.plan.explain import explain
+from finetune.plan.gpus import Gpus, gpus_of, read_gpus
+from finetune.recipe import Recipe
 from finetune.recipe_file import load_recipe
+from finetune.shrink import full_config
+
+if TYPE_CHECKING:
+    from finetune.plan.job import Planned
+
+GIB = 2**30
+EDGE = 0.02  # a closed form this near to the GPU's size is planned by trace before it is said to fit or not
+Answer = tuple[dict[str, Any], str]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line says beside the recipe."""
+
+    gpus: str | None = None
+    nodes: int = 1
+    largest: str | None = None
+    explain: bool = False
 
 
 @contextmanager
@@ -27,16 +50,123 @@ def _unswept() -> Iterator[None]:
         gc.enable()
 
 
-def plan_in_words(recipe: Path, overrides: Sequence[str], gpus: str | None, nodes: int) -> tuple[dict[str, Any], str]:
-    """The plan as JSON, with `ok` whether it fits, and as text. Raises FinetuneError."""
-    loaded = load_recipe(recipe, overrides).recipe
-    wanted = read_gpus(gpus, nodes) if gpus else gpus_of(loaded.budget)
+def plan_by_trace(recipe: Recipe, gpus: Gpus | None) -> Planned:
+    """The plan itself. Raises FinetuneError."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # speaks of kernels it would like to download
     with redirect_stdout(io.StringIO()):  # DeepSpeed, where it is installed, speaks when accelerate looks at it
         with _unswept():
-            from finetune.plan.job import as_json, plan_recipe
-            from finetune.plan.report import describe
+            from finetune.plan.job import plan_recipe
 
-        planned = plan_recipe(loaded, wanted)
+        return plan_recipe(recipe, gpus)
+
+
+def answer(words: Sequence[str], asked: Asked) -> Answer:
+    """What `finetune plan WORDS` says, as JSON with `ok` whether it fits, and as text. Raises FinetuneError.
+
+    Words are recipes, as far as they are files of YAML, and then `key=value`; several recipes are compared.
+    """
+    recipes = [word for word in words if "=" not in word]
+    overrides = [word for word in words if "=" in word]
+    if not recipes:
+        raise FinetuneError("RECIPE: is missing; name a recipe file, or --model NAME --gpus 2x24GB --pick")
+    if len(recipes) > 1:
+        return _compare([Path(word) for word in recipes], overrides, asked)
+    loaded = load_recipe(Path(recipes[0]), overrides).recipe
+    gpus = read_gpus(asked.gpus, asked.nodes) if asked.gpus else gpus_of(loaded.budget)
+    if asked.largest is not None:
+        return _largest(loaded, gpus, asked.largest)
+    return _one(loaded, gpus, explained=asked.explain)
+
+
+def _one(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Answer:
+    planned = plan_by_trace(recipe, gpus)
+    from finetune.plan.job import as_json
+    from finetune.plan.pace import pace_json, pace_lines
+    from finetune.plan.report import describe
+
     code = 0 if planned.fits else DoesNotFit.exit_code
-    return {"ok": planned.fits, "exit_code": code, **as_json(planned)}, describe(planned)
+    told = {"ok": planned.fits, "exit_code": code, **as_json(planned), **pace_json(planned)}
+    text = [describe(planned), "", *pace_lines(planned)]
+    config = full_config(recipe.model.name_or_path, recipe.model.revision)[0]
+    if gpus is not None and not planned.fits:
+        found = remedies.remedies(recipe, config, gpus, plan_by_trace)
+        told["changes"] = [each.as_json() for each in found]
+        text += ["", *_what_fits(found)]
+    elif gpus is not None and unknown(recipe, config, gpus) is None:
+        spare = remedies.spare(recipe, config, gpus)
+        told["spare"] = [each.as_json() for each in spare]
+        text += ["", "what is left could buy one of (by the closed form):", *remedies.lines(spare)] if spare else []
+    if explained:
+        told["explanation"] = explain(recipe, config, gpus)
+        text += ["", told["explanation"]]
+    return told, "\n".join(text)
+
+
+def _what_fits(found: Sequence[remedies.Remedy]) -> Iterator[str]:
+    if not found:
+        yield "no change known here makes it fit; take more GPUs, larger ones, or a smaller model"
+        return
+    yield "what fits at the same global_batch_size, the cheapest first, each planned:"
+    yield from remedies.lines(found)
+
+
+def _largest(recipe: Recipe, gpus: Gpus | None, name: str) -> Answer:
+    config = full_config(recipe.model.name_or_path, recipe.model.revision)[0]
+    key, value, needed = remedies.largest(recipe, config, gpus, name, plan_by_trace)
+    assert gpus is not None
+    told = {"ok": True, "change": f"{key}={value}", "needed_bytes": needed, "gpu_bytes": gpus.memory}
+    return told, f"{key}={value}  needs {needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f} a GPU"
+
+
+def _compare(recipes: Sequence[Path], overrides: Sequence[str], asked: Asked) -> Answer:
+    """Each recipe on the GPUs named, or its own; by the closed form where that is clear, else by trace."""
+    rows = [_compared(path, overrides, asked) for path in recipes]
+    width = max(len(row["recipe"]) for row in rows)
+    lines = [f"{'recipe':<{width}}  {'GiB':>7}  {'of':>7}  {'fits':<5} planned by"]
+    for row in rows:
+        if row["needed_bytes"] is None:
+            lines.append(f"{row['recipe']:<{width}}  {row['planned_by']}")
+            continue
+        of = f"{row['gpu_bytes'] / GIB:7.1f}" if row["gpu_bytes"] else f"{'CPU':>7}"
+        fits = "yes" if row["fits"] else "no"
+        lines.append(f"{row['recipe']:<{width}}  {row['needed_bytes'] / GIB:7.1f}  {of}  {fits:<5} {row['planned_by']}")
+    return {"ok": True, "recipes": rows}, "\n".join(lines)
+
+
+def _compared(path: Path, overrides: Sequence[str], asked: Asked) -> dict[str, Any]:
+    recipe = load_recipe(path, overrides).recipe
+    gpus = read_gpus(asked.gpus, asked.nodes) if asked.gpus else gpus_of(recipe.budget)
+    row: dict[str, Any] = {"recipe": path.stem, "gpu_bytes": gpus.memory if gpus else None}
+    config = full_config(recipe.model.name_or_path, recipe.model.revision)[0]
+    if gpus is not None and unknown(recipe, config, gpus) is None:
+        needed = estimate(recipe, config, gpus).needed
+        if abs(needed / gpus.memory - 1) > EDGE:
+            return row | {"needed_bytes": needed, "fits": needed <= gpus.memory, "planned_by": "closed form"}
+    try:
+        planned = plan_by_trace(recipe, gpus)
+    except FinetuneError as error:
+        return row | {"needed_bytes": None, "fits": None, "planned_by": str(error)}
+    return row | {"needed_bytes": planned.needed, "fits": planned.fits, "planned_by": "trace"}
+
+
+def pick_in_words(model: str | None, asked: Asked, file: Path | None) -> Answer:
+    """The best recipe for a model on GPUs, planned by trace; written to `file` where one is named.
+
+    Raises DoesNotFit where no variant does, FinetuneError without a model or GPUs.
+    """
+    if model is None or asked.gpus is None:
+        raise FinetuneError("--pick: needs a model and GPUs; add --model meta-llama/Llama-3.1-8B --gpus 2x24GB")
+    gpus, (config, source) = read_gpus(asked.gpus, asked.nodes), full_config(model)
+    for recipe in pick.picks(model, config, gpus):
+        planned = plan_by_trace(recipe, gpus)
+        if planned.fits:
+            text = pick.commented(recipe, planned.needed, gpus)
+            if file is not None:
+                file.write_text(text, "utf-8")
+            told = {"ok": True, "needed_bytes": planned.needed, "gpu_bytes": gpus.memory, "recipe": text}
+            return told | {"file": None if file is None else str(file)}, text.rstrip()
+    least = pick.smallest(model, config, gpus) / GIB
+    raise DoesNotFit(
+        f"--gpus: {asked.gpus}: {model} ({source}) does not fit: its smallest variant needs {least:.1f} GiB of each "
+        f"GPU, which has {gpus.memory / GIB:.1f}; take more or larger GPUs, or a smaller model"
+    )

@@ -1,0 +1,160 @@
+"""How far a merged model is from the adapter beside its base: their next tokens, over answers that were held out.
+
+Both are computed in float32 from the weights as they are stored, so that what differs is the weights and not the
+rounding of two ways to multiply them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from finetune.batches import Prepared
+from finetune.conversations import IGNORE
+from finetune.quantized import quantized_layers
+
+# Logits of the adapter model that are kept in float32 until the others were compared with them. For 64 documents of
+# Llama 3's vocabulary it is 32 tokens of each.
+KEPT_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Question:
+    """A document up to its last answer token that is asked about, and where the next token is looked at."""
+
+    ids: Tensor  # int64 [1, tokens]
+    positions: Tensor  # int64 [asked], ascending
+    targets: Tensor  # int64 [asked], the data's own next tokens
+
+
+@dataclass
+class Agreement:
+    """Sums over questions; figures by `as_json`."""
+
+    tokens: int = 0
+    same_top: int = 0
+    kl: float = 0.0
+    largest: float = 0.0
+    loss: float = 0.0
+
+    def add(self, wanted: Tensor, found: Tensor, targets: Tensor) -> None:
+        """Logits [asked, vocabulary] of the adapter model and of the one held against it."""
+        wanted, found = wanted.double(), found.double()
+        log_wanted, log_found = wanted.log_softmax(-1), found.log_softmax(-1)
+        self.tokens += len(targets)
+        self.same_top += int((wanted.argmax(-1) == found.argmax(-1)).sum())
+        self.kl += float((log_wanted.exp() * (log_wanted - log_found)).sum())
+        self.largest = max(self.largest, float((wanted - found).abs().max()))
+        self.loss -= float(log_found.gather(-1, targets[:, None]).sum())
+
+    def as_json(self) -> dict[str, Any]:
+        """Share of the same top token, mean KL in nats, largest difference of two logits, mean loss of the data."""
+        return {
+            "top1": self.same_top / self.tokens,
+            "kl": self.kl / self.tokens,
+            "largest_logit_difference": self.largest,
+            "loss": self.loss / self.tokens,
+        }
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the adapter model said."""
+
+    questions: Sequence[Question]
+    logits: list[Tensor] = field(repr=False)  # float32 [asked, vocabulary] each, on the host
+    adapter: Agreement = field(default_factory=Agreement)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(question.targets) for question in self.questions)
+
+
+def questions_of(prepared: Prepared, count: int, vocabulary: int) -> list[Question]:
+    """The first held-out documents, or where none are held out, of those trained on; tokens spread over the answers."""
+    split = prepared.split
+    documents = split.held_out if len(split.held_out) else np.unique(split.train)
+    chosen = documents[:count].tolist()
+    each = max(1, KEPT_BYTES // (4 * vocabulary * max(1, len(chosen))))
+    return [_question(*prepared.pool.document(index), each) for index in chosen]
+
+
+def _question(ids: np.ndarray, labels: np.ndarray, most: int) -> Question:
+    learned = np.flatnonzero(labels[1:] != IGNORE)
+    picked = learned[np.unique(np.linspace(0, len(learned) - 1, min(most, len(learned))).round().astype(int))]
+    tokens = torch.from_numpy(np.ascontiguousarray(ids[: picked[-1] + 1]))[None]
+    return Question(tokens, torch.from_numpy(picked), torch.from_numpy(labels[picked + 1]))
+
+
+def ask_reference(adapted: nn.Module, questions: Sequence[Question]) -> Reference:
+    """`adapted` is peft's model, or any other that the others are to be held against."""
+    reference = Reference(questions, [])
+    with computing_in_float32(adapted):
+        for question in questions:
+            wanted = _answer(adapted, question)
+            reference.adapter.add(wanted, wanted, question.targets)
+            reference.logits.append(wanted)
+    return reference
+
+
+def compare(model: nn.Module, reference: Reference) -> Agreement:
+    """The agreement of a plain model with the adapter model."""
+    found = Agreement()
+    with computing_in_float32(model):
+        for question, wanted in zip(reference.questions, reference.logits, strict=True):
+            found.add(wanted, _answer(model, question), question.targets)
+    return found
+
+
+def _answer(model: nn.Module, question: Question) -> Tensor:
+    device = next(model.buffers()).device
+    with torch.no_grad():
+        output = model(input_ids=question.ids.to(device), logits_to_keep=question.positions.to(device), use_cache=False)
+    logits: Tensor = output.logits[0]
+    return logits.float().cpu()
+
+
+@contextmanager
+def computing_in_float32(model: nn.Module) -> Iterator[None]:
+    """Each layer's own weights are float32 while it computes, and again what they were when it has: one layer at a
+    time. Quantised layers compute in float32 from what their packed weights stand for."""
+    packed = set(quantized_layers(model))
+    handles: list[Any] = []
+    before = [(layer, layer.compute_dtype) for layer in packed if hasattr(layer, "compute_dtype")]
+    for layer, _ in before:
+        layer.compute_dtype = torch.float32
+    for module in model.modules():
+        narrow = [p for p in module.parameters(recurse=False) if p.is_floating_point() and p.dtype != torch.float32]
+        if module not in packed and narrow:
+            widen, narrow_again = _hooks(narrow)
+            handles.append(module.register_forward_pre_hook(widen))
+            handles.append(module.register_forward_hook(narrow_again))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for layer, dtype in before:
+            layer.compute_dtype = dtype
+
+
+def _hooks(parameters: Sequence[nn.Parameter]) -> tuple[Callable[..., None], Callable[..., None]]:
+    stored: list[Tensor] = []
+
+    def widen(*_: Any) -> None:
+        for parameter in parameters:
+            stored.append(parameter.data)
+            parameter.data = parameter.data.float()
+
+    def narrow_again(*_: Any) -> None:
+        for parameter, data in zip(parameters, stored, strict=True):
+            parameter.data = data
+        stored.clear()
+
+    return widen, narrow_again

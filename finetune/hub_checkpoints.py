@@ -1,0 +1,112 @@
+"""Checkpoints to a branch of the Hub while the training goes on.
+
+One is sent at a time, by a thread that mostly waits for the network; when the next is saved meanwhile, only the newest
+is sent after it. The branch holds one checkpoint: each commit takes the one before away. What fails is told and tried
+again with the next checkpoint; the training does not notice.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from finetune.checkpoint import step_folder
+from finetune.durable import ASIDE, remove_folder
+from finetune.errors import FinetuneError
+from finetune.hub_calls import ensure_repository, patiently
+from finetune.recipe import Recipe
+from finetune.secret_scan import hide_secrets, known_secrets
+
+ATTEMPTS = 3  # the next checkpoint is another chance
+
+
+class CheckpointPusher:
+    """Of the main process; does nothing where the recipe names no branch."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        say: Callable[[str], None] = print,
+        *,
+        endpoint: str | None = None,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._hub, self._run_dir = recipe.hub, Path(recipe.run_dir)
+        self._say, self._endpoint, self._pause = say, endpoint, pause
+        self._lock = threading.Lock()
+        self._next: int | None = None
+        self._sent: list[str] = []  # folders on the branch that this process put there
+        self._thread: threading.Thread | None = None
+
+    def push(self, step: int) -> None:
+        """A checkpoint is complete: send it now, or after the one that is being sent."""
+        if self._hub.checkpoints is None:
+            return
+        with self._lock:
+            self._drop()
+            self._stage(step)
+            self._next = step
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="checkpoints to the Hub", daemon=True)
+                self._thread.start()
+
+    def close(self, *, wait: bool) -> None:
+        """No more checkpoints come; `wait` for those that are not there yet."""
+        thread = self._thread
+        if thread is not None and wait:
+            self._say(f"waiting for the last checkpoint to reach {self._hub.repo_id}, branch {self._hub.checkpoints}")
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                step, self._next = self._next, None
+                if step is None:
+                    self._thread = None
+                    return
+            try:
+                patiently(lambda: self._send(step), attempts=ATTEMPTS, pause=self._pause, tell=lambda _: None)  # noqa: B023  # called at once
+            except Exception as error:  # no error of a network's is worth a training
+                text = hide_secrets(str(error), known_secrets())
+                kind = "" if isinstance(error, FinetuneError) else f"{type(error).__name__}: "
+                self._say(f"hub.checkpoints: step {step} was not pushed: {kind}{text}; the training goes on")
+            finally:
+                remove_folder(self._staged(step))
+
+    def _send(self, step: int) -> None:
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+        api, name = HfApi(endpoint=self._endpoint), step_folder(self._run_dir, step).name
+        repo, branch = str(self._hub.repo_id), str(self._hub.checkpoints)
+        ensure_repository(api, repo, public=not self._hub.private)
+        api.create_branch(repo, branch=branch, exist_ok=True)
+        changes: list[Any] = [
+            CommitOperationAdd(f"{name}/{file.name}", str(file)) for file in sorted(self._staged(step).iterdir())
+        ]
+        changes += [CommitOperationDelete(f"{old}/", is_folder=True) for old in self._sent if old != name]
+        api.create_commit(repo, changes, commit_message=f"checkpoint of step {step}", revision=branch)
+        self._sent = [name]
+
+    def _staged(self, step: int) -> Path:
+        return self._run_dir / f"{ASIDE}push-{step}"
+
+    def _stage(self, step: int) -> None:
+        """Keep the files for the time of sending, however soon the checkpoint is pruned: links take no room."""
+        staged = self._staged(step)
+        staged.mkdir(exist_ok=True)
+        for file in step_folder(self._run_dir, step).iterdir():
+            try:
+                os.link(file, staged / file.name)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(file, staged / file.name)
+
+    def _drop(self) -> None:
+        """The one that was waiting is overtaken."""
+        if self._next is not None:
+            self._say(f"hub.checkpoints: step {self._next} is overtaken by the next; it is not pushed")
+            remove_folder(self._staged(self._next))

@@ -1,0 +1,1 @@
+"""Configurations of other tools, brought into a recipe."""

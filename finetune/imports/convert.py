@@ -1,0 +1,177 @@
+"""`finetune import`: another tool's configuration into a recipe of ours; what cannot be carried over is listed."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from finetune.durable import write_text
+from finetune.errors import FinetuneError, RecipeError
+from finetune.imports import axolotl, llamafactory, torchtune, trl
+from finetune.imports.left_out import reason_for
+from finetune.imports.page import page, written
+from finetune.imports.theirs import LeftOut, Theirs
+from finetune.recipe_file import load_recipe
+from finetune.recipe_list import parse_gpus
+from finetune.yaml_text import MAX_BYTES, parse
+
+Tool = Literal["axolotl", "llamafactory", "trl", "torchtune"]
+TOOLS = get_args(Tool)
+_CONVERT: dict[Tool, Callable[[Theirs], None]] = {
+    "axolotl": axolotl.convert,
+    "llamafactory": llamafactory.convert,
+    "trl": trl.convert,
+    "torchtune": torchtune.convert,
+}
+_CALLED = {"axolotl": "axolotl", "llamafactory": "LLaMA-Factory", "trl": "TRL", "torchtune": "torchtune"}
+_MARK = "# Made by `finetune import` from "
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A recipe's text, and the account of how it came about."""
+
+    tool: Tool
+    text: str
+    carried: Mapping[str, tuple[Any, str]]
+    left_out: tuple[LeftOut, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "tool": self.tool,
+            "recipe": self.text,
+            "carried": {key: {"value": value, "from": why} for key, (value, why) in self.carried.items()},
+            "left_out": [vars(entry) for entry in self.left_out],
+        }
+
+
+def convert(file: Path, *, tool: Tool | None = None, gpus: str = "1") -> Imported:
+    """The recipe that trains as `file` does on so many GPUs (`4`, or `4x80GB`).
+
+    Raises RecipeError for a file that cannot be read, is no known tool's, or describes another kind of training.
+    """
+    values = _read(file)
+    tool = tool or _tool_of(file, values)
+    count, budget = _gpus(gpus)
+    theirs = Theirs(_CALLED[tool], values, count, file.parent)
+    try:
+        _CONVERT[tool](theirs)
+    except RecipeError as error:
+        raise RecipeError([f"{file}: {mistake}" for mistake in error.mistakes]) from None
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        # A section where a word belongs, or a word in the place of a number: theirs to tell, place by place.
+        text = f"{file}: is no configuration that {_CALLED[tool]} would read ({error}); correct it, or say --tool"
+        raise RecipeError([text]) from error
+    for key, value in theirs.unread():
+        level, reason = reason_for(key, value)
+        theirs.leave(key, level, reason, value)
+    theirs.write("budget", budget, f"--gpus {gpus}")
+    text = page(_title(file, tool, gpus), theirs.carried, theirs.left_out)
+    _check(file, text, theirs)
+    return Imported(tool, text, theirs.carried, tuple(theirs.left_out))
+
+
+def known_tool(name: str | None) -> Tool | None:
+    """The tool of this name, None for none. Raises FinetuneError."""
+    found = next((tool for tool in TOOLS if name and tool == name.lower().replace("-", "").replace("_", "")), None)
+    if name and found is None:
+        raise FinetuneError(f"--tool: {name}: write one of {', '.join(TOOLS)}")
+    return found
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise RecipeError([f"{file}: is larger than 1 MiB; name a tool's configuration"])
+        parsed = parse(file.read_text("utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise RecipeError([f"{file}: {reason}; name a tool's configuration"]) from None
+    if parsed.flaws:
+        raise RecipeError([f"{file}:{flaw.place.line}:{flaw.place.column}: {flaw.problem}" for flaw in parsed.flaws])
+    if not isinstance(parsed.value, dict):
+        raise RecipeError([f"{file}: is no page of key: value; name a tool's configuration"])
+    return {key: _interpolated(value, parsed.value) for key, value in parsed.value.items()}
+
+
+def _interpolated(value: Any, top: Mapping[str, Any], depth: int = 0) -> Any:
+    """torchtune's ${output_dir}: the value of a key of the same file."""
+    if isinstance(value, dict):
+        return {key: _interpolated(inner, top, depth) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_interpolated(inner, top, depth) for inner in value]
+    if not isinstance(value, str) or "${" not in value or depth > 5:
+        return value
+    alone = re.fullmatch(r"\$\{(\w+)\}", value)
+    if alone:
+        return _interpolated(top.get(alone[1]), top, depth + 1)
+    text = re.sub(r"\$\{(\w+)\}", lambda found: str(top.get(found[1], found[0])), value)
+    return _interpolated(text, top, depth + 1)
+
+
+def _tool_of(file: Path, values: Mapping[str, Any]) -> Tool:
+    """Whose configuration this is, by keys that only one of them has."""
+    if any(isinstance(value, dict) and "_component_" in value for value in values.values()):
+        return "torchtune"
+    if "base_model" in values:
+        return "axolotl"
+    if {"finetuning_type", "cutoff_len", "template", "dataset_dir"} & set(values):
+        return "llamafactory"
+    if "model_name_or_path" in values:
+        return "trl"
+    if "model" in values and "data" in values:
+        raise RecipeError([f"{file}: is a recipe already; look at it by: finetune check {file}"])
+    raise RecipeError([f"{file}: is no configuration of {', '.join(_CALLED.values())}; say whose by --tool"])
+
+
+def _gpus(text: str) -> tuple[int, dict[str, Any]]:
+    if re.fullmatch(r"[1-9]\d{0,4}", text):
+        return int(text), {"gpus": int(text)}
+    budget = parse_gpus(text)
+    count = max(1, budget.gpus * budget.nodes)
+    return count, budget.model_dump(exclude_defaults=True) or {"gpus": 0}
+
+
+def _title(file: Path, tool: Tool, gpus: str) -> list[str]:
+    return [
+        f"{_MARK.removeprefix('# ')}{file.name} ({_CALLED[tool]}), for {gpus} GPU{'s' * (gpus != '1')}.",
+        "Behind each line is the key it came from. Rows come in another order, from other random numbers.",
+    ]
+
+
+def _check(file: Path, text: str, theirs: Theirs) -> None:
+    """The recipe must be right, and say what was carried; a value that it refuses is told by their key."""
+    with tempfile.TemporaryDirectory(prefix="finetune-import-") as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(text, "utf-8")
+        try:
+            recipe = load_recipe(path).recipe.model_dump(mode="json")
+        except RecipeError as error:
+            told = [
+                _by_their_key(file, mistake.splitlines()[0].removeprefix(f"{path}:"), theirs)
+                for mistake in error.mistakes
+            ]
+            raise RecipeError(told) from None
+    for key, (value, _) in theirs.carried.items():
+        found: Any = recipe
+        for part in key.split("."):
+            found = found[part]
+        assert isinstance(value, (dict, list)) or found == value, f"{key}: {written(value)} became {written(found)}"
+
+
+def _by_their_key(file: Path, mistake: str, theirs: Theirs) -> str:
+    text = re.sub(r"^\d+:\d+: ", "", mistake)
+    ours = text.partition(": ")[0]
+    why = theirs.carried.get(ours, (None, ""))[1]
+    return f"{file}: {f'{why}: ' if why else ''}{text}"
+
+
+def write_recipe(path: Path, text: str) -> None:
+    """Writes the recipe; only one that this verb made is replaced. Raises FinetuneError, EnvironmentMismatch."""
+    if path.exists() and not (path.is_file() and path.read_bytes().startswith(_MARK.encode())):
+        raise FinetuneError(f"-o: {path}: exists and was not made by `finetune import`; name another")
+    write_text(path, text)

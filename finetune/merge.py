@@ -1,0 +1,183 @@
+"""A run's adapter merged into its base: safetensors that plain transformers loads, written one shard at a time.
+
+Of the base one tensor is read at a time, merged by peft in float32, and kept in the number format of the result until
+its shard is full. Beyond that nothing is held, so that a model that no memory here would take can be merged.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from finetune.adapter_file import AdapterFile, open_adapter
+from finetune.base_weights import INDEX, SINGLE, BaseWeights, open_base, read_settings
+from finetune.durable import disk_errors, write_json
+from finetune.errors import FinetuneError
+from finetune.model import structure_alone
+from finetune.quantized import as_quantized, quantized_layers
+from finetune.recipe import Recipe
+
+SHARD_BYTES = 2 * 10**9  # of one file; a tensor that is larger has a file of its own
+NOT_THE_MODELS = ("adapter_config.json", "adapter_model.safetensors", "README.md")
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What is merged: everything is on disk but the names."""
+
+    recipe: Recipe
+    base: BaseWeights
+    adapter: AdapterFile
+    quantized: frozenset[str]  # layers whose weights training had quantised
+    embedding: str  # the embeddings' tensor
+    head: str
+    tied: bool  # the base's head is its embeddings
+    device: torch.device
+
+    @property
+    def unties(self) -> bool:
+        """Whether head and embeddings, one tensor in the base, are two now."""
+        changed = {*self.adapter.replaced, *(f"{layer}.weight" for layer in self.adapter.layers)}
+        return self.tied and bool(changed & {self.embedding, self.head})
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The merged model's tensors, in the order of the base's files."""
+        shapes = dict(self.base.shapes)
+        if self.tied:
+            shapes.pop(self.head, None)
+        if self.unties:
+            shapes[self.head] = shapes[self.embedding]
+        return shapes
+
+    def tensor(self, name: str, dtype: torch.dtype, *, dequantized: bool) -> Tensor:
+        """One tensor of the merged model, on the host.
+
+        Args:
+            dtype: Of numbers; what is none stays as it is.
+            dequantized: Where training had a quantised weight, take what that stood for, and not the base's own.
+        """
+        if name in self.adapter.replaced:
+            return self.adapter.read(self.adapter.replaced[name]).to(dtype, copy=True)
+        stored = self.base.read(self.embedding if self.tied and name == self.head else name)
+        if not stored.is_floating_point():
+            return stored.clone()
+        # The number format of the recipe: it is what training saw, and what initialisations were made from.
+        weight = stored.to(self.device, getattr(torch, self.recipe.model.dtype), copy=True)
+        layer, adapter = name.removesuffix(".weight"), self.adapter
+        if layer in self.quantized:
+            weight = self._quantized(layer, weight, dequantized=dequantized)
+        elif layer in adapter.layers:
+            weight = adapter.start(weight)
+        if layer in adapter.layers:
+            weight = adapter.merged(layer, weight.float())
+        return weight.to("cpu", dtype)
+
+    def _quantized(self, layer: str, weight: Tensor, *, dequantized: bool) -> Tensor:
+        """The frozen weight of a layer that training had quantised, before its adapter."""
+        assert self.recipe.quantization is not None
+        rounded = as_quantized(weight, self.recipe.quantization)
+        moved = layer in self.adapter.layers and self.adapter.moves_the_base
+        if not moved:
+            return rounded if dequantized else weight
+        left = self.adapter.start(rounded.float())  # peft takes its part away in float32 and quantises the rest
+        if dequantized:
+            return as_quantized(left, self.recipe.quantization)
+        return weight.float() + (left - rounded.float())
+
+
+def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
+    """Reads names and settings, no weights. Raises FinetuneError when the run has nothing that could be merged."""
+    if recipe.lora is None:
+        raise FinetuneError(f"{run_dir}: all weights were trained: {run_dir / 'model'} is the whole model already")
+    if not (run_dir / "adapter").is_dir():
+        raise FinetuneError(f"{run_dir}: this run has not finished: adapter/ is not there; resume it first")
+    adapter, base, structure = open_adapter(run_dir / "adapter"), open_base(recipe.model), structure_alone(recipe)
+    names = {id(module): name for name, module in structure.named_modules()}
+    head, embedding = (
+        f"{names[id(module)]}.weight"
+        for module in (structure.get_output_embeddings(), structure.get_input_embeddings())
+    )
+    quantized = frozenset(names[id(layer)] for layer in quantized_layers(structure))
+    # Only its own structure tells what ties a model: configurations state it for models that have no such weights too.
+    tied = bool(structure.config.get_text_config().tie_word_embeddings)
+    merge = Merge(recipe, base, adapter, quantized, embedding, head, tied, device)
+    wanted = {*adapter.replaced, *(f"{layer}.weight" for layer in adapter.layers)}
+    if lost := sorted(wanted - merge.shapes().keys()):
+        raise FinetuneError(
+            f"{recipe.model.name_or_path}: the adapter changes {len(lost)} tensors that the base's files do not have, "
+            f"first {lost[0]}; save the base once by transformers' save_pretrained and name that folder"
+        )
+    return merge
+
+
+def write_merged(
+    merge: Merge, folder: Path, dtype: torch.dtype, *, dequantized: bool, tell: Callable[[str], None]
+) -> None:
+    """Weights, config and tokenizer into `folder`, which is made."""
+    folder.mkdir(parents=True)
+    with disk_errors(folder):
+        _write_weights(merge, folder, dtype, dequantized=dequantized, tell=tell)
+        _write_settings(merge, folder, dtype)
+        _copy_tokenizer(merge.adapter.path.parent, folder)
+
+
+def _write_weights(
+    merge: Merge, folder: Path, dtype: torch.dtype, *, dequantized: bool, tell: Callable[[str], None]
+) -> None:
+    shards = list(_shards(merge.shapes(), dtype.itemsize))
+    places: dict[str, str] = {}
+    total = 0
+    for number, names in enumerate(shards, start=1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: merge.tensor(name, dtype, dequantized=dequantized) for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        places |= dict.fromkeys(names, file)
+        tell(f"{file}: {len(names)} tensors")
+        tensors.clear()  # before the next shard is begun
+    if len(shards) > 1:
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})
+
+
+def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    held = 0
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel() * itemsize
+        if names and held + size > SHARD_BYTES:
+            yield names
+            names, held = [], 0
+        names.append(name)
+        held += size
+    yield names
+
+
+def _write_settings(merge: Merge, folder: Path, dtype: torch.dtype) -> None:
+    """The base's own files with what is another now: those who serve models read names that transformers renamed."""
+    section = merge.recipe.model
+    config = read_settings(section, "config.json")
+    assert config is not None, "open_base has seen it"
+    named = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+    config |= dict.fromkeys(named, str(dtype).removeprefix("torch."))
+    config.pop("_name_or_path", None)  # it is not that model any more
+    if merge.unties:
+        config["tie_word_embeddings"] = False
+    write_json(folder / "config.json", config)
+    generation = read_settings(section, "generation_config.json")
+    if generation is not None:
+        write_json(folder / "generation_config.json", generation)
+
+
+def _copy_tokenizer(adapter: Path, folder: Path) -> None:
+    """The adapter's folder has it, with the chat template that was trained with."""
+    for path in sorted(adapter.rglob("*")):
+        if path.is_file() and path.name not in NOT_THE_MODELS:
+            target = folder / path.relative_to(adapter)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)

@@ -1,0 +1,177 @@
+"""`finetune merge`: which base, into which folder, and how well the result agrees with what was trained."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from finetune.agreement import Agreement, Question, Reference, ask_reference, compare, questions_of
+from finetune.batches import prepare
+from finetune.durable import ASIDE, publish_folder, remove_folder, write_json
+from finetune.errors import FinetuneError
+from finetune.merge import Merge, plan_merge, write_merged
+from finetune.model import load_tokenizer
+from finetune.recipe import Dtype
+from finetune.tuned import FinishedRun, best_device, finished_run, fitting, load_adapted, load_whole
+
+# What an adapter beside a quantised base can be merged into: the base's own weights, or what the quantised ones,
+# beside which it was trained, stand for.
+Base = Literal["own", "dequantized"]
+NOTHING_LOST = 0.1  # of what the adapter changed (in KL): a merged model that is further off gets a note
+
+
+def merge_run(
+    run_dir: Path,
+    *,
+    dtype: Dtype | None,
+    base: Base | None,
+    prompts: int,
+    tell: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Writes run_dir/merged and its merge.json, and returns that.
+
+    Args:
+        dtype: Of the merged weights; None: the recipe's `model.dtype`.
+        base: None: own, and for a run with a quantised base that of the two which agrees best with the adapter.
+        prompts: Held-out documents to compare by; 0: nothing is compared, and dequantized is taken.
+
+    Raises:
+        FinetuneError: no finished run with an adapter, a base without safetensors, an adapter that does not fit.
+        DoesNotFit: a whole model, which comparing needs, does not fit on the GPU.
+    """
+    run = finished_run(run_dir)
+    device = best_device()
+    merge = plan_merge(run.recipe, run_dir, device)
+    chosen: Dtype = dtype or run.recipe.model.dtype
+    made: dict[Base, Path] = {}
+    try:
+        for kind in _candidates(run, base, compared=prompts > 0):
+            tell(f"merging into {_words(run, kind)}")
+            made[kind] = run_dir / f"{ASIDE}merged-{kind}"
+            remove_folder(made[kind])
+            write_merged(merge, made[kind], getattr(torch, chosen), dequantized=kind == "dequantized", tell=tell)
+        found = _verify(run, merge, made, prompts, tell) if prompts else None
+        best = next(iter(made)) if found is None else _nearest(found["candidates"])
+        facts = {"base": best, "dtype": chosen, "agreement": found, **_sizes(made[best])}
+        write_json(made[best] / "merge.json", facts)
+        publish_folder(made[best], run_dir / "merged")
+    finally:
+        for folder in made.values():
+            remove_folder(folder)
+    return {"folder": str(run_dir / "merged"), **facts}
+
+
+def _candidates(run: FinishedRun, base: Base | None, *, compared: bool) -> list[Base]:
+    if run.recipe.quantization is None:
+        if base == "dequantized":
+            raise FinetuneError(
+                f"{run.folder}: its base was not quantised, so there is no dequantized one to merge into"
+            )
+        return ["own"]
+    if base is not None:
+        return [base]
+    return ["dequantized", "own"] if compared else ["dequantized"]
+
+
+def _words(run: FinishedRun, kind: Base) -> str:
+    own = "the base's own weights"
+    return own if kind == "own" else "what the quantised weights stand for"
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    weights = [path.stat().st_size for path in folder.glob("*.safetensors")]
+    return {"files": len(weights), "bytes": sum(weights)}
+
+
+def _verify(
+    run: FinishedRun, merge: Merge, made: Mapping[Base, Path], prompts: int, tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """The figures of each candidate, and of the base without the adapter, by the same documents."""
+    prepared = prepare(run.recipe, load_tokenizer(run.recipe))
+    vocabulary = merge.shapes().get(merge.head, merge.shapes()[merge.embedding])[0]
+    questions = questions_of(prepared, prompts, vocabulary)
+    tell(f"comparing over {len(questions)} documents")
+    with fitting(merge.device):
+        reference, without = _beside(run, questions, merge.device)
+        candidates = {kind: _compared(folder, reference, merge.device) for kind, folder in made.items()}
+    return {
+        "documents": len(questions),
+        "held_out": bool(len(prepared.split.held_out)),
+        "tokens": reference.tokens,
+        "adapter": reference.adapter.as_json(),
+        "candidates": {kind: agreement.as_json() for kind, agreement in candidates.items()},
+        "base": without.as_json(),
+    }
+
+
+def _beside(run: FinishedRun, questions: Sequence[Question], device: torch.device) -> tuple[Reference, Agreement]:
+    """What the adapter beside its base says, and how far the base alone is from that."""
+    adapted: Any = load_adapted(run, device)
+    reference = ask_reference(adapted, questions)
+    if run.base_is_inside:
+        with adapted.disable_adapter():
+            without = compare(adapted, reference)
+    del adapted
+    gc.collect()  # peft's model refers to itself in circles, and the next one needs its memory
+    if not run.base_is_inside:
+        without = compare(load_whole(run, device, tuned=False), reference)
+    return reference, without
+
+
+def _compared(folder: Path, reference: Reference, device: torch.device) -> Agreement:
+    """By plain transformers, as everybody loads it."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", use_safetensors=True, output_loading_info=True
+    )
+    model, info = loaded
+    wrong = sorted(str(name) for names in info.values() for name in names)
+    if wrong:
+        raise FinetuneError(f"{folder}: plain transformers misses or finds too much: {', '.join(wrong[:3])}")
+    return compare(model.to(device).eval(), reference)
+
+
+def _nearest(candidates: Mapping[Base, Mapping[str, float]]) -> Base:
+    return min(candidates, key=lambda kind: candidates[kind]["kl"])
+
+
+def in_words(facts: Mapping[str, Any]) -> str:
+    """What the verb shows: the folder, a table, and what to make of it."""
+    size = f"{facts['files']} files, {facts['bytes'] / 1e6:,.0f} MB, {facts['dtype']}"
+    return "\n".join([*_table(facts), f"merged: {facts['folder']} ({size})", *_advice(facts)])
+
+
+def _table(facts: Mapping[str, Any]) -> Iterator[str]:
+    found = facts["agreement"]
+    if found is None:
+        yield "not compared with the adapter: --verify is 0"
+        return
+    kind = "held-out" if found["held_out"] else "training (none are held out)"
+    yield f"{found['tokens']:,} answer tokens of {found['documents']} {kind} documents, computed in float32:"
+    yield f"{'':24}{'same top token':>15}{'mean KL':>11}{'largest logit difference':>26}{'loss':>9}"
+    rows = {"the adapter": found["adapter"]}
+    for kind, figures in found["candidates"].items():
+        rows["merged" if len(found["candidates"]) == 1 else f"merged, {kind} base"] = figures
+    rows["the base"] = found["base"]
+    for name, row in rows.items():
+        yield (
+            f"{name:24}{row['top1']:>15.2%}{row['kl']:>11.2e}{row['largest_logit_difference']:>26.2e}{row['loss']:>9.4f}"
+        )
+
+
+def _advice(facts: Mapping[str, Any]) -> Iterator[str]:
+    found = facts["agreement"]
+    if found is None:
+        return
+    if len(found["candidates"]) > 1:
+        loss = min(found["candidates"], key=lambda kind: found["candidates"][kind]["loss"])
+        yield f"base: {facts['base']}, which agrees better with the adapter" + (
+            "" if loss == facts["base"] else f"; the loss is lower with {loss}: --base {loss}"
+        )
+    lost = found["candidates"][facts["base"]]["kl"] / max(found["base"]["kl"], 1e-12)
+    if lost > NOTHING_LOST and facts["dtype"] != "float32":
+        yield f"note: {lost:.0%} of what the adapter changed is lost in {facts['dtype']}; take --dtype float32"

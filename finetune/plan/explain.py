@@ -1,0 +1,96 @@
+"""The arithmetic of a plan in words and figures of one recipe: bytes a weight, Adam, ZeRO, recomputation, the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from finetune.plan.closed import estimate, unknown
+from finetune.plan.gpus import Gpus
+from finetune.plan.layer_terms import FLOAT32, HALF
+from finetune.plan.shape import Shape, shape_of
+from finetune.plan.variants import changed
+from finetune.recipe import Recipe
+
+NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # half a byte, a byte a block of 64, four bytes a block of 256 such
+WHOLE_LOSS = 12  # bytes a logit where all are held: bfloat16, float32, and float32 logarithms that turn into gradients
+
+
+def explain(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -> str:
+    """Paragraphs to be read after the plan. Raises KeyError for an architecture whose sizes are not known."""
+    shape = shape_of(recipe, config)
+    ranks = gpus.count * gpus.nodes if gpus else 1
+    trained = shape.total if recipe.lora is None else shape.adapters * shape.layers
+    parts = [_weights(recipe, shape, trained), _adam(recipe, trained), _zero(recipe, trained, ranks)]
+    if gpus is not None and unknown(recipe, config, gpus) is None:
+        parts += [_recomputation(recipe, config, gpus), _loss(recipe, shape)]
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.0f} MB"
+
+
+def _weights(recipe: Recipe, shape: Shape, trained: int) -> Iterator[str]:
+    matrices = shape.matrices * shape.layers
+    rest = shape.total - matrices
+    yield f"Weights: {shape.total:,}, of which {matrices:,} in the matrices of {shape.layers} layers."
+    yield (
+        f"  float32 takes 4 bytes each, {_gb(4 * shape.total)}; bfloat16 and float16 2, {_gb(2 * shape.total)}; int8 1 "
+        f"in the matrices, {_gb(matrices + 2 * rest)}; NF4 with its scales {NF4:.3f} there, "
+        f"{_gb(NF4 * matrices + 2 * rest)}."
+    )
+    if recipe.lora is not None:
+        share = 100 * trained / shape.total
+        yield f"  This recipe trains adapters of rank {recipe.lora.r}: {trained:,} weights, {share:.2f} % as many."
+    else:
+        yield "  This recipe trains all of them."
+
+
+def _adam(recipe: Recipe, trained: int) -> Iterator[str]:
+    width = HALF if recipe.training.pure_bf16 else FLOAT32
+    each = 4 * width
+    if recipe.training.optim.endswith("8bit"):
+        each = 2 * width + 2
+    moments = each - 2 * width
+    yield (
+        f"AdamW: a trained weight takes {width} bytes, its gradient {width}, its two moments {moments} together: "
+        f"{each} bytes, {_gb(each * trained)} for all that this recipe trains."
+    )
+
+
+def _zero(recipe: Recipe, trained: int, ranks: int) -> Iterator[str]:
+    width = HALF if recipe.training.pure_bf16 else FLOAT32
+    yield f"Sharding these {_gb(4 * width * trained)} over {ranks} GPU{'s' if ranks > 1 else ''}, bytes on each:"
+    for name, whole in (
+        ("no sharding (DDP)", (1, 1, 1)),
+        ("moments (ZeRO-1)", (1, 1, ranks)),
+        ("gradients too (ZeRO-2)", (1, ranks, ranks)),
+        ("weights too (ZeRO-3, FSDP2)", (ranks, ranks, ranks)),
+    ):
+        weights, gradients, moments = (width * trained // cut for cut in whole)
+        yield f"  {name:<28} {_gb(weights + gradients + 2 * moments):>10}"
+
+
+def _recomputation(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Iterator[str]:
+    tokens = recipe.training.per_device_batch_size * recipe.data.max_length
+    kept, needed = [], []
+    for setting in (False, True):
+        found = estimate(changed(recipe, {"training.activation_checkpointing": setting}), config, gpus)
+        kept.append(found.phases["backward"].get("activations", 0))
+        needed.append(found.needed)
+    yield (
+        f"Activations: what {tokens:,} tokens leave for backward takes {_gb(kept[0])} without recomputation and "
+        f"{_gb(kept[1])} with it (activation_checkpointing: true), which costs a third more compute."
+    )
+    yield f"  All in all {_gb(needed[0])} a GPU without it, {_gb(needed[1])} with it."
+
+
+def _loss(recipe: Recipe, shape: Shape) -> Iterator[str]:
+    tokens = recipe.training.per_device_batch_size * recipe.data.max_length
+    logits = tokens * shape.vocabulary
+    chunk = min(logits, 2**28 // 4)
+    yield (
+        f"The loss: {tokens:,} tokens times {shape.vocabulary:,} words are {logits / 1e6:,.0f} million logits, "
+        f"{_gb(WHOLE_LOSS * logits)} if all were held at once; a chunk at a time they take {_gb(WHOLE_LOSS * chunk)}."
+    )

@@ -1,0 +1,128 @@
+"""The best variant of a recipe for a model and GPUs, by the closed form; and that as a commented file.
+
+Best is: rows of 2,048 tokens at least; then all weights in float32 before adapters, adapters before adapters over a
+4-bit base; then longer rows up to 4,096; then less traffic, less recomputation, more rows at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+from finetune.errors import DoesNotFit
+from finetune.plan.closed import estimate, unknown
+from finetune.plan.gpus import Gpus
+from finetune.recipe import Budget, Data, DataSet, EvalFraction, Lora, ModelSection, Quantization, Recipe, Training
+
+LENGTHS = (4096, 2048, 1024, 512)
+METHODS = ("full", "lora", "qlora")
+ROWS = (8, 4, 2, 1)
+TOKENS_AT_ONCE = 8192  # more than these make a step no quicker
+GLOBAL_BATCH = 64
+STRATEGIES = ("ddp", "fsdp2_grad_op", "fsdp2")
+SAMPLE = "data/sample_chat.jsonl"
+
+
+def candidates(model: str, gpus: Gpus) -> Iterator[Recipe]:
+    """All variants for these GPUs, the best first."""
+    ranks = gpus.count * gpus.nodes
+    strategies = STRATEGIES if ranks > 1 else ("single",)
+    recomputing: tuple[bool | int, ...] = (False, 2, True)
+    for long_rows, method in product((True, False), METHODS):
+        lengths = [length for length in LENGTHS if (length >= 2048) == long_rows]
+        for length, strategy, every, rows in product(lengths, strategies, recomputing, ROWS):
+            if rows == 1 or rows * length <= TOKENS_AT_ONCE:
+                yield _variant(model, gpus, method, length, strategy, every, min(rows, max(1, GLOBAL_BATCH // ranks)))
+
+
+def _variant(model: str, gpus: Gpus, method: str, length: int, strategy: str, every: bool | int, rows: int) -> Recipe:
+    four_bit = Quantization(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16") if method == "qlora" else None
+    return Recipe(
+        budget=Budget(gpus=gpus.count, gpu_memory_gb=gpus.memory / 1e9, nodes=gpus.nodes),
+        accelerate_config=strategy,
+        model=ModelSection(name_or_path=model),
+        quantization=four_bit,
+        lora=None if method == "full" else Lora(),
+        data=Data(train=[DataSet(path="json", data_files=SAMPLE)], eval=EvalFraction(fraction=0.05), max_length=length),
+        training=Training(
+            global_batch_size=max(GLOBAL_BATCH, gpus.count * gpus.nodes),
+            per_device_batch_size=rows,
+            learning_rate=2e-5 if method == "full" else 2e-4,
+            activation_checkpointing=every,
+        ),
+    )
+
+
+def picks(model: str, config: Mapping[str, Any], gpus: Gpus) -> Iterator[Recipe]:
+    """Those that surely fit, the best first: to be planned by trace until one does."""
+    for recipe in candidates(model, gpus):
+        if unknown(recipe, config, gpus) is None and estimate(recipe, config, gpus).upper <= gpus.memory:
+            yield recipe
+
+
+def smallest(model: str, config: Mapping[str, Any], gpus: Gpus) -> int:
+    """Bytes that the smallest variant needs. Raises DoesNotFit where no variant can be estimated."""
+    needs = [
+        estimate(recipe, config, gpus).upper
+        for recipe in candidates(model, gpus)
+        if unknown(recipe, config, gpus) is None
+    ]
+    if not needs:
+        raise DoesNotFit(f"--model: {model}: no variant of it can be estimated; plan a recipe of yours instead")
+    return min(needs)
+
+
+def commented(recipe: Recipe, needed: int, gpus: Gpus) -> str:
+    """A recipe's file, with the reason beside each choice."""
+    training, budget = recipe.training, recipe.budget
+    ranks, gib = gpus.count * gpus.nodes, needed / 2**30
+    how = "--multi_gpu " if ranks > 1 else ""
+    method = "LoRA over a 4-bit base" if recipe.quantization else "LoRA" if recipe.lora else "every weight trained"
+    name = recipe.model.name_or_path.rpartition("/")[2]
+    room = gpus.memory / 2**30
+    lines = [
+        f"# {name}, {method}, on {ranks} x {gpus.name}; picked by finetune plan.",
+        f"#   accelerate launch {how}--num_processes {ranks} finetune/train.py THIS_FILE",
+        f"# Planned: {gib:.1f} GiB of each GPU's {room:.1f}, by a trace; finetune plan THIS_FILE shows where.",
+        f"budget: {{gpus: {budget.gpus}, gpu_memory_gb: {budget.gpu_memory_gb:g}, nodes: {budget.nodes}}}",
+        f"accelerate_config: {recipe.accelerate_config}  # {_WHY[recipe.accelerate_config]}",
+        "model:",
+        f"  name_or_path: {recipe.model.name_or_path}",
+    ]
+    if recipe.quantization:
+        lines += [
+            "quantization:",
+            "  load_in_4bit: true  # half a byte a weight; in bfloat16 it did not fit",
+            "  bnb_4bit_quant_storage: bfloat16  # as sharded strategies move it",
+        ]
+    lines += [
+        "lora: {r: 16, lora_alpha: 32, target_modules: all-linear}" if recipe.lora else "lora: null  # all are trained",
+        "data:",
+        "  train:",
+        f"    - {{path: json, data_files: {SAMPLE}}}  # your own rows go here",
+        "  eval: {fraction: 0.05}",
+        f"  max_length: {recipe.data.max_length}",
+        "training:",
+        f"  global_batch_size: {training.global_batch_size}  # rows per optimizer step over all GPUs",
+        f"  per_device_batch_size: {training.per_device_batch_size}",
+        f"  learning_rate: {training.learning_rate:g}",
+        f"  activation_checkpointing: {json.dumps(training.activation_checkpointing)}  # {_recomputes(training)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _recomputes(training: Training) -> str:
+    if not training.activation_checkpointing:
+        return "there is room for all activations"
+    every = int(training.activation_checkpointing)
+    return "a third more compute, for memory" if every == 1 else f"one layer of {every} is computed twice"
+
+
+_WHY = {
+    "single": "one process, one GPU",
+    "ddp": "a copy on each GPU, one reduction a step",
+    "fsdp2_grad_op": "weights gathered once a micro-batch",
+    "fsdp2": "weights, gradients and AdamW's state cut over the GPUs",
+}

@@ -1,0 +1,199 @@
+"""What one rank holds all through a training, and what each of its layers leaves for backward: bytes, by arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+from finetune.plan.gpus import Gpus
+from finetune.plan.layer_terms import FLOAT32, HALF, Step, Way, layer_steps
+from finetune.plan.shape import Shape, shape_of
+from finetune.recipe import Recipe
+from finetune.strategy import Strategy
+from finetune.strategy import read_strategy as _read
+
+CUBLAS = 2 * 32 * 2**20  # workspaces of the two threads that multiply
+Parts = dict[str, int]
+
+read_strategy = lru_cache(_read)  # of a few names, thousands of times
+
+
+@dataclass(frozen=True)
+class Job:
+    """One recipe on one rank."""
+
+    recipe: Recipe
+    config: Mapping[str, Any]
+    gpus: Gpus
+    strategy: Strategy = field(init=False)
+    shape: Shape = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "strategy", read_strategy(self.recipe.accelerate_config))
+        object.__setattr__(self, "shape", shape_of(self.recipe, self.config))
+
+    @cached_property
+    def sharded(self) -> bool:
+        return self.strategy.kind == "fsdp"
+
+    @cached_property
+    def ranks(self) -> int:
+        return 1 if self.strategy.kind == "single" else self.gpus.count * self.gpus.nodes
+
+    @cached_property
+    def shards(self) -> int:
+        if not self.sharded:
+            return 1
+        copies = self.strategy.replicas
+        return self.ranks if copies is None else self.ranks // (copies or self.gpus.nodes)
+
+    @cached_property
+    def full(self) -> bool:
+        return self.recipe.lora is None
+
+    @cached_property
+    def four_bit(self) -> bool:
+        return self.recipe.quantization is not None
+
+    @cached_property
+    def width(self) -> int:
+        """Bytes of a trained weight."""
+        return HALF if self.recipe.training.pure_bf16 else FLOAT32
+
+    @cached_property
+    def tokens(self) -> int:
+        return self.recipe.training.per_device_batch_size * self.recipe.data.max_length
+
+    @cached_property
+    def micro_steps(self) -> int:
+        training = self.recipe.training
+        return math.ceil(training.global_batch_size / (training.per_device_batch_size * self.ranks))
+
+    @cached_property
+    def way(self) -> Way:
+        apart = self.full and self.width == FLOAT32 and not self.sharded
+        return Way(
+            tokens=self.tokens,
+            rows=self.recipe.training.per_device_batch_size,
+            stream=FLOAT32 if apart else HALF,
+            trained=self.full,
+            wide=not self.full and self.width == FLOAT32 and not self.sharded,
+            four_bit=self.four_bit,
+            whole_gradients=self.sharded,
+        )
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        return layer_steps(self.shape, self.way)
+
+    @cached_property
+    def kept(self) -> int:
+        return sum(step.kept for step in self.steps)
+
+    @cached_property
+    def casts(self) -> int:
+        return sum(step.casts for step in self.steps)
+
+    @cached_property
+    def every(self) -> int:
+        return int(self.recipe.training.activation_checkpointing)
+
+    def unresharded(self, layers: int) -> int:
+        """Bytes of so many layers, and of embeddings that are a unit, where forward leaves them gathered."""
+        if self.strategy.reshard_after_forward:
+            return 0
+        return layers * self.unit + HALF * self.shape.table * (not self.shape.tied)
+
+    def recomputed(self, layer: int) -> bool:
+        return bool(self.every) and layer % self.every == 0
+
+    def cut(self, rows: int, columns: int) -> int:
+        """Weights of a matrix that rank 0 holds."""
+        return -(-rows // self.shards) * columns
+
+    @cached_property
+    def trained_of_layer(self) -> int:
+        """Weights of a layer that are trained, whole."""
+        return self.shape.matrices + self.shape.small if self.full else self.shape.adapters
+
+    @cached_property
+    def trained(self) -> int:
+        """Weights that are trained, of this rank."""
+        shape, rank = self.shape, 0
+        if self.full:
+            ends = self.cut(shape.vocabulary, shape.hidden) * (1 if shape.tied else 2) + self.cut(shape.hidden, 1)
+            return shape.layers * self._base_of_layer() + ends
+        for linear in shape.linears.values():
+            rank += self.cut(linear.rank, linear.inputs) + self.cut(linear.outputs, linear.rank)
+        return shape.layers * rank
+
+    def _base_of_layer(self) -> int:
+        shape = self.shape
+        matrices = sum(self.cut(linear.outputs, linear.inputs) for linear in shape.linears.values())
+        biases = sum(self.cut(linear.outputs, 1) for linear in shape.linears.values() if linear.bias)
+        return matrices + biases + 2 * self.cut(shape.hidden, 1) + 2 * self.cut(shape.head, 1) * shape.normed_heads
+
+    @cached_property
+    def parameters(self) -> int:
+        """Bytes of weights and buffers, of this rank."""
+        shape = self.shape
+        if self.full:
+            return self.width * self.trained + FLOAT32 * shape.head
+        ends = self.cut(shape.vocabulary, shape.hidden) * (1 if shape.tied else 2) + self.cut(shape.hidden, 1)
+        base = HALF * ends + shape.layers * self._frozen_of_layer()
+        return base + self.width * self.trained + FLOAT32 * shape.head
+
+    def _frozen_of_layer(self) -> int:
+        if not self.four_bit:
+            return HALF * self._base_of_layer()
+        shape = self.shape
+        found = HALF * (self._base_of_layer() - sum(self.cut(x.outputs, x.inputs) for x in shape.linears.values()))
+        for linear in shape.linears.values():
+            found += -(-linear.weights // 2 // self.shards) + _scales(self.recipe, linear.weights)
+        return found
+
+    @cached_property
+    def unit(self) -> int:
+        """Bytes of a layer put together from its shards, in the computation's format."""
+        shape = self.shape
+        if self.full:
+            return HALF * self.trained_of_layer
+        matrices = shape.matrices // 2 if self.four_bit else HALF * shape.matrices
+        return matrices + HALF * (shape.small + shape.adapters)
+
+    @cached_property
+    def gradients(self) -> int:
+        return self.width * self.trained
+
+    @cached_property
+    def static(self) -> Parts:
+        state = 2 * self.width * self.trained
+        return {"parameters": self.parameters, "optimizer state": state, "other": CUBLAS}
+
+    @cached_property
+    def left(self) -> Parts:
+        """What the graph of the micro-batch before leaves, whose loss the loop still names: the embeddings' output and
+        its gradient, which transformers asks for when it recomputes."""
+        stream = self.way.stream * self.tokens * self.shape.hidden * (not self.full and bool(self.every))
+        return {"activations": stream, "backward workspace": stream}
+
+    def stays(self, layers: int) -> tuple[int, int]:
+        """Activations and casts of weights that the first so many layers leave for backward."""
+        entering = self.way.stream * self.tokens * self.shape.hidden
+        again = -(-layers // self.every) if self.every else 0
+        whole = layers - again
+        # What the first layer is given needs no gradient where the embeddings are frozen and nothing is recomputed.
+        spared = 0 if self.full or self.every or not layers else FLOAT32 * self.tokens * (self.shape.hidden + 1)
+        return again * entering + whole * self.kept - spared, whole * self.casts
+
+
+def _scales(recipe: Recipe, weights: int) -> int:
+    """Bytes of what undoes the packing of a 4-bit matrix."""
+    assert recipe.quantization is not None
+    blocks = -(-weights // 64)
+    if not recipe.quantization.bnb_4bit_use_double_quant:
+        return FLOAT32 * (blocks + 16)
+    return blocks + FLOAT32 * (-(-blocks // 256) + 16 + 256 + 1)

@@ -1,0 +1,148 @@
+"""What to change when a recipe does not fit, what spare memory could buy, and how far one size can go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from finetune.errors import FinetuneError
+from finetune.plan.closed import estimate, unknown
+from finetune.plan.gpus import Gpus
+from finetune.plan.variants import Changes, Variant, changed, larger, smaller
+from finetune.recipe import Recipe
+
+LENGTH, ROWS = "data.max_length", "training.per_device_batch_size"
+GROWING = {"max_length": LENGTH, "per_device_batch_size": ROWS}
+GRAIN = {LENGTH: 128, ROWS: 1}  # what a proposed value is a multiple of
+
+
+class Plan(Protocol):
+    """What is asked of a plan: job.Planned."""
+
+    @property
+    def needed(self) -> int: ...
+
+    @property
+    def fits(self) -> bool: ...
+
+
+Planner = Callable[[Recipe, Gpus], Plan]
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change, what it leaves needed, and what one gives up, or gets."""
+
+    words: str  # key=value ..., to be pasted
+    changes: Changes
+    needed: int
+    says: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"change": self.words, "needed_bytes": self.needed, "means": list(self.says)}
+
+
+def remedies(
+    recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, plan: Planner, *, most: int = 3, tries: int = 6
+) -> list[Remedy]:
+    """Changes that make it fit, the cheapest first, each planned by `plan`; the closed form says which are worth it.
+
+    None holds another that is shown. `tries`: plans made at most, for each takes seconds.
+    """
+    found: list[Remedy] = []
+    for variant in smaller(recipe, gpus):
+        if len(found) == most or not tries:
+            break
+        if any(_holds(variant.changes, shown.changes) for shown in found) or not _may_fit(variant, config, gpus):
+            continue
+        tries -= 1
+        planned = plan(variant.recipe, gpus)
+        if planned.fits:
+            found.append(Remedy(variant.words(), variant.changes, planned.needed, variant.says))
+    return found
+
+
+def spare(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> list[Remedy]:
+    """What the memory that is left could buy, by the closed form and with its margin: one change each, at most one
+    for each key."""
+    longest = int(config.get("max_position_embeddings") or recipe.data.max_length)
+    found: dict[str, Remedy] = {}
+    for variant in larger(recipe, gpus, longest):
+        (key,) = variant.changes
+        if key not in found and unknown(variant.recipe, config, gpus) is None:
+            upper = estimate(variant.recipe, config, gpus).upper
+            if upper <= gpus.memory:
+                found[key] = Remedy(variant.words(), variant.changes, upper, variant.says)
+    return list(found.values())
+
+
+def _holds(changes: Changes, other: Changes) -> bool:
+    return changes.keys() >= other.keys()
+
+
+def _may_fit(variant: Variant, config: Mapping[str, Any], gpus: Gpus) -> bool:
+    return (
+        unknown(variant.recipe, config, gpus) is None and estimate(variant.recipe, config, gpus).needed <= gpus.memory
+    )
+
+
+def largest(
+    recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None, name: str, plan: Planner
+) -> tuple[str, int, int]:
+    """The largest `max_length` or `per_device_batch_size` that fits: key, value, and bytes needed, planned by `plan`.
+
+    Raises FinetuneError for another name, where no GPU is named, and where not even the smallest fits.
+    """
+    key = GROWING.get(name.rpartition(".")[2])
+    if key is None:
+        raise FinetuneError(f"--max: {name}: is no size to be searched; write {' or '.join(GROWING)}")
+    if gpus is None:
+        raise FinetuneError(f"--max: {name}: no GPU is named; add --gpus 4x24GB")
+    room = gpus
+    plans: dict[int, Plan] = {}
+
+    def planned(value: int) -> Plan:
+        if value not in plans:
+            plans[value] = plan(changed(recipe, {key: value}), room)
+        return plans[value]
+
+    values = _values(recipe, config, gpus, key)
+    best = _last(values, lambda value: _expected(changed(recipe, {key: value}), config, room, planned, value))
+    # The closed form is 1 % off at most, so the plan agrees at once or a few steps further on.
+    while best >= 0 and not planned(values[best]).fits:
+        best -= 1
+    if best < 0:
+        raise FinetuneError(f"{key}: not even {values[0]} fits; plan without --max for the changes that do")
+    while best + 1 < len(values) and planned(values[best + 1]).fits:
+        best += 1
+    return key, values[best], planned(values[best]).needed
+
+
+def _expected(
+    recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, planned: Callable[[int], Plan], value: int
+) -> bool:
+    if unknown(recipe, config, gpus) is None:
+        return estimate(recipe, config, gpus).needed <= gpus.memory
+    return planned(value).fits
+
+
+def _values(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, key: str) -> Sequence[int]:
+    if key == ROWS:
+        return range(1, recipe.training.global_batch_size + 1)
+    longest = int(config.get("max_position_embeddings") or 131_072)
+    return range(GRAIN[key], longest + 1, GRAIN[key])
+
+
+def _last(values: Sequence[int], fits: Callable[[int], bool]) -> int:
+    """Index of the last value that fits, where larger ones do not; -1: none does."""
+    low, high = -1, len(values)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(values[middle]) else (low, middle)
+    return low
+
+
+def lines(found: Iterable[Remedy]) -> list[str]:
+    """As shown: the change, what it needs and what it means."""
+    return [f"  {each.words:<60} {each.needed / 2**30:6.1f} GiB  {', '.join(each.says)}" for each in found]

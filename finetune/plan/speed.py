@@ -1,0 +1,151 @@
+"""Time by the roofline: a bound that a real run stays below, and what communication adds that nothing hides.
+
+Each operation takes the longer of its arithmetic at the chip's peak and its bytes at the memory's bandwidth; a
+collective takes the bytes that one rank sends in a ring over the slower of the links it crosses. Of a phase's
+collectives everything is hidden behind its computation but the first (sharded weights, which the first layer waits
+for) or the last (gradients), and what is longer than the computation. All figures are makers' peaks: no kernel
+reaches them, launches and waiting for data cost nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from finetune.plan.work import StepWork
+from finetune.traffic import WEIGHT, Moved
+
+NVLINK_MACHINE = 50e9  # bytes/s a GPU to other machines: 400 Gbit/s each
+PCIE_MACHINE = 12.5e9 / 8  # 100 Gbit/s a machine of eight
+SCALE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A GPU by its maker's data sheet, dense."""
+
+    half: float  # FLOP/s of matrix products in 16 bits, summed up in float32
+    single: float  # in float32, without TF32, which torch leaves off
+    memory: float  # bytes/s
+    link: float  # bytes/s one way to the GPUs of its machine: NVLink, or PCIe's sixteen lanes
+    between: float  # bytes/s to other machines
+
+
+CHIPS = {
+    "T4": Chip(65e12, 8.1e12, 320e9, 16e9, PCIE_MACHINE),
+    "L4": Chip(121e12, 30.3e12, 300e9, 32e9, PCIE_MACHINE),
+    "A10G": Chip(70e12, 35e12, 600e9, 32e9, PCIE_MACHINE),
+    "RTX3090": Chip(71e12, 35.6e12, 936e9, 32e9, PCIE_MACHINE),
+    "RTX4090": Chip(165e12, 82.6e12, 1008e9, 32e9, PCIE_MACHINE),
+    "L40S": Chip(362e12, 91.6e12, 864e9, 32e9, PCIE_MACHINE),
+    "A100-40GB": Chip(312e12, 19.5e12, 1555e9, 300e9, NVLINK_MACHINE),
+    "A100": Chip(312e12, 19.5e12, 2039e9, 300e9, NVLINK_MACHINE),
+    "H100": Chip(989e12, 67e12, 3350e9, 450e9, NVLINK_MACHINE),
+    "H200": Chip(989e12, 67e12, 4800e9, 450e9, NVLINK_MACHINE),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks stand to each other and to a step's rows."""
+
+    ranks: int
+    node: int  # ranks of one machine
+    tokens: int  # of a micro-batch
+    rows: int  # of a step, each a micro-batch
+    layers: int
+    copies: int = 1  # HSDP: of the sharded model; gradients are reduced between them
+    reduces_once: bool = False  # DDP, ZeRO-1: gradients are sent in the last micro-step alone
+    shards_state: bool = True  # an update is cut over the ranks
+
+    @property
+    def micro_steps(self) -> int:
+        """Of one rank; on more ranks than rows a step has one a rank."""
+        return max(1, -(-self.rows // self.ranks))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One optimizer step, in seconds."""
+
+    layout: Layout
+    forward: float  # of all micro-steps, computing
+    backward: float
+    update: float
+    communication: float  # all of it
+    exposed: float  # what of it nothing hides
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward + self.update + self.exposed
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together."""
+        return self.layout.ranks * self.layout.tokens * self.layout.micro_steps / self.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """Seconds and tokens per second."""
+        return {
+            "ranks": self.layout.ranks,
+            "micro_steps": self.layout.micro_steps,
+            "tokens_per_second": self.tokens_per_second,
+            "step_seconds": self.seconds,
+            "communication_seconds": self.communication,
+            "exposed_seconds": self.exposed,
+            "exposed_share": self.exposed / self.seconds,
+        }
+
+
+def compute_seconds(work: StepWork, chip: Chip, phase: str) -> float:
+    """One forward, backward or update."""
+    return sum(
+        times * max(op.flops / (chip.half if op.itemsize <= 2 else chip.single), op.nbytes / chip.memory)
+        for op, times in work.operations.items()
+        if op.phase == phase
+    )
+
+
+def speed(work: StepWork, chip: Chip, layout: Layout, traced: Layout) -> Speed:
+    """A step of `layout`, from the work of a rank of `traced`: only what an update cuts depends on the ranks."""
+    forward, backward, update = (compute_seconds(work, chip, phase) for phase in ("forward", "backward", "step"))
+    if layout.shards_state:
+        update *= traced.ranks / traced.copies * layout.copies / layout.ranks
+    sent = {phase: _ring_seconds(work.moved.get(phase, {}), chip, layout) for phase in ("forward", "backward", "step")}
+    reductions = 1 if layout.reduces_once else layout.micro_steps
+    exposed = (
+        layout.micro_steps * _exposed(sent["forward"], forward, layout.layers)
+        + reductions * _exposed(sent["backward"], backward, layout.layers)
+        + sent["step"]
+    )
+    whole = layout.micro_steps * sent["forward"] + reductions * sent["backward"] + sent["step"]
+    times = layout.micro_steps
+    return Speed(layout, times * forward, times * backward, update, whole, exposed)
+
+
+def scaled(work: StepWork, chip: Chip, traced: Layout) -> Iterator[Speed]:
+    """The same recipe on 1 to 512 ranks, or of HSDP on 2 to 512 / `node` copies."""
+    for ranks in SCALE:
+        if traced.copies > 1 and ranks <= traced.node:
+            continue  # one copy is no HSDP
+        copies = ranks // traced.node if traced.copies > 1 else 1
+        yield speed(work, chip, replace(traced, ranks=ranks, copies=copies), traced)
+
+
+def _ring_seconds(moved: Mapping[str, Moved], chip: Chip, layout: Layout) -> float:
+    total = 0.0
+    for name, each in moved.items():
+        # Under HSDP shards stay within a copy, and gradients are added up between the copies.
+        between = layout.copies > 1 and name == "all_reduce"
+        group = layout.copies if between else layout.ranks // layout.copies
+        crosses = between or group > layout.node
+        link = min(chip.link, chip.between) if crosses else chip.link
+        total += WEIGHT[name] * each.payload_bytes * (group - 1) / group / link
+    return total
+
+
+def _exposed(communication: float, computing: float, layers: int) -> float:
+    """Of collectives that are as many as layers, all but one run beside the computation of another layer."""
+    one = communication / layers
+    return one + max(0.0, communication - one - computing * (layers - 1) / layers)

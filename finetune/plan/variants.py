@@ -1,0 +1,165 @@
+"""Changes to a recipe, as `key=value` that can be pasted, from the cheapest on; all keep `global_batch_size`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from pydantic import ValidationError
+
+from finetune.plan.gpus import Gpus
+from finetune.plan.rank_terms import read_strategy
+from finetune.recipe import Recipe
+
+Changes = dict[str, Any]  # dotted key -> value
+SHORTEST = 512  # tokens of a row that are worth proposing
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting of one knob."""
+
+    changes: tuple[tuple[str, Any], ...]
+    cost: int  # relative: what one gives up; options are ordered by the sum
+    says: str  # what one gives up
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A recipe with some changes."""
+
+    recipe: Recipe
+    changes: Changes
+    cost: int
+    says: tuple[str, ...]
+
+    def words(self) -> str:
+        """As on the command line."""
+        return " ".join(f"{key}={_plain(value)}" for key, value in self.changes.items())
+
+
+NOTHING = Option((), 0, "")
+
+
+def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """The recipe with dotted keys set. Raises pydantic's ValidationError where they do not go together."""
+    values = recipe.model_dump(mode="python")
+    for key, value in changes.items():
+        *path, leaf = key.split(".")
+        section = values
+        for name in path:
+            section[name] = dict(section[name] or {})
+            section = section[name]
+        section[leaf] = value
+    return Recipe.model_validate(values)
+
+
+def smaller(recipe: Recipe, gpus: Gpus) -> list[Variant]:
+    """Every combination of what makes a recipe take less memory, the cheapest first; itself is not among them."""
+    knobs = [list(knob) for knob in _knobs(recipe, gpus)]
+    found = []
+    for options in product(*knobs):
+        chosen = [option for option in options if option is not NOTHING]
+        changes = {key: value for option in chosen for key, value in option.changes}
+        if "lora" in changes and "quantization" in changes:
+            changes["quantization"], changes["lora"] = changes.pop("quantization"), changes.pop("lora")
+        if not chosen or (recipe.lora is None and "lora" not in changes and "quantization" in changes):
+            continue
+        try:
+            variant = changed(recipe, changes)
+        except ValidationError:
+            continue
+        cost = sum(option.cost for option in chosen)
+        found.append(Variant(variant, changes, cost, tuple(option.says for option in chosen)))
+    return sorted(found, key=lambda variant: (variant.cost, len(variant.changes)))
+
+
+def _knobs(recipe: Recipe, gpus: Gpus) -> Iterator[list[Option]]:
+    """What can be turned, and how far. The costs put what leaves the training as it is before what does not."""
+    training, strategy = recipe.training, read_strategy(recipe.accelerate_config)
+    yield [NOTHING, *_batches(training.per_device_batch_size)]
+    checkpointing = [] if training.activation_checkpointing in (True, 1) else [True]
+    yield [NOTHING, *(_set("training.activation_checkpointing", on, 4, "a third more compute") for on in checkpointing)]
+    if gpus.count * gpus.nodes > 1 and strategy.name != "fsdp2" and strategy.kind in ("ddp", "fsdp", "single"):
+        yield [NOTHING, _set("accelerate_config", "fsdp2", 5, "weights travel twice a micro-batch")]
+    if recipe.quantization is None:
+        yield [NOTHING, _four_bit(recipe)]
+    if not training.pure_bf16 and training.mixed_precision == "bf16":
+        yield [NOTHING, _set("training.pure_bf16", True, 14 if recipe.lora is None else 9, "small updates round away")]
+    if recipe.lora is None:
+        yield [NOTHING, Option((("lora", {}), ("training.learning_rate", 2e-4)), 18, "adapters instead of all weights")]
+    halves = [recipe.data.max_length // 2, recipe.data.max_length // 4]
+    shorter = [_set("data.max_length", tokens, 24, "shorter rows") for tokens in halves if tokens >= SHORTEST]
+    yield [NOTHING, *shorter[:1], *(replace(option, cost=48) for option in shorter[1:])]
+
+
+def larger(recipe: Recipe, gpus: Gpus, longest: int) -> Iterator[Variant]:
+    """What spare memory could buy, one change each; of rows and lengths the largest first."""
+    training, strategy = recipe.training, read_strategy(recipe.accelerate_config)
+    every = int(training.activation_checkpointing)
+    ranks = 1 if strategy.kind == "single" else gpus.count * gpus.nodes
+    most = -(-training.global_batch_size // ranks)
+    options = [
+        _set("training.activation_checkpointing", False, 0, "no recomputation: a quarter less compute"),
+        _set("training.activation_checkpointing", 2, 0, "recomputation of every other layer alone"),
+        *(_set("accelerate_config", name, 0, "less traffic") for name in ("ddp", "fsdp2_grad_op")),
+        *(_set("training.per_device_batch_size", n, 0, "fewer, larger micro-batches") for n in _powers(most)),
+        *(_set("data.max_length", n, 0, "longer rows") for n in _powers(longest)),
+        _set("quantization", None, 0, "base weights that are not rounded"),
+        _set("training.pure_bf16", False, 0, "trained weights and their state in float32"),
+    ]
+    for option in options:
+        key, value = option.changes[0]
+        before = _value(recipe, key)
+        larger_number = isinstance(value, int) and not isinstance(value, bool) and key.endswith(("size", "length"))
+        allowed = {
+            "training.activation_checkpointing": every == 1 or (every > 1 and value is False),
+            "accelerate_config": strategy.name == "fsdp2" or (strategy.name == "fsdp2_grad_op" and value == "ddp"),
+            "quantization": recipe.quantization is not None,
+            "training.pure_bf16": training.pure_bf16,
+        }
+        if value != before and (value > before if larger_number else allowed[key]):
+            yield Variant(changed(recipe, dict(option.changes)), dict(option.changes), 0, (option.says,))
+
+
+def _powers(most: int) -> list[int]:
+    """Powers of two up to `most`, the largest first."""
+    return [2**exponent for exponent in range(most.bit_length() - 1, -1, -1)]
+
+
+def _value(recipe: Recipe, key: str) -> Any:
+    found: Any = recipe
+    for name in key.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _batches(rows: int) -> list[Option]:
+    """Half as many rows, and so on down to one."""
+    found, cost = [], 1
+    while rows > 1:
+        rows //= 2
+        found.append(_set("training.per_device_batch_size", rows, cost, "more, smaller micro-batches"))
+        cost += 1
+    return found
+
+
+def _four_bit(recipe: Recipe) -> Option:
+    """Stored in the computation's number format, which sharded strategies need and others do not mind."""
+    compute = "float16" if recipe.training.mixed_precision == "fp16" else "bfloat16"
+    value = {"load_in_4bit": True, "bnb_4bit_compute_dtype": compute, "bnb_4bit_quant_storage": compute}
+    return Option((("quantization", value),), 8, "base weights rounded to 4 bits")
+
+
+def _set(key: str, value: Any, cost: int, says: str) -> Option:
+    return Option(((key, value),), cost, says)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        inner = ", ".join(f"{key}: {_plain(each)}" for key, each in value.items())
+        return "'{" + inner + "}'"
+    return value if isinstance(value, str) else json.dumps(value)

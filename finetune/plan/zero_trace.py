@@ -1,0 +1,109 @@
+"""DeepSpeed's engine on tensors without data: its own code runs, for rank 0 of any number of ranks.
+
+The engine is Python over torch's operations, so it can be traced like the rest; only its compiled parts cannot. Those
+that move bytes to a disk stand for what they leave in memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from finetune.assemble import Assembled
+
+SHARED_MEMORY = "deepspeed_shm_comm"  # compiled on first use, for ranks of one machine to speak by
+
+
+@contextmanager
+def engine_without_ranks(device: torch.device) -> Iterator[None]:
+    """Let DeepSpeed take `device` for the one to compute on; what it remembers of the trace is forgotten afterwards."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3
+
+    before = get_accelerator()
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(deepspeed.ops.__compatible_ops__, {SHARED_MEMORY: False}))
+        for module in (stage3, partition_parameters, partitioned_param_coordinator):
+            stack.enter_context(mock.patch.object(module, "assert_ints_same_as_other_ranks"))
+        if device.type != "cpu":
+            set_accelerator(_computing_on(device))
+        try:
+            yield
+        finally:
+            set_accelerator(before)
+            if deepspeed.comm.is_initialized():
+                deepspeed.comm.destroy_process_group()
+
+
+def _computing_on(device: torch.device) -> Any:
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    class Pretended(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed is not typed
+        """A device apart from the host: always idle, with all number formats and ample memory."""
+
+        def device_name(self, device_index: int | None = None) -> str:
+            return device.type
+
+        def current_device_name(self) -> str:
+            return str(device)
+
+        def device(self, device_index: int | None = None) -> torch.device:
+            return device
+
+        def is_fp16_supported(self) -> bool:
+            return True
+
+        def pin_memory(self, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            return tensor.clone()
+
+    return Pretended()
+
+
+def as_on_gpus(accelerator: Accelerator) -> None:
+    """The engine's settings that are others on GPUs than on a CPU (finetune/zero.py): it sends while it computes, and
+    pins what it offloads."""
+    zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    zero["overlap_comm"] = True
+    for what in ("offload_optimizer", "offload_param"):
+        if what in zero:
+            zero[what]["pin_memory"] = True
+
+
+def cut(accelerator: Accelerator) -> Callable[[nn.Parameter], None]:
+    """What stage 3 does to each parameter as it is loaded: this rank keeps its part."""
+    import deepspeed
+
+    config = dict(accelerator.state.deepspeed_plugin.deepspeed_config)
+
+    def keep_part(parameter: nn.Parameter) -> None:
+        deepspeed.zero.Init(module=nn.ParameterList([parameter]), config_dict_or_path=config)
+
+    return keep_part
+
+
+def engine_parts(parts: Assembled) -> dict[str, list[torch.Tensor | None]]:
+    """What an engine holds, by component, now; nothing where the engine is torch's own."""
+    if parts.engine is None:
+        return {}
+    optimizer: Any = parts.engine.optimizer
+    groups = parts.engine.basic_optimizer.param_groups
+    # Stage 3 gives its optimizer one part of the masters at a time.
+    masters = getattr(optimizer, "fp32_partitioned_groups_flat", [each for group in groups for each in group["params"]])
+    gradients = [master.grad for master in masters]
+    gradients += [getattr(parameter, "grad_accum", None) for parameter in parts.whole.parameters()]  # stage 1
+    gradients += getattr(optimizer, "fp32_groups_gradients_flat", [])  # stage 1, bf16
+    gradients.append(getattr(optimizer, "grad_partitions_flat_buffer", None))  # stage 3
+    gradients += [part for kept in getattr(optimizer, "averaged_gradients", {}).values() for part in kept or ()]
+    buckets: list[torch.Tensor | None] = []
+    for bucket in getattr(optimizer, "ipg_buckets", {}).values():
+        buckets += bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]  # one under stage 3
+    return {"masters": masters, "gradients": gradients, "communication buffers": buckets}

@@ -1,0 +1,93 @@
+"""A finished run's model, loaded again: the base as training had it, quantised where it was, and what was learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from torch import nn
+
+from finetune.errors import DoesNotFit, FinetuneError
+from finetune.model import load_base, put_loss_into_forward
+from finetune.recipe import Recipe
+from finetune.recipe_file import recipe_from_resolved
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run's folder with something to load in it."""
+
+    folder: Path
+    recipe: Recipe
+
+    @property
+    def product(self) -> Path:
+        """adapter/ or model/; the tokenizer lies in it."""
+        return self.folder / ("adapter" if self.recipe.lora else "model")
+
+    @property
+    def base_is_inside(self) -> bool:
+        """Whether turning the adapter off gives the base, so that it need not be loaded apart."""
+        lora = self.recipe.lora
+        return lora is not None and not takes_from_the_base(str(lora.init_lora_weights))
+
+
+def takes_from_the_base(init: str) -> bool:
+    """Whether peft's initialisation of that name takes what it puts into the adapter away from the base."""
+    return init.startswith(("pissa", "olora"))
+
+
+def finished_run(run_dir: Path) -> FinishedRun:
+    """Raises FinetuneError when the folder holds no finished run."""
+    resolved = run_dir / "recipe.yaml"
+    if not resolved.is_file():
+        raise FinetuneError(f"{run_dir}: no run is here (recipe.yaml is missing); name a run's output_dir")
+    run = FinishedRun(run_dir, recipe_from_resolved(resolved))
+    if not run.product.is_dir():
+        raise FinetuneError(f"{run_dir}: this run has not finished: {run.product.name}/ is not there; resume it first")
+    return run
+
+
+def best_device() -> torch.device:
+    """Where a loaded model goes: the first GPU, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_adapted(run: FinishedRun, device: torch.device, *, with_loss: bool = False) -> PeftModel:
+    """Base and adapter, in evaluation mode; `disable_adapter` gives the base where `base_is_inside`.
+
+    `with_loss`: its forward knows packed rows and `shift_labels`, as in training; else it is the library's.
+    """
+    base = _load(run.recipe, device, with_loss=with_loss)
+    return PeftModel.from_pretrained(base, str(run.product)).eval()
+
+
+def load_whole(run: FinishedRun, device: torch.device, *, tuned: bool, with_loss: bool = False) -> nn.Module:
+    """The base, or the model of a run that trained all weights, in `model.dtype` and evaluation mode."""
+    return _load(run.recipe, device, str(run.product) if tuned else None, with_loss=with_loss).eval()
+
+
+def _load(recipe: Recipe, device: torch.device, path: str | None = None, *, with_loss: bool) -> nn.Module:
+    if not with_loss:  # answers and comparisons have no packed rows to keep apart, and need a cache
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attention": "sdpa"})})
+    with fitting(device):
+        model = load_base(recipe, device, dtype=getattr(torch, recipe.model.dtype), path=path)
+        if with_loss:
+            put_loss_into_forward(model)
+        moved: nn.Module = model.to(device)  # type: ignore[arg-type]  # its annotation knows no devices
+        return moved
+
+
+@contextmanager
+def fitting(device: torch.device) -> Iterator[None]:
+    """Turns a full GPU into one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFit(
+            f"the model does not fit into the memory of {device}; CUDA_VISIBLE_DEVICES= takes the CPU"
+        ) from error

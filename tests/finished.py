@@ -1,0 +1,59 @@
+"""Finished runs without a training: a recipe's model whose trained weights were moved at random, exported as ever."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.assemble import Assembled
+from finetune.export import export_adapter, export_model
+from finetune.model import build_model, load_tokenizer
+from finetune.recipe import Recipe
+from finetune.recipe_file import load_recipe, resolved_yaml
+from tests.tiny import write_chats
+
+LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
+
+
+def finished_run(folder: Path, base: Path, *, move: float = 0.1, **sections: Any) -> Path:
+    """A run's folder with adapter/ or model/; `sections` are the recipe's, over float32 throughout."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chats = write_chats(folder / "chats.jsonl", LENGTHS)
+    content: dict[str, Any] = {
+        "model": {"name_or_path": str(base), "dtype": "float32"},
+        "lora": {"r": 4},
+        "data": {
+            "train": [{"path": "json", "data_files": str(chats)}],
+            "eval": {"fraction": 0.3},
+            "max_length": 128,
+        },
+        "training": {"mixed_precision": "no", "activation_checkpointing": False},
+        "output_dir": str(folder / "run"),
+    }
+    for name, values in sections.items():
+        content[name] = content.get(name, {}) | values if isinstance(values, dict) else values
+    (folder / "recipe.yaml").write_text(json.dumps(content), "utf-8")
+    loaded = load_recipe(folder / "recipe.yaml")
+    run = Path(loaded.recipe.run_dir)
+    run.mkdir()
+    (run / "recipe.yaml").write_text(resolved_yaml(loaded), "utf-8")
+    _export(loaded.recipe, run, base, move)
+    return run
+
+
+def _export(recipe: Recipe, run: Path, base: Path, move: float) -> None:
+    model: Any = build_model(recipe, torch.device("cpu"))
+    draw = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=draw) * move)
+    dtype = None if recipe.lora else getattr(torch, recipe.model.dtype)
+    weights = Assembled(model, model, None).trained_weights(dtype=dtype, keep=True)
+    if dtype is None:
+        export_adapter(model, weights, load_tokenizer(recipe), run, base=str(base))
+    else:
+        export_model(model, weights, load_tokenizer(recipe), run, dtype=dtype)

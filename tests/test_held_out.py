@@ -1,0 +1,198 @@
+"""finetune eval: the trainer's own figures again, from the finished run alone; lm-eval on a task of one's own."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from transformers import AutoModelForCausalLM
+
+from finetune.cli import main
+from finetune.train import main as train
+from tests.finished import finished_run
+from tests.tiny import write_chats
+
+LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35]
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", LENGTHS)
+
+
+def recipe(folder: Path, base: Path, chats: Path) -> Path:
+    content = {
+        "model": {"name_or_path": str(base), "dtype": "float32"},
+        "lora": {"r": 4},
+        "data": {
+            "train": [{"path": "json", "data_files": str(chats)}],
+            "eval": {"fraction": 0.4},
+            "max_length": 128,
+        },
+        "training": {
+            "global_batch_size": 2,
+            "max_steps": 2,
+            "learning_rate": 1e-2,
+            "mixed_precision": "no",
+            "activation_checkpointing": False,
+        },
+        "samples": {"count": 0},
+        "output_dir": str(folder / "run"),
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator() -> Iterator[None]:
+    """Accelerate keeps one state a process, and its number format with it."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["training.mixed_precision=bf16", "model.dtype=bfloat16", "lora.lora_dropout=0.3"],
+        ["data.packing=false", "model.attention=sdpa", "training.per_device_batch_size=2"],
+        ["lora.init_lora_weights=pissa"],
+        ["lora=null"],
+        ["quantization={load_in_4bit: true}", "lora.init_lora_weights=olora"],
+    ],
+    ids=["lora", "bf16", "padded", "pissa", "full", "nf4"],
+)
+def test_the_figures_of_the_training_come_again(
+    tmp_path: Path, tiny_llama: Path, chats: Path, overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train([str(recipe(tmp_path, tiny_llama, chats)), *overrides]) == 0
+    capsys.readouterr()
+    assert main(["eval", str(tmp_path / "run"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["held_out"]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
+    before, after = [line for line in lines if line["kind"] == "eval"]
+    assert found["tuned"]["loss"] == pytest.approx(after["loss"], rel=1e-6)
+    assert found["recorded"] == after["loss"]
+    # What PiSSA and OLoRA train begins a rounding away from the base; over 4 bits, a second one.
+    rounding = 1e-2 if "olora" in str(overrides) else 1e-6
+    assert found["base"]["loss"] == pytest.approx(before["loss"], rel=rounding)
+    assert found["base"]["loss"] > found["tuned"]["loss"] + 1e-3
+    assert found["tuned"]["perplexity"] == pytest.approx(math.exp(after["loss"]))
+    assert found["documents"] == 4
+
+
+def test_the_mean_is_over_tokens(tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Against plain transformers, one document at a time: a mean of documents' means would be another number."""
+    run = finished_run(tmp_path, tiny_llama, lora=None)
+    assert main(["eval", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["held_out"]
+    from finetune.batches import prepare
+    from finetune.model import load_tokenizer
+    from finetune.recipe_file import recipe_from_resolved
+
+    loaded = recipe_from_resolved(run / "recipe.yaml")
+    prepared = prepare(loaded, load_tokenizer(loaded))
+    model = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32).eval()
+    sums, tokens, means = 0.0, 0, []
+    for index in prepared.split.held_out:
+        ids, labels = (torch.from_numpy(part)[None] for part in prepared.pool.document(int(index)))
+        with torch.no_grad():
+            mean = float(model(input_ids=ids, labels=labels, use_cache=False).loss)
+        learned = int((labels[:, 1:] != -100).sum())
+        sums, tokens, means = sums + mean * learned, tokens + learned, [*means, mean]
+    assert found["tokens"] == tokens
+    assert found["tuned"]["loss"] == pytest.approx(sums / tokens, rel=1e-5)
+    assert abs(sums / tokens - sum(means) / len(means)) > 1e-4 * sums / tokens
+
+
+def test_without_held_out_rows(tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = finished_run(tmp_path, tiny_llama, data={"eval": None})
+    assert main(["eval", str(run)]) == 2
+    assert capsys.readouterr().err == f"{run}: its recipe holds no rows out (data.eval is null); --tasks needs none\n"
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "no run is here" in capsys.readouterr().err
+
+
+def local_task(folder: Path) -> Path:
+    """A multiple choice that a model of the chats' words can be asked without a network."""
+    rows = [
+        {"question": f"a {word}", "choices": ["boat", "bridge"], "answer": index % 2}
+        for index, word in enumerate(["river", "road", "hill", "stone", "bird", "morning"])
+    ]
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    task: dict[str, Any] = {
+        "task": "boat_or_bridge",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (folder / "boat_or_bridge.yaml").write_text(json.dumps(task), "utf-8")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # lm-eval's and its libraries' own
+def test_a_task_of_ones_own(tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lm_eval")
+    run, folder = finished_run(tmp_path, tiny_llama), local_task(tmp_path / "tasks")
+    words = ["eval", str(run), "--tasks", "boat_or_bridge", "--include", str(folder)]
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["held_out"]["documents"] > 0
+    for which in ("base", "tuned"):
+        assert told["tasks"][which]["boat_or_bridge"]["acc"] == pytest.approx(by_hand(run, folder, which))
+    assert main([*words, "--limit", "2"]) == 0
+    assert "boat_or_bridge" in capsys.readouterr().out
+    assert main(["eval", str(run), "--tasks", "no_such_task_anywhere"]) == 2
+    assert "lm-eval knows no no_such_task_anywhere" in capsys.readouterr().err
+
+
+def by_hand(run: Path, folder: Path, which: str) -> float:
+    """The task's accuracy: which of the two choices, after a blank, has the higher probability."""
+    from finetune.held_out import models_of
+    from finetune.model import load_tokenizer
+    from finetune.tuned import finished_run as open_finished
+
+    opened = open_finished(run)
+    tokenizer = load_tokenizer(opened.recipe)
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text("utf-8").splitlines()]
+    for name, model in models_of(opened, torch.device("cpu"), with_loss=False):
+        if name != which:
+            continue
+        right = []
+        for row in rows:
+            sums = []
+            for choice in row["choices"]:
+                prompt = tokenizer(row["question"], add_special_tokens=False)["input_ids"]
+                whole = tokenizer(f"{row['question']} {choice}", add_special_tokens=False)["input_ids"]
+                with torch.no_grad():
+                    logits = model(input_ids=torch.tensor([whole]), use_cache=False).logits.log_softmax(-1)
+                sums.append(sum(float(logits[0, at - 1, whole[at]]) for at in range(len(prompt), len(whole))))
+            right.append(max(range(2), key=lambda index: sums[index]) == row["answer"])
+        return sum(right) / len(right)
+    raise AssertionError(which)
+
+
+def test_without_lm_eval_it_is_one_line(
+    tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
+    run = finished_run(tmp_path, tiny_llama, data={"eval": None})
+    assert main(["eval", str(run), "--tasks", "arc_easy"]) == 4
+    assert "pip install 'finetune[eval]'" in capsys.readouterr().err

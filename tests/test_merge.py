@@ -1,0 +1,274 @@
+"""finetune merge: the merged model is the adapter beside its base, by plain peft and plain transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune import agreement, merge
+from finetune.agreement import Agreement, computing_in_float32
+from finetune.cli import main
+from finetune.errors import FinetuneError
+from finetune.merge_run import in_words, merge_run
+from tests.finished import finished_run
+from tests.tiny import save_tiny, tiny_model
+
+ROOT = Path(__file__).resolve().parent.parent
+NF4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "one layer": {"target_modules": ["v_proj"]},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "pissa": {"init_lora_weights": "pissa"},
+    "olora": {"init_lora_weights": "olora"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "head in full": {"modules_to_save": ["lm_head"]},
+    "embeddings in full": {"modules_to_save": ["embed_tokens"]},
+    "norms in full": {"modules_to_save": ["norm", "input_layernorm"]},
+    "embeddings adapted": {"target_modules": ["embed_tokens", "v_proj"]},
+}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("bases")
+    return {
+        "untied": save_tiny(folder / "untied"),
+        "tied": save_tiny(folder / "tied", tie_word_embeddings=True),
+        "qwen2": save_tiny(folder / "qwen2", "qwen2"),  # biases
+        "qwen3": save_tiny(folder / "qwen3", "qwen3", tie_word_embeddings=True),
+    }
+
+
+def plain(folder: Path) -> Any:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    ids = torch.arange(3, 163).reshape(4, 40)
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_merged_model_is_the_adapter_beside_its_base(
+    tmp_path: Path, bases: dict[str, Path], kind: str, method: str
+) -> None:
+    run = finished_run(tmp_path, bases[kind], lora=METHODS[method])
+    facts = merge_run(run, dtype=None, base=None, prompts=3, tell=print)
+    beside = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases[kind]), str(run / "adapter")).eval()
+    wanted, found = logits(beside), logits(plain(run / "merged"))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(wanted, logits(plain(bases[kind])), rtol=1e-2, atol=1e-2)
+    agreed = facts["agreement"]["candidates"]["own"]
+    assert agreed["top1"] == 1.0
+    assert agreed["kl"] < 1e-8
+    assert agreed["largest_logit_difference"] < 1e-4
+    assert facts["agreement"]["base"]["kl"] > 1e-4
+    assert facts["agreement"]["held_out"]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_other_families(tmp_path: Path, bases: dict[str, Path], family: str) -> None:
+    run = finished_run(tmp_path, bases[family])
+    facts = merge_run(run, dtype="float32", base=None, prompts=3, tell=print)
+    assert facts["agreement"]["candidates"]["own"]["top1"] == 1.0
+
+
+@pytest.mark.parametrize("lora", [{}, {"target_modules": ["v_proj"]}, {"init_lora_weights": "olora"}], ids=str)
+@pytest.mark.parametrize("tied", ["untied", "tied"])
+def test_beside_a_4_bit_base_both_are_compared_and_the_nearer_is_taken(
+    tmp_path: Path, bases: dict[str, Path], lora: dict[str, Any], tied: str
+) -> None:
+    run = finished_run(tmp_path, bases[tied], lora=lora, quantization=NF4)
+    facts = merge_run(run, dtype=None, base=None, prompts=3, tell=print)
+    dequantized, own = (facts["agreement"]["candidates"][kind] for kind in ("dequantized", "own"))
+    assert facts["base"] == "dequantized"
+    assert dequantized["top1"] == 1.0
+    assert dequantized["kl"] < 1e-8 < 1e-5 < own["kl"] < facts["agreement"]["base"]["kl"]
+    assert "dequantized, which agrees better" in in_words(facts)
+    assert not list(run.glob(".tmp-*"))
+    assert "quantization_config" not in json.loads((run / "merged" / "config.json").read_text())
+    chosen = merge_run(run, dtype=None, base="own", prompts=3, tell=print)
+    assert chosen["base"] == "own"
+    assert chosen["agreement"]["candidates"] == {"own": own}
+
+
+def test_beside_an_int8_base(tmp_path: Path, bases: dict[str, Path]) -> None:
+    run = finished_run(tmp_path, bases["untied"], quantization={"load_in_8bit": True})
+    facts = merge_run(run, dtype=None, base=None, prompts=3, tell=print)
+    dequantized, own = (facts["agreement"]["candidates"][kind] for kind in ("dequantized", "own"))
+    assert facts["base"] == "dequantized"
+    assert dequantized["kl"] < own["kl"]
+    assert dequantized["kl"] < 1e-3  # LLM.int8() rounds its inputs too
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, bases: dict[str, Path]) -> Path:
+    return finished_run(tmp_path_factory.mktemp("run"), bases["tied"])
+
+
+def test_rounded_weights_agree_less_and_are_told_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["merge", str(run), "--dtype", "bfloat16", "--verify", "2", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    rounded = facts["agreement"]["candidates"]["own"]
+    assert 1e-9 < rounded["kl"] < facts["agreement"]["base"]["kl"] / 10
+    assert json.loads((run / "merged" / "merge.json").read_text())["dtype"] == "bfloat16"
+    config = json.loads((run / "merged" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert config["tie_word_embeddings"] is True
+    model = plain(run / "merged")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert AutoTokenizer.from_pretrained(run / "merged").chat_template
+    lost = facts | {"agreement": facts["agreement"] | {"base": rounded}}
+    assert "100% of what the adapter changed is lost in bfloat16" in in_words(lost)
+    assert "is lost" not in in_words(facts)
+
+
+def test_the_verb_shows_a_table(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["merge", str(run), "--verify", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"[\d,]+ answer tokens of 2 held-out documents, computed in float32:\n", shown)
+    assert re.search(r"^merged +100\.00% +\d\.\d\de-\d\d +\d\.\d\de-\d\d +\d\.\d{4}$", shown, re.MULTILINE)
+    assert re.search(r"^the base +\d+\.\d\d% ", shown, re.MULTILINE)
+    assert main(["merge", str(run), "--verify", "0"]) == 0
+    assert "not compared with the adapter" in capsys.readouterr().out
+
+
+def test_many_shards_are_one_model(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    merge_run(run, dtype=None, base=None, prompts=0, tell=print)
+    whole = plain(run / "merged").state_dict()
+    monkeypatch.setattr(merge, "SHARD_BYTES", 100_000)
+    facts = merge_run(run, dtype=None, base=None, prompts=2, tell=print)
+    files = sorted((run / "merged").glob("*.safetensors"))
+    assert facts["files"] == len(files) > 3
+    assert not (run / "merged" / "model.safetensors").exists()
+    sizes = []
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            sizes.append(sum(file.get_tensor(name).nbytes for name in file.keys()))  # noqa: SIM118
+    index = json.loads((run / "merged" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(sizes)
+    embeddings = 512 * 64 * 4  # larger than a shard may be: alone in its file
+    assert sorted(sizes)[-1] == embeddings
+    assert sorted(sizes)[-2] <= 100_000
+    again = plain(run / "merged").state_dict()
+    assert whole.keys() == again.keys()
+    assert all(whole[name].equal(again[name]) for name in whole)
+
+
+def test_what_cannot_be_merged_is_one_line(tmp_path: Path, bases: dict[str, Path], run: Path) -> None:
+    def refused(folder: Path, words: str, **options: Any) -> None:
+        with pytest.raises(FinetuneError, match=words) as caught:
+            merge_run(folder, **({"dtype": None, "base": None, "prompts": 0, "tell": print} | options))
+        assert "\n" not in str(caught.value)
+
+    refused(tmp_path, "no run is here")
+    full = finished_run(tmp_path / "full", bases["untied"], lora=None)
+    refused(full, "is the whole model already")
+    refused(run, "was not quantised", base="dequantized")
+    niter = finished_run(tmp_path / "niter", bases["untied"], lora={"init_lora_weights": "pissa_niter_4"})
+    refused(niter, "took a random part of the base away")
+    other = finished_run(tmp_path / "other", save_tiny(tmp_path / "small"))
+    tiny_model(hidden_size=32, intermediate_size=64).save_pretrained(tmp_path / "small")
+    refused(other, "does not fit this base")
+    tiny_model("mistral", num_hidden_layers=1).save_pretrained(tmp_path / "small")
+    refused(other, "changes 7 tensors that the base's files do not have, first model.layers.1")
+    (tmp_path / "small" / "model.safetensors").write_bytes(b"torn")
+    refused(other, "is no whole safetensors file")
+    (tmp_path / "small" / "model.safetensors").unlink()
+    refused(other, "has no model.safetensors; merging needs safetensors")
+    assert not list(other.glob(".tmp-*"))
+    assert not (other / "merged").exists()
+
+
+def test_agreement_by_hand() -> None:
+    wanted = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+    found = torch.tensor([[0.0, 0.0], [0.5, 1.0]])
+    sums = Agreement()
+    sums.add(wanted, found, torch.tensor([0, 1]))
+    figures = sums.as_json()
+    p, q = wanted.softmax(-1), found.softmax(-1)
+    assert figures["kl"] == pytest.approx(float((p * (p / q).log()).sum(-1).mean()))
+    assert figures["loss"] == pytest.approx(float(-(q[0, 0].log() + q[1, 1].log()) / 2))
+    assert figures["largest_logit_difference"] == 2.0
+    assert figures["top1"] == 1.0
+    sums.add(torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]]), torch.tensor([0]))
+    assert sums.as_json()["top1"] == pytest.approx(2 / 3)
+
+
+def test_questions_are_spread_over_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    ids, labels = np.arange(20), np.full(20, -100)
+    labels[5:15] = ids[5:15]
+    question = agreement._question(ids, labels, 4)
+    assert question.positions.tolist() == [4, 7, 10, 13]  # the first and the last answer token among them
+    assert question.targets.tolist() == [5, 8, 11, 14]
+    assert question.ids.tolist() == [list(range(14))]
+    assert agreement._question(ids, labels, 100).positions.tolist() == list(range(4, 14))
+
+
+def test_layers_compute_in_float32_and_are_as_before_afterwards() -> None:
+    model = tiny_model().bfloat16().eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    wide = tiny_model().bfloat16().float().eval()
+    with computing_in_float32(model):
+        found = logits(model)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(found, logits(wide))
+    assert not torch.equal(logits(model).float(), found)
+    after = model.state_dict()
+    assert all(value.equal(after[name]) and value.dtype == after[name].dtype for name, value in before.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "sections", "layers"),
+    [
+        ("own", {}, 3),
+        ("own", {"lora": {"use_dora": True}}, 5),
+        ("dequantized", {"quantization": NF4}, 3.5),
+    ],
+    ids=["lora", "dora", "nf4"],
+)
+def test_one_shard_and_one_layer_are_held(tmp_path: Path, kind: str, sections: dict[str, Any], layers: float) -> None:
+    """`layers` counts a layer's float32 weight: the frozen one, the update, their sum, and peft's own copies."""
+    base = save_tiny(
+        tmp_path / "base",
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_hidden_layers=6,
+    )
+    run = finished_run(tmp_path, base, **sections)
+    # glibc keeps what is freed of blocks up to a size that grows; so it gives all of them back.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, str(ROOT / "tests" / "merge_memory.py"), str(run), "float32", "40000000", kind]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    held = json.loads(done.stdout)
+    print(held)
+    assert held["model"] > 8 * held["shard"]
+    assert held["held"] < held["shard"] + layers * held["layer"]
+    assert held["held"] > held["shard"] / 2  # else the watching saw nothing

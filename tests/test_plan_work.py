@@ -1,0 +1,138 @@
+"""What a step computes: against torch's own counter, and by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.phases import Phases
+from finetune.plan.speed import Chip, Layout, scaled, speed
+from finetune.plan.work import Operation, StepWork, Work, at_depth, per_step
+from finetune.traffic import Moved
+
+CPU = torch.device("cpu")
+
+
+def model(layers: int = 3, *, recompute: bool = False, frozen: bool = False) -> nn.Module:
+    config = AutoConfig.for_model(
+        "llama", vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="eager", pad_token_id=0,
+    )  # fmt: skip
+    made: Any = AutoModelForCausalLM.from_config(config)
+    if recompute:
+        made.activation_checkpointing_enable()
+    for parameter in made.parameters():
+        parameter.requires_grad_(not frozen)
+    if frozen:
+        made.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
+    made.train()
+    return made  # type: ignore[no-any-return]
+
+
+def counted(made: nn.Module) -> tuple[StepWork, int]:
+    phases = Phases(CPU, enabled=False)
+    with Work(phases) as work, FlopCounterMode(display=False) as torchs:
+        with phases("forward"):
+            loss = made(input_ids=torch.arange(14).view(2, 7), use_cache=False).logits.sum()
+        with phases("backward"):
+            loss.backward()
+    return per_step(work.operations, {}, steps=1, micro_steps=1), torchs.get_total_flops()
+
+
+@pytest.mark.parametrize("how", [{}, {"recompute": True}, {"frozen": True}], ids=str)
+def test_arithmetic_is_what_torch_counts(how: dict[str, Any]) -> None:
+    work, torchs = counted(model(**how))
+    assert work.flops("forward") + work.flops("backward") == torchs > 0
+
+
+def test_what_is_frozen_costs_less_and_what_is_recomputed_more() -> None:
+    plain, frozen, again = (counted(model(**how))[0] for how in ({}, {"frozen": True}, {"recompute": True}))
+    assert {work.flops("forward") for work in (plain, frozen, again)} == {plain.flops("forward")}
+    assert frozen.flops("backward") < 0.6 * plain.flops("backward")
+    assert again.flops("backward") > 1.3 * plain.flops("backward")
+
+
+def test_depth_is_a_line() -> None:
+    by_layers = {layers: counted(model(layers))[0] for layers in (2, 3, 6)}
+    grown = at_depth({2: by_layers[2], 3: by_layers[3]}, 6)
+    for phase in ("forward", "backward"):
+        assert grown.flops(phase) == pytest.approx(by_layers[6].flops(phase))
+        assert grown.nbytes(phase) == pytest.approx(by_layers[6].nbytes(phase))
+
+
+def operations(run: Any) -> Counter[Operation]:
+    phases = Phases(CPU, enabled=False)
+    with Work(phases) as work, phases("forward"):
+        run()
+    return work.operations
+
+
+def nbytes(run: Any) -> int:
+    return sum(op.nbytes * times for op, times in operations(run).items())
+
+
+def test_bytes_are_read_and_written() -> None:
+    a, b = torch.ones(10), torch.ones(10)
+    assert nbytes(lambda: a + b) == 3 * 40
+    assert nbytes(lambda: a.add_(b)) == 3 * 40
+    assert nbytes(lambda: torch.add(a, b, out=a)) == 3 * 40
+    assert nbytes(lambda: a.view(2, 5).t()) == 0
+    assert nbytes(lambda: torch.empty(10)) == 0
+    assert nbytes(lambda: F.embedding(torch.tensor([1, 2]), torch.ones(1000, 4))) == 2 * 32 + 1000 * 16
+
+
+def test_attention_counts_pairs_that_see_each_other() -> None:
+    q, k = torch.ones(2, 3, 8, 16), torch.ones(2, 3, 8, 16)
+    causal = operations(lambda: F.scaled_dot_product_attention(q, k, k, is_causal=True))
+    whole = operations(lambda: F.scaled_dot_product_attention(q, k, k))
+    assert sum(op.flops for op in causal) == 2 * 2 * 2 * 3 * 16 * (8 * 9 // 2)
+    assert sum(op.flops for op in whole) == 2 * 2 * 2 * 3 * 16 * 64
+
+
+CHIP = Chip(half=1000.0, single=100.0, memory=10.0, link=8.0, between=2.0)
+WORK = StepWork(
+    {
+        Operation("forward", "product", 2000, 10, 2): 1.0,  # two seconds of arithmetic
+        Operation("forward", "other", 0, 30, 2): 1.0,  # three of reading and writing
+        Operation("backward", "product", 1000, 10, 4): 1.0,  # ten: float32
+        Operation("step", "other", 0, 40, 4): 1.0,
+    },
+    {"forward": {"all_gather": Moved(4, 64)}, "backward": {"reduce_scatter": Moved(4, 64)}},
+)
+LAYOUT = Layout(ranks=2, node=4, tokens=10, rows=6, layers=4)
+
+
+def test_the_roofline_by_hand() -> None:
+    found = speed(WORK, CHIP, LAYOUT, LAYOUT)
+    assert (found.forward, found.backward, found.update) == (15.0, 30.0, 4.0)
+    assert found.communication == 3 * 2 * 4.0, "half of 64 bytes at 8 a second, twice in each micro-step"
+    # Of four layers' collectives one runs alone; the other three seconds hide behind 3.75 and 7.5 of computation.
+    assert found.exposed == 3 * 2 * 1.0
+    assert found.tokens_per_second == pytest.approx(60 / 55)
+    once = Layout(**{**vars(LAYOUT), "reduces_once": True})
+    assert speed(WORK, CHIP, once, once).exposed == 3 * 1.0 + 1.0
+
+
+def test_the_scale() -> None:
+    found = list(scaled(WORK, CHIP, LAYOUT))
+    assert [each.layout.ranks for each in found] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+    assert [each.layout.micro_steps for each in found[:4]] == [6, 3, 2, 1]
+    assert found[0].exposed == found[0].communication == 0, "one rank has nobody to speak to"
+    assert found[0].update == 8.0, "twice what one of two ranks has"
+    assert found[3].communication == pytest.approx(2 * 56 / 2), "over the slow link, 7/8 of it"
+    assert found[-1].as_json()["exposed_share"] > found[1].as_json()["exposed_share"]
+
+
+def test_copies_speak_over_the_slow_link_and_shards_do_not() -> None:
+    hybrid = Layout(**{**vars(LAYOUT), "ranks": 8, "copies": 2})
+    between = StepWork(WORK.operations, {"backward": {"all_reduce": Moved(1, 32), "reduce_scatter": Moved(1, 64)}})
+    found = speed(between, CHIP, hybrid, hybrid)
+    assert found.communication == pytest.approx(2 * 32 / 2 / 2 + 64 * 3 / 4 / 8)
+    assert [each.layout.copies for each in scaled(between, CHIP, hybrid)] == [2, 4, 8, 16, 32, 64, 128]

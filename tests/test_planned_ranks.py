@@ -1,0 +1,90 @@
+"""Two gloo ranks, launched: the plan beside the run, its bytes and its collectives, against what the run counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.durable import read_lines
+from finetune.foretold import SWITCH
+from finetune.plan.job import plan_recipe
+from finetune.plan.work import StepWork
+from finetune.recipe_file import load_recipe
+from tests.cells import launch
+from tests.tiny import save_tiny, write_chats
+
+MICRO_STEPS = 2
+
+
+def write_recipe(folder: Path) -> Path:
+    save_tiny(folder / "model", num_hidden_layers=3)
+    content = {
+        "model": {"name_or_path": str(folder / "model"), "dtype": "float32"},
+        "lora": None,
+        "data": {
+            "train": [{"path": "json", "data_files": str(write_chats(folder / "chats.jsonl", [90, 95, 100, 85] * 4))}],
+            "max_length": 128,
+        },
+        "training": {"global_batch_size": 2 * MICRO_STEPS, "max_steps": 3, "mixed_precision": "bf16"},
+        "samples": {"count": 0},
+        "measure_phases": True,
+        "output_dir": str(folder / "run"),
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(content), "utf-8")
+    return path
+
+
+def counted(run: Path) -> dict[str, dict[str, tuple[int, int]]]:
+    """Calls and bytes of the last step on rank 0, by phase and collective."""
+    lines = [line for line in read_lines(run / "metrics.jsonl") if line["kind"] == "phase" and line["rank"] == 0]
+    last = [line for line in lines if line["step"] == lines[-1]["step"] and line["phase"] in TIMES]
+    return {
+        line["phase"]: {name: (calls, line["bytes"][name]) for name, calls in line["collectives"].items()}
+        for line in last
+    }
+
+
+TIMES = {"forward": MICRO_STEPS, "backward": MICRO_STEPS, "step": 1}
+
+
+def sent(work: StepWork, times: dict[str, int]) -> dict[str, dict[str, tuple[int, int]]]:
+    return {
+        phase: {
+            name: (times[phase] * each.calls, times[phase] * each.payload_bytes)
+            for name, each in work.moved.get(phase, {}).items()
+        }
+        for phase in times
+    }
+
+
+PROGRAM = """
+import sys
+from tests import cells, planned
+planned.let_go_at_once()
+sys.exit(cells.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_grad_op", "ddp"])
+def test_the_plan_is_the_run(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "on")
+    recipe = write_recipe(tmp_path)
+    words = [f"accelerate_config={strategy}"]
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    assert launch([recipe], ranks=2, words=words, program=str(program), timeout=600) == [0]
+    memory: dict[str, Any] = json.loads((tmp_path / "run" / "receipt.json").read_text("utf-8"))["memory"]
+    assert memory["why"] is None
+    if strategy != "ddp":  # whose buckets are C++'s own
+        for name in ("forward", "backward", "step"):
+            there, here = memory["measured"]["phases"][name], memory["planned"]["phases"][name]
+            assert (here["peak_bytes"], here["end_bytes"]) == (there["peak_bytes"], there["end_bytes"]), name
+    work = plan_recipe(load_recipe(recipe, words).recipe, None, ranks=2).work
+    assert work is not None
+    times = dict(TIMES, backward=1) if strategy == "ddp" else TIMES
+    assert sent(work, times) == counted(tmp_path / "run")
