@@ -5,7 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.imports.axolotl_data import data
-from finetune.imports.shared import batch, every, held_out, hub, optimizer, scheduler, strategy, warmup
+from finetune.imports.shared import (
+    batch,
+    checkpointing,
+    every,
+    held_out,
+    hub,
+    optimizer,
+    quantised_by,
+    scheduler,
+    strategy,
+    unused,
+    warmup,
+)
 from finetune.imports.theirs import Theirs, positive_or_none, whole
 
 _OTHER_TRAINING = ("rl", "reward_model", "process_reward_model", "qat", "num_labels")
@@ -19,6 +31,10 @@ def convert(theirs: Theirs) -> None:
     theirs.carry("model.name_or_path", "base_model")
     theirs.carry("model.revision", "revision_of_model")
     theirs.carry("model.trust_remote_code", "trust_remote_code")
+    for plugin in theirs.get("plugins", []):
+        kernels = "liger" in plugin or "cut_cross_entropy" in plugin
+        reason = "another way to compute the same" if kernels else "what it adds is not done here"
+        theirs.leave("plugins", "same" if kernels else "differs", reason, plugin)
     name = strategy(theirs)
     _adapter(theirs, sharded=name.startswith(("fsdp", "hsdp")))
     data(theirs)
@@ -30,9 +46,10 @@ def convert(theirs: Theirs) -> None:
 def _adapter(theirs: Theirs, *, sharded: bool) -> None:
     """lora and quantization; peft's own defaults where axolotl hands nothing over."""
     kind = theirs.get("adapter")
-    bits = next((key for key in ("load_in_4bit", "load_in_8bit") if theirs.get(key) is True), None)
+    bits = quantised_by(theirs)
     if kind is None:
         theirs.write("lora", None, "no adapter")
+        unused(theirs, "lora_", "no adapter is trained")
         if bits:
             theirs.leave(bits, "differs", "quantised weights are trained by adapters alone")
         return
@@ -82,7 +99,7 @@ def _training(theirs: Theirs, strategy_name: str) -> None:
     theirs.carry("training.weight_decay", "weight_decay", default=0.0)
     theirs.carry("training.max_grad_norm", "max_grad_norm", default=1.0, change=positive_or_none)
     optimizer(theirs, "optimizer", "adamw_torch_fused", sharded=strategy_name.startswith(("fsdp", "hsdp")))
-    theirs.carry("training.activation_checkpointing", "gradient_checkpointing", default=False, change=bool)
+    checkpointing(theirs, "gradient_checkpointing", default=False)
     theirs.carry("training.seed", "seed", default=42)
     theirs.carry("training.early_stopping_patience", "early_stopping_patience")
     theirs.carry("logging_steps", "logging_steps", change=whole)

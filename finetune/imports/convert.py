@@ -67,7 +67,7 @@ def convert(file: Path, *, tool: Tool | None = None, gpus: str = "1") -> Importe
         text = f"{file}: is no configuration that {_CALLED[tool]} would read ({error}); correct it, or say --tool"
         raise RecipeError([text]) from error
     for key, value in theirs.unread():
-        level, reason = reason_for(key)
+        level, reason = reason_for(key, value)
         theirs.leave(key, level, reason, value)
     theirs.write("budget", budget, f"--gpus {gpus}")
     text = page(_title(file, tool, gpus), theirs.carried, theirs.left_out)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.imports import trainer
-from finetune.imports.shared import data_set, held_out, named_template
+from finetune.imports.shared import data_set, held_out, named_template, unused
 from finetune.imports.theirs import Theirs, whole
 
 _NAMES = {
@@ -33,7 +33,7 @@ def convert(theirs: Theirs) -> None:
     if off:
         theirs.write("training.activation_checkpointing", False, "disable_gradient_checkpointing")
     usual = trainer.DEFAULTS["learning_rate"]
-    trainer.training(theirs, learning_rate=usual, checkpointing=not off)
+    trainer.training(theirs, learning_rate=usual, recompute=not off)
     form = trainer.precision(theirs, "no")
     if form == "fp16":
         theirs.write("model.dtype", "float16", "fp16")
@@ -52,6 +52,7 @@ def _method(theirs: Theirs) -> None:
     kind = theirs.get("finetuning_type", "lora")
     if kind == "full":
         theirs.write("lora", None, "finetuning_type: full")
+        unused(theirs, "lora_", "no adapter is trained")
         return
     if kind != "lora":
         theirs.refuse("finetuning_type", "full and lora are known here")

@@ -49,6 +49,19 @@ def optimizer(theirs: Theirs, key: str, default: str, *, sharded: bool) -> None:
             theirs.leave(constant, "differs", f"AdamW's constant is {usual:g} here")
 
 
+def quantised_by(theirs: Theirs) -> str | None:
+    """load_in_4bit or load_in_8bit, whichever is true."""
+    said = {key: theirs.get(key) for key in ("load_in_4bit", "load_in_8bit")}
+    return next((key for key, value in said.items() if value is True), None)
+
+
+def unused(theirs: Theirs, beginning: str, reason: str) -> None:
+    """Keys with this beginning, none of which has an effect there."""
+    for key, value in list(theirs.unread()):
+        if key.startswith(beginning):
+            theirs.leave(key, "same", reason, value)
+
+
 def scheduler(theirs: Theirs, key: str, default: str) -> None:
     """training.lr_scheduler_type and its arguments."""
     name = theirs.get(key)
@@ -106,7 +119,8 @@ def strategy(theirs: Theirs) -> str:
     name = {None: "ddp", "deepspeed": zero_name(theirs)}.get(key) or _fsdp_name(theirs)
     alone = theirs.gpus == 1 and name not in ("zero2_offload", "zero3_offload")
     if key and alone and name != "ddp":
-        theirs.leave(key, "look", f"one process has nothing to share; for {name}: --gpus N, their number of ranks")
+        reason = "one process has nothing to share; say --gpus N, the number of their ranks"
+        theirs.leave("accelerate_config", "look", reason, name)
     name = "single" if alone else name
     theirs.write("accelerate_config", name, f"{key} with {theirs.gpus} GPUs" if key else f"--gpus {theirs.gpus}")
     return name
@@ -144,21 +158,28 @@ def _json_near(folder: Path, name: str) -> Mapping[str, Any] | None:
 
 
 def _fsdp_name(theirs: Theirs) -> str:
-    config = theirs.get("fsdp_config", {})
-    config = config if isinstance(config, Mapping) else {}
-    words = " ".join(map(str, said)) if isinstance(said := theirs.get("fsdp", ""), list) else str(said)
+    """The strategy that FSDP's settings stand for; what else they say is about how, and is listed."""
+    words = str(theirs.peek("fsdp") or "")
 
     def of(name: str) -> Any:
-        return config.get(name, config.get(f"fsdp_{name}"))
+        return theirs.first(f"fsdp_config.{name}", f"fsdp_config.fsdp_{name}")[1]
 
-    sharding = str(of("sharding_strategy") or "").upper()
-    if sharding == "NO_SHARD" or "no_shard" in words:
+    sharding = f"{of('sharding_strategy') or ''} {words}".lower()
+    offloaded = of("offload_params") is True or of("cpu_offload") is True or "offload" in words
+    whole_between = of("reshard_after_forward") is False or "shard_grad_op" in sharding
+    if "no_shard" in sharding:
         return "ddp"
-    if of("offload_params") is True or of("cpu_offload") is True or "offload" in words:
+    if offloaded:
         return "fsdp2_offload"
-    if sharding == "SHARD_GRAD_OP" or "shard_grad_op" in words or of("reshard_after_forward") is False:
-        return "fsdp2_grad_op"
-    return "hsdp" if "HYBRID" in sharding or "hybrid" in words else "fsdp2"
+    return "fsdp2_grad_op" if whole_between else "hsdp" if "hybrid" in sharding else "fsdp2"
+
+
+def checkpointing(theirs: Theirs, *keys: str, default: bool) -> None:
+    """training.activation_checkpointing, which FSDP's own section may turn on too."""
+    theirs.carry("training.activation_checkpointing", *keys, default=default, change=bool)
+    for key in ("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing"):
+        if theirs.get(key):
+            theirs.write("training.activation_checkpointing", True, key)
 
 
 def data_set(path: str, *, files: Any = None, kind: str | None = None, **more: Any) -> dict[str, Any]:
@@ -210,7 +231,10 @@ def hub(theirs: Theirs, *, push: bool) -> None:
         theirs.write("hub.repo_id", name, "hub_model_id")
         if push:
             theirs.write("hub.push", True, "push_to_hub" if theirs.peek("push_to_hub") else "hub_model_id")
-    elif name or push:
-        theirs.leave("hub_model_id" if name else "push_to_hub", "same", "names no owner; set hub.repo_id: owner/name")
+    else:
+        if name:
+            theirs.leave("hub_model_id", "same", "names no owner; set hub.repo_id: owner/name")
+        if theirs.get("push_to_hub"):
+            theirs.leave("push_to_hub", "same", "set hub.repo_id: owner/name and hub.push: true")
     if theirs.get("hub_private_repo") is False:
         theirs.leave("hub_private_repo", "same", "private unless you say so yourself: hub.private: false")

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from finetune.errors import RecipeError
 from finetune.recipe import Lora, Quantization, Recipe
+from finetune.yaml_text import shown
 
 # differs: the training is another one without it; look: only a person can say; same: nothing is learned otherwise.
 Level = Literal["differs", "look", "same"]
@@ -93,8 +94,8 @@ class Theirs:
         """A line of the list of what was left out."""
         self._read.add(key)
         value = self.peek(key) if value is NOTHING else value
-        shown = "[hidden]" if _SECRET.search(key) else value
-        self.left_out.append(LeftOut(key, shown, level, reason))
+        told = "[hidden]" if _SECRET.search(key) else value
+        self.left_out.append(LeftOut(key, told, level, reason))
 
     def unread(self) -> Iterator[tuple[str, Any]]:
         """What nobody has looked at, leaf by leaf."""
@@ -105,7 +106,7 @@ class Theirs:
 
     def refuse(self, key: str, reason: str) -> None:
         """Raises RecipeError: there is no recipe for what they do."""
-        raise RecipeError([f"{key}: {self.peek(key)}: {reason}"])
+        raise RecipeError([f"{key}: is {shown(self.peek(key))}; {reason}"])
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:

@@ -143,7 +143,7 @@ def _set(theirs: Theirs, at: str) -> dict[str, Any]:
 
 def _training(theirs: Theirs) -> None:
     sharded = theirs.gpus > 1
-    offloaded = sharded and bool(theirs.get("fsdp_cpu_offload"))
+    offloaded = sharded and bool(theirs.get("fsdp_cpu_offload") or theirs.get("fsdp.cpu_offload"))
     name = "fsdp2_offload" if offloaded else "fsdp2" if sharded else "single"
     theirs.write("accelerate_config", name, f"--gpus {theirs.gpus}; torchtune shards by FSDP2")
     tensor_parallel = theirs.get("tensor_parallel_dim", 1)
@@ -160,6 +160,8 @@ def _training(theirs: Theirs) -> None:
     clip = theirs.get("clip_grad_norm")
     theirs.write("training.max_grad_norm", positive_or_none(clip) if clip != "inf" else None, "clip_grad_norm")
     theirs.carry("training.activation_checkpointing", "enable_activation_checkpointing", default=False)
+    if theirs.get("shuffle", True) is not True:
+        theirs.leave("shuffle", "differs", "rows are always shuffled")
     theirs.carry("training.seed", "seed", change=whole)
     theirs.carry("logging_steps", "log_every_n_steps", change=whole)
     theirs.carry("output_dir", "output_dir")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.imports.shared import batch, every, hub, optimizer, scheduler, strategy, warmup
+from finetune.imports.shared import batch, checkpointing, every, hub, optimizer, scheduler, strategy, warmup
 from finetune.imports.theirs import Theirs, positive_or_none, whole
 
 # What transformers does where nothing is said (TrainingArguments of 5.23).
@@ -21,7 +21,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def training(theirs: Theirs, *, learning_rate: float, checkpointing: bool) -> str:
+def training(theirs: Theirs, *, learning_rate: float, recompute: bool) -> str:
     """The training section and what is kept of a run; returns the strategy's name. The two arguments are the tool's
     own defaults where they are not transformers'."""
     name = strategy(theirs)
@@ -40,15 +40,13 @@ def training(theirs: Theirs, *, learning_rate: float, checkpointing: bool) -> st
     norm = DEFAULTS["max_grad_norm"]
     theirs.carry("training.max_grad_norm", "max_grad_norm", default=norm, change=positive_or_none)
     optimizer(theirs, "optim", DEFAULTS["optim"], sharded=name.startswith(("fsdp", "hsdp")))
-    theirs.carry(
-        "training.activation_checkpointing",
-        "gradient_checkpointing",
-        "activation_checkpointing",
-        default=checkpointing,
-        change=bool,
-    )
+    keys = ("gradient_checkpointing", "activation_checkpointing")
+    checkpointing(theirs, *keys, default=recompute)
     theirs.carry("training.seed", "seed", default=DEFAULTS["seed"])
     _kept(theirs)
+    if theirs.get("average_tokens_across_devices") is False:
+        reason = "every token of a step weighs the same, on whatever rank it lies"
+        theirs.leave("average_tokens_across_devices", "differs", reason)
     return name
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.imports import trainer
-from finetune.imports.shared import data_set
+from finetune.imports.shared import data_set, quantised_by, unused
 from finetune.imports.theirs import Theirs
 
 # What SFTConfig and ModelConfig do where nothing is said, beside transformers' own defaults.
@@ -33,15 +33,15 @@ def convert(theirs: Theirs) -> None:
     theirs.carry("model.trust_remote_code", "trust_remote_code")
     _adapter(theirs)
     _data(theirs)
-    checkpointing = DEFAULTS["gradient_checkpointing"]
-    trainer.training(theirs, learning_rate=DEFAULTS["learning_rate"], checkpointing=checkpointing)
+    trainer.training(theirs, learning_rate=DEFAULTS["learning_rate"], recompute=DEFAULTS["gradient_checkpointing"])
     _formats(theirs)
 
 
 def _adapter(theirs: Theirs) -> None:
-    bits = next((key for key in ("load_in_4bit", "load_in_8bit") if theirs.get(key) is True), None)
+    bits = quantised_by(theirs)
     if not theirs.get("use_peft"):
         theirs.write("lora", None, "no use_peft")
+        unused(theirs, "lora_", "no adapter is trained")
         if bits:
             theirs.leave(bits, "differs", "quantised weights are trained by adapters alone")
         return

@@ -1,0 +1,348 @@
+"""`finetune import`: real configurations of four other tools become recipes, and nothing they say is dropped."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune.cli import main
+from finetune.conversations import Encoder
+from finetune.errors import RecipeError
+from finetune.imports import trainer, trl
+from finetune.imports.convert import Imported, convert, known_tool
+from finetune.imports.left_out import UNKNOWN, reason_for
+from finetune.imports.page import written
+from finetune.imports.templates import TEMPLATES
+from finetune.imports.theirs import our_default
+from finetune.recipe import Data, DataSet
+from finetune.recipe_file import load_recipe
+from finetune.yaml_text import parse
+from tests.others_configs import (
+    ABSENT,
+    AXOLOTL_FULL,
+    AXOLOTL_LORA_8B,
+    EXAMPLES,
+    FACTORY_LLAMA,
+    TRL_SHORT,
+    TUNE_LORA,
+    Values,
+)
+from tests.tiny import tiny_tokenizer
+
+# What is so anyway, in their words: taking it away must change nothing.
+SO_ANYWAY: dict[str, tuple[Any, ...]] = {
+    "load_in_4bit": (False,), "load_in_8bit": (False,), "val_set_size": (0,), "field_messages": ("conversations",),
+    "role": ("from",), "content": ("value",), "micro_batch_size": (1,), "gradient_accumulation_steps": (1,),
+    "stage": ("sft",), "finetuning_type": ("lora",), "pissa_iter": (16,), "columns": ("messages",), "weight": (1.0,),
+    "max_steps": (-1,), "save_strategy": ("steps",), "dataset_train_split": ("train",), "dataset_test_split": ("test",),
+    "epochs": (1,), "apply_lora_to_output": (False,), "fused": (True,), "shuffle": (True,), "seed": (0,),
+    "_component_": ("torch.optim.AdamW", "torchtune.training.FullModelHFCheckpointer"),
+    "activation_checkpointing": (False,), "offload_params": (False,), "reshard_after_forward": (True,),
+    "sharding_strategy": ("FULL_SHARD",), "fsdp_sharding_strategy": ("FULL_SHARD",),
+}  # fmt: skip
+
+
+def imported(tmp_path: Path, values: Values, *, gpus: str = "1", tool: str | None = None) -> Imported:
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(values, sort_keys=False), "utf-8")
+    return convert(file, tool=known_tool(tool), gpus=gpus)
+
+
+def value(made: Imported, key: str) -> Any:
+    return made.carried[key][0] if key in made.carried else ABSENT
+
+
+def test_as_many_real_configurations_as_promised() -> None:
+    assert len(EXAMPLES) >= 10
+    assert {example.tool for example in EXAMPLES.values()} == {"axolotl", "llamafactory", "trl", "torchtune"}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_real_configuration_becomes_this_recipe(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = EXAMPLES[name]
+    made = imported(tmp_path, example.values, gpus=example.gpus)
+    assert made.tool == example.tool, "found by its keys"
+    assert {key: value(made, key) for key in example.recipe} == example.recipe
+    levels: dict[str, set[str]] = {"differs": set(), "look": set(), "same": set()}
+    for entry in made.left_out:
+        levels[entry.level].add(entry.key)
+    assert levels["differs"] == example.differs
+    assert levels["look"] == example.look
+    file = tmp_path / "ours.yaml"
+    file.write_text(made.text, "utf-8")
+    assert main(["check", str(file)]) == 0, capsys.readouterr().err
+
+
+def leaves(values: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    if isinstance(values, (dict, list)) and values:
+        for key, inner in values.items() if isinstance(values, dict) else enumerate(values):
+            yield from leaves(inner, (*path, key))
+    elif values not in (None, "", [], {}):
+        yield path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_nothing_that_they_say_is_dropped(name: str, tmp_path: Path) -> None:
+    example = EXAMPLES[name]
+    whole = imported(tmp_path, example.values, gpus=example.gpus).text
+    seen = 0
+    for path in leaves(example.values):
+        without = copy.deepcopy(example.values)
+        holder: Any = without
+        for part in path[:-1]:
+            holder = holder[part]
+        said, name = holder.pop(path[-1]), next(str(part) for part in reversed(path) if isinstance(part, str))
+        try:
+            shorter = imported(tmp_path, without, gpus=example.gpus, tool=example.tool).text
+        except RecipeError:
+            continue  # there is no recipe without it
+        seen += 1
+        assert shorter != whole or said in SO_ANYWAY.get(name, ()), f"{path} leaves no trace"
+    assert seen >= 3
+
+
+def test_the_recipe_says_what_its_comments_say(tmp_path: Path) -> None:
+    text = imported(tmp_path, AXOLOTL_LORA_8B, gpus="4").text
+    assert "global_batch_size: 32  # micro_batch_size 2 x gradient_accumulation_steps 4 x 4 GPUs" in text
+    assert "truncation: drop  # axolotl's default" in text
+    assert "#   tf32: false (another way to compute the same)" in text
+
+
+@pytest.mark.slow
+def test_the_defaults_written_out_are_those_of_the_installed_libraries() -> None:
+    from transformers import TrainingArguments
+    from trl import ModelConfig, SFTConfig
+
+    ours = {name: TrainingArguments.__dataclass_fields__[name].default for name in trainer.DEFAULTS}
+    assert ours == trainer.DEFAULTS
+    both = {**ModelConfig.__dataclass_fields__, **SFTConfig.__dataclass_fields__}
+    assert {name: both[name].default for name in trl.DEFAULTS} == trl.DEFAULTS
+
+
+@pytest.mark.slow
+def test_every_argument_of_the_installed_trl_is_read_or_has_its_reason(tmp_path: Path) -> None:
+    from trl import ModelConfig, ScriptArguments, SFTConfig
+
+    names = {name for kind in (SFTConfig, ModelConfig, ScriptArguments) for name in kind.__dataclass_fields__}
+    assert len(names) > 120
+    made = imported(tmp_path, TRL_SHORT)
+    unknown = set()
+    for name in sorted(names - set(TRL_SHORT)):
+        try:
+            made = imported(tmp_path, TRL_SHORT | {name: "7"}, tool="trl")
+        except RecipeError:
+            continue  # read, and no number
+        unknown |= {entry.key for entry in made.left_out if entry.reason == UNKNOWN}
+    assert unknown == set()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said", "expected"),
+    [
+        ("1", {}, "single"),
+        ("4", {}, "ddp"),
+        ("4", {"deepspeed": "deepspeed_configs/zero1.json"}, "zero1"),
+        ("4", {"deepspeed": "ds_z2_offload_config.json"}, "zero2_offload"),
+        ("4", {"deepspeed": "zero3_bf16_cpuoffload_all.json"}, "zero3_offload"),
+        ("1", {"deepspeed": "zero3_bf16_cpuoffload_all.json"}, "zero3_offload"),
+        ("1", {"deepspeed": "zero3_bf16.json"}, "single"),
+        ("4", {"deepspeed": "examples/deepspeed/ds_z0_config.json"}, "ddp"),
+        ("4", {"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}}, "zero3_nvme"),
+        ("4", {"fsdp": "full_shard auto_wrap"}, "fsdp2"),
+        ("4", {"fsdp": ["full_shard", "offload"]}, "fsdp2_offload"),
+        ("4", {"fsdp_config": {"reshard_after_forward": False}}, "fsdp2_grad_op"),
+        ("4", {"fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, "ddp"),
+        ("16", {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "hsdp"),
+    ],
+)
+def test_the_strategy(gpus: str, said: Values, expected: str, tmp_path: Path) -> None:
+    made = imported(tmp_path, FACTORY_LLAMA | said, gpus=gpus)
+    assert value(made, "accelerate_config") == expected
+
+
+def test_a_deepspeed_file_that_is_here_is_read(tmp_path: Path) -> None:
+    settings = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    (tmp_path / "mine.json").write_text(json.dumps(settings))
+    made = imported(tmp_path, FACTORY_LLAMA | {"deepspeed": "mine.json"}, gpus="4")
+    assert value(made, "accelerate_config") == "zero2_offload"
+    assert "deepspeed" not in {entry.key for entry in made.left_out}
+
+
+def test_llama_factorys_list_of_data_sets_is_read(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    known = {
+        "identity": {"file_name": "identity.json"},
+        "alpaca_en_demo": {"hf_hub_url": "org/chats", "formatting": "sharegpt", "columns": {"messages": "messages"}},
+    }
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(known))
+    made = imported(tmp_path, FACTORY_LLAMA)
+    files = {"path": "json", "data_files": "data/identity.json", "split": "train[:1000]", "format": "alpaca"}
+    chats = {"path": "org/chats", "split": "train[:1000]", "format": "messages"}
+    assert value(made, "data.train") == [files, chats]
+    assert "dataset" not in {entry.key for entry in made.left_out}
+
+
+@pytest.mark.parametrize(
+    ("values", "said", "key", "expected"),
+    [
+        (AXOLOTL_LORA_8B, {"train_on_inputs": True}, "data.train_on", "all"),
+        (AXOLOTL_LORA_8B, {"excess_length_strategy": "raise"}, "data.truncation", "error"),
+        (AXOLOTL_LORA_8B, {"max_grad_norm": 0.0}, "training.max_grad_norm", None),
+        (AXOLOTL_LORA_8B, {"bf16": False, "fp16": True}, "model.dtype", "float16"),
+        (AXOLOTL_LORA_8B, {"warmup_ratio": None}, "training.warmup_ratio", 0.03),
+        (AXOLOTL_LORA_8B, {"context_parallel_size": 2}, "training.global_batch_size", 16),
+        (AXOLOTL_LORA_8B, {"optimizer": "lion_8bit"}, "training.optim", "adamw"),
+        (AXOLOTL_LORA_8B, {"hub_model_id": "me/mine"}, "hub.push", True),
+        (AXOLOTL_FULL, {"chat_template": "chatml"}, "data.chat_template", TEMPLATES["chatml"]),
+        (FACTORY_LLAMA, {"mask_history": True}, "data.train_on", "completion"),
+        (FACTORY_LLAMA, {"warmup_ratio": None, "warmup_steps": 0.2}, "training.warmup_ratio", 0.2),
+        (FACTORY_LLAMA, {"lora_target": "q_proj, v_proj"}, "lora.target_modules", ["q_proj", "v_proj"]),
+        (FACTORY_LLAMA, {"lora_rank": 64}, "lora.lora_alpha", 128),
+        (FACTORY_LLAMA, {"disable_gradient_checkpointing": True}, "training.activation_checkpointing", False),
+        (FACTORY_LLAMA, {"packing": True}, "data.packing", True),
+        (TRL_SHORT, {"assistant_only_loss": True}, "data.train_on", "assistant"),
+        (TRL_SHORT, {"completion_only_loss": True}, "data.train_on", "completion"),
+        (TRL_SHORT, {"bf16": False}, "training.mixed_precision", "no"),
+        (TRL_SHORT, {"fp16": True}, "training.mixed_precision", "fp16"),
+        (TUNE_LORA, {"clip_grad_norm": 1.0}, "training.max_grad_norm", 1.0),
+        (TUNE_LORA, {"max_steps_per_epoch": 50, "epochs": 3}, "training.max_steps", 150),
+        (TUNE_LORA, {"dtype": "fp32"}, "training.mixed_precision", "no"),
+        (TUNE_LORA, {"run_val_every_n_steps": 20}, "eval_steps", 20),
+    ],
+)
+def test_one_key_more(values: Values, said: Values, key: str, expected: Any, tmp_path: Path) -> None:
+    assert value(imported(tmp_path, values, gpus="4"), key) != expected
+    assert value(imported(tmp_path, values | said, gpus="4"), key) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "said", "text"),
+    [
+        (AXOLOTL_LORA_8B, {"rl": "dpo"}, "rl: is dpo; this kit does supervised fine-tuning"),
+        (AXOLOTL_LORA_8B, {"datasets": None}, "datasets: is None; a list of data sets is needed"),
+        (AXOLOTL_LORA_8B, {"datasets": "rows.json"}, "a list of data sets is needed"),
+        (AXOLOTL_LORA_8B, {"lora_r": -3}, "lora_r: lora.r: "),
+        (AXOLOTL_LORA_8B, {"learning_rate": "fast"}, "learning_rate: training.learning_rate: "),
+        (AXOLOTL_LORA_8B, {"micro_batch_size": "two"}, "micro_batch_size: is two; write a number above 0"),
+        (FACTORY_LLAMA, {"stage": "ppo"}, "stage: is ppo; this kit does supervised fine-tuning"),
+        (FACTORY_LLAMA, {"finetuning_type": "freeze"}, "full and lora are known here"),
+        (FACTORY_LLAMA, {"quantization_bit": 3}, "quantization_bit: is 3; 4 and 8 are offered"),
+        (FACTORY_LLAMA, {"lora_rank": {"a": 1}}, "lora_rank: lora.r: "),
+        (TRL_SHORT, {"dataset_name": None}, "dataset_name: is None; a data set is needed"),
+        (TRL_SHORT, {"lr_scheduler_kwargs": "half"}, "is no configuration that TRL would read"),
+        (TUNE_LORA, {"teacher_model": {"_component_": "x"}}, "teacher_model: is a section; this kit does"),
+        ({"model": {}, "data": {}}, {}, "is a recipe already; look at it by: finetune check"),
+        ({"learning_rate": 1.0}, {}, "say whose by --tool"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    values: Values, said: Values, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(values | said))
+    assert main(["import", str(file)]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert text in told.err
+    assert str(file) in told.err
+    assert len(told.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1\n", "", "a: 1\na: 2\n"])
+def test_what_is_no_page_of_keys(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text(text)
+    assert main(["import", str(file)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert main(["import", str(tmp_path / "gone.yaml")]) == 2
+    assert main(["import", str(file), "--tool", "unsloth"]) == 2
+    assert "write one of axolotl" in capsys.readouterr().err
+
+
+def test_json_is_one_object_with_the_whole_account(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(AXOLOTL_FULL))
+    assert main(["import", str(file), "--gpus", "4", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["tool"] == "axolotl"
+    assert told["carried"]["training.global_batch_size"]["value"] == 32
+    assert {"key", "value", "level", "reason"} == set(told["left_out"][0])
+
+
+def test_the_written_recipe_replaces_only_one_of_its_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, ours = tmp_path / "theirs.yaml", tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(TRL_SHORT))
+    for _ in range(2):
+        assert main(["import", str(file), "-o", str(ours)]) == 0
+    assert "completion_only_loss" in capsys.readouterr().out
+    assert load_recipe(ours).recipe.training.learning_rate == 0.0001
+    ours.write_text("# my own\n")
+    assert main(["import", str(file), "-o", str(ours)]) == 2
+    assert ours.read_text() == "# my own\n"
+
+
+def test_a_token_of_theirs_is_not_shown(tmp_path: Path) -> None:
+    made = imported(tmp_path, FACTORY_LLAMA | {"hf_hub_token": "hf_aaaaaaaaaaaaaaaaaaaaaaaa", "swanlab_api_key": "k3y"})
+    assert "hf_hub_token" in made.text
+    assert "hf_aaaa" not in made.text + json.dumps(made.as_json())
+    assert "k3y" not in made.text
+
+
+def test_what_interpolates_and_what_is_nobodys(tmp_path: Path) -> None:
+    made = imported(tmp_path, TUNE_LORA | {"batch_size": "${gradient_accumulation_steps}", "surprise": 1})
+    assert value(made, "training.global_batch_size") == 64
+    assert [entry.reason for entry in made.left_out if entry.key == "surprise"] == [UNKNOWN]
+    assert reason_for("surprise", 1)[0] == "differs"
+    assert reason_for("surprise", False)[0] == "look"
+
+
+@pytest.mark.parametrize("thing", [2e-05, 1e5, "no", "1e-4", "a: b", "#", "{{ x }}\n", "", None, True, [1, "on"]])
+def test_values_are_written_so_that_they_are_read_again(thing: Any) -> None:
+    text = written(thing)
+    assert "\n" not in text
+    assert parse(f"k: {text}").value == {"k": thing}
+    assert yaml.safe_load(f"k: {text}") == {"k": thing}
+
+
+ASKED = "### Instruction:\nWhat is it?\n\n### Response:"
+OPENING = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+)
+USER = "<|start_header_id|>user<|end_header_id|>\n\n"
+ASSISTANT = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+ROWS = {
+    "llama3": (f"{USER}What is it?{ASSISTANT}", "<|eot_id|>"),
+    "chatml": ("<|im_start|>user\nWhat is it?<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>"),
+    "alpaca": (f"{OPENING}{ASKED}\n", "<|im_end|>"),
+    "alpaca_turns": (f"{OPENING}{ASKED}\n", "<|im_end|>"),
+    "llama3_alpaca": (f"{USER}{OPENING}{ASKED}{ASSISTANT}", "<|eot_id|>"),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_their_templates_and_what_is_learned_in_them(name: str) -> None:
+    (prompt, end), answer = ROWS[name], "a boat"
+    data = Data(train=[DataSet(path="-")], chat_template=TEMPLATES[name])
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]}
+    )
+    script = Encoder(tokenizer, data).script({"instruction": "What is it?", "output": answer}, "alpaca")
+    assert script.text.startswith(prompt + answer + end)
+    start, stop = script.learned[0]
+    assert script.text[start:stop] == answer + end
+    assert len(script.learned) == 1
+
+
+def test_our_defaults_are_the_recipes() -> None:
+    assert our_default("training.learning_rate") == 2e-4
+    assert our_default("lora.lora_alpha") == 32
