@@ -187,7 +187,7 @@ def launch(
     run_verb(work, as_json=as_json)
 
 
-for verb in (verbs_of_data.preview, verbs_of_runs.chat, verbs_of_runs.report, verbs_of_runs.push):
+for verb in (verbs_of_data.preview, verbs_of_data.doctor, verbs_of_runs.chat, verbs_of_runs.report, verbs_of_runs.push):
     app.command()(verb)
 app.command("import")(verbs_of_data.import_recipe)
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from finetune.durable import write_text
+from finetune.errors import EnvironmentMismatch
 from finetune.recipe_file import load_recipe
 from finetune.verbs import AsJson, Overrides, RecipeFile, run_verb
 
@@ -65,3 +66,30 @@ def import_recipe(
         return {"ok": True, "file": output and str(output), **made.as_json()}
 
     run_verb(work, as_json=as_json)
+
+
+def doctor(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="Disk against its need.", show_default=False)
+    ] = None,
+    online: Annotated[bool, typer.Option("--online", help="Ask the Hub what the token may do.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Is this machine fit for a run? Fit to paste into a bug report: no names, no token. Exit code 4 if it is not."""
+    bad: list[str] = []
+
+    def work() -> dict[str, Any]:
+        from finetune.doctor import as_text, examine
+
+        loaded = load_recipe(recipe).recipe if recipe else None
+        found = []
+        for finding in examine(loaded, online=online):
+            found.append(finding)
+            if not as_json:
+                typer.echo(as_text(finding))
+        bad.extend(finding.name for finding in found if finding.state == "bad")
+        return {"ok": not bad, "findings": [vars(finding) for finding in found]}
+
+    run_verb(work, as_json=as_json)
+    if bad:
+        raise typer.Exit(EnvironmentMismatch.exit_code)

@@ -117,6 +117,11 @@ launch_file
 pages.findings
 pages.preview
 pages.preview_views
+private
+doctor_pair
+doctor_disk
+doctor_token
+doctor
 imports.theirs
 imports.templates
 imports.shared
@@ -189,6 +194,11 @@ LIGHT = {
     "pages.report",
     "pages.pictures",
     "pages.keep",
+    "private",
+    "doctor_pair",
+    "doctor_disk",
+    "doctor_token",
+    "doctor",
     "imports.theirs",
     "imports.templates",
     "imports.shared",

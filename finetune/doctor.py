@@ -1,0 +1,253 @@
+"""`finetune doctor`: is this machine fit for a run? Everything it says may be pasted into a bug report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from finetune.doctor_disk import GIB, folders, free_bytes, may_write, need_of
+from finetune.doctor_pair import pair_test
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.private import showable, variables
+from finetune.recipe import Recipe
+
+State = Literal["ok", "look", "bad"]
+PACKAGE = Path(__file__).resolve().parent
+# Extra -> what is imported, and what it is for.
+EXTRAS = {
+    "bitsandbytes": ("bitsandbytes", "quantised bases and 8-bit optimizers: pip install 'finetune[qlora]'"),
+    "deepspeed": ("deepspeed", "ZeRO: DS_BUILD_OPS=0 pip install 'finetune[deepspeed]'"),
+    "matplotlib": ("matplotlib", "pictures of a run: pip install 'finetune[report]'"),
+    "gguf": ("gguf", "the quickstart's model: pip install 'finetune[quickstart]'"),
+}
+_MATTER = (
+    r"CUDA_\w+|NCCL_\w+|GLOO_\w+|OMP_NUM_THREADS|MKL_NUM_THREADS|ACCELERATE_\w+|PET_\w+|TORCH_\w+|PYTORCH_\w+|DS_\w+"
+    r"|HF_(HOME|HUB_CACHE|HUB_OFFLINE|ENDPOINT|HUB_ENABLE_HF_TRANSFER|HUB_DISABLE_XET)|TRANSFORMERS_OFFLINE"
+    r"|FINETUNE_CACHE|SLURM_JOB_NUM_NODES|SLURM_NTASKS|LD_LIBRARY_PATH|LD_PRELOAD|PYTHONPATH"
+)
+_TRY_IMPORTS = """
+import importlib, json, sys
+failed = {}
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except BaseException as error:
+        failed[name] = f"{type(error).__name__}: {error}"
+print()
+print(json.dumps(failed))
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: what was seen, and what to do where it is not well."""
+
+    name: str
+    state: State
+    seen: str
+    remedy: str = ""
+
+
+def examine(recipe: Recipe | None = None, *, online: bool = False) -> Iterator[Finding]:
+    """Every finding in turn, with nothing private in it; `online` asks the Hub what the token may do."""
+    parts: Sequence[Callable[[], Iterator[Finding]]] = (
+        _python,
+        _libraries,
+        _extras,
+        _devices,
+        _pair,
+        lambda: _disk(recipe),
+        lambda: _token(recipe, online=online),
+        _accelerate,
+        _variables,
+    )
+    for part in parts:
+        for found in part():
+            yield Finding(found.name, found.state, showable(found.seen), showable(found.remedy))
+
+
+def _python() -> Iterator[Finding]:
+    here = _version("finetune") or "of a checkout"
+    yield Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}, finetune {here}")
+
+
+def _requirements() -> list[str]:
+    """What finetune needs, as its pyproject.toml says; of an installed package, its metadata."""
+    try:
+        return list(tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"])
+    except (OSError, KeyError, ValueError):
+        return [line for line in importlib.metadata.requires("finetune") or () if "extra ==" not in line]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _libraries() -> Iterator[Finding]:
+    from packaging.requirements import Requirement
+
+    wanted = [Requirement(line) for line in _requirements()]
+    found = {each.name: _version(each.name) for each in wanted}
+    wrong = [each for each in wanted if (there := found[each.name]) is None or not each.specifier.contains(there, True)]
+    yield Finding("libraries", "ok", ", ".join(f"{name} {version}" for name, version in found.items() if version))
+    for each in wrong:
+        there = found[each.name] or "not installed"
+        yield Finding("libraries", "bad", f"{each.name}: {there}, needed is {each}", f"pip install '{each}'")
+
+
+def _extras() -> Iterator[Finding]:
+    """Each extra that is installed must load: a wheel for another CUDA or another torch fails here, not in a run."""
+    here = {name: version for name in EXTRAS if (version := _version(name))}
+    modules = [EXTRAS[name][0] for name in here]
+    done = subprocess.run(
+        [sys.executable, "-c", _TRY_IMPORTS, *modules], capture_output=True, text=True, timeout=300, check=False
+    )
+    try:
+        failed: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        failed = dict.fromkeys(modules, f"the process ended with {done.returncode}")
+    listed = ", ".join(f"{name} {version}" for name, version in here.items()) or "none"
+    yield Finding("extras", "ok", listed)
+    for name, (module, purpose) in EXTRAS.items():
+        if name not in here:
+            yield Finding("extras", "look", f"{name} is not installed", f"for {purpose}")
+        elif module in failed:
+            yield Finding("extras", "bad", f"{name}: {failed[module][:200]}", "install a wheel that fits this torch")
+    if "deepspeed" in here and not shutil.which("g++"):
+        yield Finding("extras", "look", "no g++", "DeepSpeed's offload compiles its own Adam; install g++ and ninja")
+
+
+def _devices() -> Iterator[Finding]:
+    import psutil
+    import torch
+
+    memory = psutil.virtual_memory()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    room = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB of memory free"
+    yield Finding("devices", "ok", f"{cores} CPU cores, {room}")
+    driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+    built = torch.version.cuda or torch.version.hip
+    for index in range(torch.cuda.device_count()):
+        yield _gpu(index)
+    if driver and not built:
+        seen = f"an NVIDIA driver is here, and torch {torch.__version__} is built for the CPU"
+        yield Finding("wheels", "bad", seen, "install torch's wheel for CUDA: https://pytorch.org/get-started")
+    elif driver and not torch.cuda.is_available():
+        seen = f"torch {torch.__version__}, built for {built}, sees no GPU"
+        yield Finding("wheels", "bad", seen, "look at CUDA_VISIBLE_DEVICES, and whether the driver is older than that")
+    else:
+        yield Finding("wheels", "ok", f"torch {torch.__version__}, built for {built or 'the CPU'}")
+
+
+def _gpu(index: int) -> Finding:
+    import torch
+
+    device = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    seen = f"GPU {index}: {device.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, bf16 "
+    seen += "yes" if torch.cuda.is_bf16_supported(including_emulation=False) else "no"
+    kernels = [name for name in torch.cuda.get_arch_list() if name.startswith(("sm_", "compute_"))]
+    if kernels and not any(name.partition("_")[2].startswith(str(device.major)) for name in kernels):
+        return Finding("devices", "bad", f"{seen}; torch has kernels for {', '.join(kernels)}", "install another wheel")
+    if free < total / 2:
+        return Finding("devices", "look", seen, "another program holds its memory; nvidia-smi names it")
+    return Finding("devices", "ok", seen)
+
+
+def _pair() -> Iterator[Finding]:
+    import torch
+
+    try:
+        done = pair_test(gpus=torch.cuda.device_count())
+    except EnvironmentMismatch as error:
+        seen, _, remedy = str(error).rpartition("; ")
+        yield Finding("pair", "bad", seen, remedy)
+        return
+    size = f"{done['bytes'] / 2**20:g} MiB in {done['seconds'] * 1e3:.1f} ms"
+    yield Finding("pair", "ok", f"{done['backend']}: two processes summed {size}")
+
+
+def _disk(recipe: Recipe | None) -> Iterator[Finding]:
+    places = folders(recipe)
+    free = {name: free_bytes(folder) for name, folder in places.items()}
+    yield Finding("disk", "ok", ", ".join(f"{name} {size / GIB:.1f} GiB free" for name, size in free.items()))
+    for name, folder in places.items():
+        if not may_write(folder):
+            yield Finding("disk", "bad", f"the {name} cannot be written", f"give rights to {folder}, or name another")
+    if recipe is None:
+        return
+    try:
+        need = need_of(recipe)
+    except FinetuneError as error:
+        yield Finding("disk", "look", "what the recipe needs is not known", str(error))
+        return
+    for name, size in (("run folder", need.in_run_folder), ("model cache", need.download)):
+        short = size > free[name]
+        seen = f"{name}: the recipe needs {size / GIB:.1f} GiB"
+        seen += f", {need.kept + 1} checkpoints of {need.checkpoint / GIB:.1f}" if name == "run folder" else ""
+        remedy = "free some space, lower save_total_limit, or name another folder" if short else ""
+        yield Finding("disk", "bad" if short else "ok", seen, remedy)
+
+
+def _token(recipe: Recipe | None, *, online: bool) -> Iterator[Finding]:
+    """Whether a token is here, and with `online` what it may do; the token itself is never part of it."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        yield Finding("token", "ok", "none here; gated models and `finetune push` need one: hf auth login")
+        return
+    named = next((name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(name)), None)
+    seen = f"one is here, from {named or 'the stored login'}"
+    if not online:
+        yield Finding("token", "ok", f"{seen}; what it may do, the Hub tells with --online")
+        return
+    from finetune.doctor_token import scope
+
+    try:
+        yield Finding("token", "ok", f"{seen}: {scope(recipe.hub.repo_id if recipe else None)}")
+    except FinetuneError as error:
+        reason, _, remedy = str(error).partition("; ")
+        yield Finding("token", "bad", f"{seen}: {reason}", remedy)
+
+
+def _accelerate() -> Iterator[Finding]:
+    """A default config in the cache decides without a word what a bare `accelerate launch` does."""
+    import yaml
+    from accelerate.commands.config.config_args import default_config_file
+
+    path = Path(default_config_file)
+    if not path.is_file():
+        yield Finding("accelerate", "ok", "no default config in the cache")
+        return
+    try:
+        said = yaml.safe_load(path.read_text("utf-8"))
+        kind = f"{said.get('distributed_type', 'NO')}, {said.get('num_processes', 1)} processes"
+    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        kind = "it cannot be read"
+    remedy = f"a bare `accelerate launch` follows it; move {path} away, or pass --config_file"
+    yield Finding("accelerate", "look", f"a default config is in the cache: {kind}", remedy)
+
+
+def _variables() -> Iterator[Finding]:
+    found = variables(_MATTER)
+    yield Finding(
+        "variables", "ok", ", ".join(f"{name}={value}" for name, value in found.items()) or "none that matter"
+    )
+
+
+def as_text(found: Finding) -> str:
+    """One line; a remedy on the next."""
+    return f"{found.state:<5}{found.name:<11}{found.seen}" + (f"\n{'':<16}{found.remedy}" if found.remedy else "")

@@ -1,0 +1,98 @@
+"""How much disk a run will take, against what is free; no weights are read and nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.recipe import Recipe
+
+GIB = 2**30
+_OPTIMIZER_BYTES = {"adamw_8bit": 2, "paged_adamw_8bit": 2}  # two moments of a byte each
+_WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a run writes."""
+
+    checkpoint: int  # one of them
+    kept: int
+    export: int
+    download: int  # of base weights that are not here yet
+
+    @property
+    def in_run_folder(self) -> int:
+        """All checkpoints, one more while it is written, and the result."""
+        return (self.kept + 1) * self.checkpoint + self.export
+
+
+def need_of(recipe: Recipe) -> Need:
+    """What the run will write. Raises EnvironmentMismatch where the model's configuration is not on this machine."""
+    total, trained = count_weights(recipe)
+    training, frozen = recipe.training, _WIDTH[recipe.model.dtype]
+    width = 2 if training.pure_bf16 else 4
+    state = _OPTIMIZER_BYTES.get(training.optim, 8 if training.optim == "paged_adamw_32bit" else 2 * width)
+    return Need(
+        checkpoint=trained * (width + state),
+        kept=recipe.save_total_limit,
+        export=trained * width if recipe.lora else total * frozen,
+        download=0 if _is_here(recipe) else total * 2,  # published in 16 bits
+    )
+
+
+def count_weights(recipe: Recipe) -> tuple[int, int]:
+    """All weights of the model, and those that are trained; counted on the model's structure, without any data."""
+    import torch
+
+    from finetune.model import build_model
+    from finetune.shrink import full_config
+
+    config, _ = full_config(recipe.model.name_or_path, recipe.model.revision)
+    with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config), "utf-8")
+        changed: dict[str, object] = {
+            "model": recipe.model.model_copy(update={"name_or_path": folder, "revision": "main"}),
+            "quantization": None,
+        }
+        if recipe.lora:
+            changed["lora"] = recipe.lora.model_copy(update={"init_lora_weights": True})
+        model = build_model(recipe.model_copy(update=changed), torch.device("meta"))
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
+
+
+def _is_here(recipe: Recipe) -> bool:
+    from finetune.embedded import PREFIX, in_hub_cache
+
+    name = recipe.model.name_or_path
+    shards = ("model.safetensors", "model.safetensors.index.json")
+    here = name.startswith(PREFIX) or Path(name).is_dir()
+    return here or any(in_hub_cache(name, file, recipe.model.revision) for file in shards)
+
+
+def folders(recipe: Recipe | None) -> dict[str, Path]:
+    """Where a run writes, by what is there."""
+    from huggingface_hub import constants
+
+    from finetune.token_cache import cache_folder
+
+    run = Path(recipe.run_dir) if recipe else Path.cwd()
+    return {"run folder": run, "model cache": Path(constants.HF_HUB_CACHE), "token cache": cache_folder()}
+
+
+def free_bytes(folder: Path) -> int:
+    """Free on the disk of a folder that need not be there yet."""
+    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    return shutil.disk_usage(there).free
+
+
+def may_write(folder: Path) -> bool:
+    """Whether the folder, or the first one above that is there, can be written."""
+    return os.access(
+        next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists()), os.W_OK
+    )
