@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from finetune import __version__
 from finetune.doctor_disk import GIB, folders, free_bytes, may_write, need_of
 from finetune.doctor_pair import pair_test
 from finetune.errors import EnvironmentMismatch, FinetuneError
@@ -77,8 +78,7 @@ def examine(recipe: Recipe | None = None, *, online: bool = False) -> Iterator[F
 
 
 def _python() -> Iterator[Finding]:
-    here = _version("finetune") or "of a checkout"
-    yield Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}, finetune {here}")
+    yield Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}, finetune {__version__}")
 
 
 def _requirements() -> list[str]:

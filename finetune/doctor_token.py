@@ -6,14 +6,14 @@ from finetune.errors import EnvironmentMismatch
 from finetune.hub_calls import check_permission, understand
 
 
-def scope(repo_id: str | None) -> str:
+def scope(repo_id: str | None, endpoint: str | None = None) -> str:
     """`read`, `write` or `fine-grained`, and whether it may write to `repo_id`, the recipe's hub.repo_id.
 
     Raises EnvironmentMismatch where the Hub refuses it or does not answer.
     """
     from huggingface_hub import HfApi
 
-    api = HfApi()
+    api = HfApi(endpoint=endpoint)
     try:
         token = api.whoami().get("auth", {}).get("accessToken", {})
         if repo_id:

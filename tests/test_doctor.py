@@ -1,0 +1,285 @@
+"""`finetune doctor`: what it finds, what it says of it, and that nothing private is in it."""
+
+from __future__ import annotations
+
+import getpass
+import importlib.metadata
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from finetune import doctor, doctor_disk
+from finetune.cli import main
+from finetune.doctor import Finding, as_text, examine
+from finetune.doctor_disk import GIB, count_weights, free_bytes, need_of
+from finetune.doctor_pair import pair_test
+from finetune.doctor_token import scope
+from finetune.errors import EnvironmentMismatch
+from finetune.private import showable, variables
+from finetune.recipe_file import load_recipe
+from tests.hub import running_hub
+from tests.hub.server import TOKEN, WRITER
+
+ROOT = Path(__file__).resolve().parent.parent
+PLANTED = "hf_" + "q7Wz" * 9
+
+
+def states(findings: Any) -> list[tuple[str, str]]:
+    return [(found.name, found.state) for found in findings]
+
+
+@pytest.fixture
+def jane(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A user jane on a machine called ganymede, with a home of her own and a token in the environment."""
+    home = tmp_path / "home" / "jane"
+    home.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("HF_TOKEN", PLANTED)
+    monkeypatch.setattr(getpass, "getuser", lambda: "jane")
+    monkeypatch.setattr(socket, "gethostname", lambda: "ganymede")
+    return home
+
+
+def test_nothing_private_is_shown(jane: Path) -> None:
+    said = {"seen": f"{jane}/runs on ganymede: {PLANTED} of jane", "more": ["/home/paul/x", 7, None]}
+    assert showable(said) == {"seen": "~/runs on HOST: [hidden] of USER", "more": ["~/x", 7, None]}
+
+
+def test_a_name_inside_of_another_word_stays(jane: Path) -> None:
+    assert showable("janeway ganymede-2 jane") == "janeway ganymede-2 USER"
+
+
+def test_of_variables_only_plain_words_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_ALPHA", "1")
+    monkeypatch.setenv("NCCL_BETA", "/mnt/jane/x")
+    monkeypatch.setenv("NCCL_GAMMA", PLANTED)
+    found = variables(r"NCCL_(ALPHA|BETA|GAMMA|DELTA)")
+    assert found == {"NCCL_ALPHA": "1", "NCCL_BETA": "set", "NCCL_GAMMA": "[hidden]"}
+
+
+@pytest.mark.slow
+def test_the_whole_report_as_a_user_gets_it(tmp_path: Path) -> None:
+    home = tmp_path / "jane"
+    config = home / ".cache" / "huggingface" / "accelerate" / "default_config.yaml"
+    config.parent.mkdir(parents=True)
+    config.write_text("distributed_type: MULTI_GPU\nnum_processes: 4\n")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XDG_"))}
+    environment |= {"HOME": str(home), "USER": "jane", "LOGNAME": "jane", "HF_TOKEN": PLANTED, "NCCL_DEBUG": "INFO"}
+    done = subprocess.run(
+        [sys.executable, "-m", "finetune.cli", "doctor", "--json"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    told = json.loads(done.stdout)
+    assert done.returncode == (0 if told["ok"] else 4), done.stderr
+    for private in ("jane", PLANTED, str(tmp_path), socket.gethostname()):
+        assert private not in done.stdout + done.stderr
+    by_name = {found["name"]: found for found in told["findings"]}
+    assert set(by_name) == {
+        "python", "libraries", "extras", "devices", "wheels", "pair", "disk", "token", "accelerate", "variables",
+    }  # fmt: skip
+    assert f"torch {torch.__version__}" in by_name["libraries"]["seen"]
+    assert "MULTI_GPU, 4 processes" in by_name["accelerate"]["seen"]
+    assert by_name["accelerate"]["state"] == "look"
+    assert "~/.cache/huggingface/accelerate/default_config.yaml" in by_name["accelerate"]["remedy"]
+    assert "from HF_TOKEN" in by_name["token"]["seen"]
+    assert "NCCL_DEBUG=INFO" in by_name["variables"]["seen"]
+    assert by_name["pair"]["state"] == "ok"
+
+
+@pytest.mark.slow
+def test_two_real_processes_sum() -> None:
+    done = pair_test(gpus=0)
+    assert done["backend"] == "gloo"
+    assert done["bytes"] == 4 * 2**20
+    assert 0 < done["seconds"] < 60
+
+
+@pytest.mark.slow
+def test_a_pair_that_fails_says_why_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    with pytest.raises(EnvironmentMismatch) as caught:
+        pair_test(gpus=0)
+    said = str(caught.value)
+    assert "\n" not in said
+    assert "nowhere0" in said
+    assert said.endswith("name the network interface by GLOO_SOCKET_IFNAME")
+
+
+def test_a_pair_that_does_not_meet_leaves_nobody_behind() -> None:
+    with pytest.raises(EnvironmentMismatch, match=r"did not meet within 0.05 s"):
+        pair_test(gpus=0, patience=0.05)
+    assert not [child for child in psutil.Process().children() if "finetune.doctor_pair" in child.cmdline()]
+
+
+def test_a_library_out_of_range_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.51.0" if name == "transformers" else real(name))
+    found = list(doctor._libraries())
+    assert ("libraries", "bad") in states(found)
+    assert [each.remedy for each in found if each.state == "bad"] == ["pip install 'transformers>=5.17'"]
+
+
+def test_the_installed_libraries_are_in_range() -> None:
+    assert states(doctor._libraries()) == [("libraries", "ok")]
+
+
+def test_an_extra_that_does_not_load_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        doctor, "EXTRAS", {"json": ("json", "x"), "gone": ("no_such_module", "x"), "absent": ("y", "z")}
+    )
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "absent" else "1.0")
+    found = list(doctor._extras())
+    assert states(found) == [("extras", "ok"), ("extras", "bad"), ("extras", "look")]
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in found[1].seen
+    assert found[2].remedy == "for z"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "state", "words"),
+    [
+        (None, "/usr/bin/nvidia-smi", "bad", "built for the CPU"),
+        ("13.0", "/usr/bin/nvidia-smi", "bad", "built for 13.0, sees no GPU"),
+        ("13.0", None, "ok", "built for 13.0"),
+    ],
+)
+def test_the_wheel_against_the_driver(
+    cuda: str | None, driver: str | None, state: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if Path("/proc/driver/nvidia/version").exists():
+        pytest.skip("a driver is here")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(shutil, "which", lambda name: driver)
+    wheels = [found for found in doctor._devices() if found.name == "wheels"]
+    assert [found.state for found in wheels] == [state]
+    assert words in wheels[0].seen
+
+
+LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B-Instruct}\ndata: {train: [{path: json, data_files: x.jsonl}]}\n"
+
+
+def recipe_of(tmp_path: Path, text: str = LLAMA, *overrides: str) -> Any:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    return load_recipe(file, overrides).recipe
+
+
+@pytest.mark.slow
+def test_weights_are_counted_without_weights(tmp_path: Path) -> None:
+    assert count_weights(recipe_of(tmp_path)) == (8_030_261_248 + 41_943_040, 41_943_040)
+    assert count_weights(recipe_of(tmp_path, LLAMA, "lora=null")) == (8_030_261_248, 8_030_261_248)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("override", "checkpoint", "export"),
+    [
+        ("lora=null", 12 * 8_030_261_248, 2 * 8_030_261_248),
+        ("lora.r=16", 12 * 41_943_040, 4 * 41_943_040),
+        ("training.pure_bf16=true", 6 * 41_943_040, 2 * 41_943_040),
+        ("training.optim=paged_adamw_8bit", 6 * 41_943_040, 4 * 41_943_040),
+    ],
+)
+def test_what_a_run_writes(override: str, checkpoint: int, export: int, tmp_path: Path) -> None:
+    need = need_of(recipe_of(tmp_path, LLAMA, override, "save_total_limit=2"))
+    assert (need.checkpoint, need.export) == (checkpoint, export)
+    assert need.in_run_folder == 3 * checkpoint + export
+    assert need.download >= 2 * 8_030_261_248
+
+
+@pytest.mark.slow
+def test_the_need_is_what_a_real_run_writes(tiny_llama: Path, tmp_path: Path) -> None:
+    from tests.tiny import write_chats
+
+    write_chats(tmp_path / "chats.jsonl", [20] * 16)
+    text = f"model: {{name_or_path: {tiny_llama}, dtype: float32}}\nlora: null\nsamples: {{count: 0}}\n"
+    text += f"data: {{train: [{{path: json, data_files: {tmp_path}/chats.jsonl}}], max_length: 64}}\n"
+    text += f"training: {{global_batch_size: 2, max_steps: 2, mixed_precision: 'no'}}\noutput_dir: {tmp_path}/run\n"
+    recipe = recipe_of(tmp_path, text)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "FINETUNE_CACHE": str(tmp_path / "cache")}
+    words = [sys.executable, str(ROOT / "finetune" / "train.py"), str(tmp_path / "recipe.yaml")]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+    def size(folder: Path) -> int:
+        return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+
+    need = need_of(recipe)
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert size(checkpoint) == pytest.approx(need.checkpoint, rel=0.02)
+    assert size(tmp_path / "run" / "model") == pytest.approx(need.export, rel=0.02)
+    assert need.download == 0
+
+
+def test_too_little_disk_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "free_bytes", lambda folder: GIB)
+    found = list(doctor._disk(recipe_of(tmp_path, LLAMA, "save_total_limit=5")))
+    assert states(found) == [("disk", "ok"), ("disk", "bad"), ("disk", "bad")]
+    assert "6 checkpoints of 0.5" in found[1].seen
+    assert free_bytes(tmp_path / "not" / "there" / "yet") > 0
+
+
+def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "may_write", lambda folder: folder != Path.cwd())
+    bad = [found for found in doctor._disk(None) if found.state == "bad"]
+    assert [found.seen for found in bad] == ["the run folder cannot be written"]
+    assert doctor_disk.may_write(tmp_path / "new")
+
+
+def test_a_model_that_nobody_knows_is_to_look_at(tmp_path: Path) -> None:
+    found = list(doctor._disk(recipe_of(tmp_path, LLAMA.replace("Llama-3.1-8B-Instruct", "Llama-99"))))
+    assert states(found) == [("disk", "ok"), ("disk", "look")]
+
+
+def test_what_the_hub_says_of_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with running_hub(users={TOKEN: WRITER}) as hub:
+        assert scope(None, hub.url) == "write"
+        assert scope("me/mine", hub.url) == "write, may write to hub.repo_id"
+        with pytest.raises(EnvironmentMismatch) as caught:
+            scope("stranger/theirs", hub.url)
+        assert "stranger" not in str(caught.value)
+        assert WRITER["name"] not in str(caught.value).replace("them", "").split()
+        hub.fail("whoami", status=401)
+        with pytest.raises(EnvironmentMismatch, match="401") as caught:
+            scope(None, hub.url)
+        assert TOKEN not in str(caught.value)
+
+
+def test_no_network_without_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    assert "none here" in next(doctor._token(None, online=True)).seen
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: PLANTED)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda *_, **__: pytest.fail("the Hub was asked"))
+    found = next(doctor._token(None, online=False))
+    assert (found.state, PLANTED in found.seen) == ("ok", False)
+
+
+def test_what_is_bad_ends_with_exit_code_4(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    well, ill = Finding("python", "ok", "3.14"), Finding("pair", "bad", "gloo: no", "name it")
+    monkeypatch.setattr(doctor, "examine", lambda *_, **__: iter([well, ill]))
+    assert main(["doctor"]) == 4
+    assert capsys.readouterr().out == f"{as_text(well)}\n{as_text(ill)}\n"
+    assert as_text(ill).endswith("gloo: no\n                name it")
+    assert main(["doctor", "--json"]) == 4
+    assert json.loads(capsys.readouterr().out)["ok"] is False
+    monkeypatch.setattr(doctor, "examine", lambda *_, **__: iter([well]))
+    assert main(["doctor"]) == 0
+
+
+def test_a_finding_is_shown_without_what_is_private(jane: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_libraries", "_extras", "_devices", "_pair", "_accelerate", "_variables"):
+        monkeypatch.setattr(doctor, name, lambda: iter([Finding("x", "bad", f"in {jane}", f"{PLANTED} jane")]))
+    told = [as_text(found) for found in examine()]
+    assert len(told) >= 8
+    assert not [line for line in told if "jane" in line or PLANTED in line]
