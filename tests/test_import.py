@@ -161,7 +161,8 @@ def test_every_argument_of_the_installed_trl_is_read_or_has_its_reason(tmp_path:
         ("4", {"fsdp": ["full_shard", "offload"]}, "fsdp2_offload"),
         ("4", {"fsdp_config": {"reshard_after_forward": False}}, "fsdp2_grad_op"),
         ("4", {"fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, "ddp"),
-        ("16", {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "hsdp"),
+        ("2x8x80GB", {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "hsdp"),
+        ("8x80GB", {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "fsdp2"),
     ],
 )
 def test_the_strategy(gpus: str, said: Values, expected: str, tmp_path: Path) -> None:
@@ -288,6 +289,31 @@ def test_the_written_recipe_replaces_only_one_of_its_kind(tmp_path: Path, capsys
     ours.write_text("# my own\n")
     assert main(["import", str(file), "-o", str(ours)]) == 2
     assert ours.read_text() == "# my own\n"
+
+
+def test_quantised_weights_fit_the_strategy(tmp_path: Path) -> None:
+    sharded = FACTORY_LLAMA | {"fsdp": "full_shard", "quantization_bit": 4}
+    storage = "quantization.bnb_4bit_quant_storage"
+    assert value(imported(tmp_path, sharded, gpus="4"), storage) == "bfloat16"
+    assert value(imported(tmp_path, sharded | {"bf16": False, "fp16": True}, gpus="4"), storage) == "float16"
+    assert value(imported(tmp_path, sharded), storage) is ABSENT
+    made = imported(tmp_path, sharded | {"quantization_bit": 8}, gpus="4")
+    assert "quantization.load_in_8bit" in {entry.key for entry in made.left_out if entry.level == "look"}
+
+
+def test_the_guides_commands_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guide = (Path(__file__).parent.parent / "docs" / "guide.md").read_text("utf-8")
+    commands = [line.split("#")[0].split() for line in guide.splitlines() if line.startswith("finetune import ")]
+    assert len(commands) == 2
+    monkeypatch.chdir(tmp_path)
+    Path("axolotl.yml").write_text(yaml.safe_dump(AXOLOTL_LORA_8B))
+    for words in commands:
+        assert main(words[1:]) == 0
+    told = capsys.readouterr().out
+    for line in guide[guide.index("finetune import ") :].split("```")[2].strip().splitlines()[1:]:
+        assert line in told
 
 
 def test_a_token_of_theirs_is_not_shown(tmp_path: Path) -> None:
