@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,11 +111,32 @@ def test_nothing_that_they_say_is_dropped(name: str, tmp_path: Path) -> None:
     assert seen >= 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_whatever_stands_in_a_value_the_answer_is_a_recipe_or_one_line(name: str, tmp_path: Path) -> None:
+    example, draw = EXAMPLES[name], random.Random(name)
+    refused: list[str] = []
+    odd: list[Any] = [[1], {"a": 1}, "x", "a,b", -1, 0, 0.5, 1e9, True]
+    for path in leaves(example.values):
+        strange = copy.deepcopy(example.values)
+        holder: Any = strange
+        for part in path[:-1]:
+            holder = holder[part]
+        holder[path[-1]] = draw.choice(odd)
+        try:
+            imported(tmp_path, strange, gpus=example.gpus, tool=example.tool)
+        except RecipeError as error:
+            refused += error.mistakes
+    assert refused
+    assert not [mistake for mistake in refused if "\n" in mistake or "theirs.yaml" not in mistake]
+
+
 def test_the_recipe_says_what_its_comments_say(tmp_path: Path) -> None:
     text = imported(tmp_path, AXOLOTL_LORA_8B, gpus="4").text
     assert "global_batch_size: 32  # micro_batch_size 2 x gradient_accumulation_steps 4 x 4 GPUs" in text
     assert "truncation: drop  # axolotl's default" in text
-    assert "#   tf32: false (another way to compute the same)" in text
+    assert "#   evals_per_epoch: 4 (set eval_steps when" in text
+    assert "#   another way to compute the same:\n#     tf32: false\n" in text
 
 
 @pytest.mark.slow

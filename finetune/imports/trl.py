@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.imports import trainer
-from finetune.imports.shared import data_set, quantised_by, unused
+from finetune.imports.shared import data_set, quantised_by, remote_code, unused
 from finetune.imports.theirs import Theirs
 
 # What SFTConfig and ModelConfig do where nothing is said, beside transformers' own defaults.
@@ -30,7 +30,7 @@ def convert(theirs: Theirs) -> None:
         theirs.refuse("beta" if theirs.peek("beta") else "reward_model_path", "only SFT's configuration is known here")
     theirs.carry("model.name_or_path", "model_name_or_path")
     theirs.carry("model.revision", "model_revision")
-    theirs.carry("model.trust_remote_code", "trust_remote_code")
+    remote_code(theirs)
     _adapter(theirs)
     _data(theirs)
     trainer.training(theirs, learning_rate=DEFAULTS["learning_rate"], recompute=DEFAULTS["gradient_checkpointing"])
