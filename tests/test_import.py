@@ -236,6 +236,7 @@ def test_llama_factorys_list_of_data_sets_is_read(tmp_path: Path) -> None:
         (TRL_SHORT, {"completion_only_loss": True}, "data.train_on", "completion"),
         (TRL_SHORT, {"bf16": False}, "training.mixed_precision", "no"),
         (TRL_SHORT, {"fp16": True}, "training.mixed_precision", "fp16"),
+        (TRL_SHORT, {"use_peft": True, "load_in_8bit": True}, "training.pure_bf16", True),
         (TUNE_LORA, {"clip_grad_norm": 1.0}, "training.max_grad_norm", 1.0),
         (TUNE_LORA, {"max_steps_per_epoch": 50, "epochs": 3}, "training.max_steps", 150),
         (TUNE_LORA, {"dtype": "fp32"}, "training.mixed_precision", "no"),
@@ -343,6 +344,12 @@ def test_a_token_of_theirs_is_not_shown(tmp_path: Path) -> None:
     assert "hf_hub_token" in made.text
     assert "hf_aaaa" not in made.text + json.dumps(made.as_json())
     assert "k3y" not in made.text
+
+
+def test_packing_that_splits_documents_is_another_training(tmp_path: Path) -> None:
+    for way, level in (("bfd", set()), ("wrapped", {"differs"})):
+        made = imported(tmp_path, TRL_SHORT | {"packing": True, "packing_strategy": way})
+        assert {entry.level for entry in made.left_out if entry.key == "packing_strategy"} == level
 
 
 def test_what_interpolates_and_what_is_nobodys(tmp_path: Path) -> None:
