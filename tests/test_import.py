@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,11 +111,32 @@ def test_nothing_that_they_say_is_dropped(name: str, tmp_path: Path) -> None:
     assert seen >= 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_whatever_stands_in_a_value_the_answer_is_a_recipe_or_one_line(name: str, tmp_path: Path) -> None:
+    example, draw = EXAMPLES[name], random.Random(name)
+    refused: list[str] = []
+    odd: list[Any] = [[1], {"a": 1}, "x", "a,b", -1, 0, 0.5, 1e9, True]
+    for path in leaves(example.values):
+        strange = copy.deepcopy(example.values)
+        holder: Any = strange
+        for part in path[:-1]:
+            holder = holder[part]
+        holder[path[-1]] = draw.choice(odd)
+        try:
+            imported(tmp_path, strange, gpus=example.gpus, tool=example.tool)
+        except RecipeError as error:
+            refused += error.mistakes
+    assert refused
+    assert not [mistake for mistake in refused if "\n" in mistake or "theirs.yaml" not in mistake]
+
+
 def test_the_recipe_says_what_its_comments_say(tmp_path: Path) -> None:
     text = imported(tmp_path, AXOLOTL_LORA_8B, gpus="4").text
     assert "global_batch_size: 32  # micro_batch_size 2 x gradient_accumulation_steps 4 x 4 GPUs" in text
     assert "truncation: drop  # axolotl's default" in text
-    assert "#   tf32: false (another way to compute the same)" in text
+    assert "#   evals_per_epoch: 4 (set eval_steps when" in text
+    assert "#   another way to compute the same:\n#     tf32: false\n" in text
 
 
 @pytest.mark.slow
@@ -214,6 +236,7 @@ def test_llama_factorys_list_of_data_sets_is_read(tmp_path: Path) -> None:
         (TRL_SHORT, {"completion_only_loss": True}, "data.train_on", "completion"),
         (TRL_SHORT, {"bf16": False}, "training.mixed_precision", "no"),
         (TRL_SHORT, {"fp16": True}, "training.mixed_precision", "fp16"),
+        (TRL_SHORT, {"use_peft": True, "load_in_8bit": True}, "training.pure_bf16", True),
         (TUNE_LORA, {"clip_grad_norm": 1.0}, "training.max_grad_norm", 1.0),
         (TUNE_LORA, {"max_steps_per_epoch": 50, "epochs": 3}, "training.max_steps", 150),
         (TUNE_LORA, {"dtype": "fp32"}, "training.mixed_precision", "no"),
@@ -321,6 +344,12 @@ def test_a_token_of_theirs_is_not_shown(tmp_path: Path) -> None:
     assert "hf_hub_token" in made.text
     assert "hf_aaaa" not in made.text + json.dumps(made.as_json())
     assert "k3y" not in made.text
+
+
+def test_packing_that_splits_documents_is_another_training(tmp_path: Path) -> None:
+    for way, level in (("bfd", set()), ("wrapped", {"differs"})):
+        made = imported(tmp_path, TRL_SHORT | {"packing": True, "packing_strategy": way})
+        assert {entry.level for entry in made.left_out if entry.key == "packing_strategy"} == level
 
 
 def test_what_interpolates_and_what_is_nobodys(tmp_path: Path) -> None:

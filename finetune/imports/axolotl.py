@@ -13,6 +13,7 @@ from finetune.imports.shared import (
     hub,
     optimizer,
     quantised_by,
+    remote_code,
     scheduler,
     strategy,
     unused,
@@ -30,7 +31,7 @@ def convert(theirs: Theirs) -> None:
             theirs.refuse(key, "this kit does supervised fine-tuning of language models, and no other training")
     theirs.carry("model.name_or_path", "base_model")
     theirs.carry("model.revision", "revision_of_model")
-    theirs.carry("model.trust_remote_code", "trust_remote_code")
+    remote_code(theirs)
     for plugin in theirs.get("plugins", []):
         kernels = "liger" in plugin or "cut_cross_entropy" in plugin
         reason = "another way to compute the same" if kernels else "what it adds is not done here"

@@ -49,6 +49,14 @@ def optimizer(theirs: Theirs, key: str, default: str, *, sharded: bool) -> None:
             theirs.leave(constant, "differs", f"AdamW's constant is {usual:g} here")
 
 
+def remote_code(theirs: Theirs) -> None:
+    """model.trust_remote_code; examples say it by habit, and few models need it."""
+    if theirs.carry("model.trust_remote_code", "trust_remote_code"):
+        theirs.leave(
+            "trust_remote_code", "look", "runs the model repository's own Python; take it away if none is needed"
+        )
+
+
 def quantised_by(theirs: Theirs) -> str | None:
     """load_in_4bit or load_in_8bit, whichever is true."""
     said = {key: theirs.get(key) for key in ("load_in_4bit", "load_in_8bit")}
