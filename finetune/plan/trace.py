@@ -85,9 +85,6 @@ def trace(
     masks = any(has_joined_documents(batch) for batch in batches)
     device = pretend_device() if gpu else torch.device("cpu")
     with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
-        if strategy.kind != "deepspeed":
-            # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
-            inside.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
         if strategy.zero_stage == 3:
             build = partial(build, each=cut(accelerator))
         mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
@@ -202,7 +199,9 @@ def _accelerator(
         _pretend_ranks(ranks, node, device)
     launch = Launch((), None, None, True, ranks, 0, on_cpu=True, local_world_size=node)
     try:
-        with engine_without_ranks(device) if strategy.kind == "deepspeed" else nullcontext():
+        # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
+        no_engine = mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False)
+        with engine_without_ranks(device) if strategy.kind == "deepspeed" else no_engine:
             accelerator = build_accelerator(recipe, strategy, launch)
             if strategy.kind == "deepspeed" and device.type != "cpu":
                 as_on_gpus(accelerator)
