@@ -213,7 +213,9 @@ def _accelerator(
         _pretend_ranks(ranks, node, device)
     launch = Launch((), None, None, True, ranks, 0, on_cpu=True, local_world_size=node)
     try:
-        with engine_without_ranks(device) if strategy.kind == "deepspeed" else nullcontext():
+        # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
+        no_engine = mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False)
+        with engine_without_ranks(device) if strategy.kind == "deepspeed" else no_engine:
             accelerator = build_accelerator(recipe, strategy, launch)
             if strategy.kind == "deepspeed" and device.type != "cpu":
                 as_on_gpus(accelerator)
