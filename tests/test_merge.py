@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune import agreement, merge
 from finetune.agreement import Agreement, computing_in_float32
 from finetune.cli import main
-from finetune.errors import FinetuneError
+from finetune.errors import DoesNotFit, FinetuneError
 from finetune.merge_run import in_words, merge_run
+from finetune.tuned import fitting
 from tests.finished import finished_run
 from tests.hub import running_hub
 from tests.hub.server import TOKEN
@@ -326,3 +327,9 @@ def test_a_base_on_the_hub_is_fetched(tmp_path: Path, tiny_llama: Path, monkeypa
     del environment["HF_ENDPOINT"]
     again = subprocess.run([*words[:-3], "--verify", "0"], env=environment | {"HF_HUB_OFFLINE": "1"}, timeout=200)
     assert again.returncode == 0  # from the cache
+
+
+def test_a_full_gpu_is_one_line() -> None:
+    words = "does not fit into the memory of cuda:0; CUDA_VISIBLE_DEVICES= takes the CPU"
+    with pytest.raises(DoesNotFit, match=words), fitting(torch.device("cuda:0")):
+        raise torch.OutOfMemoryError("CUDA out of memory")
