@@ -36,7 +36,7 @@ from finetune.plan.reducer import Replica
 from finetune.plan.timeline import Timeline
 from finetune.plan.work import Operation, Work
 from finetune.plan.workspaces import CUBLAS_HOPPER, Workspaces
-from finetune.plan.zero_trace import as_on_gpus, cut, engine_parts, engine_without_ranks
+from finetune.plan.zero_trace import as_on_gpus, cut, engine_parts, engine_without_ranks, without_disks
 from finetune.recipe import Recipe
 from finetune.runtime import build_accelerator, holding_back
 from finetune.save_restore import held
@@ -78,6 +78,8 @@ def trace(
             device NAME of pretend.py, those of the host "cpu". Else all is one CPU's.
         cublas: Bytes of a workspace of cuBLAS, where `gpu`.
     """
+    if strategy.kind == "deepspeed":
+        strategy = without_disks(strategy)
     # The engine of ZeRO has one number format; its third stage cuts each weight as it is loaded.
     build = dataless_build(recipe, whole_quantized=True, dtype=_engine_dtype(recipe, strategy))
     supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
