@@ -10,8 +10,10 @@ import pytest
 from finetune.cli import main
 from finetune.errors import FinetuneError
 from finetune.plan.gpus import read_gpus
+from finetune.plan.pretend import pretend_device
 
 ROOT = Path(__file__).parent.parent
+pretend_device()  # before any other test's first backward: see trace.py
 GIB = 2**30
 
 
@@ -77,6 +79,13 @@ def test_fsdp2_of_8b(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = say([recipe, "--gpus", "H100:8"], capsys)
     assert "a bound, by makers' peaks: 989 TFLOP/s" in out
     assert out.splitlines()[-4].split()[1:] == ["1", "2", "4", "8", "16", "32", "64", "128", "256", "512"]
+
+
+def test_what_the_trainer_refuses_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(ROOT / "recipes" / "llama3_fsdp.yaml")
+    code, _, err = say([recipe, "training.optim=adamw_8bit"], capsys)
+    assert code == 4
+    assert "training.optim: adamw_8bit updates whole tensors" in err
 
 
 def test_several_recipes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,18 +79,15 @@ def trace(
         cublas: Bytes of a workspace of cuBLAS, where `gpu`.
     """
     # The engine of ZeRO has one number format; its third stage cuts each weight as it is loaded.
-    dtype = _engine_dtype(recipe) if strategy.kind == "deepspeed" else None
-    build = dataless_build(recipe, whole_quantized=True, dtype=dtype)
+    build = dataless_build(recipe, whole_quantized=True, dtype=_engine_dtype(recipe, strategy))
     supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
-    device = pretend_device() if gpu else torch.device("cpu")
+    device = _device(gpu)
     with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
         if strategy.zero_stage == 3:
-            build = partial(build, each=cut(accelerator))
+            build = partial(build, each=cut(accelerator, adapters=recipe.lora is not None))
         mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
-        inside.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", Replica))
-        # Rank 0 tells the others, of whom there are none; a pickled object among the tensors would be counted.
-        inside.enter_context(mock.patch.object(dist, "broadcast_object_list"))
+        inside.enter_context(_stand_ins(strategy))
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
         work = Work(recorder.phases)
@@ -115,6 +112,26 @@ def trace(
             _place_in_layers(parts, recorder)
             del numbers
         return Traced(recorder.timeline, recorder.phases.take(), work.operations)
+
+
+@contextmanager
+def _stand_ins(strategy: Strategy) -> Iterator[None]:
+    """In place of what a trace cannot run, or need not."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", Replica))
+        # Rank 0 tells the others, of whom there are none; a pickled object among the tensors would be counted.
+        stack.enter_context(mock.patch.object(dist, "broadcast_object_list"))
+        if strategy.kind != "deepspeed":
+            # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
+            stack.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
+        yield
+
+
+def _device(gpu: bool) -> torch.device:
+    # Registered for a CPU's plan too: autograd's engine takes in the kinds of devices that are there at a process's
+    # first backward, and aborts at a tensor on one that came later (torch 2.13).
+    pretend = pretend_device()
+    return pretend if gpu else torch.device("cpu")
 
 
 def _step(
@@ -151,8 +168,8 @@ def _step(
     recorder.mark(_state(parts), "optimizer state")
 
 
-def _engine_dtype(recipe: Recipe) -> torch.dtype:
-    return COMPUTE[recipe.training.mixed_precision] or torch.float32
+def _engine_dtype(recipe: Recipe, strategy: Strategy) -> torch.dtype | None:
+    return (COMPUTE[recipe.training.mixed_precision] or torch.float32) if strategy.kind == "deepspeed" else None
 
 
 def _weights(parts: Assembled) -> Iterator[torch.Tensor]:
