@@ -162,5 +162,6 @@ def _last(values: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 
 def lines(found: Iterable[Remedy]) -> list[str]:
-    """As shown: the change, what it needs and what it means."""
-    return [f"  {each.words:<60} {each.needed / 2**30:6.1f} GiB  {', '.join(each.says)}" for each in found]
+    """As shown: the change, and what it needs and means."""
+    shown = [(f"  {each.words}", f"      {each.needed / 2**30:.1f} GiB; {', '.join(each.says)}") for each in found]
+    return [line for pair in shown for line in pair]
