@@ -12,7 +12,7 @@ import pytest
 
 from finetune.errors import FinetuneError
 from finetune.plan import pick
-from finetune.plan.closed import estimate
+from finetune.plan.closed import estimate, unknown
 from finetune.plan.explain import explain
 from finetune.plan.gpus import Gpus, read_gpus
 from finetune.plan.remedies import LENGTH, ROWS, largest, remedies, spare
@@ -43,6 +43,8 @@ class Planner:
 
     def __call__(self, recipe: Recipe, gpus: Gpus) -> Planned:
         self.asked.append(recipe)
+        if why := unknown(recipe, config_of(recipe), gpus):
+            raise FinetuneError(why)
         needed = estimate(recipe, config_of(recipe), gpus).needed
         return Planned(needed, needed <= gpus.memory)
 

@@ -58,7 +58,10 @@ def remedies(
         if any(_holds(variant.changes, shown.changes) for shown in found) or not _may_fit(variant, config, gpus):
             continue
         tries -= 1
-        planned = plan(variant.recipe, gpus)
+        try:
+            planned = plan(variant.recipe, gpus)
+        except FinetuneError:  # what the trainer would refuse
+            continue
         if planned.fits:
             found.append(Remedy(variant.words(), variant.changes, planned.needed, variant.says))
     return found
