@@ -128,7 +128,8 @@ def hold_the_pick(model: str, budget: str) -> bool:
     config, room = full_config(model)[0], read_gpus(budget)
     picked = next(pick.picks(model, config, room), None)
     if picked is None:
-        assert pick.smallest(model, config, room) > room.memory, f"{model} on {budget}"
+        left = pick.last_resorts(model, config, room)
+        assert bool(left) == (pick.smallest(model, config, room) <= room.memory), f"{model} on {budget}"
         return False
     assert estimate(picked, config, room).upper <= room.memory
     assert picked.budget.gpus == room.count
