@@ -20,7 +20,9 @@ from finetune.recipe import Recipe
 CHUNK_BYTES = 256 * 2**20  # of float32 logits: loss.py
 SORTED_TOKENS = 3072  # more tokens than these are sorted by the embeddings' backward
 CONTEXT, NCCL = 500_000_000, 700_000_000  # job.py
-MARGIN = 0.03  # of what is needed: the trace may say 1 % more (tests/test_closed.py)
+# What the allocator may hold beside what is needed: the largest share that its replay gave over the recipes of
+# recipes/, rounded up. Sharding frees and takes large buffers of different sizes all the time.
+RESERVED = {"single": 0.09, "ddp": 0.09, "fsdp": 0.30}
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Estimate:
 
     phases: dict[str, Parts]
     outside: Parts
+    reserved: float = 0.0  # of what is needed, beside it, at most
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -41,8 +44,8 @@ class Estimate:
 
     @property
     def upper(self) -> int:
-        """What surely suffices: `needed`, the closed form's error and what the allocator holds in reserve."""
-        return int(self.needed * (1 + MARGIN))
+        """What surely suffices: what is needed, and what the allocator may hold beside it."""
+        return int(self.needed * (1 + self.reserved))
 
 
 def unknown(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -> str | None:
@@ -80,9 +83,8 @@ def estimate(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Estimate:
         "save": job.static,
     }
     outside = {"CUDA context": CONTEXT} | ({"NCCL": NCCL} if job.ranks > 1 else {})
-    return Estimate(
-        {name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}, outside
-    )
+    held = {name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}
+    return Estimate(held, outside, RESERVED[job.strategy.kind])
 
 
 def _largest(moments: Iterator[Parts]) -> Parts:
