@@ -84,15 +84,10 @@ def trace(
     masks = any(has_joined_documents(batch) for batch in batches)
     device = _device(gpu)
     with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
-        if strategy.kind != "deepspeed":
-            # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
-            inside.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
         if strategy.zero_stage == 3:
-            build = partial(build, each=cut(accelerator))
+            build = partial(build, each=cut(accelerator, adapters=recipe.lora is not None))
         mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
-        inside.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", Replica))
-        # Rank 0 tells the others, of whom there are none; a pickled object among the tensors would be counted.
-        inside.enter_context(mock.patch.object(dist, "broadcast_object_list"))
+        inside.enter_context(_stand_ins(strategy))
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
         work = Work(recorder.phases)
@@ -124,6 +119,19 @@ def _device(gpu: bool) -> torch.device:
     # first backward, and aborts at a tensor on one that came later (torch 2.13).
     pretend = pretend_device()
     return pretend if gpu else torch.device("cpu")
+
+
+@contextmanager
+def _stand_ins(strategy: Strategy) -> Iterator[None]:
+    """In place of what a trace cannot run, or need not."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", Replica))
+        # Rank 0 tells the others, of whom there are none; a pickled object among the tensors would be counted.
+        stack.enter_context(mock.patch.object(dist, "broadcast_object_list"))
+        if strategy.kind != "deepspeed":
+            # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
+            stack.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
+        yield
 
 
 def _step(

@@ -78,14 +78,16 @@ def as_on_gpus(accelerator: Accelerator) -> None:
             zero[what]["pin_memory"] = True
 
 
-def cut(accelerator: Accelerator) -> Callable[[nn.Parameter], None]:
-    """What stage 3 does to each parameter as it is loaded: this rank keeps its part."""
+def cut(accelerator: Accelerator, *, adapters: bool) -> Callable[[nn.Parameter], None]:
+    """What stage 3 does to each parameter as it is loaded: this rank keeps its part. Adapters are made afterwards and
+    cut by the engine."""
     import deepspeed
 
     config = dict(accelerator.state.deepspeed_plugin.deepspeed_config)
 
     def keep_part(parameter: nn.Parameter) -> None:
-        deepspeed.zero.Init(module=nn.ParameterList([parameter]), config_dict_or_path=config)
+        if not (adapters and parameter.requires_grad):
+            deepspeed.zero.Init(module=nn.ParameterList([parameter]), config_dict_or_path=config)
 
     return keep_part
 
