@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ SOME = [
 PURE = Case("full", "pure_bf16", 0, packed=True, tied=True, micro_steps=1)
 FOUR_BIT = Case("qlora", "bf16", 1, packed=True, tied=False, micro_steps=2)
 
+NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -31,16 +34,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("strategy", "some"),
     [
         ("ddp", [*SOME, PURE, FOUR_BIT]),
-        ("zero1", [*SOME, PURE]),
-        ("zero2", [*SOME, PURE, FOUR_BIT]),
-        ("zero2_offload", SOME),
-        ("zero3", [*SOME, PURE]),
-        ("zero3_offload", SOME),
+        pytest.param("zero1", [*SOME, PURE], marks=NEEDS_DEEPSPEED),
+        pytest.param("zero2", [*SOME, PURE, FOUR_BIT], marks=NEEDS_DEEPSPEED),
+        pytest.param("zero2_offload", SOME, marks=NEEDS_DEEPSPEED),
+        pytest.param("zero3", [*SOME, PURE], marks=NEEDS_DEEPSPEED),
+        pytest.param("zero3_offload", SOME, marks=NEEDS_DEEPSPEED),
     ],
 )
 def test_engines_are_planned_to_the_byte(strategy: str, some: list[Case], folder: Path) -> None:
-    if strategy != "ddp":
-        pytest.importorskip("deepspeed")
     real = tracked_on_ranks(some, folder, strategy)
     # When they save, ranks tell each other in pickled bytes what they wrote.
     found = {
@@ -50,11 +51,11 @@ def test_engines_are_planned_to_the_byte(strategy: str, some: list[Case], folder
     assert {case: wrong for case, wrong in found.items() if wrong} == {}
 
 
+@NEEDS_DEEPSPEED
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "stage"), [("zero1", 1), ("zero2", 2), ("zero3", 3)])
 def test_what_each_stage_cuts(strategy: str, stage: int, folder: Path) -> None:
     """The textbook, of 8 ranks: parameters, gradients, masters and moments, each whole or an eighth."""
-    pytest.importorskip("deepspeed")
     case = SOME[0]
     parts = trace(case.recipe(folder), read_strategy(strategy), case.batches(), ranks=8).timeline.phases("cpu")
     step = parts["step"].peak.parts

@@ -114,13 +114,6 @@ def trace(
         return Traced(recorder.timeline, recorder.phases.take(), work.operations)
 
 
-def _device(gpu: bool) -> torch.device:
-    # Registered for a CPU's plan too: autograd's engine takes in the kinds of devices that are there at a process's
-    # first backward, and aborts at a tensor on one that came later (torch 2.13).
-    pretend = pretend_device()
-    return pretend if gpu else torch.device("cpu")
-
-
 @contextmanager
 def _stand_ins(strategy: Strategy) -> Iterator[None]:
     """In place of what a trace cannot run, or need not."""
@@ -132,6 +125,13 @@ def _stand_ins(strategy: Strategy) -> Iterator[None]:
             # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
             stack.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
         yield
+
+
+def _device(gpu: bool) -> torch.device:
+    # Registered for a CPU's plan too: autograd's engine takes in the kinds of devices that are there at a process's
+    # first backward, and aborts at a tensor on one that came later (torch 2.13).
+    pretend = pretend_device()
+    return pretend if gpu else torch.device("cpu")
 
 
 def _step(
@@ -216,7 +216,9 @@ def _accelerator(
         _pretend_ranks(ranks, node, device)
     launch = Launch((), None, None, True, ranks, 0, on_cpu=True, local_world_size=node)
     try:
-        with engine_without_ranks(device) if strategy.kind == "deepspeed" else nullcontext():
+        # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
+        no_engine = mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False)
+        with engine_without_ranks(device) if strategy.kind == "deepspeed" else no_engine:
             accelerator = build_accelerator(recipe, strategy, launch)
             if strategy.kind == "deepspeed" and device.type != "cpu":
                 as_on_gpus(accelerator)
