@@ -16,7 +16,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from finetune.plan.splice import Change
 
@@ -28,7 +27,11 @@ MIDDLE = 10 * MIB  # larger ones get a segment of their own
 MIDDLE_SEGMENT = 20 * MIB
 
 
-@dataclass(eq=False)
+class NoMemory(Exception):
+    """CUDA has no more, after all cached segments were given back."""
+
+
+@dataclass(eq=False, slots=True)
 class _Block:
     nbytes: int
     address: int
@@ -38,18 +41,14 @@ class _Block:
     after: _Block | None = None
 
 
-class _Free(NamedTuple):
-    """In a pool's list: smallest first, then lowest."""
-
-    nbytes: int
-    address: int
-    block: _Block
+_Free = tuple[int, int, _Block]  # in a pool's list: bytes, address; smallest first, then lowest
 
 
 @dataclass
 class CachingAllocator:
-    """The allocator of one device; bytes."""
+    """The allocator of one device; bytes. With a `capacity` it raises NoMemory where that is not enough."""
 
+    capacity: int | None = None
     allocated: int = 0
     reserved: int = 0
     peak_allocated: int = 0
@@ -93,14 +92,13 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Give segments back to CUDA in which nothing lies."""
         for pool, blocks in self._pools.items():
-            whole = [free for free in blocks if free.block.before is None and free.block.after is None]
-            self.reserved -= sum(free.nbytes for free in whole)
-            self._pools[pool] = [free for free in blocks if free not in whole]
+            self._pools[pool] = [free for free in blocks if free[2].before is not None or free[2].after is not None]
+            self.reserved -= sum(free[0] for free in blocks) - sum(free[0] for free in self._pools[pool])
 
     def _found(self, pool: tuple[int, bool], nbytes: int) -> _Block | None:
         blocks = self._pools.setdefault(pool, [])
         index = bisect.bisect_left(blocks, (nbytes, -1))
-        return blocks.pop(index).block if index < len(blocks) else None
+        return blocks.pop(index)[2] if index < len(blocks) else None
 
     def _segment(self, pool: tuple[int, bool], nbytes: int) -> _Block:
         if nbytes <= SMALL:
@@ -109,6 +107,10 @@ class CachingAllocator:
             nbytes = MIDDLE_SEGMENT
         else:
             nbytes = _up(nbytes, 2 * MIB)
+        if self.capacity is not None and self.reserved + nbytes > self.capacity:
+            self.empty_cache()
+            if self.reserved + nbytes > self.capacity:
+                raise NoMemory(f"{nbytes} bytes, of {self.capacity - self.reserved}")
         self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         self._segments += 1
@@ -126,12 +128,12 @@ class CachingAllocator:
 
     def _insert(self, block: _Block) -> None:
         block.free = True
-        bisect.insort(self._pools.setdefault(block.pool, []), _Free(block.nbytes, block.address, block))
+        bisect.insort(self._pools.setdefault(block.pool, []), (block.nbytes, block.address, block))
 
     def _remove(self, block: _Block) -> None:
         blocks = self._pools[block.pool]
         index = bisect.bisect_left(blocks, (block.nbytes, block.address))
-        assert blocks[index].block is block
+        assert blocks[index][2] is block
         blocks.pop(index)
 
 
@@ -154,20 +156,22 @@ class Held:
     allocated: int
     reserved: int
 
+    def and_in(self, allocator: CachingAllocator) -> Held:
+        """The larger of each, with the allocator's peaks."""
+        return Held(max(self.allocated, allocator.peak_allocated), max(self.reserved, allocator.peak_reserved))
 
-def replay(changes: Iterable[Change]) -> dict[str, Held]:
-    """By phase, over all its runs."""
-    allocator, found, running = CachingAllocator(), dict[str, Held](), ""
+
+def replay(changes: Iterable[Change], capacity: int | None = None) -> dict[str, Held]:
+    """By phase, over all its runs. Raises NoMemory where `capacity` bytes are not enough."""
+    allocator, found, running = CachingAllocator(capacity), dict[str, Held](), ""
     for storage, nbytes, phase, stream in changes:
+        if running and (storage is None or phase != running):
+            found[running] = found.get(running, Held(0, 0)).and_in(allocator)
+            running = ""
         if storage is None:  # what ended before it is booked just before it, under its name
             allocator.restart_peaks()
             running = phase
         else:
             allocator.free(storage)
             allocator.malloc(storage, nbytes, stream)
-        if phase and phase == running:
-            before = found.get(phase, Held(0, 0))
-            found[phase] = Held(
-                max(before.allocated, allocator.peak_allocated), max(before.reserved, allocator.peak_reserved)
-            )
-    return found
+    return found | ({running: found.get(running, Held(0, 0)).and_in(allocator)} if running else {})

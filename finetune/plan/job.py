@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,11 +17,13 @@ from finetune import attention
 from finetune.batches import MicroBatch
 from finetune.model import attention_name
 from finetune.optimizer import check_optimizer
+from finetune.plan.caching import NoMemory, replay
 from finetune.plan.depth import kept_whole, with_layers
 from finetune.plan.gpus import Gpus
 from finetune.plan.layers import SHALLOW, deep
 from finetune.plan.pretend import NAME
 from finetune.plan.speed import Layout
+from finetune.plan.splice import Change, spliced
 from finetune.plan.timeline import Peak, PhaseMemory, Timeline
 from finetune.plan.trace import STEPS, trace
 from finetune.plan.work import StepWork, at_depth, of_ddp, per_step
@@ -46,6 +50,8 @@ class Planned:
     notes: tuple[str, ...]
     work: StepWork | None = None  # what one rank computes and sends
     layout: Layout | None = None
+    reserved: tuple[int, int] | None = None  # by torch's allocator on a GPU: what it must, what it would with room
+    upper: int = 0  # bytes that surely suffice, by the allocator's replay
 
     @property
     def peak(self) -> tuple[str, Peak]:
@@ -59,8 +65,8 @@ class Planned:
 
     @property
     def fits(self) -> bool:
-        """Whether one GPU holds it; with no GPU named, yes."""
-        return self.gpus is None or self.needed <= self.gpus.memory
+        """Whether one GPU surely holds it; with no GPU named, yes."""
+        return self.gpus is None or max(self.needed, self.upper) <= self.gpus.memory
 
 
 def plan_recipe(
@@ -90,12 +96,25 @@ def plan_recipe(
     shown, exact = batches or worst_batches(recipe, ranks), bool(batches) and gpus is None
     with tempfile.TemporaryDirectory() as folder:
         job = _Job(recipe, strategy, shown, ranks, node, on_gpu=gpus is not None)
-        phases, work = _traced(job, config, Path(folder), whole=exact)
+        phases, work, changes = _traced(job, config, Path(folder), whole=exact)
     if strategy.kind == "ddp":
         work = of_ddp(work, phases["step"].peak.parts["gradients"])
     layout = _layout(recipe, strategy, shown, ranks, node, int(config["num_hidden_layers"]))
     outside = {"CUDA context": CONTEXT} | ({"NCCL": NCCL} if ranks > 1 else {})
-    return Planned(phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes), work, layout)
+    planned = Planned(phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes), work, layout)
+    return planned if gpus is None else _with_allocator(planned, changes, gpus.memory - sum(outside.values()))
+
+
+def _with_allocator(planned: Planned, changes: Sequence[Change], room: int) -> Planned:
+    """What the allocator reserves; with less room than that, whether it gets by when it gives back what it caches."""
+    held = replay(changes).values()
+    least, most = max(phase.allocated for phase in held), max(phase.reserved for phase in held)
+    upper = most
+    if least <= room < most:
+        with suppress(NoMemory):
+            replay(changes, room)
+            upper = room
+    return dataclasses.replace(planned, reserved=(least, most), upper=upper + sum(planned.outside.values()))
 
 
 @dataclass(frozen=True)
@@ -110,8 +129,10 @@ class _Job:
 
 def _traced(
     job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool
-) -> tuple[dict[str, PhaseMemory], StepWork]:
+) -> tuple[dict[str, PhaseMemory], StepWork, list[Change]]:
+    """Phases, the work of a step and, where a GPU is planned, the changes of its memory that make the phases up."""
     work: dict[int, StepWork] = {}
+    timelines: dict[int, Timeline] = {}
 
     def timeline_of(layers: int) -> Timeline:
         smaller = with_layers(job.recipe, config, layers, folder)
@@ -119,7 +140,7 @@ def _traced(
         moved = {phase: found.moved for phase, found in done.measured.items()}
         once = _reduces_once(job.strategy)
         work[layers] = per_step(done.operations, moved, steps=STEPS, micro_steps=len(job.batches), reduces_once=once)
-        return done.timeline
+        return timelines.setdefault(layers, done.timeline)
 
     layers, every = int(config["num_hidden_layers"]), max(1, int(job.recipe.training.activation_checkpointing))
     device = NAME if job.on_gpu else "cpu"
@@ -128,7 +149,9 @@ def _traced(
         phases = timeline_of(layers).phases(device)
     else:
         phases = deep(timeline_of, layers, device, period=every, shallow=shallow)
-    return phases, at_depth(work, layers)
+    shown = max(timelines)
+    changes = list(spliced(timelines[shown], device, shown, layers, every)) if job.on_gpu else []
+    return phases, at_depth(work, layers), changes
 
 
 def _reduces_once(strategy: Strategy) -> bool:
@@ -196,6 +219,8 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "strategy": planned.strategy,
         "ranks": planned.ranks,
         "needed_bytes": planned.needed,
+        "reserved_bytes": list(planned.reserved) if planned.reserved else None,
+        "upper_bytes": planned.upper,
         "gpu_bytes": planned.gpus.memory if planned.gpus else None,
         "peak": {"phase": planned.peak[0], "module": planned.peak[1].module},
         "outside_bytes": planned.outside,

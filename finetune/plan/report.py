@@ -24,11 +24,12 @@ def verdict(planned: Planned) -> str:
     needs = f"needs {planned.needed / GIB:.1f} GiB a GPU ({where}; {most})"
     if planned.gpus is None:
         return f"{planned.strategy} on {planned.ranks} rank(s) {needs}"
-    spare = (planned.gpus.memory - planned.needed) / GIB
+    needs += f", surely not more than {planned.upper / GIB:.1f} with what torch's allocator caches"
+    spare = (planned.gpus.memory - max(planned.needed, planned.upper)) / GIB
     gpus = f"{planned.ranks} x {planned.gpus.name}"
     if planned.fits:
-        return f"fits {gpus}: {needs}, {spare:.1f} GiB to spare"
-    return f"does not fit {gpus}: {needs}, {-spare:.1f} GiB more than there is"
+        return f"fits {gpus}: {needs}; {spare:.1f} GiB to spare"
+    return f"does not fit {gpus}: {needs}; {-spare:.1f} GiB more than there is"
 
 
 def _table(planned: Planned) -> Iterator[str]:
@@ -45,5 +46,8 @@ def _rest(planned: Planned) -> Iterator[str]:
     if planned.outside:
         listed = ", ".join(f"{name} {nbytes / GIB:.2f}" for name, nbytes in planned.outside.items())
         yield f"beside the tensors, GiB: {listed}"
-    yield "full rows of data.max_length; fragmentation of CUDA's allocator is not in these figures"
+    if planned.reserved:
+        least, most = (nbytes / GIB for nbytes in planned.reserved)
+        yield f"reserved by torch's allocator, GiB: {least:.1f} at least, {most:.1f} where there is room"
+    yield "full rows of data.max_length"
     yield from planned.notes

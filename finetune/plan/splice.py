@@ -71,7 +71,7 @@ def spliced(timeline: Timeline, device: str, layers: int, deep: int, period: int
     """
     depth = _Depth(period, (deep - layers) // period)
     assert depth.copies * period == deep - layers
-    assert layers >= FIRST + period + FIRST, "no layers are left before or behind those that repeat"
+    assert not depth.copies or layers >= FIRST + period + FIRST, "no layers are left around those that repeat"
     runs = _runs(timeline, device)
     names = _names(runs)
     before: int | None = None

@@ -81,11 +81,10 @@ def trace(
     if strategy.kind == "deepspeed":
         strategy = without_disks(strategy)
     # The engine of ZeRO has one number format; its third stage cuts each weight as it is loaded.
-    dtype = _engine_dtype(recipe) if strategy.kind == "deepspeed" else None
-    build = dataless_build(recipe, whole_quantized=True, dtype=dtype)
+    build = dataless_build(recipe, whole_quantized=True, dtype=_engine_dtype(recipe, strategy))
     supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
-    device = pretend_device() if gpu else torch.device("cpu")
+    device = _device(gpu)
     with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
         if strategy.zero_stage == 3:
             build = partial(build, each=cut(accelerator, adapters=recipe.lora is not None))
@@ -132,6 +131,13 @@ def _stand_ins(strategy: Strategy, *, paged: bool) -> Iterator[None]:
         yield
 
 
+def _device(gpu: bool) -> torch.device:
+    # Registered for a CPU's plan too: autograd's engine takes in the kinds of devices that are there at a process's
+    # first backward, and aborts at a tensor on one that came later (torch 2.13).
+    pretend = pretend_device()
+    return pretend if gpu else torch.device("cpu")
+
+
 def _step(
     recipe: Recipe,
     strategy: Strategy,
@@ -166,8 +172,8 @@ def _step(
     recorder.mark(_state(parts), "optimizer state")
 
 
-def _engine_dtype(recipe: Recipe) -> torch.dtype:
-    return COMPUTE[recipe.training.mixed_precision] or torch.float32
+def _engine_dtype(recipe: Recipe, strategy: Strategy) -> torch.dtype | None:
+    return (COMPUTE[recipe.training.mixed_precision] or torch.float32) if strategy.kind == "deepspeed" else None
 
 
 def _weights(parts: Assembled) -> Iterator[torch.Tensor]:
@@ -214,7 +220,9 @@ def _accelerator(
         _pretend_ranks(ranks, node, device)
     launch = Launch((), None, None, True, ranks, 0, on_cpu=True, local_world_size=node)
     try:
-        with engine_without_ranks(device) if strategy.kind == "deepspeed" else nullcontext():
+        # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
+        no_engine = mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False)
+        with engine_without_ranks(device) if strategy.kind == "deepspeed" else no_engine:
             accelerator = build_accelerator(recipe, strategy, launch)
             if strategy.kind == "deepspeed" and device.type != "cpu":
                 as_on_gpus(accelerator)

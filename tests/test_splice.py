@@ -1,0 +1,90 @@
+"""A deep model's events, spliced from a shallow one's, are those of the deep model's own trace."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from finetune.plan.caching import CachingAllocator, NoMemory, replay
+from finetune.plan.depth import with_layers
+from finetune.plan.pretend import NAME
+from finetune.plan.splice import Change, spliced
+from finetune.plan.timeline import Event, Timeline
+from finetune.plan.trace import trace
+from finetune.strategy import read_strategy
+from finetune.tensor_bytes import NONE
+from tests.planned import Case, models
+
+DEEP = 10
+# The number of tensors of a model shows in what foreach kernels make for each of them, a few bytes a tensor.
+FEW = 1024
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models(tmp_path_factory.mktemp("splice"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "checkpointing", "strategy", "ranks"),
+    [
+        ("lora", 1, "single", 1),
+        ("full", 0, "single", 1),
+        ("full", 2, "single", 1),
+        ("full", 1, "fsdp2", 8),
+        ("qlora", 2, "fsdp2", 8),
+    ],
+)
+def test_a_deep_models_changes(
+    method: str, checkpointing: int, strategy: str, ranks: int, folder: Path, tmp_path: Path
+) -> None:
+    case = Case(method, "bf16", checkpointing, packed=True, tied=False, micro_steps=2)
+    recipe, period = case.recipe(folder), max(1, checkpointing)
+    config = json.loads(Path(recipe.model.name_or_path, "config.json").read_text())
+
+    def timeline_of(layers: int) -> Timeline:
+        smaller = with_layers(recipe, config, layers, tmp_path)
+        return trace(smaller, read_strategy(strategy), case.batches(), ranks=ranks, gpu=True).timeline
+
+    whole = list(spliced(timeline_of(DEEP), NAME, DEEP, DEEP, period))
+    shallow = 4 + period + DEEP % period
+    grown = list(spliced(timeline_of(shallow), NAME, shallow, DEEP, period))
+    assert large(grown) == large(whole)
+    there, here = replay(whole), replay(grown)
+    assert list(here) == list(there)
+    for phase, held in there.items():
+        assert here[phase].allocated == pytest.approx(held.allocated, abs=64 * 1024), phase
+        assert here[phase].reserved == held.reserved, phase
+
+
+def large(changes: list[Change]) -> Counter[tuple[str, int]]:
+    return Counter((change.phase, change.nbytes) for change in changes if change.nbytes > FEW)
+
+
+def test_an_order_that_goes_up_and_one_that_goes_down() -> None:
+    """Layers 0 to 4: each makes something in forward, which its backward frees; the one above has it in between."""
+    phases = ("forward", "backward")
+    timeline = Timeline(places=[(phase, f"model.layers.{layer}.mlp") for phase in phases for layer in range(5)])
+    timeline.devices = [NAME] * 5
+    timeline.events = [Event(NONE, 0, 0), *(Event(layer, 100 + layer, layer) for layer in range(5))]
+    timeline.events += [Event(NONE, 0, 5), *(Event(layer, 0, 5 + layer) for layer in reversed(range(5)))]
+    changes = [change for change in spliced(timeline, NAME, 5, 7) if isinstance(change.storage, tuple)]
+    found = [(change.phase, change.storage[0], change.nbytes) for change in changes]  # type: ignore[index]
+    up = [("forward", layer, nbytes) for layer, nbytes in enumerate((100, 101, 102, 102, 102, 103, 104))]
+    assert found == [*up, *(("backward", layer, 0) for layer in range(6, -1, -1))]
+
+
+def test_a_full_gpu() -> None:
+    """A cached segment is given back when another is needed; what is in use is not."""
+    mib = 2**20
+    changes = [Change("a", 60 * mib, "load"), Change("a", 0, "load"), Change("b", 80 * mib, "load")]
+    assert replay([Change(None, 0, "load"), *changes])["load"].reserved == 140 * mib
+    assert replay([Change(None, 0, "load"), *changes], 100 * mib)["load"].reserved == 80 * mib
+    allocator = CachingAllocator(100 * mib)
+    allocator.malloc("a", 60 * mib)
+    with pytest.raises(NoMemory):
+        allocator.malloc("b", 80 * mib)
