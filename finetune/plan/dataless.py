@@ -144,6 +144,25 @@ def fill(model: nn.Module, device: torch.device, each: Each | None = None) -> No
     unmoved.to = lambda *_, **__: model
 
 
+@contextmanager
+def host_pages() -> Iterator[None]:
+    """bitsandbytes' paged state in host memory, from which CUDA brings a page to the GPU when it is used and where it
+    has room; torch's allocator knows nothing of it."""
+    import bitsandbytes.functional as functional
+
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, **_: Any) -> torch.Tensor:
+        page: Any = torch.zeros(shape, dtype=dtype, device="cpu")
+        page.is_paged = True
+        return page  # type: ignore[no-any-return]
+
+    with (
+        mock.patch.object(functional, "get_paged", get_paged),
+        mock.patch.object(functional, "fill", _always(None)),
+        mock.patch.object(functional, "prefetch_tensor", _always(None)),
+    ):
+        yield
+
+
 def without_data(mode: FakeTensorMode, batch: MicroBatch) -> MicroBatch:
     """The batch's shapes and formats, and what of it is no tensor."""
     made: Any = {

@@ -29,7 +29,7 @@ from finetune.loop import optimizer_step
 from finetune.model import decoder_parts
 from finetune.optimizer import innermost
 from finetune.phases import Phase
-from finetune.plan.dataless import dataless_build, has_joined_documents, no_data, without_data
+from finetune.plan.dataless import dataless_build, has_joined_documents, host_pages, no_data, without_data
 from finetune.plan.pretend import pretend_device
 from finetune.plan.recorder import Recorder, Tagging
 from finetune.plan.reducer import Replica
@@ -89,7 +89,7 @@ def trace(
         if strategy.zero_stage == 3:
             build = partial(build, each=cut(accelerator, adapters=recipe.lora is not None))
         mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
-        inside.enter_context(_stand_ins(strategy))
+        inside.enter_context(_stand_ins(strategy, paged=recipe.training.optim.startswith("paged")))
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
         work = Work(recorder.phases)
@@ -117,7 +117,7 @@ def trace(
 
 
 @contextmanager
-def _stand_ins(strategy: Strategy) -> Iterator[None]:
+def _stand_ins(strategy: Strategy, *, paged: bool) -> Iterator[None]:
     """In place of what a trace cannot run, or need not."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", Replica))
@@ -126,6 +126,8 @@ def _stand_ins(strategy: Strategy) -> Iterator[None]:
         if strategy.kind != "deepspeed":
             # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
             stack.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
+        if paged:
+            stack.enter_context(host_pages())
         yield
 
 
