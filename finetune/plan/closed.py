@@ -130,6 +130,8 @@ def _before_forward(job: Job, *, activations: int, casts: int) -> Parts:
     here = _running(job, gradients=job.gradients * job.again, activations=activations, casts=casts)
     if job.micro_steps == 1:
         return here
+    if job.strategy.kind == "ddp":
+        here = _add(here, backward_workspace=job.gradients)
     return {name: here.get(name, 0) + job.left.get(name, 0) for name in {*here, *job.left}}
 
 
@@ -187,6 +189,8 @@ def _backward(job: Job) -> Iterator[Parts]:
     norm = FLOAT32 * job.tokens * (shape.hidden + 1) + stream * job.full
     start = _running(job, gradients=job.gradients * again, activations=activations + norm, casts=casts)
     start = _with_gradient(job, start, head)
+    if job.strategy.kind == "ddp" and job.micro_steps > 1:
+        start = _add(start, backward_workspace=job.gradients)
     if job.sharded:
         start = _add(start, gathered_layers=job.unresharded(layers), communication_buffers=job.unit)
     yield _add(start, backward_workspace=5 * FLOAT32 * job.tokens * shape.hidden)
@@ -216,6 +220,7 @@ def _in_layer(job: Job, layer: int, head: int) -> Iterator[Parts]:
     if not again:
         gradients = done * job.trained_of_layer * job.width // job.shards
     here = _running(job, gradients=gradients, activations=before, casts=casts)
+    here = _add(here, backward_workspace=job.apart(layer + 1))
     if job.sharded:
         reducing = FLOAT32 * job.trained_of_layer * (layer < layers - 1)
         coming = HALF * shape.table * (not shape.tied) if layer == 0 else job.unit
@@ -264,7 +269,7 @@ def _at_the_end(job: Job, head: int) -> Iterator[Parts]:
     here = _running(job, gradients=job.gradients, activations=0, casts=0)
     table = (FLOAT32 if job.way.stream == FLOAT32 else HALF) * shape.table
     if not job.sharded:
-        here = _add(here, logits_and_loss=head * shape.tied)
+        here = _add(here, logits_and_loss=head * shape.tied, backward_workspace=job.apart(0))
         yield _add(here, backward_workspace=work + table * (again + shape.tied))
         return
     whole = FLOAT32 * (shape.table + job.cut(shape.vocabulary, shape.hidden))
