@@ -129,19 +129,18 @@ def step(model: Any, optimizer: Any, tokens: int, device: torch.device, recorder
 
 
 def at_ends(changes: Sequence[Change]) -> list[tuple[int, int]]:
-    """Bytes allocated and reserved at the end of each step; the cache is emptied before all but the first."""
+    """Bytes allocated and reserved at the end of each step; the cache is emptied then."""
     allocator, found = CachingAllocator(), list[tuple[int, int]]()
-    forwards = 0
-    for storage, nbytes, phase, stream in changes:
+    before = ""
+    for storage, nbytes, phase, stream in [*changes, Change(None, 0, "end")]:
+        if before == "step" and phase != "step":
+            found.append((allocator.allocated, allocator.reserved))
+            allocator.empty_cache()
+        before = phase
         if storage is not None:
             allocator.free(storage)
             allocator.malloc(storage, nbytes, stream)
-        elif phase == "forward":
-            if forwards:
-                found.append((allocator.allocated, allocator.reserved))
-                allocator.empty_cache()
-            forwards += 1
-    return [*found, (allocator.allocated, allocator.reserved)]
+    return found
 
 
 def planned(adapter: dict[str, Any] | None, layers: int = LAYERS) -> tuple[int, int]:

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft import PeftModel
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 
 from finetune.answers import answer, answering
 from finetune.conversations import Encoder
-from finetune.embedded import resolve_model_path
 from finetune.errors import FinetuneError
-from finetune.recipe import Recipe
-from finetune.recipe_file import recipe_from_resolved
 from finetune.row_reading import BadRow
+from finetune.tuned import best_device, finished_run, load_adapted, load_whole
 
 Who = Literal["base", "tuned", "both"]
-HELP = "/base /tuned /both choose who answers, /reset forgets the conversation, /quit or Ctrl-D ends"
+WHO: dict[str, Who] = {"/base": "base", "/tuned": "tuned", "/both": "both"}
+HELP = """\
+/base /tuned /both   who answers
+/seed N              the same answers again, where the temperature is above 0; /seed alone: others each time
+/history             what was said, as each of them remembers it
+/save FILE           that, as rows which a recipe can train on (JSONL)
+/reset               forget it
+/quit, Ctrl-D        end; Ctrl-C stops an answer"""
+
+
+@dataclass
+class Manner:
+    """How is answered."""
+
+    max_new_tokens: int
+    temperature: float  # 0 is greedy
+    seed: int | None = None  # of every answer; None: each draws anew
 
 
 @dataclass
@@ -39,7 +53,6 @@ class Speaker:
 class Parlour:
     """The loaded models of a run and how to prompt them."""
 
-    recipe: Recipe
     tokenizer: PreTrainedTokenizerBase
     encoder: Encoder
     base: Speaker
@@ -48,107 +61,128 @@ class Parlour:
     def speakers(self, who: Who) -> list[Speaker]:
         return {"base": [self.base], "tuned": [self.tuned], "both": [self.base, self.tuned]}[who]
 
-    def reply(
-        self, speaker: Speaker, text: str, *, max_new_tokens: int, temperature: float, streamer: Any = None
-    ) -> str:
-        """The speaker's answer to `text` after what was said before; both are remembered."""
-        speaker.history.append({"role": "user", "content": text})
+    def reply(self, speaker: Speaker, text: str, manner: Manner, streamer: Any = None) -> str:
+        """The speaker's answer to `text` after what was said before; both are remembered, or after an error neither."""
+        asked = [*speaker.history, {"role": "user", "content": text}]
         try:
-            prompt = self.encoder.prompt_ids(speaker.history)
+            prompt = self.encoder.prompt_ids(asked)
         except BadRow as error:
-            speaker.history.pop()
             raise FinetuneError(f"the chat template refuses this conversation: {error}") from error
+        if manner.seed is not None:
+            torch.manual_seed(manner.seed)
         with answering(speaker.model), speaker.turn_off_adapter():
             said = answer(
                 speaker.model,
                 self.tokenizer,
                 prompt,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
+                max_new_tokens=manner.max_new_tokens,
+                temperature=manner.temperature,
                 streamer=streamer,
             )
-        speaker.history.append({"role": "assistant", "content": said})
+        speaker.history[:] = [*asked, {"role": "assistant", "content": said}]
         return said
 
 
 def open_run(run_dir: Path) -> Parlour:
-    """Load a finished run. Raises FinetuneError when the folder holds none."""
-    resolved = run_dir / "recipe.yaml"
-    if not resolved.is_file():
-        raise FinetuneError(f"{run_dir}: no run is here (recipe.yaml is missing); name a run's output_dir")
-    adapter, whole = run_dir / "adapter", run_dir / "model"
-    if not adapter.is_dir() and not whole.is_dir():
-        raise FinetuneError(
-            f"{run_dir}: this run has not finished: neither adapter/ nor model/ is there; resume it first"
-        )
-    recipe = recipe_from_resolved(resolved)
-    tokenizer = AutoTokenizer.from_pretrained(adapter if adapter.is_dir() else whole)
-    loaded = _load(recipe, resolve_model_path(recipe.model.name_or_path))
-    if adapter.is_dir():
-        adapted = PeftModel.from_pretrained(loaded, str(adapter)).eval()
-        base, tuned = Speaker("base", adapted, adapted.disable_adapter), Speaker("tuned", adapted, nullcontext)
+    """Load a finished run, its base as training had it. Raises FinetuneError when the folder holds none."""
+    run, device = finished_run(run_dir), best_device()
+    tokenizer = AutoTokenizer.from_pretrained(run.product)
+    if run.recipe.lora is None:
+        tuned = Speaker("tuned", load_whole(run, device, tuned=True), nullcontext)
     else:
-        base, tuned = Speaker("base", loaded, nullcontext), Speaker("tuned", _load(recipe, str(whole)), nullcontext)
-    return Parlour(recipe, tokenizer, Encoder(tokenizer, recipe.data), base, tuned)
+        adapted: Any = load_adapted(run, device)
+        tuned = Speaker("tuned", adapted, nullcontext)
+    if run.base_is_inside:
+        base = Speaker("base", adapted, adapted.disable_adapter)
+    else:
+        base = Speaker("base", load_whole(run, device, tuned=False), nullcontext)
+    return Parlour(tokenizer, Encoder(tokenizer, run.recipe.data), base, tuned)
 
 
-def _load(recipe: Recipe, path: str) -> nn.Module:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
-        path,
-        revision=recipe.model.revision,
-        dtype=getattr(torch, recipe.model.dtype),
-        trust_remote_code=recipe.model.trust_remote_code,
-        use_safetensors=True,
-    )
-    return model.to(device).eval()
-
-
-def converse(
-    parlour: Parlour,
-    lines: Iterable[str],
-    *,
-    who: Who,
-    max_new_tokens: int,
-    temperature: float,
-    say: Callable[[str], None],
-) -> None:
-    """Answer each line; `/base`, `/tuned`, `/both`, `/reset` and `/quit` are commands."""
+def converse(parlour: Parlour, lines: Iterable[str], who: Who, manner: Manner, say: Callable[[str], None]) -> None:
+    """Answer each line as it comes, word by word; those that begin with a slash are commands, HELP lists them."""
     for text in map(str.strip, lines):
-        command = text.removeprefix("/")
-        if text == "/quit":
+        command, _, argument = text.partition(" ")
+        if command == "/quit":
             return
-        if text.startswith("/") and command in ("base", "tuned", "both"):
-            who = command  # type: ignore[assignment]  # one of the three, by the line above
-        elif text == "/reset":
+        if command in WHO:
+            who = WHO[command]
+        elif text.startswith("/"):
+            say(_obey(parlour, manner, command, argument.strip()))
+        elif text:
+            _answer_aloud(parlour, parlour.speakers(who), text, manner, say)
+
+
+def _answer_aloud(
+    parlour: Parlour, speakers: Iterable[Speaker], text: str, manner: Manner, say: Callable[[str], None]
+) -> None:
+    for speaker in speakers:
+        say(f"\n{speaker.name}:")
+        streamer = TextStreamer(parlour.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        try:
+            parlour.reply(speaker, text, manner, streamer)
+        except KeyboardInterrupt:
+            say("\n(stopped; not remembered)")
+            return
+
+
+def _obey(parlour: Parlour, manner: Manner, command: str, argument: str) -> str:
+    """What a command says when it is done."""
+    match command:
+        case "/reset":
             parlour.base.history.clear()
             parlour.tuned.history.clear()
-        elif text.startswith("/"):
-            say(HELP)
-        elif text:
-            for speaker in parlour.speakers(who):
-                say(f"\n{speaker.name}:")
-                streamer = TextStreamer(parlour.tokenizer, skip_prompt=True, skip_special_tokens=True)
-                parlour.reply(speaker, text, max_new_tokens=max_new_tokens, temperature=temperature, streamer=streamer)
+            return "forgotten"
+        case "/seed" if not argument or argument.isdecimal():
+            manner.seed = int(argument) if argument else None
+            greedy = "; answers are greedy, so it changes nothing: start with --temperature 0.8"
+            return f"seed: {argument or 'none'}" + ("" if manner.temperature > 0 else greedy)
+        case "/history":
+            return "\n".join(_remembered(parlour)) or "nothing was said yet"
+        case "/save" if argument:
+            return _save(parlour, Path(argument).expanduser())
+    return HELP
 
 
-def answers_to(
-    parlour: Parlour, prompts: Iterable[str], *, who: Who, max_new_tokens: int, temperature: float
-) -> list[dict[str, str]]:
+def _remembered(parlour: Parlour) -> Iterator[str]:
+    for speaker in parlour.speakers("both"):
+        for turn in speaker.history:
+            yield f"{speaker.name if turn['role'] == 'assistant' else 'you'}: {turn['content']}"
+
+
+def _save(parlour: Parlour, path: Path) -> str:
+    rows = [{"who": one.name, "messages": one.history} for one in parlour.speakers("both") if one.history]
+    if not rows:
+        return "nothing was said yet"
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    except FileExistsError:
+        return f"{path}: is there already; choose another name"
+    except OSError as error:
+        return f"{path}: could not be written: {error.strerror}"
+    return f"saved: {path} ({len(rows)} conversations)"
+
+
+def answers_to(parlour: Parlour, prompts: Iterable[str], who: Who, manner: Manner) -> list[dict[str, str]]:
     """The answers of each speaker to each prompt, each a conversation of its own."""
     said = []
     for prompt in prompts:
         for speaker in parlour.speakers(who):
             speaker.history.clear()
-            text = parlour.reply(speaker, prompt, max_new_tokens=max_new_tokens, temperature=temperature)
+            text = parlour.reply(speaker, prompt, manner)
             said.append({"prompt": prompt, "who": speaker.name, "answer": text})
     return said
 
 
 def typed_lines(prompt: str = "\nyou: ") -> Iterator[str]:
-    """What the user types, until Ctrl-D."""
+    """What the user types, until Ctrl-D; arrow keys go back to earlier lines. Ctrl-C begins a line anew."""
+    with suppress(ImportError):  # not every Python is built with it
+        import readline  # noqa: F401  # importing it is what teaches `input` the keys
     while True:
         try:
             yield input(prompt)
         except EOFError:
             return
+        except KeyboardInterrupt:
+            yield ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,7 +64,10 @@ def load_adapted(run: FinishedRun, device: torch.device, *, with_loss: bool = Fa
     `with_loss`: its forward knows packed rows and `shift_labels`, as in training; else it is the library's.
     """
     base = _load(run.recipe, device, with_loss=with_loss)
-    return PeftModel.from_pretrained(base, str(run.product)).eval()
+    with warnings.catch_warnings():
+        # peft 0.21 asks transformers 5.2x by a name that is deprecated there.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        return PeftModel.from_pretrained(base, str(run.product)).eval()
 
 
 def load_whole(run: FinishedRun, device: torch.device, *, tuned: bool, with_loss: bool = False) -> nn.Module:

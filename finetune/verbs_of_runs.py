@@ -17,6 +17,7 @@ def chat(
     prompt: Annotated[list[str] | None, typer.Option(help="Answer this and end; may be repeated.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of every answer; none.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Talk to the base model, the tuned one, or both."""
@@ -25,15 +26,14 @@ def chat(
         raise typer.BadParameter("--json needs --prompt", param_hint="--json")
 
     def work() -> dict[str, Any]:
-        from finetune.chat import HELP, answers_to, converse, open_run, typed_lines
+        from finetune.chat import HELP, WHO, Manner, answers_to, converse, open_run, typed_lines
 
-        parlour = open_run(run)
-        options: dict[str, Any] = {"who": who, "max_new_tokens": max_new_tokens, "temperature": temperature}
+        parlour, manner = open_run(run), Manner(max_new_tokens, temperature, seed)
         if as_json:
-            return {"ok": True, "answers": answers_to(parlour, prompt or [], **options)}
+            return {"ok": True, "answers": answers_to(parlour, prompt or [], WHO[f"/{who}"], manner)}
         if not prompt:
             typer.echo(HELP)
-        converse(parlour, prompt or typed_lines(), say=typer.echo, **options)
+        converse(parlour, prompt or typed_lines(), WHO[f"/{who}"], manner, typer.echo)
         return {"ok": True}
 
     run_verb(work, as_json=as_json)

@@ -242,6 +242,7 @@ TUNE_70B: Values = TUNE_LORA | {
 }  # fmt: skip
 
 INPUT = frozenset({"datasets.*.type", "evals_per_epoch"})
+FACTORY_LOOK = frozenset({"dataset", "trust_remote_code"})
 PEFT_LINEAR = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 DEMO = [
     {"path": "json", "data_files": f"data/{name}.json", "split": "train[:1000]"}
@@ -310,7 +311,7 @@ EXAMPLES: dict[str, Example] = {
             "training.global_batch_size": 8, "training.activation_checkpointing": ABSENT,
             "training.learning_rate": 1e-4, "training.num_train_epochs": 3.0, "save_steps": 500,
         },
-        look=frozenset({"dataset"}),
+        look=FACTORY_LOOK,
     ),
     "LLaMA-Factory fsdp_qlora": Example(
         "llamafactory", FACTORY_QLORA, "2",
@@ -318,20 +319,20 @@ EXAMPLES: dict[str, Example] = {
             "quantization.load_in_4bit": True, "quantization.bnb_4bit_use_double_quant": ABSENT,
             "training.global_batch_size": 16, "accelerate_config": "ddp",
         },
-        look=frozenset({"dataset"}),
+        look=FACTORY_LOOK,
     ),
     "LLaMA-Factory pissa": Example(
-        "llamafactory", FACTORY_PISSA, "1", {"lora.init_lora_weights": "pissa_niter_16"}, look=frozenset({"dataset"})
+        "llamafactory", FACTORY_PISSA, "1", {"lora.init_lora_weights": "pissa_niter_16"}, look=FACTORY_LOOK
     ),
     "LLaMA-Factory galore": Example(
         "llamafactory", FACTORY_GALORE, "1", {"lora": None, "training.pure_bf16": True, "training.optim": ABSENT},
         differs=frozenset({"use_galore", "galore_layerwise", "galore_target", "galore_rank", "galore_scale"}),
-        look=frozenset({"dataset"}),
+        look=FACTORY_LOOK,
     ),
     "LLaMA-Factory qwen3_full_sft": Example(
         "llamafactory", FACTORY_ZERO3, "4",
         {"accelerate_config": "zero3", "training.global_batch_size": 8, "training.pure_bf16": ABSENT},
-        look=frozenset({"dataset", "deepspeed"}),
+        look=FACTORY_LOOK | {"deepspeed"},
     ),
     "TRL zephyr qlora": Example(
         "trl", TRL_QLORA, "8",

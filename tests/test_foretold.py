@@ -17,7 +17,8 @@ from accelerate.state import AcceleratorState
 
 from finetune import foretold
 from finetune.foretold import ANSWER, SWITCH, Question, asked
-from finetune.plan.beside import LOWEST, batches_of, planned, read_question
+from finetune.plan.beside import LOWEST, asked_for, batches_of, changes, planned, read_question
+from finetune.recipe import Recipe
 from finetune.run_memory import describe_memory
 from finetune.train import main
 from tests.tiny import write_chats
@@ -79,6 +80,26 @@ def test_batches_are_the_runs_own_but_for_what_stands_in_them() -> None:
     (padded,) = batches_of(replace(QUESTION, flat=False))
     assert padded["input_ids"].shape == (2, 12)
     assert "cu_seq_lens" not in padded
+
+
+def test_another_recipe_has_the_runs_rows_as_it_deals_and_cuts_them(write: Write) -> None:
+    recipe = Recipe.model_validate_json(write().read_text())
+    assert asked_for(QUESTION, recipe).documents == QUESTION.documents
+    shorter = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": 10})})
+    assert asked_for(QUESTION, shorter).documents == (((7, 3), (9,)),)
+    fewer = recipe.training.model_copy(update={"per_device_batch_size": 1})
+    assert asked_for(QUESTION, recipe.model_copy(update={"training": fewer})).documents == (((7, 5),),)
+
+
+@pytest.mark.slow
+def test_changes_are_planned_again(write: Write) -> None:
+    recipe = write(training={"per_device_batch_size": 2})
+    asks = replace(QUESTION, recipe=recipe.read_text(), documents=(((100,), (90,)),), memory=2**40)
+    needed = planned(asks)[2]
+    found = {change["change"]: change["needed_bytes"] for change in changes(asks)}
+    assert list(found) == ["training.per_device_batch_size=1", "data.max_length=64"], "all is recomputed already"
+    assert all(0 < nbytes < needed for nbytes in found.values())
+    assert changes(replace(asks, memory=min(found.values()) - 1)) == []
 
 
 def test_what_cannot_be_planned_is_an_answer() -> None:

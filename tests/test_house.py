@@ -134,7 +134,6 @@ plan.trace
 plan.layers
 plan.depth
 plan.job
-plan.beside
 plan.report
 plan.pace
 plan.audit
@@ -146,6 +145,7 @@ plan.variants
 plan.remedies
 plan.explain
 plan.pick
+plan.beside
 plan.verb
 launch_file
 pages.findings

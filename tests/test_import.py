@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,11 +111,32 @@ def test_nothing_that_they_say_is_dropped(name: str, tmp_path: Path) -> None:
     assert seen >= 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_whatever_stands_in_a_value_the_answer_is_a_recipe_or_one_line(name: str, tmp_path: Path) -> None:
+    example, draw = EXAMPLES[name], random.Random(name)
+    refused: list[str] = []
+    odd: list[Any] = [[1], {"a": 1}, "x", "a,b", -1, 0, 0.5, 1e9, True]
+    for path in leaves(example.values):
+        strange = copy.deepcopy(example.values)
+        holder: Any = strange
+        for part in path[:-1]:
+            holder = holder[part]
+        holder[path[-1]] = draw.choice(odd)
+        try:
+            imported(tmp_path, strange, gpus=example.gpus, tool=example.tool)
+        except RecipeError as error:
+            refused += error.mistakes
+    assert refused
+    assert not [mistake for mistake in refused if "\n" in mistake or "theirs.yaml" not in mistake]
+
+
 def test_the_recipe_says_what_its_comments_say(tmp_path: Path) -> None:
     text = imported(tmp_path, AXOLOTL_LORA_8B, gpus="4").text
     assert "global_batch_size: 32  # micro_batch_size 2 x gradient_accumulation_steps 4 x 4 GPUs" in text
     assert "truncation: drop  # axolotl's default" in text
-    assert "#   tf32: false (another way to compute the same)" in text
+    assert "#   evals_per_epoch: 4 (set eval_steps when" in text
+    assert "#   another way to compute the same:\n#     tf32: false\n" in text
 
 
 @pytest.mark.slow
@@ -161,7 +183,8 @@ def test_every_argument_of_the_installed_trl_is_read_or_has_its_reason(tmp_path:
         ("4", {"fsdp": ["full_shard", "offload"]}, "fsdp2_offload"),
         ("4", {"fsdp_config": {"reshard_after_forward": False}}, "fsdp2_grad_op"),
         ("4", {"fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, "ddp"),
-        ("16", {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "hsdp"),
+        ("2x8x80GB", {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "hsdp"),
+        ("8x80GB", {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "fsdp2"),
     ],
 )
 def test_the_strategy(gpus: str, said: Values, expected: str, tmp_path: Path) -> None:
@@ -213,6 +236,7 @@ def test_llama_factorys_list_of_data_sets_is_read(tmp_path: Path) -> None:
         (TRL_SHORT, {"completion_only_loss": True}, "data.train_on", "completion"),
         (TRL_SHORT, {"bf16": False}, "training.mixed_precision", "no"),
         (TRL_SHORT, {"fp16": True}, "training.mixed_precision", "fp16"),
+        (TRL_SHORT, {"use_peft": True, "load_in_8bit": True}, "training.pure_bf16", True),
         (TUNE_LORA, {"clip_grad_norm": 1.0}, "training.max_grad_norm", 1.0),
         (TUNE_LORA, {"max_steps_per_epoch": 50, "epochs": 3}, "training.max_steps", 150),
         (TUNE_LORA, {"dtype": "fp32"}, "training.mixed_precision", "no"),
@@ -290,11 +314,42 @@ def test_the_written_recipe_replaces_only_one_of_its_kind(tmp_path: Path, capsys
     assert ours.read_text() == "# my own\n"
 
 
+def test_quantised_weights_fit_the_strategy(tmp_path: Path) -> None:
+    sharded = FACTORY_LLAMA | {"fsdp": "full_shard", "quantization_bit": 4}
+    storage = "quantization.bnb_4bit_quant_storage"
+    assert value(imported(tmp_path, sharded, gpus="4"), storage) == "bfloat16"
+    assert value(imported(tmp_path, sharded | {"bf16": False, "fp16": True}, gpus="4"), storage) == "float16"
+    assert value(imported(tmp_path, sharded), storage) is ABSENT
+    made = imported(tmp_path, sharded | {"quantization_bit": 8}, gpus="4")
+    assert "quantization.load_in_8bit" in {entry.key for entry in made.left_out if entry.level == "look"}
+
+
+def test_the_guides_commands_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    guide = (Path(__file__).parent.parent / "docs" / "guide.md").read_text("utf-8")
+    commands = [line.split("#")[0].split() for line in guide.splitlines() if line.startswith("finetune import ")]
+    assert len(commands) == 2
+    monkeypatch.chdir(tmp_path)
+    Path("axolotl.yml").write_text(yaml.safe_dump(AXOLOTL_LORA_8B))
+    for words in commands:
+        assert main(words[1:]) == 0
+    told = capsys.readouterr().out
+    for line in guide[guide.index("finetune import ") :].split("```")[2].strip().splitlines()[1:]:
+        assert line in told
+
+
 def test_a_token_of_theirs_is_not_shown(tmp_path: Path) -> None:
     made = imported(tmp_path, FACTORY_LLAMA | {"hf_hub_token": "hf_aaaaaaaaaaaaaaaaaaaaaaaa", "swanlab_api_key": "k3y"})
     assert "hf_hub_token" in made.text
     assert "hf_aaaa" not in made.text + json.dumps(made.as_json())
     assert "k3y" not in made.text
+
+
+def test_packing_that_splits_documents_is_another_training(tmp_path: Path) -> None:
+    for way, level in (("bfd", set()), ("wrapped", {"differs"})):
+        made = imported(tmp_path, TRL_SHORT | {"packing": True, "packing_strategy": way})
+        assert {entry.level for entry in made.left_out if entry.key == "packing_strategy"} == level
 
 
 def test_what_interpolates_and_what_is_nobodys(tmp_path: Path) -> None:

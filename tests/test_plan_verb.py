@@ -10,8 +10,10 @@ import pytest
 from finetune.cli import main
 from finetune.errors import FinetuneError
 from finetune.plan.gpus import read_gpus
+from finetune.plan.pretend import pretend_device
 
 ROOT = Path(__file__).parent.parent
+pretend_device()  # before any other test's first backward: see trace.py
 GIB = 2**30
 
 
@@ -79,8 +81,67 @@ def test_fsdp2_of_8b(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.splitlines()[-4].split()[1:] == ["1", "2", "4", "8", "16", "32", "64", "128", "256", "512"]
 
 
-def test_what_cannot_be_planned_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_trainer_refuses_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(ROOT / "recipes" / "llama3_fsdp.yaml")
-    code, _, err = say([recipe, "accelerate_config=zero2"], capsys)
+    code, _, err = say([recipe, "training.optim=adamw_8bit"], capsys)
+    assert code == 4
+    assert "training.optim: adamw_8bit updates whole tensors" in err
+
+
+def test_several_recipes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the closed form is clear nothing is traced."""
+    recipes = [str(ROOT / "recipes" / f"{name}.yaml") for name in ("llama3_full", "llama3_8b_lora_1x24gb")]
+    code, out, _ = say([*recipes, "--gpus", "4x40GB", "--json"], capsys)
+    rows = {row["recipe"]: row for row in json.loads(out)["recipes"]}
+    assert code == 0
+    assert {name: (row["fits"], row["planned_by"]) for name, row in rows.items()} == {
+        "llama3_full": (False, "closed form"),
+        "llama3_8b_lora_1x24gb": (True, "closed form"),
+    }
+    code, out, _ = say([*recipes, "lora.r=64", "--gpus", "4x40GB"], capsys)
+    assert [line.split()[0] for line in out.splitlines()] == ["recipe", "llama3_full", "llama3_8b_lora_1x24gb"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "RECIPE: is missing"),
+        (["--pick"], "--pick: needs a model and GPUs"),
+        (["--pick", "--model", "meta-llama/Llama-3.1-8B"], "--pick: needs a model and GPUs"),
+        ([str(ROOT / "recipes" / "llama3_fsdp.yaml"), "--max", "learning_rate"], "write max_length or"),
+        ([str(ROOT / "recipes" / "quickstart.yaml"), "--max", "max_length"], "no GPU is named"),
+    ],
+)
+def test_what_is_asked_wrongly(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = say(words, capsys)
     assert code == 2
-    assert "zero2 cannot be planned yet" in err
+    assert told in err
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = say(["--pick", "--model", "meta-llama/Llama-3.3-70B", "--gpus", "8GB"], capsys)
+    assert code == 3
+    assert "its smallest variant needs" in err
+
+
+@pytest.mark.slow
+def test_what_was_picked_was_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.yaml"
+    asked = ["--pick", "--model", "meta-llama/Llama-3.2-1B-Instruct", "--gpus", "8GB", "-o", str(file), "--json"]
+    code, out, _ = say(asked, capsys)
+    picked = json.loads(out)
+    assert (code, picked["file"]) == (0, str(file))
+    code, out, _ = say([str(file), "--json"], capsys)
+    assert (code, json.loads(out)["needed_bytes"]) == (0, picked["needed_bytes"])
+
+
+@pytest.mark.slow
+def test_changes_are_shown_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(ROOT / "recipes" / "llama3_8b_lora_1x24gb.yaml")
+    code, out, _ = say([recipe, "--gpus", "12GB", "--json"], capsys)
+    told = json.loads(out)
+    assert code == 3
+    assert told["changes"]
+    for change in told["changes"]:
+        assert change["needed_bytes"] <= told["gpu_bytes"]
+        assert "quantization" in change["change"], "a bfloat16 base of 16 GB is on no 12 GB card"

@@ -17,6 +17,8 @@ RANKS = cases(("full", "lora"))
 SAMPLE = [
     Case("full", "bf16", 0, packed=True, tied=False, micro_steps=2),
     Case("lora", "bf16", 2, packed=False, tied=True, micro_steps=1),
+    Case("int8", "bf16", 0, packed=True, tied=False, micro_steps=1),
+    Case("full", "bf16", 1, packed=True, tied=False, micro_steps=1, optim="adamw_8bit"),
 ]
 
 

@@ -13,6 +13,7 @@ from finetune.imports.shared import (
     hub,
     optimizer,
     quantised_by,
+    remote_code,
     scheduler,
     strategy,
     unused,
@@ -30,20 +31,20 @@ def convert(theirs: Theirs) -> None:
             theirs.refuse(key, "this kit does supervised fine-tuning of language models, and no other training")
     theirs.carry("model.name_or_path", "base_model")
     theirs.carry("model.revision", "revision_of_model")
-    theirs.carry("model.trust_remote_code", "trust_remote_code")
+    remote_code(theirs)
     for plugin in theirs.get("plugins", []):
         kernels = "liger" in plugin or "cut_cross_entropy" in plugin
         reason = "another way to compute the same" if kernels else "what it adds is not done here"
         theirs.leave("plugins", "same" if kernels else "differs", reason, plugin)
     name = strategy(theirs)
-    _adapter(theirs, sharded=name.startswith(("fsdp", "hsdp")))
+    _adapter(theirs)
     data(theirs)
     held_out(theirs, "val_set_size")
     _training(theirs, name)
     _precision(theirs, name)
 
 
-def _adapter(theirs: Theirs, *, sharded: bool) -> None:
+def _adapter(theirs: Theirs) -> None:
     """lora and quantization; peft's own defaults where axolotl hands nothing over."""
     kind = theirs.get("adapter")
     bits = quantised_by(theirs)
@@ -67,8 +68,6 @@ def _adapter(theirs: Theirs, *, sharded: bool) -> None:
         theirs.write(f"quantization.{bits}", True, bits)
         for key in ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage"):
             theirs.carry(f"quantization.{key}", f"bnb_config_kwargs.{key}")
-    if bits == "load_in_4bit" and sharded:
-        theirs.write("quantization.bnb_4bit_quant_storage", "bfloat16", "shards need the compute dtype here")
 
 
 def _targets(theirs: Theirs) -> None:

@@ -14,6 +14,7 @@ from finetune.errors import FinetuneError, RecipeError
 from finetune.imports import axolotl, llamafactory, torchtune, trl
 from finetune.imports.left_out import reason_for
 from finetune.imports.page import page, written
+from finetune.imports.shared import fit_quantization
 from finetune.imports.theirs import LeftOut, Theirs
 from finetune.recipe_file import load_recipe
 from finetune.recipe_list import parse_gpus
@@ -57,9 +58,10 @@ def convert(file: Path, *, tool: Tool | None = None, gpus: str = "1") -> Importe
     values = _read(file)
     tool = tool or _tool_of(file, values)
     count, budget = _gpus(gpus)
-    theirs = Theirs(_CALLED[tool], values, count, file.parent)
+    theirs = Theirs(_CALLED[tool], values, count, budget.get("nodes", 1), file.parent)
     try:
         _CONVERT[tool](theirs)
+        fit_quantization(theirs)
     except RecipeError as error:
         raise RecipeError([f"{file}: {mistake}" for mistake in error.mistakes]) from None
     except (AttributeError, TypeError, ValueError, KeyError) as error:
@@ -138,7 +140,7 @@ def _gpus(text: str) -> tuple[int, dict[str, Any]]:
 
 def _title(file: Path, tool: Tool, gpus: str) -> list[str]:
     return [
-        f"{_MARK.removeprefix('# ')}{file.name} ({_CALLED[tool]}), for {gpus} GPU{'s' * (gpus != '1')}.",
+        f"{_MARK.removeprefix('# ')}{file.name} ({_CALLED[tool]}), --gpus {gpus}.",
         "Behind each line is the key it came from. Rows come in another order, from other random numbers.",
     ]
 

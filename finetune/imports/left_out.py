@@ -19,7 +19,7 @@ _REASONS: tuple[tuple[str, Level, str], ...] = (
      "same", "rows are tokenised once, into a cache, and read from memory-mapped files"),
     (r"tf32|(use_)?liger\w*|enable_liger_kernel|lora_(mlp|qkv|o|embedding)_kernel|flash_attn_\w+|use_kernels"
      r"|torch_compile\w*|compile|flex_attn_compile_kwargs(\..*)?|cut_cross_entropy|chunked_cross_entropy\w*|use_unsloth(_gc)?"
-     r"|use_v1_kernels|torch_empty_cache_steps|gc_\w+|sdpa_varlen|large_head_attention|batch_flattening|padding_free"
+     r"|use_v1_kernels|(gradient|activation)_checkpointing_kwargs(\..*)?|use_reentrant_gc|torch_empty_cache_steps|gc_\w+|sdpa_varlen|large_head_attention|batch_flattening|padding_free"
      r"|enable_activation_offloading|activation_offloading|memory_efficient_fsdp_wrap|liger_kernel_config(\..*)?|layer_offloading|optimizer_in_bwd|tiled_mlp\w*",
      "same", "another way to compute the same"),
     (r"flash_attn|attn_implementation|(flash|sdp|flex|eager|xformers|sage)_attention|use_cache|shift_attn",
@@ -28,7 +28,7 @@ _REASONS: tuple[tuple[str, Level, str], ...] = (
      r"|\w*special_tokens\.pad_token|special_tokens\.unk_token|pad_token|group_by_length|length_column_name"
      r"|train_sampling_strategy|ignore_pad_token_for_loss",
      "same", "rows are filled with whole documents, not padded, and no token is masked by its id"),
-    (r"(gradient|activation)_checkpointing_kwargs(\..*)?|use_reentrant_gc|low_cpu_(mem_usage|ram)|device(_map)?"
+    (r"low_cpu_(mem_usage|ram)|device(_map)?"
      r"|max_memory|gpu_memory_limit|lora_on_cpu|qlora_sharded_model_loading|offload_folder|local_rank|world_size|ddp"
      r"|ddp_\w+|fsdp_version|fsdp_final_state_dict_type|accelerator_config(\..*)?|custom_sharded_layers|ray_\w+"
      r"|parallelism_config(\..*)?|ignore_bias_buffers|fsdp(_config)?(\..*)?|deepspeed|fsdp_\w+_cls_to_wrap|use_ray|dp_\w+_size|no_cuda|use_cpu"

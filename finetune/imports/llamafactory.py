@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.imports import trainer
-from finetune.imports.shared import data_set, held_out, named_template, unused
+from finetune.imports.shared import data_set, held_out, named_template, remote_code, unused
 from finetune.imports.theirs import Theirs, whole
 
 _NAMES = {
@@ -26,7 +26,7 @@ def convert(theirs: Theirs) -> None:
         theirs.refuse("stage", "this kit does supervised fine-tuning of language models, and no other training")
     theirs.carry("model.name_or_path", "model_name_or_path")
     theirs.carry("model.revision", "model_revision")
-    theirs.carry("model.trust_remote_code", "trust_remote_code")
+    remote_code(theirs)
     _method(theirs)
     _data(theirs, pretraining=stage == "pt")
     off = theirs.get("disable_gradient_checkpointing") is True
@@ -112,7 +112,9 @@ def _packing(theirs: Theirs, pretraining: bool) -> None:
     """Their plain packing lets documents see each other; only neat_packing is what we do."""
     neat, said = theirs.get("neat_packing"), theirs.get("packing")
     packed = bool(neat or (pretraining if said is None else said))
-    theirs.write("data.packing", packed, "neat_packing" if neat else "packing" if said is not None else "its default")
+    theirs.write(
+        "data.packing", packed, "neat_packing" if neat else "packing" if said is not None else "LLaMA-Factory's default"
+    )
     if packed and not neat:
         theirs.leave(
             "packing", "differs", "documents in one row do not see each other here, as with neat_packing", True

@@ -46,12 +46,29 @@ def page(title: Sequence[str], carried: Mapping[str, tuple[Any, str]], left_out:
 
 
 def listed(left_out: Sequence[LeftOut]) -> Iterator[str]:
-    """What was left out, under its headings, what matters most first."""
+    """What was left out, under its headings, what matters most first; what has no effect, gathered by its reason."""
     for level, heading in HEADINGS.items():
         found = [entry for entry in left_out if entry.level == level]
         if found:
             yield heading
+        if level != "same":
             yield from (f"  {entry.key}: {_short(entry.value)} ({entry.reason})" for entry in found)
+            continue
+        for reason in dict.fromkeys(entry.reason for entry in found):
+            yield f"  {reason}:"
+            keys = [f"{entry.key}: {_short(entry.value)}" for entry in found if entry.reason == reason]
+            yield from _filled(keys)
+
+
+def _filled(words: Sequence[str]) -> Iterator[str]:
+    """The words in lines, as many in each as fit, none of them broken."""
+    line = ""
+    for word in words:
+        if line and len(line) + len(word) > _WIDTH:
+            yield f"{line},"
+            line = ""
+        line = f"{line}, {word}" if line else f"    {word}"
+    yield line
 
 
 def _short(value: Any) -> str:

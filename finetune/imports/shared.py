@@ -49,6 +49,14 @@ def optimizer(theirs: Theirs, key: str, default: str, *, sharded: bool) -> None:
             theirs.leave(constant, "differs", f"AdamW's constant is {usual:g} here")
 
 
+def remote_code(theirs: Theirs) -> None:
+    """model.trust_remote_code; examples say it by habit, and few models need it."""
+    if theirs.carry("model.trust_remote_code", "trust_remote_code"):
+        theirs.leave(
+            "trust_remote_code", "look", "runs the model repository's own Python; take it away if none is needed"
+        )
+
+
 def quantised_by(theirs: Theirs) -> str | None:
     """load_in_4bit or load_in_8bit, whichever is true."""
     said = {key: theirs.get(key) for key in ("load_in_4bit", "load_in_8bit")}
@@ -122,8 +130,24 @@ def strategy(theirs: Theirs) -> str:
         reason = "one process has nothing to share; say --gpus N, the number of their ranks"
         theirs.leave("accelerate_config", "look", reason, name)
     name = "single" if alone else name
+    if name == "hsdp" and theirs.nodes == 1:
+        name = "fsdp2"
+        theirs.leave(
+            "accelerate_config", "look", "copies of a sharded model lie one a machine; say --gpus 2x8x80GB", "hsdp"
+        )
     theirs.write("accelerate_config", name, f"{key} with {theirs.gpus} GPUs" if key else f"--gpus {theirs.gpus}")
     return name
+
+
+def fit_quantization(theirs: Theirs) -> None:
+    """What a strategy asks of quantised weights: 4 bits in shards lie in the compute dtype; int8 has no shards."""
+    name = theirs.carried["accelerate_config"][0]
+    if name.startswith(("fsdp", "hsdp")) and "quantization.load_in_4bit" in theirs.carried:
+        dtype = theirs.carried.get("quantization.bnb_4bit_compute_dtype", ("bfloat16",))[0]
+        theirs.write("quantization.bnb_4bit_quant_storage", dtype, "shards need the compute dtype here")
+    if name.startswith(("fsdp", "hsdp", "zero3")) and "quantization.load_in_8bit" in theirs.carried:
+        reason = "int8 weights are not cut into shards here; take accelerate_config: ddp, or 4 bits"
+        theirs.leave("quantization.load_in_8bit", "look", reason, True)
 
 
 def zero_name(theirs: Theirs) -> str:

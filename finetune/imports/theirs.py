@@ -38,7 +38,8 @@ class Theirs:
 
     tool: str
     values: Mapping[str, Any]
-    gpus: int
+    gpus: int  # of all machines
+    nodes: int
     folder: Path  # of their file: what it names may lie beside it
     carried: dict[str, tuple[Any, str]] = field(default_factory=dict)
     left_out: list[LeftOut] = field(default_factory=list)

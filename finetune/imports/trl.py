@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.imports import trainer
-from finetune.imports.shared import data_set, quantised_by, unused
+from finetune.imports.shared import data_set, quantised_by, remote_code, unused
 from finetune.imports.theirs import Theirs
 
 # What SFTConfig and ModelConfig do where nothing is said, beside transformers' own defaults.
@@ -30,7 +30,7 @@ def convert(theirs: Theirs) -> None:
         theirs.refuse("beta" if theirs.peek("beta") else "reward_model_path", "only SFT's configuration is known here")
     theirs.carry("model.name_or_path", "model_name_or_path")
     theirs.carry("model.revision", "model_revision")
-    theirs.carry("model.trust_remote_code", "trust_remote_code")
+    remote_code(theirs)
     _adapter(theirs)
     _data(theirs)
     trainer.training(theirs, learning_rate=DEFAULTS["learning_rate"], recompute=DEFAULTS["gradient_checkpointing"])
@@ -72,13 +72,15 @@ def _formats(theirs: Theirs) -> None:
         theirs.leave(key, "differs", "bfloat16, float16 and float32 are known here")
     dtype = dtype if dtype in _DTYPES else "bfloat16" if dtype else DEFAULTS["dtype"]
     theirs.write("model.dtype", dtype, key if theirs.peek(key) else "TRL's default")
-    quantised = "quantization.load_in_4bit" in theirs.carried
-    if quantised:
+    quantised = bool({"quantization.load_in_4bit", "quantization.load_in_8bit"} & set(theirs.carried))
+    if "quantization.load_in_4bit" in theirs.carried:
         compute = "float16" if form == "fp16" else dtype
         theirs.write("quantization.bnb_4bit_compute_dtype", compute, "as model.dtype")
     if form == "bf16" and (quantised or ("lora" in theirs.carried and dtype == "bfloat16")):
         why = (
-            "TRL trains the adapters of a 4-bit base in bfloat16" if quantised else f"{key}: weights are trained in it"
+            "TRL trains the adapters of a quantised base in bfloat16"
+            if quantised
+            else f"{key}: weights are trained in it"
         )
         theirs.write("training.pure_bf16", True, why)
 
@@ -89,7 +91,9 @@ def _data(theirs: Theirs) -> None:
     if looked_at != "no":
         _held_out(theirs)
     theirs.carry("data.max_length", "max_length", "max_seq_length", "model_max_length", default=DEFAULTS["max_length"])
-    theirs.carry("data.packing", "packing", default=DEFAULTS["packing"])
+    packed = theirs.carry("data.packing", "packing", default=DEFAULTS["packing"])
+    if packed and theirs.get("packing_strategy", "bfd") != "bfd":
+        theirs.leave("packing_strategy", "differs", "a row is filled with whole documents, none is split")
     theirs.write("data.truncation", "right", "truncation_mode" if theirs.get("truncation_mode") else "TRL's default")
     if theirs.peek("truncation_mode") == "keep_end":
         theirs.leave("truncation_mode", "differs", "a long row keeps its beginning here")

@@ -19,6 +19,7 @@ from finetune.errors import FinetuneError
 from finetune.foretold import Question
 from finetune.plan.gpus import Gpus
 from finetune.recipe import Recipe
+from finetune.shrink import full_config
 from finetune.signals import die_with_parent
 
 if TYPE_CHECKING:
@@ -71,37 +72,42 @@ def plan_run(question: Question) -> Planned:
     if question.device == "cpu":
         ranks = question.nodes * question.ranks_of_node
         return plan_recipe(recipe, None, batches=batches, ranks=ranks, node=question.ranks_of_node)
-    gpus = Gpus(question.ranks_of_node, question.memory, question.device, question.nodes)
-    return plan_recipe(recipe, gpus, batches=batches)
+    return plan_recipe(recipe, gpus_of_run(question), batches=batches)
+
+
+def gpus_of_run(question: Question) -> Gpus:
+    """The run's own GPUs, by their driver's name and size."""
+    return Gpus(question.ranks_of_node, question.memory, question.device, question.nodes)
 
 
 def changes(question: Question) -> list[dict[str, Any]]:
-    """What would fit, each planned again: `change` as key=value, `needed_bytes`."""
+    """What would fit, each planned again on the run's own rows: `change` as key=value, `needed_bytes`."""
+    recipe = Recipe.model_validate_json(question.recipe)
+    if question.device != "cpu":
+        from finetune.plan.remedies import remedies
+
+        def plan(another: Recipe, _: Gpus) -> Planned:
+            return plan_run(asked_for(question, another))
+
+        config, _source = full_config(recipe.model.name_or_path, recipe.model.revision)
+        return [found.as_json() for found in remedies(recipe, config, gpus_of_run(question), plan)]
     from finetune.out_of_memory import smaller
+    from finetune.plan.variants import changed
 
-    found = []
-    for change in smaller(Recipe.model_validate_json(question.recipe)):
-        plan, _, needed = planned(_changed(question, change))
-        if plan is not None and needed <= question.memory:
-            found.append({"change": change, "needed_bytes": needed})
-    return found
+    fitting = []
+    for change in smaller(recipe):
+        key, _, value = change.partition("=")
+        plan_there, _, nbytes = planned(asked_for(question, changed(recipe, {key: json.loads(value)})))
+        if plan_there is not None and nbytes <= question.memory:
+            fitting.append({"change": change, "needed_bytes": nbytes})
+    return fitting
 
 
-def _changed(question: Question, change: str) -> Question:
-    """The question for the recipe with one key changed, and for its rows cut or dealt out accordingly."""
-    path, _, text = change.partition("=")
-    recipe, value = json.loads(question.recipe), json.loads(text)
-    *sections, key = path.split(".")
-    inner = recipe
-    for section in sections:
-        inner = inner[section]
-    inner[key] = value
-    documents = question.documents
-    if key == "per_device_batch_size":
-        documents = tuple(batch[:value] for batch in documents)
-    elif key == "max_length":
-        documents = tuple(tuple(_cut(row, value) for row in batch) for batch in documents)
-    return replace(question, recipe=json.dumps(recipe), documents=documents)
+def asked_for(question: Question, recipe: Recipe) -> Question:
+    """The question for another recipe, the run's rows dealt out and cut as it has them."""
+    rows, length = recipe.training.per_device_batch_size, recipe.data.max_length
+    documents = tuple(tuple(_cut(row, length) for row in batch[:rows]) for batch in question.documents)
+    return replace(question, recipe=recipe.model_dump_json(), documents=documents)
 
 
 def _cut(row: tuple[int, ...], length: int) -> tuple[int, ...]:

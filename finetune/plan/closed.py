@@ -92,7 +92,7 @@ def _largest(moments: Iterator[Parts]) -> Parts:
 def _load(job: Job) -> Parts:
     shape = job.shape
     if not job.sharded:
-        return {"parameters": job.parameters}
+        return {"parameters": job.parameters} | job.buckets
     # Each tensor lies whole on rank 0's GPU while it is cut: embeddings first, the head last.
     width = job.width if job.full else HALF
     first = width * job.cut(shape.vocabulary, shape.hidden)
@@ -125,9 +125,9 @@ def _add(parts: Parts, **more: int) -> Parts:
 
 def _before_forward(job: Job, *, activations: int, casts: int) -> Parts:
     """As `_running`, in the forward of the last micro-batch of a step."""
+    here = _running(job, gradients=job.gradients * job.again, activations=activations, casts=casts)
     if job.micro_steps == 1:
-        return _running(job, gradients=0, activations=activations, casts=casts)
-    here = _running(job, gradients=job.gradients, activations=activations, casts=casts)
+        return here
     return {name: here.get(name, 0) + job.left.get(name, 0) for name in {*here, *job.left}}
 
 
@@ -138,6 +138,8 @@ def _forward(job: Job) -> Iterator[Parts]:
     here = _before_forward(job, activations=before, casts=job.casts * last)
     if job.sharded:
         here = _add(here, gathered_layers=job.unit + job.unresharded(last), communication_buffers=job.unit)
+        # As it is put together, beside what it and the layer before it came in.
+        yield _add(here, communication_buffers=job.unit, activations=way.stream * job.tokens * shape.hidden)
     kept = casts = 0
     for step in job.steps:
         kept, casts = kept + step.kept, casts + step.casts
@@ -145,6 +147,11 @@ def _forward(job: Job) -> Iterator[Parts]:
         yield _add(here, activations=alive + step.ahead, cast_weights=casts)
         if step.unpacked:
             yield _add(here, activations=alive + step.beside, quantisation_workspace=step.unpacked, cast_weights=casts)
+    if job.sharded and not shape.tied:
+        # The embeddings, and the unit of the head, each as it came and put together.
+        here = _before_forward(job, activations=0, casts=0)
+        table = HALF * shape.table
+        yield _add(here, gathered_layers=table, communication_buffers=2 * table)
     stream = way.stream * job.tokens * shape.hidden
     after, _ = job.stays(shape.layers)
     norm = FLOAT32 * job.tokens * (shape.hidden + 1) + stream * job.full
@@ -172,7 +179,7 @@ def _backward(job: Job) -> Iterator[Parts]:
     """Its beginning, its last layers and its first, and the embeddings."""
     shape, way, layers = job.shape, job.way, job.shape.layers
     stream = way.stream * job.tokens * shape.hidden
-    again = job.micro_steps > 1
+    again = job.again
     head = 0 if not job.full else (HALF if job.sharded or job.width == HALF else FLOAT32) * shape.table
     activations, casts = job.stays(layers)
     norm = FLOAT32 * job.tokens * (shape.hidden + 1) + stream * job.full
@@ -193,7 +200,7 @@ def _with_gradient(job: Job, parts: Parts, whole: int) -> Parts:
         return _add(parts, unsharded_gradients=whole)
     if job.shape.tied:
         return _add(parts, logits_and_loss=whole)
-    return _add(parts, **{"backward_workspace" if job.micro_steps > 1 else "gradients": whole})
+    return _add(parts, **{"backward_workspace" if job.again else "gradients": whole})
 
 
 def _in_layer(job: Job, layer: int, head: int) -> Iterator[Parts]:
@@ -202,7 +209,7 @@ def _in_layer(job: Job, layer: int, head: int) -> Iterator[Parts]:
     before, casts = job.stays(layer)
     before += stream * (job.recomputed(layer) and job.way.stream == HALF)  # its input; else counted in its first norm
     done = layers - 1 - layer  # layers whose backward is over
-    again = job.micro_steps > 1
+    again = job.again
     gradients = job.gradients if again else 0
     if not again:
         gradients = done * job.trained_of_layer * job.width // job.shards
@@ -247,7 +254,7 @@ def _at_the_end(job: Job, head: int) -> Iterator[Parts]:
     """Of trained embeddings the gradient, of which a table is made; under sharding it and the head are reduced."""
     if not job.full:
         return
-    shape, again = job.shape, job.micro_steps > 1
+    shape, again = job.shape, job.again
     stream = job.way.stream * job.tokens * shape.hidden
     work = stream
     if job.tokens > SORTED_TOKENS:
@@ -258,9 +265,16 @@ def _at_the_end(job: Job, head: int) -> Iterator[Parts]:
         here = _add(here, logits_and_loss=head * shape.tied)
         yield _add(here, backward_workspace=work + table * (again + shape.tied))
         return
-    gathered = 0 if shape.tied else HALF * shape.table
+    whole = FLOAT32 * (shape.table + job.cut(shape.vocabulary, shape.hidden))
+    before = FLOAT32 * job.trained_of_layer
+    narrowed = HALF * job.cut(shape.vocabulary, shape.hidden) * (job.width == HALF)
+    if shape.tied:  # the head's gradient and the embeddings', and then their sum, of a unit that is whole no more
+        both = _add(here, logits_and_loss=head, communication_buffers=before, backward_workspace=table)
+        yield _add(both, backward_workspace=work)
+        yield _add(both, unsharded_gradients=table)
+        here = _add(here, gathered_layers=-HALF * shape.table, unsharded_gradients=table)
+        yield _add(here, communication_buffers=whole, backward_workspace=narrowed)
+        return
     here = _add(here, unsharded_gradients=head + table)
-    reducing = FLOAT32 * job.trained_of_layer
-    yield _add(here, gathered_layers=gathered, communication_buffers=reducing, backward_workspace=work)
-    reduced = FLOAT32 * (shape.table + job.cut(shape.vocabulary, shape.hidden))
-    yield _add(here, communication_buffers=reduced, unsharded_gradients=-head * shape.tied)  # added up by then
+    yield _add(here, gathered_layers=HALF * shape.table, communication_buffers=before, backward_workspace=work)
+    yield _add(here, communication_buffers=whole, backward_workspace=narrowed)

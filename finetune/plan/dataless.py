@@ -7,6 +7,7 @@ one would give, without computing it. So a 405B model's step runs on a laptop.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -31,19 +32,27 @@ Each = Callable[[nn.Parameter], None]
 
 
 class _HostReads(TorchDispatchMode):
-    """Answers each read of a value to the host, of which there is none. torch's meshes have values, and keep them."""
+    """Answers each read of a value to the host, of which there is none. torch's meshes have values, and keep them.
+
+    Whether all of something is so: yes (transformers: are positions those of one document?). Whether any is: no
+    (DeepSpeed: is a norm not finite?).
+    """
 
     def __init__(self, answer: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no constructor here
         self._answer = answer
+        self._any: Callable[[], Any] = lambda: None  # what the latest `any` gave, while it lives
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            # DeepSpeed's ranks tell each other in one byte whether a gradient overflowed: none did.
-            return 0 if args[0].dtype == torch.uint8 else self._answer
-        return func(*args, **(kwargs or {}))
+            # In one byte DeepSpeed's ranks tell each other whether a gradient overflowed.
+            return 0 if args[0].dtype == torch.uint8 or args[0] is self._any() else self._answer
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.any.default:
+            self._any = weakref.ref(result)
+        return result
 
 
 @contextmanager
@@ -68,6 +77,24 @@ def no_data(host_reads: float, *, masks: bool) -> Iterator[FakeTensorMode]:
         for each in (*patches, mode, _HostReads(host_reads)):
             stack.enter_context(each)
         yield mode
+
+
+@contextmanager
+def paged_on_host() -> Iterator[None]:
+    """bitsandbytes' pages, which CUDA moves between host and GPU as they are needed, as tensors of the host: no
+    allocator of a GPU hands them out, and what a GPU has no room for stays there."""
+    import bitsandbytes.functional as library
+
+    def get_paged(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        pages: Any = torch.zeros(shape, dtype=dtype, device="cpu")
+        pages.is_paged = True  # bitsandbytes' own mark
+        return pages  # type: ignore[no-any-return]
+
+    with ExitStack() as stack:
+        changed = {"get_paged": get_paged, "fill": _always(None), "prefetch_tensor": _always(None)}
+        for name, instead in changed.items():
+            stack.enter_context(mock.patch.object(library, name, instead))
+        yield
 
 
 def _always(answer: Any) -> Callable[..., Any]:

@@ -169,9 +169,19 @@ class Job:
         return self.width * self.trained
 
     @cached_property
+    def again(self) -> bool:
+        """Whether gradients are there before backward makes them: of the micro-batch before, or DDP's buckets."""
+        return self.micro_steps > 1 or self.strategy.kind == "ddp"
+
+    @cached_property
+    def buckets(self) -> Parts:
+        """DDP's, of which gradients are views: there from the beginning to the end."""
+        return {"gradients": self.gradients} if self.strategy.kind == "ddp" else {}
+
+    @cached_property
     def static(self) -> Parts:
         state = 2 * self.width * self.trained
-        return {"parameters": self.parameters, "optimizer state": state, "other": CUBLAS}
+        return {"parameters": self.parameters, "optimizer state": state, "other": CUBLAS} | self.buckets
 
     @cached_property
     def left(self) -> Parts:

@@ -30,7 +30,7 @@ from finetune.loop import optimizer_step
 from finetune.model import decoder_parts
 from finetune.optimizer import innermost
 from finetune.phases import Phase
-from finetune.plan.dataless import dataless_build, has_joined_documents, no_data, without_data
+from finetune.plan.dataless import dataless_build, has_joined_documents, no_data, paged_on_host, without_data
 from finetune.plan.pretend import pretend_device
 from finetune.plan.recorder import Recorder, Tagging
 from finetune.plan.reducer import Replica
@@ -80,21 +80,15 @@ def trace(
         cublas: Bytes of a workspace of cuBLAS, where `gpu`.
     """
     # The engine of ZeRO has one number format; its third stage cuts each weight as it is loaded.
-    dtype = _engine_dtype(recipe) if strategy.kind == "deepspeed" else None
-    build = dataless_build(recipe, whole_quantized=True, dtype=dtype)
+    build = dataless_build(recipe, whole_quantized=True, dtype=_engine_dtype(recipe, strategy))
     supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
-    device = pretend_device() if gpu else torch.device("cpu")
+    device = _device(gpu)
     with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
-        if strategy.kind != "deepspeed":
-            # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
-            inside.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
         if strategy.zero_stage == 3:
-            build = partial(build, each=cut(accelerator))
+            build = partial(build, each=cut(accelerator, adapters=recipe.lora is not None))
         mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
-        inside.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", Replica))
-        # Rank 0 tells the others, of whom there are none; a pickled object among the tensors would be counted.
-        inside.enter_context(mock.patch.object(dist, "broadcast_object_list"))
+        inside.enter_context(_stand_ins(recipe, strategy))
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
         work = Work(recorder.phases)
@@ -126,6 +120,28 @@ def _stream(
     if strategy.kind in ("single", "deepspeed") or accelerator.device.type != "cpu":
         made = prefetch(list(made), accelerator.device, recipe.training.non_blocking)
     return made
+
+
+@contextmanager
+def _stand_ins(recipe: Recipe, strategy: Strategy) -> Iterator[None]:
+    """In place of what a trace cannot run, or need not."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", Replica))
+        # Rank 0 tells the others, of whom there are none; a pickled object among the tensors would be counted.
+        stack.enter_context(mock.patch.object(dist, "broadcast_object_list"))
+        if strategy.kind != "deepspeed":
+            # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
+            stack.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
+        if recipe.training.optim.startswith("paged"):
+            stack.enter_context(paged_on_host())
+        yield
+
+
+def _device(gpu: bool) -> torch.device:
+    # Registered for a CPU's plan too: autograd's engine takes in the kinds of devices that are there at a process's
+    # first backward, and aborts at a tensor on one that came later (torch 2.13).
+    pretend = pretend_device()
+    return pretend if gpu else torch.device("cpu")
 
 
 def _step(
@@ -162,8 +178,8 @@ def _step(
     recorder.mark(_state(parts), "optimizer state")
 
 
-def _engine_dtype(recipe: Recipe) -> torch.dtype:
-    return COMPUTE[recipe.training.mixed_precision] or torch.float32
+def _engine_dtype(recipe: Recipe, strategy: Strategy) -> torch.dtype | None:
+    return (COMPUTE[recipe.training.mixed_precision] or torch.float32) if strategy.kind == "deepspeed" else None
 
 
 def _weights(parts: Assembled) -> Iterator[torch.Tensor]:
@@ -210,7 +226,9 @@ def _accelerator(
         _pretend_ranks(ranks, node, device)
     launch = Launch((), None, None, True, ranks, 0, on_cpu=True, local_world_size=node)
     try:
-        with engine_without_ranks(device) if strategy.kind == "deepspeed" else nullcontext():
+        # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
+        no_engine = mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False)
+        with engine_without_ranks(device) if strategy.kind == "deepspeed" else no_engine:
             accelerator = build_accelerator(recipe, strategy, launch)
             if strategy.kind == "deepspeed" and device.type != "cpu":
                 as_on_gpus(accelerator)

@@ -7,6 +7,7 @@ that move bytes to a disk stand for what they leave in memory.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -25,12 +26,15 @@ SHARED_MEMORY = "deepspeed_shm_comm"  # compiled on first use, for ranks of one 
 def engine_without_ranks(device: torch.device) -> Iterator[None]:
     """Let DeepSpeed take `device` for the one to compute on; what it remembers of the trace is forgotten afterwards."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator, set_accelerator
-    from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3
-
-    before = get_accelerator()
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # DeepSpeed 0.19 compiles a function of its own when it is imported, with what torch 2.13 calls old.
+        warnings.filterwarnings("ignore", message="`torch.jit.", category=DeprecationWarning)
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator, set_accelerator
+        from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3
+
+        before = get_accelerator()
         stack.enter_context(mock.patch.dict(deepspeed.ops.__compatible_ops__, {SHARED_MEMORY: False}))
         for module in (stage3, partition_parameters, partitioned_param_coordinator):
             stack.enter_context(mock.patch.object(module, "assert_ints_same_as_other_ranks"))
@@ -78,14 +82,16 @@ def as_on_gpus(accelerator: Accelerator) -> None:
             zero[what]["pin_memory"] = True
 
 
-def cut(accelerator: Accelerator) -> Callable[[nn.Parameter], None]:
-    """What stage 3 does to each parameter as it is loaded: this rank keeps its part."""
+def cut(accelerator: Accelerator, *, adapters: bool) -> Callable[[nn.Parameter], None]:
+    """What stage 3 does to each parameter as it is loaded: this rank keeps its part. Adapters are made afterwards and
+    cut by the engine."""
     import deepspeed
 
     config = dict(accelerator.state.deepspeed_plugin.deepspeed_config)
 
     def keep_part(parameter: nn.Parameter) -> None:
-        deepspeed.zero.Init(module=nn.ParameterList([parameter]), config_dict_or_path=config)
+        if not (adapters and parameter.requires_grad):
+            deepspeed.zero.Init(module=nn.ParameterList([parameter]), config_dict_or_path=config)
 
     return keep_part
 

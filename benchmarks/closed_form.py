@@ -1,0 +1,135 @@
+"""The closed form against the trace on a grid of models, methods, strategies, lengths: how far apart, and how quick.
+
+python benchmarks/closed_form.py [--points 240] [--again]      (half an hour on two cores, kept point by point)
+
+Points are drawn with a fixed seed from all combinations below; one that was traced before is not traced again, unless
+--again says so. `tests/test_closed.py` computes every point's closed form anew and traces a few of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import RESULTS, write_result
+from finetune.plan.closed import estimate, unknown
+from finetune.plan.gpus import Gpus, read_gpus
+from finetune.plan.verb import plan_by_trace
+from finetune.recipe import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
+from finetune.shrink import full_config
+
+NAME = "closed_form"
+MODELS = (
+    "meta-llama/Llama-3.2-1B",
+    "meta-llama/Llama-3.2-3B",
+    "meta-llama/Llama-3.1-8B",
+    "meta-llama/Llama-3.3-70B",
+    "mistralai/Mistral-7B-v0.3",
+    "Qwen/Qwen3-4B",
+    "HuggingFaceTB/SmolLM2-360M",
+)
+METHODS = ("full", "full pure", "lora", "lora pure", "qlora")
+PLACES = (
+    ("single", "80GB", 1),
+    ("ddp", "4x80GB", 1),
+    ("fsdp2", "2x24GB", 1),
+    ("fsdp2", "8x80GB", 1),
+    ("fsdp2", "8x80GB", 8),
+    ("fsdp2_grad_op", "8x80GB", 1),
+    ("hsdp", "8x80GB", 2),
+)
+LENGTHS = (512, 2048, 8192)
+ROWS = (1, 4)
+CHECKPOINTING: tuple[bool | int, ...] = (False, 2, True)
+
+
+def points(count: int) -> list[tuple[Any, ...]]:
+    """So many of all combinations, the same each time."""
+    every = list(product(MODELS, METHODS, PLACES, LENGTHS, ROWS, CHECKPOINTING))
+    return random.Random(0).sample(every, count)
+
+
+def recipe_of(point: tuple[Any, ...]) -> tuple[Recipe, Gpus]:
+    model, method, (strategy, gpus, nodes), length, rows, every = point
+    four_bit = Quantization(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16") if method == "qlora" else None
+    recipe = Recipe(
+        accelerate_config=strategy,
+        model=ModelSection(name_or_path=model),
+        quantization=four_bit,
+        lora=None if method.startswith("full") else Lora(),
+        data=Data(train=[DataSet(path="json", data_files="unused.jsonl")], max_length=length),
+        training=Training(
+            global_batch_size=256,
+            per_device_batch_size=rows,
+            pure_bf16=method.endswith("pure"),
+            activation_checkpointing=every,
+        ),
+    )
+    return recipe, read_gpus(gpus, nodes)
+
+
+def key_of(point: tuple[Any, ...]) -> str:
+    model, method, (strategy, gpus, nodes), length, rows, every = point
+    return f"{model} {method} {strategy} {nodes}x{gpus} {rows}x{length} checkpointing={every}"
+
+
+def measure(point: tuple[Any, ...]) -> dict[str, Any]:
+    recipe, gpus = recipe_of(point)
+    config = full_config(recipe.model.name_or_path)[0]
+    begun = time.perf_counter()
+    planned = plan_by_trace(recipe, gpus)
+    traced = time.perf_counter() - begun
+    peaks = {name: phase.peak.nbytes for name, phase in planned.phases.items()}
+    begun = time.perf_counter()
+    closed = estimate(recipe, config, gpus)
+    seconds = time.perf_counter() - begun
+    return {
+        "traced_bytes": planned.needed,
+        "closed_bytes": closed.needed,
+        "traced_peaks": peaks,
+        "closed_peaks": closed.peaks,
+        "trace_seconds": round(traced, 2),
+        "closed_milliseconds": round(1000 * seconds, 2),
+    }
+
+
+def known() -> dict[str, dict[str, Any]]:
+    try:
+        return dict(json.loads((RESULTS / f"{NAME}.json").read_text("utf-8"))["points"])
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--points", type=int, default=240)
+    parser.add_argument("--again", action="store_true")
+    arguments = parser.parse_args()
+    wanted, found = points(arguments.points), {} if arguments.again else known()
+    for point in wanted:
+        recipe, gpus = recipe_of(point)
+        if key_of(point) not in found and unknown(recipe, full_config(point[0])[0], gpus) is None:
+            found[key_of(point)] = row = measure(point)
+            off = row["closed_bytes"] / row["traced_bytes"] - 1
+            print(f"{100 * off:+7.3f} %  {row['trace_seconds']:6.1f} s  {key_of(point)}", flush=True)
+            write(found)
+    write(found)
+    return 0
+
+
+def write(found: dict[str, dict[str, Any]]) -> None:
+    off = sorted(abs(row["closed_bytes"] / row["traced_bytes"] - 1) for row in found.values())
+    summary = {"count": len(off), "worst": off[-1], "median": off[len(off) // 2]}
+    write_result(NAME, {"what": "finetune plan: closed form against trace", **summary, "points": found})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

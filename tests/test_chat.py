@@ -1,0 +1,207 @@
+"""finetune chat: who answers, what is remembered, and that each of them is the model it is said to be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from finetune import chat
+from finetune.chat import HELP, Manner, Parlour, answers_to, converse, open_run, typed_lines
+from finetune.cli import main
+from finetune.quantized import quantized_layers
+from tests.finished import finished_run
+from tests.tiny import tiny_tokenizer
+
+ASKED = "tell me what it is"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    return finished_run(tmp_path_factory.mktemp("chat"), tiny_llama)
+
+
+@pytest.fixture
+def parlour(run: Path) -> Parlour:
+    return open_run(run)
+
+
+def greedy() -> Manner:
+    return Manner(max_new_tokens=6, temperature=0.0)
+
+
+def talk(parlour: Parlour, *lines: str, manner: Manner | None = None) -> list[str]:
+    """What is said besides the streamed answers."""
+    said: list[str] = []
+    converse(parlour, lines, "both", manner or greedy(), said.append)
+    return said
+
+
+def generated(model: Any) -> str:
+    """By the libraries alone."""
+    tokenizer = tiny_tokenizer()
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": ASKED}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.no_grad():
+        found = model.generate(**prompt, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=2)
+    return str(tokenizer.decode(found[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
+
+
+@pytest.mark.parametrize("lora", [{}, {"init_lora_weights": "pissa"}], ids=["lora", "pissa"])
+def test_base_and_tuned_are_what_the_libraries_load(tmp_path: Path, tiny_llama: Path, lora: dict[str, Any]) -> None:
+    run = finished_run(tmp_path, tiny_llama, lora=lora)
+    answers = answers_to(open_run(run), [ASKED], "both", greedy())
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama).eval()
+    wanted = [generated(base)]
+    wanted.append(generated(PeftModel.from_pretrained(base, str(run / "adapter")).eval()))
+    assert [(line["who"], line["answer"]) for line in answers] == list(zip(("base", "tuned"), wanted, strict=True))
+    assert wanted[0] != wanted[1]
+
+
+def test_all_weights(tmp_path: Path, tiny_llama: Path) -> None:
+    run = finished_run(tmp_path, tiny_llama, lora=None)
+    answers = answers_to(open_run(run), [ASKED], "both", greedy())
+    assert answers[0]["answer"] == generated(AutoModelForCausalLM.from_pretrained(tiny_llama).eval())
+    assert answers[1]["answer"] == generated(AutoModelForCausalLM.from_pretrained(run / "model").eval())
+
+
+def test_a_quantised_base_is_quantised_again(tmp_path: Path, tiny_llama: Path) -> None:
+    run = finished_run(tmp_path, tiny_llama, quantization={"load_in_4bit": True})
+    parlour = open_run(run)
+    assert len(list(quantized_layers(parlour.tuned.model))) == 14
+    assert all(line["answer"] for line in answers_to(parlour, [ASKED], "both", greedy()))
+
+
+def test_who_answers_and_who_remembers(parlour: Parlour, capsys: pytest.CaptureFixture[str]) -> None:
+    said = talk(parlour, ASKED, "/tuned", "why", "/base", "", "/both", "/reset")
+    assert [line.strip() for line in said] == ["base:", "tuned:", "tuned:", "forgotten"]
+    assert parlour.base.history == parlour.tuned.history == []
+    talk(parlour, "/tuned", ASKED)
+    assert [turn["role"] for turn in parlour.tuned.history] == ["user", "assistant"]
+    assert parlour.base.history == []
+    shown = talk(parlour, "/history")
+    assert shown == [f"you: {ASKED}\ntuned: {parlour.tuned.history[1]['content']}"]
+    assert capsys.readouterr().out
+
+
+def test_what_was_said_before_is_part_of_the_prompt(parlour: Parlour) -> None:
+    first = parlour.reply(parlour.tuned, ASKED, greedy())
+    alone = len(parlour.encoder.prompt_ids([{"role": "user", "content": "why"}]))
+    parlour.reply(parlour.tuned, "why", greedy())
+    assert [turn["content"] for turn in parlour.tuned.history[:3]] == [ASKED, first, "why"]
+    assert len(parlour.encoder.prompt_ids(parlour.tuned.history[:3])) > alone
+
+
+def test_answers_are_streamed_word_by_word(
+    parlour: Parlour, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk(parlour, "/tuned", ASKED)
+    assert capsys.readouterr().out.strip() == parlour.tuned.history[1]["content"]
+    seen: list[str] = []
+
+    def speaking(_: Any, tokenizer: Any, prompt: list[int], *, streamer: Any, **__: Any) -> str:
+        streamer.put(torch.tensor([prompt]))  # as transformers' generate calls it
+        for token in tokenizer("a river carries the boat", add_special_tokens=False)["input_ids"]:
+            streamer.put(torch.tensor([token]))
+            seen.append(capsys.readouterr().out)
+        streamer.end()
+        return "a river carries the boat"
+
+    monkeypatch.setattr(chat, "answer", speaking)
+    talk(parlour, "/tuned", ASKED)
+    assert "".join([*seen, capsys.readouterr().out]).strip() == "a river carries the boat"
+    assert len([piece for piece in seen if piece]) >= 3
+
+
+def test_a_seed_repeats_an_answer(parlour: Parlour) -> None:
+    manner = Manner(max_new_tokens=12, temperature=1.5)
+
+    def sampled(*commands: str) -> list[str]:
+        answers = []
+        for command in commands:
+            talk(parlour, "/reset", command, "/tuned", ASKED, manner=manner)
+            answers.append(parlour.tuned.history[1]["content"])
+        return answers
+
+    first, again, other = sampled("/seed 3", "/seed 3", "/seed 4")
+    assert first == again != other
+    free = sampled("/seed", "/seed")
+    assert manner.seed is None
+    assert free[0] != free[1]
+    assert talk(parlour, "/seed 5", manner=manner) == ["seed: 5"]
+    assert "answers are greedy, so it changes nothing" in talk(parlour, "/seed 5")[0]
+    assert talk(parlour, "/seed five", "/what", "/save") == [HELP, HELP, HELP]
+
+
+def test_a_saved_talk_can_be_trained_on(
+    parlour: Parlour, tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "talk.jsonl"
+    assert talk(parlour, f"/save {file}", "/history") == ["nothing was said yet"] * 2
+    assert talk(parlour, ASKED, "/tuned", "why", f"/save {file}")[-1] == f"saved: {file} (2 conversations)"
+    base, tuned = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    assert (base["who"], tuned["who"]) == ("base", "tuned")
+    assert [len(row["messages"]) for row in (base, tuned)] == [2, 4]
+    recipe = {
+        "model": {"name_or_path": str(tiny_llama)},
+        "data": {"train": [{"path": "json", "data_files": str(file)}]},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    assert main(["check", str(tmp_path / "recipe.yaml"), "--data"]) == 0, capsys.readouterr().err
+    assert talk(parlour, f"/save {file}") == [f"{file}: is there already; choose another name"]
+    assert "could not be written: No such file" in talk(parlour, f"/save {tmp_path}/nowhere/talk.jsonl")[0]
+
+
+def test_a_stopped_answer_is_not_remembered(parlour: Parlour, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: Any, **__: Any) -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chat, "answer", stopped)
+        assert talk(parlour, ASKED) == ["\nbase:", "\n(stopped; not remembered)"]
+    assert parlour.base.history == []
+    assert len(talk(parlour, ASKED)) == 2
+    assert parlour.tuned.history
+
+
+def test_typed_lines_end_with_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    def typed(_: str) -> Iterator[Any]:
+        yield "hello"
+        yield KeyboardInterrupt
+        yield "again"
+        yield EOFError
+
+    keys = typed("")
+
+    def read(_: str) -> str:
+        key = next(keys)
+        if isinstance(key, str):
+            return key
+        raise key
+
+    monkeypatch.setattr("builtins.input", read)
+    assert list(typed_lines()) == ["hello", "", "again"]
+
+
+def test_the_verb(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["chat", str(run), "--prompt", ASKED, "--max-new-tokens", "6", "--temperature", "1.5", "--seed", "7"]
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [line["who"] for line in told["answers"]] == ["base", "tuned"]
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == told
+    assert main([*words, "--who", "tuned"]) == 0
+    shown = capsys.readouterr().out
+    assert "tuned:" in shown
+    assert "base:" not in shown
+    assert told["answers"][1]["answer"] in shown
+    assert main(["chat", str(run), "--who", "nobody"]) == 2
+    assert main(["chat", str(tmp_path), "--prompt", ASKED]) == 2
+    assert "no run is here" in capsys.readouterr().err

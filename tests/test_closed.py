@@ -1,0 +1,127 @@
+"""The closed form is the trace, within 1 %; it needs no torch and no time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.closed_form import key_of, measure, points, recipe_of
+from finetune.plan.closed import estimate, unknown
+from finetune.plan.gpus import read_gpus
+from finetune.plan.rank_terms import Job
+from finetune.plan.shape import shape_of
+from finetune.recipe import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
+from finetune.shrink import full_config
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "closed_form.json"
+LARGEST = 0.01
+WEIGHTS = {
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.3-70B": 70_553_706_496,
+    "meta-llama/Llama-3.1-405B": 405_853_388_800,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+}
+
+
+def recipe(model: str = "meta-llama/Llama-3.1-8B", **keys: Any) -> Recipe:
+    training = {"activation_checkpointing": False} | keys.pop("training", {})
+    return Recipe(
+        model=ModelSection(name_or_path=model),
+        data=Data(train=[DataSet(path="json", data_files="unused.jsonl")], max_length=keys.pop("max_length", 4096)),
+        training=Training(**training),
+        **keys,
+    )
+
+
+def recorded() -> dict[str, dict[str, Any]]:
+    return dict(json.loads(RESULTS.read_text("utf-8"))["points"])
+
+
+def test_every_recorded_point_agrees_with_its_trace() -> None:
+    """The traces are those of benchmarks/closed_form.py; the closed form is computed now."""
+    rows, off = recorded(), {}
+    for point in points(240):
+        if key_of(point) in rows:
+            job, gpus = recipe_of(point)
+            closed = estimate(job, full_config(job.model.name_or_path)[0], gpus)
+            off[key_of(point)] = closed.needed / rows[key_of(point)]["traced_bytes"] - 1
+    assert len(off) >= 200
+    assert {key: error for key, error in off.items() if abs(error) > LARGEST} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", points(240)[:6], ids=key_of)
+def test_a_point_traced_now(point: tuple[Any, ...]) -> None:
+    row = measure(point)
+    assert row["closed_bytes"] == pytest.approx(row["traced_bytes"], rel=LARGEST)
+
+
+@pytest.mark.parametrize("model", WEIGHTS)
+def test_published_numbers_of_weights(model: str) -> None:
+    assert shape_of(recipe(model), full_config(model)[0]).total == WEIGHTS[model]
+
+
+def test_adapters_as_peft_counts_them() -> None:
+    job = recipe()
+    shape = shape_of(job, full_config(job.model.name_or_path)[0])
+    assert shape.adapters * shape.layers == 41_943_040
+    only = recipe(lora=Lora(target_modules=["q_proj", "v_proj"]))
+    assert {name: x.rank for name, x in shape_of(only, full_config(only.model.name_or_path)[0]).linears.items()} == {
+        "q": 16, "k": 0, "v": 16, "o": 0, "gate": 0, "up": 0, "down": 0,
+    }  # fmt: skip
+
+
+def test_what_a_layer_leaves_for_backward() -> None:
+    """In bfloat16 throughout: T (16h + 4q + 4kv + 4n + 8f + 8) bytes, as can be counted by hand."""
+    job = recipe(lora=None, training={"pure_bf16": True})
+    h, q, kv, heads, inner, tokens = 4096, 4096, 1024, 32, 14336, 4096
+    kept = Job(job, full_config(job.model.name_or_path)[0], read_gpus("80GB")).kept
+    assert kept == tokens * (16 * h + 4 * q + 4 * kv + 4 * heads + 8 * inner + 8)
+
+
+def test_components_and_phases_are_the_plans_own() -> None:
+    from finetune.plan.timeline import COMPONENTS
+
+    job = recipe(quantization=Quantization(load_in_4bit=True))
+    found = estimate(job, full_config(job.model.name_or_path)[0], read_gpus("24GB"))
+    assert list(found.phases) == ["load", "forward", "backward", "step", "save"]
+    assert {part for parts in found.phases.values() for part in parts} <= set(COMPONENTS)
+    assert all(size > 0 for parts in found.phases.values() for size in parts.values())
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"training": {"mixed_precision": "no"}}, "mixed_precision"),
+        ({"training": {"optim": "adamw_8bit"}}, "optim"),
+        ({"lora": Lora(use_dora=True)}, "DoRA"),
+        ({"accelerate_config": "zero3"}, "zero3"),
+    ],
+)
+def test_what_has_no_closed_form_says_so(keys: dict[str, Any], reason: str) -> None:
+    job = recipe(**keys)
+    assert reason in (unknown(job, full_config(job.model.name_or_path)[0], read_gpus("24GB")) or "")
+
+
+def test_it_takes_no_time() -> None:
+    job, gpus = recipe("meta-llama/Llama-3.1-405B", accelerate_config="fsdp2", lora=None), read_gpus("H100:8", 64)
+    config = full_config(job.model.name_or_path)[0]
+    begun = time.process_time()
+    for _ in range(5):
+        estimate(job, config, gpus)
+    assert (time.process_time() - begun) / 5 < 0.05
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, finetune.plan.remedies, finetune.plan.pick; print({'torch', 'transformers'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "set()", done.stderr

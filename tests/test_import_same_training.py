@@ -1,0 +1,85 @@
+"""An imported recipe trains as the tool it came from: TRL's own trainer and ours, step by step."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune.cli import main
+from tests.tiny import write_chats
+
+ROOT = Path(__file__).resolve().parent.parent
+# All in one step, so that their order does not matter; two are longer than max_length.
+LENGTHS = [22, 30, 45, 20, 90, 26, 70, 25]
+pytestmark = pytest.mark.slow
+
+THEIR_TRAINER = """
+import json, sys
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+model, rows, folder, values = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
+trainer = SFTTrainer(
+    model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+    processing_class=AutoTokenizer.from_pretrained(model),
+    args=SFTConfig(output_dir=folder, use_cpu=True, report_to="none", save_strategy="no", **values),
+    train_dataset=load_dataset("json", data_files=rows, split="train"),
+)
+trainer.train()
+told = [line for line in trainer.state.log_history if "loss" in line]
+print("CURVE " + json.dumps([(line["loss"], line["learning_rate"], line["grad_norm"]) for line in told]))
+"""
+
+
+def run(words: list[str], folder: Path) -> str:
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT), "FINETUNE_CACHE": str(folder / "cache"), "HF_HOME": str(folder / "hf"),
+        "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *words], env=environment, cwd=folder, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"learning_rate": 5e-3},  # the rest is TRL's defaults: linear, no warming up, three epochs, clipped at 1
+        {
+            "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1,
+            "max_grad_norm": 0.3, "num_train_epochs": 5, "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2, "seed": 7,
+        },
+    ],
+    ids=["defaults", "everything"],
+)  # fmt: skip
+def test_the_imported_recipe_takes_trls_steps(said: dict[str, Any], tiny_llama: Path, tmp_path: Path) -> None:
+    rows = write_chats(tmp_path / "chats.jsonl", LENGTHS)
+    values = said | {"bf16": False, "max_length": 64, "logging_steps": 1}
+    theirs = run(["-c", THEIR_TRAINER, str(tiny_llama), str(rows), str(tmp_path / "trl"), json.dumps(values)], tmp_path)
+    expected = json.loads(next(line for line in theirs.splitlines() if line.startswith("CURVE "))[6:])
+
+    config, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    data = {"datasets": [{"path": "json", "data_files": str(rows)}], "output_dir": str(tmp_path / "run")}
+    config.write_text(yaml.safe_dump({"model_name_or_path": str(tiny_llama)} | data | values))
+    assert main(["import", str(config), "-o", str(ours)]) == 0
+    run([str(ROOT / "finetune" / "train.py"), str(ours), "budget.gpus=0", "samples.count=0"], tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    curve = [(line["loss"], line["learning_rate"], line["grad_norm"]) for line in lines if line["kind"] == "train"]
+
+    assert len(curve) == len(expected) == said.get("num_train_epochs", 3)
+    for mine, its in zip(curve, expected, strict=True):
+        assert mine[0] == pytest.approx(its[0], rel=2e-4), "TRL logs four digits"
+        assert mine[1] == pytest.approx(its[1], rel=1e-6)
+        assert mine[2] == pytest.approx(its[2], rel=1e-3)
+    assert curve[0][0] > curve[-1][0]

@@ -1,0 +1,72 @@
+"""DDP and DeepSpeed on two gloo ranks: planned equals tracked, to the byte."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from finetune.plan.trace import trace
+from finetune.strategy import read_strategy
+from tests.planned import Case, differences, models, planned, tracked_on_ranks
+
+SOME = [
+    Case("full", "bf16", 0, packed=True, tied=True, micro_steps=1),
+    Case("full", "float32", 1, packed=False, tied=True, micro_steps=2),
+    Case("lora", "bf16", 2, packed=True, tied=False, micro_steps=1),
+    Case("lora", "bf16", 0, packed=False, tied=True, micro_steps=1),
+]
+# DeepSpeed takes these only where nothing is offloaded, and where weights are not cut.
+PURE = Case("full", "pure_bf16", 0, packed=True, tied=True, micro_steps=1)
+FOUR_BIT = Case("qlora", "bf16", 1, packed=True, tied=False, micro_steps=2)
+
+NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models(tmp_path_factory.mktemp("planned"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "some"),
+    [
+        ("ddp", [*SOME, PURE, FOUR_BIT]),
+        pytest.param("zero1", [*SOME, PURE], marks=NEEDS_DEEPSPEED),
+        pytest.param("zero2", [*SOME, PURE, FOUR_BIT], marks=NEEDS_DEEPSPEED),
+        pytest.param("zero2_offload", SOME, marks=NEEDS_DEEPSPEED),
+        pytest.param("zero3", [*SOME, PURE], marks=NEEDS_DEEPSPEED),
+        pytest.param("zero3_offload", SOME, marks=NEEDS_DEEPSPEED),
+    ],
+)
+def test_engines_are_planned_to_the_byte(strategy: str, some: list[Case], folder: Path) -> None:
+    real = tracked_on_ranks(some, folder, strategy)
+    # When they save, ranks tell each other in pickled bytes what they wrote.
+    found = {
+        str(case): list(differences(planned(case, folder, strategy, 2), there, ("load", "save")))
+        for case, there in zip(some, real, strict=True)
+    }
+    assert {case: wrong for case, wrong in found.items() if wrong} == {}
+
+
+@NEEDS_DEEPSPEED
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "stage"), [("zero1", 1), ("zero2", 2), ("zero3", 3)])
+def test_what_each_stage_cuts(strategy: str, stage: int, folder: Path) -> None:
+    """The textbook, of 8 ranks: parameters, gradients, masters and moments, each whole or an eighth."""
+    case = SOME[0]
+    parts = trace(case.recipe(folder), read_strategy(strategy), case.batches(), ranks=8).timeline.phases("cpu")
+    step = parts["step"].peak.parts
+    weights = 143_808 * 4  # in float32
+    # Stage 1 keeps all gradients, in bf16 and in float32; stage 3 has its part once more, flat, while it updates.
+    gradients = {1: weights * 3 / 2, 2: weights / 8, 3: weights / 4}
+    expected = {
+        "parameters": weights / 2 if stage < 3 else weights / 16,
+        "gradients": gradients[stage],
+        "masters": weights / 8,
+        "optimizer state": weights / 4,
+    }
+    # Partitions are rounded up, and vectors stay whole under stage 3.
+    assert {name: step[name] for name in expected} == pytest.approx(expected, rel=0.01)

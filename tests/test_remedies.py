@@ -1,0 +1,169 @@
+"""What fits, what is spare, how far a size goes, what is picked: on the closed form in place of a trace, for speed."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.errors import FinetuneError
+from finetune.plan import pick
+from finetune.plan.closed import estimate
+from finetune.plan.explain import explain
+from finetune.plan.gpus import Gpus, read_gpus
+from finetune.plan.remedies import LENGTH, ROWS, largest, remedies, spare
+from finetune.plan.variants import changed, smaller
+from finetune.recipe import Recipe
+from finetune.recipe_file import load_recipe
+from finetune.shrink import HUB_NAMES, full_config
+
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = [names[0] for names in HUB_NAMES.values()]
+SIZES = ("8GB", "12GB", "16GB", "24GB", "48GB", "80GB", "141GB")
+BUDGETS = [f"{count}x{size}" for count, size in product((1, 2, 4, 8), SIZES)]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan in the place of job.Planned."""
+
+    needed: int
+    fits: bool
+
+
+class Planner:
+    """The closed form, and which recipes it was asked about."""
+
+    def __init__(self) -> None:
+        self.asked: list[Recipe] = []
+
+    def __call__(self, recipe: Recipe, gpus: Gpus) -> Planned:
+        self.asked.append(recipe)
+        needed = estimate(recipe, config_of(recipe), gpus).needed
+        return Planned(needed, needed <= gpus.memory)
+
+
+def config_of(recipe: Recipe) -> dict[str, Any]:
+    return full_config(recipe.model.name_or_path)[0]
+
+
+def load(name: str, *overrides: str) -> Recipe:
+    return load_recipe(ROOT / "recipes" / f"{name}.yaml", overrides).recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus"),
+    [
+        ("llama3_full", "2x48GB"),
+        ("llama3_8b_lora_1x24gb", "12GB"),
+        ("llama3_ddp", "4x12GB"),
+        ("llama3_8b_lora_1x80gb", "24GB"),
+    ],
+)
+def test_changes_that_fit(name: str, gpus: str) -> None:
+    recipe, room, plan = load(name), read_gpus(gpus), Planner()
+    assert not plan(recipe, room).fits
+    found = remedies(recipe, config_of(recipe), room, plan)
+    assert found
+    for remedy in found:
+        pasted = load(name, *shlex.split(remedy.words))
+        assert pasted.training.global_batch_size == recipe.training.global_batch_size
+        assert estimate(pasted, config_of(pasted), room).needed == remedy.needed <= room.memory
+        assert changed(recipe, remedy.changes) in plan.asked, "shown, and never planned"
+    for first, second in pairwise(found):
+        assert not second.changes.keys() >= first.changes.keys()
+    costs = {variant.words(): variant.cost for variant in smaller(recipe, room)}
+    assert [costs[remedy.words] for remedy in found] == sorted(costs[remedy.words] for remedy in found)
+
+
+def test_nothing_is_shown_that_the_plan_refuses() -> None:
+    recipe, room = load("llama3_full"), read_gpus("2x48GB")
+    refused: list[Recipe] = []
+
+    def refuse(variant: Recipe, gpus: Gpus) -> Planned:
+        refused.append(variant)
+        return Planned(gpus.memory + 1, False)
+
+    assert remedies(recipe, config_of(recipe), room, refuse, tries=4) == []
+    assert len(refused) == 4
+
+
+def test_what_spare_memory_could_buy() -> None:
+    recipe, room = load("llama3_8b_lora_1x24gb"), read_gpus("80GB")
+    found = spare(recipe, config_of(recipe), room)
+    assert {next(iter(remedy.changes)) for remedy in found} >= {"training.activation_checkpointing", LENGTH, ROWS}
+    for remedy in found:
+        pasted = load("llama3_8b_lora_1x24gb", *shlex.split(remedy.words))
+        assert estimate(pasted, config_of(pasted), room).needed < remedy.needed <= room.memory
+    assert spare(recipe, config_of(recipe), read_gpus("19GB")) == []
+
+
+@pytest.mark.parametrize(("name", "key"), [("max_length", LENGTH), ("training.per_device_batch_size", ROWS)])
+def test_how_far_a_size_goes(name: str, key: str) -> None:
+    recipe, room, plan = load("llama3_8b_lora_1x24gb"), read_gpus("24GB"), Planner()
+    found, value, needed = largest(recipe, config_of(recipe), room, name, plan)
+    assert found == key
+    assert needed <= room.memory
+    step = {LENGTH: 128, ROWS: 1}[key]
+    assert not plan(changed(recipe, {key: value + step}), room).fits
+    assert len(plan.asked) <= 4, "the closed form finds it, the plan confirms it"
+
+
+def test_sizes_that_cannot_be_searched() -> None:
+    recipe, room = load("llama3_8b_lora_1x24gb"), read_gpus("24GB")
+    with pytest.raises(FinetuneError, match="max_length or per_device_batch_size"):
+        largest(recipe, config_of(recipe), room, "learning_rate", Planner())
+    with pytest.raises(FinetuneError, match="not even 128 fits"):
+        largest(recipe, config_of(recipe), read_gpus("8GB"), "max_length", Planner())
+
+
+def hold_the_pick(model: str, budget: str) -> bool:
+    """Whether something was picked; it surely fits, or nothing does."""
+    config, room = full_config(model)[0], read_gpus(budget)
+    picked = next(pick.picks(model, config, room), None)
+    if picked is None:
+        assert pick.smallest(model, config, room) > room.memory, f"{model} on {budget}"
+        return False
+    assert estimate(picked, config, room).upper <= room.memory
+    assert picked.budget.gpus == room.count
+    return True
+
+
+def test_picks_of_a_sample() -> None:
+    pairs = [*product(MODELS, BUDGETS)][::17]
+    assert len(pairs) >= 15
+    assert {hold_the_pick(*pair) for pair in pairs} == {True, False}
+
+
+@pytest.mark.slow
+def test_picks_of_all_models_and_budgets() -> None:
+    pairs = list(product(MODELS, BUDGETS))
+    assert len(pairs) >= 300
+    assert sum(hold_the_pick(*pair) for pair in pairs) > len(pairs) // 2
+
+
+def test_what_was_picked_is_a_recipe(tmp_path: Path) -> None:
+    model, room = "meta-llama/Llama-3.1-8B-Instruct", read_gpus("2x24GB")
+    picked = next(pick.picks(model, full_config(model)[0], room))
+    file = tmp_path / "mine.yaml"
+    file.write_text(pick.commented(picked, 20 * 2**30, room))
+    written = load_recipe(file).recipe
+    differing = {key for key, value in picked if key != "output_dir" and getattr(written, key) != value}
+    assert differing == set()
+    assert all(len(line) <= 120 for line in file.read_text().splitlines())
+
+
+def test_the_explanation_is_of_this_recipe() -> None:
+    recipe = load("llama3_8b_lora_1x24gb")
+    text = explain(recipe, config_of(recipe), read_gpus("24GB"))
+    for figure in ("8,030,261,248", "41,943,040", "16 bytes, 671 MB", "6.3 GB", "16.1 GB"):
+        assert figure in text, figure
+    assert "128,256 words are 525 million logits" in text
+    whole = explain(load("llama3_full"), config_of(recipe), read_gpus("4x80GB"))
+    # 16 bytes a weight in all: on four, 4 + 4 + 8 of 8.03e9 by stages.
+    for figure in ("128.5 GB", "80.3 GB", "56.2 GB", "32.1 GB"):
+        assert figure in whole, figure

