@@ -44,7 +44,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "planner.md"
 BEGIN, END = "<!-- public_memory.py begins -->\n", "<!-- public_memory.py ends -->\n"
 GIB = 2**30
 ROWS = 4
-LONGEST, MEAN = 664, 242
+LONGEST, MEAN = 668, 219
 LAYERS, DEEP = 5, 28
 # Why a point is not traced, or may be off.
 REASONS = {
@@ -53,7 +53,7 @@ REASONS = {
     "mica": "not traced: its initialisation replaces weights by those of a real tensor",
     "vblora": "not traced: its forward stops where a weight is infinite, which the trace cannot know",
 }
-WHOLE = ("prefixtuning", "prompt_tuning", "ptuning", "adaptionprompt")  # traced at full depth
+WHOLE = ("lily", "prefixtuning", "prompt_tuning", "ptuning", "adaptionprompt")  # traced at full depth
 
 
 @contextmanager
@@ -103,9 +103,9 @@ def timeline_of(adapter: dict[str, Any] | None, lengths: Sequence[int], layers: 
             model.train()
             optimizer = torch.optim.AdamW(model.parameters())
         with recorder.modules(model, None):
-            outputs: Any = None
+            kept: dict[str, Any] = {}
             for tokens in lengths:
-                outputs = step(model, optimizer, tokens, device, recorder, outputs)
+                step(model, optimizer, tokens, device, recorder, kept)
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             recorder.place_in_layer(tensor, name)
             for value in optimizer.state.get(tensor, {}).values():
@@ -113,19 +113,20 @@ def timeline_of(adapter: dict[str, Any] | None, lengths: Sequence[int], layers: 
     return recorder.timeline
 
 
-def step(model: Any, optimizer: Any, tokens: int, device: torch.device, recorder: Recorder, outputs: Any) -> Any:
-    """One step; `outputs` of the step before live until they are replaced, so they are passed on."""
+def step(
+    model: Any, optimizer: Any, tokens: int, device: torch.device, recorder: Recorder, kept: dict[str, Any]
+) -> None:
+    """One step; the outputs that it has `kept` live until those of the next forward replace them."""
     ids = torch.ones(ROWS, tokens, dtype=torch.long, device=device)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
     optimizer.zero_grad()
     with recorder.phases("forward"):
-        outputs = model(**batch, num_items_in_batch=ROWS * tokens)
+        kept["outputs"] = model(**batch, num_items_in_batch=ROWS * tokens)
     with recorder.phases("backward"):
-        outputs.loss.backward()
+        kept["outputs"].loss.backward()
     with recorder.phases("step"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    return outputs
 
 
 def at_ends(changes: Sequence[Change]) -> list[tuple[int, int]]:
@@ -156,7 +157,7 @@ def compared(name: str, point: dict[str, Any]) -> dict[str, Any]:
     reason = next((why for word, why in REASONS.items() if word in name), None)
     if reason:
         return {"reason": reason}
-    # Prompts and prefixes are one tensor for all layers: nothing to splice.
+    # Prompts and prefixes are one tensor for all layers, and Lily shares among some: layers are not alike.
     layers = DEEP if family in WHOLE else LAYERS
     allocated, reserved = (nbytes / GIB for nbytes in planned(point["adapter"], layers))
     return {
