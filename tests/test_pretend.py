@@ -118,6 +118,7 @@ def test_workspaces_by_hand() -> None:
         assert weight == 14336 * 4096 * 2 + 14336 * 4096 // 64 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_a_gpus_trace_has_the_same_weights_and_states(packed: bool, folder: Path) -> None:
     case = Case("full", "bf16", 1, packed=packed, tied=False, micro_steps=2)
@@ -141,6 +142,7 @@ def traced(case: Case, folder: Path, *, gpu: bool, strategy: str = "single", ran
     return trace(case.recipe(folder), ways, case.batches(), ranks=ranks, gpu=gpu, cublas=CUBLAS).timeline
 
 
+@pytest.mark.slow
 def test_sharded_weights_come_from_the_host(folder: Path) -> None:
     case = Case("full", "bf16", 0, packed=True, tied=False, micro_steps=1)
     timeline = traced(case, folder, gpu=True, strategy="fsdp2", ranks=8)

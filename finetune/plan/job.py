@@ -107,8 +107,12 @@ def plan_recipe(
 
 def _with_allocator(planned: Planned, changes: Sequence[Change], room: int) -> Planned:
     """What the allocator reserves; with less room than that, whether it gets by when it gives back what it caches."""
-    held = replay(changes).values()
-    least, most = max(phase.allocated for phase in held), max(phase.reserved for phase in held)
+    held = replay(changes)
+    short = max(phase.peak.nbytes - held[name].allocated for name, phase in planned.phases.items())
+    if short > 0:  # of storages that are no layer's and grow with depth: DDP's buckets, ZeRO's flat partitions
+        changes = [changes[0], Change("no layer's", short, changes[0].phase), *changes[1:]]
+        held = replay(changes)
+    least, most = (max(getattr(phase, kind) for phase in held.values()) for kind in ("allocated", "reserved"))
     upper = most
     if least <= room < most:
         with suppress(NoMemory):

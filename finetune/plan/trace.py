@@ -19,6 +19,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # torch's documentation names it by this path alone
 
 from finetune.assemble import COMPUTE, Assembled, assemble
 from finetune.batches import MicroBatch, prefetch
@@ -102,11 +103,7 @@ def trace(
             parts.model.train()
             with recorder.modules(parts.whole, decoder_parts(parts.whole).get_output_embeddings()):
                 for _ in range(STEPS):
-                    # Each step has batches of its own. Where they are copied to a device, one is there at a time;
-                    # one CPU process, and DeepSpeed's, computes on those that the host holds for the step.
-                    stream: Iterator[MicroBatch] = (without_data(mode, batch) for batch in batches)
-                    if strategy.kind in ("single", "deepspeed") or gpu:
-                        stream = prefetch(list(stream), accelerator.device, recipe.training.non_blocking)
+                    stream = _stream(recipe, strategy, accelerator, mode, batches)
                     _step(recipe, strategy, accelerator, parts, recorder, stream, len(batches), supervised)
                     del stream
             with recorder.phases("save"):
@@ -114,6 +111,17 @@ def trace(
             _place_in_layers(parts, recorder)
             del numbers
         return Traced(recorder.timeline, recorder.phases.take(), work.operations)
+
+
+def _stream(
+    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, mode: FakeTensorMode, batches: Sequence[MicroBatch]
+) -> Iterator[MicroBatch]:
+    """A step's batches, which are its own. Where they are copied to a device, one is there at a time, or the next too;
+    one CPU process, and DeepSpeed's, computes on those that the host holds for the step."""
+    made: Iterator[MicroBatch] = (without_data(mode, batch) for batch in batches)
+    if strategy.kind in ("single", "deepspeed") or accelerator.device.type != "cpu":
+        made = prefetch(list(made), accelerator.device, recipe.training.non_blocking)
+    return made
 
 
 @contextmanager
