@@ -75,14 +75,9 @@ class AdapterFile:
 
 
 def open_adapter(folder: Path) -> AdapterFile:
-    """The adapter of a finished run. Raises FinetuneError for one that cannot be merged."""
+    """The adapter of a finished run."""
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     init = str(config.get("init_lora_weights", True))
-    if init.startswith("pissa_niter"):
-        raise FinetuneError(
-            f"{folder}: lora.init_lora_weights: {init} took a random part of the base away that the adapter does not "
-            "tell; it cannot be merged; train with pissa"
-        )
     path, replaced = folder / "adapter_model.safetensors", {}
     layers: dict[str, dict[str, str]] = {}
     with safe_open(path, framework="pt") as file:

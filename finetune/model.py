@@ -1,7 +1,7 @@
 """Base weights, quantisation, adapters, checkpointing; the forward that returns the summed loss.
 
-The only file that knows peft; bitsandbytes is known here, in quantized.py and in optimizer.py. A method (full, LoRA,
-QLoRA) is a way to build a model; the loop sees none of it.
+What peft trains is made here; tuned.py loads it again and adapter_file.py merges it. bitsandbytes is known here, in
+quantized.py and in optimizer.py. A method (full, LoRA, QLoRA) is a way to build a model; the loop sees none of it.
 """
 
 from __future__ import annotations

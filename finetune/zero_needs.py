@@ -8,8 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ from finetune.errors import EnvironmentMismatch
 from finetune.recipe import Recipe
 from finetune.strategy import Strategy
 
+OLD_LOCK = 20.0  # seconds; who finds it all compiled holds torch's lock for milliseconds
+
 
 def require_deepspeed(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
     """Refuse, before anything is loaded, what this engine cannot do here or what it would do otherwise.
@@ -26,6 +29,8 @@ def require_deepspeed(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> No
     Raises EnvironmentMismatch with the line to install, or with the setting to change.
     """
     require_engine(recipe, strategy, on_cpu=on_cpu)
+    if on_cpu:
+        _compile_ahead("ShareMemCommBuilder", "deepspeed_shm_comm", on_cpu)
     _require_disk_access(strategy, on_cpu)
 
 
@@ -47,7 +52,7 @@ def _require_disk_access(strategy: Strategy, on_cpu: bool) -> None:
         raise _missing(strategy, what, "apt-get install g++ ninja-build")
     if not _links("#include <libaio.h>\nint main() { io_context_t c = 0; return io_setup(1, &c); }", "aio"):
         raise _missing(strategy, "NVMe offload needs libaio and its header", "apt-get install libaio-dev")
-    _compile_nvme_access(on_cpu)
+    _compile_ahead("AsyncIOBuilder", "async_io", on_cpu)
 
 
 def _missing(strategy: Strategy, what: str, remedy: str) -> EnvironmentMismatch:
@@ -89,10 +94,11 @@ def _links(program: str, library: str) -> bool:
     return subprocess.run(command, input=program, text=True, capture_output=True, check=False).returncode == 0
 
 
-def _compile_nvme_access(on_cpu: bool) -> None:
+def _compile_ahead(builder: str, folder: str, on_cpu: bool) -> None:
     """Compile now what the engine would compile within its process group: two minutes on a slow machine, once.
 
-    One process at a time: torch's own lock is a file that a killed compiler leaves for ever, so under ours it is stale.
+    One process at a time. torch's own lock is a file, which a killed compiler leaves for ever, and then every later
+    run waits for ever: under our lock nobody else compiles for long, so one that is older than OLD_LOCK is nobody's.
     """
     from torch.utils.cpp_extension import get_default_build_root
 
@@ -101,12 +107,18 @@ def _compile_nvme_access(on_cpu: bool) -> None:
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / "finetune.lock"), quiet_engine():
-        for stale in root.glob("**/async_io/lock"), root.glob("**/pin_memory/lock"):
-            for path in stale:
-                path.unlink(missing_ok=True)
-        from deepspeed.ops.op_builder import AsyncIOBuilder
+        for lock in root.glob(f"**/{folder}/lock"):
+            with suppress(FileNotFoundError):  # its owner has taken it away
+                while time.time() - lock.stat().st_mtime < OLD_LOCK:
+                    time.sleep(0.1)
+                lock.unlink()
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator
 
-        AsyncIOBuilder().load(verbose=False)
+        made = get_accelerator().create_op_builder(builder)
+        # As DeepSpeed asks: without a compiler it does without.
+        if made is not None and deepspeed.ops.__compatible_ops__.get(made.NAME, False):
+            made.load(verbose=False)
 
 
 def offload_devices(strategy: Strategy) -> dict[str, str]:

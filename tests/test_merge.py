@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from peft import PeftModel
 from safetensors import safe_open
 from torch import nn
@@ -20,9 +22,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune import agreement, merge
 from finetune.agreement import Agreement, computing_in_float32
 from finetune.cli import main
-from finetune.errors import FinetuneError
+from finetune.errors import DoesNotFit, FinetuneError
 from finetune.merge_run import in_words, merge_run
+from finetune.tuned import fitting
 from tests.finished import finished_run
+from tests.hub import running_hub
+from tests.hub.server import TOKEN
 from tests.tiny import save_tiny, tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -272,3 +277,59 @@ def test_one_shard_and_one_layer_are_held(tmp_path: Path, kind: str, sections: d
     assert held["model"] > 8 * held["shard"]
     assert held["held"] < held["shard"] + layers * held["layer"]
     assert held["held"] > held["shard"] / 2  # else the watching saw nothing
+
+
+def test_a_base_in_many_files_and_its_config_as_it_stands(tmp_path: Path, bases: dict[str, Path]) -> None:
+    run = finished_run(tmp_path, bases["untied"])
+    merge_run(run, dtype="float16", base=None, prompts=0, tell=print)
+    one_file = plain(run / "merged").state_dict()
+    shutil.copytree(bases["untied"], tmp_path / "many")
+    (tmp_path / "many" / "model.safetensors").unlink()
+    tiny_model().save_pretrained(tmp_path / "many", max_shard_size="100KB")
+    config = json.loads((tmp_path / "many" / "config.json").read_text())
+    del config["dtype"]
+    old = config | {"torch_dtype": "float32", "rope_theta_of_old": 1, "_name_or_path": "acme/base"}
+    (tmp_path / "many" / "config.json").write_text(json.dumps(old))
+    recipe = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(recipe.replace(str(bases["untied"]), str(tmp_path / "many")))
+    merge_run(run, dtype="float16", base=None, prompts=0, tell=print)
+    many = plain(run / "merged").state_dict()
+    assert all(value.equal(many[name]) for name, value in one_file.items())
+    written = json.loads((run / "merged" / "config.json").read_text())
+    # Readers of old files look for the old name; what nobody here knows stays.
+    assert written == config | {"torch_dtype": "float16", "rope_theta_of_old": 1}
+    (tmp_path / "many" / "config.json").write_text(json.dumps(old | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(FinetuneError, match="is stored quantised"):
+        merge_run(run, dtype=None, base=None, prompts=0, tell=print)
+
+
+@pytest.mark.slow
+def test_a_base_on_the_hub_is_fetched(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own, because the client reads HF_ENDPOINT when it is imported."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    run = finished_run(tmp_path, tiny_llama)
+    recipe = (run / "recipe.yaml").read_text()
+    with running_hub() as hub:
+        hub.add("me/tiny", private=True)
+        HfApi(endpoint=hub.url, token=TOKEN).upload_folder(repo_id="me/tiny", folder_path=tiny_llama)
+        (run / "recipe.yaml").write_text(recipe.replace(str(tiny_llama), "me/tiny"))
+        environment = os.environ | {
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_TOKEN": TOKEN,
+            "HF_HUB_DISABLE_XET": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        words = [sys.executable, "-m", "finetune.cli", "merge", str(run), "--verify", "2", "--json"]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert json.loads(done.stdout)["agreement"]["candidates"]["own"]["top1"] == 1.0
+    del environment["HF_ENDPOINT"]
+    again = subprocess.run([*words[:-3], "--verify", "0"], env=environment | {"HF_HUB_OFFLINE": "1"}, timeout=200)
+    assert again.returncode == 0  # from the cache
+
+
+def test_a_full_gpu_is_one_line() -> None:
+    words = "does not fit into the memory of cuda:0; CUDA_VISIBLE_DEVICES= takes the CPU"
+    with pytest.raises(DoesNotFit, match=words), fitting(torch.device("cuda:0")):
+        raise torch.OutOfMemoryError("CUDA out of memory")

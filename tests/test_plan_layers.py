@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.plan.depth import with_layers
-from finetune.plan.layers import deep
+from finetune.plan.depth import kept_whole, with_layers
+from finetune.plan.layers import SHALLOW, deep
 from finetune.plan.timeline import Timeline
 from finetune.plan.trace import trace
 from finetune.strategy import read_strategy
@@ -31,6 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("full", 1, "fsdp2", 2, marks=pytest.mark.slow),
         pytest.param("full", 1, "fsdp2_grad_op", 8, marks=pytest.mark.slow),
         pytest.param("lora", 2, "fsdp2", 8, marks=pytest.mark.slow),
+        pytest.param("full", 0, "ddp", 2, marks=pytest.mark.slow),
+        pytest.param("full", 1, "zero2", 2, marks=pytest.mark.slow),
+        pytest.param("lora", 1, "zero3", 2, marks=pytest.mark.slow),
     ],
 )
 def test_deep_from_shallow(
@@ -46,7 +49,8 @@ def test_deep_from_shallow(
         return trace(smaller, read_strategy(strategy), case.batches(), ranks=ranks).timeline
 
     whole = timeline_of(LAYERS).phases("cpu")
-    found = deep(timeline_of, LAYERS, "cpu", period=max(1, checkpointing))
+    shallow = SHALLOW + (kept_whole(config) if strategy == "zero3" else 0)
+    found = deep(timeline_of, LAYERS, "cpu", period=max(1, checkpointing), shallow=shallow)
     assert max(depths[1:]) < LAYERS
     assert list(found) == list(whole)
     for name, phase in whole.items():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from finetune.plan.dataless import host_pages
 from finetune.plan.timeline import COMPONENTS
 from finetune.plan.trace import trace
 from finetune.strategy import read_strategy
@@ -80,6 +81,17 @@ def test_composition_adds_up_and_the_peak_has_a_place(folder: Path) -> None:
     assert phases["backward"].peak.module.startswith("model")
     assert phases["forward"].peak.parts["logits and loss"] > 39 * 512 * 4  # of the longest batch, before they are freed
     assert phases["forward"].peak.parts["cast weights"] > 0
+
+
+def test_pages_are_host_memory() -> None:
+    """Names of bitsandbytes that are not documented: get_paged would call CUDA."""
+    from bitsandbytes import functional, optim
+
+    with host_pages():
+        weight = torch.nn.Parameter(torch.zeros(1000, 128, device="meta"))
+        state = optim.PagedAdamW32bit([weight]).get_state_buffer(weight)
+        assert (state.device.type, state.is_paged, state.shape) == ("cpu", True, weight.shape)
+    assert functional.get_paged.__module__ == functional.__name__
 
 
 def _weights(case: Case, folder: Path) -> list[torch.Tensor]:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from finetune.plan.trace import trace
+from finetune.plan.zero_trace import without_disks
 from finetune.strategy import read_strategy
+from finetune.zero_needs import offload_devices
 from tests.planned import Case, differences, models, planned, tracked_on_ranks
 
 SOME = [
@@ -70,3 +72,10 @@ def test_what_each_stage_cuts(strategy: str, stage: int, folder: Path) -> None:
     }
     # Partitions are rounded up, and vectors stay whole under stage 3.
     assert {name: step[name] for name in expected} == pytest.approx(expected, rel=0.01)
+
+
+@NEEDS_DEEPSPEED
+def test_a_plan_writes_no_disk() -> None:
+    kept = without_disks(read_strategy("zero3_nvme"))
+    assert set(offload_devices(kept).values()) == {"cpu"}
+    assert without_disks(read_strategy("zero2")).settings == read_strategy("zero2").settings

@@ -12,7 +12,7 @@ import pytest
 
 from finetune.errors import FinetuneError
 from finetune.plan import pick
-from finetune.plan.closed import estimate
+from finetune.plan.closed import estimate, unknown
 from finetune.plan.explain import explain
 from finetune.plan.gpus import Gpus, read_gpus
 from finetune.plan.remedies import LENGTH, ROWS, largest, remedies, spare
@@ -43,6 +43,8 @@ class Planner:
 
     def __call__(self, recipe: Recipe, gpus: Gpus) -> Planned:
         self.asked.append(recipe)
+        if why := unknown(recipe, config_of(recipe), gpus):
+            raise FinetuneError(why)
         needed = estimate(recipe, config_of(recipe), gpus).needed
         return Planned(needed, needed <= gpus.memory)
 
@@ -126,7 +128,8 @@ def hold_the_pick(model: str, budget: str) -> bool:
     config, room = full_config(model)[0], read_gpus(budget)
     picked = next(pick.picks(model, config, room), None)
     if picked is None:
-        assert pick.smallest(model, config, room) > room.memory, f"{model} on {budget}"
+        left = pick.last_resorts(model, config, room)
+        assert bool(left) == (pick.smallest(model, config, room) <= room.memory), f"{model} on {budget}"
         return False
     assert estimate(picked, config, room).upper <= room.memory
     assert picked.budget.gpus == room.count

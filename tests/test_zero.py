@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -248,3 +249,18 @@ def test_whole_sizes_without_an_engine() -> None:
     weight = tiny_model().lm_head.weight
     assert (whole_numel(weight), whole_shape(weight)) == (weight.numel(), weight.shape)
     assert held_part(weight) is weight
+
+
+def test_a_lock_that_a_killed_compiler_left_is_waited_for_and_taken_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch would wait for ever."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(zero_needs, "OLD_LOCK", 0.5)
+    lock = tmp_path / "async_io" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    began = time.monotonic()
+    zero_needs._compile_ahead("NoSuchBuilder", "async_io", True)  # DeepSpeed knows none of that name
+    assert time.monotonic() - began >= 0.4
+    assert not lock.exists()

@@ -79,24 +79,6 @@ def no_data(host_reads: float, *, masks: bool) -> Iterator[FakeTensorMode]:
         yield mode
 
 
-@contextmanager
-def paged_on_host() -> Iterator[None]:
-    """bitsandbytes' pages, which CUDA moves between host and GPU as they are needed, as tensors of the host: no
-    allocator of a GPU hands them out, and what a GPU has no room for stays there."""
-    import bitsandbytes.functional as library
-
-    def get_paged(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        pages: Any = torch.zeros(shape, dtype=dtype, device="cpu")
-        pages.is_paged = True  # bitsandbytes' own mark
-        return pages  # type: ignore[no-any-return]
-
-    with ExitStack() as stack:
-        changed = {"get_paged": get_paged, "fill": _always(None), "prefetch_tensor": _always(None)}
-        for name, instead in changed.items():
-            stack.enter_context(mock.patch.object(library, name, instead))
-        yield
-
-
 def _always(answer: Any) -> Callable[..., Any]:
     """A function; not a mock, which would keep the tensors that it is called with."""
 
@@ -160,6 +142,25 @@ def fill(model: nn.Module, device: torch.device, each: Each | None = None) -> No
     # Accelerate moves models to a device that these are on; torch 2.13 cannot swap a fake tensor with references.
     unmoved: Any = model
     unmoved.to = lambda *_, **__: model
+
+
+@contextmanager
+def host_pages() -> Iterator[None]:
+    """bitsandbytes' paged state in host memory, from which CUDA brings a page to the GPU when it is used and where it
+    has room; torch's allocator knows nothing of it."""
+    import bitsandbytes.functional as functional
+
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, **_: Any) -> torch.Tensor:
+        page: Any = torch.zeros(shape, dtype=dtype, device="cpu")
+        page.is_paged = True
+        return page  # type: ignore[no-any-return]
+
+    with (
+        mock.patch.object(functional, "get_paged", get_paged),
+        mock.patch.object(functional, "fill", _always(None)),
+        mock.patch.object(functional, "prefetch_tensor", _always(None)),
+    ):
+        yield
 
 
 def without_data(mode: FakeTensorMode, batch: MicroBatch) -> MicroBatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,3 +23,13 @@ def with_layers(recipe: Recipe, config: Mapping[str, Any], layers: int, folder: 
     (here / "config.json").write_text(json.dumps(changed), "utf-8")
     model = recipe.model.model_copy(update={"name_or_path": str(here), "revision": "main"})
     return recipe.model_copy(update={"model": model})
+
+
+def kept_whole(config: Mapping[str, Any]) -> int:
+    """How many layers' worth of weights ZeRO-3 may keep whole at once (finetune/zero.py): two layers and the largest
+    tensor, which is the embedding. A model with fewer is whole for a while, so its layers add more than later ones."""
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    size = int(config.get("head_dim") or hidden // heads)
+    attention = 2 * hidden * size * (heads + int(config.get("num_key_value_heads") or heads))
+    layer = attention + 3 * hidden * int(config["intermediate_size"])
+    return 2 + math.ceil(int(config["vocab_size"]) * hidden / layer)

@@ -18,9 +18,9 @@ from finetune.batches import MicroBatch
 from finetune.model import attention_name
 from finetune.optimizer import check_optimizer
 from finetune.plan.caching import NoMemory, replay
-from finetune.plan.depth import with_layers
+from finetune.plan.depth import kept_whole, with_layers
 from finetune.plan.gpus import Gpus
-from finetune.plan.layers import deep
+from finetune.plan.layers import SHALLOW, deep
 from finetune.plan.pretend import NAME
 from finetune.plan.speed import Layout
 from finetune.plan.splice import Change, spliced
@@ -148,7 +148,11 @@ def _traced(
 
     layers, every = int(config["num_hidden_layers"]), max(1, int(job.recipe.training.activation_checkpointing))
     device = NAME if job.on_gpu else "cpu"
-    phases = timeline_of(layers).phases(device) if whole else deep(timeline_of, layers, device, period=every)
+    shallow = SHALLOW + (kept_whole(config) if job.strategy.zero_stage == 3 else 0)
+    if whole:
+        phases = timeline_of(layers).phases(device)
+    else:
+        phases = deep(timeline_of, layers, device, period=every, shallow=shallow)
     shown = max(timelines)
     changes = list(spliced(timelines[shown], device, shown, layers, every)) if job.on_gpu else []
     return phases, at_depth(work, layers), changes

@@ -15,19 +15,19 @@ SHALLOW = 4  # the first, the last, and two between
 
 
 def deep(
-    timeline_of: Callable[[int], Timeline], layers: int, device: str, *, period: int = 1
+    timeline_of: Callable[[int], Timeline], layers: int, device: str, *, period: int = 1, shallow: int = SHALLOW
 ) -> dict[str, PhaseMemory]:
     """Phases of a model with so many layers, from traces of two depths; of few layers, from one trace of them all.
 
-    `period`: layers repeat after so many.
+    `period`: layers repeat after so many. `shallow`: the depth from which on each layer adds the same.
     """
-    few = SHALLOW + (layers - SHALLOW) % period
+    few = shallow + (layers - shallow) % period
     if layers <= few + period:
         return timeline_of(layers).phases(device)
-    shallow, deeper = timeline_of(few), timeline_of(few + period)
+    less, deeper = timeline_of(few), timeline_of(few + period)
     times = (layers - few) // period
-    first, second = _segments(shallow, device, few), _segments(deeper, device, few + period)
-    ends, more_ends = shallow.ends(device), deeper.ends(device)
+    first, second = _segments(less, device, few), _segments(deeper, device, few + period)
+    ends, more_ends = less.ends(device), deeper.ends(device)
     found = {}
     for phase, peaks in first.items():
         assert peaks.keys() == second[phase].keys(), f"{phase}: {peaks.keys() ^ second[phase].keys()}"

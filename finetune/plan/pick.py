@@ -62,16 +62,23 @@ def picks(model: str, config: Mapping[str, Any], gpus: Gpus) -> Iterator[Recipe]
             yield recipe
 
 
+def last_resorts(model: str, config: Mapping[str, Any], gpus: Gpus, count: int = 2) -> list[Recipe]:
+    """Where nothing surely fits: the smallest, as far as they fit when the allocator holds nothing in reserve. A plan
+    replays it in so little room."""
+    return [recipe for needed, recipe in _by_need(model, config, gpus)[:count] if needed <= gpus.memory]
+
+
 def smallest(model: str, config: Mapping[str, Any], gpus: Gpus) -> int:
     """Bytes that the smallest variant needs. Raises DoesNotFit where no variant can be estimated."""
-    needs = [
-        estimate(recipe, config, gpus).upper
-        for recipe in candidates(model, gpus)
-        if unknown(recipe, config, gpus) is None
-    ]
-    if not needs:
+    found = _by_need(model, config, gpus)
+    if not found:
         raise DoesNotFit(f"--model: {model}: no variant of it can be estimated; plan a recipe of yours instead")
-    return min(needs)
+    return found[0][0]
+
+
+def _by_need(model: str, config: Mapping[str, Any], gpus: Gpus) -> list[tuple[int, Recipe]]:
+    known = [recipe for recipe in candidates(model, gpus) if unknown(recipe, config, gpus) is None]
+    return sorted(((estimate(recipe, config, gpus).needed, recipe) for recipe in known), key=lambda pair: pair[0])
 
 
 def commented(recipe: Recipe, needed: int, gpus: Gpus) -> str:

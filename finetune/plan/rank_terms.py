@@ -178,6 +178,14 @@ class Job:
         """DDP's, of which gradients are views: there from the beginning to the end."""
         return {"gradients": self.gradients} if self.strategy.kind == "ddp" else {}
 
+    def apart(self, layers: int) -> int:
+        """Bytes of gradients beside DDP's buckets: those of micro-batches that are not reduced are tensors of their
+        own until the one that is copies them in. `layers` are those it has not come to, and the embeddings with them.
+        """
+        if self.strategy.kind != "ddp" or self.micro_steps == 1:
+            return 0
+        return self.width * (self.trained_of_layer * layers + self.shape.table * self.full)
+
     @cached_property
     def static(self) -> Parts:
         state = 2 * self.width * self.trained

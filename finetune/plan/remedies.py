@@ -14,6 +14,7 @@ from finetune.recipe import Recipe
 
 LENGTH, ROWS = "data.max_length", "training.per_device_batch_size"
 GROWING = {"max_length": LENGTH, "per_device_batch_size": ROWS}
+REFINEMENTS = 4  # plans that a guess takes at most
 GRAIN = {LENGTH: 128, ROWS: 1}  # what a proposed value is a multiple of
 
 
@@ -57,7 +58,10 @@ def remedies(
         if any(_holds(variant.changes, shown.changes) for shown in found) or not _may_fit(variant, config, gpus):
             continue
         tries -= 1
-        planned = plan(variant.recipe, gpus)
+        try:
+            planned = plan(variant.recipe, gpus)
+        except FinetuneError:  # what the trainer would refuse
+            continue
         if planned.fits:
             found.append(Remedy(variant.words(), variant.changes, planned.needed, variant.says))
     return found
@@ -108,8 +112,7 @@ def largest(
         return plans[value]
 
     values = _values(recipe, config, gpus, key)
-    best = _last(values, lambda value: _expected(changed(recipe, {key: value}), config, room, planned, value))
-    # The closed form is 1 % off at most, so the plan agrees at once or a few steps further on.
+    best = _guess(recipe, config, room, key, values, planned)
     while best >= 0 and not planned(values[best]).fits:
         best -= 1
     if best < 0:
@@ -119,12 +122,30 @@ def largest(
     return key, values[best], planned(values[best]).needed
 
 
-def _expected(
-    recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, planned: Callable[[int], Plan], value: int
-) -> bool:
-    if unknown(recipe, config, gpus) is None:
-        return estimate(recipe, config, gpus).needed <= gpus.memory
-    return planned(value).fits
+def _guess(
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    gpus: Gpus,
+    key: str,
+    values: Sequence[int],
+    planned: Callable[[int], Plan],
+) -> int:
+    """Index of the last value that should fit. By the closed form, times what a plan near the edge makes of it (the
+    allocator's part); by plans alone where there is no closed form."""
+    if unknown(recipe, config, gpus) is not None:
+        return _last(values, lambda value: planned(value).fits)
+
+    def closed(value: int) -> int:
+        return estimate(changed(recipe, {key: value}), config, gpus).needed
+
+    factor, best = 1.0, -1
+    for _ in range(REFINEMENTS):
+        before, best = best, _last(values, lambda value: closed(value) * factor <= gpus.memory)  # noqa: B023
+        if best in (before, -1):
+            break
+        plan = planned(values[best])
+        factor = getattr(plan, "upper", plan.needed) / closed(values[best])
+    return max(best, 0)
 
 
 def _values(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, key: str) -> Sequence[int]:
@@ -144,5 +165,6 @@ def _last(values: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 
 def lines(found: Iterable[Remedy]) -> list[str]:
-    """As shown: the change, what it needs and what it means."""
-    return [f"  {each.words:<60} {each.needed / 2**30:6.1f} GiB  {', '.join(each.says)}" for each in found]
+    """As shown: the change, and what it needs and means."""
+    shown = [(f"  {each.words}", f"      {each.needed / 2**30:.1f} GiB; {', '.join(each.says)}") for each in found]
+    return [line for pair in shown for line in pair]

@@ -30,14 +30,14 @@ from finetune.loop import optimizer_step
 from finetune.model import decoder_parts
 from finetune.optimizer import innermost
 from finetune.phases import Phase
-from finetune.plan.dataless import dataless_build, has_joined_documents, no_data, paged_on_host, without_data
+from finetune.plan.dataless import dataless_build, has_joined_documents, host_pages, no_data, without_data
 from finetune.plan.pretend import pretend_device
 from finetune.plan.recorder import Recorder, Tagging
 from finetune.plan.reducer import Replica
 from finetune.plan.timeline import Timeline
 from finetune.plan.work import Operation, Work
 from finetune.plan.workspaces import CUBLAS_HOPPER, Workspaces
-from finetune.plan.zero_trace import as_on_gpus, cut, engine_parts, engine_without_ranks
+from finetune.plan.zero_trace import as_on_gpus, cut, engine_parts, engine_without_ranks, without_disks
 from finetune.recipe import Recipe
 from finetune.runtime import build_accelerator, holding_back
 from finetune.save_restore import held
@@ -79,6 +79,8 @@ def trace(
             device NAME of pretend.py, those of the host "cpu". Else all is one CPU's.
         cublas: Bytes of a workspace of cuBLAS, where `gpu`.
     """
+    if strategy.kind == "deepspeed":
+        strategy = without_disks(strategy)
     # The engine of ZeRO has one number format; its third stage cuts each weight as it is loaded.
     build = dataless_build(recipe, whole_quantized=True, dtype=_engine_dtype(recipe, strategy))
     supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
@@ -88,7 +90,7 @@ def trace(
         if strategy.zero_stage == 3:
             build = partial(build, each=cut(accelerator, adapters=recipe.lora is not None))
         mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
-        inside.enter_context(_stand_ins(recipe, strategy))
+        inside.enter_context(_stand_ins(strategy, paged=recipe.training.optim.startswith("paged")))
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
         work = Work(recorder.phases)
@@ -123,7 +125,7 @@ def _stream(
 
 
 @contextmanager
-def _stand_ins(recipe: Recipe, strategy: Strategy) -> Iterator[None]:
+def _stand_ins(strategy: Strategy, *, paged: bool) -> Iterator[None]:
     """In place of what a trace cannot run, or need not."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", Replica))
@@ -132,8 +134,8 @@ def _stand_ins(recipe: Recipe, strategy: Strategy) -> Iterator[None]:
         if strategy.kind != "deepspeed":
             # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
             stack.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
-        if recipe.training.optim.startswith("paged"):
-            stack.enter_context(paged_on_host())
+        if paged:
+            stack.enter_context(host_pages())
         yield
 
 

@@ -63,6 +63,9 @@ def smaller(recipe: Recipe, gpus: Gpus) -> list[Variant]:
     found = []
     for options in product(*knobs):
         chosen = [option for option in options if option is not NOTHING]
+        keys = [key for option in chosen for key, _ in option.changes]
+        if len(keys) > len(set(keys)):  # 8-bit moments and shards
+            continue
         changes = {key: value for option in chosen for key, value in option.changes}
         if "lora" in changes and "quantization" in changes:
             changes["quantization"], changes["lora"] = changes.pop("quantization"), changes.pop("lora")
@@ -83,8 +86,10 @@ def _knobs(recipe: Recipe, gpus: Gpus) -> Iterator[list[Option]]:
     yield [NOTHING, *_batches(training.per_device_batch_size)]
     checkpointing = [] if training.activation_checkpointing in (True, 1) else [True]
     yield [NOTHING, *(_set("training.activation_checkpointing", on, 4, "a third more compute") for on in checkpointing)]
-    if gpus.count * gpus.nodes > 1 and strategy.name != "fsdp2" and strategy.kind in ("ddp", "fsdp", "single"):
-        yield [NOTHING, _set("accelerate_config", "fsdp2", 5, "weights travel twice a micro-batch")]
+    if gpus.count * gpus.nodes > 1:
+        yield [NOTHING, *_sharding(recipe, strategy.name)]
+    if training.optim == "adamw" and recipe.lora is None and strategy.kind in ("single", "ddp"):
+        yield [NOTHING, _set("training.optim", "adamw_8bit", 7, "AdamW's moments in 8 bits")]
     if recipe.quantization is None:
         yield [NOTHING, _four_bit(recipe)]
     if not training.pure_bf16 and training.mixed_precision == "bf16":
@@ -135,6 +140,21 @@ def _value(recipe: Recipe, key: str) -> Any:
     for name in key.split("."):
         found = getattr(found, name)
     return found
+
+
+def _sharding(recipe: Recipe, now: str) -> Iterator[Option]:
+    """Weights cut over the GPUs, and waiting in host memory; with what sharded strategies ask of the rest."""
+    along: list[tuple[str, Any]] = []
+    if recipe.quantization is not None and recipe.quantization.load_in_4bit:
+        along.append(("quantization.bnb_4bit_quant_storage", recipe.quantization.bnb_4bit_compute_dtype))
+    if recipe.training.optim != "adamw":
+        along.append(("training.optim", "adamw"))
+    if now != "fsdp2_offload":
+        if now != "fsdp2":
+            yield Option((("accelerate_config", "fsdp2"), *along), 5, "weights travel twice a micro-batch")
+        yield Option(
+            (("accelerate_config", "fsdp2_offload"), *along), 13, "weights wait in host memory, and AdamW runs there"
+        )
 
 
 def _batches(rows: int) -> list[Option]:

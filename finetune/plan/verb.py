@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 EDGE = 0.02  # a closed form this near to the GPU's size is planned by trace before it is said to fit or not
+TRIES = 3  # plans of variants that surely fit by the closed form
 Answer = tuple[dict[str, Any], str]
 
 
@@ -157,7 +159,8 @@ def pick_in_words(model: str | None, asked: Asked, file: Path | None) -> Answer:
     if model is None or asked.gpus is None:
         raise FinetuneError("--pick: needs a model and GPUs; add --model meta-llama/Llama-3.1-8B --gpus 2x24GB")
     gpus, (config, source) = read_gpus(asked.gpus, asked.nodes), full_config(model)
-    for recipe in pick.picks(model, config, gpus):
+    sure = islice(pick.picks(model, config, gpus), TRIES)
+    for recipe in chain(sure, pick.last_resorts(model, config, gpus)):
         planned = plan_by_trace(recipe, gpus)
         if planned.fits:
             text = pick.commented(recipe, planned.needed, gpus)

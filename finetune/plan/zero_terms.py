@@ -10,7 +10,10 @@ logits, workspaces) comes from elsewhere and is added.
     moments                 two float32 a partition, from the first update on               not where offloaded
     reduce bucket           reduce_bucket_size elements, ipg_buckets                        1, 3 (2 frees it)
     host staging            largest parameter, temp_grad_buffer_for_gpu_offload             2 with offload
-    gathered                parameters that stay whole from forward to backward             3
+    gathered                parameters that are whole at the moment                         3
+    prefetch bucket         stage3_prefetch_bucket_size elements, after forward             3
+
+This kit traces the engine itself (zero_trace.py); these terms explain what others measured, with DeepSpeed's own sizes.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DEFAULT_BUCKET = 500_000_000  # elements; DeepSpeed's own, 2 GB in float32 whatever the model
+DEFAULT_PREFETCH = 50_000_000  # elements
 FLOAT32 = 4
 
 
@@ -34,12 +38,13 @@ class ZeroJob:
     bucket: int = DEFAULT_BUCKET
 
 
-def zero_terms(job: ZeroJob, *, updated: bool, gathered: int) -> dict[str, int]:
+def zero_terms(job: ZeroJob, *, updated: bool, gathered: int, prefetched: bool = False) -> dict[str, int]:
     """Bytes on one GPU by term; those that are 0 are left out.
 
     Args:
         updated: An optimizer update has been made, so its moments exist (under fp16 the first ones may be skipped).
         gathered: Elements of parameters that are whole at this moment under stage 3.
+        prefetched: A forward of stage 3 has just ended.
     """
     b, here = job.param_bytes, job.parameters // job.ranks
     on_gpu = not job.offload
@@ -52,6 +57,7 @@ def zero_terms(job: ZeroJob, *, updated: bool, gathered: int) -> dict[str, int]:
         "reduce bucket": b * job.bucket * (job.stage != 2),
         "host staging": b * job.largest * (job.stage == 2 and job.offload),
         "gathered": b * gathered * (job.stage == 3),
+        "prefetch bucket": b * DEFAULT_PREFETCH * (job.stage == 3 and prefetched),
     }
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 
@@ -62,6 +68,7 @@ class Gpt2Step:
 
     layers: int
     hidden: int
+    heads: int
     vocabulary: int
     positions: int
     batch: int
@@ -82,4 +89,20 @@ class Gpt2Step:
             "causal masks": self.layers * self.positions**2,
             "attention mask": b * self.batch * self.tokens**2,
             "cuBLAS": 8_519_680,
+        }
+
+    def saved(self) -> dict[str, int]:
+        """By term, what forward saves for backward beside that: bytes of each token, of a hidden state each h.
+
+        A layer: the inputs of two layer norms and what they give, and attention's output: 5 h; of the MLP, four times
+        as wide, the input of its activation, three products on the way (`gelu_new` is written out in Python) and its
+        output: 20 h. Two dropout masks of one byte an element, two means and two deviations, and one logarithm a head.
+        The head: the last norm's input and output, the embeddings' dropout mask, and what log_softmax gives.
+        """
+        b, h, seen = self.param_bytes, self.hidden, self.batch * self.tokens
+        layer = 25 * h * b + 2 * h + 4 * FLOAT32 + self.heads * FLOAT32
+        return {
+            "layers": self.layers * seen * layer,
+            "head": seen * (2 * h * b + h + 2 * FLOAT32),
+            "log softmax": seen * self.vocabulary * b,
         }

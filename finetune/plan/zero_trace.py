@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from finetune.assemble import Assembled
+from finetune.strategy import Strategy
 
 SHARED_MEMORY = "deepspeed_shm_comm"  # compiled on first use, for ranks of one machine to speak by
 
@@ -70,6 +72,13 @@ def _computing_on(device: torch.device) -> Any:
             return tensor.clone()
 
     return Pretended()
+
+
+def without_disks(strategy: Strategy) -> Strategy:
+    """The same, but what goes to NVMe stays in host memory: a plan writes no files."""
+    section = strategy.settings.get("deepspeed_config") or {}
+    kept = {key: "cpu" if value == "nvme" else value for key, value in section.items() if "nvme_path" not in key}
+    return replace(strategy, settings={**strategy.settings, "deepspeed_config": kept})
 
 
 def as_on_gpus(accelerator: Accelerator) -> None:

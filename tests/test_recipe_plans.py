@@ -1,0 +1,54 @@
+"""Every recipe fits its own budget by its plan; README's table of recipes and GiB is made of the plans."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.plan_recipes import in_readme, known, plan, recipes, sha256_of, table
+from finetune.plan.closed import estimate, unknown
+from finetune.plan.gpus import gpus_of
+from finetune.recipe_file import load_recipe
+from finetune.shrink import full_config
+
+PLANNED = known()
+NEAR = 0.01
+
+
+pytestmark = pytest.mark.skipif(not PLANNED, reason="python benchmarks/plan_recipes.py has not been run")
+
+
+def closed_ones() -> dict[str, int]:
+    """What the recipes of which there is a closed form need by it, of those for GPUs."""
+    found = {}
+    for name, path in recipes().items():
+        recipe = load_recipe(path).recipe
+        gpus, config = gpus_of(recipe.budget), full_config(recipe.model.name_or_path)[0]
+        if gpus is not None and unknown(recipe, config, gpus) is None:
+            found[name] = estimate(recipe, config, gpus).needed
+    return found
+
+
+def test_the_table_is_made_of_the_plans() -> None:
+    """Else: python benchmarks/plan_recipes.py"""
+    assert in_readme() == table(PLANNED)
+
+
+def test_no_recipe_was_changed_since_it_was_planned() -> None:
+    assert {name for name, row in PLANNED.items() if row["sha256"] != sha256_of(recipes()[name])} == set()
+
+
+def test_every_planned_recipe_fits_its_budget() -> None:
+    assert {name for name, row in PLANNED.items() if not row["fits"]} == set()
+
+
+def test_the_closed_form_agrees() -> None:
+    found = {name: needed for name, needed in closed_ones().items() if name in PLANNED}
+    assert len(found) >= 20
+    off = {name: needed / PLANNED[name]["needed_bytes"] - 1 for name, needed in found.items()}
+    assert {name: error for name, error in off.items() if abs(error) > NEAR} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama3_fsdp", "llama3_8b_lora_1x24gb"])
+def test_a_recipe_planned_now(name: str) -> None:
+    assert plan(recipes()[name])["needed_bytes"] == pytest.approx(PLANNED[name]["needed_bytes"], rel=NEAR)
