@@ -139,8 +139,8 @@ def _fill(whole: nn.Module, full: Mapping[str, Tensor], device: torch.device, *,
             stride=parameter.stride(),
         )
         # Not the part before: from_local takes what lies in host memory to the mesh's device.
-        sharded = sharded.cpu() if on_host else sharded
-        put(whole, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        placed: Tensor = sharded.cpu() if on_host else sharded
+        put(whole, name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
     for name, buffer in list(whole.named_buffers()):
         here = full[name].to(device) if name in full else torch.empty_like(buffer, device=device)
         dist.broadcast(here, src=0)

@@ -66,7 +66,7 @@ def plan_by_trace(recipe: Recipe, gpus: Gpus | None) -> Planned:
         except Exception as error:  # of a library that was never run on tensors without data
             why = f"{type(error).__name__}: {(str(error).splitlines() or ['it says no more'])[0]}"
             raise EnvironmentMismatch(
-                f"{recipe.accelerate_config}: the planner cannot follow this one ({why}); `finetune compare` measures it"
+                f"{recipe.accelerate_config}: the planner cannot follow it ({why}); `finetune compare` measures it"
             ) from error
 
 
