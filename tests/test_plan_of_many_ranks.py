@@ -15,7 +15,7 @@ from finetune import fsdp
 from finetune.plan.dataless import first_chunk
 
 ROOT = Path(__file__).resolve().parent.parent
-CPU_SECONDS, GIB = 20, 1.0  # idle, 9 s on the two cores that docs/planner.md names; without the shortcuts 37 s
+CPU_SECONDS, GIB = 20, 1.0  # 14 s on two shared cores; without the shortcuts 37 s and more
 RECIPE = """
 accelerate_config: fsdp2
 model: {name_or_path: meta-llama/Llama-3.1-405B}
