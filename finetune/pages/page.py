@@ -19,7 +19,7 @@ p.lead, .faint, figcaption { color: var(--faint) }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 .scroll { overflow-x: auto }
 th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top }
-td.number, th.number { text-align: right }
+th, td { overflow-wrap: normal } td.number, th.number { text-align: right; white-space: nowrap }
 pre { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: .75rem;
   white-space: pre-wrap; font: 13px/1.6 ui-monospace, monospace; margin: 0 }
 .t { box-shadow: inset -1px 0 var(--line) } .l { background: var(--learned) } .s { color: var(--control) }
@@ -28,7 +28,7 @@ figure { margin: 0 } img, svg { max-width: 100%; height: auto } svg text { fill:
 svg rect { fill: var(--bar) } svg .grid { stroke: var(--line) } .key { margin-left: .6rem; white-space: nowrap }
 .key i { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .3em }
 figcaption b { color: var(--ink) } .charts { display: grid; gap: 1.2rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)) }
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)) }
 .scroll svg { min-width: 36rem }
 details summary { cursor: pointer } .two { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem }
 @media (max-width: 46rem) { .two { grid-template-columns: 1fr } }
