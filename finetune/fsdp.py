@@ -130,7 +130,6 @@ def _fill(whole: nn.Module, full: Mapping[str, Tensor], device: torch.device, *,
     for name, parameter in list(whole.named_parameters()):
         assert isinstance(parameter, DTensor), f"{name} was not sharded"
         local = _scattered(parameter, full.get(name), device)
-        local = local.cpu() if on_host else local
         sharded = DTensor.from_local(
             local,
             parameter.device_mesh,
@@ -139,6 +138,8 @@ def _fill(whole: nn.Module, full: Mapping[str, Tensor], device: torch.device, *,
             shape=parameter.shape,
             stride=parameter.stride(),
         )
+        # Not the part before: from_local takes what lies in host memory to the mesh's device.
+        sharded = sharded.cpu() if on_host else sharded
         put(whole, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
     for name, buffer in list(whole.named_buffers()):
         here = full[name].to(device) if name in full else torch.empty_like(buffer, device=device)

@@ -159,16 +159,16 @@ def test_a_failure_is_recorded_and_the_run_continues(tmp_path: Path, monkeypatch
     rewrite(recipe, save_steps=2)
     assert run(recipe, tmp_path / "whole") == 0
 
-    def no_memory(*_: Any, **__: Any) -> None:
-        raise RuntimeError("out of memory")
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the export broke")
 
     with monkeypatch.context() as patch:
-        patch.setattr(session, "export", no_memory)
-        with pytest.raises(RuntimeError, match="out of memory"):
+        patch.setattr(session, "export", broken)
+        with pytest.raises(RuntimeError, match="the export broke"):
             run(recipe, tmp_path / "failed")
     state = state_of(tmp_path / "failed")
     assert (state["state"], state["phase"], state["rank"], state["step"]) == ("failed", "export", 0, 4)
-    assert state["error"] == "RuntimeError: out of memory"
+    assert state["error"] == "RuntimeError: the export broke"
     assert run(recipe, tmp_path / "failed") == 0
     assert fingerprint(tmp_path / "failed") == fingerprint(tmp_path / "whole")
     before = (tmp_path / "whole" / "metrics.jsonl").read_bytes()

@@ -21,6 +21,23 @@ from finetune.plan.cuda_dispatch import register_dispatch
 NAME = "pretend"
 
 
+class _Event(torch.Event):
+    """torch's own, which a backend in Python cannot wait for: all that comes before it is over."""
+
+    def synchronize(self) -> None:
+        """It is over."""
+
+
+class _Stream(torch.Stream):
+    """torch's own, with events that can be waited for."""
+
+    def record_event(self, event: torch.Event | None = None) -> torch.Event:
+        """An event at this place of the stream."""
+        event = event or _Event(device=torch.device(NAME, 0))
+        event.record(self)
+        return event
+
+
 class _Module:
     """What torch and its users ask `torch.cuda` for, here `torch.pretend`: one device, always idle."""
 
@@ -70,7 +87,7 @@ class _Module:
         return _stream(self.streams)
 
     def Event(self, *_: Any, **__: Any) -> torch.Event:  # noqa: N802  # torch.cuda's name
-        return torch.Event(device=torch.device(NAME, 0))
+        return _Event(device=torch.device(NAME, 0))
 
     def current_stream(self, *_: Any) -> torch.Stream:
         return _stream(self.current)
@@ -86,7 +103,7 @@ class _Module:
 
 def _stream(number: int) -> torch.Stream:
     device = torch.Stream(device=torch.device(NAME, 0))
-    return torch.Stream(stream_id=number, device_index=0, device_type=device.device_type)
+    return _Stream(stream_id=number, device_index=0, device_type=device.device_type)
 
 
 _module = _Module()

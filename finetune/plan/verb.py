@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.errors import DoesNotFit, FinetuneError
+from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError
 from finetune.plan import pick, remedies
 from finetune.plan.closed import estimate, unknown
 from finetune.plan.explain import explain
@@ -53,13 +53,21 @@ def _unswept() -> Iterator[None]:
 
 
 def plan_by_trace(recipe: Recipe, gpus: Gpus | None) -> Planned:
-    """The plan itself. Raises FinetuneError."""
+    """The plan itself. Raises FinetuneError; EnvironmentMismatch also where the trace meets what it cannot follow."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # speaks of kernels it would like to download
     with redirect_stdout(io.StringIO()):  # DeepSpeed, where it is installed, speaks when accelerate looks at it
         with _unswept():
             from finetune.plan.job import plan_recipe
 
-        return plan_recipe(recipe, gpus)
+        try:
+            return plan_recipe(recipe, gpus)
+        except FinetuneError:
+            raise
+        except Exception as error:  # of a library that was never run on tensors without data
+            why = f"{type(error).__name__}: {(str(error).splitlines() or ['it says no more'])[0]}"
+            raise EnvironmentMismatch(
+                f"{recipe.accelerate_config}: the planner cannot follow this one ({why}); `finetune compare` measures it"
+            ) from error
 
 
 def answer(words: Sequence[str], asked: Asked) -> Answer:
