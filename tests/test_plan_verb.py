@@ -78,7 +78,9 @@ def test_fsdp2_of_8b(capsys: pytest.CaptureFixture[str]) -> None:
     assert sent["forward"]["all_gather"]["bytes"] == pytest.approx(2 * 8_030_261_248, rel=0.01)
     _, out, _ = say([recipe, "--gpus", "H100:8"], capsys)
     assert "a bound, by makers' peaks: 989 TFLOP/s" in out
-    assert out.splitlines()[-4].split()[1:] == ["1", "2", "4", "8", "16", "32", "64", "128", "256", "512"]
+    assert ["1", "2", "4", "8", "16", "32", "64", "128", "256", "512"] in [
+        line.split()[1:] for line in out.splitlines()
+    ]
 
 
 def test_what_the_trainer_refuses_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,5 +167,6 @@ def test_deep_from_shallow_on_a_gpu(method: str, strategy: str, ranks: int, fold
 
     whole: dict[str, PhaseMemory] = timeline_of(9).phases(NAME)
     found = deep(timeline_of, 9, NAME)
+    del whole["load"]  # its largest tensor comes first in a shallow model, and is not the peak of a deep one
     for name, phase in whole.items():
         assert found[name].peak.nbytes == pytest.approx(phase.peak.nbytes, rel=1e-5), name
