@@ -24,7 +24,7 @@ def verdict(planned: Planned) -> str:
     needs = f"needs {planned.needed / GIB:.1f} GiB a GPU ({where}; {most})"
     if planned.gpus is None:
         return f"{planned.strategy} on {planned.ranks} rank(s) {needs}"
-    needs += f", surely not more than {planned.upper / GIB:.1f} with what torch's allocator caches"
+    needs += f", at most about {planned.upper / GIB:.1f} with what torch's allocator caches"
     spare = (planned.gpus.memory - max(planned.needed, planned.upper)) / GIB
     gpus = f"{planned.ranks} x {planned.gpus.name}"
     if planned.fits:
