@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import importlib.metadata
 import io
 import json
@@ -113,3 +114,22 @@ def run_ours(recipe: Recipe, prepared: Prepared, write_metrics: Callable[[dict[s
         save=lambda state: None,
     )
     assert train(run, TrainState())
+
+
+def recipes() -> dict[str, Path]:
+    """Every recipe of recipes/ by its name."""
+    return {path.stem: path for path in sorted((RESULTS.parent.parent / "recipes").glob("*.yaml"))}
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file's bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def known(name: str) -> dict[str, dict[str, Any]]:
+    """A benchmark's results so far by recipe, of those recipes that there still are."""
+    try:
+        rows = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))["recipes"]
+    except (FileNotFoundError, ValueError):
+        return {}
+    return {recipe: row for recipe, row in rows.items() if recipe in recipes()}

@@ -9,8 +9,6 @@ nothing and writes the table alone. tests/test_recipe_plans.py holds the three t
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import sys
 import time
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import RESULTS, write_result
+from benchmarks.common import known, recipes, sha256_of, write_result
 from finetune.errors import FinetuneError
 from finetune.plan.gpus import gpus_of
 from finetune.plan.verb import plan_by_trace
@@ -30,23 +28,6 @@ NAME = "plan_recipes"
 README = ROOT / "README.md"
 HEAD = "| recipe | made for | GiB planned | what |\n|---|---|---|---|\n"
 GIB = 2**30
-
-
-def recipes() -> dict[str, Path]:
-    """Every recipe of recipes/ by its name."""
-    return {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
-
-
-def sha256_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def known() -> dict[str, dict[str, Any]]:
-    try:
-        rows = json.loads((RESULTS / f"{NAME}.json").read_text("utf-8"))["recipes"]
-    except (FileNotFoundError, ValueError):
-        return {}
-    return {name: row for name, row in rows.items() if name in recipes()}
 
 
 def plan(path: Path) -> dict[str, Any]:
@@ -89,7 +70,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="also those whose result stands")
     parser.add_argument("--table", action="store_true", help="write README's table from the results alone")
     arguments = parser.parse_args()
-    every, rows = recipes(), known()
+    every, rows = recipes(), known(NAME)
     for name in [] if arguments.table else [Path(name).stem for name in arguments.names] or list(every):
         if not arguments.all and rows.get(name, {}).get("sha256") == sha256_of(every[name]):
             continue

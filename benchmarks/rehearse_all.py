@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
 import json
 import subprocess
 import sys
@@ -21,29 +20,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import PACKAGES, RESULTS, version_of, write_result
+from benchmarks.common import PACKAGES, known, recipes, sha256_of, version_of, write_result
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST_SECONDS = 120
 NAME = "rehearse"
-
-
-def recipes() -> dict[str, Path]:
-    """Every recipe of recipes/ by its name."""
-    return {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
-
-
-def sha256_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def known() -> dict[str, dict[str, Any]]:
-    """The results so far by recipe, of those recipes that there still are."""
-    try:
-        rows = json.loads((RESULTS / f"{NAME}.json").read_text("utf-8"))["recipes"]
-    except (FileNotFoundError, ValueError):
-        return {}
-    return {name: row for name, row in rows.items() if name in recipes()}
 
 
 def stands(row: dict[str, Any] | None, path: Path) -> bool:
@@ -75,7 +56,7 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="also those whose result stands")
     parser.add_argument("--jobs", type=int, default=1, help="rehearsals at a time")
     arguments = parser.parse_args()
-    every, rows = recipes(), known()
+    every, rows = recipes(), known(NAME)
     asked = [Path(name).stem for name in arguments.names] or list(every)
     if unknown := [name for name in asked if name not in every]:
         parser.error(f"no recipe of recipes/: {', '.join(unknown)}")

@@ -27,7 +27,7 @@ from finetune.batches import MicroBatch, prefetch
 from finetune.launcher import Launch
 from finetune.loop import optimizer_step
 from finetune.phases import Phases
-from finetune.plan.recorder import _tensors
+from finetune.plan.recorder import tensors_in
 from finetune.plan.trace import STEPS, trace
 from finetune.plan.zero_trace import SHARED_MEMORY
 from finetune.recipe import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
@@ -212,7 +212,7 @@ def let_go_at_once() -> None:
 
 def _and_dropped(collective: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(tensors_in((args, kwargs)))
         before = _holders(tensors)
         work = collective(*args, **kwargs)
         if work is not None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.plan_recipes import in_readme, known, plan, recipes, sha256_of, table
+from benchmarks.plan_recipes import NAME, in_readme, known, plan, recipes, sha256_of, table
 from finetune.plan.closed import estimate, unknown
 from finetune.plan.gpus import gpus_of
 from finetune.recipe_file import load_recipe
 from finetune.shrink import full_config
 
-PLANNED = known()
+PLANNED = known(NAME)
 NEAR = 0.01
 
 

@@ -78,9 +78,9 @@ class Recorder:
         self._early.clear()
         namespace = operation.namespace
         if namespace in COLLECTIVES:
-            self.mark(_tensors(args), "communication buffers", certain=False)
+            self.mark(tensors_in(args), "communication buffers", certain=False)
         elif namespace == "fsdp" and "chunk_cat" in str(operation):
-            self.mark(_tensors(args[0]), "unsharded gradients", certain=False)
+            self.mark(tensors_in(args[0]), "unsharded gradients", certain=False)
         elif str(operation) == "aten._to_copy.default":
             self.of_weights = self.component(args[0]) in WEIGHTS
 
@@ -108,7 +108,7 @@ class Recorder:
         name = self._stack.pop()
         self._latest = self._stack[-1] if self._stack else name
         if self.phases.current == "forward":
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._backward_of(name))
 
@@ -172,11 +172,12 @@ class Tagging(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of an operation's arguments or results."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (list, tuple)):
         for value in values:
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif isinstance(values, dict):
-        yield from _tensors(list(values.values()))
+        yield from tensors_in(list(values.values()))

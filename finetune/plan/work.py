@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
 
 from finetune.phases import Phases
+from finetune.plan.recorder import tensors_in
 from finetune.traffic import CALLS, Moved
 
 # Position of the matrix whose columns are summed over.
@@ -85,7 +86,7 @@ class Work(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if func.is_view or name in NO_WORK or func.namespace in (*CALLS, "prim"):
             return
-        itemsize = next((tensor.itemsize for tensor in _tensors(args)), 0)
+        itemsize = next((tensor.itemsize for tensor in tensors_in(args)), 0)
         kind, flops = _arithmetic(name, func, args, kwargs, result)
         nbytes = _bytes(func, name, args, kwargs, result)
         if flops or nbytes:
@@ -124,22 +125,14 @@ def _bytes(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], 
     for name_of_it, value in (*zip(arguments, args, strict=False), *kwargs.items()):
         argument = arguments[name_of_it]
         updated = argument.alias_info is not None and argument.alias_info.is_write and not argument.is_out
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             seen.add(id(tensor))
             total += _size(tensor) * (1 + updated)
-    return total + sum(_size(tensor) for tensor in _tensors(result) if id(tensor) not in seen)
+    return total + sum(_size(tensor) for tensor in tensors_in(result) if id(tensor) not in seen)
 
 
 def _size(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.itemsize
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _tensors(value)
 
 
 def per_step(
