@@ -68,12 +68,6 @@ def load_masters(engine: Any, weights: Mapping[str, Tensor]) -> None:
     _refresh(engine)
 
 
-def trained_names(engine: Any) -> dict[str, tuple[int, ...]]:
-    """The trained parameters' names and whole shapes."""
-    named = engine.module.named_parameters()
-    return {name: tuple(whole_shape(parameter)) for name, parameter in named if parameter.requires_grad}
-
-
 def full_weights(engine: Any, *, dtype: torch.dtype | None, keep: bool) -> dict[str, Tensor]:
     """The trained parameters' masters, whole and in host memory, on the ranks with `keep`; every rank takes part.
 

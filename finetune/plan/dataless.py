@@ -98,14 +98,10 @@ def has_joined_documents(batch: MicroBatch) -> bool:
     return bool((batch["position_ids"].diff(dim=1) != 1).any())
 
 
-def dataless_build(
-    recipe: Recipe, *, whole_quantized: bool, dtype: torch.dtype | None = None
-) -> Callable[..., nn.Module]:
+def dataless_build(recipe: Recipe, *, dtype: torch.dtype | None = None) -> Callable[..., nn.Module]:
     """The trainer's `build_model`, to be called inside `no_data`; its structure is built here, from the configuration.
 
     Args:
-        whole_quantized: 4-bit layers get the plain weights they have after loading. A strategy that shards makes them
-            plain by itself.
         dtype: Of all weights, as `build_model` has it.
 
     Returns:
@@ -115,7 +111,7 @@ def dataless_build(
     quantization = recipe.quantization
     if quantization is not None and quantization.load_in_8bit:
         hollow_int8_weights(model)
-    elif whole_quantized and quantization is not None:
+    elif quantization is not None:  # plain weights, as 4-bit layers have after loading
         plain_quantized_weights(model)
 
     def build(_: Recipe, device: torch.device, each: Each | None = None, **__: Any) -> nn.Module:

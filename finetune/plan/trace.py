@@ -82,7 +82,7 @@ def trace(
     if strategy.kind == "deepspeed":
         strategy = without_disks(strategy)
     # The engine of ZeRO has one number format; its third stage cuts each weight as it is loaded.
-    build = dataless_build(recipe, whole_quantized=True, dtype=_engine_dtype(recipe, strategy))
+    build = dataless_build(recipe, dtype=_engine_dtype(recipe, strategy))
     supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
     device = _device(gpu)
