@@ -29,9 +29,11 @@ def require_deepspeed(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> No
     Raises EnvironmentMismatch with the line to install, or with the setting to change.
     """
     require_engine(recipe, strategy, on_cpu=on_cpu)
-    if on_cpu:
-        _compile_ahead("ShareMemCommBuilder", "deepspeed_shm_comm", on_cpu)
+    # pip puts ninja beside python, where an environment that is not activated does not look.
+    os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
     _require_disk_access(strategy, on_cpu)
+    if on_cpu and shutil.which("g++") and shutil.which("ninja"):  # else the engine says what it misses
+        _compile_ahead("ShareMemCommBuilder", "deepspeed_shm_comm", on_cpu)
 
 
 def require_engine(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
@@ -45,8 +47,6 @@ def require_engine(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
 def _require_disk_access(strategy: Strategy, on_cpu: bool) -> None:
     if "nvme" not in offload_devices(strategy).values():
         return  # CPU offload runs torch's own fused AdamW, which needs no compiler
-    # pip puts ninja beside python, where an environment that is not activated does not look.
-    os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
     if shutil.which("g++") is None or shutil.which("ninja") is None:
         what = "DeepSpeed compiles its NVMe access with g++ and ninja"
         raise _missing(strategy, what, "apt-get install g++ ninja-build")
