@@ -84,6 +84,7 @@ def optimizer_step(
                 # 0 * inf and 0 * nan are nan: a bad loss on one rank spoils the reduced gradients of all of them,
                 # so that the one check below speaks for every rank, without a collective of its own.
                 accelerator.backward(loss * (scale + 0.0 * loss.detach()))
+            del loss  # what its graph still holds is not to be there in the next forward
     with phases("step"):
         norm = accelerator.clip_grad_norm_(model.parameters(), math.inf if max_grad_norm is None else max_grad_norm)
         tally = accelerator.reduce(tally, reduction="sum")  # [3]

@@ -30,7 +30,7 @@ from finetune import attention
 from finetune.embedded import resolve_model_path
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.loss import summed_cross_entropy
-from finetune.quantized import quantize_structure, quantized_layers
+from finetune.quantized import forget_inputs, quantize_structure, quantized_layers
 from finetune.recipe import Lora, Quantization, Recipe
 
 # Settings under which the logits are not simply the head applied to the last hidden state.
@@ -61,6 +61,8 @@ def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | No
     model = structure_alone(recipe, dtype) if device.type == "meta" else load_base(recipe, device, dtype=dtype)
     _refuse_unsuitable(model, attention_name(recipe))
     put_loss_into_forward(model)
+    if recipe.quantization is not None and recipe.quantization.load_in_8bit:
+        forget_inputs(model)
     whole: nn.Module = model
     if recipe.lora is not None:
         torch.manual_seed(recipe.training.seed)  # every rank draws the same adapters

@@ -59,6 +59,27 @@ def test_what_is_frozen_costs_less_and_what_is_recomputed_more() -> None:
     assert again.flops("backward") > 1.3 * plain.flops("backward")
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_of_quantised_weights_are_products(bits: int) -> None:
+    import bitsandbytes  # noqa: F401  # registers its operations
+
+    tokens, inputs, outputs = 6, 128, 96
+    ops: Any = torch.ops.bitsandbytes
+
+    def run() -> None:
+        with torch.device("meta"):
+            hidden = torch.empty(tokens, inputs, dtype=torch.bfloat16)
+            if bits == 4:
+                packed = torch.empty(inputs * outputs // 2, 1, dtype=torch.uint8)
+                ops.gemm_4bit(hidden, packed, (outputs, inputs), torch.empty(inputs * outputs // 64), 64, "nf4")
+            else:
+                weight = torch.empty(outputs, inputs, dtype=torch.int8)
+                ops.int8_scaled_mm(hidden.to(torch.int8), weight, torch.empty(tokens), torch.empty(outputs))
+
+    products = [op for op in operations(run).elements() if op.kind == "product"]
+    assert [op.flops for op in products] == [2 * tokens * inputs * outputs]
+
+
 def test_depth_is_a_line() -> None:
     by_layers = {layers: counted(model(layers))[0] for layers in (2, 3, 6)}
     grown = at_depth({2: by_layers[2], 3: by_layers[3]}, 6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,26 @@ def test_a_tied_head_is_left_alone(tied: bool, tmp_path: Path) -> None:
 def packed(model: nn.Module) -> list[Tensor]:
     """Bytes, for as numbers some are NaN, and unequal to themselves."""
     return [layer.weight.data.view(torch.uint8).clone() for layer in quantized_layers(model)]
+
+
+def test_int8_layers_keep_no_input_of_checkpointed_layers(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def after_forward() -> tuple[int, dict[str, Tensor]]:
+        """How many inputs of int8 layers are alive between forward and backward, and the gradients."""
+        model, inputs = build_model(recipe(tiny_llama, KINDS["int8"]), CPU).train(), []
+        for layer in quantized_layers(decoder_parts(model).model.layers[0]):
+            layer.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
+        loss = model(**flat_batch())
+        alive = sum(kept() is not None for kept in inputs)
+        assert inputs
+        loss.backward()
+        return alive, {name: parameter.grad for name, parameter in trained(model).items() if parameter.grad is not None}
+
+    alive, gradients = after_forward()
+    monkeypatch.setattr("finetune.model.forget_inputs", lambda _: None)
+    kept, plain = after_forward()
+    assert alive == 0 < kept
+    assert gradients.keys() == plain.keys()
+    assert all(torch.equal(gradients[name], plain[name]) for name in plain)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,6 +22,7 @@ from finetune.traffic import CALLS, Moved
 
 # Position of the matrix whose columns are summed over.
 PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "addbmm": 1, "mv": 0, "dot": 0}
+PRODUCTS |= {"gemm_4bit": 0, "int8_scaled_mm": 0}  # bitsandbytes'
 # A flash kernel's backward recomputes the scores: five matrix products to forward's two.
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 # Of these nothing is computed, whatever their arguments are.
