@@ -79,15 +79,17 @@ def reshard(whole: nn.Module) -> None:
 
 
 def _units(decoder: PreTrainedModel, reshard: bool) -> Iterator[tuple[nn.Module, bool]]:
-    """What is gathered together, innermost first: each decoder layer, then embeddings, then the rest with the head.
+    """What is gathered together, innermost first: each decoder layer, embeddings, the head, then the rest: small.
 
-    The last needs no second gathering in backward, which starts where forward ended.
+    The head needs no second gathering in backward, which starts where forward ended. Tied to the embeddings it belongs
+    to the rest, which is there from the first to the last.
     """
     for layer in [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]:
         yield layer, reshard
     embeddings, head = decoder.get_input_embeddings(), decoder.get_output_embeddings()
     if embeddings.weight is not head.weight:
         yield embeddings, reshard
+        yield head, False
     yield decoder, False
 
 

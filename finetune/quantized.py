@@ -225,4 +225,21 @@ def _forward(layer: Any, hidden: Tensor) -> Tensor:
     result: Tensor = bitsandbytes.matmul_4bit(  # type: ignore[attr-defined]
         hidden.to(compute), layer.weight, quant_state=_state(layer), bias=bias
     )
+    node: Any = result.grad_fn
+    if hasattr(node, "tensors"):
+        node.tensors = _PackedWeight(layer)
     return result.to(hidden.dtype)
+
+
+class _PackedWeight:
+    """What bitsandbytes' backward unpacks from its node: nothing, and the packed weight as the layer has it by then.
+
+    bitsandbytes 0.50 keeps the weight itself there. ZeRO-3 gathers a new one for the backward pass, and the old ones
+    would stay until then: the whole base on every rank.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def __iter__(self) -> Iterator[Tensor | None]:
+        return iter((None, self._layer.weight.view(-1, 1)))

@@ -270,6 +270,25 @@ def structure(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("kind", FOUR_BIT)
+def test_plain_weights_may_go_between_forward_and_backward(kind: str, tiny_llama: Path) -> None:
+    """As under ZeRO-3, which gathers them again for the backward pass."""
+    gradients: list[dict[str, Tensor]] = []
+    for gathered_again in (False, True):
+        model = build_model(recipe(tiny_llama, KINDS[kind]), CPU).train()
+        plain_quantized_weights(model)
+        loss = model(**flat_batch())
+        if gathered_again:
+            gone = [weakref.ref(layer.weight.untyped_storage()) for layer in quantized_layers(model)]
+            for layer in quantized_layers(model):
+                layer.weight.data = layer.weight.data.clone()
+            assert not any(storage() for storage in gone)
+        loss.backward()
+        gradients.append({name: weight.grad for name, weight in trained(model).items() if weight.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys() != set()
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+@pytest.mark.parametrize("kind", FOUR_BIT)
 def test_a_model_on_meta_has_the_structure_of_the_real_one(kind: str, tiny_llama: Path) -> None:
     asked = recipe(tiny_llama, KINDS[kind], dtype="bfloat16")
     real = build_model(asked, CPU)

@@ -25,11 +25,14 @@ def with_layers(recipe: Recipe, config: Mapping[str, Any], layers: int, folder: 
     return recipe.model_copy(update={"model": model})
 
 
-def kept_whole(config: Mapping[str, Any]) -> int:
+def kept_whole(config: Mapping[str, Any], packed: int = 1) -> int:
     """How many layers' worth of weights ZeRO-3 may keep whole at once (finetune/zero.py): two layers and the largest
-    tensor, which is the embedding. A model with fewer is whole for a while, so its layers add more than later ones."""
+    tensor, which is the embedding. A model with fewer is whole for a while, so its layers add more than later ones.
+
+    `packed`: weights of a quantised layer to one element of its container.
+    """
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     size = int(config.get("head_dim") or hidden // heads)
     attention = 2 * hidden * size * (heads + int(config.get("num_key_value_heads") or heads))
-    layer = attention + 3 * hidden * int(config["intermediate_size"])
+    layer = (attention + 3 * hidden * int(config["intermediate_size"])) // packed
     return 2 + math.ceil(int(config["vocab_size"]) * hidden / layer)

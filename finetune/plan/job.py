@@ -17,7 +17,7 @@ from finetune import attention
 from finetune.batches import MicroBatch
 from finetune.model import attention_name
 from finetune.optimizer import check_optimizer
-from finetune.plan.caching import NoMemory, replay
+from finetune.plan.caching import Held, NoMemory, replay
 from finetune.plan.depth import kept_whole, with_layers
 from finetune.plan.gpus import Gpus
 from finetune.plan.layers import SHALLOW, deep
@@ -96,13 +96,24 @@ def plan_recipe(
     shown, exact = batches or worst_batches(recipe, ranks), bool(batches) and gpus is None
     with tempfile.TemporaryDirectory() as folder:
         job = _Job(recipe, strategy, shown, ranks, node, on_gpu=gpus is not None)
-        phases, work, changes = _traced(job, config, Path(folder), whole=exact)
+        phases, work, replayed = _traced(job, config, Path(folder), whole=exact)
     if strategy.kind == "ddp":
         work = of_ddp(work, phases["step"].peak.parts["gradients"])
     layout = _layout(recipe, strategy, shown, ranks, node, int(config["num_hidden_layers"]))
     outside = {"CUDA context": CONTEXT} | ({"NCCL": NCCL} if ranks > 1 else {})
     planned = Planned(phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes), work, layout)
-    return planned if gpus is None else _with_allocator(planned, changes, gpus.memory - sum(outside.values()))
+    if gpus is None:
+        return planned
+    if isinstance(replayed, float):
+        return _with_share(planned, replayed)
+    return _with_allocator(planned, replayed, gpus.memory - sum(outside.values()))
+
+
+def _with_share(planned: Planned, share: float) -> Planned:
+    """What the allocator reserves, as so many times what it hands out."""
+    allocated = planned.peak[1].nbytes
+    most = int(share * allocated)
+    return dataclasses.replace(planned, reserved=(allocated, most), upper=most + sum(planned.outside.values()))
 
 
 def _with_allocator(planned: Planned, changes: Sequence[Change], room: int) -> Planned:
@@ -133,8 +144,12 @@ class _Job:
 
 def _traced(
     job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool
-) -> tuple[dict[str, PhaseMemory], StepWork, list[Change]]:
-    """Phases, the work of a step and, where a GPU is planned, the changes of its memory that make the phases up."""
+) -> tuple[dict[str, PhaseMemory], StepWork, list[Change] | float]:
+    """Phases, the work of a step and, where a GPU is planned, the changes of its memory that make the phases up.
+
+    ZeRO-3 fetches weights in an order that does not repeat from layer to layer, so its changes are not to be had from
+    fewer layers: instead, how many times what it hands out the allocator reserves there, at most.
+    """
     work: dict[int, StepWork] = {}
     timelines: dict[int, Timeline] = {}
 
@@ -148,14 +163,28 @@ def _traced(
 
     layers, every = int(config["num_hidden_layers"]), max(1, int(job.recipe.training.activation_checkpointing))
     device = NAME if job.on_gpu else "cpu"
-    shallow = SHALLOW + (kept_whole(config) if job.strategy.zero_stage == 3 else 0)
+    shallow = SHALLOW + (kept_whole(config, _packed(job.recipe)) if job.strategy.zero_stage == 3 else 0)
     if whole:
         phases = timeline_of(layers).phases(device)
     else:
         phases = deep(timeline_of, layers, device, period=every, shallow=shallow)
     shown = max(timelines)
+    if job.on_gpu and job.strategy.zero_stage == 3:
+        replays = [replay(spliced(timeline, device, count, count)) for count, timeline in timelines.items()]
+        return phases, at_depth(work, layers), max(map(_share_reserved, replays))
     changes = list(spliced(timelines[shown], device, shown, layers, every)) if job.on_gpu else []
     return phases, at_depth(work, layers), changes
+
+
+def _packed(recipe: Recipe) -> int:
+    """Weights to one element of a quantised layer's tensor."""
+    if recipe.quantization is None or recipe.quantization.load_in_8bit:
+        return 1
+    return 2 * int(getattr(torch, recipe.quantization.bnb_4bit_quant_storage).itemsize)
+
+
+def _share_reserved(held: Mapping[str, Held]) -> float:
+    return max(phase.reserved for phase in held.values()) / max(phase.allocated for phase in held.values())
 
 
 def _reduces_once(strategy: Strategy) -> bool:

@@ -7,10 +7,9 @@ written a second time here.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -44,6 +43,7 @@ from finetune.save_restore import held
 from finetune.strategy import Strategy
 from finetune.zero_pieces import held_part
 
+Build = Callable[..., nn.Module]
 STEPS = 2  # the optimizer's state is made at the end of the first, so it is beside everything in the second
 # Set by Accelerate for its own plugins, and read again by the next Accelerator of this process.
 PLUGIN_SETTINGS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FSDP_CPU_RAM_EFFICIENT_LOADING")
@@ -88,7 +88,7 @@ def trace(
     device = _device(gpu)
     with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
         if strategy.zero_stage == 3:
-            build = partial(build, each=cut(accelerator, adapters=recipe.lora is not None))
+            build = _cutting(build, accelerator, adapters=recipe.lora is not None)
         mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
         inside.enter_context(_stand_ins(strategy, paged=recipe.training.optim.startswith("paged")))
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
@@ -111,6 +111,17 @@ def trace(
             _place_in_layers(parts, recorder)
             del numbers
         return Traced(recorder.timeline, recorder.phases.take(), work.operations)
+
+
+def _cutting(build: Build, accelerator: Accelerator, *, adapters: bool) -> Build:
+    """Each weight is cut as it is made, on the device: also a quantised one, which a run moves there from the host by
+    itself, as tensors without data cannot."""
+    each = cut(accelerator, adapters=adapters)
+
+    def building(recipe: Recipe, _: torch.device, **options: Any) -> nn.Module:
+        return build(recipe, accelerator.device, each=each, **options)
+
+    return building
 
 
 def _stream(

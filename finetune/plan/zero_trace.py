@@ -65,6 +65,9 @@ def _computing_on(device: torch.device) -> Any:
         def device(self, device_index: int | None = None) -> torch.device:
             return device
 
+        def on_accelerator(self, tensor: torch.Tensor) -> bool:
+            return tensor.device.type == device.type
+
         def is_fp16_supported(self) -> bool:
             return True
 
