@@ -99,7 +99,7 @@ def _misfits(plan: LaunchPlan) -> Iterator[str]:
     if strategy.kind == "single" and world > 1:
         yield f"{named} runs one process, {where} are {world}; set accelerate_config=ddp, or take one GPU"
     # Offload to host or disk is for one GPU as well.
-    if strategy.kind != "single" and world == 1 and not (strategy.kind == "deepspeed" and strategy.offloaded):
+    if strategy.kind != "single" and world == 1 and not strategy.offloaded:
         yield f"{named} runs on several processes, {where} are one; set accelerate_config=single, or take more GPUs"
     if strategy.replicas is not None:
         copies = strategy.replicas or plan.nodes

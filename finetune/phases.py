@@ -86,12 +86,14 @@ class Phases:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Measure the block as phase `name`; waits for the device at both ends, so only when enabled."""
-        self.current = name
         if not self.enabled:
+            self.current = name
             yield
             self.current = ""
             return
         self._settle()
+        self._storages.book_ends()  # of what went since the last phase, in none
+        self.current = name
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self._storages.restart_peak()

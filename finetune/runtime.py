@@ -31,6 +31,8 @@ from finetune.zero import zero_environment, zero_plugin
 from finetune.zero_needs import quiet_engine, require_deepspeed
 
 Hold = Callable[[], AbstractContextManager[Any]]
+# What a launcher sets, for one process without one: engines that shard have a group of ranks also for a single one.
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
@@ -104,7 +106,7 @@ def _right_number_of_processes(recipe: Recipe, strategy: Strategy, launch: Launc
 
 def _alone_on_purpose(strategy: Strategy) -> bool:
     """Offload to host or disk is for one GPU as well."""
-    return strategy.kind == "deepspeed" and strategy.offloaded
+    return strategy.offloaded
 
 
 def _right_device(recipe: Recipe, launch: Launch) -> None:
@@ -147,6 +149,9 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
     """
     on_cpu = launch.on_cpu or not torch.cuda.is_available()
     process_group = InitProcessGroupKwargs(timeout=patience(recipe))
+    if strategy.kind in ("fsdp", "deepspeed"):
+        for key, value in ALONE.items():
+            os.environ.setdefault(key, value)
     if strategy.kind == "fsdp" and on_cpu:
         _let_accelerate_shard_on_cpu(process_group)
     if strategy.kind == "fsdp" and strategy.offloaded and not on_cpu:

@@ -52,12 +52,12 @@ class TensorBytes:
 
     def see(self, values: Any) -> None:
         """Count the storages of all tensors in `values`: tensors, or lists, tuples and dicts of them, nested."""
-        self._book_ends()
+        self.book_ends()
         self._walk(values)
 
     def live(self, device: str) -> int:
         """Bytes of live storages on this type of device ("cpu", "cuda")."""
-        self._book_ends()
+        self.book_ends()
         return self._live.get(device, 0)
 
     def peak(self, device: str) -> int:
@@ -66,7 +66,7 @@ class TensorBytes:
 
     def restart_peak(self) -> None:
         """Begin a phase."""
-        self._book_ends()
+        self.book_ends()
         self._peak = dict(self._live)
         if self._tell is not None:
             self._tell(NONE, "", 0)
@@ -83,7 +83,7 @@ class TensorBytes:
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = original(storage, size)
-            ledger._book_ends()
+            ledger.book_ends()
             known = ledger._storages.get(id(storage))
             ledger._count(storage, storage.device.type if known is None else known.device)
             return result
@@ -134,7 +134,8 @@ class TensorBytes:
         if self._tell is not None:
             self._tell(serial, device, nbytes)
 
-    def _book_ends(self) -> None:
+    def book_ends(self) -> None:
+        """Take in which storages have ended by now."""
         while self._ended:
             gone = self._storages.pop(self._ended.popleft())
             self._add(gone.serial, gone.device, -gone.nbytes, 0)

@@ -29,7 +29,6 @@ from finetune.zero_pieces import load_masters, whole_numel, whole_shape
 
 # Elements of one reduction: below, latency rules; above, nothing gets faster.
 SMALLEST_BUCKET, LARGEST_BUCKET = 2**20, 2**26
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def zero_environment(on_cpu: bool) -> None:
@@ -40,8 +39,6 @@ def zero_environment(on_cpu: bool) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # torch 2.13 renames collectives; DeepSpeed 0.19 and torch 2.11 know the old names.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    for key, value in ALONE.items():  # without a launcher: DeepSpeed has a process group for one rank too
-        os.environ.setdefault(key, value)
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
         os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, Accelerate ignores a DeepSpeed plugin without a word

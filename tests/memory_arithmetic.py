@@ -156,6 +156,8 @@ def _under_zero(
     if devices["optimizer"] == "none":
         gradients = 4 * trained + 4 * trained / shards if stage == 1 else 8 * trained / shards
         found |= {"gradients": gradients, "masters, Adam": 12 * trained / shards}
+    elif stage < 3:  # summed up on the GPU, and sent to the host at the end of a step
+        found["gradients"] = 4 * trained / shards
     return found
 
 

@@ -199,7 +199,7 @@ def differences(
 # What FSDP2 and DeepSpeed call; "single" are names since torch 2.13.
 COLLECTIVES = (
     *("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"),
-    *("all_reduce", "reduce", "broadcast", "all_gather"),
+    *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter"),
 )
 
 
