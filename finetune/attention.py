@@ -2,8 +2,8 @@
 
 A micro-batch is one row of tokens, its documents end to end. No mask function is registered under this name, so
 transformers builds no mask (and makes no host read to look for one), and the forward's `cu_seq_lens` and `max_length`
-reach this function, under activation checkpointing too. On CUDA it is torch's own variable-length flash attention; on
-a CPU one scaled-dot-product call a document, exact in every number format.
+reach this function, under activation checkpointing too. On CUDA it is torch's own variable-length flash attention,
+which knows 16-bit numbers alone; on a CPU and in float32, one scaled-dot-product call a document.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def varlen_attention(
     assert query.shape[0] == 1, "varlen attention takes one flat row of documents"
     assert attention_mask is None, "a mask would be ignored here"
     assert not dropout, "attention dropout is refused when the model is built"
-    if query.device.type == "cpu":
+    if query.device.type == "cpu" or _computed_in(query) == torch.float32:
         output = _by_document(query, key, value, document_lengths, scaling, sliding_window)
     else:
         output = _on_cuda(query, key, value, cu_seq_lens, max(document_lengths), scaling, sliding_window)
@@ -99,8 +99,12 @@ def _on_cuda(
 def _as_autocast_would(tensor: Tensor) -> Tensor:
     """In autocast's number format, which it gives to torch's own attention and not to this one. Between float32
     weights RoPE makes queries and keys float32, and the kernel takes none."""
+    return tensor.to(_computed_in(tensor))
+
+
+def _computed_in(tensor: Tensor) -> torch.dtype:
     kind = tensor.device.type
-    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
 
 
 @cache
