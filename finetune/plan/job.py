@@ -7,7 +7,8 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from finetune import attention
 from finetune.batches import MicroBatch
 from finetune.model import attention_name
 from finetune.optimizer import check_optimizer
-from finetune.plan.caching import Held, NoMemory, replay
+from finetune.plan.caching import NoMemory, replay
 from finetune.plan.depth import kept_whole, with_layers
 from finetune.plan.gpus import Gpus
 from finetune.plan.layers import SHALLOW, deep
@@ -52,6 +53,8 @@ class Planned:
     layout: Layout | None = None
     reserved: tuple[int, int] | None = None  # by torch's allocator on a GPU: what it must, what it would with room
     upper: int = 0  # bytes that surely suffice, by the allocator's replay
+    host: Mapping[str, int] = field(default_factory=dict)  # rank 0's tensors in host memory, at each phase's peak
+    node: int = 1  # ranks on one machine
 
     @property
     def peak(self) -> tuple[str, Peak]:
@@ -96,17 +99,19 @@ def plan_recipe(
     shown, exact = batches or worst_batches(recipe, ranks), bool(batches) and gpus is None
     with tempfile.TemporaryDirectory() as folder:
         job = _Job(recipe, strategy, shown, ranks, node, on_gpu=gpus is not None)
-        phases, work, replayed = _traced(job, config, Path(folder), whole=exact)
+        found = _traced(job, config, Path(folder), whole=exact)
+    work = found.work
     if strategy.kind == "ddp":
-        work = of_ddp(work, phases["step"].peak.parts["gradients"])
+        work = of_ddp(work, found.phases["step"].peak.parts["gradients"])
     layout = _layout(recipe, strategy, shown, ranks, node, int(config["num_hidden_layers"]))
     outside = {"CUDA context": CONTEXT} | ({"NCCL": NCCL} if ranks > 1 else {})
-    planned = Planned(phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes), work, layout)
+    planned = Planned(found.phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes), work, layout)
     if gpus is None:
         return planned
-    if isinstance(replayed, float):
-        return _with_share(planned, replayed)
-    return _with_allocator(planned, replayed, gpus.memory - sum(outside.values()))
+    planned = dataclasses.replace(planned, host=found.host, node=min(node, ranks))
+    if found.share is not None:
+        return _with_share(planned, found.share)
+    return _with_allocator(planned, found.changes, gpus.memory - sum(outside.values()))
 
 
 def _with_share(planned: Planned, share: float) -> Planned:
@@ -142,38 +147,50 @@ class _Job:
     on_gpu: bool
 
 
-def _traced(
-    job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool
-) -> tuple[dict[str, PhaseMemory], StepWork, list[Change] | float]:
-    """Phases, the work of a step and, where a GPU is planned, the changes of its memory that make the phases up.
+@dataclass(frozen=True)
+class _Traced:
+    phases: dict[str, PhaseMemory]
+    work: StepWork
+    host: dict[str, int] = field(default_factory=dict)  # these where a GPU is planned
+    changes: list[Change] = field(default_factory=list)  # of its memory, which make the phases up
+    share: float | None = None  # instead of them: how many times what it hands out its allocator reserves, at most
 
-    ZeRO-3 fetches weights in an order that does not repeat from layer to layer, so its changes are not to be had from
-    fewer layers: instead, how many times what it hands out the allocator reserves there, at most.
-    """
+
+def _traced(job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool) -> _Traced:
+    """The model of this depth from shallow ones, or from itself where the `whole` is asked for."""
     work: dict[int, StepWork] = {}
     timelines: dict[int, Timeline] = {}
 
     def timeline_of(layers: int) -> Timeline:
-        smaller = with_layers(job.recipe, config, layers, folder)
-        done = trace(smaller, job.strategy, job.batches, ranks=job.ranks, node=job.node, gpu=job.on_gpu)
-        moved = {phase: found.moved for phase, found in done.measured.items()}
-        once = _reduces_once(job.strategy)
-        work[layers] = per_step(done.operations, moved, steps=STEPS, micro_steps=len(job.batches), reduces_once=once)
-        return timelines.setdefault(layers, done.timeline)
+        if layers not in timelines:
+            smaller = with_layers(job.recipe, config, layers, folder)
+            done = trace(smaller, job.strategy, job.batches, ranks=job.ranks, node=job.node, gpu=job.on_gpu)
+            moved = {phase: found.moved for phase, found in done.measured.items()}
+            steps, once = len(job.batches), _reduces_once(job.strategy)
+            work[layers] = per_step(done.operations, moved, steps=STEPS, micro_steps=steps, reduces_once=once)
+            timelines[layers] = done.timeline
+        return timelines[layers]
 
     layers, every = int(config["num_hidden_layers"]), max(1, int(job.recipe.training.activation_checkpointing))
-    device = NAME if job.on_gpu else "cpu"
-    shallow = SHALLOW + (kept_whole(config, _packed(job.recipe)) if job.strategy.zero_stage == 3 else 0)
     if whole:
-        phases = timeline_of(layers).phases(device)
-    else:
-        phases = deep(timeline_of, layers, device, period=every, shallow=shallow)
+        return _Traced(timeline_of(layers).phases("cpu"), at_depth(work, layers))
+    shallow = SHALLOW + (kept_whole(config, _packed(job.recipe)) if job.strategy.zero_stage == 3 else 0)
+    grown = partial(deep, timeline_of, layers, period=every, shallow=shallow)
+    if not job.on_gpu:
+        return _Traced(grown("cpu"), at_depth(work, layers))
+    phases, host = grown(NAME), {name: phase.peak.nbytes for name, phase in grown("cpu").items()}
+    if job.strategy.zero_stage == 3:
+        # It fetches weights in an order that does not repeat from layer to layer, so fewer do not tell the changes.
+        share = max(_share_reserved(timeline, count) for count, timeline in timelines.items())
+        return _Traced(phases, at_depth(work, layers), host, share=share)
     shown = max(timelines)
-    if job.on_gpu and job.strategy.zero_stage == 3:
-        replays = [replay(spliced(timeline, device, count, count)) for count, timeline in timelines.items()]
-        return phases, at_depth(work, layers), max(map(_share_reserved, replays))
-    changes = list(spliced(timelines[shown], device, shown, layers, every)) if job.on_gpu else []
-    return phases, at_depth(work, layers), changes
+    changes = list(spliced(timelines[shown], NAME, shown, layers, every))
+    return _Traced(phases, at_depth(work, layers), host, changes)
+
+
+def _share_reserved(timeline: Timeline, layers: int) -> float:
+    held = replay(spliced(timeline, NAME, layers, layers)).values()
+    return max(phase.reserved for phase in held) / max(phase.allocated for phase in held)
 
 
 def _packed(recipe: Recipe) -> int:
@@ -181,10 +198,6 @@ def _packed(recipe: Recipe) -> int:
     if recipe.quantization is None or recipe.quantization.load_in_8bit:
         return 1
     return 2 * int(getattr(torch, recipe.quantization.bnb_4bit_quant_storage).itemsize)
-
-
-def _share_reserved(held: Mapping[str, Held]) -> float:
-    return max(phase.reserved for phase in held.values()) / max(phase.allocated for phase in held.values())
 
 
 def _reduces_once(strategy: Strategy) -> bool:
@@ -257,6 +270,7 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "gpu_bytes": planned.gpus.memory if planned.gpus else None,
         "peak": {"phase": planned.peak[0], "module": planned.peak[1].module},
         "outside_bytes": planned.outside,
+        "host_bytes": dict(planned.host),
         "phases": {
             name: {
                 "peak_bytes": phase.peak.nbytes,

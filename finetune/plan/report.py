@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from finetune.plan.job import Planned
 from finetune.plan.timeline import COMPONENTS
 
 GIB = 2**30
+WIDTH, EMPTY = 50, "."
+# What the bars tell apart, by shade: what is there all the time, what a step makes, and the rest.
+DRAWN = {
+    "█": ("parameters", "masters"),
+    "▓": ("gradients", "unsharded gradients", "optimizer state"),
+    "▒": ("activations", "logits and loss"),
+    "░": (
+        *("gathered layers", "cast weights", "communication buffers"),
+        *("quantisation workspace", "backward workspace", "other"),
+    ),
+}
+NAMES = ("weights", "gradients and optimizer", "activations and loss", "buffers")
+assert {part for parts in DRAWN.values() for part in parts} == set(COMPONENTS)
 
 
 def describe(planned: Planned) -> str:
     """Verdict, reason, table, and what is assumed."""
-    return "\n".join([verdict(planned), "", *_table(planned), "", *_rest(planned)])
+    return "\n".join([verdict(planned), "", *_table(planned), "", *_bars(planned), "", *_rest(planned)])
 
 
 def verdict(planned: Planned) -> str:
@@ -42,6 +56,29 @@ def _table(planned: Planned) -> Iterator[str]:
     yield f"{'all tensors':<24}" + "".join(f"{phase.peak.nbytes / GIB:>10.2f}" for phase in phases.values())
 
 
+def _bars(planned: Planned) -> Iterator[str]:
+    """A picture of the table: each phase's peak against the GPU, or against the largest."""
+    outside, phases = sum(planned.outside.values()), planned.phases
+    largest = max(phase.peak.nbytes for phase in phases.values()) + outside
+    whole = largest if planned.gpus is None else max(largest, planned.gpus.memory)
+    for name, phase in phases.items():
+        sizes = [sum(phase.peak.parts.get(part, 0) for part in parts) for parts in DRAWN.values()]
+        drawn = _drawn([*sizes, outside], whole)
+        total = (phase.peak.nbytes + outside) / GIB
+        yield f"{name:<9}{drawn:{EMPTY}<{WIDTH}} {total:6.1f} of {whole / GIB:.1f} GiB"
+    legend = [f"{shade} {name}" for shade, name in zip(DRAWN, NAMES, strict=True)]
+    legend += ["x beside the tensors"] * bool(outside)
+    yield " " * 9 + "   ".join(legend)
+
+
+def _drawn(sizes: Sequence[int], whole: int) -> str:
+    """So many characters of each shade; the sums are rounded, so that the bar's end is where the total is."""
+    bar = ""
+    for shade, total in zip((*DRAWN, "x"), accumulate(sizes), strict=True):
+        bar += shade * (round(total / whole * WIDTH) - len(bar))
+    return bar
+
+
 def _rest(planned: Planned) -> Iterator[str]:
     if planned.outside:
         listed = ", ".join(f"{name} {nbytes / GIB:.2f}" for name, nbytes in planned.outside.items())
@@ -49,5 +86,8 @@ def _rest(planned: Planned) -> Iterator[str]:
     if planned.reserved:
         least, most = (nbytes / GIB for nbytes in planned.reserved)
         yield f"reserved by torch's allocator, GiB: {least:.1f} at least, {most:.1f} where there is room"
+    if any(planned.host.values()):
+        listed = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in planned.host.items())
+        yield f"in host memory of rank 0, of {planned.node} on a machine, GiB at the peak of: {listed}"
     yield "full rows of data.max_length"
     yield from planned.notes
