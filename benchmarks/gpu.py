@@ -89,7 +89,16 @@ def write_rows(file: Path, *, tokens: int, max_length: int) -> Path:
 
 def measure(path: Path, folder: Path, *, shrunken: bool) -> dict[str, Any]:
     """One recipe's figures: a row of the results."""
-    recipe = load_recipe(str(path), []).recipe
+    run_dir, reason = train(path, folder, shrunken=shrunken)
+    return {"ok": False, "reason": reason} if reason else {"ok": True, **figures(run_dir)}
+
+
+def train(
+    path: Path, folder: Path, changes: Sequence[str] = (), *, shrunken: bool, steps: int | None = None
+) -> tuple[Path, str | None]:
+    """A recipe, with `changes` as key=value, for so many steps on rows that fill it: the run's folder, and why it
+    failed, if it did."""
+    recipe, steps = load_recipe(str(path), changes).recipe, steps or STEPS
     training, length = recipe.training, recipe.data.max_length
     rows = MICRO_STEPS * training.per_device_batch_size
     run_dir, data = folder / "run", folder / "rows.jsonl"
@@ -99,25 +108,23 @@ def measure(path: Path, folder: Path, *, shrunken: bool) -> dict[str, Any]:
         "model.name_or_path": str(random_model(recipe, folder, shrunken=shrunken)),
         "data.train": [{"path": "json", "data_files": str(write_rows(data, tokens=rows * length, max_length=length))}],
         "data.eval": None,
-        "training.max_steps": STEPS,
+        "training.max_steps": steps,
         "training.global_batch_size": rows,
         "training.warmup_steps": 0,
         "training.warmup_ratio": 0,
         "samples.count": 0,
         "logging_steps": 1,
-        "save_steps": STEPS,
+        "save_steps": steps,
         "measure_phases": True,
     }
     settings |= {"budget.gpus": 0} if shrunken else {"budget.gpu_memory_gb": _memory_gb()}
-    words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    words = [*changes, *(f"{key}={json.dumps(value)}" for key, value in settings.items())]
     launch = ["--cpu"] if shrunken else []
     command = [sys.executable, "-m", "accelerate.commands.launch", *launch, "--num_processes", "1"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "FINETUNE_CACHE": str(folder / "cache")}
     command += ["finetune/train.py", str(path), *words]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        return {"ok": False, "reason": failure(run_dir, done.stdout + done.stderr)}
-    return {"ok": True, **figures(run_dir)}
+    return run_dir, failure(run_dir, done.stdout + done.stderr) if done.returncode else None
 
 
 def _memory_gb() -> float:

@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py can show without a GPU: which recipes it takes, and that it measures them."""
+"""What benchmarks/gpu.py and plan_gpu.py show without a GPU: which runs they make, and that they measure them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks import gpu, plan_gpu
+from finetune.foretold import SWITCH
 from finetune.recipe_file import load_recipe
 from finetune.shrink import sample_texts, train_tokenizer
 
@@ -44,3 +45,25 @@ def test_a_recipe_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert set(row["phases"]) == {"load", "forward", "backward", "step", "save"}
     assert row["phases"]["backward"]["peak_gib"] > row["phases"]["load"]["allocated_gib"] > 0
     assert row["receipt"]["world_size"] == 1
+
+
+def test_the_plans_configurations_are_recipes_that_differ() -> None:
+    every = plan_gpu.configurations()
+    recipes = [load_recipe(str(plan_gpu.BASE), changes).recipe for changes in every.values()]
+    assert len({recipe.model_dump_json() for recipe in recipes}) == len(every) == 27
+    axes = {
+        (recipe.lora is None, recipe.quantization is None, recipe.training.activation_checkpointing)
+        for recipe in recipes
+    }
+    assert len(axes) == 6
+
+
+@pytest.mark.slow
+def test_a_plan_is_held_against_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SWITCH)
+    name = "Llama-3.2-1B lora 2048"
+    row = plan_gpu.measure(plan_gpu.configurations()[name], tmp_path, shrunken=True)
+    assert row["ok"], row
+    assert set(row["phases"]) == {"forward", "backward", "step"}
+    assert row["planned_bytes"] == row["measured_bytes"] > 0  # on a CPU to the byte
+    assert plan_gpu.summary({name: row})["largest_error"] == 0
