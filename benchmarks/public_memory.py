@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.common import write_result
 from finetune.plan.caching import CachingAllocator
-from finetune.plan.dataless import no_data
+from finetune.plan.dataless import fill, no_data
 from finetune.plan.pretend import NAME, pretend_device
 from finetune.plan.recorder import Recorder, Tagging
 from finetune.plan.splice import Change, spliced
@@ -48,13 +48,8 @@ GIB = 2**30
 ROWS = 4
 LONGEST, MEAN = 668, 219
 LAYERS, DEEP = 5, 28
-# Why a point is not traced, or may be off.
-REASONS = {
-    "frod": "not traced: its initialisation counts eigenvalues that are not 0",
-    "waveft": "not traced: its initialisation draws places without repetition, by their values",
-    "mica": "not traced: its initialisation replaces weights by those of a real tensor",
-    "vblora": "not traced: its forward stops where a weight is infinite, which the trace cannot know",
-}
+# Their initialisation asks for values: they are made of real tensors, and what these hold is then forgotten.
+REAL = ("frod", "waveft", "mica", "vblora")
 WHOLE = ("lily", "prefixtuning", "prompt_tuning", "ptuning", "adaptionprompt")  # traced at full depth
 
 
@@ -91,9 +86,10 @@ def build(adapter: dict[str, Any] | None, layers: int, device: torch.device) -> 
     return peft.get_peft_model(model, kind(**settings))  # type: ignore[no-any-return]
 
 
-def timeline_of(adapter: dict[str, Any] | None, lengths: Sequence[int], layers: int) -> Timeline:
-    """Their loop, a step for each length."""
+def timeline_of(adapter: dict[str, Any] | None, lengths: Sequence[int], layers: int, *, real: bool) -> Timeline:
+    """Their loop, a step for each length. `real`: the model is made of real tensors first."""
     device = pretend_device()
+    made = build(adapter, layers, torch.device("cpu")) if real else None
     with ExitStack() as inside:
         mode = inside.enter_context(no_data(1.0, masks=True))
         mode.allow_non_fake_inputs = True  # indices that adapters keep are small and real
@@ -101,7 +97,9 @@ def timeline_of(adapter: dict[str, Any] | None, lengths: Sequence[int], layers: 
         for each in (moved_without_swapping(), Workspaces(recorder, device, CUBLAS), Tagging(recorder, gloo=False)):
             inside.enter_context(each)
         with recorder.phases("load"):
-            model = build(adapter, layers, device)
+            model = made or build(adapter, layers, device)
+            if real:
+                fill(model, device)
             model.train()
             optimizer = torch.optim.AdamW(model.parameters())
         with recorder.modules(model, None):
@@ -146,9 +144,9 @@ def at_ends(changes: Sequence[Change]) -> list[tuple[int, int]]:
     return found
 
 
-def planned(adapter: dict[str, Any] | None, layers: int = LAYERS) -> tuple[int, int]:
+def planned(adapter: dict[str, Any] | None, layers: int = LAYERS, *, real: bool = False) -> tuple[int, int]:
     """Bytes allocated at the end of a mean step, and reserved at that of the longest."""
-    timeline = timeline_of(adapter, (MEAN, MEAN, LONGEST), layers)
+    timeline = timeline_of(adapter, (MEAN, MEAN, LONGEST), layers, real=real)
     _, mean, longest = at_ends(list(spliced(timeline, NAME, layers, DEEP)))
     return mean[0], longest[1]
 
@@ -157,12 +155,11 @@ def compared(name: str, point: dict[str, Any]) -> dict[str, Any]:
     """Planned beside measured, and the errors in percent; or why there is no plan."""
     warnings.simplefilter("ignore")  # peft's about settings, 33 times
     family = name.split("--")[0]
-    reason = next((why for word, why in REASONS.items() if word in name), None)
-    if reason:
-        return {"reason": reason}
     # Prompts and prefixes are one tensor for all layers, and Lily shares among some: layers are not alike.
     layers = DEEP if family in WHOLE else LAYERS
-    allocated, reserved = (nbytes / GIB for nbytes in planned(point["adapter"], layers))
+    allocated, reserved = (
+        nbytes / GIB for nbytes in planned(point["adapter"], layers, real=any(word in name for word in REAL))
+    )
     return {
         "reserved_gib": round(reserved, 3),
         "reserved_error": round(100 * (reserved / point["reserved_gib"] - 1), 2),

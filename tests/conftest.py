@@ -16,6 +16,14 @@ os.environ.setdefault("FINETUNE_PLANNER", "off")
 
 from tests.tiny import save_tiny
 
+# A trace starts autograd's threads for the planner's device, for good; a process that has them cannot fork ranks.
+TRACING = ("test_closed", "test_pla", "test_pretend", "test_public_memory", "test_recipe_plans", "test_splice")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What traces in the tests' own process comes last."""
+    items.sort(key=lambda item: item.path.name.startswith(TRACING))
+
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -84,6 +84,7 @@ class How(NamedTuple):
 
 def fork_ranks(recipe: Path, run_dir: Path, ranks: int, strategy: str) -> list[int]:
     """Starts one training, as a launcher would, on this machine; returns its processes."""
+    assert not hasattr(torch, "pretend"), "a planner's trace was here, with threads that a fork does not survive"
     port = free_ports(1)[0]
     return [_fork_rank(recipe, run_dir, rank, ranks, port, strategy) for rank in range(ranks)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode  # torch's documentation names it by this path alone
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
@@ -19,7 +18,6 @@ from transformers import (
 
 from finetune import attention
 from finetune.model import checkpoint_layers, put_loss_into_forward
-from finetune.plan.pretend import pretend_device
 from tests.tiny import flat_batch
 
 LENGTHS = (5, 20, 1, 13)
@@ -102,7 +100,7 @@ def test_generation_still_works_after_the_loss_moved_in() -> None:
 def test_the_kernel_that_knows_16_bits_alone_is_not_asked_in_float32(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Away from the CPU: the planner's device without data stands for CUDA."""
+    """Away from the CPU: tensors on meta stand for those on a GPU."""
     asked: list[torch.dtype] = []
 
     def kernel(query: Tensor, *_: object) -> Tensor:
@@ -110,11 +108,11 @@ def test_the_kernel_that_knows_16_bits_alone_is_not_asked_in_float32(
         return query.transpose(1, 2)
 
     monkeypatch.setattr(attention, "_on_cuda", kernel)
-    with FakeTensorMode(), pretend_device():
-        query, key = (torch.empty(1, heads, sum(LENGTHS), 8, dtype=dtype) for heads in (4, 2))
-        starts = torch.empty(len(LENGTHS) + 1, dtype=torch.int32)
-        output, _ = attention.varlen_attention(
-            torch.nn.Module(), query, key, key, None, cu_seq_lens=starts, document_lengths=LENGTHS
-        )
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # which knows no meta
+    query, key = (torch.empty(1, heads, sum(LENGTHS), 8, dtype=dtype, device="meta") for heads in (4, 2))
+    starts = torch.empty(len(LENGTHS) + 1, dtype=torch.int32, device="meta")
+    output, _ = attention.varlen_attention(
+        torch.nn.Module(), query, key, key, None, cu_seq_lens=starts, document_lengths=LENGTHS
+    )
     assert output.shape == (1, sum(LENGTHS), 4, 8)
     assert asked == ([] if dtype == torch.float32 else [dtype])

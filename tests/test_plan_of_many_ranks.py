@@ -24,11 +24,14 @@ data: {train: [{path: json, data_files: unused.jsonl}], max_length: 4096}
 training: {global_batch_size: 512, pure_bf16: true}
 """
 MEASURED = """
-import json, resource, sys
+import json, re, resource, sys
+from pathlib import Path
 from finetune.cli import main
 code = main(["plan", sys.argv[1], "--gpus", "H100:8", "--nodes", "64", "--json"])
 used = resource.getrusage(resource.RUSAGE_SELF)
-print(json.dumps({"code": code, "cpu_seconds": used.ru_utime + used.ru_stime, "gib": used.ru_maxrss / 2**20}))
+# Not ru_maxrss, which begins with what the process had that started this one.
+kib = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+print(json.dumps({"code": code, "cpu_seconds": used.ru_utime + used.ru_stime, "gib": kib / 2**20}))
 """
 
 

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from torch.nn import functional
 
 from finetune.plan.trace import trace
 from finetune.plan.zero_trace import without_disks
@@ -51,6 +52,14 @@ def test_engines_are_planned_to_the_byte(strategy: str, some: list[Case], folder
         for case, there in zip(some, real, strict=True)
     }
     assert {case: wrong for case, wrong in found.items() if wrong} == {}
+
+
+@NEEDS_DEEPSPEED
+@pytest.mark.slow
+def test_a_trace_of_zero3_leaves_torchs_own_product(folder: Path) -> None:
+    before = functional.linear
+    planned(SOME[0], folder, "zero3", 2)
+    assert functional.linear is before
 
 
 @NEEDS_DEEPSPEED

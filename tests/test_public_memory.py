@@ -42,4 +42,6 @@ def test_the_page_is_the_result() -> None:
 @pytest.mark.parametrize("name", ["lora--llama-3.2-3B-rank32", "ln_tuning--llama-3.2-3B-default"])
 def test_a_sample_is_planned_as_committed(name: str) -> None:
     point = json.loads(POINTS.read_text("utf-8"))[name]
-    assert compared(name, point) == pytest.approx(committed()["points"][name], rel=1e-3)
+    assert compared(name, point) == pytest.approx(
+        committed()["points"][name], rel=1e-3, abs=0.03
+    )  # percent, two digits
