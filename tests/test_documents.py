@@ -1,0 +1,181 @@
+"""Every command of README and docs/: parsed as it stands, and run as it stands where that takes seconds."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from accelerate.commands.launch import launch_command_parser
+from peft import PeftModel
+from torch.distributed.run import get_args_parser as torchrun_parser
+from transformers import AutoModelForCausalLM
+
+from finetune.cli import app, main
+from finetune.recipe_file import load_recipe
+from finetune.train import main as train
+from tests.soak_resume import write_recipe
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Where a page says RECIPE.
+ANY = "recipes/llama3_70b_lora_hsdp_2x8x80gb.yaml"
+# Not of this project, or of a machine's set-up: .ci/run runs README's own lines of it.
+OTHERS = {"python3", ".", "pytest", "sbatch", "bash", "vllm", "convert-hf-to-gguf"}
+RUN = [
+    "finetune check",
+    "finetune list",
+    "finetune launch",
+    "finetune preview",
+    "finetune chat",
+    "finetune push runs/quickstart me/devils --dry-run",
+    "finetune merge",
+    "finetune report runs/quickstart",
+    "finetune report runs/a",
+    "finetune eval runs/quickstart",
+]
+# Commands that take longer, or more than a run on this machine; and where the like is run.
+ELSEWHERE = {
+    "finetune plan": "test_plan_verb.py",
+    "finetune rehearse": "test_rehearse.py",
+    "finetune compare": "test_compare.py",
+    "finetune report runs/quickstart_compare": "test_report.py",
+    "finetune eval runs/quickstart --tasks": "test_held_out.py",
+    "finetune push runs/quickstart me/devils": "test_hub_push.py",
+    "finetune import": "test_import.py",
+    "finetune doctor": "test_doctor.py",
+}
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of a language over all pages."""
+    fence = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [block for page in PAGES for name, block in fence.findall(page.read_text("utf-8")) if name == language]
+
+
+def commands() -> list[str]:
+    """Each command once, without comments; those that continue on the next line as one."""
+    found: dict[str, None] = {}
+    for block in blocks("bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            for command in line.split(" && "):
+                if words := shlex.split(command, comments=True):
+                    found[shlex.join(words)] = None
+    return list(found)
+
+
+def prefix(command: str, known: Any) -> str | None:
+    """The longest of the known beginnings that a command has."""
+    return max((each for each in known if f"{command} ".startswith(f"{each} ")), key=len, default=None)
+
+
+def check_recipe(words: list[str]) -> None:
+    """`RECIPE key=value ...`, as the trainer reads it."""
+    recipe, *changes = words
+    load_recipe(ROOT / (ANY if recipe == "RECIPE" else recipe), changes)
+
+
+def check_trainer(words: list[str]) -> None:
+    assert words[0] == "finetune/train.py"
+    check_recipe(words[1:])
+
+
+def check_pip(words: list[str]) -> None:
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    for extras in re.findall(r"\[(.+?)\]", " ".join(words)):
+        assert set(extras.split(",")) <= known.keys()
+
+
+@pytest.mark.parametrize("command", commands())
+def test_is_understood(command: str) -> None:
+    # R stands for a machine's number.
+    program, *words = ["1" if word == "R" else word for word in shlex.split(command)]
+    if program == "finetune":
+        verb: Any = typer.main.get_command(app).commands[words[0]]  # type: ignore[attr-defined]
+        verb.make_context(words[0], words[1:])
+        for word in words[1:]:
+            assert not word.startswith("recipes/") or list(ROOT.glob(word)), word
+        assert prefix(command, [*RUN, *ELSEWHERE]), "is run nowhere"
+    elif program == "accelerate":
+        asked = launch_command_parser().parse_args(words[1:])
+        check_trainer([asked.training_script, *asked.training_script_args])
+        assert asked.config_file is None or (ROOT / asked.config_file).is_file()
+    elif program == "torchrun":
+        given = torchrun_parser().parse_args(words)
+        check_trainer([given.training_script, *given.training_script_args])
+    elif program == "srun":
+        check_trainer(words[words.index("python") + 1 :])
+    elif program == "pip":
+        check_pip(words)
+    else:
+        assert program in OTHERS
+
+
+@pytest.mark.parametrize("command", ELSEWHERE)
+def test_what_is_run_elsewhere_is_run_there(command: str) -> None:
+    assert any(prefix(each, [*RUN, *ELSEWHERE]) == command for each in commands()), "no page says it any more"
+    verb = command.split()[1]
+    assert f'"{verb}' in (ROOT / "tests" / ELSEWHERE[command]).read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as a clone is after README's first command, but for the size of its run."""
+    folder = tmp_path_factory.mktemp("clone")
+    recipe = write_recipe(folder, steps=4, dropout=0.0)
+    for name in ("quickstart", "a", "b"):
+        assert train([str(recipe), f"output_dir={folder / 'runs' / name}"]) == 0
+    for name in ("recipes", "accelerate_configs", "data", "finetune"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+@pytest.mark.parametrize("command", [each for each in commands() if prefix(each, [*RUN, *ELSEWHERE]) in RUN])
+def test_runs(command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    words = [ANY if word == "RECIPE" and "launch" in command else word for word in shlex.split(command)]
+    words = ["recipes/quickstart.yaml" if word == "RECIPE" else word for word in words]
+    assert main(words[1:]) == 0, capsys.readouterr().err
+    if "merge" in command:
+        shown, told = ("\n".join(blocks("")).splitlines(), capsys.readouterr().out.splitlines())
+        assert [line for line in shown if "same top token" in line] == [
+            line for line in told if "same top token" in line
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", [each for each in commands() if prefix(each, ELSEWHERE) in ("finetune plan", "finetune rehearse")]
+)
+def test_longer_ones_run(command: str, tmp_path: Path) -> None:
+    """In a process of their own, for a plan makes state for good."""
+    words = [str(ROOT / "recipes/llama3_fsdp.yaml") if word == "RECIPE" else word for word in shlex.split(command)]
+    for name in ("recipes", "accelerate_configs", "data", "finetune"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    done = subprocess.run(
+        [sys.executable, "-m", "finetune.cli", *words[1:]], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_guides_line_loads_the_adapter(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = next(block for block in blocks("python") if "PeftModel" in block)
+    monkeypatch.chdir(place)
+    base = load_recipe(place / "recipe.yaml").recipe.model.name_or_path
+    names: dict[str, Any] = {"PeftModel": PeftModel, "AutoModelForCausalLM": AutoModelForCausalLM, "BASE": base}
+    exec(line, names)
+    assert isinstance(names["model"], PeftModel)
+
+
+def test_the_guides_last_line_is_the_trainers() -> None:
+    line = next(block for block in blocks("") if block.startswith("rank 9 died"))
+    words = "killed, perhaps for memory (see dmesg), or crashed"
+    assert words in line
+    assert words in "".join(path.read_text("utf-8") for path in (ROOT / "finetune").glob("*.py"))
