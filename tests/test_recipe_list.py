@@ -182,12 +182,3 @@ def test_listing_imports_no_torch() -> None:
     program = "import sys; from finetune.cli import main; main(['list', '--json']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
-
-
-def test_the_readme_lists_every_recipe() -> None:
-    readme = (ROOT / "README.md").read_text("utf-8")
-    rows = re.findall(r"^\| `\w[\w.]*` \| .* \|$", readme, re.MULTILINE)
-    expected = [
-        f"| `{listed.name}` | {budget_text(listed.budget)} | {listed.purpose} |" for listed in find_recipes().recipes
-    ]
-    assert rows == expected, "README's table of recipes should be:\n" + "\n".join(expected)
