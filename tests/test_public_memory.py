@@ -23,12 +23,14 @@ def test_the_claim() -> None:
     found = committed()["points"]
     assert len(found) == 33
     assert all("reserved_error" in row or row["reason"] for row in found.values())
-    assert sum("reserved_error" in row for row in found.values()) >= 29
+    assert sum("reserved_error" in row for row in found.values()) >= 31
     for kind in ("reserved_error", "mean_allocated_error"):
         errors = summary(found, kind)
         assert errors == committed()[kind]
         assert errors["median"] <= 1
         assert errors["within_5"] >= 0.9
+    near = sum(abs(row.get("reserved_error", 100)) <= 5 for row in found.values())
+    assert near >= 0.9 * len(found)  # also where what is not traced counts as far off
 
 
 def test_the_page_is_the_result() -> None:
