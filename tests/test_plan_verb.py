@@ -120,10 +120,19 @@ def test_what_is_asked_wrongly(words: list[str], told: str, capsys: pytest.Captu
     assert told in err
 
 
+@pytest.mark.slow
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = say(["--pick", "--model", "meta-llama/Llama-3.3-70B", "--gpus", "8GB"], capsys)
+    code, _, err = say(["--pick", "--model", "meta-llama/Llama-3.2-1B", "--gpus", "1GB"], capsys)
     assert code == 3
     assert "its smallest variant needs" in err
+
+
+@pytest.mark.slow
+def test_weights_wait_in_host_memory_where_nothing_else_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = say(["--pick", "--model", "meta-llama/Llama-3.1-8B", "--gpus", "5GB"], capsys)
+    assert code == 0
+    assert "accelerate_config: fsdp2_offload" in out
+    assert "# In host memory: up to" in out
 
 
 @pytest.mark.slow

@@ -68,6 +68,12 @@ def last_resorts(model: str, config: Mapping[str, Any], gpus: Gpus, count: int =
     return [recipe for needed, recipe in _by_need(model, config, gpus)[:count] if needed <= gpus.memory]
 
 
+def offloaded(model: str, gpus: Gpus) -> Iterator[Recipe]:
+    """Where none of the others fits: weights that wait in host memory, the best first; known to the trace alone."""
+    for length, method in product((2048, 512), ("lora", "qlora")):
+        yield _variant(model, gpus, method, length, "fsdp2_offload", True, 1)
+
+
 def smallest(model: str, config: Mapping[str, Any], gpus: Gpus) -> int:
     """Bytes that the smallest variant needs. Raises DoesNotFit where no variant can be estimated."""
     found = _by_need(model, config, gpus)
@@ -81,8 +87,8 @@ def _by_need(model: str, config: Mapping[str, Any], gpus: Gpus) -> list[tuple[in
     return sorted(((estimate(recipe, config, gpus).needed, recipe) for recipe in known), key=lambda pair: pair[0])
 
 
-def commented(recipe: Recipe, needed: int, gpus: Gpus) -> str:
-    """A recipe's file, with the reason beside each choice."""
+def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0) -> str:
+    """A recipe's file, with the reason beside each choice. `host`: bytes of rank 0 in host memory, at the most."""
     training, budget = recipe.training, recipe.budget
     ranks, gib = gpus.count * gpus.nodes, needed / 2**30
     how = "--multi_gpu " if ranks > 1 else ""
@@ -98,6 +104,8 @@ def commented(recipe: Recipe, needed: int, gpus: Gpus) -> str:
         "model:",
         f"  name_or_path: {recipe.model.name_or_path}",
     ]
+    if recipe.accelerate_config == "fsdp2_offload":
+        lines.insert(3, f"# In host memory: up to {host / 2**30:.0f} GiB of the first process, planned too.")
     if recipe.quantization:
         lines += [
             "quantization:",
@@ -132,4 +140,5 @@ _WHY = {
     "ddp": "a copy on each GPU, one reduction a step",
     "fsdp2_grad_op": "weights gathered once a micro-batch",
     "fsdp2": "weights, gradients and AdamW's state cut over the GPUs",
+    "fsdp2_offload": "weights wait in host memory, which has to hold them; much slower",
 }

@@ -168,16 +168,17 @@ def pick_in_words(model: str | None, asked: Asked, file: Path | None) -> Answer:
         raise FinetuneError("--pick: needs a model and GPUs; add --model meta-llama/Llama-3.1-8B --gpus 2x24GB")
     gpus, (config, source) = read_gpus(asked.gpus, asked.nodes), full_config(model)
     sure = islice(pick.picks(model, config, gpus), TRIES)
-    for recipe in chain(sure, pick.last_resorts(model, config, gpus)):
+    least = pick.smallest(model, config, gpus)
+    for recipe in chain(sure, pick.last_resorts(model, config, gpus), pick.offloaded(model, gpus)):
         planned = plan_by_trace(recipe, gpus)
+        least = min(least, planned.needed)
         if planned.fits:
-            text = pick.commented(recipe, planned.needed, gpus)
+            text = pick.commented(recipe, planned.needed, gpus, max(planned.host.values(), default=0))
             if file is not None:
                 file.write_text(text, "utf-8")
             told = {"ok": True, "needed_bytes": planned.needed, "gpu_bytes": gpus.memory, "recipe": text}
             return told | {"file": None if file is None else str(file)}, text.rstrip()
-    least = pick.smallest(model, config, gpus) / GIB
     raise DoesNotFit(
-        f"--gpus: {asked.gpus}: {model} ({source}) does not fit: its smallest variant needs {least:.1f} GiB of each "
-        f"GPU, which has {gpus.memory / GIB:.1f}; take more or larger GPUs, or a smaller model"
+        f"--gpus: {asked.gpus}: {model} ({source}) does not fit: its smallest variant needs {least / GIB:.1f} GiB of "
+        f"each GPU, which has {gpus.memory / GIB:.1f}; take more or larger GPUs, or a smaller model"
     )
