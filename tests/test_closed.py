@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.closed_form import key_of, measure, points, recipe_of
+from benchmarks.closed_form import closed, key_of, points, traced
 from finetune.plan.closed import estimate, unknown
 from finetune.plan.gpus import read_gpus
 from finetune.plan.rank_terms import Job
@@ -52,9 +52,7 @@ def test_every_recorded_point_agrees_with_its_trace() -> None:
     rows, off = recorded(), {}
     for point in points(240):
         if key_of(point) in rows:
-            job, gpus = recipe_of(point)
-            closed = estimate(job, full_config(job.model.name_or_path)[0], gpus)
-            off[key_of(point)] = closed.needed / rows[key_of(point)]["traced_bytes"] - 1
+            off[key_of(point)] = closed(point)["closed_bytes"] / rows[key_of(point)]["traced_bytes"] - 1
     assert len(off) == len(rows) >= COUNT
     assert {key: error for key, error in off.items() if abs(error) > LARGEST} == {}
 
@@ -62,8 +60,7 @@ def test_every_recorded_point_agrees_with_its_trace() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("point", points(240)[:6], ids=key_of)
 def test_a_point_traced_now(point: tuple[Any, ...]) -> None:
-    row = measure(point)
-    assert row["closed_bytes"] == pytest.approx(row["traced_bytes"], rel=LARGEST)
+    assert closed(point)["closed_bytes"] == pytest.approx(traced(point)["traced_bytes"], rel=LARGEST)
 
 
 @pytest.mark.parametrize("model", WEIGHTS)
