@@ -130,7 +130,9 @@ def _norm(name: str, shape: Shape, way: Way, users: tuple[str, ...] | str, enter
     keeps_output = _keeps_norm(shape, way, users)
     ahead = entering + (0 if wide else FLOAT32 * t * h + s * t * h * (not way.trained)) + out * (not keeps_output)
     # Backward of x * rsqrt(mean(x^2)): five float32 tensors at once, beside the gradient that goes around the norm.
-    return Step(name, kept + out * keeps_output, ahead=ahead, back=5 * FLOAT32 * t * h + s * t * h)
+    # What is kept of the norm for its weight and for its users is gone by then.
+    back = 5 * FLOAT32 * t * h + s * t * h - s * t * h * way.trained - out * keeps_output
+    return Step(name, kept + out * keeps_output, ahead=ahead, back=back)
 
 
 def _keeps_norm(shape: Shape, way: Way, users: tuple[str, ...] | str) -> bool:
