@@ -45,14 +45,18 @@ def forward(job: Job) -> Iterator[Parts]:
     """In the last layer, at the head, and in the loss; of the last micro-batch of a step."""
     shape, way, last = job.shape, job.way, job.shape.layers - 1
     before, _ = job.stays(last)
+    stream = way.stream * job.tokens * shape.hidden
+    # Frames hold the layer's input and the embeddings' output; in float32 both are what norms keep of them.
+    before += stream * (1 + (not job.every) if way.stream == HALF else job.recomputed(last))
     here = _before_forward(job, activations=before, casts=job.casts * last)
     if job.sharded:
         here = _add(here, gathered_layers=job.unit + job.unresharded(last), communication_buffers=job.unit)
         # As it is put together, beside what it and the layer before it came in.
-        yield _add(here, communication_buffers=job.unit, activations=way.stream * job.tokens * shape.hidden)
+        yield _add(here, communication_buffers=job.unit)
     kept = casts = 0
     for step in job.steps:
         kept, casts = kept + step.kept, casts + step.casts
+        # Of a layer that is recomputed this is no more than near: its recomputation is deeper anyway.
         alive = step.kept if job.recomputed(last) else kept
         yield _add(here, activations=alive + step.ahead, cast_weights=casts)
         if step.unpacked:
@@ -145,7 +149,7 @@ def _in_layer(job: Job, layer: int) -> Iterator[Parts]:
     before, casts = job.stays(layer)
     before += stream * (job.recomputed(layer) and job.way.stream == HALF)  # its input; else counted in its first norm
     done = layers - 1 - layer  # layers whose backward is over
-    gradients = job.gradients if job.again else done * job.trained_of_layer * job.width // job.shards
+    gradients = job.gradients if job.again else job.width * job.done(done)
     here = _running(job, gradients=gradients, activations=before, casts=casts)
     here = _add(here, backward_workspace=job.apart(layer + 1))
     if job.sharded:
@@ -170,7 +174,7 @@ def _steps_of(job: Job, layer: int, here: Parts, stream: int) -> Iterator[Parts]
         if not job.recomputed(layer):
             continue
         now = _add(here, cast_weights=cast, backward_workspace=stream)
-        yield _add(now, activations=kept + step.again)
+        yield _add(now, activations=kept + (step.again or step.ahead))
         if step.unpacked:
             yield _add(now, activations=kept + step.beside, quantisation_workspace=step.unpacked)
     done = 0
@@ -178,8 +182,10 @@ def _steps_of(job: Job, layer: int, here: Parts, stream: int) -> Iterator[Parts]
         own = step.gradients
         wide = own * (2 if job.way.stream == FLOAT32 or job.way.wide else 0)
         sizes = {"unsharded_gradients": done + own} if job.sharded else {"backward_workspace": own + wide}
-        now = _add(here, activations=kept, cast_weights=cast, quantisation_workspace=step.unpacked, **sizes)
-        yield _add(now, backward_workspace=step.back)
+        now = _add(_add(here, activations=kept, cast_weights=cast, **sizes), backward_workspace=step.back)
+        yield now
+        if step.unpacked:  # the adapter's part is over by then
+            yield _add(now, activations=-step.kept, quantisation_workspace=step.unpacked)
         kept, cast, done = kept - step.kept, cast - step.casts, done + own
 
 

@@ -187,12 +187,15 @@ class Job:
             return 0
         return (HALF if self.sharded else self.width) * self.shape.table
 
-    def reducing(self, layers: int) -> int:
-        """Bytes of gradients under way when so many layers' are reduced: what was cut last, and what copies share."""
+    def done(self, layers: int) -> int:
+        """Weights of this rank whose gradients are there after backward of a head of its own and of so many layers."""
         head = self.shape.table * bool(self.full and self.head)
-        latest = self.trained_of_layer if layers else head
-        shared = (head + layers * self.trained_of_layer) // self.shards if self.copied else 0
-        return FLOAT32 * (latest + shared) * self.sharded
+        return (head + layers * self.trained_of_layer) // self.shards
+
+    def reducing(self, layers: int) -> int:
+        """Bytes of gradients under way after so many layers: what was cut last, and what copies share."""
+        latest = self.trained_of_layer if layers else self.done(0) * self.shards
+        return FLOAT32 * (latest + self.done(layers) * self.copied) * self.sharded
 
     @cached_property
     def gradients(self) -> int:
