@@ -33,8 +33,8 @@ def _add(parts: Parts, **more: int) -> Parts:
     return found
 
 
-def _before_forward(job: Job, *, activations: int, casts: int) -> Parts:
-    """As `_running`, in the forward of the last micro-batch of a step."""
+def _before_gradients(job: Job, *, activations: int, casts: int) -> Parts:
+    """As `_running`, in the last micro-batch of a step, whose backward has made no gradient yet."""
     here = _running(job, gradients=job.gradients * job.again, activations=activations, casts=casts)
     if job.strategy.kind == "ddp" and job.micro_steps > 1:
         here = _add(here, backward_workspace=job.gradients)
@@ -48,7 +48,7 @@ def forward(job: Job) -> Iterator[Parts]:
     stream = way.stream * job.tokens * shape.hidden
     # Frames hold the layer's input and the embeddings' output; in float32 both are what norms keep of them.
     before += stream * (1 + (not job.every) if way.stream == HALF else job.recomputed(last))
-    here = _before_forward(job, activations=before, casts=job.casts * last)
+    here = _before_gradients(job, activations=before, casts=job.casts * last)
     if job.sharded:
         here = _add(here, gathered_layers=job.unit + job.unresharded(last), communication_buffers=job.unit)
         # As it is put together, beside what it and the layer before it came in.
@@ -70,7 +70,7 @@ def _at_the_head(job: Job) -> Iterator[Parts]:
     stream = job.way.stream * job.tokens * shape.hidden
     after, _ = job.stays(layers)
     norm = FLOAT32 * job.tokens * (shape.hidden + 1) + stream * job.full
-    here = _before_forward(job, activations=after + norm + stream, casts=job.casts * layers)
+    here = _before_gradients(job, activations=after + norm + stream, casts=job.casts * layers)
     if job.sharded:
         here = _add(here, gathered_layers=job.head + job.unresharded(layers), communication_buffers=job.head)
         yield _add(here, communication_buffers=job.unit)
@@ -107,16 +107,16 @@ def _begins(job: Job) -> Iterator[Parts]:
     stream = job.way.stream * job.tokens * shape.hidden
     activations, casts = job.stays(layers)
     norm = FLOAT32 * job.tokens * (shape.hidden + 1) + stream * job.full
-    here = _running(job, gradients=job.gradients * job.again, activations=activations + norm, casts=casts)
-    if job.strategy.kind == "ddp" and job.micro_steps > 1:
-        here = _add(here, backward_workspace=job.gradients)
+    here = _before_gradients(job, activations=activations + norm, casts=casts)
     if job.sharded:
         coming = job.unit if job.strategy.reshard_after_forward else 0
         here = _add(here, gathered_layers=job.unresharded(layers), communication_buffers=coming)
+    before = _add(here, logits_and_loss=stream)
     if job.head:
-        before = _add(here, logits_and_loss=stream)
         yield _add(before, gathered_layers=job.head, unsharded_gradients=HALF * shape.table * job.full)
         yield _reduced(job, before)
+    elif not shape.tied:  # added to the gradient that is there, or becomes it
+        yield _add(before, logits_and_loss=job.head_gradient)
     here = _add(_with_gradient(job, here), communication_buffers=job.reducing(0))
     # As in a layer's norm: what is kept for its weight is gone by then.
     yield _add(here, activations=-stream * job.full, backward_workspace=5 * FLOAT32 * job.tokens * shape.hidden)
@@ -134,13 +134,12 @@ def _reduced(job: Job, parts: Parts) -> Parts:
 
 
 def _with_gradient(job: Job, parts: Parts) -> Parts:
-    """The head's whole gradient: on its way under a strategy that shards, else the weight's own, new or added."""
-    whole = job.head_gradient
+    """The head's gradient where it stays: a tied one is to be added to the embeddings', a new one is the weight's."""
     if job.sharded:
-        return _add(parts, unsharded_gradients=whole)
+        return _add(parts, unsharded_gradients=job.head_gradient)
     if job.shape.tied:
-        return _add(parts, logits_and_loss=whole)
-    return _add(parts, **{"backward_workspace" if job.again else "gradients": whole})
+        return _add(parts, logits_and_loss=job.head_gradient)
+    return parts if job.again else _add(parts, gradients=job.head_gradient)
 
 
 def _in_layer(job: Job, layer: int) -> Iterator[Parts]:
@@ -151,19 +150,14 @@ def _in_layer(job: Job, layer: int) -> Iterator[Parts]:
     done = layers - 1 - layer  # layers whose backward is over
     gradients = job.gradients if job.again else job.width * job.done(done)
     here = _running(job, gradients=gradients, activations=before, casts=casts)
-    here = _add(here, backward_workspace=job.apart(layer + 1))
+    here = _with_gradient(job, _add(here, backward_workspace=job.apart(layer + 1)))
     if job.sharded:
         coming = HALF * shape.table * (not shape.tied) if layer == 0 else job.unit
         here = _add(
             here,
-            unsharded_gradients=job.head_gradient,
             gathered_layers=job.unit + job.unresharded(layer),
             communication_buffers=job.reducing(done) + (coming if job.strategy.reshard_after_forward else 0),
         )
-    elif shape.tied:
-        here = _add(here, logits_and_loss=job.head_gradient)  # waits for the embeddings' gradient, to be added to it
-    elif not job.again:
-        here = _add(here, gradients=job.head_gradient)
     yield from _steps_of(job, layer, here, stream)
 
 
