@@ -141,7 +141,7 @@ def _linear(linear: Linear, way: Way, *, ahead: int, back: int, shared: bool = F
         casting = way.stream == FLOAT32
         kept = HALF * t * given if casting and not shared else 0
         casts = HALF * linear.weights if casting else 0
-        took = HALF * t * given + (HALF * t * given if casting else 0)
+        took = HALF * t * given + kept  # where the input was cast its gradient is too
         return Step(linear.name, kept, casts, ahead + made, back + took, gradients=HALF * linear.weights)
     if not rank:
         took = HALF * t * given
