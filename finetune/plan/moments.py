@@ -1,7 +1,7 @@
 """The moments at which forward or backward may be deepest, each with its bytes by component.
 
-Where forward is in its last layer and where the loss is made; where backward begins, in its last and its first layers,
-and where it ends at the embeddings.
+Where forward is in its first layer and in its last and where the loss is made; where backward begins, in its last and
+its first layers, and where it ends at the embeddings.
 """
 
 from __future__ import annotations
@@ -42,10 +42,14 @@ def _before_gradients(job: Job, *, activations: int, casts: int) -> Parts:
 
 
 def forward(job: Job) -> Iterator[Parts]:
-    """In the last layer, at the head, and in the loss; of the last micro-batch of a step."""
+    """In the first layer and the last, at the head, and in the loss; of the last micro-batch of a step."""
     shape, way, last = job.shape, job.way, job.shape.layers - 1
-    before, _ = job.stays(last)
     stream = way.stream * job.tokens * shape.hidden
+    if job.sharded:  # the first layer is put together beside what the embeddings' table came in
+        here = _before_gradients(job, activations=stream, casts=0)
+        coming = HALF * shape.table + job.unit
+        yield _add(here, gathered_layers=job.unit + job.unresharded(0), communication_buffers=coming)
+    before, _ = job.stays(last)
     # Frames hold the layer's input and the embeddings' output; in float32 both are what norms keep of them.
     before += stream * (1 + (not job.every) if way.stream == HALF else job.recomputed(last))
     here = _before_gradients(job, activations=before, casts=job.casts * last)
