@@ -140,6 +140,7 @@ plan.audit
 plan.shape
 plan.layer_terms
 plan.rank_terms
+plan.moments
 plan.closed
 plan.variants
 plan.remedies
@@ -226,6 +227,7 @@ LIGHT = {
     "plan.shape",
     "plan.layer_terms",
     "plan.rank_terms",
+    "plan.moments",
     "plan.closed",
     "plan.variants",
     "plan.remedies",

@@ -36,9 +36,10 @@ class Step:
     """One part of a layer, in bytes.
 
     `kept` (activations) and `casts` (of weights) stay until this step's backward. `ahead` is what else lives while it
-    runs forward, from the layer's beginning on; `again`, while it is recomputed, which stops as soon as all is there
-    that backward needs; `back`, what else lives while it runs backward. `unpacked` are 4-bit weights, written out for
-    a part of the step, while `beside` lives forward. `gradients` of weights, in the computation's number format.
+    runs forward, from the layer's beginning on, beside its input; `again`, while it is recomputed, where that is less:
+    it stops as soon as all is there that backward needs; `back`, what else lives while it runs backward. `unpacked` are
+    4-bit weights, written out for a part of the step, while `beside` lives forward. `gradients` of weights, in the
+    computation's number format.
     """
 
     name: str
@@ -54,27 +55,16 @@ class Step:
 
 def layer_steps(shape: Shape, way: Way) -> list[Step]:
     """The steps in forward's order."""
-    steps = [*_attention_half(shape, way), *_mlp_half(shape, way)]
-    # While a layer is recomputed its input is there in any case, as what checkpointing kept of it.
-    given = way.stream * way.tokens * shape.hidden * (way.stream == HALF)
-    attention = [step.name for step in steps].index("norm2")
-    return [
-        replace(
-            step,
-            again=(step.again or step.ahead) - given * (index < attention),
-        )
-        for index, step in enumerate(steps)
-    ]
+    return [*_attention_half(shape, way), *_mlp_half(shape, way)]
 
 
 def _attention_half(shape: Shape, way: Way) -> Iterator[Step]:
     t, s = way.tokens, way.stream
     h, q, k = shape.hidden, shape.queries, shape.keys
     wide = s == FLOAT32
-    # Alive all the while: the layer's input, for the residual, and its norm, which the decoder layer's frame holds.
-    entering, normed = 0 if wide else s * t * h, 0 if _keeps_norm(shape, way, "qkv") else s * t * h
-    held, gradient = entering + normed, s * t * h
-    yield _norm("norm1", shape, way, "qkv", entering)
+    # Alive all the while beside the layer's input: its norm, which the decoder layer's frame holds.
+    held, gradient = 0 if _keeps_norm(shape, way, "qkv") else s * t * h, s * t * h
+    yield _norm("norm1", shape, way, "qkv", 0)
     done = 0
     for name in "qkv":
         linear = shape.linears[name]
@@ -130,7 +120,9 @@ def _norm(name: str, shape: Shape, way: Way, users: tuple[str, ...] | str, enter
     keeps_output = _keeps_norm(shape, way, users)
     ahead = entering + (0 if wide else FLOAT32 * t * h + s * t * h * (not way.trained)) + out * (not keeps_output)
     # Backward of x * rsqrt(mean(x^2)): five float32 tensors at once, beside the gradient that goes around the norm.
-    return Step(name, kept + out * keeps_output, ahead=ahead, back=5 * FLOAT32 * t * h + s * t * h)
+    # What is kept of the norm for its weight and for its users is gone by then.
+    back = 5 * FLOAT32 * t * h + s * t * h - s * t * h * way.trained - out * keeps_output
+    return Step(name, kept + out * keeps_output, ahead=ahead, back=back)
 
 
 def _keeps_norm(shape: Shape, way: Way, users: tuple[str, ...] | str) -> bool:
@@ -149,7 +141,7 @@ def _linear(linear: Linear, way: Way, *, ahead: int, back: int, shared: bool = F
         casting = way.stream == FLOAT32
         kept = HALF * t * given if casting and not shared else 0
         casts = HALF * linear.weights if casting else 0
-        took = HALF * t * given + (HALF * t * given if casting else 0)
+        took = HALF * t * given + kept  # where the input was cast its gradient is too
         return Step(linear.name, kept, casts, ahead + made, back + took, gradients=HALF * linear.weights)
     if not rank:
         took = HALF * t * given

@@ -51,6 +51,12 @@ class Job:
         return self.ranks if copies is None else self.ranks // (copies or self.gpus.nodes)
 
     @cached_property
+    def copied(self) -> bool:
+        """Whether reduced gradients are reduced again over copies, in buffers that stay until backward is over. A
+        float32 gradient that is a tensor's first is this buffer itself."""
+        return self.strategy.replicas is not None and (self.micro_steps > 1 or self.width == HALF)
+
+    @cached_property
     def full(self) -> bool:
         return self.recipe.lora is None
 
@@ -165,6 +171,33 @@ class Job:
         return matrices + HALF * (shape.small + shape.adapters)
 
     @cached_property
+    def head(self) -> int:
+        """Bytes of the head put together, where it is a unit of its own."""
+        return HALF * self.shape.table * (self.sharded and not self.shape.tied)
+
+    @cached_property
+    def rest(self) -> int:
+        """Bytes of what is put together all the while: the last norm, and a table that is head and embeddings."""
+        return HALF * (self.shape.hidden + self.shape.table * self.shape.tied) * self.sharded
+
+    @cached_property
+    def head_gradient(self) -> int:
+        """Bytes of the head's gradient that stays whole till backward ends; none of a head that is reduced at once."""
+        if not self.full or self.head:
+            return 0
+        return (HALF if self.sharded else self.width) * self.shape.table
+
+    def done(self, layers: int) -> int:
+        """Weights of this rank whose gradients are there after backward of a head of its own and of so many layers."""
+        head = self.shape.table * bool(self.full and self.head)
+        return (head + layers * self.trained_of_layer) // self.shards
+
+    def reducing(self, layers: int) -> int:
+        """Bytes of gradients under way after so many layers: what was cut last, and what copies share."""
+        latest = self.trained_of_layer if layers else self.done(0) * self.shards
+        return FLOAT32 * (latest + self.done(layers) * self.copied) * self.sharded
+
+    @cached_property
     def gradients(self) -> int:
         return self.width * self.trained
 
@@ -190,13 +223,6 @@ class Job:
     def static(self) -> Parts:
         state = 2 * self.width * self.trained
         return {"parameters": self.parameters, "optimizer state": state, "other": CUBLAS} | self.buckets
-
-    @cached_property
-    def left(self) -> Parts:
-        """What the graph of the micro-batch before leaves, whose loss the loop still names: the embeddings' output and
-        its gradient, which transformers asks for when it recomputes."""
-        stream = self.way.stream * self.tokens * self.shape.hidden * (not self.full and bool(self.every))
-        return {"activations": stream, "backward workspace": stream}
 
     def stays(self, layers: int) -> tuple[int, int]:
         """Activations and casts of weights that the first so many layers leave for backward."""
