@@ -39,7 +39,8 @@ def launch(
         [*launcher, program, *map(str, recipes), *words],
         cwd=ROOT,
         env=os.environ
-        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), PORTS: ",".join(map(str, free_ports(len(recipes))))},
+        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FINETUNE_PLANNER": "off"}
+        | {PORTS: ",".join(map(str, free_ports(len(recipes))))},
         capture_output=True,
         text=True,
         timeout=timeout,
