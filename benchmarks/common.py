@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate import Accelerator
@@ -61,17 +62,10 @@ def device() -> str:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """A temporary folder that is also the data cache, so that nothing is found from before."""
-    before = os.environ.get("FINETUNE_CACHE")
+    """A temporary folder that is also the data cache, so that nothing is found from before; no planner runs beside."""
     with TemporaryDirectory() as folder:
-        os.environ["FINETUNE_CACHE"] = f"{folder}/cache"
-        try:
+        with mock.patch.dict(os.environ, {"FINETUNE_CACHE": f"{folder}/cache", "FINETUNE_PLANNER": "off"}):
             yield Path(folder)
-        finally:
-            if before is None:
-                del os.environ["FINETUNE_CACHE"]
-            else:
-                os.environ["FINETUNE_CACHE"] = before
 
 
 def tiny_recipe(model: Path, chats: Path, *, data: dict[str, Any], training: dict[str, Any], **rest: Any) -> Recipe:
