@@ -63,9 +63,11 @@ def device() -> str:
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
     """A temporary folder that is also the data cache, so that nothing is found from before; no planner runs beside."""
-    with TemporaryDirectory() as folder:
-        with mock.patch.dict(os.environ, {"FINETUNE_CACHE": f"{folder}/cache", "FINETUNE_PLANNER": "off"}):
-            yield Path(folder)
+    with (
+        TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, {"FINETUNE_CACHE": f"{folder}/cache", "FINETUNE_PLANNER": "off"}),
+    ):
+        yield Path(folder)
 
 
 def tiny_recipe(model: Path, chats: Path, *, data: dict[str, Any], training: dict[str, Any], **rest: Any) -> Recipe:
