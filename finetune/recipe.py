@@ -35,6 +35,7 @@ Scheduler = Literal[
     "warmup_stable_decay",
 ]
 Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow"]
+INITS = "peft's initialisation: true, gaussian, orthogonal, olora, pissa."
 Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
 
 Count = Annotated[int, Field(ge=1)]
@@ -116,9 +117,8 @@ class Lora(Section):
     modules_to_save: list[str] = Field([], description="Further modules trained in full and saved with the adapter.")
     use_rslora: bool = Field(False, description="Scale by lora_alpha / sqrt(r).")
     use_dora: bool = Field(False, description="Train magnitude and direction apart (DoRA).")
-    init_lora_weights: (
-        bool | Literal["gaussian", "orthogonal", "olora", "pissa"] | Annotated[str, Field(pattern=r"^pissa_niter_\d+$")]
-    ) = Field(True, description="peft's initialisation: true, gaussian, orthogonal, olora, pissa, pissa_niter_[n].")
+    # Not pissa_niter_[n]: peft draws another part of the base when it loads such an adapter, which fits none again.
+    init_lora_weights: bool | Literal["gaussian", "orthogonal", "olora", "pissa"] = Field(True, description=INITS)
 
     @model_validator(mode="after")
     def layers_by_name(self) -> Lora:

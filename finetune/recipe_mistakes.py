@@ -26,7 +26,7 @@ EITHER = {
     "data_files": "a file or a list of files",
     "target_modules": "all-linear, a pattern, or a list of at least one layer name",
     "activation_checkpointing": "true, false, or n for every n-th layer",
-    "init_lora_weights": "true, gaussian, orthogonal, olora, pissa or pissa_niter_[n]",
+    "init_lora_weights": "true, gaussian, orthogonal, olora or pissa",
 }
 # What certain sections want, by example; also what to add where one is missing.
 EXAMPLES = {

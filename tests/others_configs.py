@@ -322,7 +322,8 @@ EXAMPLES: dict[str, Example] = {
         look=FACTORY_LOOK,
     ),
     "LLaMA-Factory pissa": Example(
-        "llamafactory", FACTORY_PISSA, "1", {"lora.init_lora_weights": "pissa_niter_16"}, look=FACTORY_LOOK
+        "llamafactory", FACTORY_PISSA, "1", {"lora.init_lora_weights": "pissa"},
+        differs=frozenset({"pissa_iter"}), look=FACTORY_LOOK,
     ),
     "LLaMA-Factory galore": Example(
         "llamafactory", FACTORY_GALORE, "1", {"lora": None, "training.pure_bf16": True, "training.optim": ABSENT},

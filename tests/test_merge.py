@@ -191,8 +191,6 @@ def test_what_cannot_be_merged_is_one_line(tmp_path: Path, bases: dict[str, Path
     full = finished_run(tmp_path / "full", bases["untied"], lora=None)
     refused(full, "is the whole model already")
     refused(run, "was not quantised", base="dequantized")
-    niter = finished_run(tmp_path / "niter", bases["untied"], lora={"init_lora_weights": "pissa_niter_4"})
-    refused(niter, "took a random part of the base away")
     other = finished_run(tmp_path / "other", save_tiny(tmp_path / "small"))
     tiny_model(hidden_size=32, intermediate_size=64).save_pretrained(tmp_path / "small")
     refused(other, "does not fit this base")

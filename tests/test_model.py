@@ -68,7 +68,7 @@ def test_lora_trains_adapters_alone_in_float32_over_a_bfloat16_base(tiny_llama: 
         {"use_dora": True},
         {"init_lora_weights": "gaussian"},
         {"init_lora_weights": "olora"},
-        {"init_lora_weights": "pissa_niter_4"},
+        {"init_lora_weights": "pissa"},
         {"target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.1},
         {"target_modules": r".*\.mlp\..*_proj"},
         {"modules_to_save": ["lm_head"]},

@@ -64,8 +64,11 @@ def _method(theirs: Theirs) -> None:
     theirs.carry("lora.use_rslora", "use_rslora")
     theirs.carry("lora.use_dora", "use_dora")
     if theirs.get("pissa_init"):
-        rounds = theirs.get("pissa_iter", 16)
-        theirs.write("lora.init_lora_weights", "pissa" if rounds == -1 else f"pissa_niter_{rounds}", "pissa_init")
+        theirs.write("lora.init_lora_weights", "pissa", "pissa_init")
+        if theirs.get("pissa_iter", 16) != -1:
+            theirs.leave(
+                "pissa_iter", "differs", "the exact decomposition is taken: a random one cannot be loaded again"
+            )
     _quantization(theirs)
 
 
