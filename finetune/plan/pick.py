@@ -69,8 +69,8 @@ def last_resorts(model: str, config: Mapping[str, Any], gpus: Gpus, count: int =
 
 
 def offloaded(model: str, gpus: Gpus) -> Iterator[Recipe]:
-    """Where none of the others fits: weights that wait in host memory, the best first; known to the trace alone."""
-    for length, method in product((2048, 512), ("lora", "qlora")):
+    """Where none of the others fits: weights that wait in host memory, a good one and a small one; a trace each."""
+    for length, method in ((2048, "lora"), (512, "qlora")):
         yield _variant(model, gpus, method, length, "fsdp2_offload", True, 1)
 
 
