@@ -17,7 +17,15 @@ os.environ.setdefault("FINETUNE_PLANNER", "off")
 from tests.tiny import save_tiny
 
 # A trace starts autograd's threads for the planner's device, for good; a process that has them cannot fork ranks.
-TRACING = ("test_closed", "test_pla", "test_pretend", "test_public_memory", "test_recipe_plans", "test_splice")
+TRACING = (
+    "test_closed",
+    "test_foretold",
+    "test_pla",
+    "test_pretend",
+    "test_public_memory",
+    "test_recipe_plans",
+    "test_splice",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
