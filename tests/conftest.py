@@ -1,8 +1,10 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share, and a process of its own for what traces."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ os.environ.setdefault("FINETUNE_PLANNER", "off")
 
 from tests.tiny import save_tiny
 
-# A trace starts autograd's threads for the planner's device, for good; a process that has them cannot fork ranks.
+# A trace's device has to be there before a process's first backward, which then starts threads for it; a process that
+# has them cannot fork ranks. So these files are run by another pytest, when those of the others are over.
 TRACING = (
     "test_closed",
     "test_foretold",
@@ -26,11 +29,40 @@ TRACING = (
     "test_recipe_plans",
     "test_splice",
 )
+HERE = Path(__file__).parent
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What traces in the tests' own process comes last."""
-    items.sort(key=lambda item: item.path.name.startswith(TRACING))
+def _traces(path: Path) -> bool:
+    return path.parent == HERE and path.name.startswith(TRACING)
+
+
+def _apart(config: pytest.Config) -> list[str]:
+    """What traces of all that this pytest was asked for, beside others."""
+    asked = {arg: (config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args}
+    if all(map(_traces, asked.values())):
+        return []
+    found = [arg for arg, path in asked.items() if _traces(path)]
+    folders = [path for path in asked.values() if path.is_dir()]
+    return found + [str(file) for folder in folders for file in sorted(folder.rglob("test_*.py")) if _traces(file)]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if _traces(collection_path) and _apart(config) else None
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Run what was left out, with the same options; the session fails where that does."""
+    config = session.config
+    files = _apart(config)
+    if not files or config.option.collectonly or session.shouldstop or exitstatus == pytest.ExitCode.INTERRUPTED:
+        return
+    options = [arg for arg in config.invocation_params.args if arg not in config.args]
+    print("\n\ntests that trace, in a process of their own:", flush=True)
+    done = subprocess.run([sys.executable, "-m", "pytest", *options, *files], cwd=config.invocation_params.dir)
+    if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    elif exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = done.returncode
 
 
 @pytest.fixture(scope="session")
