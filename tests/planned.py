@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from torch.distributed import distributed_c10d
 
 from finetune.assemble import assemble
 from finetune.batches import MicroBatch, prefetch
@@ -207,7 +208,9 @@ def let_go_at_once() -> None:
     """gloo's own threads drop a collective's buffers a moment after it is done; tracked peaks would depend on it."""
     for name in COLLECTIVES:
         if hasattr(torch.distributed, name):
-            setattr(torch.distributed, name, _and_dropped(getattr(torch.distributed, name)))
+            dropped = _and_dropped(getattr(torch.distributed, name))
+            for module in (torch.distributed, distributed_c10d):  # in which collectives of objects look it up
+                setattr(module, name, dropped)
 
 
 def _and_dropped(collective: Any) -> Any:
