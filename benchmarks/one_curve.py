@@ -1,6 +1,6 @@
 """The strategy table: every strategy x method x split, trained for six steps on gloo ranks, against its reference.
 
-    python benchmarks/one_curve.py            (about ten minutes on two cores; `--strategies fsdp2,zero3` for some)
+    python benchmarks/one_curve.py            (about twenty minutes on two cores; `--strategies fsdp2,zero3` for some)
 
 Writes benchmarks/results/one_curve.json and docs/one_curve.md. A cell is the worst relative difference of a step's loss
 and of its gradient norm; tests/curve_table.py says from what, and what a cell's receipt must show. A combination that

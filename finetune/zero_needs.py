@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import io
 import os
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -100,11 +102,9 @@ def _compile_ahead(builder: str, folder: str, on_cpu: bool) -> None:
     One process at a time. torch's own lock is a file, which a killed compiler leaves for ever, and then every later
     run waits for ever: under our lock nobody else compiles for long, so one that is older than OLD_LOCK is nobody's.
     """
-    from torch.utils.cpp_extension import get_default_build_root
-
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    root = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(_own_builds())))
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / "finetune.lock"), quiet_engine():
         for lock in root.glob(f"**/{folder}/lock"):
@@ -119,6 +119,14 @@ def _compile_ahead(builder: str, folder: str, on_cpu: bool) -> None:
         # As DeepSpeed asks: without a compiler it does without.
         if made is not None and deepspeed.ops.__compatible_ops__.get(made.NAME, False):
             made.load(verbose=False)
+
+
+def _own_builds() -> Path:
+    """A folder for this environment's compiled code: two that share one compile everything anew for each other."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    environment = f"{sys.prefix} {torch.__version__} {version('deepspeed')}"
+    return Path(get_default_build_root()) / f"finetune-{hashlib.sha256(environment.encode()).hexdigest()[:12]}"
 
 
 def offload_devices(strategy: Strategy) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Fixtures that several test files share, and a process of its own for what traces."""
+"""Fixtures that several test files share, how many tests run at once, and a process of its own for what traces."""
 
 from __future__ import annotations
 
@@ -46,6 +46,13 @@ def _apart(config: pytest.Config) -> list[str]:
     return found + [str(file) for folder in folders for file in sorted(folder.rglob("test_*.py")) if _traces(file)]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two at most, for many tests start ranks of their own; none for a few named tests."""
+    named = all("::" in arg for arg in config.args)
+    return 0 if named else min(2, len(os.sched_getaffinity(0)))
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     return True if _traces(collection_path) and _apart(config) else None
 
@@ -53,7 +60,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Run what was left out, with the same options; the session fails where that does."""
     config = session.config
-    files = _apart(config)
+    files = [] if hasattr(config, "workerinput") else _apart(config)
     if not files or config.option.collectonly or session.shouldstop or exitstatus == pytest.ExitCode.INTERRUPTED:
         return
     options = [arg for arg in config.invocation_params.args if arg not in config.args]

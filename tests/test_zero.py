@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -264,3 +266,18 @@ def test_a_lock_that_a_killed_compiler_left_is_waited_for_and_taken_away(
     zero_needs._compile_ahead("NoSuchBuilder", "async_io", True)  # DeepSpeed knows none of that name
     assert time.monotonic() - began >= 0.4
     assert not lock.exists()
+
+
+def test_two_environments_do_not_compile_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose folder DeepSpeed shares finds its compiler's command changed, and compiles for minutes again."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "")  # so that it is taken back
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    builds = []
+    for prefix in ("/venv/one", "/venv/two", "/venv/one"):
+        monkeypatch.setattr(sys, "prefix", prefix)
+        builds.append(zero_needs._own_builds())
+    assert builds[0] == builds[2] != builds[1]
+    assert all(build.is_relative_to(tmp_path) for build in builds)
+    zero_needs._compile_ahead("NoSuchBuilder", "async_io", True)
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(builds[0])
