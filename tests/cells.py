@@ -38,8 +38,9 @@ def launch(
     done = subprocess.run(
         [*launcher, program, *map(str, recipes), *words],
         cwd=ROOT,
-        env=os.environ
-        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FINETUNE_PLANNER": "off"}
+        env={"FINETUNE_PLANNER": "off"}  # unless a test of it turns it on
+        | os.environ
+        | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         | {PORTS: ",".join(map(str, free_ports(len(recipes))))},
         capture_output=True,
         text=True,

@@ -79,7 +79,7 @@ def test_the_last_line_names_it_and_continues(
     assert not Path(f"/proc/{process}").exists()
     state = json.loads((run_dir / "run_state.json").read_text())
     assert (state["state"], state["rank"], state["phase"]) == ("failed", lost, "training")
-    assert state["step"] >= 12
+    assert state["step"] >= 12 - 1  # rank 0 has written a step down before the other has counted it
     last = last_line(run_dir)
     what = "died" if name == "SIGKILL" else "froze"
     assert last.startswith(f"rank {lost} {what} on {os.uname().nodename} (process {process})")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
 
-from finetune.plan.dataless import host_pages
+from finetune.plan.dataless import host_pages, no_data
 from finetune.plan.timeline import COMPONENTS
 from finetune.plan.trace import trace
 from finetune.strategy import read_strategy
@@ -92,6 +93,16 @@ def test_pages_are_host_memory() -> None:
         state = optim.PagedAdamW32bit([weight]).get_state_buffer(weight)
         assert (state.device.type, state.is_paged, state.shape) == ("cpu", True, weight.shape)
     assert functional.get_paged.__module__ == functional.__name__
+
+
+def test_a_copied_module_has_the_same_mode() -> None:
+    """torch copies the mode with the tensor, and the copies free the same weak references: the process dies later."""
+    with no_data(1.0, masks=True) as mode:
+        layer = torch.nn.Linear(3, 3)
+        copied = copy.deepcopy(layer)
+        total = layer.weight + copied.weight
+    assert copied.weight is not layer.weight
+    assert all(getattr(tensor, "fake_mode", None) is mode for tensor in (copied.weight, copied.bias, total))
 
 
 def _weights(case: Case, folder: Path) -> list[torch.Tensor]:

@@ -55,6 +55,14 @@ class _HostReads(TorchDispatchMode):
         return result
 
 
+class _OneMode(FakeTensorMode):
+    """A copy of a tensor (peft copies modules) has the tensor's mode, not a copy of it: that would own the same weak
+    references to storages, and torch frees each owner's."""
+
+    def __deepcopy__(self, _: dict[int, Any]) -> _OneMode:
+        return self
+
+
 @contextmanager
 def no_data(host_reads: float, *, masks: bool) -> Iterator[FakeTensorMode]:
     """Every tensor made in the block is without data, and every value read to the host is `host_reads`, not 0.
@@ -62,7 +70,7 @@ def no_data(host_reads: float, *, masks: bool) -> Iterator[FakeTensorMode]:
     transformers reads from position ids whether a row has several documents and, where it cannot, builds the mask that
     several need; `masks` tells it. Names of libraries that are not documented: tests/test_planned.py watches both.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=False)
+    mode = _OneMode(allow_non_fake_inputs=False)
     # DTensor asks what shapes an operation gives by running it on fakes: on its own then, so that they are not counted.
     patches: list[AbstractContextManager[Any]] = [
         mock.patch.object(masking_utils, "is_tracing", _always(masks)),
