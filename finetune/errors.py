@@ -39,9 +39,13 @@ class DataError(FinetuneError):
 
 
 class DoesNotFit(FinetuneError):
-    """The run needs more memory than there is."""
+    """The run needs more memory than there is: so many bytes on one GPU, where that is known."""
 
     exit_code = 3
+
+    def __init__(self, message: str, needed: int = 0) -> None:
+        super().__init__(message)
+        self.needed = needed
 
 
 class EnvironmentMismatch(FinetuneError):

@@ -162,6 +162,8 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # a plan's tensor is asked where it is; real ones are not by this way
+            return args[0].fake_device
         # A wrapper (DTensor) goes first: what it does to its parts comes back here, with its collectives.
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented

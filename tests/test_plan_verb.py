@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from finetune.cli import main
-from finetune.errors import FinetuneError
+from finetune.errors import DoesNotFit, FinetuneError
 from finetune.plan.gpus import read_gpus
 from finetune.plan.pretend import pretend_device
+from finetune.plan.verb import plan_by_trace
+from finetune.recipe_file import load_recipe
+from tests.tiny import write_chats
 
 ROOT = Path(__file__).parent.parent
 pretend_device()  # before any other test's first backward: see trace.py
@@ -133,6 +139,29 @@ def test_weights_wait_in_host_memory_where_nothing_else_fits(capsys: pytest.Capt
     assert code == 0
     assert "accelerate_config: fsdp2_offload" in out
     assert "# In host memory: up to" in out
+
+
+@pytest.mark.slow
+def test_what_must_fit_is_refused_early_with_the_same_bytes() -> None:
+    """`--pick` has half a plan of what does not fit."""
+    recipe = load_recipe(ROOT / "recipes" / "llama3_1b_lora_1x8gb.yaml", []).recipe
+    whole = plan_by_trace(recipe, read_gpus("2GB"))
+    assert not whole.fits
+    with pytest.raises(DoesNotFit) as caught:
+        plan_by_trace(recipe, read_gpus("2GB"), must_fit=True)
+    assert caught.value.needed == pytest.approx(whole.needed, rel=1e-3)
+    assert plan_by_trace(recipe, read_gpus("8GB"), must_fit=True) == plan_by_trace(recipe, read_gpus("8GB"))
+
+
+@pytest.mark.slow
+def test_no_library_speaks_beside_the_plan(tiny_llama: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    data = {"train": [{"path": "json", "data_files": str(write_chats(tmp_path / "chats.jsonl", [20]))}]}
+    recipe.write_text(json.dumps({"model": {"name_or_path": str(tiny_llama)}, "data": data | {"max_length": 64}}))
+    command = [sys.executable, "-m", "finetune.cli", "plan", str(recipe), "accelerate_config=fsdp2", "--gpus=2x8GB"]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.slow

@@ -53,14 +53,14 @@ def read_question(told: Mapping[str, Any]) -> Question:
 def planned(question: Question) -> tuple[dict[str, Any] | None, str | None, int]:
     """The plan's JSON, or why there is none, and the bytes it needs."""
     try:
-        from finetune.plan.job import as_json
+        from finetune.plan.report import plan_json
 
         found = plan_run(question)
     except FinetuneError as error:
         return None, str(error), 0
     except Exception as error:  # of any kind: a mistake of the planner is not the run's
         return None, f"the planner failed: {type(error).__name__}: {error}", 0
-    return as_json(found), None, found.needed
+    return plan_json(found), None, found.needed
 
 
 def plan_run(question: Question) -> Planned:

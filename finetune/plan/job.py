@@ -16,12 +16,13 @@ import torch
 
 from finetune import attention
 from finetune.batches import MicroBatch
+from finetune.errors import DoesNotFit
 from finetune.model import attention_name
 from finetune.optimizer import check_optimizer
 from finetune.plan.caching import NoMemory, replay
 from finetune.plan.depth import kept_whole, with_layers
 from finetune.plan.gpus import Gpus
-from finetune.plan.layers import SHALLOW, deep
+from finetune.plan.layers import SHALLOW, deep, depths
 from finetune.plan.pretend import NAME
 from finetune.plan.speed import Layout
 from finetune.plan.splice import Change, spliced
@@ -79,6 +80,7 @@ def plan_recipe(
     batches: Sequence[MicroBatch] | None = None,
     ranks: int | None = None,
     node: int | None = None,
+    must_fit: bool = False,
 ) -> Planned:
     """Plan one rank. Raises EnvironmentMismatch for an unknown model, and for what the trainer would refuse.
 
@@ -86,6 +88,7 @@ def plan_recipe(
         gpus: None: a CPU's memory is planned, one process's unless `ranks` and those of a `node` are given.
         batches: A run's own for its largest step; without, the largest there can be. On a CPU the model is then
             traced at its full depth, to be equal to the run.
+        must_fit: Raise DoesNotFit as soon as that is certain, which takes half a plan.
     """
     strategy = read_strategy(recipe.accelerate_config)
     _refuse_untrainable(recipe, strategy, on_cpu=gpus is None)
@@ -97,21 +100,23 @@ def plan_recipe(
     ranks = 1 if strategy.kind == "single" else gpus.count * gpus.nodes if gpus else ranks or 1
     node = gpus.count if gpus else node or ranks
     shown, exact = batches or worst_batches(recipe, ranks), bool(batches) and gpus is None
+    outside = {"CUDA context": CONTEXT} | ({"NCCL": NCCL} if ranks > 1 else {})
+    beside = sum(outside.values())
+    most = gpus.memory if gpus and must_fit else None
     with tempfile.TemporaryDirectory() as folder:
-        job = _Job(recipe, strategy, shown, ranks, node, on_gpu=gpus is not None)
+        job = _Job(recipe, strategy, shown, ranks, node, gpus is not None, beside, most)
         found = _traced(job, config, Path(folder), whole=exact)
     work = found.work
     if strategy.kind == "ddp":
         work = of_ddp(work, found.phases["step"].peak.parts["gradients"])
     layout = _layout(recipe, strategy, shown, ranks, node, int(config["num_hidden_layers"]))
-    outside = {"CUDA context": CONTEXT} | ({"NCCL": NCCL} if ranks > 1 else {})
     planned = Planned(found.phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes), work, layout)
     if gpus is None:
         return planned
     planned = dataclasses.replace(planned, host=found.host, node=min(node, ranks))
     if found.share is not None:
         return _with_share(planned, found.share)
-    return _with_allocator(planned, found.changes, gpus.memory - sum(outside.values()))
+    return _with_allocator(planned, found.changes, gpus.memory - beside)
 
 
 def _with_share(planned: Planned, share: float) -> Planned:
@@ -145,6 +150,8 @@ class _Job:
     ranks: int
     node: int
     on_gpu: bool
+    beside: int  # bytes outside of the tensors
+    most: int | None  # bytes that all must fit into, not to be planned in vain
 
 
 @dataclass(frozen=True)
@@ -176,16 +183,29 @@ def _traced(job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool) 
         return _Traced(timeline_of(layers).phases("cpu"), at_depth(work, layers))
     shallow = SHALLOW + (kept_whole(config, _packed(job.recipe)) if job.strategy.zero_stage == 3 else 0)
     grown = partial(deep, timeline_of, layers, period=every, shallow=shallow)
+
+    def spliced_of(depth: int) -> list[Change]:
+        return list(spliced(timeline_of(depth), NAME, depth, layers, every))
+
     if not job.on_gpu:
         return _Traced(grown("cpu"), at_depth(work, layers))
+    repeats = job.strategy.zero_stage != 3
+    if job.most is not None and repeats:
+        _refuse_larger(spliced_of(min(layers, depths(layers, every)[1])), job.beside, job.most)
     phases, host = grown(NAME), {name: phase.peak.nbytes for name, phase in grown("cpu").items()}
-    if job.strategy.zero_stage == 3:
+    if not repeats:
         # It fetches weights in an order that does not repeat from layer to layer, so fewer do not tell the changes.
         share = max(_share_reserved(timeline, count) for count, timeline in timelines.items())
         return _Traced(phases, at_depth(work, layers), host, share=share)
-    shown = max(timelines)
-    changes = list(spliced(timelines[shown], NAME, shown, layers, every))
-    return _Traced(phases, at_depth(work, layers), host, changes)
+    return _Traced(phases, at_depth(work, layers), host, spliced_of(max(timelines)))
+
+
+def _refuse_larger(changes: Sequence[Change], beside: int, most: int) -> None:
+    try:
+        replay(changes, most - beside)
+    except NoMemory:
+        needed = beside + max(held.allocated for held in replay(changes).values())
+        raise DoesNotFit(f"it needs {needed} bytes of a GPU's {most}", needed) from None
 
 
 def _share_reserved(timeline: Timeline, layers: int) -> float:
@@ -256,29 +276,3 @@ def _refuse_untrainable(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> 
     if strategy.kind == "fsdp":
         check_sharded_quantization(recipe)
     check_optimizer(recipe.training.optim, on_cpu=on_cpu, sharded=strategy.kind == "fsdp")
-
-
-def as_json(planned: Planned) -> dict[str, Any]:
-    """The plan; every size an integer number of bytes."""
-    return {
-        "fits": planned.fits,
-        "strategy": planned.strategy,
-        "ranks": planned.ranks,
-        "needed_bytes": planned.needed,
-        "reserved_bytes": list(planned.reserved) if planned.reserved else None,
-        "upper_bytes": planned.upper,
-        "gpu_bytes": planned.gpus.memory if planned.gpus else None,
-        "peak": {"phase": planned.peak[0], "module": planned.peak[1].module},
-        "outside_bytes": planned.outside,
-        "host_bytes": dict(planned.host),
-        "phases": {
-            name: {
-                "peak_bytes": phase.peak.nbytes,
-                "parts": phase.peak.parts,
-                "module": phase.peak.module,
-                "end_bytes": phase.end_bytes,
-            }
-            for name, phase in planned.phases.items()
-        },
-        "notes": list(planned.notes),
-    }

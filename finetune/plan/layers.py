@@ -21,12 +21,12 @@ def deep(
 
     `period`: layers repeat after so many. `shallow`: the depth from which on each layer adds the same.
     """
-    few = shallow + (layers - shallow) % period
-    if layers <= few + period:
+    few, more = depths(layers, period, shallow)
+    if layers <= more:
         return timeline_of(layers).phases(device)
-    less, deeper = timeline_of(few), timeline_of(few + period)
+    less, deeper = timeline_of(few), timeline_of(more)
     times = (layers - few) // period
-    first, second = _segments(less, device, few), _segments(deeper, device, few + period)
+    first, second = _segments(less, device, few), _segments(deeper, device, more)
     ends, more_ends = less.ends(device), deeper.ends(device)
     found = {}
     for phase, peaks in first.items():
@@ -35,6 +35,12 @@ def deep(
         end = _line(ends[phase], more_ends[phase], times)
         found[phase] = PhaseMemory(max(grown, key=lambda peak: peak.nbytes), end)
     return found
+
+
+def depths(layers: int, period: int, shallow: int = SHALLOW) -> tuple[int, int]:
+    """The two shallow models whose layers repeat as those of a model with so many do."""
+    few = shallow + (layers - shallow) % period
+    return few, few + period
 
 
 def _segments(timeline: Timeline, device: str, layers: int) -> dict[str, dict[str, Peak]]:

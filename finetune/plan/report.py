@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 from finetune.plan.job import Planned
 from finetune.plan.timeline import COMPONENTS
@@ -91,3 +92,29 @@ def _rest(planned: Planned) -> Iterator[str]:
         yield f"in host memory of rank 0, of {planned.node} on a machine, GiB at the peak of: {listed}"
     yield "full rows of data.max_length"
     yield from planned.notes
+
+
+def plan_json(planned: Planned) -> dict[str, Any]:
+    """The plan; every size an integer number of bytes."""
+    return {
+        "fits": planned.fits,
+        "strategy": planned.strategy,
+        "ranks": planned.ranks,
+        "needed_bytes": planned.needed,
+        "reserved_bytes": list(planned.reserved) if planned.reserved else None,
+        "upper_bytes": planned.upper,
+        "gpu_bytes": planned.gpus.memory if planned.gpus else None,
+        "peak": {"phase": planned.peak[0], "module": planned.peak[1].module},
+        "outside_bytes": planned.outside,
+        "host_bytes": dict(planned.host),
+        "phases": {
+            name: {
+                "peak_bytes": phase.peak.nbytes,
+                "parts": phase.peak.parts,
+                "module": phase.peak.module,
+                "end_bytes": phase.end_bytes,
+            }
+            for name, phase in planned.phases.items()
+        },
+        "notes": list(planned.notes),
+    }

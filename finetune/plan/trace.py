@@ -261,6 +261,7 @@ def _pretend_ranks(ranks: int, node: int, device: torch.device) -> None:
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(node)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else Accelerate sets them, and warns
     devices = dist.Backend.backend_capability[dist.Backend.FAKE]
     if device.type not in devices:
         devices.append(device.type)

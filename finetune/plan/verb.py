@@ -52,15 +52,16 @@ def _unswept() -> Iterator[None]:
         gc.enable()
 
 
-def plan_by_trace(recipe: Recipe, gpus: Gpus | None) -> Planned:
-    """The plan itself. Raises FinetuneError; EnvironmentMismatch also where the trace meets what it cannot follow."""
+def plan_by_trace(recipe: Recipe, gpus: Gpus | None, *, must_fit: bool = False) -> Planned:
+    """The plan itself. Raises FinetuneError; EnvironmentMismatch also where the trace meets what it cannot follow; with
+    `must_fit` DoesNotFit, as soon as that is certain."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # speaks of kernels it would like to download
     with redirect_stdout(io.StringIO()):  # DeepSpeed, where it is installed, speaks when accelerate looks at it
         with _unswept():
             from finetune.plan.job import plan_recipe
 
         try:
-            return plan_recipe(recipe, gpus)
+            return plan_recipe(recipe, gpus, must_fit=must_fit)
         except FinetuneError:
             raise
         except Exception as error:  # of a library that was never run on tensors without data
@@ -90,12 +91,11 @@ def answer(words: Sequence[str], asked: Asked) -> Answer:
 
 def _one(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Answer:
     planned = plan_by_trace(recipe, gpus)
-    from finetune.plan.job import as_json
     from finetune.plan.pace import pace_json, pace_lines
-    from finetune.plan.report import describe
+    from finetune.plan.report import describe, plan_json
 
     code = 0 if planned.fits else DoesNotFit.exit_code
-    told = {"ok": planned.fits, "exit_code": code, **as_json(planned), **pace_json(planned)}
+    told = {"ok": planned.fits, "exit_code": code, **plan_json(planned), **pace_json(planned)}
     text = [describe(planned), "", *pace_lines(planned)]
     config = full_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and not planned.fits:
@@ -170,7 +170,11 @@ def pick_in_words(model: str | None, asked: Asked, file: Path | None) -> Answer:
     sure = islice(pick.picks(model, config, gpus), TRIES)
     least = pick.smallest(model, config, gpus)
     for recipe in chain(sure, pick.last_resorts(model, config, gpus), pick.offloaded(model, gpus)):
-        planned = plan_by_trace(recipe, gpus)
+        try:
+            planned = plan_by_trace(recipe, gpus, must_fit=True)
+        except DoesNotFit as error:
+            least = min(least, error.needed)
+            continue
         least = min(least, planned.needed)
         if planned.fits:
             text = pick.commented(recipe, planned.needed, gpus, max(planned.host.values(), default=0))
