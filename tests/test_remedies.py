@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -15,7 +16,7 @@ from finetune.plan import pick
 from finetune.plan.closed import estimate, unknown
 from finetune.plan.explain import explain
 from finetune.plan.gpus import Gpus, read_gpus
-from finetune.plan.remedies import LENGTH, ROWS, largest, remedies, spare
+from finetune.plan.remedies import LENGTH, ROWS, _edge, largest, remedies, spare
 from finetune.plan.variants import changed, smaller
 from finetune.recipe import Recipe
 from finetune.recipe_file import load_recipe
@@ -121,6 +122,20 @@ def test_sizes_that_cannot_be_searched() -> None:
         largest(recipe, config_of(recipe), room, "learning_rate", Planner())
     with pytest.raises(FinetuneError, match="not even 128 fits"):
         largest(recipe, config_of(recipe), read_gpus("8GB"), "max_length", Planner())
+
+
+def test_the_edge_is_found_from_near_in_few_plans() -> None:
+    values = range(100, 1100)
+    for edge, guess in product(range(99, 1100, 37), range(0, 1000, 41)):
+        asked: list[int] = []
+
+        def fits(value: int, edge: int = edge, asked: list[int] = asked) -> bool:
+            asked.append(value)
+            return value <= edge
+
+        assert _edge(values, guess, fits) == edge - 100
+        far = abs(edge - 100 - guess) + 1
+        assert len(asked) == len(set(asked)) <= 2 * math.log2(far) + 3
 
 
 def hold_the_pick(model: str, budget: str) -> bool:

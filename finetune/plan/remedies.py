@@ -112,13 +112,9 @@ def largest(
         return plans[value]
 
     values = _values(recipe, config, gpus, key)
-    best = _guess(recipe, config, room, key, values, planned)
-    while best >= 0 and not planned(values[best]).fits:
-        best -= 1
+    best = _edge(values, _guess(recipe, config, room, key, values, planned), lambda value: planned(value).fits)
     if best < 0:
         raise FinetuneError(f"{key}: not even {values[0]} fits; plan without --max for the changes that do")
-    while best + 1 < len(values) and planned(values[best + 1]).fits:
-        best += 1
     return key, values[best], planned(values[best]).needed
 
 
@@ -161,6 +157,20 @@ def _last(values: Sequence[int], fits: Callable[[int], bool]) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(values[middle]) else (low, middle)
+    return low
+
+
+def _edge(values: Sequence[int], guess: int, fits: Callable[[int], bool]) -> int:
+    """As `_last`, but looked for from a guess that is near: in steps that double until the edge is passed, then by
+    halves."""
+    low, high, at, step = -1, len(values), guess, 1
+    while high - low > 1:
+        at = min(max(at, low + 1), high - 1)
+        if fits(values[at]):
+            low, at = at, at + step if high == len(values) else (at + high) // 2
+        else:
+            high, at = at, at - step if low < 0 else (low + at) // 2
+        step *= 2
     return low
 
 
