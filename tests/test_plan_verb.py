@@ -162,6 +162,7 @@ def test_no_library_speaks_beside_the_plan(tiny_llama: Path, tmp_path: Path) -> 
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("fits 2 x ")  # all of it is there, though the process ends at once
 
 
 @pytest.mark.slow
