@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -127,10 +128,19 @@ def test_what_is_asked_wrongly(words: list[str], told: str, capsys: pytest.Captu
 
 
 @pytest.mark.slow
-def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = say(["--pick", "--model", "meta-llama/Llama-3.2-1B", "--gpus", "1GB"], capsys)
+@pytest.mark.parametrize(
+    ("model", "gpus", "told"),
+    [
+        ("Llama-3.2-1B", "1GB", "which has 0.9;"),
+        ("Llama-3.1-70B", "2x8GB", "with gaps between tensors, more than its 7.5;"),
+    ],
+)
+def test_nothing_fits(model: str, gpus: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = say(["--pick", "--model", f"meta-llama/{model}", "--gpus", gpus], capsys)
     assert code == 3
-    assert "its smallest variant needs" in err
+    needed, size = (float(found) for found in re.findall(r"([0-9.]+) GiB of each GPU, .* ([0-9.]+); take more", err)[0])
+    assert (needed > size) == told.startswith("which has")
+    assert told in err
 
 
 @pytest.mark.slow

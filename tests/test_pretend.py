@@ -154,6 +154,19 @@ def test_sharded_weights_come_from_the_host(folder: Path) -> None:
     assert device["forward"].peak.parts["gathered layers"] > 0
 
 
+def test_a_sharded_update_reads_and_writes_its_share(folder: Path) -> None:
+    """Not what DTensor asks of tensors as large as all ranks' together, the first time."""
+    case = Case("full", "bf16", 1, packed=True, tied=False, micro_steps=1)
+
+    def updated(strategy: str, ranks: int) -> int:
+        traced = trace(case.recipe(folder), read_strategy(strategy), case.batches(), ranks=ranks, gpu=True)
+        return sum(times * op.nbytes for op, times in traced.operations.items() if op.phase == "step")
+
+    first, again, whole = updated("fsdp2", 8), updated("fsdp2", 8), updated("single", 1)
+    assert first == again
+    assert first == pytest.approx(whole / 8, rel=0.02)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "strategy", "ranks"), [("lora", "single", 1), ("qlora", "fsdp2", 8)])
 def test_deep_from_shallow_on_a_gpu(method: str, strategy: str, ranks: int, folder: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from finetune.batches import MicroBatch
 from finetune.errors import DoesNotFit
 from finetune.model import attention_name
 from finetune.optimizer import check_optimizer
+from finetune.plan.apart import begun
 from finetune.plan.caching import NoMemory, replay
 from finetune.plan.depth import kept_whole, with_layers
 from finetune.plan.gpus import Gpus
@@ -165,39 +166,45 @@ class _Traced:
 
 def _traced(job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool) -> _Traced:
     """The model of this depth from shallow ones, or from itself where the `whole` is asked for."""
-    work: dict[int, StepWork] = {}
-    timelines: dict[int, Timeline] = {}
-
-    def timeline_of(layers: int) -> Timeline:
-        if layers not in timelines:
-            smaller = with_layers(job.recipe, config, layers, folder)
-            done = trace(smaller, job.strategy, job.batches, ranks=job.ranks, node=job.node, gpu=job.on_gpu)
-            moved = {phase: found.moved for phase, found in done.measured.items()}
-            steps, once = len(job.batches), _reduces_once(job.strategy)
-            work[layers] = per_step(done.operations, moved, steps=STEPS, micro_steps=steps, reduces_once=once)
-            timelines[layers] = done.timeline
-        return timelines[layers]
-
     layers, every = int(config["num_hidden_layers"]), max(1, int(job.recipe.training.activation_checkpointing))
-    if whole:
-        return _Traced(timeline_of(layers).phases("cpu"), at_depth(work, layers))
     shallow = SHALLOW + (kept_whole(config, _packed(job.recipe)) if job.strategy.zero_stage == 3 else 0)
-    grown = partial(deep, timeline_of, layers, period=every, shallow=shallow)
+    few, more = depths(layers, every, shallow)
+    needed = (layers,) if whole or layers <= more else (more, few)
+    with begun({depth: partial(_shallow, job, config, depth, folder) for depth in needed}) as traced:
+        work: dict[int, StepWork] = {}
+        timelines: dict[int, Timeline] = {}
 
-    def spliced_of(depth: int) -> list[Change]:
-        return list(spliced(timeline_of(depth), NAME, depth, layers, every))
+        def timeline_of(depth: int) -> Timeline:
+            if depth not in timelines:
+                timelines[depth], work[depth] = traced(depth)
+            return timelines[depth]
 
-    if not job.on_gpu:
-        return _Traced(grown("cpu"), at_depth(work, layers))
-    repeats = job.strategy.zero_stage != 3
-    if job.most is not None and repeats:
-        _refuse_larger(spliced_of(min(layers, depths(layers, every)[1])), job.beside, job.most)
-    phases, host = grown(NAME), {name: phase.peak.nbytes for name, phase in grown("cpu").items()}
-    if not repeats:
-        # It fetches weights in an order that does not repeat from layer to layer, so fewer do not tell the changes.
-        share = max(_share_reserved(timeline, count) for count, timeline in timelines.items())
-        return _Traced(phases, at_depth(work, layers), host, share=share)
-    return _Traced(phases, at_depth(work, layers), host, spliced_of(max(timelines)))
+        def spliced_of(depth: int) -> list[Change]:
+            return list(spliced(timeline_of(depth), NAME, depth, layers, every))
+
+        if whole:
+            return _Traced(timeline_of(layers).phases("cpu"), at_depth(work, layers))
+        grown = partial(deep, timeline_of, layers, period=every, shallow=shallow)
+        if not job.on_gpu:
+            return _Traced(grown("cpu"), at_depth(work, layers))
+        repeats = job.strategy.zero_stage != 3
+        if job.most is not None and repeats:
+            _refuse_larger(spliced_of(needed[0]), job.beside, job.most)
+        phases, host = grown(NAME), {name: phase.peak.nbytes for name, phase in grown("cpu").items()}
+        if not repeats:
+            # It fetches weights in an order that does not repeat from layer to layer, so fewer do not tell the changes.
+            share = max(_share_reserved(timeline, count) for count, timeline in timelines.items())
+            return _Traced(phases, at_depth(work, layers), host, share=share)
+        return _Traced(phases, at_depth(work, layers), host, spliced_of(needed[0]))
+
+
+def _shallow(job: _Job, config: Mapping[str, Any], layers: int, folder: Path) -> tuple[Timeline, StepWork]:
+    """The model with so many layers, traced."""
+    smaller = with_layers(job.recipe, config, layers, folder)
+    done = trace(smaller, job.strategy, job.batches, ranks=job.ranks, node=job.node, gpu=job.on_gpu)
+    moved = {phase: found.moved for phase, found in done.measured.items()}
+    steps, once = len(job.batches), _reduces_once(job.strategy)
+    return done.timeline, per_step(done.operations, moved, steps=STEPS, micro_steps=steps, reduces_once=once)
 
 
 def _refuse_larger(changes: Sequence[Change], beside: int, most: int) -> None:

@@ -93,7 +93,7 @@ def trace(
         inside.enter_context(_stand_ins(strategy, paged=recipe.training.optim.startswith("paged")))
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
-        work = Work(recorder.phases)
+        work = Work(recorder.phases, mode)
         with Workspaces(recorder, device, cublas) if gpu else nullcontext(), Tagging(recorder, gloo=not gpu), work:
             with recorder.phases("load"):
                 # Each rank's number, which torch's mesh keeps in host memory.

@@ -182,7 +182,8 @@ def pick_in_words(model: str | None, asked: Asked, file: Path | None) -> Answer:
                 file.write_text(text, "utf-8")
             told = {"ok": True, "needed_bytes": planned.needed, "gpu_bytes": gpus.memory, "recipe": text}
             return told | {"file": None if file is None else str(file)}, text.rstrip()
+    held = "which has" if least > gpus.memory else "and torch's allocator, with gaps between tensors, more than its"
     raise DoesNotFit(
         f"--gpus: {asked.gpus}: {model} ({source}) does not fit: its smallest variant needs {least / GIB:.1f} GiB of "
-        f"each GPU, which has {gpus.memory / GIB:.1f}; take more or larger GPUs, or a smaller model"
+        f"each GPU, {held} {gpus.memory / GIB:.1f}; take more or larger GPUs, or a smaller model"
     )

@@ -68,10 +68,12 @@ class StepWork:
 class Work(TorchDispatchMode):
     """Counts the operations of the phases that it is told of."""
 
-    def __init__(self, phases: Phases) -> None:
+    def __init__(self, phases: Phases, fake_mode: Any = None) -> None:
+        """`fake_mode`: a planner's; then operations on its tensors are counted, and no others."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no constructor here
         self.operations: Counter[Operation] = Counter()
         self._phases = phases
+        self._fake_mode = fake_mode
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -87,6 +89,8 @@ class Work(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if func.is_view or name in NO_WORK or func.namespace in (*CALLS, "prim"):
             return
+        if any(getattr(tensor, "fake_mode", None) is not self._fake_mode for tensor in tensors_in([args, result])):
+            return  # DTensor asks fakes of its own, as large as the ranks' parts together, what an operation would give
         itemsize = next((tensor.itemsize for tensor in tensors_in(args)), 0)
         kind, flops = _arithmetic(name, func, args, kwargs, result)
         nbytes = _bytes(func, name, args, kwargs, result)
