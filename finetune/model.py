@@ -13,8 +13,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model  # not later: its tensors would be counted as the model's
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -81,7 +79,7 @@ def attention_name(recipe: Recipe) -> str:
 
 def decoder_parts(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside an adapter's wrapping, or the model itself."""
-    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    inner = model if isinstance(model, PreTrainedModel) else model.get_base_model()  # type: ignore[operator]  # peft's
     assert isinstance(inner, PreTrainedModel)
     return inner
 
@@ -258,6 +256,8 @@ def checkpoint_layers(model: PreTrainedModel, every: int) -> None:
 def _adapters_as_elsewhere(adapted: nn.Module) -> None:
     """Give adapters on meta the number format that peft gives those of a rank with weights: of the weight beside them,
     or what a 4-bit layer computes in. peft 0.21 leaves meta out, and ranks would disagree on their shards."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     for layer in adapted.modules():
         if not isinstance(layer, BaseTunerLayer):
             continue
@@ -270,6 +270,9 @@ def _adapters_as_elsewhere(adapted: nn.Module) -> None:
 
 
 def _add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool) -> nn.Module:
+    from peft import LoraConfig, get_peft_model  # takes a second, with bitsandbytes: only where adapters are
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     settings = lora.model_dump()
     settings["modules_to_save"] = lora.modules_to_save or None
     if model.device.type == "meta":  # the values come from a rank that has the weights some inits are made from

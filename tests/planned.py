@@ -18,6 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import peft  # noqa: F401  # as a run has it (receipt.py) before it is measured; it makes tensors of its own
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
