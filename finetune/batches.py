@@ -34,6 +34,7 @@ class MicroBatch(TypedDict, total=False):
     input_ids: torch.Tensor  # int64
     position_ids: torch.Tensor  # int64, from 0 in each document; a padded tail counts as one more document
     shift_labels: torch.Tensor  # int64, the target of each position; IGNORE at each document's last
+    supervised: torch.Tensor  # int64, the positions whose target is not IGNORE, counted through all rows
     cu_seq_lens: torch.Tensor  # int32 [documents + 1], flat only
     document_lengths: tuple[int, ...]  # the same on the host, so that attention reads nothing back; flat only
 
@@ -208,6 +209,7 @@ def _joined(rows: list[list[tuple[np.ndarray, np.ndarray]]], width: int) -> Micr
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
         shift_labels=torch.from_numpy(shift_labels),
+        supervised=torch.from_numpy(np.flatnonzero(shift_labels != IGNORE)),
     )
 
 

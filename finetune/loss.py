@@ -7,34 +7,78 @@ states and of the head, is computed in the same pass, so that no logits outlive 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+import functools
+from collections.abc import Iterable, Sequence
+from types import MethodType
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from finetune.conversations import IGNORE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # One chunk's float32 logits stay near this size: 512 tokens of Llama 3's vocabulary, enough for a matrix product to be
 # bound by arithmetic rather than by reading the head, and 32 times less than 16k tokens would need whole.
 CHUNK_BYTES = 256 * 2**20
 
 
-def summed_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
+def summed_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    supervised: Tensor | None = None,
+) -> Tensor:
     """Sum over supervised positions of -log softmax(hidden @ weight.T + bias)[target].
 
     hidden: [..., hidden_size]; weight: [vocabulary, hidden_size]; targets: [...] with IGNORE (-100) where nothing is
-    learned, already shifted. Returns a float32 scalar. The matrix products run in autocast's dtype where autocast is
-    on, else in `hidden`'s; softmax, sum and the head's gradient accumulate in float32.
+    learned, already shifted; supervised: int64, where it is not IGNORE, counted over all of [...] flattened. Where
+    that is given, the head is applied to those positions and no others: of a conversation, to the answers alone.
+    Returns a float32 scalar. The matrix products run in autocast's dtype where autocast is on, else in `hidden`'s;
+    softmax, sum and the head's gradient accumulate in float32.
 
     Gradients are those of the summed loss, for one backward: neither `retain_graph` nor higher derivatives work. The
     same idea as torch 2.13's chunked `linear_cross_entropy`, which torch 2.11 lacks and whose sum in bf16 is up to
     3.8 % off.
     """
     if torch.is_grad_enabled():
-        return cast(Tensor, _ChunkedCrossEntropy.apply(hidden, weight, bias, targets))  # type: ignore[no-untyped-call]
-    return _pass(hidden, weight, bias, targets, (False, False, False))[0]
+        applied = _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, supervised)  # type: ignore[no-untyped-call]
+        return cast(Tensor, applied)
+    return _pass(hidden, weight, bias, targets, supervised, (False, False, False))[0]
+
+
+def put_loss_into_forward(model: PreTrainedModel) -> None:
+    """Teach `model.forward` and its head `shift_labels` and `supervised`: a scalar loss, and no logits in between.
+
+    The head computes the loss in its own forward because under ZeRO-3 and FSDP its weight is whole only there. Only
+    the instance changes, so saving, generation and peft see the class they know.
+    """
+    library_forward = model.forward
+
+    @functools.wraps(library_forward)  # generation reads the signature
+    def forward(*args: Any, shift_labels: Tensor | None = None, supervised: Tensor | None = None, **kwargs: Any) -> Any:
+        if shift_labels is None:
+            return library_forward(*args, **kwargs)
+        given = {key: value for key, value in kwargs.items() if value is not None}
+        hidden = model.base_model(*args, use_cache=False, **given).last_hidden_state  # [batch, tokens, hidden_size]
+        return model.get_output_embeddings()(hidden, shift_labels, supervised)
+
+    model.forward = forward
+    head = model.get_output_embeddings()
+    # A bound method, not a closure: peft copies the head for modules_to_save, and the copy must use its own weight.
+    head.forward = MethodType(_head_forward, head)
+
+
+def _head_forward(
+    head: nn.Linear, hidden: Tensor, shift_labels: Tensor | None = None, supervised: Tensor | None = None
+) -> Tensor:
+    if shift_labels is None:
+        return nn.Linear.forward(head, hidden)
+    return summed_cross_entropy(hidden, head.weight, shift_labels, head.bias, supervised)
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -44,38 +88,43 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
-        loss, *gradients = _pass(hidden, weight, bias, targets, ctx.needs_input_grad)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, supervised: Tensor | None
+    ) -> Tensor:
+        loss, *gradients = _pass(hidden, weight, bias, targets, supervised, ctx.needs_input_grad)
         ctx.save_for_backward(*gradients)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         # In place: a second copy of the head's gradient would be 2.1 GB for Llama 3 8B.
-        return (*(None if g is None else g.mul_(upstream[0]) for g in ctx.saved_tensors), None)
+        return (*(None if g is None else g.mul_(upstream[0]) for g in ctx.saved_tensors), None, None)
 
 
 def _pass(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, wants: Sequence[bool]
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    supervised: Tensor | None,
+    wants: Sequence[bool],
 ) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
     """One pass over chunks of tokens: loss, and those of the gradients of hidden, weight and bias that are wanted."""
     dtype = _compute_dtype(hidden)
     flat, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)  # [tokens, hidden_size], [tokens]
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    grad_hidden = torch.empty_like(flat) if wants[0] else None
+    grad_hidden = torch.zeros_like(flat) if wants[0] else None
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants[1] else None
     grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wants[2] else None
     cast_weight, cast_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-    chunk = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     with torch.autocast(hidden.device.type, enabled=False):
-        for start in range(0, flat.shape[0], chunk):
-            now = slice(start, start + chunk)
+        for now in _chunks(len(flat), supervised, max(1, CHUNK_BYTES // (4 * weight.shape[0]))):
             part = flat[now].to(dtype)
             logits = F.linear(part, cast_weight, cast_bias).float()  # [chunk, vocabulary]
             loss += F.cross_entropy(logits, target[now], ignore_index=IGNORE, reduction="sum")
             if not any(wants[:3]):
                 continue
-            slope = _softmax_minus_target(logits, target[now]).to(dtype)
+            slope = _softmax_minus_target(logits, target[now], all_learned=supervised is not None).to(dtype)
             if grad_bias is not None:
                 grad_bias += slope.sum(0)
             if grad_hidden is not None:
@@ -90,8 +139,15 @@ def _pass(
     return loss, *whole
 
 
-def _softmax_minus_target(logits: Tensor, target: Tensor) -> Tensor:
+def _chunks(tokens: int, supervised: Tensor | None, size: int) -> Iterable[Tensor | slice]:
+    """Positions, so many at a time."""
+    if supervised is not None:
+        return cast("tuple[Tensor, ...]", supervised.split(size))
+    return (slice(start, start + size) for start in range(0, tokens, size))
+
+
+def _softmax_minus_target(logits: Tensor, target: Tensor, *, all_learned: bool) -> Tensor:
     """d loss / d logits, written over the logits: softmax minus one at the target, zero where nothing is learned."""
     slope = torch.softmax(logits, dim=1, out=logits)  # [chunk, vocabulary]
     slope.scatter_add_(1, target.clamp(min=0).unsqueeze(1), slope.new_full((len(target), 1), -1.0))
-    return slope.mul_((target != IGNORE).unsqueeze(1))
+    return slope if all_learned else slope.mul_((target != IGNORE).unsqueeze(1))

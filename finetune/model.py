@@ -6,14 +6,12 @@ quantized.py and in optimizer.py. A method (full, LoRA, QLoRA) is a way to build
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Mapping
-from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from finetune import attention
 from finetune.embedded import resolve_model_path
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.loss import summed_cross_entropy
+from finetune.loss import put_loss_into_forward
 from finetune.quantized import forget_inputs, quantize_structure, quantized_layers
 from finetune.recipe import Lora, Quantization, Recipe
 
@@ -208,34 +206,6 @@ def _refuse_unsuitable(model: PreTrainedModel, attention_in_use: str) -> None:
         raise FinetuneError("model.attention: this model has attention dropout; set model.attention: sdpa")
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise FinetuneError(f"model.name_or_path: {type(model).__name__} has no linear head; choose a causal model")
-
-
-def put_loss_into_forward(model: PreTrainedModel) -> None:
-    """Teach `model.forward` and its head `shift_labels`: with them, a scalar loss, and no logits in between.
-
-    The head computes the loss in its own forward because under ZeRO-3 and FSDP its weight is whole only there. Only
-    the instance changes, so saving, generation and peft see the class they know.
-    """
-    library_forward = model.forward
-
-    @functools.wraps(library_forward)  # generation reads the signature
-    def forward(*args: Any, shift_labels: Tensor | None = None, **kwargs: Any) -> Any:
-        if shift_labels is None:
-            return library_forward(*args, **kwargs)
-        given = {key: value for key, value in kwargs.items() if value is not None}
-        hidden = model.base_model(*args, use_cache=False, **given).last_hidden_state  # [batch, tokens, hidden_size]
-        return model.get_output_embeddings()(hidden, shift_labels)
-
-    model.forward = forward
-    head = model.get_output_embeddings()
-    # A bound method, not a closure: peft copies the head for modules_to_save, and the copy must use its own weight.
-    head.forward = MethodType(_head_forward, head)
-
-
-def _head_forward(head: nn.Linear, hidden: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-    if shift_labels is None:
-        return nn.Linear.forward(head, hidden)
-    return summed_cross_entropy(hidden, head.weight, shift_labels, head.bias)
 
 
 def checkpoint_layers(model: PreTrainedModel, every: int) -> None:

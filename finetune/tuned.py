@@ -13,7 +13,8 @@ from peft import PeftModel
 from torch import nn
 
 from finetune.errors import DoesNotFit, FinetuneError
-from finetune.model import load_base, put_loss_into_forward
+from finetune.loss import put_loss_into_forward
+from finetune.model import load_base
 from finetune.recipe import Recipe
 from finetune.recipe_file import recipe_from_resolved
 

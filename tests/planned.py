@@ -104,6 +104,7 @@ def padded_batch(lengths: Sequence[int]) -> dict[str, Any]:
         "input_ids": ids,
         "position_ids": torch.arange(width).expand(ids.shape).clone(),
         "shift_labels": ids.clone(),
+        "supervised": torch.arange(ids.numel()),
     }
 
 

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from finetune import attention
-from finetune.model import checkpoint_layers, put_loss_into_forward
+from finetune.loss import put_loss_into_forward
+from finetune.model import checkpoint_layers
 from tests.tiny import flat_batch
 
 LENGTHS = (5, 20, 1, 13)

@@ -140,10 +140,12 @@ def test_shapes_and_padding() -> None:
     assert batch["input_ids"].tolist() == [[1, 2, 3], [5, 7, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 2], [0, 1, 0]]
     assert batch["shift_labels"].tolist() == [[IGNORE, 3, IGNORE], [7, IGNORE, IGNORE]]
-    assert set(batch) == {"input_ids", "position_ids", "shift_labels"}
+    assert batch["supervised"].tolist() == [1, 3]
+    assert set(batch) == {"input_ids", "position_ids", "shift_labels", "supervised"}
     assert {value.dtype for value in batch.values() if isinstance(value, torch.Tensor)} == {torch.int64}
     (empty,) = micro_batches(rows, [0], rank=1, world_size=2, per_device_batch_size=2, flat=True)
     assert empty["shift_labels"].tolist() == [[IGNORE]]
+    assert empty["supervised"].tolist() == []
     assert empty["cu_seq_lens"].tolist() == [0, 1]
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from finetune import loss as loss_module
 from finetune.loss import IGNORE, summed_cross_entropy
@@ -34,16 +35,21 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.double() - theirs).norm() / theirs.norm())
 
 
+def positions(targets: Tensor) -> Tensor:
+    return (targets.flatten() != IGNORE).nonzero().flatten()
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["all positions", "supervised alone"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens_per_chunk", [1, 7, 100, 1000])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_loss_and_gradients(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bound: float, tokens_per_chunk: int, bias: bool
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bound: float, tokens_per_chunk: int, bias: bool, told: bool
 ) -> None:
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * VOCABULARY * tokens_per_chunk)
     hidden, weight, offset, targets = inputs(dtype, bias=bias)
     expected, gradients = reference(hidden, weight, offset, targets)
-    loss = summed_cross_entropy(hidden, weight, targets, offset)
+    loss = summed_cross_entropy(hidden, weight, targets, offset, positions(targets) if told else None)
     assert loss.dtype == torch.float32
     assert loss.shape == ()
     assert abs(loss.item() / expected.item() - 1) < (1e-6 if dtype == torch.float32 else 1e-3)
@@ -69,13 +75,17 @@ def test_trained_head_under_frozen_hidden() -> None:
     assert relative(weight.grad, gradients[1]) < 1e-6
 
 
-def test_nothing_learned_is_zero() -> None:
+@pytest.mark.parametrize("told", [False, True], ids=["all positions", "supervised alone"])
+def test_nothing_learned_is_zero(told: bool) -> None:
     hidden, weight, _, targets = inputs(torch.float32, bias=False)
-    loss = summed_cross_entropy(hidden, weight, torch.full_like(targets, IGNORE))
+    none = torch.full_like(targets, IGNORE)
+    loss = summed_cross_entropy(hidden, weight, none, None, positions(none) if told else None)
     loss.backward()
     assert loss.item() == 0
     assert hidden.grad is not None
     assert hidden.grad.abs().max() == 0
+    assert weight.grad is not None
+    assert weight.grad.abs().max() == 0
 
 
 def test_autocast_multiplies_in_its_own_dtype() -> None:
@@ -109,3 +119,13 @@ def test_all_logits_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, _, targets = inputs(torch.float32, bias=False)
     summed_cross_entropy(hidden, weight, targets).backward()
     assert largest == VOCABULARY * 10
+
+
+def test_the_head_is_applied_to_what_is_learned_alone() -> None:
+    hidden, weight, _, targets = inputs(torch.float32, bias=False)
+    targets[1, 5:] = IGNORE
+    products = 2 * HIDDEN * VOCABULARY * 3  # forward, the gradient of hidden, that of the head
+    for told, count in ((None, 100), (positions(targets), 41 + 5)):
+        with FlopCounterMode(display=False) as counter:
+            summed_cross_entropy(hidden, weight, targets, None, told).backward()
+        assert counter.get_total_flops() == products * count

@@ -112,6 +112,7 @@ def flat_batch(lengths: Sequence[int] = (7, 12), seed: int = 0, vocabulary: int 
         "input_ids": tokens[None],
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "shift_labels": torch.cat(targets)[None],
+        "supervised": torch.cat(targets).ne(-100).nonzero().flatten(),
         "cu_seq_lens": torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
         "document_lengths": tuple(lengths),
     }

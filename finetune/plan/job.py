@@ -265,6 +265,7 @@ def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
         batch["document_lengths"] = (tokens,) * rows
     elif recipe.data.packing or rows > 1:
         positions[-1, tokens // 2 :] -= tokens // 2
+    batch["supervised"] = torch.arange(ids.numel())
     return [cast(MicroBatch, {key: _copied(value) for key, value in batch.items()}) for _ in range(min(2, micro_steps))]
 
 

@@ -20,7 +20,7 @@ def _running(job: Job, *, gradients: int, activations: int, casts: int) -> Parts
     rope = 2 * job.way.stream * job.tokens * job.shape.head
     return job.static | {
         "gradients": gradients,
-        "activations": activations + rope + 24 * job.tokens,
+        "activations": activations + rope + 32 * job.tokens,  # four tensors of a batch
         "cast weights": casts,
         "gathered layers": job.rest,
     }
@@ -88,7 +88,7 @@ def _loss(job: Job) -> Iterator[int]:
     chunk = min(job.tokens, max(1, CHUNK_BYTES // (4 * shape.vocabulary)))
     logits = chunk * shape.vocabulary
     head = FLOAT32 * shape.table * job.full
-    cast = HALF * shape.table * (job.way.stream == FLOAT32)
+    cast = HALF * shape.table * (job.way.stream == FLOAT32) + HALF * chunk * shape.hidden
     # Logits in float32 and their logarithms; or two chunks' logits in both formats, as the second one is made.
     second = min(chunk, job.tokens - chunk) * shape.vocabulary
     yield head + cast + max(8 * logits, 6 * (logits + second))
