@@ -22,7 +22,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from finetune.batches import MicroBatch, Rows, prefetch
-from finetune.conversations import IGNORE
 from finetune.errors import FinetuneError
 from finetune.loss_scaling import FLOOR, loss_scale, scaler_state
 from finetune.metrics import StepRecord, eval_line
@@ -79,7 +78,7 @@ def optimizer_step(
             with phases("forward"):
                 loss = model(**batch)
             tally[0] += loss.detach()
-            tally[1] += (batch["shift_labels"] != IGNORE).sum()
+            tally[1] += len(batch["supervised"])
             with phases("backward"):
                 # 0 * inf and 0 * nan are nan: a bad loss on one rank spoils the reduced gradients of all of them,
                 # so that the one check below speaks for every rank, without a collective of its own.
@@ -136,7 +135,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, rows: Rows, plan: Plan)
     with torch.no_grad():
         for batch in prefetch(_in_order(rows, plan), accelerator.device, non_blocking=True):
             tally[0] += model(**batch)
-            tally[1] += (batch["shift_labels"] != IGNORE).sum()
+            tally[1] += len(batch["supervised"])
     model.train()
     loss_sum, tokens = accelerator.reduce(tally, reduction="sum").tolist()
     return float(loss_sum / tokens)

@@ -128,7 +128,7 @@ def _pass(
             if grad_bias is not None:
                 grad_bias += slope.sum(0)
             if grad_hidden is not None:
-                grad_hidden[now] = slope @ cast_weight
+                grad_hidden[now] = (slope @ cast_weight).to(flat.dtype)
             if grad_weight is not None:
                 grad_weight += slope.T @ part
     gradients = grad_hidden, grad_weight, grad_bias

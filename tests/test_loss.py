@@ -88,12 +88,22 @@ def test_nothing_learned_is_zero(told: bool) -> None:
     assert weight.grad.abs().max() == 0
 
 
-def test_autocast_multiplies_in_its_own_dtype() -> None:
+@pytest.mark.parametrize("told", [False, True], ids=["all positions", "supervised alone"])
+def test_autocast_multiplies_in_its_own_dtype(told: bool) -> None:
     hidden, weight, _, targets = inputs(torch.float32, bias=False)
+    where = positions(targets) if told else None
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = summed_cross_entropy(hidden, weight, targets)
-    rounded = summed_cross_entropy(hidden.bfloat16(), weight.bfloat16(), targets)
-    assert loss.item() == rounded.item()
+        loss = summed_cross_entropy(hidden, weight, targets, None, where)
+    rounded = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
+    expected = summed_cross_entropy(rounded[0], rounded[1], targets, None, where)
+    assert loss.item() == expected.item()
+    loss.backward()
+    expected.backward()
+    for ours, theirs in zip((hidden, weight), rounded, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert ours.grad.dtype == torch.float32
+        assert torch.equal(ours.grad.bfloat16(), theirs.grad)
 
 
 def test_no_gradient_wanted_computes_none() -> None:

@@ -46,7 +46,10 @@ def begun(works: Mapping[int, Callable[[], T]]) -> Iterator[Callable[[int], T]]:
 
 
 def can_fork() -> bool:
-    """Whether a child of this process could train: on Linux, as long as autograd has no threads here."""
+    """Whether a child of this process could train: on Linux, as long as autograd has no threads here.
+
+    One that began this moment may have no name yet; then torch refuses to train in the child, and it fails.
+    """
     if not sys.platform.startswith("linux"):
         return False
     names = (_name_of(thread) for thread in Path("/proc/self/task").iterdir())
