@@ -133,6 +133,7 @@ plan.reducer
 plan.trace
 plan.layers
 plan.depth
+plan.apart
 plan.job
 plan.report
 plan.pace
