@@ -11,7 +11,7 @@ import pytest
 from finetune.plan.caching import CachingAllocator, NoMemory, replay
 from finetune.plan.depth import with_layers
 from finetune.plan.pretend import NAME
-from finetune.plan.splice import Change, spliced
+from finetune.plan.splice import Change, filled_up, spliced
 from finetune.plan.timeline import Event, Timeline
 from finetune.plan.trace import trace
 from finetune.strategy import read_strategy
@@ -76,6 +76,17 @@ def test_an_order_that_goes_up_and_one_that_goes_down() -> None:
     found = [(change.phase, change.storage[0], change.nbytes) for change in changes]  # type: ignore[index]
     up = [("forward", layer, nbytes) for layer, nbytes in enumerate((100, 101, 102, 102, 102, 103, 104))]
     assert found == [*up, *(("backward", layer, 0) for layer in range(6, -1, -1))]
+
+
+def test_what_no_layer_has_is_beside_them_in_its_phase() -> None:
+    """ZeRO's flat copy of all weights is there while they are loaded, and no longer."""
+    mib = 2**20
+    changes = [Change(None, 0, "load"), Change("a", 20 * mib, "load")]
+    for phase in ("forward", "step"):
+        changes += [Change(None, 0, phase), Change("b", 40 * mib, phase), Change("b", 0, phase)]
+    held = replay(filled_up(changes, {"load": 100 * mib, "forward": 10 * mib, "step": -5 * mib}))
+    assert {phase: found.allocated // mib for phase, found in held.items()} == {"load": 120, "forward": 70, "step": 60}
+    assert list(filled_up(changes, {"load": 0})) == changes
 
 
 def test_a_full_gpu() -> None:

@@ -26,7 +26,7 @@ from finetune.plan.gpus import Gpus
 from finetune.plan.layers import SHALLOW, deep, depths
 from finetune.plan.pretend import NAME
 from finetune.plan.speed import Layout
-from finetune.plan.splice import Change, spliced
+from finetune.plan.splice import Change, filled_up, spliced
 from finetune.plan.timeline import Peak, PhaseMemory, Timeline
 from finetune.plan.trace import STEPS, trace
 from finetune.plan.work import StepWork, at_depth, of_ddp, per_step
@@ -130,11 +130,12 @@ def _with_share(planned: Planned, share: float) -> Planned:
 def _with_allocator(planned: Planned, changes: Sequence[Change], room: int) -> Planned:
     """What the allocator reserves; with less room than that, whether it gets by when it gives back what it caches."""
     held = replay(changes)
-    short = max(phase.peak.nbytes - held[name].allocated for name, phase in planned.phases.items())
-    if short > 0:  # of storages that are no layer's and grow with depth: DDP's buckets, ZeRO's flat partitions
-        changes = [changes[0], Change("no layer's", short, changes[0].phase), *changes[1:]]
+    short = {name: phase.peak.nbytes - held[name].allocated for name, phase in planned.phases.items()}
+    if max(short.values()) > 0:  # of storages that are no layer's and grow with depth: DDP's buckets, ZeRO's partitions
+        changes = list(filled_up(changes, short))
         held = replay(changes)
     least, most = (max(getattr(phase, kind) for phase in held.values()) for kind in ("allocated", "reserved"))
+    least = max(least, planned.peak[1].nbytes)
     upper = most
     if least <= room < most:
         with suppress(NoMemory):

@@ -10,7 +10,7 @@ next one needs, does so in each of its copies.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -83,6 +83,17 @@ def spliced(timeline: Timeline, device: str, layers: int, deep: int, period: int
             for run in block:
                 yield from _changes(timeline, names, run, depth, copy)
         before = block[-1].layer
+
+
+def filled_up(changes: Iterable[Change], short: Mapping[str, int]) -> Iterator[Change]:
+    """With one storage more, which has so many bytes in each phase: of what is no layer's and grows with depth, as
+    DDP's buckets and ZeRO's flat partitions."""
+    held = 0
+    for change in changes:
+        if change.storage is None and (nbytes := max(0, short.get(change.phase, 0))) != held:
+            held = nbytes
+            yield Change("no layer's", nbytes, change.phase)  # before the phase's peak is watched
+        yield change
 
 
 def _runs(timeline: Timeline, device: str) -> list[_Run]:
