@@ -84,8 +84,9 @@ def test_what_no_layer_has_is_beside_them_in_its_phase() -> None:
     changes = [Change(None, 0, "load"), Change("a", 20 * mib, "load")]
     for phase in ("forward", "step"):
         changes += [Change(None, 0, phase), Change("b", 40 * mib, phase), Change("b", 0, phase)]
-    held = replay(filled_up(changes, {"load": 100 * mib, "forward": 10 * mib, "step": -5 * mib}))
+    held = replay(filled_up(2 * changes, {"load": 100 * mib, "forward": 10 * mib, "step": -5 * mib}))
     assert {phase: found.allocated // mib for phase, found in held.items()} == {"load": 120, "forward": 70, "step": 60}
+    assert held["step"].reserved == 120 * mib, "pieces of 10 and 90, found again; the 40 lie in the larger meanwhile"
     assert list(filled_up(changes, {"load": 0})) == changes
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from finetune.plan.timeline import Event, Timeline, layer_of
@@ -86,13 +86,22 @@ def spliced(timeline: Timeline, device: str, layers: int, deep: int, period: int
 
 
 def filled_up(changes: Iterable[Change], short: Mapping[str, int]) -> Iterator[Change]:
-    """With one storage more, which has so many bytes in each phase: of what is no layer's and grows with depth, as
-    DDP's buckets and ZeRO's flat partitions."""
-    held = 0
+    """With storages beside them that have so many bytes together in each phase: of what is no layer's and grows with
+    depth, as DDP's buckets and ZeRO's flat partitions.
+
+    What the phases have in common is a storage that stays; what some have beyond others comes and goes.
+    """
+    levels = sorted({0, *(nbytes for nbytes in short.values() if nbytes > 0)})
+    pieces = list(pairwise(levels))
+    held = 0  # so many of them
     for change in changes:
-        if change.storage is None and (nbytes := max(0, short.get(change.phase, 0))) != held:
-            held = nbytes
-            yield Change("no layer's", nbytes, change.phase)  # before the phase's peak is watched
+        if change.storage is None:  # before the phase's peak is watched
+            needed = sum(top <= short.get(change.phase, 0) for _, top in pieces)
+            yield from (Change(("no layer's", index), 0, change.phase) for index in range(needed, held))
+            for index in range(held, needed):
+                below, top = pieces[index]
+                yield Change(("no layer's", index), top - below, change.phase)
+            held = needed
         yield change
 
 
