@@ -135,7 +135,6 @@ def _with_allocator(planned: Planned, changes: Sequence[Change], room: int) -> P
         changes = list(filled_up(changes, short))
         held = replay(changes)
     least, most = (max(getattr(phase, kind) for phase in held.values()) for kind in ("allocated", "reserved"))
-    least = max(least, planned.peak[1].nbytes)
     upper = most
     if least <= room < most:
         with suppress(NoMemory):
