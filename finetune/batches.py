@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from finetune.token_cache import StoredDocuments, content_key, stored_documents
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["MicroBatch", "Prepared", "Rows", "micro_batches", "prefetch", "prepare", "rows_of_step"]
+__all__ = ["Documents", "MicroBatch", "Prepared", "Rows", "micro_batches", "prefetch", "prepare", "rows_of_step"]
 
 
 class MicroBatch(TypedDict, total=False):
@@ -158,8 +158,15 @@ def _epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
+class Documents(Protocol):
+    """Rows, as far as batches are made of them."""
+
+    def documents(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(input_ids, labels), int64, unshifted, of each document in a row."""
+
+
 def micro_batches(
-    rows: Rows,
+    rows: Documents,
     indices: np.ndarray | Sequence[int],
     *,
     rank: int,

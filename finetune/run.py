@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from finetune.batches import MicroBatch, Prepared, Rows, micro_batches, rows_of_step
+from finetune.batches import Documents, MicroBatch, Prepared, Rows, micro_batches, rows_of_step
 from finetune.errors import FinetuneError
 from finetune.metrics import StepRecord, Terminal, Window
 from finetune.model import decoder_parts
@@ -46,7 +46,7 @@ class Plan:
             total_rows=self.total_rows,
         )
 
-    def micro_batches(self, rows: Rows, indices: np.ndarray) -> list[MicroBatch]:
+    def micro_batches(self, rows: Documents, indices: np.ndarray) -> list[MicroBatch]:
         """This rank's share of these rows."""
         return micro_batches(
             rows,

@@ -106,6 +106,16 @@ def longest_rows(rows: Rows, plan: Plan) -> np.ndarray:
     return np.asarray(order[: plan.per_device_batch_size * plan.world_size])
 
 
+@dataclass(frozen=True)
+class _LearnedWhole:
+    """Rows whose every token is learned, prompts too: the head is applied to no more of any row."""
+
+    rows: Rows
+
+    def documents(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [(ids, ids) for ids, _ in self.rows.documents(row)]
+
+
 def times_taken(plan: Plan) -> int:
     """How often the worst step takes its micro-batch: twice where steps accumulate, for gradients wait beside it."""
     return min(2, plan.micro_steps(min(plan.global_batch_size, plan.total_rows)))
@@ -115,7 +125,8 @@ def _step(run: Run) -> int:
     """An optimizer step on the longest rows."""
     rows, plan = run.train_rows, run.plan
     longest, times = longest_rows(rows, plan), times_taken(plan)
-    batches = [batch for _ in range(times) for batch in plan.micro_batches(rows, longest)]
+    batches = [batch for _ in range(times) for batch in plan.micro_batches(_LearnedWhole(rows), longest)]
+    tokens, documents = int(rows.lengths[longest].sum()), sum(len(rows.members(int(row))) for row in longest)
     try:
         optimizer_step(
             run.accelerator,
@@ -123,7 +134,7 @@ def _step(run: Run) -> int:
             run.optimizer,
             prefetch(batches, run.accelerator.device, run.recipe.training.non_blocking),
             micro_steps=times,
-            supervised_tokens=times * int(rows.supervised[longest].sum()),
+            supervised_tokens=times * (tokens - documents),  # a document's last predicts nothing
             max_grad_norm=run.recipe.training.max_grad_norm,
             seed=plan.seed,
             stop=False,
@@ -136,7 +147,7 @@ def _step(run: Run) -> int:
     except (RuntimeError, MemoryError) as error:
         _name_what_ran(error, run, int(rows.lengths[longest].max()), "a training step")
         raise
-    return int(rows.lengths[longest].sum())
+    return tokens
 
 
 def _evaluate(run: Run, rows: Rows) -> None:
@@ -144,7 +155,7 @@ def _evaluate(run: Run, rows: Rows) -> None:
     run.model.eval()
     try:
         with torch.no_grad():
-            batches = run.plan.micro_batches(rows, longest)
+            batches = run.plan.micro_batches(_LearnedWhole(rows), longest)
             for batch in prefetch(batches, run.accelerator.device, non_blocking=True):
                 run.model(**batch)
     except (RuntimeError, MemoryError) as error:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from finetune.durable import write_json
 from finetune.errors import FinetuneError
@@ -129,14 +129,13 @@ class _Lengths:
 
 
 def batches_of(question: Question) -> list[MicroBatch]:
-    """The run's own micro-batches but for what stands in them, each row learned whole."""
-    from finetune.batches import Rows, micro_batches
+    """The micro-batches of the run's worst step, but for what stands in them."""
+    from finetune.batches import micro_batches
 
     made = []
     for rows in question.documents:
         options: dict[str, Any] = {"rank": 0, "world_size": 1, "per_device_batch_size": len(rows)}
-        known = cast(Rows, _Lengths(rows))
-        made += micro_batches(known, range(len(rows)), flat=question.flat, **options)
+        made += micro_batches(_Lengths(rows), range(len(rows)), flat=question.flat, **options)
     return made
 
 
