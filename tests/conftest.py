@@ -30,6 +30,7 @@ TRACING = (
     "test_splice",
 )
 HERE = Path(__file__).parent
+ASKED, LEFT_OUT = pytest.StashKey[list[str]](), pytest.StashKey[list[str]]()
 
 
 def _traces(path: Path) -> bool:
@@ -53,17 +54,23 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if named else min(2, len(os.sched_getaffinity(0)))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[ASKED], config.stash[LEFT_OUT] = list(config.args), _apart(config)
+    # A file that is named is collected, whatever pytest_ignore_collect says of it.
+    config.args[:] = [arg for arg in config.args if arg not in config.stash[LEFT_OUT]]
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if _traces(collection_path) and _apart(config) else None
+    return True if _traces(collection_path) and config.stash[LEFT_OUT] else None
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Run what was left out, with the same options; the session fails where that does."""
     config = session.config
-    files = [] if hasattr(config, "workerinput") else _apart(config)
+    files = [] if hasattr(config, "workerinput") else config.stash[LEFT_OUT]
     if not files or config.option.collectonly or session.shouldstop or exitstatus == pytest.ExitCode.INTERRUPTED:
         return
-    options = [arg for arg in config.invocation_params.args if arg not in config.args]
+    options = [arg for arg in config.invocation_params.args if arg not in config.stash[ASKED]]
     print("\n\ntests that trace, in a process of their own:", flush=True)
     done = subprocess.run([sys.executable, "-m", "pytest", *options, *files], cwd=config.invocation_params.dir)
     if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
