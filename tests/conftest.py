@@ -64,6 +64,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if _traces(collection_path) and config.stash[LEFT_OUT] else None
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Whatever test comes first: it may train, and the next one trace."""
+    if any(_traces(item.path) for item in session.items):
+        from finetune.plan.pretend import pretend_device
+
+        pretend_device()
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Run what was left out, with the same options; the session fails where that does."""
     config = session.config
