@@ -14,13 +14,11 @@ import pytest
 from finetune.cli import main
 from finetune.errors import DoesNotFit, FinetuneError
 from finetune.plan.gpus import read_gpus
-from finetune.plan.pretend import pretend_device
 from finetune.plan.verb import plan_by_trace
 from finetune.recipe_file import load_recipe
 from tests.tiny import write_chats
 
 ROOT = Path(__file__).parent.parent
-pretend_device()  # before any other test's first backward: see trace.py
 GIB = 2**30
 
 

@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # torch's documentatio
 
 from finetune.assemble import COMPUTE, Assembled, assemble
 from finetune.batches import MicroBatch, prefetch
-from finetune.conversations import IGNORE
 from finetune.fsdp import make_mesh
 from finetune.launcher import Launch
 from finetune.loop import optimizer_step
@@ -83,7 +82,7 @@ def trace(
         strategy = without_disks(strategy)
     # The engine of ZeRO has one number format; its third stage cuts each weight as it is loaded.
     build = dataless_build(recipe, dtype=_engine_dtype(recipe, strategy))
-    supervised = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in batches)
+    supervised = sum(len(batch["supervised"]) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
     device = _device(gpu)
     with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
