@@ -21,6 +21,7 @@ from typing import Any
 from finetune.durable import read_lines, remove_folder, write_json
 from finetune.errors import FinetuneError
 from finetune.foretold import SWITCH
+from finetune.recipe import Training
 from finetune.recipe_file import CONFIG_FOLDER, load_recipe
 
 PHASES = ("load", "forward", "backward", "step", "save")
@@ -45,6 +46,7 @@ class Comparison:
     device: str  # "cpu", or the GPU's name
     mixed_precision: str
     folder: Path
+    shortened: tuple[str, ...] = ()  # overrides that fit the schedule into so few steps
 
     def job_folder(self, strategy: str) -> Path:
         """The run folder of one strategy's job."""
@@ -75,7 +77,19 @@ def plan_comparison(
         raise FinetuneError(f"{folder}: holds something that is no comparison; name another folder with -o")
     device, count = _devices()
     precision = loaded.training.mixed_precision
-    return Comparison(recipe, tuple(overrides), names, steps, processes or count, device, precision, folder)
+    shortened = _shortened(loaded.training, steps)
+    return Comparison(recipe, tuple(overrides), names, steps, processes or count, device, precision, folder, shortened)
+
+
+def _shortened(training: Training, steps: int) -> tuple[str, ...]:
+    """A warmup as long as the comparison at most; what is stable takes what warmup and decay leave."""
+    found = []
+    if (training.warmup_steps or 0) > steps:
+        found.append(f"training.warmup_steps={steps}")
+    if "num_stable_steps" in training.lr_scheduler_kwargs:
+        kept = {name: value for name, value in training.lr_scheduler_kwargs.items() if name != "num_stable_steps"}
+        found.append(f"training.lr_scheduler_kwargs={json.dumps(kept)}")
+    return tuple(found)
 
 
 def compare(comparison: Comparison, progress: Progress) -> dict[str, Any]:
@@ -104,6 +118,7 @@ def job_command(comparison: Comparison, strategy: str) -> list[str]:
         f"accelerate_config={strategy}",
         f"output_dir={comparison.job_folder(strategy)}",
         f"training.max_steps={comparison.steps}",
+        *comparison.shortened,
         f"save_steps={comparison.steps}",
         f"eval_steps={comparison.steps}",
         "training.early_stopping_patience=null",
@@ -260,6 +275,8 @@ def notes(comparison: Comparison) -> list[str]:
         "FSDP2 and ZeRO-2 and 3 move as much again for each further micro-step.",
         "FSDP2 gathers the head once, the rest twice; ZeRO-3 keeps two layers gathered.",
     ]
+    if comparison.shortened:
+        told.append(f"The schedule is fitted into {comparison.steps} steps: {' '.join(comparison.shortened)}.")
     if comparison.device == "cpu":
         told.append("On a CPU all memory is host memory: what is offloaded stays in the same figure.")
         told.append("gloo carries out a reduce_scatter as an all_reduce: twice as much on the wire.")

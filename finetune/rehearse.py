@@ -170,13 +170,14 @@ def _training(recipe: Recipe, strategy: Strategy, processes: int) -> Iterator[Ch
 
 
 def _schedule(training: Training) -> Iterator[Change]:
-    """Numbers of steps that would outlast the four."""
-    arguments = training.lr_scheduler_kwargs
-    steps = {name for name in ("num_decay_steps", "num_stable_steps", "timescale") if name in arguments}
+    """Numbers of steps that would outlast the four, or end before them at rate 0: what is stable takes what is left."""
+    arguments = dict(training.lr_scheduler_kwargs)
+    stable = arguments.pop("num_stable_steps", None)
+    steps = {name for name in ("num_decay_steps", "timescale") if name in arguments}
     settings: dict[str, Any] = {}
     if (training.warmup_steps or 0) > 1:
         settings["training.warmup_steps"] = 1
-    if steps:
+    if steps or stable is not None:
         settings["training.lr_scheduler_kwargs"] = arguments | dict.fromkeys(steps, 1)
     named = [key.rpartition(".")[2] for key in settings]
     if settings:

@@ -16,9 +16,11 @@ from rich.console import Console
 
 from finetune import compare_report
 from finetune.cli import main
-from finetune.compare import Comparison, failure, figures, job_command, loss_agreement, plan_comparison
+from finetune.compare import Comparison, failure, figures, job_command, loss_agreement, notes, plan_comparison
 from finetune.compare_report import draw, moved_per_step, print_tables, run_and_report
 from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
+from finetune.recipe_file import load_recipe
+from finetune.schedule import learning_rate_schedule
 from tests.tiny import save_tiny, write_chats
 
 GIB = 2**30
@@ -96,6 +98,20 @@ def result(*rows: dict[str, Any]) -> dict[str, Any]:
 
 
 REFUSED = {"strategy": "zero9", "ok": False, "reason": "zero9: there is [no] such thing; take zero3", "log": "x"}
+
+
+def test_a_schedule_longer_than_the_comparison_is_fitted_into_it(recipe: Path) -> None:
+    words = [
+        "training.lr_scheduler_type=warmup_stable_decay", "training.warmup_steps=100",
+        "training.lr_scheduler_kwargs={num_stable_steps: 0, num_decay_steps: 2}",
+    ]  # fmt: skip
+    planned = plan_comparison(recipe, words, strategies="single", steps=5, processes=None, folder=None)
+    overrides = [word for word in job_command(planned, "single") if "=" in word]
+    training = load_recipe(recipe, overrides).recipe.training
+    rate = learning_rate_schedule(training, 5)
+    assert [rate(step) / 1e-3 for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert any("training.warmup_steps=5" in note for note in notes(planned))
+    assert comparison(recipe).shortened == ()
 
 
 def test_figures_are_the_highest_of_ranks_and_the_last_step_s_traffic() -> None:

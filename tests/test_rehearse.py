@@ -31,6 +31,7 @@ from finetune.recipe_file import CONFIG_FOLDER, load_recipe
 from finetune.rehearse import LONGEST_ROW, SAVED_AFTER, STEPS, changes, overrides, processes_of
 from finetune.rehearse_job import Job, StepFailed, kill_all, wait_until
 from finetune.rehearse_run import Checklist, exported, rehearse, same_curve, sharding
+from finetune.schedule import learning_rate_schedule
 from finetune.shrink import (
     CONFIGS,
     HUB_NAMES,
@@ -237,6 +238,13 @@ class TestChanges:
         _, after, told = rehearsed(write_recipe(tmp_path, "x"), "training.lr_scheduler_type=warmup_stable_decay", given)
         assert after.training.lr_scheduler_kwargs == {"num_decay_steps": 1, "decay_type": "cosine"}
         assert "training: lr_scheduler_kwargs: each number of steps is 1" in told
+
+    def test_a_shrunken_schedule_has_no_step_at_rate_0(self, tmp_path: Path) -> None:
+        given = "training.lr_scheduler_kwargs={num_decay_steps: 100, num_stable_steps: 900}"
+        words = ["training.lr_scheduler_type=warmup_stable_decay", "training.warmup_steps=50", given]
+        _, after, _ = rehearsed(write_recipe(tmp_path, "x"), *words)
+        rate = learning_rate_schedule(after.training, STEPS)  # which refuses rates of 0 at the end
+        assert min(rate(step) for step in range(STEPS)) > 0
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
