@@ -4,7 +4,8 @@
         model-00000.safetensors  optimizer-00000.safetensors   a file for each group of tensors and rank that has any
         state.json                                              everything that is no tensor
         MANIFEST.json                                           which file holds which elements of which tensor;
-                                                                size and SHA-256 of each file, and its own
+                                                                size and SHA-256 of each file, and its own; that
+                                                                all numbers are finite
 
 Each rank writes the pieces it holds (pieces.py), the first one all else.
 """
@@ -25,8 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from finetune.durable import ASIDE, disk_errors, publish_folder, remove_folder, sync, write_json
-from finetune.errors import EnvironmentMismatch
+from finetune.errors import EnvironmentMismatch, NotFinite
 from finetune.pieces import Piece, Ranks, Stored, covers, piece_to_write
+from finetune.tensor_checks import first_not_finite, not_finite
 
 FORMAT = 2
 _NAME = re.compile(r"step-(\d{8,})")
@@ -73,8 +75,10 @@ def write_checkpoint(
         keep: Checkpoints to keep, at least 1; this one is always kept.
 
     Raises:
+        NotFinite: a tensor of any rank holds a NaN or an infinity; nothing is written, on all ranks alike.
         EnvironmentMismatch: the disk is full or not writable, on any rank; earlier checkpoints are untouched.
     """
+    _refuse_not_finite(step, tensors, ranks)
     folder = step_folder(run_dir, step)
     aside = folder.with_name(f"{ASIDE}{folder.name}")
     first = ranks.rank == 0
@@ -100,6 +104,17 @@ def write_checkpoint(
         _prune(run_dir, step, keep)
     ranks.gather(None)
     return folder
+
+
+def _refuse_not_finite(step: int, tensors: Mapping[str, Tensors], ranks: Ranks) -> None:
+    mine = [f"{group}: {name}" for group, named in tensors.items() for name in not_finite(named, ranks.rank)]
+    found = sorted({name for names in ranks.gather(mine) for name in names})
+    if found:
+        total = sum(len(named) for named in tensors.values())
+        raise NotFinite(
+            f"step {step}: not finite: {len(found)} of {total} tensors to be saved, first {found[0]}; no checkpoint of "
+            "this step is written, earlier ones are intact; lower training.learning_rate, or lengthen the warmup"
+        )
 
 
 def _written_by_all(aside: Path, tensors: Mapping[str, Tensors], ranks: Ranks) -> list[dict[str, Any]]:
@@ -158,7 +173,7 @@ def _write_rest(aside: Path, step: int, state: Mapping[str, Any], facts: list[di
             whole = covers([(start, count) for _, start, count in entry["parts"]], math.prod(entry["shape"]))
             assert whole, f"{group}: {name}: {entry} is not the whole tensor"
     aliases = {group: found["aliases"] for group, found in facts[0].items()}
-    manifest = {"format": FORMAT, "step": step, "files": files, "groups": groups, "aliases": aliases}
+    manifest = {"format": FORMAT, "step": step, "finite": True, "files": files, "groups": groups, "aliases": aliases}
     write_json(aside / "MANIFEST.json", {**manifest, "sha256": _self_hash(manifest)})
 
 
@@ -206,11 +221,14 @@ def _step(folder: Path) -> int:
 
 
 def _prune(run_dir: Path, step: int, keep: int) -> None:
-    """Deletes all but the `keep` newest checkpoints up to `step`, which was just written and is valid.
+    """Deletes all but the `keep` newest good checkpoints up to `step`, which was just written and is valid.
 
-    Later ones can only be damaged ones that the run was resumed before; it will write them again.
+    A bad one never takes a good one's place. Later ones can only be bad ones that the run was resumed before; it will
+    write them again.
     """
-    for folder in [path for path in _folders(run_dir) if _step(path) <= step][max(keep, 1) :]:
+    earlier = [path for path in _folders(run_dir) if _step(path) <= step]
+    good = [path for path in earlier if isinstance(examine(path, hashes=False), Checkpoint)]
+    for folder in set(earlier) - set(good[: max(keep, 1)]):
         remove_folder(folder)
 
 
@@ -236,6 +254,10 @@ def examine(folder: Path, *, hashes: bool = True) -> Checkpoint | str:
         group: {name: _stored(folder, name, entry) for name, entry in named.items()}
         for group, named in manifest["groups"].items()
     }
+    if "finite" not in manifest:  # an earlier release's, which wrote what is not finite too
+        stored = sorted(folder / name for name in manifest["files"] if name.endswith(".safetensors"))
+        if bad := next((name for path in stored if (name := first_not_finite(path))), None):
+            return f"not finite: {bad}"
     return Checkpoint(folder, manifest["step"], groups, manifest["aliases"])
 
 

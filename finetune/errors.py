@@ -3,6 +3,8 @@
 FinetuneError            2   bad input: place, value, remedy
 ├── RecipeError          2   every mistake of a recipe at once
 ├── DataError            2   every mistake found in the data
+├── NotFinite            2   a loss, a gradient or a trained tensor is NaN or infinite
+├── NothingTrained       2   a run's end found every trained tensor as it was at the start
 ├── DoesNotFit           3   the plan or the device says no
 ├── EnvironmentMismatch  4   what runs would not be what the recipe asks for
 │   ├── HubUnreachable   4   the Hub failed again and again, in a way that may pass
@@ -36,6 +38,14 @@ class DataError(FinetuneError):
     def __init__(self, mistakes: Sequence[str]) -> None:
         super().__init__("\n".join(mistakes))
         self.mistakes = tuple(mistakes)
+
+
+class NotFinite(FinetuneError):
+    """A loss, a gradient norm or a trained tensor is NaN or infinite; nothing of it was saved."""
+
+
+class NothingTrained(FinetuneError):
+    """Training reached its end and changed no bit of any trained tensor."""
 
 
 class DoesNotFit(FinetuneError):

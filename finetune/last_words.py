@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 
 from finetune.launcher import under_launcher
 
@@ -31,7 +32,8 @@ def say_last(line: str) -> None:
     """
     text = f"\n{line}\n"
     sys.stdout.flush()
-    os.write(2, text.encode(errors="replace"))
+    with suppress(OSError):
+        os.write(2, text.encode(errors="replace"))
     if not under_launcher() or not hasattr(os, "pidfd_open"):
         return
     subprocess.Popen(

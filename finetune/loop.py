@@ -22,15 +22,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from finetune.batches import MicroBatch, Rows, prefetch
-from finetune.errors import FinetuneError
+from finetune.errors import NotFinite
 from finetune.loss_scaling import FLOOR, loss_scale, scaler_state
 from finetune.metrics import StepRecord, eval_line
 from finetune.phases import Phases
 from finetune.run import Plan, Run, TrainState
-
-
-class NotFinite(FinetuneError):
-    """A loss or gradient norm is not finite; the weights are those before the step."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +125,10 @@ def _seed_dropout(device: torch.device, seed: int) -> None:
 
 
 def evaluate(accelerator: Accelerator, model: nn.Module, rows: Rows, plan: Plan) -> float:
-    """Mean loss over all supervised tokens of `rows`, exact for any number of ranks: one sum, one division."""
+    """Mean loss over all supervised tokens of `rows`, exact for any number of ranks: one sum, one division.
+
+    Raises NotFinite, on every rank.
+    """
     tally = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
     model.eval()
     with torch.no_grad():
@@ -138,7 +137,11 @@ def evaluate(accelerator: Accelerator, model: nn.Module, rows: Rows, plan: Plan)
             tally[1] += len(batch["supervised"])
     model.train()
     loss_sum, tokens = accelerator.reduce(tally, reduction="sum").tolist()
-    return float(loss_sum / tokens)
+    loss = float(loss_sum / tokens)
+    if not math.isfinite(loss):
+        remedy = "look at the held-out rows, lower training.learning_rate, or lengthen the warmup"
+        raise NotFinite(f"the held-out loss is {loss}: not finite; earlier checkpoints are intact; {remedy}")
+    return loss
 
 
 def train(run: Run, state: TrainState) -> bool:
@@ -280,7 +283,10 @@ def _write_phases(run: Run, state: TrainState) -> None:
 
 def _evaluate_and_compare(run: Run, state: TrainState) -> None:
     assert run.eval_rows is not None
-    loss = evaluate(run.accelerator, run.model, run.eval_rows, run.plan)
+    try:
+        loss = evaluate(run.accelerator, run.model, run.eval_rows, run.plan)
+    except NotFinite as error:
+        raise NotFinite(f"step {state.step}: {error}") from error
     line = eval_line(state.step, loss)
     run.write_metrics(line)
     run.terminal.say(f"step {state.step}: held-out loss {loss:.4f}, perplexity {line['perplexity']:.2f}")

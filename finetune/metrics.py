@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 import torch
 
+from finetune.output_stream import lasting
 from finetune.phases import GIB, peak_bytes
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -111,7 +112,7 @@ class Terminal:
     ) -> None:
         self._total = total_steps
         self._silent = silent
-        self._stream = stream or sys.stdout  # of the moment, not of the import
+        self._stream = lasting(stream or sys.stdout)  # of the moment, not of the import
         self._live = self._stream.isatty()
         self._losses: deque[float] = deque(maxlen=120)
         self._clock = clock
@@ -119,8 +120,8 @@ class Terminal:
         self._drawn = False
 
     def say(self, text: str) -> None:
-        """A line that stays."""
-        if self._silent:
+        """A line that stays; nothing for an empty text."""
+        if self._silent or not text:
             return
         self._erase()
         self._stream.write(text + "\n")

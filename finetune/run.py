@@ -103,6 +103,8 @@ class TrainState:
     worse_evaluations: int = 0
     skipped_steps: int = 0  # whose fp16 gradients overflowed
     loss_scaler: dict[str, Any] | None = None  # fp16's, as of the latest save
+    # Of each trained tensor before the first step; empty where an earlier release began the run.
+    start_checksums: dict[str, str] = field(default_factory=dict)
     window: Window = field(default_factory=Window)
 
     def as_json(self) -> dict[str, Any]:
@@ -121,6 +123,7 @@ class TrainState:
             worse_evaluations=int(saved["worse_evaluations"]),
             skipped_steps=int(saved.get("skipped_steps", 0)),
             loss_scaler=saved.get("loss_scaler"),
+            start_checksums=dict(saved.get("start_checksums", {})),
             window=Window(records),
         )
 

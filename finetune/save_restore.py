@@ -12,12 +12,13 @@ from finetune.assemble import Assembled
 from finetune.checkpoint import examine, read_state_of, step_folder, write_checkpoint
 from finetune.durable import ASIDE, remove_folder
 from finetune.embedded import published_name
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, NotFinite
 from finetune.export import export_adapter, export_model
 from finetune.fsdp import reshard
 from finetune.pieces import all_ranks
 from finetune.recipe import Recipe
 from finetune.run import TrainState
+from finetune.tensor_checks import not_finite
 from finetune.training_state import load_model, load_optimizer, model_tensors, optimizer_tensors
 from finetune.zero_pieces import load_pieces, trained_pieces
 
@@ -86,11 +87,17 @@ def _fill(parts: Assembled, folder: Path, *, hashes: bool) -> dict[str, Any]:
 def export(recipe: Recipe, parts: Assembled, tokenizer: PreTrainedTokenizerBase, *, write: bool) -> Path | None:
     """Write the adapter in PEFT's layout, or the whole model, on the rank with `write`; every rank takes part.
 
-    Returns its folder.
+    Returns its folder. Raises NotFinite, on every rank, where a number does not fit the export's number format.
     """
     folder, section = Path(recipe.run_dir), recipe.model
     dtype = None if recipe.lora else getattr(torch, section.dtype)
     weights, model = parts.trained_weights(dtype=dtype, keep=write), cast("Any", parts.whole)
+    bad = all_ranks().gather(not_finite(weights, 0) if write else [])[0]
+    if bad:
+        raise NotFinite(
+            f"export: not finite in {section.dtype}: {len(bad)} of the weights, first {bad[0]}; nothing is exported, "
+            "checkpoints are intact; export in another model.dtype (bfloat16 has float32's range)"
+        )
     if not write:
         return None
     if dtype is None:

@@ -13,7 +13,6 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from finetune import attention
 from finetune.answers import samples
 from finetune.assemble import Assembled, assemble
 from finetune.batches import Prepared
@@ -26,7 +25,6 @@ from finetune.launcher import Launch, continue_command
 from finetune.loop import evaluate, train
 from finetune.loss_scaling import load_scaler_state
 from finetune.metrics import Terminal, eval_line
-from finetune.model import attention_name
 from finetune.optimizer import once_stepped
 from finetune.pages.keep import write_page
 from finetune.phases import Phase, Phases
@@ -34,7 +32,7 @@ from finetune.pulse import Progress, watched
 from finetune.receipt import add_optimizer_state, describe, write_receipt
 from finetune.recipe import Recipe
 from finetune.rendezvous import meeting
-from finetune.run import Plan, Run, TrainState, check_vocabulary, make_plan
+from finetune.run import Plan, Run, TrainState, check_vocabulary
 from finetune.run_folder import Claim, mark_failed, mark_run
 from finetune.run_memory import PATIENCE, describe_memory, memory_facts, memory_told, question
 from finetune.runtime import build_accelerator, holding_back, use_all_cores
@@ -43,6 +41,7 @@ from finetune.schedule import learning_rate_schedule
 from finetune.signals import StopRequest, stop_on_signals
 from finetune.strategy import Strategy
 from finetune.trackers import Trackers
+from finetune.trained_change import describe_change, trained_checksums, unchanged_tensors
 from finetune.worst_step import worst_step_first
 from finetune.zero import release_engine, remove_swap
 
@@ -56,6 +55,7 @@ class Start:
     strategy: Strategy
     tokenizer: PreTrainedTokenizerBase
     prepared: Prepared
+    plan: Plan
     claim: Claim | None  # of rank 0 alone
     stop: StopRequest
     foretold: Foretold = field(default_factory=Foretold)  # what the planner says; asked by rank 0
@@ -69,7 +69,7 @@ class Start:
 
 def train_claimed(start: Start) -> int:
     asks = start.claim is not None and start.claim.status != "finished"
-    about = question(start.recipe, start.launch, _make_plan(start), start.prepared.train) if asks else None
+    about = question(start.recipe, start.launch, start.plan, start.prepared.train) if asks else None
     with asked(about, start.run_dir) as foretold:
         with meeting(start.launch):
             accelerator = build_accelerator(start.recipe, start.strategy, start.launch)
@@ -143,6 +143,9 @@ def _train(start: Start, accelerator: Accelerator, first_step: int, progress: Pr
         accelerator.wait_for_everyone()
         return Stopped.exit_code
     progress.phase = "export"
+    unchanged = unchanged_tensors(parts, state.start_checksums)
+    note("change", {"unchanged_tensors": unchanged})
+    run.terminal.say(describe_change(unchanged, state.start_checksums))
     _write_samples(start, parts.whole, "after", state.step)
     folder = export(start.recipe, parts, start.tokenizer, write=start.launch.is_main)
     if start.launch.is_main:
@@ -159,13 +162,15 @@ def _build(
     start: Start, accelerator: Accelerator, first_step: int, progress: Progress, phases: Phases
 ) -> tuple[Assembled, Run, TrainState]:
     recipe, prepared = start.recipe, start.prepared
-    plan = _make_plan(start)
+    plan = start.plan
     learning_rate = learning_rate_schedule(recipe.training, plan.total_steps)
     with phases("load"):
         parts = assemble(recipe, start.strategy, accelerator)
         check_vocabulary(prepared, parts.whole)
         state = restore(recipe, parts, first_step)
         load_scaler_state(accelerator, state.loss_scaler)
+        if first_step == 0:
+            state.start_checksums = trained_checksums(parts)
     if start.trackers is not None:
         start.trackers.start(first_step)
     parts.model.train()  # DeepSpeed's returns nothing
@@ -204,16 +209,6 @@ def _loaded(run: Run, step: int) -> dict[str, Phase]:
     run.phases.take()
     run.phases.enabled = run.recipe.measure_phases
     return loaded
-
-
-def _make_plan(start: Start) -> Plan:
-    return make_plan(
-        start.recipe,
-        len(start.prepared.train),
-        world_size=start.launch.world_size,
-        rank=start.launch.rank,
-        flat=attention_name(start.recipe) == attention.NAME,
-    )
 
 
 def _stop_requested(start: Start, progress: Progress, state: TrainState) -> Callable[[], bool]:

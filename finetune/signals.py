@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -64,7 +64,8 @@ def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[
         interrupted |= number == signal.SIGINT
         if announce and not request:
             # os.write, because a handler may interrupt a print that holds the stream's lock.
-            os.write(2, b"\nstopping: finishing this step, then saving; Ctrl-C again breaks off without saving\n")
+            with suppress(OSError):  # standard error on a full disk is no reason to break off
+                os.write(2, b"\nstopping: finishing this step, then saving; Ctrl-C again breaks off without saving\n")
         request.signal_name = request.signal_name or signal.Signals(number).name
 
     if threading.current_thread() is not threading.main_thread():

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from finetune.errors import FinetuneError, NoRendezvous
+from finetune.output_stream import keep_printing, leave_quietly
 from finetune.recipe_file import LoadedRecipe, load_recipe, resolved_yaml
 
 if TYPE_CHECKING:
@@ -61,9 +62,12 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     recipe, launch = loaded.recipe, read_launch()
     refuse_secrets(recipe)
     hush_libraries(launch)
+    from finetune import attention
     from finetune.batches import prepare
-    from finetune.model import load_tokenizer
+    from finetune.model import attention_name, load_tokenizer
+    from finetune.run import make_plan
     from finetune.run_folder import claim_run_folder, curve_identity
+    from finetune.schedule import learning_rate_schedule
     from finetune.session import Start
     from finetune.signals import StopRequest, die_with_launcher
     from finetune.trackers import check_trackers
@@ -77,6 +81,9 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     die_with_launcher()
     tokenizer = load_tokenizer(recipe)
     prepared = prepare(recipe, tokenizer)
+    flat = attention_name(recipe) == attention.NAME
+    plan = make_plan(recipe, len(prepared.train), world_size=launch.world_size, rank=launch.rank, flat=flat)
+    learning_rate_schedule(recipe.training, plan.total_steps)  # what it refuses is refused before the folder is made
     claim = None
     if launch.is_main:
         identity = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint}
@@ -84,7 +91,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
             Path(recipe.run_dir), resume=recipe.training.resume, identity=identity, command=command
         )
         _write_start(loaded, claim)
-    start = Start(recipe, launch, strategy, tokenizer, prepared, claim, StopRequest())
+    start = Start(recipe, launch, strategy, tokenizer, prepared, plan, claim, StopRequest())
     code = train_and_report(start)
     if code == 0 and launch.is_main:
         push_after_training(recipe)
@@ -111,4 +118,9 @@ def _let_rank_0_speak(code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_let_rank_0_speak(main()))
+    keep_printing()
+    try:
+        code = _let_rank_0_speak(main())
+    finally:
+        leave_quietly()
+    sys.exit(code)

@@ -17,7 +17,8 @@ import torch
 from accelerate.utils import DistributedType
 
 from finetune.batches import Rows, prefetch
-from finetune.loop import NotFinite, optimizer_step
+from finetune.errors import NotFinite
+from finetune.loop import optimizer_step
 from finetune.loss_scaling import load_scaler_state, scaler_state
 from finetune.optimizer import innermost
 from finetune.phases import GIB, Phase, Phases, peak_bytes

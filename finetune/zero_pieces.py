@@ -28,6 +28,11 @@ class _Owned(NamedTuple):
     within: slice  # the range in that flat partition
 
 
+def trained_masters(engine: Any) -> dict[str, Piece]:
+    """This rank's range of each trained parameter, by name."""
+    return {owned.name: Piece(_copy(owned.master), owned.shape, owned.start) for owned in _owned(engine, writing=False)}
+
+
 def trained_pieces(engine: Any) -> dict[str, dict[str, Piece]]:
     """This rank's ranges: group `model` by parameter name, group `optimizer` by `name:exp_avg` and so on.
 

@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "finetune"
 # Strictly downward: a module imports only from those before it.
 ORDER = """
 errors
+output_stream
 schedule_shapes
 recipe
 recipe_keys
@@ -57,6 +58,7 @@ answers
 rendezvous
 fsdp
 pieces
+tensor_checks
 zero_needs
 zero_pieces
 zero
@@ -76,6 +78,7 @@ pulse
 export
 run
 save_restore
+trained_change
 loop
 worst_step
 run_memory
@@ -177,6 +180,7 @@ cli
 """.split()
 LIGHT = {
     "errors",
+    "output_stream",
     "schedule_shapes",
     "recipe",
     "recipe_keys",

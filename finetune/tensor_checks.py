@@ -1,0 +1,80 @@
+"""What is read off trained tensors before they are believed: that they are finite, and whether training changed them.
+
+Both are answered for tensors that the ranks share out, from each rank's own piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from finetune.pieces import Piece, Ranks, piece_to_write
+
+CHUNK = 2**22  # elements looked at together: 32 MiB of int64 beside the tensor
+# 2^64 / golden ratio, and a second odd number (splitmix64's): spread neighbouring positions over all 64 bits.
+GOLDEN, MIXED = -7046029254386353131, -4658895280553007687
+
+
+def not_finite(tensors: Mapping[str, Tensor | Piece], rank: int) -> list[str]:
+    """Names of those whose piece on this rank holds a NaN or an infinity; integers hold none.
+
+    `tensors` are whole, sharded, or pieces; of a whole one, rank 0 answers.
+    """
+    pieces = {name: piece_to_write(value, rank) for name, value in tensors.items()}
+    return [name for name, piece in pieces.items() if piece is not None and not _finite(piece.tensor)]
+
+
+def first_not_finite(path: Path) -> str | None:
+    """The first tensor of a safetensors file that holds a NaN or an infinity."""
+    with safe_open(path, framework="pt") as file:
+        names: list[str] = sorted(file.keys())
+        return next((name for name in names if not_finite({name: file.get_tensor(name)}, 0)), None)
+
+
+def checksums(tensors: Mapping[str, Tensor | Piece], ranks: Ranks) -> dict[str, str]:
+    """A checksum of each tensor's bits, 16 hexadecimal digits, the same for any number of ranks; every rank calls it.
+
+    The sum of each element's bits times an odd number that its position gives, modulo 2^64. One changed element always
+    changes it (an odd number divides no power of two); of two different tensors one pair in 2^64 agrees by chance.
+    """
+    sums = {}
+    for name, value in tensors.items():
+        piece = piece_to_write(value, ranks.rank)
+        if piece is not None:
+            sums[name] = sum(int(_weighed(bits, piece.start + at)) for at, bits in _chunks(_bits(piece.tensor)))
+    total: dict[str, int] = {}
+    for partial in ranks.gather(sums):
+        for name, number in partial.items():
+            total[name] = (total.get(name, 0) + number) % 2**64
+    return {name: f"{number:016x}" for name, number in total.items()}
+
+
+def _finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point():
+        return True
+    return all(bool(torch.isfinite(chunk).all()) for _, chunk in _chunks(tensor))
+
+
+def _chunks(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(first element, elements) of the flattened tensor, CHUNK at a time."""
+    flat = tensor.detach().reshape(-1)
+    for at in range(0, flat.numel(), CHUNK):
+        yield at, flat[at : at + CHUNK]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The elements' bits as integers."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().contiguous().view(integers[tensor.element_size()])
+
+
+def _weighed(bits: Tensor, first: int) -> Tensor:
+    """Sum of the integers times their position's odd number; int64 arithmetic wraps around, which is the modulo."""
+    position = torch.arange(first + 1, first + 1 + bits.numel(), device=bits.device)
+    mixed = position * GOLDEN
+    mixed = (mixed ^ (mixed >> 29)) * MIXED | 1
+    return (bits.to(torch.int64) * mixed).sum()

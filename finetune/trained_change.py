@@ -1,0 +1,49 @@
+"""Did training change what it trained? Checksums of the start, kept in every checkpoint, beside those of the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from finetune.assemble import Assembled
+from finetune.errors import NothingTrained
+from finetune.fsdp import reshard
+from finetune.pieces import all_ranks
+from finetune.tensor_checks import checksums
+from finetune.training_state import model_tensors
+from finetune.zero_pieces import trained_masters
+
+
+def trained_checksums(parts: Assembled) -> dict[str, str]:
+    """A checksum of each trained tensor's bits, the same for any number of ranks; every rank calls it."""
+    if parts.engine is not None:
+        return checksums(trained_masters(parts.engine), all_ranks())
+    reshard(parts.whole)
+    return checksums(model_tensors(parts.whole), all_ranks())
+
+
+def unchanged_tensors(parts: Assembled, start: Mapping[str, str]) -> list[str] | None:
+    """The trained tensors whose bits are those of the run's start; every rank calls it.
+
+    None where that is not known: a run that an earlier release began has no checksums. Raises NothingTrained where all
+    are unchanged: whatever was computed, nothing was trained.
+    """
+    if not start:
+        return None
+    unchanged = sorted(name for name, checksum in trained_checksums(parts).items() if start.get(name) == checksum)
+    if len(unchanged) == len(start):
+        raise NothingTrained(
+            f"training: its steps changed no bit of the {len(start)} trained tensors, first {unchanged[0]}; nothing is "
+            "exported or pushed; look at grad_norm and learning_rate in metrics.jsonl, and raise "
+            "training.learning_rate, or train weights in float32 (training.pure_bf16: false)"
+        )
+    return unchanged
+
+
+def describe_change(unchanged: list[str] | None, start: Mapping[str, str]) -> str:
+    """A line that names tensors without change, or says that they are not known; empty where all changed."""
+    if unchanged is None:
+        return "which tensors training changed is not known: an earlier release began this run, without checksums"
+    if not unchanged:
+        return ""
+    shown = ", ".join(unchanged[:3]) + (f" and {len(unchanged) - 3} more" if len(unchanged) > 3 else "")
+    return f"unchanged by training: {len(unchanged)} of {len(start)} trained tensors: {shown}"
