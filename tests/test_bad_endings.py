@@ -1,0 +1,368 @@
+"""What is not finite, and what changed nothing, is never saved, exported, pushed or called finished."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from finetune import loop, session
+from finetune.checkpoint import _self_hash, _sha256, examine, newest_valid, step_folder, write_checkpoint
+from finetune.errors import NotFinite
+from finetune.train import main
+from tests.cells import launch
+from tests.hub import running_hub
+from tests.test_hub_training import start
+from tests.tiny import save_tiny, write_chats
+
+Spoil = Callable[[Any, int], None]
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", [30, 45, 60, 80, 25, 100, 40, 55])
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, tiny_llama: Path, chats: Path) -> Path:
+    content = {
+        "model": {"name_or_path": str(tiny_llama), "dtype": "float32"},
+        "lora": {"r": 4},
+        "data": {
+            "train": [{"path": "json", "data_files": str(chats)}],
+            "eval": {"fraction": 0.2},
+            "max_length": 128,
+        },
+        "training": {
+            "global_batch_size": 2,
+            "max_steps": 4,
+            "learning_rate": 1e-2,
+            "mixed_precision": "no",
+            "activation_checkpointing": False,
+        },
+        "samples": {"count": 0},
+        "eval_steps": 100,
+        "save_steps": 2,
+        "output_dir": str(tmp_path / "run"),
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def after_each_step(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> None:
+    """`spoil(model, finished steps)` after each update of the training; the worst step is not one of them."""
+    whole, count = loop.optimizer_step, [0]
+
+    def spoiled(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = whole(accelerator, model, *args, **kwargs)
+        count[0] += 1
+        spoil(model, count[0])
+        return result
+
+    monkeypatch.setattr(loop, "optimizer_step", spoiled)
+
+
+def set_nan(at: int) -> Spoil:
+    def spoil(model: Any, step: int) -> None:
+        if step == at:
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            trained[-1].data.view(-1)[3] = math.nan
+
+    return spoil
+
+
+def state_of(run: Path) -> str:
+    return str(json.loads((run / "run_state.json").read_text())["state"])
+
+
+def checkpoints_of(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").glob("*"))
+
+
+class TestNotFinite:
+    def test_of_the_last_update_the_last_good_state_resumes(
+        self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run, words = tmp_path / "run", [str(recipe), "data.eval=null"]
+        with monkeypatch.context() as fault:
+            after_each_step(fault, set_nan(4))
+            assert main(words) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("step 4: not finite: 1 of ")
+        assert "Traceback" not in said
+        assert (state_of(run), checkpoints_of(run), (run / "adapter").exists()) == ("failed", ["step-00000002"], False)
+        assert main(words) == 0
+        assert (state_of(run), (run / "adapter").is_dir()) == ("finished", True)
+
+    def test_of_the_only_checkpoint_s_step_no_checkpoint_is_left_and_the_run_starts_over(
+        self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run, words = tmp_path / "run", [str(recipe), "data.eval=null", "save_steps=1"]
+        with monkeypatch.context() as fault:
+            after_each_step(fault, set_nan(1))
+            assert main(words) == 2
+        assert checkpoints_of(run) == []
+        assert main(words) == 0
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [1, 2, 3, 4]
+
+    def test_with_one_checkpoint_kept_the_good_one_is_not_pruned(
+        self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        after_each_step(monkeypatch, set_nan(3))
+        assert main([str(recipe), "data.eval=null", "save_steps=1", "save_total_limit=1"]) == 2
+        assert checkpoints_of(tmp_path / "run") == ["step-00000002"]
+
+    def test_of_an_evaluation(
+        self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Where only evaluation overflows: the training's own losses and weights stay finite."""
+        run, words = tmp_path / "run", [str(recipe), "eval_steps=4"]
+        with monkeypatch.context() as fault:
+            after_each_step(fault, lambda model, step: model.register_forward_hook(_nan_outside_training))
+            assert main(words) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("step 4: the held-out loss is nan")
+        assert (state_of(run), checkpoints_of(run), (run / "adapter").exists()) == ("failed", ["step-00000002"], False)
+        assert [line["step"] for line in _evaluations(run)] == [0]
+        assert main(words) == 0
+        assert [line["step"] for line in _evaluations(run)] == [0, 4]
+
+    def test_of_the_first_look(
+        self, tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(session, "evaluate", lambda *_: _raise(NotFinite("the held-out loss is nan: not finite")))
+        assert main([str(recipe)]) == 2
+        assert "the held-out loss is nan" in capsys.readouterr().err
+        assert not (tmp_path / "run" / "checkpoints").exists()
+
+    def test_of_the_optimizer_s_state(
+        self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A second moment of infinity leaves weights finite, and still for ever; no resume could take it."""
+        whole = torch.optim.AdamW.step
+
+        def spoiled(self: torch.optim.AdamW, closure: None = None) -> None:
+            whole(self, closure)
+            next(iter(self.state.values()))["exp_avg_sq"].view(-1)[0] = math.inf
+
+        monkeypatch.setattr(torch.optim.AdamW, "step", spoiled)
+        assert main([str(recipe), "data.eval=null"]) == 2
+        assert "exp_avg_sq" in capsys.readouterr().err
+        assert not (tmp_path / "run" / "adapter").exists()
+
+    def test_of_an_export_whose_number_format_is_too_narrow(
+        self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def spoil(model: Any, step: int) -> None:
+            next(model.parameters()).data[400, 0] = 1e6  # float16 ends at 65,504; a token that no chat has
+
+        after_each_step(monkeypatch, spoil)
+        words = ["lora=null", "model.dtype=float16", "data.eval=null", "training.learning_rate=1e-4"]
+        assert main([str(recipe), *words]) == 2
+        assert "export: not finite in float16: 1 of the weights, first model.embed_tokens.weight" in (
+            capsys.readouterr().err
+        )
+        run = tmp_path / "run"
+        assert (state_of(run), (run / "model").exists()) == ("failed", False)
+
+    def test_a_checkpoint_of_an_earlier_release_is_passed_over_and_does_not_displace_a_good_one(
+        self, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run, words = tmp_path / "run", [str(recipe), "data.eval=null"]
+        assert main(words) == 0
+        as_earlier_release_wrote(step_folder(run, 4))
+        state = json.loads((run / "run_state.json").read_text()) | {"state": "failed"}
+        (run / "run_state.json").write_text(json.dumps(state))
+        assert str(examine(step_folder(run, 4))).startswith("not finite: base_model")
+        found, damaged = newest_valid(run)
+        assert found is not None
+        assert (found.step, len(damaged)) == (2, 1)
+        capsys.readouterr()
+        assert main(words) == 0
+        assert "damaged, not used: not finite" in capsys.readouterr().err
+        assert isinstance(examine(step_folder(run, 4)), type(found)), "written again"
+
+    def test_a_bad_checkpoint_takes_no_good_one_s_place(self, tmp_path: Path) -> None:
+        for step in (1, 2):
+            write_checkpoint(tmp_path, step, {"model": {"w": torch.ones(3)}}, {}, keep=9)
+        as_earlier_release_wrote(step_folder(tmp_path, 2))
+        write_checkpoint(tmp_path, 3, {"model": {"w": torch.ones(3)}}, {}, keep=2)
+        assert checkpoints_of(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+class TestNothingTrained:
+    @pytest.mark.parametrize("words", [["training.learning_rate=1e-60"], ["lora=null", "training.learning_rate=1e-15"]])
+    def test_a_rate_too_small_for_any_weight(
+        self, words: list[str], recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run = tmp_path / "run"
+        for _ in range(2):  # and the same command again
+            assert main([str(recipe), *words]) == 2
+            assert "training: its steps changed no bit of the " in capsys.readouterr().err
+            assert state_of(run) == "failed"
+            assert not (run / "adapter").exists()
+            assert not (run / "model").exists()
+
+    def test_frozen_by_a_fault(self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        whole = torch.optim.AdamW.step
+
+        def without_effect(self: torch.optim.AdamW, closure: None = None) -> None:
+            kept = [parameter.detach().clone() for group in self.param_groups for parameter in group["params"]]
+            whole(self, closure)
+            for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+                parameter.data.copy_(kept.pop(0))
+
+        monkeypatch.setattr(torch.optim.AdamW, "step", without_effect)
+        assert main([str(recipe)]) == 2
+        assert not (tmp_path / "run" / "adapter").exists()
+
+    def test_a_warmup_longer_than_the_run(
+        self, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main([str(recipe), "training.warmup_steps=5"]) == 2
+        assert "a warmup of 5 steps is longer than the run of 4" in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()
+
+    def test_the_first_and_the_last_step_train(self, recipe: Path, tmp_path: Path) -> None:
+        """One step, as many a first run has: with transformers' warmup its rate was 0."""
+        assert main([str(recipe), "training.max_steps=1"]) == 0
+        trained = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+        moved = {name: bool(tensor.count_nonzero()) for name, tensor in trained.items() if "lora_B" in name}
+        assert len(moved) == 14
+        assert all(moved.values())
+        told = json.loads((tmp_path / "run" / "receipt.json").read_text())["change"]["unchanged_tensors"]
+        assert len(told) == 14, "in a first step, B is 0 and A has no gradient"
+        assert all("lora_A" in name for name in told)
+
+    def test_single_tensors_are_named(
+        self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        whole, hooked = loop.optimizer_step, []
+
+        def without_one(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            if not hooked:
+                last = [parameter for parameter in model.parameters() if parameter.requires_grad][-1]
+                hooked.append(last.register_hook(torch.zeros_like))
+            return whole(accelerator, model, *args, **kwargs)
+
+        monkeypatch.setattr(loop, "optimizer_step", without_one)
+        assert main([str(recipe)]) == 0
+        assert "unchanged by training: 2 of 28 trained tensors: base_model" in capsys.readouterr().out
+        told = json.loads((tmp_path / "run" / "receipt.json").read_text())["change"]["unchanged_tensors"]
+        assert [name.rpartition("layers.")[2] for name in told] == [
+            "1.mlp.down_proj.lora_A.default.weight",  # whose gradient is 0 while B is
+            "1.mlp.down_proj.lora_B.default.weight",
+        ]
+
+    def test_a_resumed_run_knows_its_start(
+        self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with monkeypatch.context() as fault:
+            after_each_step(fault, lambda model, step: _raise(KeyboardInterrupt()) if step == 3 else None)
+            assert main([str(recipe)]) == 130
+        monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, closure=None: None)
+        assert main([str(recipe)]) == 0, "its first two steps trained"
+        assert "unchanged" not in capsys.readouterr().out
+
+    def test_a_run_of_an_earlier_release_says_that_it_does_not_know(
+        self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with monkeypatch.context() as fault:
+            after_each_step(fault, lambda model, step: _raise(KeyboardInterrupt()) if step == 3 else None)
+            assert main([str(recipe)]) == 130
+        folder = step_folder(tmp_path / "run", 2)
+        state = json.loads((folder / "state.json").read_text())
+        del state["start_checksums"]
+        (folder / "state.json").write_text(json.dumps(state))
+        seal(folder)
+        assert main([str(recipe)]) == 0
+        assert "which tensors training changed is not known" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1", "zero3"])
+def test_under_several_ranks(strategy: str, recipe: Path, tmp_path: Path) -> None:
+    """All ranks end with exit code 2: at weights that overflow, and at those that nothing moves."""
+    content = json.loads(recipe.read_text()) | {"accelerate_config": strategy}
+    recipes = []
+    for name, rate, steps in (("overflow", 1e300, 1), ("unmoved", 1e-60, 2), ("full", 1e-15, 2), ("right", 1e-2, 2)):
+        training = content["training"] | {"learning_rate": rate, "max_steps": steps, "warmup_steps": 0}
+        lora = None if name == "full" else content["lora"]
+        file = tmp_path / f"{name}.yaml"
+        folder = {"output_dir": str(tmp_path / name)}
+        file.write_text(json.dumps(content | {"training": training, "lora": lora} | folder))
+        recipes.append(file)
+    assert launch(recipes, ranks=2) == [2, 2, 2, 0]
+    states = [json.loads((tmp_path / file.stem / "run_state.json").read_text()) for file in recipes]
+    assert [state["state"] for state in states] == ["failed"] * 3 + ["finished"]
+    assert "not finite" in states[0]["error"]
+    assert "changed no bit" in states[1]["error"]
+    assert "changed no bit" in states[2]["error"]
+    assert checkpoints_of(tmp_path / "overflow") == []
+    exported = [name for name in ("adapter", "model") for file in recipes if (tmp_path / file.stem / name).exists()]
+    assert exported == ["adapter"]
+    told = json.loads((tmp_path / "right" / "receipt.json").read_text())["change"]["unchanged_tensors"]
+    assert told == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["training.learning_rate=1e-60"], ["training.learning_rate=1e300"]])
+def test_nothing_is_pushed(words: list[str], tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base")
+    write_chats(tmp_path / "chats.jsonl", [40] * 24)
+    path = tmp_path / "pushing.yaml"
+    path.write_text(
+        f"model: {{name_or_path: {base}, dtype: float32}}\n"
+        f"data: {{train: [{{path: json, data_files: {tmp_path}/chats.jsonl}}]}}\n"
+        "training: {max_steps: 1, global_batch_size: 4, mixed_precision: 'no'}\n"
+        "samples: {count: 0}\n"
+        f"output_dir: {tmp_path}/run\n"
+        "hub: {repo_id: me/devils, push: true, checkpoints: checkpoints}\n"
+    )
+    with running_hub() as hub:
+        done = start(hub, ["finetune/train.py", str(path), *words], tmp_path)
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+        assert "commit" not in hub.calls()
+        assert "whoami" in hub.calls()
+
+
+def as_earlier_release_wrote(folder: Path) -> None:
+    """Its first tensor not finite, in a manifest that says nothing of that; hashes are right."""
+    file = sorted(folder.glob("model-*.safetensors"))[0]
+    tensors = load_file(file)
+    tensors[min(tensors)].view(-1)[0] = math.nan
+    save_file(tensors, file)
+    seal(folder, finite=False)
+
+
+def seal(folder: Path, *, finite: bool = True) -> None:
+    """The manifest made anew for files that were changed."""
+    manifest = json.loads((folder / "MANIFEST.json").read_text())
+    del manifest["sha256"]
+    if not finite:
+        del manifest["finite"]
+    for name in manifest["files"]:
+        manifest["files"][name] = {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}
+    (folder / "MANIFEST.json").write_text(json.dumps(manifest | {"sha256": _self_hash(manifest)}))
+
+
+def _nan_outside_training(module: Any, arguments: Any, output: Any) -> Any:
+    return output if module.training else output * math.nan
+
+
+def _evaluations(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "eval"]
+
+
+def _raise(error: BaseException) -> Any:
+    raise error

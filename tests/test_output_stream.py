@@ -1,0 +1,114 @@
+"""Output that cannot be written never ends a training."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from finetune.metrics import Terminal
+from finetune.output_stream import LastingStream, lasting
+from tests.tiny import write_chats
+
+ROOT = Path(__file__).resolve().parent.parent
+LINE = {"step": 1, "loss": 1.0, "grad_norm": 1.0, "tokens_per_second": 1.0, "peak_memory_gib": 1.0}
+LINE |= {"data_wait_fraction": 0.0, "step_seconds": 1.0}
+
+
+class Failing(io.StringIO):
+    """A stream whose every call ends in this error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+    def flush(self) -> None:
+        raise self.error
+
+    def isatty(self) -> bool:
+        raise self.error
+
+
+FAULTS = [
+    BrokenPipeError(errno.EPIPE, "Broken pipe"),
+    OSError(errno.ENOSPC, "No space left on device"),
+    OSError(errno.EIO, "Input/output error"),
+    ValueError("I/O operation on closed file"),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: str(fault).split("] ")[-1])
+def test_the_terminal_goes_on(fault: Exception) -> None:
+    terminal = Terminal(2, silent=False, stream=Failing(fault))
+    terminal.say("a line")
+    terminal.step(LINE)
+
+
+def test_what_cannot_be_encoded_is_written_with_question_marks() -> None:
+    raw = io.BytesIO()
+    stream = lasting(io.TextIOWrapper(raw, encoding="ascii"))
+    stream.write("loss \u2581\u2588 ok\n")
+    stream.flush()
+    assert raw.getvalue() == b"loss ?? ok\n"
+
+
+def test_a_process_without_streams_prints_to_nobody() -> None:
+    stream = LastingStream(None)
+    print("a line", file=stream, flush=True)
+    assert not stream.isatty()
+    stream.give_up()
+
+
+def test_a_stream_that_works_is_passed_through() -> None:
+    inner = io.StringIO()
+    stream = lasting(inner)
+    assert lasting(stream) is stream
+    print("a line", file=stream)
+    assert inner.getvalue() == "a line\n"
+    assert stream.closed is False
+
+
+def full_disk() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+def closed_pipe() -> int:
+    """What `| head -1` leaves behind once it has its line."""
+    read, write = os.pipe()
+    os.close(read)
+    return write
+
+
+@pytest.mark.parametrize(("stdout", "stderr"), [(full_disk, full_disk), (closed_pipe, closed_pipe)])
+def test_a_training_reaches_its_end(
+    stdout: Callable[[], int], stderr: Callable[[], int], tiny_llama: Path, tmp_path: Path
+) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl", [30, 45, 60, 80])
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model: {{name_or_path: {tiny_llama}, dtype: float32}}\n"
+        f"data: {{train: [{{path: json, data_files: {chats}}}], max_length: 128, eval: {{fraction: 0.3}}}}\n"
+        "training: {max_steps: 3, global_batch_size: 2, mixed_precision: 'no'}\n"
+        f"samples: {{count: 0}}\nlora: {{target_modules: all-linear}}\noutput_dir: {tmp_path}/run\n"
+    )
+    out, err = stdout(), stderr()
+    try:
+        code = subprocess.run(
+            [sys.executable, "finetune/train.py", str(recipe)], cwd=ROOT, stdout=out, stderr=err, timeout=200
+        ).returncode
+    finally:
+        os.close(out)
+        os.close(err)
+    assert code == 0
+    assert json.loads((tmp_path / "run" / "run_state.json").read_text())["state"] == "finished"
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
