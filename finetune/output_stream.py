@@ -6,7 +6,6 @@ printed stands in metrics.jsonl all the same.
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import suppress
 from typing import Any, TextIO, cast
@@ -38,19 +37,6 @@ class LastingStream:
             return self._stream is not None and self._stream.isatty()
         return False
 
-    def give_up(self) -> None:
-        """At the process's end: what the stream still holds and cannot be written would be an error of the exit code.
-
-        Python flushes standard output once more when it leaves, and answers a failure with exit code 120.
-        """
-        if self._stream is None:
-            return
-        try:
-            self._stream.flush()
-        except (OSError, ValueError):
-            with suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
@@ -66,12 +52,8 @@ def lasting(stream: TextIO | None) -> TextIO:
 
 
 def keep_printing() -> None:
-    """Make this process's standard output and error lasting, for every library that prints."""
+    """Make this process's standard output and error lasting, for every library that prints.
+
+    Also at its end: Python flushes both once more when it leaves, and would answer a failure with exit code 120.
+    """
     sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
-
-
-def leave_quietly() -> None:
-    """The last call of a process with `keep_printing`: its exit code is that of its work."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, LastingStream):
-            stream.give_up()

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from finetune.errors import FinetuneError, NoRendezvous
-from finetune.output_stream import keep_printing, leave_quietly
+from finetune.output_stream import keep_printing
 from finetune.recipe_file import LoadedRecipe, load_recipe, resolved_yaml
 
 if TYPE_CHECKING:
@@ -119,8 +119,4 @@ def _let_rank_0_speak(code: int) -> int:
 
 if __name__ == "__main__":
     keep_printing()
-    try:
-        code = _let_rank_0_speak(main())
-    finally:
-        leave_quietly()
-    sys.exit(code)
+    sys.exit(_let_rank_0_speak(main()))
