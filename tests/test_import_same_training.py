@@ -13,6 +13,8 @@ import pytest
 import yaml
 
 from finetune.cli import main
+from finetune.recipe_file import load_recipe
+from finetune.schedule import learning_rate_schedule
 from tests.tiny import write_chats
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,11 +25,21 @@ pytestmark = pytest.mark.slow
 THEIR_TRAINER = """
 import json, sys
 from datasets import load_dataset
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-model, rows, folder, values = sys.argv[1], sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
-trainer = SFTTrainer(
+model, rows, folder, values, rates = *sys.argv[1:4], json.loads(sys.argv[4]), json.loads(sys.argv[5])
+
+class Trainer(SFTTrainer):
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        if rates is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        at = lambda step: (rates + [0.0])[step] / values["learning_rate"]
+        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, at)
+        return self.lr_scheduler
+
+trainer = Trainer(
     model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
     processing_class=AutoTokenizer.from_pretrained(model),
     args=SFTConfig(output_dir=folder, use_cpu=True, report_to="none", save_strategy="no", **values),
@@ -66,13 +78,18 @@ def run(words: list[str], folder: Path) -> str:
 def test_the_imported_recipe_takes_trls_steps(said: dict[str, Any], tiny_llama: Path, tmp_path: Path) -> None:
     rows = write_chats(tmp_path / "chats.jsonl", LENGTHS)
     values = said | {"bf16": False, "max_length": 64, "logging_steps": 1}
-    theirs = run(["-c", THEIR_TRAINER, str(tiny_llama), str(rows), str(tmp_path / "trl"), json.dumps(values)], tmp_path)
-    expected = json.loads(next(line for line in theirs.splitlines() if line.startswith("CURVE "))[6:])
-
     config, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
     data = {"datasets": [{"path": "json", "data_files": str(rows)}], "output_dir": str(tmp_path / "run")}
     config.write_text(yaml.safe_dump({"model_name_or_path": str(tiny_llama)} | data | values))
     assert main(["import", str(config), "-o", str(ours)]) == 0
+    training, rates = load_recipe(ours).recipe.training, None
+    if "warmup_steps" in said:  # transformers begins at rate 0, and trains nothing in the first step
+        rate = learning_rate_schedule(training, said["num_train_epochs"])
+        rates = [rate(step) for step in range(said["num_train_epochs"])]
+    words = [str(tiny_llama), str(rows), str(tmp_path / "trl"), json.dumps(values), json.dumps(rates)]
+    theirs = run(["-c", THEIR_TRAINER, *words], tmp_path)
+    expected = json.loads(next(line for line in theirs.splitlines() if line.startswith("CURVE "))[6:])
+
     run([str(ROOT / "finetune" / "train.py"), str(ours), "budget.gpus=0", "samples.count=0"], tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     curve = [(line["loss"], line["learning_rate"], line["grad_norm"]) for line in lines if line["kind"] == "train"]
