@@ -20,6 +20,7 @@ from torch import nn
 
 from finetune.embedded import PREFIX, in_hub_cache
 from finetune.errors import EnvironmentMismatch
+from finetune.gpu_needs import check_gpus
 from finetune.launcher import Launch
 from finetune.loss_scaling import scale_losses_on_cpu
 from finetune.optimizer import check_optimizer
@@ -138,6 +139,8 @@ def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
         require_deepspeed(recipe, strategy, on_cpu=on_cpu)
     if strategy.kind == "fsdp":
         check_sharded_quantization(recipe)
+    if not on_cpu:
+        check_gpus(recipe, launch)
     check_optimizer(recipe.training.optim, on_cpu=on_cpu, sharded=strategy.kind == "fsdp")
 
 

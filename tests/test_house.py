@@ -60,6 +60,7 @@ pieces
 zero_needs
 zero_pieces
 zero
+gpu_needs
 runtime
 assemble
 receipt
