@@ -73,7 +73,7 @@ def train_claimed(start: Start) -> int:
     with asked(about, start.run_dir) as foretold:
         with meeting(start.launch):
             accelerator = build_accelerator(start.recipe, start.strategy, start.launch)
-        use_all_cores(start.launch, accelerator.device)
+        use_all_cores(start.launch, accelerator.device, offloaded=start.strategy.offloaded)
         with stop_on_signals(start.stop, announce=start.launch.is_main):
             return _train_together(replace(start, foretold=foretold), accelerator)
 
