@@ -162,7 +162,7 @@ def _build(
     plan = _make_plan(start)
     learning_rate = learning_rate_schedule(recipe.training, plan.total_steps)
     with phases("load"):
-        parts = assemble(recipe, start.strategy, accelerator)
+        parts = assemble(recipe, start.strategy, accelerator, launch=start.launch)
         check_vocabulary(prepared, parts.whole)
         state = restore(recipe, parts, first_step)
         load_scaler_state(accelerator, state.loss_scaler)
