@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from finetune.errors import FinetuneError
 from finetune.fsdp import gathered, make_mesh, reshard, shard_model
 from finetune.launcher import Launch
-from finetune.model import build_model, decoder_parts
+from finetune.model import build_model, decoder_parts, structure_alone
 from finetune.optimizer import make_optimizer
 from finetune.quantized import plain_quantized_weights
 from finetune.recipe import Recipe
 from finetune.runtime import cores_for
 from finetune.strategy import Strategy
-from finetune.zero import engine_dtype, loading_whole, prepare_zero
+from finetune.zero import engine_dtype, fit_swap, loading_whole, prepare_zero
 from finetune.zero_pieces import full_weights
 
 # How long ranks wait for one that quantises: longer than any takes. Should it die, pulse.py ends the job.
@@ -108,12 +108,14 @@ def _under_zero(
     Under ZeRO-3 transformers cuts each tensor while it loads, rank 0 alone reading; a quantised model comes whole, into
     host memory, and is cut one tensor at a time.
     """
-    dtype = engine_dtype(accelerator.state.deepspeed_plugin.deepspeed_config)
+    plugin = accelerator.state.deepspeed_plugin
+    dtype = engine_dtype(plugin.deepspeed_config)
+    fit_swap(plugin, lambda: structure_alone(recipe, dtype), accelerator.num_processes)
     on_host = strategy.zero_stage == 3 and recipe.quantization is not None
     device = torch.device("cpu") if on_host else accelerator.device
     if on_host:
         ranks = 1 if launch is None else launch.local_world_size
-        with loading_whole(accelerator.state.deepspeed_plugin), quantising(recipe, launch, working=ranks) as waiting:
+        with loading_whole(plugin), quantising(recipe, launch, working=ranks) as waiting:
             whole = build(recipe, device, dtype=dtype)
             if waiting is not None:
                 dist.barrier(waiting)

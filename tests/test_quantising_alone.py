@@ -84,7 +84,8 @@ def _load(way: str, build: Any, launch: Launch, patched: pytest.MonkeyPatch) -> 
     patched.setattr(assembling, "make_optimizer", lambda *_: None)
     patched.setattr(assembling, "prepare_zero", lambda *_: (dist.barrier(), None))  # an engine begins by meeting
     quantised = recipe(quantization=NF4)
-    plugin = SimpleNamespace(deepspeed_config={key: {"enabled": key == "bf16"} for key in ("bf16", "fp16")})
+    formats = {key: {"enabled": key == "bf16"} for key in ("bf16", "fp16")}
+    plugin = SimpleNamespace(deepspeed_config=formats | {"zero_optimization": {}})
     plugin.set_deepspeed_weakref = lambda: None
     accelerator: Any = SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace(deepspeed_plugin=plugin))
     strategy = read_strategy("zero3" if way == "zero3" else "fsdp2")
