@@ -87,7 +87,9 @@ def _load(way: str, build: Any, launch: Launch, patched: pytest.MonkeyPatch) -> 
     formats = {key: {"enabled": key == "bf16"} for key in ("bf16", "fp16")}
     plugin = SimpleNamespace(deepspeed_config=formats | {"zero_optimization": {}})
     plugin.set_deepspeed_weakref = lambda: None
-    accelerator: Any = SimpleNamespace(device=torch.device("cpu"), state=SimpleNamespace(deepspeed_plugin=plugin))
+    accelerator: Any = SimpleNamespace(
+        device=torch.device("cpu"), num_processes=2, state=SimpleNamespace(deepspeed_plugin=plugin)
+    )
     strategy = read_strategy("zero3" if way == "zero3" else "fsdp2")
     assemble(quantised, strategy, accelerator, build, launch=launch)
 
