@@ -55,7 +55,7 @@ def configurations() -> dict[str, list[str]]:
 
 def measure(changes: Sequence[str], folder: Path, *, shrunken: bool) -> dict[str, Any]:
     """One configuration: bytes at the peak of each phase, planned and measured, and what the allocator reserved."""
-    run_dir, reason = gpu.train(BASE, folder, changes, shrunken=shrunken, steps=STEPS)
+    run_dir, reason = gpu.train(BASE, folder, changes, shrunken=shrunken, phases=True, steps=STEPS)
     if reason:
         return {"ok": False, "reason": reason}
     receipt = json.loads((run_dir / "receipt.json").read_text("utf-8"))

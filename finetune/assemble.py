@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,14 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from finetune.errors import FinetuneError
 from finetune.fsdp import gathered, make_mesh, reshard, shard_model
-from finetune.model import build_model, decoder_parts
+from finetune.launcher import Launch
+from finetune.model import build_model, decoder_parts, structure_alone
 from finetune.optimizer import make_optimizer
 from finetune.quantized import plain_quantized_weights
 from finetune.recipe import Recipe
+from finetune.runtime import cores_for
 from finetune.strategy import Strategy
-from finetune.zero import engine_dtype, loading_whole, prepare_zero
+from finetune.zero import engine_dtype, fit_swap, loading_whole, prepare_zero
 from finetune.zero_pieces import full_weights
 
+# How long ranks wait for one that quantises: longer than any takes. Should it die, pulse.py ends the job.
+WAITING = timedelta(days=7)
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}
 
 
@@ -52,29 +57,31 @@ def assemble(
     accelerator: Accelerator,
     build: Callable[..., nn.Module] = build_model,
     mesh: DeviceMesh | None = None,
+    *,
+    launch: Launch | None,
 ) -> Assembled:
     """Model and optimizer of a run, before any checkpoint. Raises what `build_model` raises, on all ranks.
 
     A planner brings a `build` of its own, which gives the same model on tensors without data, and the ranks' `mesh`,
-    which cannot be made of such.
+    which cannot be made of such. The `launch` tells the cores that quantising may take; None: no more than it has.
     """
     if strategy.kind == "fsdp":
-        return _sharded(recipe, strategy, accelerator, build, mesh or make_mesh(strategy, accelerator.device))
+        mesh = mesh or make_mesh(strategy, accelerator.device)
+        return _sharded(recipe, strategy, accelerator, _built_on_the_first(recipe, build, launch), mesh)
     if strategy.kind == "deepspeed":
-        return _under_zero(recipe, strategy, accelerator, build)
+        return _under_zero(recipe, strategy, accelerator, build, launch)
     whole = build(recipe, accelerator.device)
     model, optimizer = prepare_quietly(accelerator, whole, make_optimizer(whole, recipe))
     return Assembled(model, whole, optimizer)
 
 
 def _sharded(
-    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, build: Callable[..., nn.Module], mesh: DeviceMesh
+    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, whole: nn.Module, mesh: DeviceMesh
 ) -> Assembled:
-    """Rank 0 alone reads the weights, into host memory; every rank gets its part of each tensor.
+    """Of the weights, which rank 0 alone has read into host memory, every rank gets its part of each tensor.
 
     The decoder inside the adapters is what is called: peft calls its forward past the hooks that gather its weights.
     """
-    whole = _built_on_the_first(recipe, build)
     plain_quantized_weights(whole)
     decoder = decoder_parts(whole)
     decoder.generation_config = _told_by_the_first(getattr(decoder, "generation_config", None))
@@ -90,31 +97,44 @@ def _sharded(
 
 
 def _under_zero(
-    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, build: Callable[..., nn.Module]
+    recipe: Recipe,
+    strategy: Strategy,
+    accelerator: Accelerator,
+    build: Callable[..., nn.Module],
+    launch: Launch | None,
 ) -> Assembled:
     """The engine keeps float32 masters, so the model is loaded in the number format that it computes in.
 
     Under ZeRO-3 transformers cuts each tensor while it loads, rank 0 alone reading; a quantised model comes whole, into
     host memory, and is cut one tensor at a time.
     """
-    dtype = engine_dtype(accelerator.state.deepspeed_plugin.deepspeed_config)
+    plugin = accelerator.state.deepspeed_plugin
+    dtype = engine_dtype(plugin.deepspeed_config)
+    fit_swap(plugin, lambda: structure_alone(recipe, dtype), accelerator.num_processes)
     on_host = strategy.zero_stage == 3 and recipe.quantization is not None
     device = torch.device("cpu") if on_host else accelerator.device
-    with loading_whole(accelerator.state.deepspeed_plugin) if on_host else nullcontext():
+    if on_host:
+        ranks = 1 if launch is None else launch.local_world_size
+        with loading_whole(plugin), quantising(recipe, launch, working=ranks) as waiting:
+            whole = build(recipe, device, dtype=dtype)
+            if waiting is not None:
+                dist.barrier(waiting)
+    else:
         whole = build(recipe, device, dtype=dtype)
     engine, optimizer = prepare_zero(accelerator, whole, make_optimizer(whole, recipe))
     compute = COMPUTE[recipe.training.mixed_precision]
     return Assembled(engine, whole, optimizer, gathered_in=compute, engine=engine)
 
 
-def _built_on_the_first(recipe: Recipe, build: Callable[..., nn.Module]) -> nn.Module:
+def _built_on_the_first(recipe: Recipe, build: Callable[..., nn.Module], launch: Launch | None) -> nn.Module:
     """The model, with its weights on rank 0 and without elsewhere; when rank 0 fails, so do all."""
     model, failure = None, None
-    try:
-        model = build(recipe, torch.device("cpu" if dist.get_rank() == 0 else "meta"))
-    except FinetuneError as error:
-        failure = error
-    told = _told_by_the_first(None if failure is None else (type(failure), str(failure)))
+    with quantising(recipe, launch, working=1) as waiting:
+        try:
+            model = build(recipe, torch.device("cpu" if dist.get_rank() == 0 else "meta"))
+        except FinetuneError as error:
+            failure = error
+        told = _told_by_the_first(None if failure is None else (type(failure), str(failure)), waiting)
     if told is not None:
         kind, text = told
         raise kind(text)
@@ -124,10 +144,28 @@ def _built_on_the_first(recipe: Recipe, build: Callable[..., nn.Module]) -> nn.M
     return model
 
 
-def _told_by_the_first(thing: Any) -> Any:
+@contextmanager
+def quantising(recipe: Recipe, launch: Launch | None, *, working: int) -> Iterator[dist.ProcessGroup | None]:
+    """Where the recipe quantises in host memory: the machine's cores for `working` ranks, and a group to wait in.
+
+    bitsandbytes 0.50 has no kernel for it there: 84 ns an element and thread, 96 minutes of 70B by one, and the ranks'
+    own group gives up after 30. Gloo's waits without spinning on a core.
+    """
+    if recipe.quantization is None or launch is None:
+        yield None
+        return
+    group = dist.new_group(backend="gloo", timeout=WAITING)
+    try:
+        with cores_for(launch, working):
+            yield group
+    finally:
+        dist.destroy_process_group(group)
+
+
+def _told_by_the_first(thing: Any, group: dist.ProcessGroup | None = None) -> Any:
     """What rank 0 brought, on every rank; pickled, but only between ranks of one program."""
     things = [thing]
-    dist.broadcast_object_list(things, src=0)
+    dist.broadcast_object_list(things, src=0, group=group)
     return things[0]
 
 

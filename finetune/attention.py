@@ -3,7 +3,8 @@
 A micro-batch is one row of tokens, its documents end to end. No mask function is registered under this name, so
 transformers builds no mask (and makes no host read to look for one), and the forward's `cu_seq_lens` and `max_length`
 reach this function, under activation checkpointing too. On CUDA it is torch's own variable-length flash attention,
-which knows 16-bit numbers alone; on a CPU and in float32, one scaled-dot-product call a document.
+which knows 16-bit numbers alone and begins with Ampere; on a CPU, in float32 and on older GPUs, one
+scaled-dot-product call a document.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 NAME = "varlen"
+AMPERE = (8, 0)  # compute capability: the first with bfloat16 and flash attention
 
 
 def register() -> None:
@@ -47,7 +49,7 @@ def varlen_attention(
     assert query.shape[0] == 1, "varlen attention takes one flat row of documents"
     assert attention_mask is None, "a mask would be ignored here"
     assert not dropout, "attention dropout is refused when the model is built"
-    if query.device.type == "cpu" or _computed_in(query) == torch.float32:
+    if query.device.type == "cpu" or _computed_in(query) == torch.float32 or not _has_flash(query.device):
         output = _by_document(query, key, value, document_lengths, scaling, sliding_window)
     else:
         output = _on_cuda(query, key, value, cu_seq_lens, max(document_lengths), scaling, sliding_window)
@@ -58,6 +60,10 @@ def _by_document(
     query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scaling: float | None, window: int | None
 ) -> Tensor:
     grouped = key.shape[1] != query.shape[1]
+    if grouped and query.device.type != "cpu":
+        # On some torch releases groups lead to plain matrix products, [heads, tokens, tokens] for each document.
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        grouped = False
     outputs = []
     for q, k, v in zip(*(torch.split(x, list(lengths), dim=2) for x in (query, key, value)), strict=True):
         tokens = q.shape[2]
@@ -105,6 +111,12 @@ def _as_autocast_would(tensor: Tensor) -> Tensor:
 def _computed_in(tensor: Tensor) -> torch.dtype:
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    """Not on a T4 or V100, whose memory-efficient kernel takes a document at a time just as well."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= AMPERE
 
 
 @cache

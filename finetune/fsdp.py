@@ -78,6 +78,16 @@ def reshard(whole: nn.Module) -> None:
             module.reshard()
 
 
+def reduced_in(whole: nn.Module) -> set[torch.dtype]:
+    """Number formats other than their own that gradients are reduced in, by the policy of each sharded unit.
+
+    torch has no public name for a unit's policy; tests/test_receipt.py sees another one refused.
+    """
+    units = [module for module in whole.modules() if isinstance(module, FSDPModule)]
+    policies = [unit._get_fsdp_state()._mp_policy for unit in units]
+    return {dtype for policy in policies if (dtype := policy.reduce_dtype or policy.param_dtype) is not None}
+
+
 def _units(decoder: PreTrainedModel, reshard: bool) -> Iterator[tuple[nn.Module, bool]]:
     """What is gathered together, innermost first: each decoder layer, embeddings, the head, then the rest: small.
 

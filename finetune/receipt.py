@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.assemble import Assembled
 from finetune.errors import EnvironmentMismatch
+from finetune.fsdp import reduced_in
 from finetune.model import attention_name, decoder_parts
 from finetune.optimizer import formats
 from finetune.quantized import frozen_weights, quantized_layers
@@ -49,7 +50,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
             "frozen": _dtypes(frozen),
             "compute": _compute_dtype(accelerator, parts)
             or _dtypes(parameter for parameter in frozen or trained if id(parameter) not in packed),
-            "reduce": _dtypes(trained) if parts.engine is None else _short(parts.engine.communication_data_type),
+            "reduce": _reduced_in(parts, trained),
             "optimizer_state": None,  # read off the state, once there is one: add_optimizer_state
         },
         "parameters": {
@@ -128,6 +129,13 @@ def _compute_dtype(accelerator: Accelerator, parts: Assembled) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
+def _reduced_in(parts: Assembled, trained: list[nn.Parameter]) -> str:
+    """The number format that gradients are summed over the ranks in: their weights', unless an engine has its own."""
+    if parts.engine is not None:
+        return _short(parts.engine.communication_data_type)
+    return ", ".join(sorted(map(_short, reduced_in(parts.whole)))) or _dtypes(trained)
+
+
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -148,17 +156,22 @@ def _adapted_layers(model: nn.Module) -> int:
     return sum(1 for module in model.modules() if isinstance(module, BaseTunerLayer) and module.active_adapters)
 
 
-def _compare(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> None:
+def _checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Place in the recipe, what it asks for there, and what runs."""
     every = int(recipe.training.activation_checkpointing)
+    own_reduction = strategy.kind in ("fsdp", "deepspeed")
     expected_master = "bfloat16" if recipe.training.pure_bf16 else "float32"
     precision = recipe.training.mixed_precision
     computes = AUTOCAST[precision] or receipt["dtypes"]["compute"]
-    checks = [
+    reduces = "float32" if own_reduction else receipt["dtypes"]["reduce"]
+    return [
         ("training.mixed_precision: number format of the computation", computes, receipt["dtypes"]["compute"]),
+        ("training.mixed_precision: number format of the reduction", reduces, receipt["dtypes"]["reduce"]),
         ("training.mixed_precision: loss scaling", precision == "fp16", receipt["loss_scaling"] is not None),
         ("model.attention", attention_name(recipe), receipt["attention"]),
         ("training.pure_bf16: number format of trained weights", expected_master, receipt["dtypes"]["master"]),
         ("lora: layers with an adapter", recipe.lora is not None, receipt["adapted_layers"] > 0),
+        ("lora.target_modules: weights are trained", True, receipt["parameters"]["trained"] > 0),
         ("accelerate_config: weights sharded", strategy.sharded, receipt["sharding"]["sharded_parameters"] > 0),
         ("quantization: kinds of quantised layers", _asked_layers(recipe), list(receipt["quantized_layers"])),
         (
@@ -167,9 +180,11 @@ def _compare(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> Non
             receipt["checkpointed_layers"],
         ),
     ]
+
+
+def _compare(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> None:
+    checks = _checks(recipe, strategy, receipt)
     differing = [f"{place}: asked {asked}, runs {runs}" for place, asked, runs in checks if asked != runs]
-    if not receipt["parameters"]["trained"]:
-        differing.append("lora.target_modules: nothing is trained")
     if differing:
         raise EnvironmentMismatch("\n".join([*differing, "what is built is not what the recipe asks for"]))
 

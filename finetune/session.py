@@ -73,7 +73,7 @@ def train_claimed(start: Start) -> int:
     with asked(about, start.run_dir) as foretold:
         with meeting(start.launch):
             accelerator = build_accelerator(start.recipe, start.strategy, start.launch)
-        use_all_cores(start.launch, accelerator.device)
+        use_all_cores(start.launch, accelerator.device, offloaded=start.strategy.offloaded)
         with stop_on_signals(start.stop, announce=start.launch.is_main):
             return _train_together(replace(start, foretold=foretold), accelerator)
 
@@ -165,7 +165,7 @@ def _build(
     plan = start.plan
     learning_rate = learning_rate_schedule(recipe.training, plan.total_steps)
     with phases("load"):
-        parts = assemble(recipe, start.strategy, accelerator)
+        parts = assemble(recipe, start.strategy, accelerator, launch=start.launch)
         check_vocabulary(prepared, parts.whole)
         state = restore(recipe, parts, first_step)
         load_scaler_state(accelerator, state.loss_scaler)

@@ -120,12 +120,15 @@ def _state_for(parameter: nn.Parameter, value: Tensor | Stored) -> Tensor:
 
 
 def _shaped_like(parameter: nn.Parameter, state: Tensor) -> Tensor:
-    """State of a sharded parameter as a sharded tensor, as the optimizer itself would have made it."""
-    sharded = isinstance(parameter, DTensor) and state.ndim == parameter.ndim
-    if not sharded or not isinstance(parameter, DTensor):
+    """State of a sharded parameter as a sharded tensor, as the optimizer itself would have made it.
+
+    Not by `DTensor.from_local`, which takes the state of a shard in host memory to the device of its mesh, the GPU.
+    """
+    if not isinstance(parameter, DTensor) or state.ndim != parameter.ndim:
         return state
-    mesh, placements, stride = parameter.device_mesh, parameter.placements, parameter.stride()
-    return DTensor.from_local(state, mesh, placements, run_check=False, shape=parameter.shape, stride=stride)
+    sharded = torch.empty_like(parameter, dtype=state.dtype, requires_grad=False)
+    local_part(sharded)[0].copy_(state)
+    return sharded
 
 
 def _optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

@@ -135,7 +135,7 @@ def tracked(case: Case, folder: Path, strategy: str = "single") -> dict[str, tup
     accelerator: Accelerator = build_accelerator(recipe, ways, launch)
     phases = Phases(accelerator.device, enabled=True)
     with phases("load"):
-        parts = assemble(recipe, ways, accelerator)
+        parts = assemble(recipe, ways, accelerator, launch=None)
         gc.collect()  # a head that ZeRO-3 cut before it was tied waits for it
     parts.model.train()
     supervised = ranks * sum(int((batch["shift_labels"] != -100).sum()) for batch in case.batches())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,33 @@ def test_rows_fill_what_was_asked_and_none_is_too_long(max_length: int, tmp_path
     lengths = [len(tokenizer.apply_chat_template(chat)["input_ids"]) for chat in chats]
     assert max(lengths) <= max_length
     assert sum(lengths) >= 20 * max_length
+
+
+def test_speed_is_that_of_a_run_without_gauges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`measure_phases` looks at each operation from Python: it may tell memory, never speed."""
+    runs: list[bool] = []
+
+    def train(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        words = dict(word.split("=", 1) for word in command[command.index("finetune/train.py") + 2 :])
+        measured = json.loads(words["measure_phases"])
+        runs.append(measured)
+        run_dir = Path(json.loads(words["output_dir"]))
+        run_dir.mkdir(parents=True)
+        each = {"kind": "train", "tokens_per_second": 1.0 if measured else 10.0, "step_seconds": 1.0, "loss": 2.0}
+        lines = [each] * int(words["training.max_steps"])
+        peaks = {"kind": "phase", "phase": "backward", "allocated_gib": 1.0}
+        lines += [peaks | {"peak_gib": peak} for peak in (2.0, 3.0)] if measured else []
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+        (run_dir / "receipt.json").write_text("{}", "utf-8")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(gpu, "random_model", lambda *_, **__: tmp_path / "model")
+    monkeypatch.setattr(gpu.subprocess, "run", train)
+    row = gpu.measure(gpu.recipes()["llama3_1b_lora_1x8gb"], tmp_path, shrunken=True)
+    assert row["ok"]
+    assert runs == [False, True]
+    assert row["tokens_per_second"] == 10.0
+    assert row["phases"] == {"backward": {"peak_gib": 3.0, "allocated_gib": 1.0}}
 
 
 @pytest.mark.slow

@@ -62,6 +62,7 @@ tensor_checks
 zero_needs
 zero_pieces
 zero
+gpu_needs
 runtime
 assemble
 receipt

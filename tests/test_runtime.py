@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 import yaml
 from accelerate.commands.config import config_args
 
+from finetune import session
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.launcher import Launch
 from finetune.recipe import Recipe
 from finetune.recipe_file import CONFIG_FOLDER
-from finetune.runtime import check_launch, launch_notes, use_all_cores
+from finetune.runtime import check_launch, cores_for, launch_notes, use_all_cores
 from finetune.strategy import read_strategy
 
 ALONE = Launch(
@@ -121,3 +123,51 @@ def test_a_machines_cores_are_shared_by_its_own_ranks(monkeypatch: pytest.Monkey
     use_all_cores(launch, torch.device("cpu"))
     use_all_cores(replace(launch, threads_chosen=True), torch.device("cpu"))
     assert chosen == [3]
+
+
+def test_so_are_they_where_ranks_on_gpus_work_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers set one thread; AdamW over 8B weights in host memory takes half a minute by one."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 64)
+    launch = replace(ALONE, threads_chosen=False, world_size=16, local_world_size=8, nodes=2)
+    gpu = torch.device("cuda", 0)
+    use_all_cores(launch, gpu)
+    use_all_cores(replace(launch, threads_chosen=True), gpu, offloaded=True)
+    assert chosen == []
+    use_all_cores(launch, gpu, offloaded=True)
+    use_all_cores(replace(launch, local_world_size=100), gpu, offloaded=True)
+    assert chosen == [8, 1]
+
+
+def test_a_session_tells_that_its_strategy_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to where the ranks have met: what the session says of itself."""
+    told: list[bool] = []
+
+    def shared_out(*_: Any, offloaded: bool) -> None:
+        told.append(offloaded)
+        raise InterruptedError
+
+    monkeypatch.setattr(session, "build_accelerator", lambda *_: SimpleNamespace(device=torch.device("cuda", 0)))
+    monkeypatch.setattr(session, "use_all_cores", shared_out)
+    offloaded = ("fsdp2_offload", "zero2_offload", "zero3_offload", "zero3_nvme")
+    for name in (*offloaded, "single", "fsdp2", "zero3"):
+        start = SimpleNamespace(recipe=recipe(), launch=ALONE, strategy=read_strategy(name), claim=None, run_dir=Path())
+        with pytest.raises(InterruptedError):
+            session.train_claimed(start)  # type: ignore[arg-type]
+    assert told == [True] * 4 + [False] * 3
+
+
+def test_cores_that_are_borrowed_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [3]
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: now.append(number))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: now[-1])
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 12)
+    launch = replace(ALONE, threads_chosen=False)
+    with pytest.raises(KeyError), cores_for(launch, 1):
+        raise KeyError
+    with cores_for(launch, 4):
+        pass
+    assert now == [3, 12, 3, 3, 3]
+    with cores_for(replace(launch, threads_chosen=True), 1):
+        assert now[-1] == 3

@@ -97,7 +97,7 @@ def trace(
             with recorder.phases("load"):
                 # Each rank's number, which torch's mesh keeps in host memory.
                 numbers = None if mesh is None else torch.empty(ranks, dtype=torch.int32, device="cpu")
-                parts = assemble(recipe, strategy, accelerator, build, mesh)
+                parts = assemble(recipe, strategy, accelerator, build, mesh, launch=None)
             recorder.mark(_weights(parts), "parameters")
             parts.model.train()
             with recorder.modules(parts.whole, decoder_parts(parts.whole).get_output_embeddings()):

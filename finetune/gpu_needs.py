@@ -1,0 +1,45 @@
+"""What a recipe needs of the GPUs it runs on: number formats that they compute in themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from finetune.attention import AMPERE
+from finetune.errors import EnvironmentMismatch
+from finetune.launcher import Launch
+from finetune.recipe import Recipe
+
+
+def check_gpus(recipe: Recipe, launch: Launch) -> None:
+    """Refuse, before anything is loaded, bfloat16 on a GPU that would emulate it, many times slower.
+
+    Looks at the GPUs of all ranks of this machine, so that each of them comes to the same end. torch and Accelerate
+    both count emulation as support. Raises EnvironmentMismatch with the settings to write.
+    """
+    count = torch.cuda.device_count()
+    ours = sorted({rank % count for rank in range(launch.local_world_size)} | {launch.local_rank % count})
+    capability, index = min((torch.cuda.get_device_capability(f"cuda:{index}"), index) for index in ours)
+    remedies = list(_without_bfloat16(recipe))
+    if capability >= AMPERE or not remedies:
+        return
+    key = remedies[0].partition("=")[0]
+    raise EnvironmentMismatch(
+        f"{key}: bfloat16 begins with compute capability 8.0 (Ampere), {torch.cuda.get_device_name(f'cuda:{index}')} "
+        f"has {capability[0]}.{capability[1]} and would emulate it; set {' '.join(remedies)}"
+    )
+
+
+def _without_bfloat16(recipe: Recipe) -> Iterator[str]:
+    """For each setting that computes in bfloat16, what to set instead."""
+    training, quantization = recipe.training, recipe.quantization
+    other = "float32" if training.mixed_precision == "no" else "float16"
+    if training.mixed_precision == "bf16":
+        yield "training.mixed_precision=fp16"
+    if training.pure_bf16:
+        yield "training.pure_bf16=false"
+    if recipe.lora is not None and recipe.model.dtype == "bfloat16":  # else weights are trained in float32
+        yield f"model.dtype={other}"
+    if quantization is not None and quantization.load_in_4bit and quantization.bnb_4bit_compute_dtype == "bfloat16":
+        yield f"quantization.bnb_4bit_compute_dtype={other}"

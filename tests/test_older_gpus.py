@@ -1,0 +1,148 @@
+"""GPUs before Ampere (T4, V100): attention without flash attention, and no emulated bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from finetune import attention
+from finetune.errors import EnvironmentMismatch
+from finetune.gpu_needs import check_gpus
+from finetune.launcher import Launch
+from finetune.recipe import Recipe
+from finetune.recipe_file import load_recipe
+from finetune.runtime import check_launch
+
+LENGTHS = (5, 20, 1, 13)
+ALONE = Launch(
+    words=("python",),
+    asked_processes=None,
+    config_file=None,
+    threads_chosen=True,
+    world_size=1,
+    rank=0,
+    on_cpu=False,
+)
+FP16 = {"mixed_precision": "fp16"}
+FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The compute capability of each GPU that this machine seems to have; to be filled."""
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found[torch.device(device).index])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Card {torch.device(device).index}")
+    return found
+
+
+def recipe(**changes: Any) -> Recipe:
+    return Recipe.model_validate({"model": {"name_or_path": "x"}, "data": {"train": [{"path": "json"}]}} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedies"),
+    [
+        ({}, ["training.mixed_precision=fp16", "model.dtype=float16"]),
+        ({"lora": None}, ["training.mixed_precision=fp16"]),
+        ({"training": FP16}, ["model.dtype=float16"]),
+        ({"training": {"mixed_precision": "no"}}, ["model.dtype=float32"]),
+        (
+            {"lora": None, "training": {"pure_bf16": True}},
+            ["training.mixed_precision=fp16", "training.pure_bf16=false"],
+        ),
+        (
+            {"quantization": FOUR_BITS},
+            ["training.mixed_precision=fp16", "model.dtype=float16", "quantization.bnb_4bit_compute_dtype=float16"],
+        ),
+        (
+            {
+                "quantization": FOUR_BITS,
+                "model": {"name_or_path": "x", "dtype": "float16"},
+                "training": {"mixed_precision": "no"},
+            },
+            ["quantization.bnb_4bit_compute_dtype=float32"],
+        ),
+    ],
+)
+def test_bfloat16_is_refused_where_it_would_be_emulated(
+    changes: dict[str, Any], remedies: list[str], gpus: list[tuple[int, int]]
+) -> None:
+    gpus.append((7, 5))
+    with pytest.raises(EnvironmentMismatch) as caught:
+        check_launch(recipe(**changes), ALONE)
+    text = str(caught.value)
+    assert caught.value.exit_code == 4
+    assert "Card 0" in text
+    assert "7.5" in text
+    assert text.partition("; set ")[2].split() == remedies
+    assert "\n" not in text
+    gpus[0] = (8, 0)
+    assert check_launch(recipe(**changes), ALONE).kind == "single"
+
+
+def test_the_gpus_of_this_machines_ranks_are_asked(gpus: list[tuple[int, int]]) -> None:
+    """Every rank of a machine refuses what one of its GPUs cannot do, so that rank 0 says it; others do not count."""
+    gpus += [(8, 0), (7, 5)]
+    two = replace(ALONE, world_size=2, local_world_size=2)
+    for rank in (0, 1):
+        with pytest.raises(EnvironmentMismatch, match=r"Card 1.*7\.5"):
+            check_launch(recipe(accelerate_config="ddp"), replace(two, rank=rank, local_rank=rank))
+    assert check_launch(recipe(), ALONE).kind == "single"  # on the first alone
+    gpus[:] = [(8, 0)]  # each rank sees its own, as under srun
+    assert check_launch(recipe(accelerate_config="ddp"), replace(two, rank=1, local_rank=1)).kind == "ddp"
+
+
+def test_a_cpu_is_not_asked_for_its_compute_capability(gpus: list[tuple[int, int]]) -> None:
+    gpus.append((7, 5))
+    assert check_launch(recipe(), replace(ALONE, on_cpu=True)).kind == "single"
+
+
+@pytest.mark.parametrize("name", ["llama3_3b_lora_1x16gb", "llama3_8b_qlora_1x16gb"])
+def test_the_recipes_for_a_t4_are_let_through(name: str, gpus: list[tuple[int, int]]) -> None:
+    gpus.append((7, 5))
+    check_gpus(load_recipe(f"recipes/{name}.yaml").recipe, ALONE)
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (8, 0), (8, 6), (9, 0)])
+def test_gpus_without_flash_attention_take_a_document_at_a_time(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors without data stand for those on a GPU: shapes and devices are theirs."""
+    flash: list[torch.device] = []
+    calls: list[tuple[torch.Size, torch.Size, bool]] = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def on_cuda(query: Tensor, *_: object) -> Tensor:
+        flash.append(query.device)
+        return query.transpose(1, 2)
+
+    def sdpa(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        calls.append((query.shape, key.shape, options["is_causal"]))
+        return real(query, key, value, **options)
+
+    monkeypatch.setattr(attention, "_on_cuda", on_cuda)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    attention._has_flash.cache_clear()
+    with FakeTensorMode():
+        query, key = (torch.empty(1, heads, sum(LENGTHS), 8, dtype=torch.float16, device="cuda:0") for heads in (4, 2))
+        starts = torch.empty(len(LENGTHS) + 1, dtype=torch.int32, device="cuda:0")
+        output, _ = attention.varlen_attention(
+            torch.nn.Module(), query, key, key, None, cu_seq_lens=starts, document_lengths=LENGTHS
+        )
+    attention._has_flash.cache_clear()
+    assert output.shape == (1, sum(LENGTHS), 4, 8)
+    if capability >= (8, 0):
+        assert len(flash) == 1
+        assert not calls
+    else:  # all heads, since groups may lead to plain matrix products
+        assert not flash
+        assert calls == [((1, 4, length, 8), (1, 4, length, 8), True) for length in LENGTHS]

@@ -1,0 +1,140 @@
+"""While rank 0 quantises in host memory it has the machine's cores, and the others wait for as long as it takes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from finetune import assemble as assembling
+from finetune.assemble import assemble
+from finetune.errors import FinetuneError
+from finetune.launcher import Launch
+from finetune.recipe import Recipe
+from finetune.strategy import read_strategy
+
+CORES, OWN = 6, 1  # of the machine; of a rank at other times
+WAYS = ("fsdp2", "zero3", "fails")
+PATIENCE_SECONDS, WORK_SECONDS = 1.0, 2.5
+LAUNCH = Launch(
+    words=("python",),
+    asked_processes=None,
+    config_file=None,
+    threads_chosen=False,
+    world_size=2,
+    rank=0,
+    on_cpu=True,
+    local_world_size=2,
+)
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}
+
+
+def recipe(**changes: Any) -> Recipe:
+    return Recipe.model_validate({"model": {"name_or_path": "x"}, "data": {"train": [{"path": "json"}]}} | changes)
+
+
+def rank_main(rank: int, folder: Path, told: Any) -> None:
+    """One of two ranks whose group is far less patient than its first rank is slow; tries each of the ways."""
+    store = dist.FileStore(str(folder / "store"), 2)  # type: ignore[attr-defined]  # exported, though not by mypy's rules
+    for way in WAYS:
+        store.set(f"{way} {rank}", "here")
+        store.wait([f"{way} {other}" for other in (0, 1)])
+        own = dist.PrefixStore(way, store)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=2, timeout=timedelta(seconds=PATIENCE_SECONDS))
+        told.put((way, rank, *build_as(way, rank)))
+        dist.destroy_process_group()
+
+
+def build_as(way: str, rank: int) -> tuple[str | None, list[int], int]:
+    """How this rank ended, the threads it built with, and those it has afterwards."""
+    torch.set_num_threads(OWN)
+    threads: list[int] = []
+
+    def build(_: Recipe, device: torch.device, **__: Any) -> nn.Module:
+        threads.append(torch.get_num_threads())
+        if rank == 0 and dist.get_world_size() > 1:
+            time.sleep(WORK_SECONDS)
+        if rank == 0 and way == "fails":
+            raise FinetuneError("weights: no such file")
+        return nn.Linear(2, 2, device=device)
+
+    seen: str | None = None
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("psutil.cpu_count", lambda logical: CORES)
+        try:
+            _load(way, build, replace(LAUNCH, rank=rank), patched)
+        except (FinetuneError, RuntimeError) as error:
+            seen = f"{type(error).__name__}: {error}"
+    return seen, threads, torch.get_num_threads()
+
+
+def _load(way: str, build: Any, launch: Launch, patched: pytest.MonkeyPatch) -> None:
+    """Up to what follows the building: `assemble` itself, without the engine."""
+    patched.setattr(assembling, "make_mesh", lambda *_: "mesh")
+    patched.setattr(assembling, "_sharded", lambda *_: None)
+    patched.setattr(assembling, "make_optimizer", lambda *_: None)
+    patched.setattr(assembling, "prepare_zero", lambda *_: (dist.barrier(), None))  # an engine begins by meeting
+    quantised = recipe(quantization=NF4)
+    formats = {key: {"enabled": key == "bf16"} for key in ("bf16", "fp16")}
+    plugin = SimpleNamespace(deepspeed_config=formats | {"zero_optimization": {}})
+    plugin.set_deepspeed_weakref = lambda: None
+    accelerator: Any = SimpleNamespace(
+        device=torch.device("cpu"), num_processes=2, state=SimpleNamespace(deepspeed_plugin=plugin)
+    )
+    strategy = read_strategy("zero3" if way == "zero3" else "fsdp2")
+    assemble(quantised, strategy, accelerator, build, launch=launch)
+
+
+@pytest.mark.slow
+def test_the_others_wait_for_who_quantises(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    told = context.Queue()
+    ranks = [context.Process(target=rank_main, args=(rank, tmp_path, told)) for rank in (0, 1)]
+    for each in ranks:
+        each.start()
+    found = {(way, rank): rest for way, rank, *rest in (told.get(timeout=120) for _ in range(2 * len(WAYS)))}
+    for each in ranks:
+        each.join(60)
+    assert len(found) == 2 * len(WAYS)
+    missing = "FinetuneError: weights: no such file"
+    assert found["fsdp2", 0] == [None, [CORES], OWN]
+    assert found["fsdp2", 1] == [None, [CORES], OWN]  # builds without weights, and waits
+    assert found["zero3", 0] == found["zero3", 1] == [None, [CORES // 2], OWN]
+    assert found["fails", 0][::2] == found["fails", 1][::2] == [missing, OWN]
+
+
+@pytest.mark.parametrize("way", ["fsdp2", "zero3"])
+def test_who_quantises_has_the_cores(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, patience = dist.new_group, []
+
+    def new_group(**options: Any) -> Any:
+        patience.append(options["timeout"])
+        return real(**options)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    before = torch.get_num_threads()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert build_as(way, 0) == (None, [CORES // 2 if way == "zero3" else CORES], OWN)
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(before)
+    assert patience == [assembling.WAITING]
+
+
+def test_without_quantisation_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: pytest.fail("cores were taken"))
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: pytest.fail("a group was made"))
+    with assembling.quantising(recipe(), LAUNCH, working=1) as waiting:
+        assert waiting is None
+    with assembling.quantising(recipe(quantization=NF4), None, working=1) as waiting:
+        assert waiting is None

@@ -1,0 +1,247 @@
+"""Each check of the receipt refuses: what is built is spoilt in one place, and the line of that place is expected."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from finetune import fsdp
+from finetune.assemble import Assembled
+from finetune.errors import EnvironmentMismatch
+from finetune.model import build_model, decoder_parts
+from finetune.receipt import _checks, add_optimizer_state, write_receipt
+from finetune.recipe import Recipe
+from finetune.strategy import Strategy, read_strategy
+
+CPU = torch.device("cpu")
+LORA = {"r": 4, "target_modules": "all-linear"}
+
+
+class Built:
+    """A run as it is after assembling, every part of it as the recipe asks; to be spoilt."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        self.recipe = Recipe.model_validate(
+            {"model": {"name_or_path": str(folder)}, "data": {"train": [{"path": "json"}]}, "lora": LORA} | changes
+        )
+        self.strategy: Strategy = read_strategy("single")
+        self.whole: nn.Module = build_model(self.recipe, CPU)
+        self.scaler: object | None = None
+        self.autocast: Callable[[], AbstractContextManager[Any]] = lambda: torch.autocast("cpu", torch.bfloat16)
+        self.gathered_in: torch.dtype | None = None
+
+    def receipt(self) -> dict[str, Any]:
+        accelerator: Any = SimpleNamespace(
+            num_processes=1, device=CPU, scaler=self.scaler, autocast=lambda: self.autocast()
+        )
+        parts = Assembled(self.whole, self.whole, None, gathered_in=self.gathered_in)
+        return write_receipt(self.recipe, accelerator, parts, self.strategy)
+
+    def asks(self, **changes: Any) -> None:
+        self.recipe = Recipe.model_validate(self.recipe.model_dump() | changes)
+
+    def training(self, **changes: Any) -> None:
+        self.asks(training=self.recipe.training.model_dump() | changes)
+
+    def trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.whole.parameters() if parameter.requires_grad]
+
+    def layers(self) -> list[GradientCheckpointingLayer]:
+        return [module for module in self.whole.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def no_autocast(built: Built) -> None:
+    built.autocast = lambda: torch.autocast("cpu", enabled=False)
+
+
+def other_autocast(built: Built) -> None:
+    built.autocast = lambda: torch.autocast("cpu", torch.float16)
+
+
+def scaled(built: Built) -> None:
+    built.scaler = object()
+
+
+def not_scaled(built: Built) -> None:
+    built.training(mixed_precision="fp16")
+    other_autocast(built)
+
+
+def other_attention(built: Built) -> None:
+    decoder_parts(built.whole).config._attn_implementation = "eager"
+
+
+def half_masters(built: Built) -> None:
+    for parameter in built.trained():
+        parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def one_half_master(built: Built) -> None:
+    first = built.trained()[0]
+    first.data = first.data.to(torch.bfloat16)
+
+
+def adapters_asleep(built: Built) -> None:
+    for module in built.whole.modules():
+        if isinstance(module, BaseTunerLayer):
+            module._active_adapter = []
+
+
+def adapters_unasked(built: Built) -> None:
+    built.asks(lora=None)
+
+
+def all_frozen(built: Built) -> None:
+    built.whole.requires_grad_(False)
+
+
+def not_sharded(built: Built) -> None:
+    built.strategy = read_strategy("fsdp2")
+
+
+def not_quantised(built: Built) -> None:
+    built.asks(quantization={"load_in_4bit": True})
+
+
+def another_quantisation(built: Built) -> None:
+    built.asks(quantization={"load_in_8bit": True})
+
+
+def one_layer_kept(built: Built) -> None:
+    built.layers()[0].gradient_checkpointing = False
+
+
+def none_kept(built: Built) -> None:
+    built.training(activation_checkpointing=False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is spoilt, and the line that tells of it."""
+
+    spoil: Callable[[Built], None]
+    line: str
+
+
+CASES = (
+    Case(no_autocast, "training.mixed_precision: number format of the computation: asked bfloat16, runs float32"),
+    Case(other_autocast, "training.mixed_precision: number format of the computation: asked bfloat16, runs float16"),
+    Case(scaled, "training.mixed_precision: loss scaling: asked False, runs True"),
+    Case(not_scaled, "training.mixed_precision: loss scaling: asked True, runs False"),
+    Case(other_attention, "model.attention: asked varlen, runs eager"),
+    Case(half_masters, "training.pure_bf16: number format of trained weights: asked float32, runs bfloat16"),
+    Case(
+        one_half_master, "training.pure_bf16: number format of trained weights: asked float32, runs float32, bfloat16"
+    ),
+    Case(adapters_asleep, "lora: layers with an adapter: asked True, runs False"),
+    Case(adapters_unasked, "lora: layers with an adapter: asked False, runs True"),
+    Case(all_frozen, "lora.target_modules: weights are trained: asked True, runs False"),
+    Case(not_sharded, "accelerate_config: weights sharded: asked True, runs False"),
+    Case(not_quantised, "quantization: kinds of quantised layers: asked ['Linear4bit'], runs []"),
+    Case(one_layer_kept, "training.activation_checkpointing: layers recomputed: asked 2, runs 1"),
+    Case(none_kept, "training.activation_checkpointing: layers recomputed: asked 0, runs 2"),
+)
+REDUCTION = "training.mixed_precision: number format of the reduction"
+
+
+@pytest.fixture
+def built(tiny_llama: Path) -> Built:
+    model = {"name_or_path": str(tiny_llama), "dtype": "float32"}
+    return Built(tiny_llama, model=model, training={"activation_checkpointing": True})
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.spoil.__name__)
+def test_what_differs_from_the_recipe_is_refused(case: Case, built: Built) -> None:
+    assert built.receipt()["layers"] == 2
+    case.spoil(built)
+    with pytest.raises(EnvironmentMismatch) as caught:
+        built.receipt()
+    assert case.line in str(caught.value).splitlines()
+
+
+def test_other_quantised_layers_are_refused(tiny_llama: Path) -> None:
+    built = Built(tiny_llama, quantization={"load_in_4bit": True})
+    assert built.receipt()["quantized_layers"] == {"Linear4bit": 14}
+    another_quantisation(built)
+    with pytest.raises(EnvironmentMismatch, match=r"asked \['Linear8bitLt'\], runs \['Linear4bit'\]"):
+        built.receipt()
+
+
+def test_every_check_has_a_case(built: Built) -> None:
+    places = [place for place, _, _ in _checks(built.recipe, built.strategy, built.receipt())]
+    assert len(places) == len(set(places)) == 10
+    seen = {place for place in places if any(case.line.startswith(f"{place}: asked ") for case in CASES)}
+    assert seen | {REDUCTION} == set(places)
+
+
+@pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16, None])
+def test_gradients_reduced_in_another_format_are_refused(
+    reduce: torch.dtype | None, built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read off the units' own policies: by their weights alone the reduction would always be in float32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
+    monkeypatch.setattr(fsdp, "MixedPrecisionPolicy", lambda **_: policy)
+    built.strategy, built.gathered_in = read_strategy("fsdp2"), torch.bfloat16
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shards",))
+        fsdp.shard_model(decoder_parts(built.whole), built.strategy, mesh, CPU, torch.bfloat16)
+        if reduce == torch.float32:
+            assert built.receipt()["dtypes"]["reduce"] == "float32"
+            return
+        with pytest.raises(EnvironmentMismatch) as caught:
+            built.receipt()
+        assert f"{REDUCTION}: asked float32, runs bfloat16" in str(caught.value).splitlines()
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("optim", "pure", "held", "line"),
+    [
+        ("adamw", False, {"float32": 10}, None),
+        ("adamw", False, {"bfloat16": 10}, "state of adamw in float32 was asked for, it is bfloat16"),
+        ("adamw", False, {"float32": 9, "bfloat16": 1}, "it is float32, bfloat16"),
+        ("adamw", False, {}, "it is none"),
+        ("adamw", True, {"bfloat16": 10}, None),
+        ("adamw", True, {"float32": 10}, "state of adamw in bfloat16 was asked for, it is float32"),
+        ("adamw_8bit", False, {"uint8": 9, "float32": 1}, None),
+        ("adamw", False, {"uint8": 10}, "it is uint8"),
+        ("paged_adamw_32bit", False, {"uint8": 10}, "it is uint8"),
+    ],
+)
+def test_state_in_another_format_is_refused(
+    optim: str, pure: bool, held: dict[str, int], line: str | None, built: Built
+) -> None:
+    receipt: dict[str, Any] = {"parameters": {"trained": 5}, "dtypes": {}, "sharding": {}}
+    built.training(optim=optim, pure_bf16=pure)
+    if line is None:
+        add_optimizer_state(built.recipe, built.strategy, receipt, Counter(held), 1)
+        assert receipt["sharding"]["optimizer_share"] == 1
+        return
+    with pytest.raises(EnvironmentMismatch, match=line):
+        add_optimizer_state(built.recipe, built.strategy, receipt, Counter(held), 1)
+
+
+def test_state_that_is_not_cut_is_refused(built: Built) -> None:
+    receipt: dict[str, Any] = {"parameters": {"trained": 100}, "dtypes": {}, "sharding": {}}
+    for name in ("zero1", "zero2", "zero3"):
+        zero = read_strategy(name)
+        with pytest.raises(EnvironmentMismatch, match=f"{name} cuts optimizer state, this rank holds 100%"):
+            add_optimizer_state(built.recipe, zero, receipt, Counter(float32=200), 2)
+        add_optimizer_state(built.recipe, zero, receipt, Counter(float32=100), 2)
+        add_optimizer_state(built.recipe, zero, receipt, Counter(float32=200), 1)  # alone it holds all
+    add_optimizer_state(built.recipe, built.strategy, receipt, Counter(float32=200), 2)

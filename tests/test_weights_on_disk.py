@@ -1,0 +1,93 @@
+"""ZeRO-3 with weights on a disk: each part of a weight has a buffer, for real models on any number of ranks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from finetune.model import structure_alone
+from finetune.recipe import Recipe
+from finetune.zero import fit_swap, swap_buffers
+
+CONFIGS = Path(__file__).parent.parent / "finetune" / "configs"
+
+
+def structure(name: str, folder: Path) -> nn.Module:
+    """A real model's weights, without their data."""
+    (folder / "model").mkdir()
+    shutil.copy(CONFIGS / f"{name}.json", folder / "model" / "config.json")
+    data = {"train": [{"path": "json"}]}
+    return structure_alone(Recipe.model_validate({"model": {"name_or_path": str(folder / "model")}, "data": data}))
+
+
+def swapper(buffers: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """DeepSpeed's own, with its check of sizes and its count of buffers, but neither files nor memory."""
+    from deepspeed.runtime.swap_tensor import partitioned_param_swapper
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
+
+    config = DeepSpeedZeroOffloadParamConfig(device="nvme", nvme_path="/nowhere", **buffers)
+    monkeypatch.setattr(partitioned_param_swapper, "print_rank_0", lambda *_, **__: None)  # asks for its rank
+    made = object.__new__(partitioned_param_swapper.AsyncPartitionedParameterSwapper)
+    made.numel_alignment = 512
+    made.elements_per_buffer = config.buffer_size
+    made.aligned_elements_per_buffer = made._io_aligned_numel(config.buffer_size)
+    made.available_buffer_ids = list(range(config.buffer_count))
+    elements = made.aligned_elements_per_buffer * config.buffer_count
+    made.buffers = torch.empty(elements, dtype=torch.bfloat16, device="meta")
+    made.param_id_to_numel, made.param_id_to_buffer_id, made.param_id_to_swap_buffer = {}, {}, {}
+    return made
+
+
+def in_use_at_once(model: nn.Module) -> list[nn.Parameter]:
+    """A layer that is recomputed, and what lies outside of layers: only matrices are large enough for the disk."""
+    members = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
+    inside = {parameter for layer in members for parameter in layer.parameters()}
+    outside = [parameter for parameter in model.parameters() if parameter not in inside]
+    return [parameter for parameter in (*members[0].parameters(), *outside) if parameter.ndim > 1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("name", "largest", "at_once"),
+    [("llama-3.1-8b", 525_336_576, 9), ("llama-3.3-70b", 1_050_673_152, 9), ("llama-3.2-1b", 262_668_288, 8)],
+)
+def test_every_weights_part_has_a_buffer(
+    name: str, largest: int, at_once: int, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("deepspeed")
+    model = structure(name, tmp_path)
+    buffers = swap_buffers(model, ranks)
+    assert buffers == {"buffer_size": -(-largest // ranks), "buffer_count": at_once}
+    disk = swapper(buffers, monkeypatch)
+    used = in_use_at_once(model)
+    for number, parameter in enumerate(used):
+        part = -(-parameter.numel() // ranks)
+        assert disk.get_buffer(SimpleNamespace(ds_id=number), part).numel() == part
+    assert len(used) == at_once
+    assert max(parameter.numel() for parameter in used) == largest
+
+
+def test_deepspeeds_own_buffers_are_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why they are set: should this fail, its defaults have grown."""
+    pytest.importorskip("deepspeed")
+    embedding = max(parameter.numel() for parameter in structure("llama-3.1-8b", tmp_path).parameters())
+    with pytest.raises(AssertionError, match="More elements 131334144 than buffer size 100000000"):
+        swapper({}, monkeypatch).get_buffer(SimpleNamespace(ds_id=0), embedding // 4)
+
+
+@pytest.mark.parametrize("device", ["nvme", "cpu", None])
+def test_they_are_set_before_anything_is_loaded(device: str | None, tmp_path: Path) -> None:
+    """transformers partitions while it loads, by the config that it was given last."""
+    told: list[Any] = []
+    section: dict[str, Any] = {"stage": 3} | ({"offload_param": {"device": device}} if device else {})
+    plugin: Any = SimpleNamespace(deepspeed_config={"zero_optimization": section})
+    plugin.set_deepspeed_weakref = lambda: told.append(dict(section["offload_param"]))
+    fit_swap(plugin, lambda: structure("llama-3.2-1b", tmp_path), 2)
+    fitted = {"device": "nvme", "buffer_size": 131_334_144, "buffer_count": 8}
+    assert told == ([fitted] if device == "nvme" else [])
