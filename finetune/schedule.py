@@ -16,15 +16,20 @@ from finetune.errors import RecipeError
 from finetune.recipe import Training
 
 
+def warmup_steps(training: Training, total_steps: int) -> int:
+    """Steps of warming up: as given, else the share of the steps, rounded up."""
+    if training.warmup_steps is not None:
+        return training.warmup_steps
+    return math.ceil(training.warmup_ratio * total_steps)
+
+
 def learning_rate_schedule(training: Training, total_steps: int) -> Callable[[int], float]:
     """The learning rate of step 0, 1, ... `total_steps - 1`.
 
     Returns a pure function. transformers builds the shape around a throw-away optimizer of one parameter; only
     its lambda is kept. Raises RecipeError when the shape refuses its arguments.
     """
-    warmup = training.warmup_steps
-    if warmup is None:
-        warmup = math.ceil(training.warmup_ratio * total_steps)
+    warmup = warmup_steps(training, total_steps)
     carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
     try:
         scheduler = get_scheduler(

@@ -21,6 +21,9 @@ from finetune.errors import FinetuneError, NoRendezvous
 from finetune.recipe_file import LoadedRecipe, load_recipe, resolved_yaml
 
 if TYPE_CHECKING:
+    from finetune.batches import Prepared
+    from finetune.launcher import Launch
+    from finetune.recipe import Recipe
     from finetune.run_folder import Claim
 
 SECONDS_TO_SPEAK = 10  # ranks that share a busy machine come to the same refusal seconds apart
@@ -84,6 +87,8 @@ def run_recipe(loaded: LoadedRecipe) -> int:
             Path(recipe.run_dir), resume=recipe.training.resume, identity=identity, command=command
         )
         _write_start(loaded, claim)
+        if claim.status != "finished":
+            _tell_batches(recipe, prepared, launch)
     start = Start(recipe, launch, strategy, tokenizer, prepared, claim, StopRequest())
     code = train_and_report(start)
     if code == 0 and launch.is_main:
@@ -101,6 +106,16 @@ def _write_start(loaded: LoadedRecipe, claim: Claim) -> None:
         folder = Path(loaded.recipe.run_dir)
         write_text(folder / "recipe.yaml", resolved_yaml(loaded))
         write_json(folder / "environment.json", environment())
+
+
+def _tell_batches(recipe: Recipe, prepared: Prepared, launch: Launch) -> None:
+    """What the data come to in steps, while nothing was loaded yet."""
+    from finetune.batch_notes import batch_notes
+    from finetune.metrics import Terminal
+    from finetune.run import make_plan
+
+    plan = make_plan(recipe, len(prepared.train), world_size=launch.world_size, rank=launch.rank, flat=True)
+    Terminal(plan.total_steps, silent=False).say("\n".join(batch_notes(recipe, prepared, plan)))
 
 
 def _let_rank_0_speak(code: int) -> int:

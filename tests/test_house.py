@@ -75,6 +75,7 @@ run_folder
 pulse
 export
 run
+batch_notes
 save_restore
 loop
 worst_step
