@@ -98,14 +98,14 @@ def test_what_the_trainer_refuses_is_refused(capsys: pytest.CaptureFixture[str])
 def test_several_recipes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     """Where the closed form is clear nothing is traced."""
     recipes = [str(ROOT / "recipes" / f"{name}.yaml") for name in ("llama3_full", "llama3_8b_lora_1x24gb")]
-    code, out, _ = say([*recipes, "--gpus", "4x40GB", "--json"], capsys)
+    code, out, _ = say([*recipes, "--gpus", "4x32GB", "--json"], capsys)
     rows = {row["recipe"]: row for row in json.loads(out)["recipes"]}
     assert code == 0
     assert {name: (row["fits"], row["planned_by"]) for name, row in rows.items()} == {
         "llama3_full": (False, "closed form"),
         "llama3_8b_lora_1x24gb": (True, "closed form"),
     }
-    code, out, _ = say([*recipes, "lora.r=64", "--gpus", "4x40GB"], capsys)
+    code, out, _ = say([*recipes, "lora.r=64", "--gpus", "4x32GB"], capsys)
     assert [line.split()[0] for line in out.splitlines()] == ["recipe", "llama3_full", "llama3_8b_lora_1x24gb"]
 
 
