@@ -91,6 +91,7 @@ def test_the_settings_named_give_enough_steps(
         assert plan.total_steps < 3 * FEW, "no smaller a batch, and no more epochs, than is needed"
         if settings[0].startswith("training.global_batch_size"):
             assert list(large_micro_batch(plan)) == []
+            assert plan.global_batch_size % (ranks * plan.per_device_batch_size) == 0, "as many rows on each rank"
 
 
 def test_few_steps_that_were_asked_for(tiny_llama: Path, chats: Path) -> None:
@@ -141,6 +142,7 @@ def test_a_micro_batch_larger_than_a_step(tiny_llama: Path, chats: Path) -> None
         "training.per_device_batch_size=3"
     ]
     assert told(global_batch_size=7, per_device_batch_size=3) == []
+    assert told(global_batch_size=1, per_device_batch_size=1) == [], "that a rank has none is another line"
     alone = plan_of(recipe_with(tiny_llama, chats, global_batch_size=2, per_device_batch_size=4), 45)
     assert list(large_micro_batch(alone)) == [
         "training.per_device_batch_size: 4 rows at a time, a step has 2; set training.per_device_batch_size=2"

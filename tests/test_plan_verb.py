@@ -14,6 +14,7 @@ import pytest
 from finetune.cli import main
 from finetune.errors import DoesNotFit, FinetuneError
 from finetune.plan.gpus import read_gpus
+from finetune.plan.pick import candidates
 from finetune.plan.verb import plan_by_trace
 from finetune.recipe_file import load_recipe
 from tests.tiny import write_chats
@@ -107,6 +108,20 @@ def test_several_recipes_are_compared(capsys: pytest.CaptureFixture[str]) -> Non
     }
     code, out, _ = say([*recipes, "lora.r=64", "--gpus", "4x32GB"], capsys)
     assert [line.split()[0] for line in out.splitlines()] == ["recipe", "llama3_full", "llama3_8b_lora_1x24gb"]
+
+
+@pytest.mark.parametrize(("gpus", "nodes"), [("1x24GB", 1), ("3x24GB", 1), ("8x80GB", 1), ("8x80GB", 4)])
+def test_what_is_picked_from_takes_about_32_thousand_tokens_a_step(gpus: str, nodes: int) -> None:
+    found = list(candidates("any", read_gpus(gpus, nodes)))
+    assert len(found) > 50
+    for recipe in found:
+        training, length = recipe.training, recipe.data.max_length
+        at_once = training.per_device_batch_size * recipe.budget.gpus * nodes
+        assert training.global_batch_size % at_once == 0
+        if at_once * length > 32_768:
+            assert (training.global_batch_size, training.per_device_batch_size) == (at_once, 1), "no more than it must"
+        else:
+            assert training.global_batch_size * length == pytest.approx(32_768, rel=1 / 3)
 
 
 @pytest.mark.parametrize(
