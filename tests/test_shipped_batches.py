@@ -75,7 +75,7 @@ def trained(name: str, folder: Path, model: Path, chats: Path) -> list[dict[str,
         assert main([str(recipe), *words]) == 0
     else:
         said = Path(f"{recipe}.rank0.said")
-        assert launch([recipe], ranks=ranks, words=words) == [0], said.read_text("utf-8")
+        assert launch([recipe], ranks=ranks, words=words, timeout=600) == [0], said.read_text("utf-8")
     return read_lines(folder / "run" / "metrics.jsonl")
 
 
