@@ -196,8 +196,8 @@ def describe(receipt: dict[str, Any]) -> str:
     return (
         f"{receipt['architecture']}: {parameters['trained']:,} parameters trained ({share:.2%}) in {dtypes['master']}, "
         f"computed in {dtypes['compute']}, {receipt['strategy']} on {receipt['world_size']} x {receipt['device']}\n"
-        f"data: {data['documents']:,} documents, {data['tokens']:,} tokens in {batch['rows']:,} rows, "
-        f"{data['fill']:.0%} full, {data['supervised_tokens']:,} tokens learned\n"
-        f"batch: {batch['global_batch_size']} rows a step = {batch['world_size']} ranks x {batch['micro_steps']} "
-        f"micro-steps x {batch['per_device_batch_size']}; {batch['total_steps']:,} steps"
+        f"data: {data['documents']:,} documents in rows that are {data['fill']:.0%} full, "
+        f"{data['supervised_tokens']:,} tokens learned\n"
+        f"batch: {batch['world_size']} ranks x {batch['micro_steps']} micro-steps x "
+        f"{batch['per_device_batch_size']} rows"
     )

@@ -163,7 +163,7 @@ class Data(Section):
 class Training(Section):
     """The training itself: the same for every strategy and number of GPUs."""
 
-    global_batch_size: Count = Field(64, description="Rows per optimizer step over all ranks; accumulation is derived.")
+    global_batch_size: Count = Field(16, description="Rows per optimizer step over all ranks; accumulation is derived.")
     per_device_batch_size: Count = Field(1, description="Rows of one forward on one rank.")
     num_train_epochs: float = Field(1.0, gt=0, description="Passes over the rows; max_steps wins.")
     max_steps: Count | None = Field(None, description="Optimizer steps; null: from num_train_epochs.")

@@ -63,6 +63,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     refuse_secrets(recipe)
     hush_libraries(launch)
     from finetune import attention
+    from finetune.batch_notes import batch_notes
     from finetune.batches import prepare
     from finetune.model import attention_name, load_tokenizer
     from finetune.run import make_plan
@@ -91,6 +92,8 @@ def run_recipe(loaded: LoadedRecipe) -> int:
             Path(recipe.run_dir), resume=recipe.training.resume, identity=identity, command=command
         )
         _write_start(loaded, claim)
+        if claim.status != "finished":
+            print(*batch_notes(recipe, prepared, plan), sep="\n", flush=True)
     start = Start(recipe, launch, strategy, tokenizer, prepared, plan, claim, StopRequest())
     code = train_and_report(start)
     if code == 0 and launch.is_main:

@@ -158,6 +158,15 @@ class TestRecipe:
         if recipe.budget.gpus:
             assert sum(parts(recipe).values()) / GB >= 0.5 * recipe.budget.gpu_memory_gb
 
+    def test_a_step_is_of_about_32_thousand_tokens(self, file: Path) -> None:
+        """More only where one micro-batch on every GPU is more: else some thousand rows are a handful of steps."""
+        recipe = recipe_of(file)
+        training, ranks = recipe.training, max(1, recipe.budget.gpus * recipe.budget.nodes)
+        at_once = ranks * training.per_device_batch_size
+        assert training.global_batch_size * recipe.data.max_length <= 32_768 or training.global_batch_size == at_once
+        if recipe.budget.gpus:
+            assert training.global_batch_size * recipe.data.max_length >= 30_000
+
     def test_passes_check(
         self, file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -78,6 +78,7 @@ run_folder
 pulse
 export
 run
+batch_notes
 save_restore
 trained_change
 loop

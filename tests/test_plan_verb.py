@@ -14,6 +14,7 @@ import pytest
 from finetune.cli import main
 from finetune.errors import DoesNotFit, FinetuneError
 from finetune.plan.gpus import read_gpus
+from finetune.plan.pick import candidates
 from finetune.plan.verb import plan_by_trace
 from finetune.recipe_file import load_recipe
 from tests.tiny import write_chats
@@ -98,15 +99,29 @@ def test_what_the_trainer_refuses_is_refused(capsys: pytest.CaptureFixture[str])
 def test_several_recipes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     """Where the closed form is clear nothing is traced."""
     recipes = [str(ROOT / "recipes" / f"{name}.yaml") for name in ("llama3_full", "llama3_8b_lora_1x24gb")]
-    code, out, _ = say([*recipes, "--gpus", "4x40GB", "--json"], capsys)
+    code, out, _ = say([*recipes, "--gpus", "4x32GB", "--json"], capsys)
     rows = {row["recipe"]: row for row in json.loads(out)["recipes"]}
     assert code == 0
     assert {name: (row["fits"], row["planned_by"]) for name, row in rows.items()} == {
         "llama3_full": (False, "closed form"),
         "llama3_8b_lora_1x24gb": (True, "closed form"),
     }
-    code, out, _ = say([*recipes, "lora.r=64", "--gpus", "4x40GB"], capsys)
+    code, out, _ = say([*recipes, "lora.r=64", "--gpus", "4x32GB"], capsys)
     assert [line.split()[0] for line in out.splitlines()] == ["recipe", "llama3_full", "llama3_8b_lora_1x24gb"]
+
+
+@pytest.mark.parametrize(("gpus", "nodes"), [("1x24GB", 1), ("3x24GB", 1), ("8x80GB", 1), ("8x80GB", 4)])
+def test_what_is_picked_from_takes_about_32_thousand_tokens_a_step(gpus: str, nodes: int) -> None:
+    found = list(candidates("any", read_gpus(gpus, nodes)))
+    assert len(found) > 50
+    for recipe in found:
+        training, length = recipe.training, recipe.data.max_length
+        at_once = training.per_device_batch_size * recipe.budget.gpus * nodes
+        assert training.global_batch_size % at_once == 0
+        if at_once * length > 32_768:
+            assert (training.global_batch_size, training.per_device_batch_size) == (at_once, 1), "no more than it must"
+        else:
+            assert training.global_batch_size * length == pytest.approx(32_768, rel=1 / 3)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ LENGTHS = (4096, 2048, 1024, 512)
 METHODS = ("full", "lora", "qlora")
 ROWS = (8, 4, 2, 1)
 TOKENS_AT_ONCE = 8192  # more than these make a step no quicker
-GLOBAL_BATCH = 64
+TOKENS_A_STEP = 32_768  # about; more only where one micro-batch on every GPU is more
 STRATEGIES = ("ddp", "fsdp2_grad_op", "fsdp2")
 SAMPLE = "data/sample_chat.jsonl"
 
@@ -34,10 +34,12 @@ def candidates(model: str, gpus: Gpus) -> Iterator[Recipe]:
         lengths = [length for length in LENGTHS if (length >= 2048) == long_rows]
         for length, strategy, every, rows in product(lengths, strategies, recomputing, ROWS):
             if rows == 1 or rows * length <= TOKENS_AT_ONCE:
-                yield _variant(model, gpus, method, length, strategy, every, min(rows, max(1, GLOBAL_BATCH // ranks)))
+                most = max(1, TOKENS_A_STEP // (length * ranks))
+                yield _variant(model, gpus, method, length, strategy, every, min(rows, most))
 
 
 def _variant(model: str, gpus: Gpus, method: str, length: int, strategy: str, every: bool | int, rows: int) -> Recipe:
+    at_once = rows * gpus.count * gpus.nodes
     four_bit = Quantization(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16") if method == "qlora" else None
     return Recipe(
         budget=Budget(gpus=gpus.count, gpu_memory_gb=gpus.memory / 1e9, nodes=gpus.nodes),
@@ -47,7 +49,7 @@ def _variant(model: str, gpus: Gpus, method: str, length: int, strategy: str, ev
         lora=None if method == "full" else Lora(),
         data=Data(train=[DataSet(path="json", data_files=SAMPLE)], eval=EvalFraction(fraction=0.05), max_length=length),
         training=Training(
-            global_batch_size=max(GLOBAL_BATCH, gpus.count * gpus.nodes),
+            global_batch_size=at_once * max(1, round(TOKENS_A_STEP / (at_once * length))),
             per_device_batch_size=rows,
             learning_rate=2e-5 if method == "full" else 2e-4,
             activation_checkpointing=every,

@@ -1,0 +1,151 @@
+"""What a run's data come to, in one line before weights are loaded; below it what is odd, with the value that mends it.
+
+A training of three steps, of idle ranks, or of documents longer than the model's positions runs to its end without an
+error and teaches little. Every line here is told before the minutes are spent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from transformers import AutoConfig
+
+from finetune.batches import Prepared
+from finetune.embedded import resolve_model_path
+from finetune.recipe import Recipe
+from finetune.run import Plan
+from finetune.schedule import warmup_steps
+
+FEW = 20  # steps; below them warmup and decay leave few steps at the rate that was asked for
+
+
+def batch_notes(recipe: Recipe, prepared: Prepared, plan: Plan) -> list[str]:
+    """The line, and a line for each thing that is odd. Reads the model's configuration, and no weights."""
+    return [
+        data_line(recipe, prepared, plan),
+        *few_steps(recipe, plan),
+        *idle_ranks(plan),
+        *large_micro_batch(plan),
+        *beyond_positions(recipe, prepared, positions_of(recipe)),
+    ]
+
+
+def data_line(recipe: Recipe, prepared: Prepared, plan: Plan) -> str:
+    """Rows, tokens, steps, tokens of a step, steps of warming up."""
+    tokens, each = prepared.facts["tokens"], min(plan.global_batch_size, plan.total_rows)
+    longest = recipe.data.max_length if recipe.data.packing else int(prepared.train.lengths.max())
+    warming = warmup_steps(recipe.training, plan.total_steps)
+    once = "" if plan.total_rows == plan.rows else " an epoch"
+    of_a_step = _three_figures(tokens / plan.rows * each)
+    return (
+        f"data: {_rows(plan.rows)} of up to {longest:,} tokens ({tokens:,} tokens{once}); "
+        f"{_steps(plan.total_steps)} of {_rows(each)}, about {of_a_step:,} tokens each, {warming:,} of them warming up"
+    )
+
+
+def few_steps(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Fewer than 20 steps: why, and the settings that give 20."""
+    training = recipe.training
+    if plan.total_steps >= FEW:
+        return
+    few = f"{_steps(plan.total_steps)} {'is' if plan.total_steps == 1 else 'are'} few"
+    if training.max_steps is not None:
+        yield f"training.max_steps: {few}; for {FEW} or more set training.max_steps={FEW}"
+        return
+    epochs = f"{training.num_train_epochs:g} epoch{'s' * (training.num_train_epochs != 1)}"
+    why = f"{few}: {_rows(plan.rows)} x {epochs}, {_rows(plan.global_batch_size)} a step"
+    most = (plan.total_rows - 1) // (FEW - 1)  # rows of a step with which there still are 20
+    if most >= plan.world_size:
+        yield f"training.global_batch_size: {why}; for {FEW} or more set {_rows_a_step(plan, most)}"
+        return
+    # Also with one row a step on every rank the rows are too few.
+    batch = min(plan.global_batch_size, plan.world_size)
+    settings = [_rows_a_step(plan, batch)] if batch < plan.global_batch_size else []
+    settings.append(f"training.num_train_epochs={(FEW - 1) * batch // plan.rows + 1}")
+    yield f"training.num_train_epochs: {why}; for {FEW} or more add rows, or set {' '.join(settings)}"
+
+
+def idle_ranks(plan: Plan) -> Iterator[str]:
+    """More ranks than rows of a step."""
+    ranks, asked = plan.world_size, plan.global_batch_size
+    if asked < ranks:
+        idle = f"{_rows(asked)} a step leave {ranks - asked} of {ranks} ranks without one"
+        yield f"training.global_batch_size: {idle}; set training.global_batch_size={ranks}, or take fewer ranks"
+    elif plan.total_rows < ranks:
+        idle = f"{_rows(plan.total_rows)} in all leave {ranks - plan.total_rows} of {ranks} ranks without one"
+        yield f"data.train: {idle}; set training.num_train_epochs={-(-ranks // plan.rows)}, or take fewer ranks"
+
+
+def large_micro_batch(plan: Plan) -> Iterator[str]:
+    """More rows in one forward of all ranks than a step has."""
+    rows, ranks, batch = plan.per_device_batch_size, plan.world_size, plan.global_batch_size
+    if rows > 1 and rows * ranks > batch:
+        on = f" on each of {ranks} ranks are {rows * ranks}" if ranks > 1 else ""
+        larger = f"{_rows(rows)} at a time{on}, a step has {batch}"
+        yield f"training.per_device_batch_size: {larger}; set training.per_device_batch_size={max(1, batch // ranks)}"
+
+
+def beyond_positions(recipe: Recipe, prepared: Prepared, positions: int | None) -> Iterator[str]:
+    """Documents, or rows, longer than the positions that the model was made for. They are counted within a document."""
+    data, pool = recipe.data, prepared.pool
+    used = np.union1d(prepared.split.train, prepared.split.held_out)
+    at = int(used[np.argmax(pool.lengths[used])])
+    longest = int(pool.lengths[at])
+    if positions is None or max(longest, data.max_length) <= positions:
+        return
+    set_it = f"set data.max_length={positions}"
+    if longest > positions:
+        count = int((pool.lengths[used] > positions).sum())
+        longer = f"{count:,} document{'s are' if count > 1 else ' is'} longer than the model's {positions:,} positions"
+        handled = " data.truncation=right" if data.truncation == "error" else ""
+        yield f"data.max_length: {longer}, the longest {longest:,} tokens ({pool.place(at)}); {set_it}{handled}"
+        return
+    packed = "positions begin anew in each document of a row" if data.packing else "a row is one document"
+    yield (
+        f"data.max_length: {data.max_length:,} is beyond the model's {positions:,} positions; {packed} and the longest "
+        f"has {longest:,} tokens, so none is beyond them; to have longer ones refused {set_it}"
+    )
+
+
+def positions_of(recipe: Recipe) -> int | None:
+    """How many positions the model was made for, its own extension of them included; None where it does not say."""
+    section = recipe.model
+    try:
+        loaded: Any = AutoConfig.from_pretrained(
+            resolve_model_path(section.name_or_path),
+            revision=section.revision,
+            trust_remote_code=section.trust_remote_code,
+        )
+    except (OSError, ValueError):
+        return None  # loading the model, a moment later, says it with a remedy
+    config = loaded.get_text_config()
+    found = getattr(config, "max_position_embeddings", None)
+    if not isinstance(found, int) or found <= 0:
+        return None
+    # YaRN may be added to a configuration that keeps the number it was trained with, as Qwen's pages say.
+    rope = getattr(config, "rope_parameters", None) or {}
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    return max(found, int(factor * original)) if factor and original else found
+
+
+def _rows_a_step(plan: Plan, most: int) -> str:
+    """The settings for at most so many rows a step, as many on each rank; `most` is at least one for each."""
+    ranks, rows = plan.world_size, min(plan.per_device_batch_size, most // plan.world_size)
+    settings = f"training.global_batch_size={most - most % (ranks * rows)}"
+    return settings if rows == plan.per_device_batch_size else f"{settings} training.per_device_batch_size={rows}"
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'s' * (count != 1)}"
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step{'s' * (count != 1)}"
+
+
+def _three_figures(count: float) -> int:
+    """12,345 as 12,300: a mean over rows is not known better."""
+    return round(round(count), 2 - math.floor(math.log10(count))) if count >= 1000 else round(count)

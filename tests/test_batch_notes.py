@@ -1,0 +1,195 @@
+"""The line before training, and what it adds where data, batch and ranks do not fit together."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from finetune.batch_notes import FEW, batch_notes, few_steps, idle_ranks, large_micro_batch, positions_of
+from finetune.batches import Prepared, prepare
+from finetune.model import load_tokenizer
+from finetune.recipe import Recipe
+from finetune.recipe_file import load_recipe
+from finetune.run import Plan, make_plan
+from tests.tiny import save_tiny, write_chats
+
+SETTING = re.compile(r"[a-z_]+\.[a-z_]+=[\w.]+")
+
+
+def recipe_with(model: Path, chats: Path, *words: str, **training: Any) -> Recipe:
+    content = {
+        "model": {"name_or_path": str(model)},
+        "data": {"train": [{"path": "json", "data_files": str(chats)}], "max_length": 128},
+        "training": training,
+    }
+    file = chats.with_name("recipe.yaml")
+    file.write_text(json.dumps(content), "utf-8")
+    return load_recipe(str(file), list(words)).recipe
+
+
+def plan_of(recipe: Recipe, rows: int, ranks: int = 1) -> Plan:
+    return make_plan(recipe, rows, world_size=ranks, rank=0, flat=True)
+
+
+def notes_of(recipe: Recipe, ranks: int = 1) -> list[str]:
+    prepared: Prepared = prepare(recipe, load_tokenizer(recipe))
+    return batch_notes(recipe, prepared, plan_of(recipe, len(prepared.train), ranks))
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """90 chats of 50 tokens: two fill a row of 128."""
+    return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", [50] * 90)
+
+
+def test_one_line_where_all_is_well(tiny_llama: Path, chats: Path) -> None:
+    assert notes_of(recipe_with(tiny_llama, chats, global_batch_size=2, num_train_epochs=2, warmup_ratio=0.1)) == [
+        "data: 45 rows of up to 128 tokens (4,500 tokens an epoch); 45 steps of 2 rows, about 200 tokens each, "
+        "5 of them warming up"
+    ]
+
+
+def test_the_line_of_rows_that_are_not_packed(tiny_llama: Path, chats: Path) -> None:
+    recipe = recipe_with(tiny_llama, chats, "data.packing=false", global_batch_size=4, warmup_steps=3)
+    assert notes_of(recipe) == [
+        "data: 90 rows of up to 50 tokens (4,500 tokens); 23 steps of 4 rows, about 200 tokens each, "
+        "3 of them warming up"
+    ]
+
+
+def test_few_steps_are_told_with_their_reason(tiny_llama: Path, chats: Path) -> None:
+    notes = notes_of(recipe_with(tiny_llama, chats))
+    assert notes == [
+        "data: 45 rows of up to 128 tokens (4,500 tokens); 3 steps of 16 rows, about 1,600 tokens each, "
+        "1 of them warming up",
+        "training.global_batch_size: 3 steps are few: 45 rows x 1 epoch, 16 rows a step; for 20 or more set "
+        "training.global_batch_size=2",
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 16])
+@pytest.mark.parametrize("per_device", [1, 2, 3, 8])
+@pytest.mark.parametrize("rows", [1, 2, 19, 20, 39, 45, 139, 278, 10_000])
+def test_the_settings_named_give_enough_steps(
+    tiny_llama: Path, chats: Path, rows: int, per_device: int, ranks: int
+) -> None:
+    training: dict[str, Any] = {"global_batch_size": 16, "per_device_batch_size": per_device}
+    recipe = recipe_with(tiny_llama, chats, **training)
+    plan = plan_of(recipe, rows, ranks)
+    told = list(few_steps(recipe, plan))
+    assert bool(told) == (plan.total_steps < FEW)
+    if told:
+        settings = SETTING.findall(told[0])
+        mended = recipe_with(tiny_llama, chats, *settings, **training)
+        plan = plan_of(mended, rows, ranks)
+        assert list(few_steps(mended, plan)) == list(idle_ranks(plan)) == []
+        assert plan.total_steps < 3 * FEW, "no smaller a batch, and no more epochs, than is needed"
+        if settings[0].startswith("training.global_batch_size"):
+            assert list(large_micro_batch(plan)) == []
+            assert plan.global_batch_size % (ranks * plan.per_device_batch_size) == 0, "as many rows on each rank"
+
+
+def test_few_steps_that_were_asked_for(tiny_llama: Path, chats: Path) -> None:
+    recipe = recipe_with(tiny_llama, chats, max_steps=1)
+    assert list(few_steps(recipe, plan_of(recipe, 45))) == [
+        "training.max_steps: 1 step is few; for 20 or more set training.max_steps=20"
+    ]
+    assert list(few_steps(recipe, plan_of(recipe_with(tiny_llama, chats, max_steps=20), 45))) == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "told"),
+    [
+        (4, 45, []),
+        (
+            3,
+            45,
+            [
+                "training.global_batch_size: 3 rows a step leave 1 of 4 ranks without one; set "
+                "training.global_batch_size=4, or take fewer ranks"
+            ],
+        ),
+        (
+            8,
+            1,
+            [
+                "data.train: 1 row in all leave 3 of 4 ranks without one; set training.num_train_epochs=4, or take "
+                "fewer ranks"
+            ],
+        ),
+    ],
+)
+def test_ranks_without_a_row(tiny_llama: Path, chats: Path, batch: int, rows: int, told: list[str]) -> None:
+    plan = plan_of(recipe_with(tiny_llama, chats, global_batch_size=batch), rows, ranks=4)
+    assert list(idle_ranks(plan)) == told
+    for line in told:
+        mended = recipe_with(tiny_llama, chats, SETTING.findall(line)[0], global_batch_size=batch)
+        assert list(idle_ranks(plan_of(mended, rows, ranks=4))) == []
+
+
+def test_a_micro_batch_larger_than_a_step(tiny_llama: Path, chats: Path) -> None:
+    def told(**training: int) -> list[str]:
+        return list(large_micro_batch(plan_of(recipe_with(tiny_llama, chats, **training), 45, ranks=2)))
+
+    assert told(global_batch_size=8, per_device_batch_size=4) == []
+    assert told(global_batch_size=7, per_device_batch_size=4) == [
+        "training.per_device_batch_size: 4 rows at a time on each of 2 ranks are 8, a step has 7; set "
+        "training.per_device_batch_size=3"
+    ]
+    assert told(global_batch_size=7, per_device_batch_size=3) == []
+    assert told(global_batch_size=1, per_device_batch_size=1) == [], "that a rank has none is another line"
+    alone = plan_of(recipe_with(tiny_llama, chats, global_batch_size=2, per_device_batch_size=4), 45)
+    assert list(large_micro_batch(alone)) == [
+        "training.per_device_batch_size: 4 rows at a time, a step has 2; set training.per_device_batch_size=2"
+    ]
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 100 positions."""
+    return save_tiny(tmp_path_factory.mktemp("short"), max_position_embeddings=100)
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_documents_beyond_the_positions(short: Path, tmp_path: Path, packing: str) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl", [50] * 88 + [110, 120])
+    recipe = recipe_with(short, chats, f"data.packing={packing}", global_batch_size=2)
+    assert notes_of(recipe)[1:] == [
+        "data.max_length: 2 documents are longer than the model's 100 positions, the longest 120 tokens "
+        f"({chats}:90); set data.max_length=100 data.truncation=right"
+    ]
+    mended = recipe_with(short, chats, *SETTING.findall(notes_of(recipe)[1])[-2:], global_batch_size=2)
+    assert len(notes_of(mended)) == 1
+
+
+def test_max_length_beyond_the_positions(short: Path, chats: Path) -> None:
+    """Of packed documents none is beyond the positions, however long the row is."""
+    assert notes_of(recipe_with(short, chats, global_batch_size=2))[1:] == [
+        "data.max_length: 128 is beyond the model's 100 positions; positions begin anew in each document of a row and "
+        "the longest has 50 tokens, so none is beyond them; to have longer ones refused set data.max_length=100"
+    ]
+    alone = notes_of(recipe_with(short, chats, "data.packing=false", global_batch_size=2))[1:]
+    assert len(alone) == 1
+    assert "a row is one document and the longest has 50 tokens" in alone[0]
+    assert notes_of(recipe_with(short, chats, "data.max_length=100", global_batch_size=2))[1:] == []
+
+
+def test_positions_that_a_model_states(tmp_path: Path, chats: Path, tiny_llama: Path) -> None:
+    def positions(**config: Any) -> int | None:
+        AutoConfig.for_model(**{"model_type": "llama", **config}).save_pretrained(tmp_path / "model")
+        return positions_of(recipe_with(tmp_path / "model", chats))
+
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+    llama3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500000.0}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
+    assert positions_of(recipe_with(tiny_llama, chats)) == 2048
+    assert positions(max_position_embeddings=131072, rope_parameters=llama3) == 131072  # already extended
+    assert positions(max_position_embeddings=32768, rope_parameters=yarn) == 131072
+    assert positions(model_type="gpt2", n_positions=1024) == 1024
+    assert positions(model_type="bloom") is None
+    assert positions_of(recipe_with(tmp_path / "nowhere", chats)) is None

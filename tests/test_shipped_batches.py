@@ -1,0 +1,127 @@
+"""The recipes of the first page as they are shipped: enough steps, each with a rate, and a held-out loss that falls.
+
+The model is a tiny one and the rows are made here; batches, lengths, rates, schedule and precision are as shipped.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.batch_notes import batch_notes
+from finetune.batches import prepare
+from finetune.durable import read_lines
+from finetune.model import load_tokenizer
+from finetune.recipe_file import load_recipe
+from finetune.run import make_plan
+from finetune.train import main
+from tests.cells import ROOT, launch
+from tests.curve_table import skip_where_missing
+from tests.test_batch_notes import SETTING
+from tests.tiny import WORDS, save_tiny
+
+RECIPES = {"llama3_qlora": 1, "llama3_ddp": 2, "llama3_fsdp": 2, "llama3_full": 2, "llama3_zero3": 2}  # gloo ranks
+QUICKLY = "llama3_qlora"
+LEAST_STEPS = 15
+
+
+def write_many(file: Path, chats: int) -> Path:
+    """Chats of about 300 tokens."""
+    draw = random.Random(0)
+
+    def text(words: int) -> str:
+        return " ".join(draw.choices(WORDS, k=words))
+
+    with file.open("w", encoding="utf-8") as out:
+        for _ in range(chats):
+            turns = {"user": text(10), "assistant": text(250 + draw.randrange(60))}
+            messages = [{"role": role, "content": content} for role, content in turns.items()]
+            out.write(json.dumps({"messages": messages}) + "\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_many(tmp_path_factory.mktemp("many") / "chats.jsonl", 2_000)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One small layer, for half a million bfloat16 tokens take a CPU long; weights large enough for a loss to fall."""
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    small |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    positions = {"max_position_embeddings": 131_072}  # of Llama 3.1
+    return save_tiny(tmp_path_factory.mktemp("llama"), **small, **positions, initializer_range=0.1)
+
+
+def shipped(name: str, folder: Path, model: Path, chats: Path) -> tuple[Path, list[str]]:
+    """The recipe's own text with a run folder, and what has to differ on a machine without GPU and weights."""
+    recipe = folder / f"{name}.yaml"
+    text = (ROOT / "recipes" / f"{name}.yaml").read_text("utf-8")
+    recipe.write_text(f"{text}output_dir: {folder / 'run'}\n", "utf-8")
+    return recipe, ["budget.gpus=0", f"model.name_or_path={model}", f"data.train.0.data_files={chats}"]
+
+
+def trained(name: str, folder: Path, model: Path, chats: Path) -> list[dict[str, Any]]:
+    """The lines of metrics of a whole run."""
+    recipe, words = shipped(name, folder, model, chats)
+    if (ranks := RECIPES[name]) == 1:
+        assert main([str(recipe), *words]) == 0
+    else:
+        said = Path(f"{recipe}.rank0.said")
+        assert launch([recipe], ranks=ranks, words=words, timeout=600) == [0], said.read_text("utf-8")
+    return read_lines(folder / "run" / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == QUICKLY else pytest.mark.slow) for name in RECIPES]
+)
+def test_two_thousand_chats_are_a_training(name: str, llama: Path, chats: Path, tmp_path: Path) -> None:
+    skip_where_missing(load_recipe(ROOT / "recipes" / f"{name}.yaml").recipe.accelerate_config)
+    lines = trained(name, tmp_path, llama, chats)
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert len(steps) >= LEAST_STEPS
+    assert [line["step"] for line in steps if line["learning_rate"] == 0] == []
+    losses = [line["loss"] for line in lines if line["kind"] == "eval"]
+    assert len(losses) >= 2
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_forty_chats_are_told_to_be_few(name: str, llama: Path, tmp_path: Path) -> None:
+    """On as many ranks as the recipe is made for; and the settings named are enough."""
+    recipe, words = shipped(name, tmp_path, llama, write_many(tmp_path / "chats.jsonl", 40))
+    ranks = load_recipe(recipe).recipe.budget.gpus
+
+    def notes(*settings: str) -> list[str]:
+        asked = load_recipe(recipe, [*words, *settings]).recipe
+        prepared = prepare(asked, load_tokenizer(asked))
+        plan = make_plan(asked, len(prepared.train), world_size=ranks, rank=0, flat=True)
+        return batch_notes(asked, prepared, plan)
+
+    found = notes()
+    few = [line for line in found if " few: " in line]
+    assert len(few) == 1
+    assert few[0].startswith("training.num_train_epochs: 1 step is few: ")
+    assert len(notes(*SETTING.findall(few[0]))) == 1, "nothing but the line that there always is"
+
+
+def test_it_is_told_before_weights_are_loaded(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chats = write_many(tmp_path / "chats.jsonl", 40)
+    none = tmp_path / "no weights"
+    shutil.copytree(llama, none, ignore=shutil.ignore_patterns("*.safetensors"))
+    recipe, words = shipped(QUICKLY, tmp_path, none, chats)
+    assert main([str(recipe), *words]) == 4
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"data: \d rows of up to 2,048 tokens \([\d,]+ tokens\); 1 step of \d rows, about [\d,]+ tokens each, "
+        "1 of them warming up",
+        lines[0],
+    )
+    assert "1 step is few" in lines[1]
