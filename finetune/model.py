@@ -25,12 +25,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from finetune import attention
 from finetune.embedded import resolve_model_path
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.families import refuse_unsuitable
 from finetune.loss import put_loss_into_forward
 from finetune.quantized import forget_inputs, quantize_structure, quantized_layers
 from finetune.recipe import Lora, Quantization, Recipe
-
-# Settings under which the logits are not simply the head applied to the last hidden state.
-LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -55,7 +53,7 @@ def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | No
     when they cannot be reached.
     """
     model = structure_alone(recipe, dtype) if device.type == "meta" else load_base(recipe, device, dtype=dtype)
-    _refuse_unsuitable(model, attention_name(recipe))
+    refuse_unsuitable(model, recipe)
     put_loss_into_forward(model)
     if recipe.quantization is not None and recipe.quantization.load_in_8bit:
         forget_inputs(model)
@@ -121,7 +119,7 @@ def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrai
         config = AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code, **options)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **_common_options(recipe, dtype))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise not_loaded("configuration", section.name_or_path, error) from error
     assert isinstance(model, PreTrainedModel)
     if recipe.quantization:
@@ -191,21 +189,6 @@ def _refuse_incomplete(name: str, info: Mapping[str, Any]) -> None:
                 f"model.name_or_path: {name}: {len(found)} {kind.replace('_', ' ')}, first {found[0]}; "
                 "these weights are not those of this architecture"
             )
-
-
-def _refuse_unsuitable(model: PreTrainedModel, attention_in_use: str) -> None:
-    """Name what would train something else than it seems to: other logits, or dropped attention weights."""
-    config = model.config.get_text_config()
-    for key in LOGIT_TRANSFORMS:
-        if getattr(config, key, None) not in (None, 1, 1.0):
-            raise FinetuneError(
-                f"model.name_or_path: {type(model).__name__} changes its logits by {key}, which the fused loss does "
-                "not know; choose a model without it"
-            )
-    if attention_in_use == attention.NAME and getattr(config, "attention_dropout", None):
-        raise FinetuneError("model.attention: this model has attention dropout; set model.attention: sdpa")
-    if not isinstance(model.get_output_embeddings(), nn.Linear):
-        raise FinetuneError(f"model.name_or_path: {type(model).__name__} has no linear head; choose a causal model")
 
 
 def checkpoint_layers(model: PreTrainedModel, every: int) -> None:

@@ -48,6 +48,8 @@ seeded
 document_pool
 batches
 attention
+trial
+families
 loss
 loss_scaling
 quantized
