@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -44,6 +45,8 @@ def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> None:
             )
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise FinetuneError(f"model.name_or_path: {name} has no linear head; choose a causal model")
+    if getattr(config, "is_decoder", True) is False:
+        raise FinetuneError(f"model.name_or_path: {name} sees what comes after a token; choose a causal model")
     asked = recipe.model.attention
     way = Way(attention.NAME if asked == "auto" else asked, recipe.data.packing)
     if way.isolated and getattr(config, "attention_dropout", None):
@@ -53,44 +56,47 @@ def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> None:
             "model.attention: flash_attention_2 keeps packed documents apart in a single row alone; "
             "set training.per_device_batch_size: 1, or model.attention: auto"
         )
-    if problem := _problem(type(model), _Config(model.config), way):
-        raise FinetuneError(f"model.name_or_path: {name} {problem}; {_remedy(model, way)}")
+    tried = _Tried(model)
+    if problem := _problem(tried, way):
+        raise FinetuneError(f"model.name_or_path: {name} {problem}; {_remedy(tried, way)}")
 
 
-def _remedy(model: PreTrainedModel, way: Way) -> str:
+def _remedy(tried: _Tried, way: Way) -> str:
     """The first way that the same trial finds nothing against."""
     for packing in (True, False) if way.packing else (False,):
         for kind in ("sdpa", "eager"):
-            if _problem(type(model), _Config(model.config), Way(kind, packing)) is None:
+            if _problem(tried, Way(kind, packing)) is None:
                 settings = [f"model.attention: {kind}"] if kind != way.attention else []
                 settings += ["data.packing: false"] if packing != way.packing else []
                 return f"set {' and '.join(settings)}"
     return "choose another model"
 
 
-class _Config:
-    """A configuration as a key of a cache: equal where its JSON is."""
+class _Tried:
+    """An architecture as a key of a cache: equal where class and configuration are."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        self.config = config
-        self.text = config.to_json_string(use_diff=False)
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.kind: Callable[[PreTrainedConfig], PreTrainedModel] = type(model)
+        self.config = model.config
+        self.text = model.config.to_json_string(use_diff=False)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Config) and self.text == other.text
+        return isinstance(other, _Tried) and (self.kind, self.text) == (other.kind, other.text)
 
     def __hash__(self) -> int:
         return hash(self.text)
 
 
-@cache  # a planner builds the same model many times
-def _problem(kind: type[PreTrainedModel], config: _Config, way: Way) -> str | None:
+@lru_cache(maxsize=64)  # a planner builds the same model many times
+def _problem(tried: _Tried, way: Way) -> str | None:
     """What is wrong with training this architecture in this way, None where nothing is."""
+    kind, config = tried.kind, tried.config
     try:
         if way.isolated or way.packing:
-            documents_apart(kind, config.config, isolated=way.isolated)
+            documents_apart(kind, config, isolated=way.isolated)
         if not way.isolated and way.packing:
-            masks_apart(kind, config.config)
-        head_alone(kind, config.config, None if way.isolated else way.attention)
+            masks_apart(kind, config)
+        head_alone(kind, config, None if way.isolated else way.attention)
     except Unsuitable as found:
         return str(found)
     except FinetuneError as refusal:  # of the attention; the remedy is found here

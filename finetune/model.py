@@ -23,6 +23,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune import attention
+from finetune.adapter_names import refuse_unknown_names
 from finetune.embedded import resolve_model_path
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.families import refuse_unsuitable
@@ -66,6 +67,12 @@ def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | No
         # After peft, which else makes the embeddings' output require a gradient, as reentrant checkpointing would need.
         checkpoint_layers(model, int(recipe.training.activation_checkpointing))
     return whole.to(device)
+
+
+def refuse_early(recipe: Recipe) -> None:
+    """Raise what `build_model` would raise of the architecture and of the names in `lora`, before weights are read and
+    data prepared: the same model is built on meta, in about a second."""
+    build_model(recipe, torch.device("meta"))
 
 
 def attention_name(recipe: Recipe) -> str:
@@ -226,6 +233,7 @@ def _add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool) -> nn.Mod
     from peft import LoraConfig, get_peft_model  # takes a second, with bitsandbytes: only where adapters are
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    refuse_unknown_names(model, lora)
     settings = lora.model_dump()
     settings["modules_to_save"] = lora.modules_to_save or None
     if model.device.type == "meta":  # the values come from a rank that has the weights some inits are made from

@@ -62,7 +62,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     refuse_secrets(recipe)
     hush_libraries(launch)
     from finetune.batches import prepare
-    from finetune.model import load_tokenizer
+    from finetune.model import load_tokenizer, refuse_early
     from finetune.run_folder import claim_run_folder, curve_identity
     from finetune.session import Start
     from finetune.signals import StopRequest, die_with_launcher
@@ -76,6 +76,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
         print(note, file=sys.stderr)
     die_with_launcher()
     tokenizer = load_tokenizer(recipe)
+    refuse_early(recipe)
     prepared = prepare(recipe, tokenizer)
     claim = None
     if launch.is_main:

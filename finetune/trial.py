@@ -34,16 +34,30 @@ KINDS = {"full_attention", "sliding_attention"}
 # Which argument, and which axis of it, a product sums over.
 SUMMED = {"mm": (0, 1), "bmm": (0, 2), "addmm": (1, 1), "baddbmm": (1, 2), "mv": (0, 1), "dot": (0, 0)}
 # These name an axis and leave apart what lies along it. Experts get their tokens by gather, scatter and their like.
-APART = {"unsqueeze", "squeeze", "transpose", "stack", "gather", "scatter", "scatter_add", "index_add", "index_select"}
+APART = {
+    "unsqueeze",
+    "squeeze",
+    "transpose",
+    "permute",
+    "stack",
+    "gather",
+    "scatter",
+    "scatter_add",
+    "index_add",
+    "index_select",
+}
 # From the last hidden states to the logits: a product with the head, and what moves nothing.
 HEAD = {"slice", "alias", "view", "_unsafe_view", "t", "transpose", "detach", "expand", "clone", "mm", "addmm"}
+
+
+Architecture = Callable[[PreTrainedConfig], PreTrainedModel]  # its class
 
 
 class Unsuitable(Exception):
     """What of an architecture the kit would compute wrongly."""
 
 
-def documents_apart(kind: type[PreTrainedModel], config: PreTrainedConfig, *, isolated: bool) -> None:
+def documents_apart(kind: Architecture, config: PreTrainedConfig, *, isolated: bool) -> None:
     """Documents of one row do not see each other, but perhaps in transformers' attention.
 
     Args:
@@ -95,7 +109,7 @@ def _windows_known(config: PreTrainedConfig, windows: Sequence[int | None]) -> N
         raise Unsuitable(f"has a sliding window, which reaches {found} of its {len(windows)} attentions")
 
 
-def masks_apart(kind: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+def masks_apart(kind: Architecture, config: PreTrainedConfig) -> None:
     """The masks that transformers makes for this architecture keep the documents of a row apart: the model gives the
     positions to what makes them, which sees there where documents begin, and says so by forbidding to leave a causal
     mask out."""
@@ -119,7 +133,7 @@ def masks_apart(kind: type[PreTrainedModel], config: PreTrainedConfig) -> None:
         model.base_model(**_batch(), use_cache=False)
 
 
-def head_alone(kind: type[PreTrainedModel], config: PreTrainedConfig, implementation: str | None) -> None:
+def head_alone(kind: Architecture, config: PreTrainedConfig, implementation: str | None) -> None:
     """The logits are the head applied to the decoder's last hidden states: one product, and nothing after it.
 
     Args:
@@ -145,7 +159,7 @@ def head_alone(kind: type[PreTrainedModel], config: PreTrainedConfig, implementa
         raise Unsuitable(f"changes its logits{how}, which the fused loss does not know")
 
 
-def _structure(kind: type[PreTrainedModel], config: PreTrainedConfig, implementation: str) -> PreTrainedModel:
+def _structure(kind: Architecture, config: PreTrainedConfig, implementation: str) -> PreTrainedModel:
     """The architecture on meta. Not by from_config: under ZeRO-3 that would shard what is built."""
     config = copy.deepcopy(config)
     config._attn_implementation = implementation  # as from_config sets it; sections of the configuration take it over
@@ -153,7 +167,8 @@ def _structure(kind: type[PreTrainedModel], config: PreTrainedConfig, implementa
         model = kind(config)
     with suppress(ValueError):  # no experts; else not by a loop over those that were chosen, which is data
         model.set_experts_implementation("batched_mm")
-    return model.train()
+    model.train()
+    return model
 
 
 def _batch() -> dict[str, Any]:
@@ -170,7 +185,7 @@ class _Watching(TorchDispatchMode):
     """Shows every operation. Where a model's own code asks for a value, it is 0; where it asks which, none."""
 
     def __init__(self, look: Callable[..., None] | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.look = look
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

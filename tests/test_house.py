@@ -54,6 +54,7 @@ loss
 loss_scaling
 quantized
 embedded
+adapter_names
 model
 answers
 rendezvous
