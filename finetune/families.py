@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from finetune import attention
 from finetune.errors import FinetuneError
 from finetune.recipe import Recipe
-from finetune.trial import Unsuitable, documents_apart, head_alone, masks_apart
+from finetune.trial import TRIED, Unsuitable, documents_apart, head_alone, masks_apart
 
 # Settings under which the logits are not simply the head applied to the last hidden state.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
@@ -45,8 +45,6 @@ def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> None:
             )
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise FinetuneError(f"model.name_or_path: {name} has no linear head; choose a causal model")
-    if getattr(config, "is_decoder", True) is False:
-        raise FinetuneError(f"model.name_or_path: {name} sees what comes after a token; choose a causal model")
     asked = recipe.model.attention
     way = Way(attention.NAME if asked == "auto" else asked, recipe.data.packing)
     if way.isolated and getattr(config, "attention_dropout", None):
@@ -102,6 +100,6 @@ def _problem(tried: _Tried, way: Way) -> str | None:
     except FinetuneError as refusal:  # of the attention; the remedy is found here
         return f"cannot be trained: {str(refusal).removeprefix('model.attention: ').partition(';')[0]}"
     except Exception as error:  # whatever a model's own code raises: it is not trained, and the user gets one line
-        said = " ".join(str(error).split())[:200]
+        said = " ".join(str(error).split())[:200].replace(TRIED, way.attention)
         return f"does not run with model.attention: {way.attention} ({type(error).__name__}: {said})"
     return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -72,6 +73,8 @@ def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | No
 def refuse_early(recipe: Recipe) -> None:
     """Raise what `build_model` would raise of the architecture and of the names in `lora`, before weights are read and
     data prepared: the same model is built on meta, in about a second."""
+    section = recipe.model.model_copy(update={"attention": "eager"})  # which every architecture can be built with
+    refuse_unsuitable(structure_alone(recipe.model_copy(update={"model": section, "quantization": None})), recipe)
     build_model(recipe, torch.device("meta"))
 
 
@@ -107,6 +110,8 @@ def load_base(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path or resolve_model_path(section.name_or_path), revision=section.revision, **options
         )
+    except KeyError as error:
+        raise _unknown_attention(recipe, error) from error
     except (OSError, ValueError, ImportError) as error:
         raise not_loaded("weights", path or section.name_or_path, error) from error
     model, info = loaded
@@ -126,6 +131,8 @@ def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrai
         config = AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code, **options)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **_common_options(recipe, dtype))
+    except KeyError as error:
+        raise _unknown_attention(recipe, error) from error
     except (OSError, ValueError, ImportError) as error:
         raise not_loaded("configuration", section.name_or_path, error) from error
     assert isinstance(model, PreTrainedModel)
@@ -188,6 +195,14 @@ def not_loaded(what: str, name: str, error: Exception) -> FinetuneError:
     )
 
 
+def _unknown_attention(recipe: Recipe, error: KeyError) -> FinetuneError:
+    """Falcon and GPT-J look attentions up in tables of their own."""
+    name = recipe.model.name_or_path
+    return FinetuneError(
+        f"model.attention: {name} knows no {error}; set model.attention: eager and data.packing: false"
+    )
+
+
 def _refuse_incomplete(name: str, info: Mapping[str, Any]) -> None:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         found = sorted(map(str, info.get(kind) or ()))
@@ -203,7 +218,8 @@ def checkpoint_layers(model: PreTrainedModel, every: int) -> None:
     # Renamed within transformers 5; the old name warns in the new releases.
     renamed = hasattr(model, "activation_checkpointing_enable")
     enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    with suppress(ValueError):  # a class that says it has none
+        enable({"use_reentrant": False})
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise FinetuneError(

@@ -145,11 +145,17 @@ def head_alone(kind: Architecture, config: PreTrainedConfig, implementation: str
 
     AttentionInterface.register(TRIED, attend)
     model = _structure(kind, config, implementation if implementation in ("sdpa", "eager") else TRIED)
+    for layer in model.modules():
+        if getattr(layer, "is_causal", True) is False:  # of a tower for pictures, perhaps, which text does not run
+            layer.register_forward_pre_hook(_not_causal)
+    if model.base_model is model:
+        raise Unsuitable("has no decoder that runs without its head")
     seen = _AfterDecoder()
     for decoder in model.modules():  # OPT's head takes what the decoder inside of its base model gives
         if isinstance(decoder, PreTrainedModel) and decoder is not model:
             decoder.register_forward_hook(seen.decoder_ended)
     with torch.no_grad(), _Watching(seen.look):
+        assert isinstance(model.base_model(**_batch(), use_cache=False).last_hidden_state, Tensor)
         logits = model(**_batch(), use_cache=False).logits
     head: Any = model.get_output_embeddings()
     products = sum(1 for name in seen.names if name in SUMMED)
@@ -157,6 +163,10 @@ def head_alone(kind: Architecture, config: PreTrainedConfig, implementation: str
     if other or products != 1 or tuple(logits.shape) != (1, TOKENS, head.weight.shape[0]):
         how = f" by {other[0]}" if other else ""
         raise Unsuitable(f"changes its logits{how}, which the fused loss does not know")
+
+
+def _not_causal(module: nn.Module, _: Any) -> None:
+    raise Unsuitable(f"sees what comes after a token ({type(module).__name__})")
 
 
 def _structure(kind: Architecture, config: PreTrainedConfig, implementation: str) -> PreTrainedModel:
