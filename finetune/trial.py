@@ -150,14 +150,13 @@ def head_alone(kind: Architecture, config: PreTrainedConfig, implementation: str
             layer.register_forward_pre_hook(_not_causal)
     if model.base_model is model:
         raise Unsuitable("has no decoder that runs without its head")
-    batch = _batch()
-    seen = _AfterDecoder(None if implementation is None else batch["input_ids"])
+    seen = _AfterDecoder(padded=implementation is not None)
     for decoder in model.modules():  # OPT's head takes what the decoder inside of its base model gives
         if isinstance(decoder, PreTrainedModel) and decoder is not model:
             decoder.register_forward_hook(seen.decoder_ended)
     with torch.no_grad(), _Watching(seen.look):
-        assert isinstance(model.base_model(**batch, use_cache=False).last_hidden_state, Tensor)
-        logits = model(**batch, use_cache=False).logits
+        assert isinstance(model.base_model(**_batch(), use_cache=False).last_hidden_state, Tensor)
+        logits = model(**_batch(), use_cache=False).logits
     head: Any = model.get_output_embeddings()
     products = sum(1 for name in seen.names if name in SUMMED)
     other = [name for name in seen.names if name not in HEAD]
@@ -226,17 +225,21 @@ class _PositionsApart:
 
 
 class _AfterDecoder:
-    """The operations after the decoder's forward, by name. Raises Unsuitable where `padded` tokens are compared."""
+    """The operations after the decoder's forward, by name.
 
-    def __init__(self, padded: Tensor | None) -> None:
+    Where rows are `padded`, raises Unsuitable at a comparison with the token that they are padded with, 0.
+    """
+
+    def __init__(self, padded: bool) -> None:
         self.padded, self.ended, self.names = padded, False, list[str]()
 
     def decoder_ended(self, *_: Any) -> None:
         self.ended, self.names = True, []
 
     def look(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if name in ("eq", "ne") and self.padded is not None and args[0] is self.padded:
-            raise Unsuitable(f"tells padding by a token ({_place()}), and the kit's padding is another")
+        compares = name in ("eq", "ne") and not isinstance(args[1], Tensor) and args[1] == 0
+        if self.padded and compares and args[0].dtype in (torch.int32, torch.int64) and args[0].numel() == TOKENS:
+            raise Unsuitable(f"looks for token 0 ({_place()}), with which rows are padded")
         by_one = name in ("mul", "div") and not isinstance(args[1], Tensor) and args[1] == 1
         if self.ended and not by_one:
             self.names.append(name)
