@@ -10,6 +10,7 @@ scaled-dot-product call a document.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
+
+from finetune.errors import FinetuneError
 
 NAME = "varlen"
 AMPERE = (8, 0)  # compute capability: the first with bfloat16 and flash attention
@@ -34,26 +37,58 @@ def varlen_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    cu_seq_lens: Tensor,  # int32 [documents + 1], where each document begins, and the end
-    document_lengths: tuple[int, ...],
+    cu_seq_lens: Tensor | None = None,  # int32 [documents + 1], where each document begins, and the end
+    document_lengths: tuple[int, ...] = (),
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each document of a flat row. Returns [1, tokens, heads, head_dim] and no weights.
 
     `document_lengths` are the same lengths on the host, so that nothing is read back from the device.
     Padding-free equivalent of one forward per document (`tests/test_attention.py`).
+
+    Raises FinetuneError where the layer asks for more than this function computes.
     """
     assert query.shape[0] == 1, "varlen attention takes one flat row of documents"
-    assert attention_mask is None, "a mask would be ignored here"
     assert not dropout, "attention dropout is refused when the model is built"
+    refuse_unknown(module, attention_mask, cu_seq_lens, others)
+    assert cu_seq_lens is not None
     if query.device.type == "cpu" or _computed_in(query) == torch.float32 or not _has_flash(query.device):
         output = _by_document(query, key, value, document_lengths, scaling, sliding_window)
     else:
         output = _on_cuda(query, key, value, cu_seq_lens, max(document_lengths), scaling, sliding_window)
     return output, None
+
+
+def refuse_unknown(
+    module: nn.Module, attention_mask: Tensor | None, cu_seq_lens: Tensor | None, others: Mapping[str, Any]
+) -> None:
+    """Raise FinetuneError, in one line, where a layer hands over what `varlen_attention` would leave out.
+
+    An argument that is None asks for nothing, so what a later release of transformers adds is refused from the first
+    model on that uses it. position_ids have a value, and queries and keys are already rotated by them; use_cache and
+    output_attentions are False in training; is_causal is what this attention is, unless it is False.
+    """
+    if cu_seq_lens is None:
+        problem = "does not hand on where documents end (cu_seq_lens)"
+    elif attention_mask is not None:
+        problem = "brings a mask of its own"
+    elif not getattr(module, "is_causal", True) or others.get("is_causal") is False:
+        problem = "is not causal"
+    else:
+        settled = ("position_ids", "is_causal")
+        unknown = sorted(
+            key for key, value in others.items() if key not in settled and not (value is None or value is False)
+        )
+        if not unknown:
+            return
+        problem = f"asks for {', '.join(unknown)}"
+    raise FinetuneError(
+        f"model.attention: {type(module).__name__} {problem}, which document-isolated attention does not compute; "
+        "set model.attention: eager and data.packing: false"
+    )
 
 
 def _by_document(
@@ -73,9 +108,9 @@ def _by_document(
         outputs.append(
             F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
-            )
+            ).transpose(1, 2)
         )
-    return torch.cat(outputs, dim=2).transpose(1, 2)
+    return torch.cat(outputs, dim=1)  # contiguous, as the library's own are: some models take a view of it
 
 
 def _on_cuda(
@@ -87,6 +122,9 @@ def _on_cuda(
     known = _varlen_parameters()
     if "enable_gqa" not in known and k.shape[1] != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    width = v.shape[-1]
+    if width != q.shape[-1]:  # latent attention; the kernel wants one width, and zeros add nothing
+        v = F.pad(v, (0, q.shape[-1] - width))
     # (window - 1, 0): so many tokens to the left of each, none to the right; (-1, 0) is plain causal.
     left = -1 if window is None or window >= longest else window - 1
     options: dict[str, Any] = {"scale": scaling}
@@ -99,7 +137,7 @@ def _on_cuda(
         options["enable_gqa"] = k.shape[1] != q.shape[1]
     output = varlen_attn(q, k, v, starts, starts, longest, longest, **options)
     assert isinstance(output, Tensor)
-    return output.unsqueeze(0)
+    return output[..., :width].unsqueeze(0)
 
 
 def _as_autocast_would(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,14 +24,13 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune import attention
+from finetune.adapter_names import refuse_unknown_names
 from finetune.embedded import resolve_model_path
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.families import refuse_unsuitable
 from finetune.loss import put_loss_into_forward
 from finetune.quantized import forget_inputs, quantize_structure, quantized_layers
 from finetune.recipe import Lora, Quantization, Recipe
-
-# Settings under which the logits are not simply the head applied to the last hidden state.
-LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -55,7 +55,7 @@ def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | No
     when they cannot be reached.
     """
     model = structure_alone(recipe, dtype) if device.type == "meta" else load_base(recipe, device, dtype=dtype)
-    _refuse_unsuitable(model, attention_name(recipe))
+    refuse_unsuitable(model, recipe)
     put_loss_into_forward(model)
     if recipe.quantization is not None and recipe.quantization.load_in_8bit:
         forget_inputs(model)
@@ -68,6 +68,14 @@ def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | No
         # After peft, which else makes the embeddings' output require a gradient, as reentrant checkpointing would need.
         checkpoint_layers(model, int(recipe.training.activation_checkpointing))
     return whole.to(device)
+
+
+def refuse_early(recipe: Recipe) -> None:
+    """Raise what `build_model` would raise of the architecture and of the names in `lora`, before weights are read and
+    data prepared: the same model is built on meta, in about a second."""
+    section = recipe.model.model_copy(update={"attention": "eager"})  # which every architecture can be built with
+    refuse_unsuitable(structure_alone(recipe.model_copy(update={"model": section, "quantization": None})), recipe)
+    build_model(recipe, torch.device("meta"))
 
 
 def attention_name(recipe: Recipe) -> str:
@@ -102,6 +110,8 @@ def load_base(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path or resolve_model_path(section.name_or_path), revision=section.revision, **options
         )
+    except KeyError as error:
+        raise _unknown_attention(recipe, error) from error
     except (OSError, ValueError, ImportError) as error:
         raise not_loaded("weights", path or section.name_or_path, error) from error
     model, info = loaded
@@ -121,7 +131,9 @@ def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrai
         config = AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code, **options)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **_common_options(recipe, dtype))
-    except (OSError, ValueError) as error:
+    except KeyError as error:
+        raise _unknown_attention(recipe, error) from error
+    except (OSError, ValueError, ImportError) as error:
         raise not_loaded("configuration", section.name_or_path, error) from error
     assert isinstance(model, PreTrainedModel)
     if recipe.quantization:
@@ -183,6 +195,14 @@ def not_loaded(what: str, name: str, error: Exception) -> FinetuneError:
     )
 
 
+def _unknown_attention(recipe: Recipe, error: KeyError) -> FinetuneError:
+    """Falcon and GPT-J look attentions up in tables of their own."""
+    name = recipe.model.name_or_path
+    return FinetuneError(
+        f"model.attention: {name} knows no {error}; set model.attention: eager and data.packing: false"
+    )
+
+
 def _refuse_incomplete(name: str, info: Mapping[str, Any]) -> None:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         found = sorted(map(str, info.get(kind) or ()))
@@ -193,27 +213,13 @@ def _refuse_incomplete(name: str, info: Mapping[str, Any]) -> None:
             )
 
 
-def _refuse_unsuitable(model: PreTrainedModel, attention_in_use: str) -> None:
-    """Name what would train something else than it seems to: other logits, or dropped attention weights."""
-    config = model.config.get_text_config()
-    for key in LOGIT_TRANSFORMS:
-        if getattr(config, key, None) not in (None, 1, 1.0):
-            raise FinetuneError(
-                f"model.name_or_path: {type(model).__name__} changes its logits by {key}, which the fused loss does "
-                "not know; choose a model without it"
-            )
-    if attention_in_use == attention.NAME and getattr(config, "attention_dropout", None):
-        raise FinetuneError("model.attention: this model has attention dropout; set model.attention: sdpa")
-    if not isinstance(model.get_output_embeddings(), nn.Linear):
-        raise FinetuneError(f"model.name_or_path: {type(model).__name__} has no linear head; choose a causal model")
-
-
 def checkpoint_layers(model: PreTrainedModel, every: int) -> None:
     """Recompute every n-th decoder layer in backward, by torch's non-reentrant checkpoint."""
     # Renamed within transformers 5; the old name warns in the new releases.
     renamed = hasattr(model, "activation_checkpointing_enable")
     enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    with suppress(ValueError):  # a class that says it has none
+        enable({"use_reentrant": False})
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise FinetuneError(
@@ -243,6 +249,7 @@ def _add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool) -> nn.Mod
     from peft import LoraConfig, get_peft_model  # takes a second, with bitsandbytes: only where adapters are
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    refuse_unknown_names(model, lora)
     settings = lora.model_dump()
     settings["modules_to_save"] = lora.modules_to_save or None
     if model.device.type == "meta":  # the values come from a rank that has the weights some inits are made from

@@ -59,7 +59,8 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         },
         "loss_scaling": "dynamic" if accelerator.scaler is not None else None,
         "quantized_layers": dict(Counter(type(layer).__name__ for layer in quantized_layers(whole))),
-        "adapted_layers": _adapted_layers(whole),
+        "adapted_layers": sum(_adapted_modules(whole).values()),
+        "adapted_modules": _adapted_modules(whole),
         "layers": len(layers),
         "checkpointed_layers": sum(1 for layer in layers if layer.gradient_checkpointing),
         "pinned_memory": recipe.training.non_blocking and accelerator.device.type == "cuda",
@@ -152,8 +153,12 @@ def _asked_layers(recipe: Recipe) -> list[str]:
     return ["Linear4bit" if recipe.quantization.load_in_4bit else "Linear8bitLt"]
 
 
-def _adapted_layers(model: nn.Module) -> int:
-    return sum(1 for module in model.modules() if isinstance(module, BaseTunerLayer) and module.active_adapters)
+def _adapted_modules(model: nn.Module) -> dict[str, int]:
+    """How many layers of each name have an adapter: {"q_proj": 32}."""
+    adapted = [
+        p for p, module in model.named_modules() if isinstance(module, BaseTunerLayer) and module.active_adapters
+    ]
+    return dict(Counter(path.rpartition(".")[2] for path in adapted))
 
 
 def _checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -190,14 +195,20 @@ def _compare(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> Non
 
 
 def describe(receipt: dict[str, Any]) -> str:
-    """The run in three lines, before its first step: what is trained, on what, in which batches."""
+    """The run in a few lines, before its first step: what is trained, on what, in which batches."""
     parameters, batch, data, dtypes = (receipt[key] for key in ("parameters", "batch", "data", "dtypes"))
     share = parameters["trained"] / (parameters["trained"] + parameters["frozen"])
     return (
         f"{receipt['architecture']}: {parameters['trained']:,} parameters trained ({share:.2%}) in {dtypes['master']}, "
         f"computed in {dtypes['compute']}, {receipt['strategy']} on {receipt['world_size']} x {receipt['device']}\n"
+        f"{_told_adapters(receipt['adapted_modules'])}"
         f"data: {data['documents']:,} documents in rows that are {data['fill']:.0%} full, "
         f"{data['supervised_tokens']:,} tokens learned\n"
         f"batch: {batch['world_size']} ranks x {batch['micro_steps']} micro-steps x "
         f"{batch['per_device_batch_size']} rows"
     )
+
+
+def _told_adapters(adapted: dict[str, int]) -> str:
+    kinds = ", ".join(f"{name} {count}" for name, count in adapted.items())
+    return f"adapters on {sum(adapted.values())} layers: {kinds}\n" if adapted else ""

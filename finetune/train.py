@@ -65,7 +65,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     from finetune import attention
     from finetune.batch_notes import batch_notes
     from finetune.batches import prepare
-    from finetune.model import attention_name, load_tokenizer
+    from finetune.model import attention_name, load_tokenizer, refuse_early
     from finetune.run import make_plan
     from finetune.run_folder import claim_run_folder, curve_identity
     from finetune.schedule import learning_rate_schedule
@@ -81,6 +81,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
         print(note, file=sys.stderr)
     die_with_launcher()
     tokenizer = load_tokenizer(recipe)
+    refuse_early(recipe)
     prepared = prepare(recipe, tokenizer)
     flat = attention_name(recipe) == attention.NAME
     plan = make_plan(recipe, len(prepared.train), world_size=launch.world_size, rank=launch.rank, flat=flat)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -17,6 +22,7 @@ from transformers import (
 )
 
 from finetune import attention
+from finetune.errors import FinetuneError
 from finetune.loss import put_loss_into_forward
 from finetune.model import checkpoint_layers
 from tests.tiny import flat_batch
@@ -38,12 +44,24 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**SMALL),
     "qwen2-window": Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=6, max_window_layers=1),
     "qwen3": Qwen3Config(**SMALL),
+    # A scale of its own, 1/sqrt(24) where the head's width would give 1/sqrt(8); a window in one layer of two.
+    "gemma3-scale": Gemma3TextConfig(
+        **SMALL,
+        query_pre_attn_scalar=24,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"],
+        pad_token_id=0,
+    ),
 }
 
 
 def build(config: PreTrainedConfig, implementation: str) -> PreTrainedModel:
     torch.manual_seed(3)
+    config = copy.deepcopy(config)  # else models share it, and the attention named last is that of all
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=torch.float32)
+    with torch.no_grad():  # fresh weights are so small that attention is nearly even, whatever its scale
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape) if parameter.ndim == 1 else 6 * parameter
     put_loss_into_forward(model)
     return model.train()
 
@@ -59,13 +77,24 @@ def one_at_a_time(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_equal_to_one_document_at_a_time(family: str, checkpointing: bool) -> None:
-    attention.register()
+    calls: list[str] = []
+
+    def spied(module: torch.nn.Module, *arguments: Any, **others: Any) -> Any:
+        calls.append(type(module).__name__)
+        return attention.varlen_attention(module, *arguments, **others)
+
+    AttentionInterface.register(attention.NAME, spied)
     batch = flat_batch(LENGTHS, vocabulary=97)
     tokens = batch["input_ids"][0]
     packed, alone = build(FAMILIES[family], attention.NAME), build(FAMILIES[family], "eager")
     if checkpointing:
         checkpoint_layers(packed, every=1)
-    loss, expected = packed(**batch), one_at_a_time(alone, tokens)
+    assert packed.config._attn_implementation == attention.NAME
+    assert alone.config._attn_implementation == "eager"
+    loss = packed(**batch)
+    assert len(calls) == 2  # a layer each
+    expected = one_at_a_time(alone, tokens)
+    assert len(calls) == 2
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     loss.backward()
     expected.backward()
@@ -73,6 +102,38 @@ def test_equal_to_one_document_at_a_time(family: str, checkpointing: bool) -> No
         assert ours.grad is not None
         assert theirs.grad is not None
         assert (ours.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm() + 1e-7, name
+
+
+HARMLESS = {"s_aux": None, "softcap": None, "position_ids": torch.arange(3)[None], "use_cache": False, "later": None}
+ENDS = {"cu_seq_lens": torch.tensor([0, 3], dtype=torch.int32), "document_lengths": (3,)}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"s_aux": torch.ones(2)}, "asks for s_aux"),
+        ({"softcap": 50.0}, "asks for softcap"),
+        ({"some_later_argument": 0}, "asks for some_later_argument"),
+        ({"is_causal": False}, "is not causal"),
+        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "a mask of its own"),
+        ({"cu_seq_lens": None}, "cu_seq_lens"),
+    ],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+)
+def test_what_this_attention_does_not_compute_is_an_error(given: dict[str, Any], words: str) -> None:
+    class SomeAttention(torch.nn.Module):
+        is_causal = True
+
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+    plain: dict[str, Any] = {"attention_mask": None, **ENDS}
+    expected, _ = attention.varlen_attention(SomeAttention(), query, key, key, **plain)
+    found, _ = attention.varlen_attention(SomeAttention(), query, key, key, **plain, **HARMLESS, is_causal=True)
+    assert torch.equal(found, expected)
+    with pytest.raises(FinetuneError, match=f"^model.attention: SomeAttention .*{words}.*set model.attention: eager"):
+        attention.varlen_attention(SomeAttention(), query, key, key, **plain | given)
+    SomeAttention.is_causal = False
+    with pytest.raises(FinetuneError, match="is not causal"):
+        attention.varlen_attention(SomeAttention(), query, key, key, **plain)
 
 
 def test_a_document_does_not_feel_its_neighbour() -> None:

@@ -49,10 +49,13 @@ seeded
 document_pool
 batches
 attention
+trial
+families
 loss
 loss_scaling
 quantized
 embedded
+adapter_names
 model
 answers
 rendezvous

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model import build_model, decoder_parts, load_tokenizer
+from finetune.model import build_model, decoder_parts, load_tokenizer, refuse_early
 from finetune.recipe import Recipe
 from tests.tiny import FAMILIES, flat_batch, save_tiny
 
@@ -125,9 +126,37 @@ def test_an_adapter_on_the_head_is_refused(tiny_llama: Path) -> None:
         build_model(recipe(tiny_llama, lora={"target_modules": ["lm_head"]}), CPU)
 
 
-def test_a_target_that_matches_nothing_is_refused(tiny_llama: Path) -> None:
-    with pytest.raises(FinetuneError, match="lora"):
-        build_model(recipe(tiny_llama, lora={"target_modules": ["no_such_layer"]}), CPU)
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ({"target_modules": ["q_porj", "v_proj"]}, "lora.target_modules: q_porj matches no module.* q_proj"),
+        ({"target_modules": ["q_proj", "w1"]}, "lora.target_modules: w1 .*linear layers are q_proj, k_proj"),
+        ({"target_modules": ["self_attn.q_porj"]}, "self_attn.q_porj .*nearest are q_proj"),
+        ({"target_modules": "q_proj"}, r"lora.target_modules: q_proj .*whole paths: write \[q_proj\]"),
+        ({"target_modules": r".*\.(q|v)_porj"}, "matches no module of LlamaForCausalLM; the nearest are"),
+        ({"target_modules": "*.q_proj"}, "is no pattern"),
+        ({"modules_to_save": ["lm_haed"]}, "lora.modules_to_save: lm_haed .*nearest are lm_head"),
+    ],
+    ids=str,
+)
+def test_a_name_that_no_module_has_is_refused_with_the_nearest(
+    tiny_llama: Path, tmp_path: Path, lora: dict[str, Any], words: str
+) -> None:
+    """Before weights are read, and where they are."""
+    bare = shutil.copytree(tiny_llama, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    for refuse in (
+        lambda: refuse_early(recipe(bare, lora={"r": 4, **lora})),
+        lambda: build_model(recipe(tiny_llama, lora={"r": 4, **lora}), CPU),
+    ):
+        with pytest.raises(FinetuneError, match=words) as caught:
+            refuse()
+        assert caught.value.exit_code == 2
+
+
+def test_every_name_that_no_module_has_gets_its_line(tiny_llama: Path) -> None:
+    with pytest.raises(FinetuneError) as caught:
+        build_model(recipe(tiny_llama, lora={"target_modules": ["q_porj", "k_proj", "x"]}), CPU)
+    assert [line.split()[1] for line in str(caught.value).splitlines()] == ["q_porj", "x"]
 
 
 @pytest.mark.parametrize(

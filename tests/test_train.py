@@ -60,8 +60,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_the_run_folder_holds_what_is_promised(recipe: Path, tmp_path: Path) -> None:
+def test_the_run_folder_holds_what_is_promised(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(recipe)]) == 0
+    assert "adapters on 14 layers: q_proj 2, k_proj 2, " in capsys.readouterr().out
     run = tmp_path / "run"
     metrics = lines(run / "metrics.jsonl")
     train = [line for line in metrics if line["kind"] == "train"]
@@ -83,8 +86,31 @@ def test_the_run_folder_holds_what_is_promised(recipe: Path, tmp_path: Path) -> 
     assert (receipt["strategy"], receipt["world_size"], receipt["non_blocking"]) == ("single", 1, True)
     assert receipt["dtypes"]["master"] == "float32"
     assert receipt["batch"]["total_steps"] == 6
+    seven = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert (receipt["adapted_layers"], receipt["adapted_modules"]) == (14, dict.fromkeys(seven, 2))
     assert json.loads((run / "environment.json").read_text())["versions"]["torch"]
     assert {path.name for path in run.iterdir()} >= {"recipe.yaml", "adapter"}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"), [("lora.target_modules=[q_porj]", "q_proj"), ("lora.modules_to_save=[lm_haed]", "lm_head")]
+)
+def test_a_misspelt_module_is_a_line_before_data_are_prepared(
+    recipe: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    override: str,
+    words: str,
+) -> None:
+    prepared: list[object] = []
+    monkeypatch.setattr("finetune.batches.prepare", lambda *given: prepared.append(given))
+    assert main([str(recipe), override]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert words in told[0]
+    assert not prepared
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_adapter_loads_in_plain_peft(recipe: Path, tmp_path: Path, tiny_llama: Path) -> None:

@@ -1,0 +1,105 @@
+"""Which architectures are trained rightly is found by a trial without data (trial.py), and not by a list of names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from finetune import attention
+from finetune.errors import FinetuneError
+from finetune.recipe import Recipe
+from finetune.trial import TRIED, Unsuitable, documents_apart, head_alone, masks_apart
+
+# Settings under which the logits are not simply the head applied to the last hidden state.
+LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How documents come to the model."""
+
+    attention: str  # transformers' name
+    packing: bool  # several documents in a row
+
+    @property
+    def isolated(self) -> bool:
+        """One flat row, its documents kept apart by the kit's own attention."""
+        return self.attention == attention.NAME
+
+
+def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Raise FinetuneError, in one line with its remedy, where the recipe would train something else than it seems to.
+
+    Only the model's class and configuration are looked at, so its weights may be on meta.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    for key in LOGIT_TRANSFORMS:
+        if getattr(config, key, None) not in (None, 1, 1.0):
+            raise FinetuneError(
+                f"model.name_or_path: {name} changes its logits by {key}, which the fused loss does not know; "
+                "choose a model without it"
+            )
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise FinetuneError(f"model.name_or_path: {name} has no linear head; choose a causal model")
+    asked = recipe.model.attention
+    way = Way(attention.NAME if asked == "auto" else asked, recipe.data.packing)
+    if way.isolated and getattr(config, "attention_dropout", None):
+        raise FinetuneError("model.attention: this model has attention dropout; set model.attention: sdpa")
+    if way.attention == "flash_attention_2" and way.packing and recipe.training.per_device_batch_size > 1:
+        raise FinetuneError(
+            "model.attention: flash_attention_2 keeps packed documents apart in a single row alone; "
+            "set training.per_device_batch_size: 1, or model.attention: auto"
+        )
+    tried = _Tried(model)
+    if problem := _problem(tried, way):
+        raise FinetuneError(f"model.name_or_path: {name} {problem}; {_remedy(tried, way)}")
+
+
+def _remedy(tried: _Tried, way: Way) -> str:
+    """The first way that the same trial finds nothing against."""
+    for packing in (True, False) if way.packing else (False,):
+        for kind in ("sdpa", "eager"):
+            if _problem(tried, Way(kind, packing)) is None:
+                settings = [f"model.attention: {kind}"] if kind != way.attention else []
+                settings += ["data.packing: false"] if packing != way.packing else []
+                return f"set {' and '.join(settings)}"
+    return "choose another model"
+
+
+class _Tried:
+    """An architecture as a key of a cache: equal where class and configuration are."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.kind: Callable[[PreTrainedConfig], PreTrainedModel] = type(model)
+        self.config = model.config
+        self.text = model.config.to_json_string(use_diff=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Tried) and (self.kind, self.text) == (other.kind, other.text)
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+@lru_cache(maxsize=64)  # a planner builds the same model many times
+def _problem(tried: _Tried, way: Way) -> str | None:
+    """What is wrong with training this architecture in this way, None where nothing is."""
+    kind, config = tried.kind, tried.config
+    try:
+        if way.isolated or way.packing:
+            documents_apart(kind, config, isolated=way.isolated)
+        if not way.isolated and way.packing:
+            masks_apart(kind, config)
+        head_alone(kind, config, None if way.isolated else way.attention)
+    except Unsuitable as found:
+        return str(found)
+    except FinetuneError as refusal:  # of the attention; the remedy is found here
+        return f"cannot be trained: {str(refusal).removeprefix('model.attention: ').partition(';')[0]}"
+    except Exception as error:  # whatever a model's own code raises: it is not trained, and the user gets one line
+        said = " ".join(str(error).split())[:200].replace(TRIED, way.attention)
+        return f"does not run with model.attention: {way.attention} ({type(error).__name__}: {said})"
+    return None

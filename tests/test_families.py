@@ -1,0 +1,156 @@
+"""Every architecture of the table is trained rightly or refused in a line; docs/families.md says which."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from benchmarks.families import PAGE, line_of
+from finetune import families, trial
+from finetune.errors import FinetuneError
+from finetune.families import refuse_unsuitable
+from finetune.model import build_model, refuse_early
+from finetune.recipe import Recipe
+from tests.architectures import ARCHITECTURES, WAYS, Way, config_of, outcomes, recipe_of, save_shaken
+from tests.tiny import save_tiny
+
+# Of each kind of outcome one or more; all of them are slow (four minutes).
+QUICK = ("llama", "gpt_oss", "qwen3_next", "lfm2", "mamba2", "mixtral", "bloom", "falcon", "stablelm", "llama4_text")
+
+
+def lines() -> dict[str, str]:
+    """The table's lines, by architecture."""
+    found = re.findall(r"^\| (\S+) \| (?:right|refused) .*\n", PAGE.read_text("utf-8"), re.MULTILINE)
+    text = PAGE.read_text("utf-8").splitlines(keepends=True)
+    return {name: next(line for line in text if line.startswith(f"| {name} |")) for name in found}
+
+
+def test_the_page_lists_at_least_forty_architectures_and_all_that_are_tried() -> None:
+    assert sorted(lines()) == sorted(ARCHITECTURES)
+    assert len(ARCHITECTURES) == 118
+    right = [name for name, line in lines().items() if line.startswith(f"| {name} | right |")]
+    assert len(right) >= 40
+    known = (
+        "llama mistral ministral ministral3 qwen2 qwen3 smollm3 phi3 gemma3_text gemma4_text glm4 granite olmo2 olmo3"
+    )
+    known += " llama mistral exaone4 hunyuan_v1_dense arcee ernie4_5 mixtral qwen3_moe"
+    assert set(known.split()) <= set(right)
+    assert "WRONG" not in PAGE.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in sorted(ARCHITECTURES)]
+)
+def test_right_or_refused_in_a_line(name: str, tmp_path: Path) -> None:
+    found = outcomes(name, tmp_path)
+    assert {outcome.word for outcome in found.values()} <= {"right", "refused"}, found
+    assert all("\n" not in (outcome.refusal or "") for outcome in found.values())
+    for way, outcome in found.items():  # what is proposed is right
+        proposed = re.search(r"; set (.*)$", outcome.refusal or "")
+        if proposed is not None:
+            attention = re.search(r"model\.attention: (\w+)", proposed[1])
+            packing = way.packing and "data.packing: false" not in proposed[1]
+            assert found[Way(attention[1] if attention else way.attention, packing)].word == "right", outcome
+    assert line_of(name, found) == lines()[name]
+
+
+def recipe(folder: Path, attention: str = "auto", **changes: Any) -> Recipe:
+    section = {"name_or_path": str(folder), "dtype": "float32", "attention": attention}
+    return Recipe.model_validate({"model": section, "data": {"train": [{"path": "json"}]}, "lora": None, **changes})
+
+
+def test_refused_before_weights_are_read(tmp_path: Path) -> None:
+    save_shaken("lfm2", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FinetuneError, match=r"Lfm2ShortConv: convolution.*data\.packing: false"):
+        refuse_early(recipe(tmp_path))
+
+
+def test_building_alone_refuses_too(tmp_path: Path) -> None:
+    """As a planner and a rehearsal do; an attention that a model's own table lacks is a line as well."""
+    for name, words in (("lfm2", "Lfm2ShortConv"), ("falcon", "varlen")):
+        save_shaken(name, tmp_path / name)
+        for device in ("cpu", "meta"):
+            with pytest.raises(FinetuneError, match=words):
+                build_model(recipe(tmp_path / name), torch.device(device))
+
+
+def test_the_users_configuration_is_tried_and_not_the_architecture(tmp_path: Path) -> None:
+    """Without a convolution LFM2 is a plain decoder."""
+    save_tiny(tmp_path, "lfm2", layer_types=["full_attention"] * 2, block_ff_dim=64)
+    refuse_early(recipe(tmp_path))
+
+
+def test_flash_attention_of_several_packed_rows_is_refused(tmp_path: Path) -> None:
+    """transformers looks for documents in a single row alone."""
+    model = AutoModelForCausalLM.from_config(config_of("llama"))
+    asked = recipe(tmp_path, "flash_attention_2", training={"per_device_batch_size": 2})
+    with pytest.raises(FinetuneError, match="per_device_batch_size: 1"):
+        refuse_unsuitable(model, asked)
+
+
+class Spoilt(nn.Module):
+    """What stands for a layer's MLP, and does something with positions besides."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(16, 16)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(hidden)
+        match self.how:
+            case "nothing":
+                return hidden
+            case "shift":
+                return hidden + nn.functional.pad(hidden, (0, 0, 1, -1))
+            case "scan":
+                return hidden.cumsum(1)
+            case "mean":
+                return hidden + hidden.mean(1, keepdim=True)
+            case "product":
+                return torch.einsum("bth,bsh,bsk->btk", hidden, hidden, hidden)
+            case "previous":
+                return torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
+            case "loop":
+                return torch.stack([hidden[:, at] for at in range(hidden.shape[1])], dim=1)
+            case "positions":
+                return hidden * torch.arange(hidden.shape[1], device=hidden.device)[None, :, None]
+            case _:
+                return nn.functional.conv1d(hidden.mT, self.linear.weight[:, :, None]).mT
+
+
+@pytest.mark.parametrize(
+    "how", ["nothing", "shift", "scan", "mean", "product", "previous", "loop", "positions", "convolution"]
+)
+def test_what_brings_positions_together_is_seen_whatever_it_is_called(how: str) -> None:
+    def built(config: Any) -> PreTrainedModel:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        config._attn_implementation = trial.TRIED
+        model.model.layers[0].mlp = Spoilt(how)
+        return model
+
+    config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+    if how == "nothing":
+        trial.documents_apart(built, config, isolated=True)
+        return
+    with pytest.raises(trial.Unsuitable, match="own" if how == "positions" else "brings positions together"):
+        trial.documents_apart(built, config, isolated=True)
+
+
+def test_every_way_of_the_table_is_a_recipe(tmp_path: Path) -> None:
+    assert len({recipe_of(tmp_path, way, checkpointing=True).model_dump_json() for way in WAYS}) == 6
+
+
+def test_the_trial_draws_no_random_numbers_and_is_not_repeated(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    families._problem.cache_clear()
+    before = torch.random.get_rng_state()
+    refuse_early(recipe(folder))
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert families._problem.cache_info().misses == 1
