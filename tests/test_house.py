@@ -18,6 +18,7 @@ errors
 schedule_shapes
 recipe
 recipe_keys
+secret_scan
 yaml_text
 recipe_mistakes
 recipe_file
@@ -96,7 +97,6 @@ pages.report
 pages.pictures
 pages.keep
 trackers
-secret_scan
 hub_calls
 hub_checkpoints
 session
