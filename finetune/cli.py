@@ -56,6 +56,7 @@ def check(
 ) -> None:
     """Is the recipe right? Every mistake at once, by file, line and column."""
     from finetune.recipe_file import load_recipe, resolved_yaml
+    from finetune.secret_scan import hide_in, hide_secrets, known_secrets
 
     if schema:
         from finetune.recipe_reference import write_generated
@@ -72,9 +73,12 @@ def check(
             from finetune.row_check import check_rows
 
             check_rows(loaded.recipe.data)
+        known = known_secrets() if resolved else ()
         if not as_json:
-            typer.echo(resolved_yaml(loaded) if resolved else f"{recipe}: right", nl=not resolved)
+            text = hide_secrets(resolved_yaml(loaded), known) if resolved else f"{recipe}: right"
+            typer.echo(text, nl=not resolved)
         values = {"recipe": loaded.recipe.model_dump(mode="json"), "origins": loaded.origins} if resolved else {}
+        values = hide_in(values, known)
         return {"ok": True, "path": str(recipe), **values}
 
     run_verb(work, as_json=as_json)

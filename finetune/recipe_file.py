@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from finetune.errors import RecipeError
 from finetune.recipe import Recipe
 from finetune.recipe_mistakes import IN_QUOTES, Mistake, explain
+from finetune.secret_scan import cover_secrets, hide_secrets, known_secrets
 from finetune.yaml_text import MAX_BYTES, Parsed, Path, Place, dotted, excerpt, parse, plain_scalar, printable, shown
 
 CONFIG_FOLDER = pathlib.Path(__file__).resolve().parent.parent / "accelerate_configs"
@@ -67,10 +68,13 @@ class _Source:
         self.mistakes.append((None, f"{COMMAND_LINE}: {printable(key)}: {text}"))
 
     def error(self) -> RecipeError:
-        """All mistakes, in the order of the file and then of the command line."""
+        """All mistakes, in the order of the file and then of the command line; secrets in them are hidden."""
+        known = known_secrets()
+        source = cover_secrets(self.text, known)
         ordered = sorted(self.mistakes, key=lambda m: (m[0].line, m[0].column) if m[0] else (math.inf, 0))
         told = [
-            "\n".join([text, *(excerpt(self.text, place) if place else ())]) for place, text in ordered[:MAX_MISTAKES]
+            "\n".join([hide_secrets(text, known), *(excerpt(source, place) if place else ())])
+            for place, text in ordered[:MAX_MISTAKES]
         ]
         more = len(ordered) - MAX_MISTAKES + self.unexplained
         return RecipeError([*told, *([f"{self.path}: and {more} more mistakes"] if more > 0 else [])])

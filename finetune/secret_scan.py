@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,17 @@ LOOKS: tuple[tuple[str, str], ...] = (
     ("an AWS key", r"\bAKIA[0-9A-Z]{16}\b"),
     ("a Slack token", r"\bxox[abprs]-[A-Za-z0-9-]{10,}"),
     ("a Google key", r"\bAIza[0-9A-Za-z_-]{35}"),
-    ("a private key", r"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
+    ("a private key", r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[^-]+-----END [A-Z ]*PRIVATE KEY-----)?"),
     # Bounded, since a vocabulary may hold a hundred thousand letters without a space.
     ("a password in an address", r"\b[a-z][a-z0-9+.-]{0,20}://[^\s/:@'\"<>]{1,100}:[^\s/@'\"<>]{1,100}@"),
 )
 SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
+# A value beside a key that says what it is, in YAML or JSON: hub_token: ..., not max_new_tokens or pad_token: <pad>.
+NAMED = re.compile(
+    r"""(?<![A-Za-z])((?:token|secret|passw(?:or)?d|api[_-]?key|credentials?)["']?[ \t]*[:=][ \t]*)"""
+    r"""("[^"\n]{8,}"|'[^'\n]{8,}'|[^\s,\[\]{}#"'<$][^\s,\]}]{7,})""",
+    re.IGNORECASE,
+)
 MIN_LENGTH = 8  # of an environment variable's value to be taken for a secret: TOKENIZERS_PARALLELISM says "false"
 HIDDEN = "[hidden]"
 
@@ -66,9 +72,34 @@ def secret_key(value: Any, known: Iterable[str], key: str = "") -> tuple[str, st
 
 
 def hide_secrets(text: str, known: Iterable[str]) -> str:
-    """The text with every secret in it replaced, for messages that quote a server."""
+    """The text with every secret in it replaced, for messages that quote a server or a recipe."""
+    return _hidden(text, known, lambda _: HIDDEN)
+
+
+def cover_secrets(text: str, known: Iterable[str]) -> str:
+    """A source text with every secret in it covered, lines and columns left as they are, to be quoted in parts.
+
+    What stands beside a key like `hub_token` is covered whatever it looks like.
+    """
+    return NAMED.sub(lambda found: found[1] + _covered(found[2]), _hidden(text, known, _covered))
+
+
+def hide_in(value: Any, known: Iterable[str]) -> Any:
+    """A document of mappings and lists with every secret in its texts replaced."""
+    if isinstance(value, str):
+        return hide_secrets(value, known)
+    if isinstance(value, Mapping):
+        return {hide_in(key, known): hide_in(entry, known) for key, entry in value.items()}
+    return [hide_in(entry, known) for entry in value] if isinstance(value, list) else value
+
+
+def _hidden(text: str, known: Iterable[str], instead: Callable[[str], str]) -> str:
     for value in sorted(known, key=len, reverse=True):
-        text = text.replace(value, HIDDEN)
+        text = text.replace(value, instead(value))
     for _, look in LOOKS:
-        text = re.sub(look, HIDDEN, text)
+        text = re.sub(look, lambda found: instead(found[0]), text)
     return text
+
+
+def _covered(secret: str) -> str:
+    return re.sub(r"[^\r\n\x85\u2028\u2029]+", lambda part: f"{HIDDEN:*<{len(part[0])}}"[: len(part[0])], secret)

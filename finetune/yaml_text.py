@@ -14,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from finetune.secret_scan import hide_secrets, known_secrets
+
 MAX_BYTES = 2**20
 MAX_DEPTH = 20
 MAX_NODES = 20_000  # after aliases are unfolded
@@ -251,14 +253,14 @@ def printable(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as YAML would show it, short."""
+    """A value as YAML would show it, short. Secrets are hidden here, while each is whole and can be recognised."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
         return "a section"
     if isinstance(value, list):
         return "a list"
-    text = printable(str(value))
+    text = hide_secrets(printable(str(value)), known_secrets())
     if not text.strip():
         return f'"{text}"'
     return text if len(text) <= 40 else f"{text[:37]}..."

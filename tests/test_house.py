@@ -19,6 +19,7 @@ output_stream
 schedule_shapes
 recipe
 recipe_keys
+secret_scan
 yaml_text
 recipe_mistakes
 recipe_file
@@ -103,7 +104,6 @@ pages.report
 pages.pictures
 pages.keep
 trackers
-secret_scan
 hub_calls
 hub_checkpoints
 session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,15 @@ from torch import nn
 
 from finetune.model import structure_alone
 from finetune.recipe import Recipe
+from finetune.recipe_file import CONFIG_FOLDER
 from finetune.zero import fit_swap, swap_buffers
+from tests.cells import launch
+from tests.curve_table import TOLERANCE, skip_where_missing, worst
+from tests.test_one_curve import LENGTHS, curve_of, reference
+from tests.test_zero import written
+from tests.tiny import save_tiny, write_chats
 
+METHODS = ("full", "lora")
 CONFIGS = Path(__file__).parent.parent / "finetune" / "configs"
 
 
@@ -91,3 +99,18 @@ def test_they_are_set_before_anything_is_loaded(device: str | None, tmp_path: Pa
     fit_swap(plugin, lambda: structure("llama-3.2-1b", tmp_path), 2)
     fitted = {"device": "nvme", "buffer_size": 131_334_144, "buffer_count": 8}
     assert told == ([fitted] if device == "nvme" else [])
+
+
+@pytest.mark.slow
+def test_a_run_with_its_weights_on_a_disk(tmp_path: Path) -> None:
+    """Matrices over a megabyte lie there; the curve is the reference's, on two ranks, with and without adapters."""
+    skip_where_missing("zero3_nvme")
+    config = tmp_path / "weights_on_disk.yaml"
+    shipped = (CONFIG_FOLDER / "zero3_nvme.yaml").read_text("utf-8")
+    config.write_text(re.sub("offload_param_device: cpu", "offload_param_device: nvme", shipped), "utf-8")
+    chats = write_chats(tmp_path / "chats.jsonl", LENGTHS)
+    wide = save_tiny(tmp_path / "wide", hidden_size=1024, intermediate_size=2048, head_dim=128)
+    recipes = [written(tmp_path / method, wide, chats, method, accelerate_config=str(config)) for method in METHODS]
+    assert launch(recipes, ranks=2, timeout=400) == [0, 0]
+    for recipe in recipes:
+        assert worst(curve_of(recipe), reference(wide, chats, recipe.parent.name)) <= TOLERANCE
