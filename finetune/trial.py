@@ -148,8 +148,6 @@ def head_alone(kind: Architecture, config: PreTrainedConfig, implementation: str
     for layer in model.modules():
         if getattr(layer, "is_causal", True) is False:  # of a tower for pictures, perhaps, which text does not run
             layer.register_forward_pre_hook(_not_causal)
-    if model.base_model is model:
-        raise Unsuitable("has no decoder that runs without its head")
     seen = _AfterDecoder(padded=implementation is not None)
     for decoder in model.modules():  # OPT's head takes what the decoder inside of its base model gives
         if isinstance(decoder, PreTrainedModel) and decoder is not model:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from benchmarks.families import PAGE, line_of
+from benchmarks.families import HEAD, PAGE, line_of
 from finetune import families, trial
 from finetune.errors import FinetuneError
 from finetune.families import refuse_unsuitable
@@ -41,7 +41,10 @@ def test_the_page_lists_at_least_forty_architectures_and_all_that_are_tried() ->
     )
     known += " llama mistral exaone4 hunyuan_v1_dense arcee ernie4_5 mixtral qwen3_moe"
     assert set(known.split()) <= set(right)
-    assert "WRONG" not in PAGE.read_text("utf-8")
+    page = PAGE.read_text("utf-8")
+    version = re.search(r"with transformers (\S+);", page)
+    assert version is not None
+    assert page == HEAD.format(version=version[1]) + "".join(lines().values())
 
 
 @pytest.mark.parametrize(
