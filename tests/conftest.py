@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny Llama (float32 safetensors) and its tokenizer. Read-only: shared by the session."""
     return save_tiny(tmp_path_factory.mktemp("tiny_llama"))
+
+
+@pytest.fixture
+def forget_the_last_run() -> Iterator[None]:
+    """A process has one mixed precision to Accelerate, until it is told to forget, as its own tests do."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)

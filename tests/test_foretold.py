@@ -6,14 +6,13 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from accelerate.state import AcceleratorState
 
 from finetune import foretold
 from finetune.foretold import ANSWER, SWITCH, Question, asked
@@ -23,16 +22,9 @@ from finetune.run_memory import describe_memory
 from finetune.train import main
 from tests.tiny import write_chats
 
+pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
 Write = Callable[..., Path]
-
-
-@pytest.fixture(autouse=True)
-def forget_the_last_run() -> Iterator[None]:
-    """A process has one mixed precision to Accelerate, until it is told to forget, as its own tests do."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 
 from finetune import loop, session
 from finetune.checkpoint import newest_valid
@@ -21,6 +20,7 @@ from finetune.train import main
 from tests.soak_resume import MEASURED
 from tests.tiny import write_chats
 
+pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 GIB = 2**30
 CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 23.69 GiB"
 PLAN = {
@@ -104,14 +104,6 @@ def test_what_takes_less() -> None:
     assert list(smaller(least)) == ["data.max_length=2048"]
 
 
-@pytest.fixture(autouse=True)
-def forget_the_last_run() -> Iterator[None]:
-    """A process has one mixed precision to Accelerate, until it is told to forget, as its own tests do."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 @pytest.fixture
 def write(tmp_path: Path, tiny_llama: Path) -> Callable[[str], Path]:
     chats = write_chats(tmp_path / "chats.jsonl", [30, 45, 60, 80, 25, 100])
@@ -184,7 +176,7 @@ def test_in_the_middle_of_a_run(
 def test_while_loading(
     write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(session, "assemble", lambda *_: real_failure())
+    monkeypatch.setattr(session, "assemble", lambda *_, **__: real_failure())
     assert main([str(write("run"))]) == 3
     assert "load: out of memory in load: " in capfd.readouterr().err
 

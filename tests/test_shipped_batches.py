@@ -27,6 +27,7 @@ from tests.test_batch_notes import SETTING
 from tests.tiny import WORDS, save_tiny
 
 RECIPES = {"llama3_qlora": 1, "llama3_ddp": 2, "llama3_fsdp": 2, "llama3_full": 2, "llama3_zero3": 2}  # gloo ranks
+pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 QUICKLY = "llama3_qlora"
 LEAST_STEPS = 15
 

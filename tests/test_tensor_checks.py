@@ -81,11 +81,21 @@ def test_elements_that_changed_places_are_seen() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("index", [0, 8, 34])
-def test_not_finite_is_named(bad: float, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_checks, "CHUNK", 8)
+def test_not_finite_is_named(bad: float, index: int) -> None:
     good, spoilt = values(torch.float32), values(torch.float32)
     spoilt.view(-1)[index] = bad
     whole = torch.arange(5)
     assert not_finite({"a": good, "b": spoilt, "c": whole, "d": torch.empty(0)}, 0) == ["b"]
     assert not_finite({"b": spoilt}, 1) == [], "rank 0 answers for a whole tensor"
     assert not_finite({"b": Piece(spoilt.view(-1)[8:], (7, 5), 8)}, 1) == (["b"] if index >= 8 else [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_one_bad_element_of_many_is_seen_and_the_largest_number_is_good(dtype: torch.dtype) -> None:
+    many = torch.full((100_003,), torch.finfo(dtype).max, dtype=dtype)
+    assert not_finite({"w": many}, 0) == []
+    for index in (0, 7, 50_001, 100_002):
+        for bad in (math.nan, -math.inf):
+            spoilt = many.clone()
+            spoilt[index] = bad
+            assert not_finite({"w": spoilt}, 0) == ["w"]

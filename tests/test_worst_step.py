@@ -8,14 +8,13 @@ import json
 import os
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
 from finetune import checkpoint, session, worst_step
 from finetune.durable import ASIDE
@@ -27,6 +26,7 @@ from tests.cells import launch
 from tests.soak_resume import MEASURED
 from tests.tiny import write_chats
 
+pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
 NONE = Rehearsed(0, 0.0, 0.0, 0)
 
@@ -37,14 +37,6 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Write = Callable[..., Path]
-
-
-@pytest.fixture(autouse=True)
-def forget_the_last_run() -> Iterator[None]:
-    """A process has one mixed precision to Accelerate, until it is told to forget, as its own tests do."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture

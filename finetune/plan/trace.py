@@ -40,6 +40,7 @@ from finetune.recipe import Recipe
 from finetune.runtime import build_accelerator, holding_back
 from finetune.save_restore import held
 from finetune.strategy import Strategy
+from finetune.tensor_checks import largest_magnitude
 from finetune.zero_pieces import held_part
 
 Build = Callable[..., nn.Module]
@@ -215,10 +216,16 @@ def _state(parts: Assembled) -> Iterator[torch.Tensor]:
 
 
 def _save(parts: Assembled) -> None:
-    """What a checkpoint takes beside what is there: safetensors copies a group to host memory before it writes it."""
+    """What a checkpoint takes beside what is there: a scalar that tells whether a tensor is finite, and then the copy of
+    each group in host memory that safetensors makes before it writes it."""
+    groups = []
     for tensors in held(parts).values():
         pieces = (getattr(value, "tensor", value) for value in tensors.values())
-        local = [getattr(tensor, "_local_tensor", tensor) for tensor in pieces]
+        groups.append([getattr(tensor, "_local_tensor", tensor) for tensor in pieces])
+    for local in groups:
+        for tensor in local:
+            largest_magnitude(tensor)
+    for local in groups:
         copies = [tensor.contiguous().to("cpu") for tensor in local]
         del copies
 
