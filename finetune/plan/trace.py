@@ -216,8 +216,8 @@ def _state(parts: Assembled) -> Iterator[torch.Tensor]:
 
 
 def _save(parts: Assembled) -> None:
-    """What a checkpoint takes beside what is there: a scalar that tells whether a tensor is finite, and then the copy of
-    each group in host memory that safetensors makes before it writes it."""
+    """What a checkpoint takes beside what is there: a scalar that tells whether a tensor is finite; then the copies in
+    host memory that safetensors makes of a group before it writes it."""
     groups = []
     for tensors in held(parts).values():
         pieces = (getattr(value, "tensor", value) for value in tensors.values())
