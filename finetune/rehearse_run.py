@@ -96,7 +96,7 @@ def rehearse(
 
 
 def _perform(job: Job, recipe: Recipe, checklist: Checklist) -> dict[str, Any]:
-    receipt, uninterrupted = _train_and_kill(job, checklist)
+    receipt, uninterrupted = train_and_kill(job, checklist)
     with checklist.line("resumed the same") as step:
         with started(job) as process:
             wait_for_end(job, process)
@@ -108,7 +108,7 @@ def _perform(job: Job, recipe: Recipe, checklist: Checklist) -> dict[str, Any]:
     return receipt
 
 
-def _train_and_kill(job: Job, checklist: Checklist) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
+def train_and_kill(job: Job, checklist: Checklist) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
     """Kill every process of the job when the last step is logged; returns the receipt and the curve up to there."""
     for left in reversed(range(ATTEMPTS)):
         with started(job) as process:
@@ -118,7 +118,8 @@ def _train_and_kill(job: Job, checklist: Checklist) -> tuple[dict[str, Any], lis
                 step["seen"] = sharding(receipt)
             with checklist.line("killed unsaved") as step:
                 killed = kill_all(process, known)
-                if killed:
+                # A busy machine may come so late that only the run's pages were still to be written.
+                if killed and not is_finished(job.run_dir):
                     curve = _as_if_unsaved(job)
                     step["seen"] = f"SIGKILL to {killed} processes; step {SAVED_AFTER} was saved"
                     return receipt, curve
@@ -127,6 +128,11 @@ def _train_and_kill(job: Job, checklist: Checklist) -> tuple[dict[str, Any], lis
                 step["seen"] = "the run was over before; once more"
         remove_folder(job.run_dir)
     raise AssertionError("the last attempt returns or raises")
+
+
+def is_finished(run_dir: Path) -> bool:
+    """Whether the run had reached its end, its export written."""
+    return bool(json.loads((run_dir / "run_state.json").read_text("utf-8"))["state"] == "finished")
 
 
 def _as_if_unsaved(job: Job) -> list[tuple[Any, ...]]:

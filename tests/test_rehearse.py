@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,33 @@ CURVE = [(step, 2.5 - step / 8, 0.5) for step in range(1, STEPS + 1)]
 class TestWhatIsSeen:
     def test_the_same_curve(self) -> None:
         assert same_curve(CURVE, list(CURVE)) == "steps 3 to 4 again: loss and gradient norm bitwise"
+
+    @pytest.mark.parametrize("state", ["running", "finished"])
+    def test_a_kill_that_came_after_the_end_is_none(
+        self, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The processes were there to be killed, but only to write the run's pages."""
+        starts = []
+        job = Job(tmp_path / "recipe.yaml", (), 1, tmp_path)
+
+        @contextmanager
+        def begun(job: Job) -> Iterator[None]:
+            starts.append(1)
+            for step in (SAVED_AFTER, STEPS):
+                (job.run_dir / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+            ended = {"state": state if len(starts) == 1 else "running"}
+            (job.run_dir / "run_state.json").write_text(json.dumps(ended))
+            facts = {"held_share": 1.0, "mesh": {}}
+            dtypes = {"master": "float32", "compute": "float32"}
+            receipt = {"sharding": facts, "world_size": 1, "dtypes": dtypes, "strategy": "single"}
+            (job.run_dir / "receipt.json").write_text(json.dumps(receipt))
+            yield
+
+        monkeypatch.setattr(rehearse_run, "started", begun)
+        monkeypatch.setattr(rehearse_run, "wait_until", lambda *_: [])
+        monkeypatch.setattr(rehearse_run, "kill_all", lambda *_: 2)
+        rehearse_run.train_and_kill(job, Checklist(lambda line: None))
+        assert len(starts) == (2 if state == "finished" else 1)
 
     def test_another_curve(self) -> None:
         other = [*CURVE[:-1], (STEPS, 2.0, 0.5 + 2**-50)]
