@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -24,7 +24,7 @@ from finetune.model import build_model
 from finetune.phases import Phases
 from finetune.recipe import Recipe
 from finetune.run import Plan, Run, TrainState, make_plan
-from tests.tiny import flat_batch
+from tests.tiny import Documents, flat_batch
 
 CPU = torch.device("cpu")
 READS = {"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero"}
@@ -68,21 +68,6 @@ class Bench:
 @pytest.fixture
 def bench(tiny_llama: Path) -> Bench:
     return Bench(tiny_llama)
-
-
-class Documents:
-    """Rows of one random document each, all of it learned, as the loop asks for them."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths = np.array(lengths)
-        self.supervised = self.lengths - 1  # nothing is learned of the first token
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def documents(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        ids = np.random.default_rng(row).integers(3, 512, self.lengths[row])
-        return [(ids, ids)]
 
 
 class CountReads(TorchFunctionMode):
