@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,105 +13,39 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import Tensor
-from torch.distributed.tensor import DTensor, debug
+from torch.distributed.tensor import DTensor
 
-from finetune.assemble import Assembled, assemble
+from finetune.assemble import Assembled
 from finetune.errors import EnvironmentMismatch
 from finetune.fsdp import is_first_copy, make_mesh, row_range, shard_model
-from finetune.loop import StepResult, evaluate, optimizer_step
+from finetune.loop import evaluate
 from finetune.model import build_model, decoder_parts
-from finetune.phases import Phases
 from finetune.pieces import covers, piece_to_write
-from finetune.recipe import Recipe
 from finetune.run import make_plan
-from finetune.runtime import build_accelerator
 from finetune.save_restore import held, read_back, save_aside
 from finetune.strategy import read_strategy
 from finetune.trained_change import trained_checksums
-from tests.test_runtime import ALONE
+from tests.one_rank import CPU, OneRank, as_before, half_recipe, one_rank
 from tests.tiny import Documents, flat_batch, save_tiny
 
-CPU = torch.device("cpu")
+
+def look(rank: OneRank) -> None:
+    """An evaluation."""
+    rows = Documents([7, 12, 5])
+    plan = make_plan(rank.recipe, len(rows), world_size=1, rank=0, flat=True)
+    assert math.isfinite(evaluate(rank.accelerator, rank.parts.model, rows, plan))
 
 
-def recipe(base: Path, folder: Path) -> Recipe:
-    """All weights, computed in bfloat16: what is gathered is not what the optimizer holds."""
-    return Recipe.model_validate(
-        {
-            "model": {"name_or_path": str(base)},
-            "data": {"train": [{"path": "json"}]},
-            "lora": None,
-            "training": {"mixed_precision": "bf16", "activation_checkpointing": False},
-            "output_dir": str(folder / "run"),
-            "accelerate_config": "fsdp2",
-        }
-    )
-
-
-@contextmanager
-def as_before() -> Iterator[None]:
-    """Environment, process group and Accelerate's one state a process are afterwards what they were."""
-    environment = dict(os.environ)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        AcceleratorState._reset_state(reset_partial_state=True)
-        # torch remembers what an operation on shards gives by their mesh, of whose groups none is left; no public way.
-        debug._clear_sharding_prop_cache()
-        os.environ.clear()
-        os.environ.update(environment)
-
-
-class Sharded:
-    """A tiny model under fsdp2 on one rank, which gathers and shards as one of many does."""
-
-    def __init__(self, asked: Recipe) -> None:
-        strategy = read_strategy(asked.accelerate_config)
-        self.accelerator: Accelerator = build_accelerator(asked, strategy, replace(ALONE, on_cpu=True))
-        self.recipe, self.parts = asked, assemble(asked, strategy, self.accelerator)
-        self.parts.model.train()
-
-    def step(self, seed: int) -> StepResult:
-        for group in self.parts.optimizer.param_groups:
-            group["lr"] = 1e-3
-        return optimizer_step(
-            self.accelerator,
-            self.parts.model,
-            self.parts.optimizer,
-            iter([flat_batch(seed=seed)]),
-            micro_steps=1,
-            supervised_tokens=17,
-            max_grad_norm=1.0,
-            seed=seed,
-            stop=False,
-            phases=Phases(CPU, enabled=False),
-        )
-
-    def evaluate(self) -> None:
-        rows = Documents([7, 12, 5])
-        plan = make_plan(self.recipe, len(rows), world_size=1, rank=0, flat=True)
-        assert math.isfinite(evaluate(self.accelerator, self.parts.model, rows, plan))
-
-    def gathered(self) -> list[str]:
-        """The parameters that are whole now, and not those of the optimizer."""
-        return [name for name, tensor in self.parts.whole.named_parameters() if not isinstance(tensor, DTensor)]
+def gathered(rank: OneRank) -> list[str]:
+    """The parameters that are whole now, and not those of the optimizer."""
+    return [name for name, tensor in rank.parts.whole.named_parameters() if not isinstance(tensor, DTensor)]
 
 
 @pytest.fixture
-def sharded(tiny_llama: Path, tmp_path: Path) -> Iterator[Sharded]:
-    with as_before():
-        alone(tmp_path)
-        yield Sharded(recipe(tiny_llama, tmp_path))
-
-
-def alone(folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+def sharded(tiny_llama: Path, tmp_path: Path) -> Iterator[OneRank]:
+    with one_rank(half_recipe(tiny_llama, tmp_path, "fsdp2")) as rank:
+        yield rank
 
 
 def whole(tensor: Any) -> Tensor:
@@ -134,26 +67,26 @@ def summed(parts: Assembled) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("read", [checkpointed, exported, summed])
 def test_what_is_read_after_an_evaluation_is_what_the_optimizer_holds(
-    sharded: Sharded, read: Callable[[Assembled], dict[str, Tensor]]
+    sharded: OneRank, read: Callable[[Assembled], dict[str, Tensor]]
 ) -> None:
-    sharded.step(0)
-    assert sharded.gathered() == []
+    sharded.step([flat_batch(seed=0)])
+    assert gathered(sharded) == []
     expected = read(sharded.parts)
-    sharded.evaluate()
-    assert "lm_head.weight" in sharded.gathered(), "else there is nothing to put back"
+    look(sharded)
+    assert "lm_head.weight" in gathered(sharded), "else there is nothing to put back"
     found = read(sharded.parts)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert tensor.dtype == found[name].dtype
         assert torch.equal(tensor, found[name]), name
-    assert sharded.gathered() == []
+    assert gathered(sharded) == []
 
 
-def test_what_was_saved_is_read_back_after_an_evaluation(sharded: Sharded) -> None:
-    sharded.step(0)
+def test_what_was_saved_is_read_back_after_an_evaluation(sharded: OneRank) -> None:
+    sharded.step([flat_batch(seed=0)])
     folder, expected = save_aside(sharded.recipe, sharded.parts), checkpointed(sharded.parts)
-    sharded.step(1)
-    sharded.evaluate()
+    sharded.step([flat_batch(seed=1)])
+    look(sharded)
     read_back(sharded.parts, folder)
     found = checkpointed(sharded.parts)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -162,17 +95,14 @@ def test_what_was_saved_is_read_back_after_an_evaluation(sharded: Sharded) -> No
 def test_an_evaluation_between_steps_changes_nothing(tiny_llama: Path, tmp_path: Path) -> None:
     steps, ends = [], []
     for looks in (False, True):
-        with as_before():
-            (tmp_path / str(looks)).mkdir()
-            alone(tmp_path / str(looks))
-            each = Sharded(recipe(tiny_llama, tmp_path / str(looks)))
+        with one_rank(half_recipe(tiny_llama, tmp_path / str(looks), "fsdp2")) as rank:
             steps.append([])
             for seed in range(3):
                 if looks:
-                    each.evaluate()
-                steps[-1].append(each.step(seed))
-                assert each.gathered() == []
-            ends.append(checkpointed(each.parts))
+                    look(rank)
+                steps[-1].append(rank.step([flat_batch(seed=seed)]))
+                assert gathered(rank) == []
+            ends.append(checkpointed(rank.parts))
     assert steps[0] == steps[1]
     assert steps[0][0].loss != steps[0][2].loss
     assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
@@ -214,7 +144,7 @@ class Scattered:
 @pytest.mark.parametrize(("world", "copies"), [(1, 1), (2, 1), (5, 1), (4, 2), (6, 2), (6, 3)])
 def test_every_rank_gets_its_rows_and_each_row_is_written_once(world: int, copies: int, tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "qwen3", tie_word_embeddings=copies > 1)
-    asked, strategy = recipe(base, tmp_path), read_strategy("fsdp2")
+    asked, strategy = half_recipe(base, tmp_path, "fsdp2"), read_strategy("fsdp2")
     if copies > 1:
         sizes = {"parallelism_config": {"parallelism_config_dp_replicate_size": copies}}
         strategy = replace(strategy, settings=strategy.settings | sizes)
