@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from finetune.plan.caching import MIB, CachingAllocator, Held, replay
 from finetune.plan.splice import Change
 
@@ -27,6 +29,25 @@ def test_middle_blocks_share_and_large_ones_do_not() -> None:
     assert allocator.reserved == (40 + 12) * MIB
     # What is left of a large segment is cut off above 1 MiB; here 1 MiB less 512 bytes, which the block keeps.
     assert allocator.allocated == 27 * MIB + 12 * MIB
+
+
+@pytest.mark.parametrize(
+    ("requests", "allocated", "reserved"),
+    [
+        ([11 * MIB], 12 * MIB, 12 * MIB),  # 1 MiB is left of a large segment: not more than that, so it is not cut off
+        ([11 * MIB - 512], 11 * MIB - 512, 12 * MIB),  # 512 bytes more are
+        ([MIB, MIB - 512], 2 * MIB - 512, 2 * MIB),  # 512 bytes are left of a small one, and cut off
+        ([MIB, MIB], 2 * MIB, 2 * MIB),  # the largest request of the pool of small blocks
+        ([MIB + 1], MIB + 512, 20 * MIB),  # and the smallest of the other
+        ([10 * MIB - 512], 10 * MIB - 512, 20 * MIB),  # the largest that shares a segment
+        ([10 * MIB], 10 * MIB, 10 * MIB),  # and the smallest with one of its own
+    ],
+)
+def test_the_edge_of_each_rule(requests: list[int], allocated: int, reserved: int) -> None:
+    allocator = CachingAllocator()
+    for index, nbytes in enumerate(requests):
+        allocator.malloc(index, nbytes)
+    assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
 
 
 def test_a_hole_that_is_too_small_makes_another_segment() -> None:

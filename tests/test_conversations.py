@@ -68,8 +68,9 @@ def test_texts_and_completions_that_spell_control_tokens() -> None:
     assert document.input_ids.count(tokenizer.eos_token_id) == 1
     # An end of text written into the data by hand is the end of text, once.
     ended = encoder_of("llama3").encode({"prompt": "a", "completion": " b<|eot_id|>"}, "auto")
-    assert ended.input_ids[-1] == tokenizer.eos_token_id
-    assert ended.input_ids.count(tokenizer.eos_token_id) == 1
+    assert tokenizer.decode(ended.input_ids) == "<|begin_of_text|>a b<|eot_id|>"
+    assert ended.input_ids.count(tokenizer.eos_token_id) == 1  # the one at the end
+    assert ended.input_ids == encoder_of("llama3").encode({"prompt": "a", "completion": " b"}, "auto").input_ids
 
 
 # -- what is learned ------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ not synced is lost by half.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -19,7 +20,10 @@ import torch
 from finetune import checkpoint as checkpoints
 from finetune import durable
 from finetune.checkpoint import newest_valid, read_checkpoint, step_folder, write_checkpoint
-from finetune.durable import clear_leftovers
+from finetune.durable import clear_leftovers, read_lines, write_text
+
+# Grown by lines while a run trains; synced when a checkpoint is written. A line of each step, as long as any other.
+LINES = ("metrics.jsonl", "samples.jsonl")
 
 
 class Killed(BaseException):
@@ -33,7 +37,7 @@ class Disk:
         self.calls: list[tuple[str, str]] = []
         self.die_at, self.half_done = die_at, half_done
         self.dead = False
-        self.synced: set[int] = set()
+        self.synced: dict[int, int] = {}  # inode -> the call that synced it last
 
     def wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -47,7 +51,7 @@ class Disk:
                 raise Killed
             result = real(*arguments, **options)
             if name == "fsync":
-                self.synced.add(os.fstat(arguments[0]).st_ino)
+                self.synced[os.fstat(arguments[0]).st_ino] = len(self.calls) - 1
             return result
 
         return call
@@ -65,7 +69,7 @@ class Disk:
     def lose_what_was_not_synced(self, folder: Path, known: set[int]) -> None:
         for path in folder.rglob("*"):
             facts = path.stat()
-            if stat.S_ISREG(facts.st_mode) and facts.st_ino not in self.synced | known:
+            if stat.S_ISREG(facts.st_mode) and facts.st_ino not in self.synced.keys() | known:
                 os.truncate(path, facts.st_size // 2)
 
 
@@ -74,11 +78,17 @@ def save(run_dir: Path, step: int) -> None:
     write_checkpoint(run_dir, step, tensors, {"value": step}, keep=1)
 
 
+def add_lines(run_dir: Path) -> None:
+    """Those of steps 1 and 2; the half that a crash may lose is the second."""
+    for name in LINES:
+        (run_dir / name).write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2)))
+
+
 def crash(template: Path, work: Path, disk: Disk) -> bool:
     """Copies the template, writes step 2 on `disk`; returns whether it died."""
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(template, work)
-    known = {path.stat().st_ino for path in work.rglob("*")}
+    known = {path.stat().st_ino for path in work.rglob("*") if path.name not in LINES}
     with pytest.MonkeyPatch.context() as patch:
         disk.install(patch)
         try:
@@ -94,7 +104,7 @@ def crash(template: Path, work: Path, disk: Disk) -> bool:
 def test_a_crash_anywhere_leaves_old_or_new(tmp_path: Path, half_done: bool, start: str) -> None:
     template = tmp_path / "template"
     save(template, 1)
-    (template / "metrics.jsonl").write_text('{"step": 2}\n')
+    add_lines(template)
     if start != "one older checkpoint":
         shutil.copytree(step_folder(template, 1), step_folder(template, 2))
     work = tmp_path / "work"
@@ -106,6 +116,8 @@ def test_a_crash_anywhere_leaves_old_or_new(tmp_path: Path, half_done: bool, sta
         tensors, state = read_checkpoint(found)
         assert tensors["model"]["w"].eq(found.step).all()
         assert state["value"] == tensors["optimizer"]["w:step"].item() == found.step
+        for name in LINES:  # up to the checkpoint nothing is lost
+            assert [row["step"] for row in read_lines(work / name)][: found.step] == [*range(1, found.step + 1)]
         seen.add(found.step)
         clear_leftovers(work / "checkpoints")
         save(work, 2)
@@ -118,6 +130,7 @@ def test_a_crash_anywhere_leaves_old_or_new(tmp_path: Path, half_done: bool, sta
 def test_synced_before_named_and_named_before_pruned(tmp_path: Path) -> None:
     template = tmp_path / "template"
     save(template, 1)
+    add_lines(template)
     disk = Disk(None)
     assert not crash(template, tmp_path / "work", disk)
     names = [name for name, _ in disk.calls]
@@ -130,4 +143,34 @@ def test_synced_before_named_and_named_before_pruned(tmp_path: Path) -> None:
     assert removed
     assert min(removed) > published + 1
     inodes = {path.stat().st_ino for path in step_folder(tmp_path / "work", 2).iterdir()}
-    assert inodes <= disk.synced
+    assert inodes <= disk.synced.keys()
+    for name in LINES:
+        assert disk.synced.get((tmp_path / "work" / name).stat().st_ino, published) < published, name
+
+
+def test_a_file_written_over_is_the_old_text_or_the_new(tmp_path: Path) -> None:
+    """Not in a folder that is synced again when it gets its name: run_state.json, hub.json, a dataset's lines."""
+    file, old, new = tmp_path / "run_state.json", "the old text\n", "the new one, which is longer\n"
+    seen = set()
+    for point in range(10):
+        file.write_text(old, "utf-8")
+        known, disk = {file.stat().st_ino}, Disk(point)
+        with pytest.MonkeyPatch.context() as patch:
+            disk.install(patch)
+            try:
+                write_text(file, new)
+            except Killed:
+                assert disk.dead
+        disk.lose_what_was_not_synced(tmp_path, known)
+        assert file.read_text("utf-8") in (old, new), f"torn after a crash at call {point}"
+        seen.add(file.read_text("utf-8"))
+        clear_leftovers(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [file.name]
+        if not disk.dead:
+            break
+    assert not disk.dead
+    assert file.read_text("utf-8") == new
+    assert seen == {old, new}
+    renamed = [index for index, (name, _) in enumerate(disk.calls) if name == "replace"]
+    assert disk.synced[file.stat().st_ino] < renamed[0]
+    assert disk.synced[tmp_path.stat().st_ino] > renamed[0], "the folder's list of names"

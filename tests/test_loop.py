@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from finetune.loop import NotFinite, StepResult, optimizer_step
-from finetune.metrics import StepRecord
+from finetune.loop import NotFinite, StepResult, evaluate, optimizer_step, train
+from finetune.metrics import StepRecord, Terminal
 from finetune.model import build_model
 from finetune.phases import Phases
 from finetune.recipe import Recipe
-from finetune.run import Plan, TrainState, make_plan
-from tests.tiny import flat_batch
+from finetune.run import Plan, Run, TrainState, make_plan
+from tests.tiny import Documents, flat_batch
 
 CPU = torch.device("cpu")
 READS = {"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero"}
@@ -178,8 +182,105 @@ def test_micro_steps_round_up() -> None:
     assert [plan.micro_steps(rows) for rows in (1, 4, 5, 9)] == [1, 1, 2, 3]
 
 
+def through_json(state: TrainState) -> TrainState:
+    return TrainState.from_json(json.loads(json.dumps(state.as_json(), allow_nan=False)))
+
+
 def test_the_state_survives_json() -> None:
-    state = TrainState(step=3)
-    state.window.records.append(StepRecord(3, 0.1, 1.5, 0.2, 1e-4, 10, 20, 0.5, 0.01))
-    assert TrainState.from_json(state.as_json()) == state
-    assert TrainState.from_json(state.as_json()).best_eval_loss == math.inf
+    state = TrainState(
+        step=3,
+        best_eval_loss=1.25,
+        worse_evaluations=2,
+        skipped_steps=4,
+        loss_scaler={"scale": 512.0, "_growth_tracker": 7},
+        start_checksums={"lm_head.weight": "1f"},
+    )
+    state.window.records.append(StepRecord(3, 0.1, 1.5, 0.2, 1e-4, 10, 20, 0.5, 0.01, 512.0, 4))
+    new = TrainState()
+    assert [field.name for field in fields(state) if getattr(state, field.name) == getattr(new, field.name)] == []
+    assert through_json(state) == state
+    assert through_json(new) == new
+    assert new.best_eval_loss == math.inf
+
+
+class SeesSeeds(nn.Module):
+    """Notes what each forward's dropout would be drawn from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.seeds: list[int] = []
+
+    def forward(self, supervised: torch.Tensor, **_: Any) -> torch.Tensor:
+        self.seeds.append(torch.initial_seed())
+        return self.weight.sum() * len(supervised)
+
+
+def seeds_of_a_run(folder: Path, seed: int, rank: int, first_step: int = 0) -> list[int]:
+    """Of one of three ranks in four steps of two micro-batches, each of one row a rank."""
+    asked = recipe(folder, global_batch_size=6, per_device_batch_size=1, max_steps=4, seed=seed)
+    rows, model = Documents([5] * 6), SeesSeeds()
+    accelerator = Accelerator(cpu=True, mixed_precision="no")
+    accelerator.reduce = lambda tally, reduction: 3 * tally  # the ranks' rows are alike
+    run = Run(
+        recipe=asked,
+        accelerator=accelerator,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters()),
+        train_rows=rows,
+        eval_rows=None,
+        plan=make_plan(asked, len(rows), world_size=3, rank=rank, flat=True),
+        learning_rate=lambda _: 1e-3,
+        terminal=Terminal(4, silent=True),
+        phases=Phases(CPU, enabled=False),
+        stop_requested=lambda: False,
+        write_metrics=lambda _: None,
+        save=lambda _: None,
+        hold=nullcontext,
+    )
+    assert train(run, TrainState(step=first_step))
+    return model.seeds
+
+
+def test_dropout_is_drawn_anew_for_every_rank_step_and_micro_batch(tmp_path: Path) -> None:
+    seen = {(seed, rank): seeds_of_a_run(tmp_path, seed, rank) for seed in (0, 1) for rank in range(3)}
+    assert {len(seeds) for seeds in seen.values()} == {4 * 2}
+    assert len({seed for seeds in seen.values() for seed in seeds}) == 6 * 4 * 2
+    # From the step alone, so that a resumed run draws what the run would have drawn.
+    assert seeds_of_a_run(tmp_path, 0, 1, first_step=2) == seen[0, 1][2 * 2 :]
+    # These very numbers, so that one resumed after an upgrade does too.
+    assert seen[0, 0][:4] == [
+        3948308845846928943,
+        3948308845846928943 + 1,
+        1459132311362927889,
+        1459132311362927889 + 1,
+    ]
+    assert seen[1, 2][:4] == [
+        1939807794001100581,
+        1939807794001100581 + 1,
+        2288990342127131567,
+        2288990342127131567 + 1,
+    ]
+
+
+@pytest.mark.parametrize(("world_size", "per_device_batch_size"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (7, 1)])
+def test_an_evaluation_is_over_all_rows_whatever_divides_them(
+    bench: Bench, world_size: int, per_device_batch_size: int
+) -> None:
+    rows = Documents([7, 12, 5, 9, 16])
+    once = Plan(5, 5, 1, 5, 5, world_size=1, rank=0, seed=0, flat=True)
+    expected = evaluate(bench.accelerator, bench.model, rows, once)
+    alone = []
+    for row in range(5):
+        (batch,) = once.micro_batches(rows, np.array([row]))
+        with torch.no_grad():
+            alone.append(float(bench.model(**batch)))
+    assert expected == pytest.approx(sum(alone) / rows.supervised.sum(), rel=1e-6)
+    tallies: list[torch.Tensor] = []
+    bench.accelerator.reduce = lambda tally, reduction: (tallies.append(tally), torch.ones(2))[1]
+    for rank in range(world_size):
+        plan = Plan(5, 5, 1, 5, per_device_batch_size, world_size=world_size, rank=rank, seed=0, flat=True)
+        evaluate(bench.accelerator, bench.model, rows, plan)
+    loss_sum, tokens = torch.stack(tallies).sum(0).tolist()
+    assert tokens == rows.supervised.sum()
+    assert loss_sum / tokens == pytest.approx(expected, rel=1e-6)

@@ -12,6 +12,7 @@ from finetune import loss as loss_module
 from finetune.loss import IGNORE, summed_cross_entropy
 
 VOCABULARY, HIDDEN = 97, 32
+ALL, SUPERVISED = 100, 91  # positions in `inputs`
 
 
 def inputs(dtype: torch.dtype, *, bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -41,13 +42,14 @@ def positions(targets: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("told", [False, True], ids=["all positions", "supervised alone"])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("tokens_per_chunk", [1, 7, 100, 1000])
+@pytest.mark.parametrize("tokens_per_chunk", [1, 8, 100, 1000])  # 8: the last chunk is not a whole one
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_loss_and_gradients(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bound: float, tokens_per_chunk: int, bias: bool, told: bool
 ) -> None:
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * VOCABULARY * tokens_per_chunk)
     hidden, weight, offset, targets = inputs(dtype, bias=bias)
+    assert (targets.numel(), len(positions(targets))) == (ALL, SUPERVISED)
     expected, gradients = reference(hidden, weight, offset, targets)
     loss = summed_cross_entropy(hidden, weight, targets, offset, positions(targets) if told else None)
     assert loss.dtype == torch.float32
@@ -57,6 +59,11 @@ def test_loss_and_gradients(
     for ours, theirs in zip([x for x in (hidden, weight, offset) if x is not None], gradients, strict=True):
         assert ours.grad is not None
         assert relative(ours.grad, theirs) < bound
+
+
+def test_a_chunk_size_leaves_a_rest_in_both_counts() -> None:
+    assert ALL % 8
+    assert SUPERVISED % 8
 
 
 def test_frozen_head_gets_no_gradient_and_hidden_the_same_one() -> None:

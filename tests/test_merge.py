@@ -16,6 +16,7 @@ import torch
 from huggingface_hub import HfApi
 from peft import PeftModel
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -28,7 +29,7 @@ from finetune.tuned import fitting
 from tests.finished import finished_run
 from tests.hub import running_hub
 from tests.hub.server import TOKEN
-from tests.tiny import save_tiny, tiny_model
+from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 NF4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
@@ -147,6 +148,27 @@ def test_rounded_weights_agree_less_and_are_told_so(run: Path, capsys: pytest.Ca
     lost = facts | {"agreement": facts["agreement"] | {"base": rounded}}
     assert "100% of what the adapter changed is lost in bfloat16" in in_words(lost)
     assert "is lost" not in in_words(facts)
+
+
+def test_what_bfloat16_could_not_hold_is_added_in_float32(tmp_path: Path) -> None:
+    """An adapter so small that a bfloat16 weight plus its change is the weight; `--dtype float32` keeps it."""
+    folder = tmp_path / "base"
+    tiny_model().bfloat16().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    run = finished_run(tmp_path, folder, move=1e-5, model={"dtype": "bfloat16"}, lora={"r": 4, "lora_alpha": 8})
+    merge_run(run, dtype="float32", base=None, prompts=0, tell=print)
+    base, merged = load_file(folder / "model.safetensors"), load_file(run / "merged" / "model.safetensors")
+    adapter = load_file(run / "adapter" / "adapter_model.safetensors")
+    layers = [name.removesuffix(".lora_A.weight") for name in adapter if name.endswith(".lora_A.weight")]
+    assert len(layers) == 14
+    for layer in layers:
+        change = 2.0 * adapter[f"{layer}.lora_B.weight"] @ adapter[f"{layer}.lora_A.weight"]
+        name = f"{layer.removeprefix('base_model.model.')}.weight"
+        weight = base[name].float()
+        kept = (weight + change).bfloat16() == base[name]
+        assert kept.float().mean() > 0.95, "the change is too large for this test"
+        torch.testing.assert_close(merged[name] - weight, change, rtol=0, atol=1e-7)
+        assert change.abs().max() > 5e-6
 
 
 def test_the_verb_shows_a_table(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,24 @@ def test_lora_trains_adapters_alone_in_float32_over_a_bfloat16_base(tiny_llama: 
     assert {parameter.dtype for parameter in frozen} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("saved", ["lm_head", "embed_tokens", "norm"])
+def test_modules_trained_in_full_are_float32_too(tiny_llama: Path, saved: str, device: str) -> None:
+    """peft 0.21 makes adapters float32 and leaves the modules it copies in the base's format."""
+    asked = recipe(tiny_llama, lora={"r": 4, "modules_to_save": [saved]}, model={"dtype": "bfloat16"})
+    model = build_model(asked, torch.device(device))
+    found = trained(model)
+    assert {parameter.dtype for parameter in found.values()} == {torch.float32}
+    copied = [name for name in found if "lora_" not in name]
+    assert copied
+    assert all(saved in name for name in copied)
+    for name in copied:
+        original = model.get_parameter(name.replace("modules_to_save.default", "original_module"))
+        assert original.dtype == torch.bfloat16
+        if device == "cpu":
+            assert torch.equal(found[name], original.float())
+
+
 @pytest.mark.parametrize(
     "lora",
     [

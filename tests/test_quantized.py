@@ -24,6 +24,7 @@ from finetune.export import export_adapter
 from finetune.model import _bitsandbytes, build_model, decoder_parts, load_tokenizer
 from finetune.quantized import (
     TENSORS,
+    as_quantized,
     check_sharded_quantization,
     frozen_weights,
     plain_quantized_weights,
@@ -32,7 +33,7 @@ from finetune.quantized import (
 )
 from finetune.recipe import Recipe
 from finetune.recipe_file import load_recipe
-from tests.tiny import flat_batch, save_tiny
+from tests.tiny import flat_batch, save_tiny, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 NF4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
@@ -43,6 +44,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "nf4 in bfloat16 containers": NF4 | {"bnb_4bit_quant_storage": "bfloat16"},
     "int8": {"load_in_8bit": True},
 }
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2: q, k and v have biases, of a size that shows (fresh ones are zero)."""
+    folder, model = tmp_path_factory.mktemp("biased"), tiny_model("qwen2")
+    draw = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=draw)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def recipe(folder: Path, quantization: dict[str, Any] | None, dtype: str = "float32", **lora: Any) -> Recipe:
@@ -100,11 +114,11 @@ def over_dequantised(model: nn.Module, folder: Path) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradients_are_those_of_the_dequantised_weights(kind: str, tiny_llama: Path) -> None:
-    model = build_model(recipe(tiny_llama, KINDS[kind]), CPU).train()
+def test_loss_and_gradients_are_those_of_the_dequantised_weights(kind: str, biased: Path) -> None:
+    model = build_model(recipe(biased, KINDS[kind]), CPU).train()
     for parameter in trained(model).values():  # B is zero at first, and A's gradient with it
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-    plain = over_dequantised(model, tiny_llama)
+    plain = over_dequantised(model, biased)
     batch = flat_batch((19,))
     model(**batch).backward()
     logits = plain(input_ids=batch["input_ids"]).logits[0, :-1]
@@ -249,10 +263,11 @@ FOUR_BIT = [kind for kind in KINDS if kind != "int8"]
 
 
 @pytest.mark.parametrize("kind", FOUR_BIT)
-def test_plain_weights_compute_the_same(kind: str, tiny_llama: Path) -> None:
+def test_plain_weights_compute_the_same(kind: str, biased: Path) -> None:
     losses, gradients = [], []
     for plain in (False, True):
-        model = build_model(recipe(tiny_llama, KINDS[kind]), CPU).train()
+        model = build_model(recipe(biased, KINDS[kind]), CPU).train()
+        assert sum(layer.bias is not None for layer in quantized_layers(model)) == 6
         if plain:
             plain_quantized_weights(model)
             assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
@@ -262,6 +277,26 @@ def test_plain_weights_compute_the_same(kind: str, tiny_llama: Path) -> None:
         gradients.append([parameter.grad for parameter in trained(model).values()])
     assert losses[0] == losses[1]
     assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_weight_becomes_is_what_its_layer_stands_for(kind: str, dtype: str, tiny_llama: Path) -> None:
+    """Of each layer of a loaded model; that is what is merged when the adapter was trained beside it."""
+    asked = recipe(tiny_llama, KINDS[kind], dtype)
+    assert asked.quantization is not None
+    whole = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=getattr(torch, dtype))
+    model = decoder_parts(build_model(asked, CPU))
+    packed_layers = set(quantized_layers(model))
+    layers = {
+        name.removesuffix(".base_layer"): layer for name, layer in model.named_modules() if layer in packed_layers
+    }
+    assert len(layers) == 14
+    for name, layer in layers.items():
+        weight = whole.get_submodule(name).weight.detach()
+        found, wanted = as_quantized(weight, asked.quantization), dequantised(layer)
+        assert (found.float() - weight.float()).abs().max() > 1e-4, "it was rounded"
+        torch.testing.assert_close(found.float(), wanted, rtol=1e-6 if dtype == "float32" else 2**-8, atol=1e-8)
 
 
 def structure(model: nn.Module) -> dict[str, tuple[Any, ...]]:

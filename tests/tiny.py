@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -116,3 +117,18 @@ def flat_batch(lengths: Sequence[int] = (7, 12), seed: int = 0, vocabulary: int 
         "cu_seq_lens": torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
         "document_lengths": tuple(lengths),
     }
+
+
+class Documents:
+    """Rows of one random document each, all of it learned, as the loop asks for them."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = np.array(lengths)
+        self.supervised = self.lengths - 1  # nothing is learned of the first token
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def documents(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        ids = np.random.default_rng(row).integers(3, 512, self.lengths[row])
+        return [(ids, ids)]

@@ -1,0 +1,112 @@
+"""An engine that shards, on one gloo rank in this process: it gathers, reduces and keeps state as one of many does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import nn
+from torch.distributed.tensor import debug
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from finetune.assemble import Assembled, assemble
+from finetune.loop import StepResult, optimizer_step
+from finetune.phases import Phases
+from finetune.plan.zero_trace import engine_without_ranks
+from finetune.recipe import Recipe
+from finetune.runtime import build_accelerator
+from finetune.strategy import read_strategy
+from finetune.zero import release_engine
+from tests.test_runtime import ALONE
+
+CPU = torch.device("cpu")
+LEARNING_RATE = 1e-3
+
+
+def half_recipe(base: Path, folder: Path, strategy: str) -> Recipe:
+    """All weights, computed in bfloat16: what is gathered is not what the optimizer holds."""
+    return Recipe.model_validate(
+        {
+            "model": {"name_or_path": str(base)},
+            "data": {"train": [{"path": "json"}]},
+            "lora": None,
+            "training": {
+                "mixed_precision": "bf16",
+                "activation_checkpointing": False,
+                "learning_rate": LEARNING_RATE,
+                "weight_decay": 0.0,
+            },
+            "output_dir": str(folder / "run"),
+            "accelerate_config": strategy,
+        }
+    )
+
+
+@contextmanager
+def as_before() -> Iterator[None]:
+    """Environment, process group and Accelerate's one state a process are afterwards what they were."""
+    environment = dict(os.environ)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        unset_hf_deepspeed_config()
+        # torch remembers what an operation on shards gives by their mesh, of whose groups none is left; no public way.
+        debug._clear_sharding_prop_cache()
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+class OneRank:
+    """A recipe's accelerator and parts, ready to train."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        strategy = read_strategy(recipe.accelerate_config)
+        self.recipe = recipe
+        self.accelerator: Accelerator = build_accelerator(recipe, strategy, replace(ALONE, on_cpu=True))
+        self.parts: Assembled = assemble(recipe, strategy, self.accelerator)
+        self.parts.model.train()
+        for group in self.parts.optimizer.param_groups:
+            group["lr"] = LEARNING_RATE
+
+    def step(self, batches: Sequence[Any], model: nn.Module | None = None) -> StepResult:
+        """One optimizer step, without clipping; `model` stands before the one that is trained."""
+        return optimizer_step(
+            self.accelerator,
+            model or self.parts.model,
+            self.parts.optimizer,
+            iter(batches),
+            micro_steps=len(batches),
+            supervised_tokens=sum(len(batch["supervised"]) for batch in batches),
+            max_grad_norm=None,
+            seed=0,
+            stop=False,
+            phases=Phases(CPU, enabled=False),
+        )
+
+
+@contextmanager
+def one_rank(recipe: Recipe) -> Iterator[OneRank]:
+    """Built in a process group of its own, and let go of."""
+    folder = Path(recipe.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        stack.enter_context(as_before())
+        if read_strategy(recipe.accelerate_config).zero_stage:
+            stack.enter_context(engine_without_ranks(CPU))
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        built = OneRank(recipe)
+        stack.callback(release_engine, built.accelerator)
+        stack.callback((folder / "store").unlink, missing_ok=True)
+        yield built

@@ -1,0 +1,197 @@
+"""FSDP2 in one process: what is read after an evaluation, and which rows of which tensor each of many ranks gets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from finetune.assemble import Assembled
+from finetune.errors import EnvironmentMismatch
+from finetune.fsdp import is_first_copy, make_mesh, row_range, shard_model
+from finetune.loop import evaluate
+from finetune.model import build_model, decoder_parts
+from finetune.pieces import covers, piece_to_write
+from finetune.run import make_plan
+from finetune.save_restore import held, read_back, save_aside
+from finetune.strategy import read_strategy
+from finetune.trained_change import trained_checksums
+from tests.one_rank import CPU, OneRank, as_before, half_recipe, one_rank
+from tests.tiny import Documents, flat_batch, save_tiny
+
+
+def look(rank: OneRank) -> None:
+    """An evaluation."""
+    rows = Documents([7, 12, 5])
+    plan = make_plan(rank.recipe, len(rows), world_size=1, rank=0, flat=True)
+    assert math.isfinite(evaluate(rank.accelerator, rank.parts.model, rows, plan))
+
+
+def gathered(rank: OneRank) -> list[str]:
+    """The parameters that are whole now, and not those of the optimizer."""
+    return [name for name, tensor in rank.parts.whole.named_parameters() if not isinstance(tensor, DTensor)]
+
+
+@pytest.fixture
+def sharded(tiny_llama: Path, tmp_path: Path) -> Iterator[OneRank]:
+    with one_rank(half_recipe(tiny_llama, tmp_path, "fsdp2")) as rank:
+        yield rank
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def checkpointed(parts: Assembled) -> dict[str, Tensor]:
+    found = held(parts)
+    return {f"{group} {name}": whole(tensor) for group in found for name, tensor in found[group].items()}
+
+
+def exported(parts: Assembled) -> dict[str, Tensor]:
+    return {name: whole(tensor) for name, tensor in parts.trained_weights(dtype=None, keep=True).items()}
+
+
+def summed(parts: Assembled) -> dict[str, Tensor]:
+    return {name: torch.tensor([*bytes.fromhex(checksum)]) for name, checksum in trained_checksums(parts).items()}
+
+
+@pytest.mark.parametrize("read", [checkpointed, exported, summed])
+def test_what_is_read_after_an_evaluation_is_what_the_optimizer_holds(
+    sharded: OneRank, read: Callable[[Assembled], dict[str, Tensor]]
+) -> None:
+    sharded.step([flat_batch(seed=0)])
+    assert gathered(sharded) == []
+    expected = read(sharded.parts)
+    look(sharded)
+    assert "lm_head.weight" in gathered(sharded), "else there is nothing to put back"
+    found = read(sharded.parts)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensor.dtype == found[name].dtype
+        assert torch.equal(tensor, found[name]), name
+    assert gathered(sharded) == []
+
+
+def test_what_was_saved_is_read_back_after_an_evaluation(sharded: OneRank) -> None:
+    sharded.step([flat_batch(seed=0)])
+    folder, expected = save_aside(sharded.recipe, sharded.parts), checkpointed(sharded.parts)
+    sharded.step([flat_batch(seed=1)])
+    look(sharded)
+    read_back(sharded.parts, folder)
+    found = checkpointed(sharded.parts)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_an_evaluation_between_steps_changes_nothing(tiny_llama: Path, tmp_path: Path) -> None:
+    steps, ends = [], []
+    for looks in (False, True):
+        with one_rank(half_recipe(tiny_llama, tmp_path / str(looks), "fsdp2")) as rank:
+            steps.append([])
+            for seed in range(3):
+                if looks:
+                    look(rank)
+                steps[-1].append(rank.step([flat_batch(seed=seed)]))
+                assert gathered(rank) == []
+            ends.append(checkpointed(rank.parts))
+    assert steps[0] == steps[1]
+    assert steps[0][0].loss != steps[0][2].loss
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+
+
+class Scattered:
+    """Rank 0's calls, kept for the ranks that come after it."""
+
+    def __init__(self) -> None:
+        self.parts: list[list[Tensor]] = []
+        self.buffers: list[Tensor] = []
+
+    @contextmanager
+    def rank(self, rank: int, world: int) -> Iterator[None]:
+        """This process is that rank, in a group whose other ranks are not there."""
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public fake process group
+
+        parts, buffers = iter(self.parts), iter(self.buffers)
+
+        def scatter(into: Tensor, given: list[Tensor] | None, src: int) -> None:
+            assert (src, given is None) == (0, rank > 0)
+            if given is not None:
+                assert len(given) == world
+                self.parts.append([part.clone() for part in given])
+            into.copy_(given[0] if given is not None else next(parts)[rank])
+
+        def broadcast(tensor: Tensor, src: int) -> None:
+            if rank == src == 0:
+                self.buffers.append(tensor.clone())
+            else:
+                tensor.copy_(next(buffers))
+
+        with as_before():
+            dist.init_process_group(dist.Backend.FAKE, rank=rank, world_size=world, store=FakeStore())
+            with mock.patch.object(dist, "scatter", scatter), mock.patch.object(dist, "broadcast", broadcast):
+                yield
+
+
+@pytest.mark.parametrize(("world", "copies"), [(1, 1), (2, 1), (5, 1), (4, 2), (6, 2), (6, 3)])
+def test_every_rank_gets_its_rows_and_each_row_is_written_once(world: int, copies: int, tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", "qwen3", tie_word_embeddings=copies > 1)
+    asked, strategy = half_recipe(base, tmp_path, "fsdp2"), read_strategy("fsdp2")
+    if copies > 1:
+        sizes = {"parallelism_config": {"parallelism_config_dp_replicate_size": copies}}
+        strategy = replace(strategy, settings=strategy.settings | sizes)
+    shards, ranks = world // copies, Scattered()
+    full = {name: tensor.detach() for name, tensor in build_model(asked, CPU).named_parameters()}
+    written: dict[str, list[tuple[int, int]]] = {name: [] for name in full}
+    for rank in range(world):
+        with ranks.rank(rank, world):
+            decoder = decoder_parts(build_model(asked, CPU if rank == 0 else torch.device("meta")))
+            shard_model(decoder, strategy, make_mesh(strategy, CPU), CPU, torch.bfloat16)
+            found = dict(decoder.named_parameters())
+            assert found.keys() == full.keys()
+            for name, parameter in found.items():
+                assert isinstance(parameter, DTensor)
+                rows = -(-len(full[name]) // shards)  # as torch.chunk cuts
+                mine = full[name][rank % shards * rows : (rank % shards + 1) * rows]
+                assert torch.equal(parameter.to_local(), mine), f"rank {rank}: {name}"
+                first, last = row_range(parameter)
+                assert last - first == len(mine)
+                assert is_first_copy(parameter) == (rank < shards)
+                if (piece := piece_to_write(parameter, rank)) is not None and piece.tensor.numel():
+                    written[name].append((piece.start, piece.tensor.numel()))
+    assert all(covers(written[name], full[name].numel()) for name in full)
+
+
+@pytest.mark.parametrize(
+    ("copies", "shape", "place"), [(2, (2, 4), (1, 1)), (4, (4, 2), (2, 1)), (0, (2, 4), (1, 1)), (None, (8,), (5,))]
+)
+def test_copies_are_the_outer_dimension(
+    copies: int | None, shape: tuple[int, ...], place: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 5 of 8. 0 stands for one copy a node, of four ranks here."""
+    strategy = read_strategy("fsdp2")
+    sizes = {"parallelism_config": {"parallelism_config_dp_replicate_size": copies}}
+    if copies is not None:
+        strategy = replace(strategy, settings=strategy.settings | sizes)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with Scattered().rank(5, 8):
+        mesh = make_mesh(strategy, CPU)
+        assert (mesh.shape, mesh.mesh_dim_names) == (shape, ("copies", "shards")[-len(shape) :])
+        assert tuple(mesh.get_coordinate() or ()) == place
+
+
+@pytest.mark.parametrize("copies", [3, 8])
+def test_ranks_that_make_no_copies_are_refused(copies: int) -> None:
+    sizes = {"parallelism_config": {"parallelism_config_dp_replicate_size": copies}}
+    strategy = read_strategy("fsdp2")
+    strategy = replace(strategy, settings=strategy.settings | sizes)
+    with Scattered().rank(0, 8), pytest.raises(EnvironmentMismatch, match="parallelism_config_dp_replicate_size"):
+        make_mesh(strategy, CPU)

@@ -1,0 +1,86 @@
+"""Each rule for what looks like a secret: what it finds, whole, and what is one character too few."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finetune.secret_scan import HIDDEN, LOOKS, MIN_LENGTH, find_secret, hide_secrets, known_secrets, secret_key
+
+HEAD = "-----BEGIN "
+# By kind: what is one, and what is none though nearly so. Letters are repeated: nobody's secret looks like that.
+SAMPLES: dict[str, tuple[list[str], list[str]]] = {
+    "a Hugging Face token": (
+        [f"{maker}_{'x' * 20}" for maker in ("hf", "api_org")],
+        ["hf_" + "x" * 19, "shelf_" + "x" * 20, "hf-" + "x" * 20, "api_org_" + "x" * 19],
+    ),
+    "an API key": (
+        ["sk-" + "x" * 20, "sk-proj-" + "x" * 10 + "_9-" + "x" * 10],
+        ["sk-" + "x" * 19, "task-" + "x" * 20, "sk_" + "x" * 20],
+    ),
+    "a GitHub token": (
+        [*(f"gh{letter}_{'x' * 36}" for letter in "pousr"), "github_pat_" + "x_" * 25],
+        ["ghp_" + "x" * 35, "gha_" + "x" * 36, "github_pat_" + "x" * 49],
+    ),
+    "an AWS key": (["AKIA" + "X9" * 8], ["AKIA" + "X" * 15, "AKIA" + "X" * 17, "AKIA" + "x" * 16]),
+    "a Slack token": (
+        [f"xox{letter}-{'1-' * 5}" for letter in "abprs"],
+        ["xoxb-" + "1" * 9, "xoxc-" + "1" * 10],
+    ),
+    "a Google key": (["AIza" + "x_-9A" * 7], ["AIza" + "x" * 34, "AIZA" + "x" * 35]),
+    "a private key": (
+        [f"{HEAD}{kind}PRIVATE KEY-----" for kind in ("", "RSA ", "EC ", "OPENSSH ")],
+        [f"{HEAD}PUBLIC KEY-----", f"{HEAD}RSA PRIVATE KEY", f"{HEAD}rsa PRIVATE KEY-----"],
+    ),
+    "a password in an address": (
+        ["https://me:word@", "postgresql+asyncpg://me:w@", "s3://" + "m" * 100 + ":" + "w" * 100 + "@"],
+        ["https://host:8080/a@b", "https://me@host", "https://:word@host", "//me:word@host", "https://me:@host"],
+    ),
+}
+
+
+def test_each_rule_has_samples() -> None:
+    assert list(SAMPLES) == [kind for kind, _ in LOOKS]
+    assert len(SAMPLES) == len(LOOKS) == 8
+    assert all(found and missed for found, missed in SAMPLES.values())
+
+
+@pytest.mark.parametrize("around", ["{}", "key: {}\n", '{{"key": "{}"}}', "({})"])
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_what_is_one_is_found_and_hidden(kind: str, around: str) -> None:
+    for secret in SAMPLES[kind][0]:
+        text = "one\ntwo " + around.format(secret)
+        assert find_secret(text, []) == (2, kind), secret
+        assert hide_secrets(text, []) == "one\ntwo " + around.format(HIDDEN), secret
+        assert secret_key({"data": [{"path": "json"}, {"note": text}]}, []) == ("data.1.note", kind), secret
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_what_is_none_is_left(kind: str) -> None:
+    for words in SAMPLES[kind][1]:
+        text = f"one {words} two"
+        assert find_secret(text, []) is None, words
+        assert hide_secrets(text, []) == text
+
+
+def test_the_first_of_several_is_told() -> None:
+    aws, slack = (SAMPLES[kind][0][0] for kind in ("an AWS key", "a Slack token"))
+    assert find_secret(f"\n{slack}\n{aws}", [aws]) == (2, "a Slack token")
+    assert find_secret(f"\n{aws}\n{slack}", [slack]) == (2, "an AWS key")
+    assert find_secret(f"the word\n{aws}", ["word"]) == (1, "a secret of this machine")
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "MY_SECRET", "DB_PASSWORD", "PASSWD", "OPENAI_API_KEY", "some_apikey", "AWS_CREDENTIAL"]
+)
+def test_values_of_secret_variables_are_known(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    value = "9" * MIN_LENGTH
+    assert value not in known_secrets()
+    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setenv("TOKEN_FILE", str(tmp_path))
+    assert value in known_secrets()
+    assert not {"false", str(tmp_path)} & known_secrets()
+    monkeypatch.setenv(name, value[1:])
+    assert value[1:] not in known_secrets()

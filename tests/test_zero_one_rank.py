@@ -1,0 +1,108 @@
+"""DeepSpeed's engines, one rank in this process: a step's gradients are added up in float32, and used once."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from finetune.errors import NotFinite
+from finetune.zero_pieces import trained_pieces
+from tests.curve_table import ZERO
+from tests.one_rank import LEARNING_RATE, OneRank, half_recipe, one_rank
+from tests.tiny import flat_batch
+
+# Without the disk, for which DeepSpeed compiles; the slow tests have it.
+STRATEGIES = [name for name in ZERO if name != "zero3_nvme"]
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request: pytest.FixtureRequest) -> str:
+    if find_spec("deepspeed") is None:
+        pytest.skip("needs DeepSpeed")
+    return str(request.param)
+
+
+def trained(rank: OneRank) -> dict[str, Tensor]:
+    """Masters by name, and `name:exp_avg`, `name:step` of the optimizer."""
+    groups = trained_pieces(rank.parts.engine)
+    return {name: piece.tensor for group in groups.values() for name, piece in group.items()}
+
+
+def test_gradients_of_micro_batches_add_up_in_float32(strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
+    """Sixteen times the same: each sixteenth is the whole's gradient to the bit but for its exponent, so that only
+    their sum could be rounded. After one step the first moment is a tenth of the gradient."""
+    found, norms = [], []
+    for micro_steps in (1, 16):
+        with one_rank(half_recipe(tiny_llama, tmp_path / str(micro_steps), strategy)) as rank:
+            assert rank.parts.engine.communication_data_type == torch.float32
+            norms.append(rank.step([flat_batch()] * micro_steps).grad_norm)
+            found.append({name: tensor for name, tensor in trained(rank).items() if name.endswith(":exp_avg")})
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    assert found[0].keys() == found[1].keys() != set()
+    for name, whole in found[0].items():
+        torch.testing.assert_close(found[1][name], whole, rtol=1e-6, atol=0, msg=name)
+
+
+def test_a_step_is_one_update(strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
+    with one_rank(half_recipe(tiny_llama, tmp_path, strategy)) as rank:
+        start = trained(rank)
+        for step in (1, 2):
+            rank.step([flat_batch(seed=seed) for seed in range(3)])
+            now = trained(rank)
+            counts = [float(tensor) for name, tensor in now.items() if name.endswith(":step")]
+            assert set(counts) == {step}
+            moved = max(float((now[name] - start[name]).abs().max()) for name in start)
+            assert moved == pytest.approx(step * LEARNING_RATE, rel=0.01)  # AdamW's first steps, of about that each
+
+
+def test_the_last_micro_batch_alone_ends_a_step(strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
+    """Between ranks ZeRO-1 reduces there all that was added up: a second time if it were told so of each."""
+    told: list[bool] = []
+    with one_rank(half_recipe(tiny_llama, tmp_path, strategy)) as rank:
+        engine = rank.parts.engine
+        backward = engine.backward
+
+        def watched(loss: Tensor, **options: Any) -> Any:
+            told.append(engine.is_gradient_accumulation_boundary())
+            return backward(loss, **options)
+
+        with mock.patch.object(engine, "backward", watched):
+            for _ in range(2):
+                rank.step([flat_batch(seed=seed) for seed in range(3)])
+    assert told == [False, False, True] * 2
+
+
+class Spoilt(nn.Module):
+    """Infinite loss, through which gradients are not finite."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._inner = [inner]  # not a member: DeepSpeed's hooks know the engine alone
+
+    def forward(self, **batch: Any) -> Tensor:
+        loss: Tensor = self._inner[0](**batch)
+        return loss * math.inf
+
+
+def test_gradients_of_a_refused_step_are_not_used_again(strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
+    batches, ends, steps = [flat_batch(seed=seed) for seed in range(2)], [], []
+    for spoils in (False, True):
+        with one_rank(half_recipe(tiny_llama, tmp_path / str(spoils), strategy)) as rank:
+            if spoils:
+                start = trained(rank)
+                with pytest.raises(NotFinite):
+                    rank.step([flat_batch(seed=9)], Spoilt(rank.parts.model))
+                after = trained(rank)
+                assert all(torch.equal(tensor, after[name]) for name, tensor in start.items())
+            steps.append(rank.step(batches))
+            ends.append(trained(rank))
+    assert steps[0] == steps[1]
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
