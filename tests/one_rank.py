@@ -75,7 +75,7 @@ class OneRank:
         strategy = read_strategy(recipe.accelerate_config)
         self.recipe = recipe
         self.accelerator: Accelerator = build_accelerator(recipe, strategy, replace(ALONE, on_cpu=True))
-        self.parts: Assembled = assemble(recipe, strategy, self.accelerator)
+        self.parts: Assembled = assemble(recipe, strategy, self.accelerator, launch=None)
         self.parts.model.train()
         for group in self.parts.optimizer.param_groups:
             group["lr"] = LEARNING_RATE
