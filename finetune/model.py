@@ -269,7 +269,7 @@ def _add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool) -> nn.Mod
         )
     if pure_bf16:
         _adapters_as_elsewhere(adapted)
-    else:
+    else:  # peft 0.21 makes adapters float32, and leaves its copies of modules_to_save in the base's format
         for parameter in adapted.parameters():
             if parameter.requires_grad and parameter.dtype != torch.float32:
                 parameter.data = parameter.data.float()

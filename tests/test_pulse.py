@@ -18,6 +18,7 @@ import pytest
 
 from finetune import pulse
 from finetune.beats import Beat, Heart, State, beat_file, clear_beats, holds_lock, process_is_gone, read_beat
+from finetune.errors import RankLost
 from finetune.last_words import say_last
 from finetune.pulse import Progress, Watch
 from finetune.run_folder import claim_run_folder, read_state
@@ -185,6 +186,79 @@ def test_the_record_names_the_first_cause(run_dir: Path) -> None:
         assert (state["state"], state["rank"], state["phase"], state["step"]) == ("failed", 1, "training", 7)
         other = replace(lost, beat=replace(lost.beat, rank=0))
         assert own._record(other) == line, "what other ranks meet then is its consequence"
+
+
+class Ended(BaseException):
+    """In place of this process's end."""
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The codes with which this process would have ended, under no launcher."""
+    codes: list[int] = []
+
+    def end(code: int) -> None:
+        codes.append(code)
+        raise Ended
+
+    monkeypatch.setattr(os, "_exit", end)
+    for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    return codes
+
+
+def last_line(process: subprocess.Popen[str]) -> str:
+    return (
+        f"\nrank 1 died on {os.uname().nodename} (process {process.pid}): killed, perhaps for memory (see dmesg), or "
+        "crashed; it was at step 7, training; continue with: again\n"
+    )
+
+
+def test_the_thread_ends_this_process_when_another_rank_dies(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, ends: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with other_rank(run_dir) as process:
+        own = Watch(run_dir, replace(ALONE, world_size=2), Progress(), Heart(run_dir, 0, TOKEN), TOKEN, 8, "again")
+        monkeypatch.setattr(os, "_exit", lambda code: (ends.append(code), own._stop.set()))
+        process.kill()
+        process.wait()
+        own._thread.join(60)
+    assert ends == [RankLost.exit_code]
+    assert capfd.readouterr().err == last_line(process)
+    state, beat = read_state(run_dir), read_beat(run_dir, 0, TOKEN)
+    assert state is not None
+    assert (state["state"], state["rank"]) == ("failed", 1)
+    assert beat is not None
+    assert beat.state == "left", "so that nobody takes this rank for the first cause"
+
+
+@pytest.mark.parametrize("words", ["[gloo] Connection closed by peer", "NCCL error: remote process exited"])
+def test_a_broken_collective_ends_it_too_and_one_rank_speaks(
+    run_dir: Path, ends: list[int], capfd: pytest.CaptureFixture[str], words: str
+) -> None:
+    with other_rank(run_dir) as process, watch(run_dir) as own:
+        process.kill()
+        process.wait()
+        for _ in range(2):  # as if by two ranks of this machine
+            with pytest.raises(Ended):
+                own.explain(RuntimeError(words))
+    assert ends == [RankLost.exit_code] * 2
+    assert capfd.readouterr().err == last_line(process)
+
+
+def test_a_frozen_rank_is_killed(run_dir: Path, ends: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    """Its launcher would wait for it."""
+    with other_rank(run_dir) as process, watch(run_dir) as own:
+        another_beat(run_dir)
+        stop(process)
+        own._look_at(1, 0.0)
+        lost = own._look_at(1, 7.0)
+        assert lost is not None
+        with pytest.raises(Ended):
+            own._end(lost)
+        assert process.wait(60) == -signal.SIGKILL
+    assert "rank 1 froze on" in capfd.readouterr().err
+    assert ends == [RankLost.exit_code]
 
 
 def test_an_error_of_our_own_is_left_to_us(run_dir: Path) -> None:

@@ -13,7 +13,7 @@ HEAD = "-----BEGIN "
 SAMPLES: dict[str, tuple[list[str], list[str]]] = {
     "a Hugging Face token": (
         [f"{maker}_{'x' * 20}" for maker in ("hf", "api_org")],
-        ["hf_" + "x" * 19, "shelf_" + "x" * 20, "hf-" + "x" * 20, "api_org_" + "x" * 19],
+        ["hf_" + "x" * 19, "behf_" + "x" * 20, "hf-" + "x" * 20, "api_org_" + "x" * 19],
     ),
     "an API key": (
         ["sk-" + "x" * 20, "sk-proj-" + "x" * 10 + "_9-" + "x" * 10],
@@ -21,21 +21,27 @@ SAMPLES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a GitHub token": (
         [*(f"gh{letter}_{'x' * 36}" for letter in "pousr"), "github_pat_" + "x_" * 25],
-        ["ghp_" + "x" * 35, "gha_" + "x" * 36, "github_pat_" + "x" * 49],
+        ["ghp_" + "x" * 35, "gha_" + "x" * 36, "aghp_" + "x" * 36, "github_pat_" + "x" * 49],
     ),
-    "an AWS key": (["AKIA" + "X9" * 8], ["AKIA" + "X" * 15, "AKIA" + "X" * 17, "AKIA" + "x" * 16]),
+    "an AWS key": (
+        ["AKIA" + "X9" * 8],
+        ["AKIA" + "X" * 15, "AKIA" + "X" * 17, "AKIA" + "x" * 16, "AAKIA" + "X" * 16],
+    ),
     "a Slack token": (
         [f"xox{letter}-{'1-' * 5}" for letter in "abprs"],
-        ["xoxb-" + "1" * 9, "xoxc-" + "1" * 10],
+        ["xoxb-" + "1" * 9, "xoxc-" + "1" * 10, "axoxb-" + "1" * 10],
     ),
-    "a Google key": (["AIza" + "x_-9A" * 7], ["AIza" + "x" * 34, "AIZA" + "x" * 35]),
+    "a Google key": (["AIza" + "x_-9A" * 7], ["AIza" + "x" * 34, "AIZA" + "x" * 35, "AAIza" + "x" * 35]),
     "a private key": (
         [f"{HEAD}{kind}PRIVATE KEY-----" for kind in ("", "RSA ", "EC ", "OPENSSH ")],
         [f"{HEAD}PUBLIC KEY-----", f"{HEAD}RSA PRIVATE KEY", f"{HEAD}rsa PRIVATE KEY-----"],
     ),
     "a password in an address": (
-        ["https://me:word@", "postgresql+asyncpg://me:w@", "s3://" + "m" * 100 + ":" + "w" * 100 + "@"],
-        ["https://host:8080/a@b", "https://me@host", "https://:word@host", "//me:word@host", "https://me:@host"],
+        ["https://me:word@", "a://m:w@", "a" * 21 + "://m:w@", "s3://" + "m" * 100 + ":" + "w" * 100 + "@"],
+        [
+            *("https://host:8080/a@b", "https://me@host", "https://:word@host", "//me:word@host", "https://me:@host"),
+            *("a" * 22 + "://m:w@", "s3://" + "m" * 101 + ":w@", "s3://m:" + "w" * 101 + "@"),
+        ],
     ),
 }
 
