@@ -196,7 +196,10 @@ def _build(
 
 def _save(start: Start, parts: Assembled, state: TrainState) -> None:
     save(start.recipe, parts, state)
-    if start.pusher is not None:
+    if start.recipe.hub.checkpoints is None:
+        return
+    changed = trained_checksums(parts) != state.start_checksums  # every rank takes part
+    if start.pusher is not None and changed:
         start.pusher.push(state.step)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetune import loop, session
+from finetune import hub_training, loop, session, whole_run
 from finetune.checkpoint import _self_hash, _sha256, examine, newest_valid, step_folder, write_checkpoint
 from finetune.errors import NotFinite
 from finetune.train import main
@@ -230,6 +230,28 @@ class TestNothingTrained:
         assert main([str(recipe), "training.warmup_steps=5"]) == 2
         assert "a warmup of 5 steps is longer than the run of 4" in capsys.readouterr().err
         assert not (tmp_path / "run").exists()
+
+    @pytest.mark.parametrize(("rate", "pushed"), [(1e-60, []), (1e-2, [2, 4])])
+    def test_checkpoints_go_to_the_hub_once_something_has_changed(
+        self, rate: float, pushed: list[int], recipe: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        steps: list[int] = []
+
+        class Pusher:
+            def __init__(self, recipe: Any) -> None:
+                pass
+
+            def push(self, step: int) -> None:
+                steps.append(step)
+
+            def close(self, *, wait: bool) -> None:
+                pass
+
+        monkeypatch.setattr(whole_run, "CheckpointPusher", Pusher)
+        monkeypatch.setattr(hub_training, "check_before_training", lambda recipe: ())
+        words = ["hub.checkpoints=steps", "hub.repo_id=me/devils", f"training.learning_rate={rate}"]
+        assert main([str(recipe), *words]) == (0 if pushed else 2)
+        assert steps == pushed
 
     def test_the_first_and_the_last_step_train(self, recipe: Path, tmp_path: Path) -> None:
         """One step, as many a first run has: with transformers' warmup its rate was 0."""

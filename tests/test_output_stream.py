@@ -89,7 +89,14 @@ def closed_pipe() -> int:
     return write
 
 
-@pytest.mark.parametrize(("stdout", "both"), [(full_disk, True), (closed_pipe, True), (closed_pipe, False)])
+@pytest.mark.parametrize(
+    ("stdout", "both"),
+    [
+        (closed_pipe, True),
+        pytest.param(full_disk, True, marks=pytest.mark.slow),
+        pytest.param(closed_pipe, False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_training_reaches_its_end(stdout: Callable[[], int], both: bool, tiny_llama: Path, tmp_path: Path) -> None:
     chats = write_chats(tmp_path / "chats.jsonl", [30, 45, 60, 80])
     recipe = tmp_path / "recipe.yaml"
