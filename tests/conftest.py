@@ -30,6 +30,7 @@ TRACING = (
     "test_recipe_plans",
     "test_splice",
 )
+LONG = ("test_strategies.py", "test_shipped_batches.py")  # ten seconds and more a test
 HERE = Path(__file__).parent
 ASKED, LEFT_OUT = pytest.StashKey[list[str]](), pytest.StashKey[list[str]]()
 
@@ -63,6 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     return True if _traces(collection_path) and config.stash[LEFT_OUT] else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first: one that begins last is waited for by a worker that has nothing left to do."""
+    items.sort(key=lambda item: item.path.name not in LONG)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
