@@ -1,6 +1,6 @@
 """Standard output and error that never end a training: a closed pipe, a full disk or a narrow encoding loses lines.
 
-`train.py ... | head -1`, a `tee` that was killed, an ssh session that is gone, a log on a full disk: what could not be
+`train.py ... | head -1`, a `tee` that was killed, an ssh pipe that is gone, a log on a full disk: what could not be
 printed stands in metrics.jsonl all the same.
 """
 

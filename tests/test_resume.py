@@ -180,7 +180,7 @@ def test_a_failure_is_recorded_and_the_run_continues(tmp_path: Path, monkeypatch
 def test_a_run_that_stopped_early_does_not_train_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = write_recipe(tmp_path, steps=20, dropout=0.1)
     training = yaml.safe_load(recipe.read_text())["training"]
-    # At such a rate no float32 weight moves: the second evaluation is no better than the first.
+    # At such a rate weights move by 1e-30: the second evaluation is no better than the first.
     training |= {"learning_rate": 1e-30, "early_stopping_patience": 1}
     rewrite(recipe, eval_steps=3, logging_steps=2, training=training)
     with monkeypatch.context() as patch:
