@@ -3,7 +3,8 @@
 python benchmarks/closed_form.py [--points 240] [--again]      (half an hour on two cores, kept point by point)
 
 Points are drawn with a fixed seed from all combinations below; one that was traced before is not traced again, unless
---again says so, but its closed form is computed anew. `tests/test_closed.py` does so too and traces a few of them.
+--again says so, but its closed form is computed anew. `tests/planner/test_closed_form.py` does so too and traces a few
+of them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import RESULTS, write_result
-from finetune.plan.closed import estimate, unknown
-from finetune.plan.gpus import Gpus, read_gpus
-from finetune.plan.verb import plan_by_trace
-from finetune.recipe import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
-from finetune.shrink import full_config
+from finetune.model.known_configs import full_config
+from finetune.planner.closed_form.estimate import estimate, unknown
+from finetune.planner.command import plan_by_trace
+from finetune.recipe.gpus import Gpus, read_gpus
+from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
 
 NAME = "closed_form"
 MODELS = (

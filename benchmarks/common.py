@@ -19,16 +19,16 @@ from unittest import mock
 import torch
 from accelerate import Accelerator
 
-from finetune import attention
-from finetune.batches import Prepared, prepare
-from finetune.loop import train
-from finetune.metrics import Terminal
-from finetune.model import attention_name, build_model, load_tokenizer
-from finetune.optimizer import make_optimizer
-from finetune.phases import Phases
-from finetune.recipe import Recipe
-from finetune.run import Run, TrainState, make_plan
-from finetune.schedule import learning_rate_schedule
+from finetune.measure.metrics import Terminal
+from finetune.measure.phases import Phases
+from finetune.model import attention
+from finetune.model.build import attention_name, build_model, load_tokenizer
+from finetune.model.optimizer import learning_rate_schedule, make_optimizer
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.train_state import TrainState
+from finetune.tokens.dataset import Prepared, prepare
+from finetune.training.loop import train
+from finetune.training.run import Run, make_plan
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "trl")

@@ -3,8 +3,8 @@
 python benchmarks/families.py
 
 Each architecture as a tiny model with random weights, in each of six ways: right (loss and gradients are those of the
-library's eager forward on one document at a time, to 1e-5) or refused in a line. tests/test_families.py holds the page
-to what is found.
+library's eager forward on one document at a time, to 1e-5) or refused in a line. tests/model/test_families.py holds the
+page to what is found.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import transformers
 
 from benchmarks.common import write_result
-from tests.architectures import ARCHITECTURES, WAYS, Outcome, Way, outcomes
+from tests.support.architectures import ARCHITECTURES, WAYS, Outcome, Way, outcomes
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/families.md"
 HEAD = f"""# Architectures
 
-Written by `benchmarks/families.py` with transformers {{version}}; `tests/test_families.py` holds it to what is found.
+Written by `benchmarks/families.py` with transformers {{version}}; `tests/model/test_families.py` holds it to what is
+found.
 
 An architecture is trained rightly or refused in a line, before its weights are read. Right: tiny models with random
 weights have the loss and the gradients of the library's own eager forward, one document at a time, to 1e-5 in float32.
-What is refused is found by a trial of the architecture itself (`finetune/trial.py`), so it holds for architectures that
-are not listed here and for other settings of those that are. *auto* is document-isolated attention.
+What is refused is found by a trial of the architecture itself (`finetune/model/trial.py`), so it holds for
+architectures that are not listed here and for other settings of those that are. *auto* is document-isolated attention.
 
 | architecture | {" | ".join(way.title for way in WAYS)} | why the first is refused, and what to set |
 |---|{"---|" * len(WAYS)}---|

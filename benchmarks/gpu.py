@@ -30,11 +30,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.common import RESULTS, write_result
-from finetune.compare import failure
-from finetune.durable import read_lines
-from finetune.recipe import Recipe
-from finetune.recipe_file import load_recipe
-from finetune.shrink import full_config, sample_texts, shrink_model, shrunken_config, train_tokenizer
+from finetune.files import read_lines
+from finetune.model.known_configs import full_config
+from finetune.preflight.compare import failure
+from finetune.preflight.shrink import sample_texts, shrink_model, shrunken_config, train_tokenizer
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ("Llama-3.2-1B", "Llama-3.1-8B")

@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from benchmarks.common import write_result
-from finetune.batches import micro_batches, prepare
-from finetune.model import build_model, load_tokenizer
-from finetune.recipe_file import load_recipe
+from finetune.model.build import build_model, load_tokenizer
+from finetune.recipe.loader import load_recipe
+from finetune.tokens.batches import micro_batches
+from finetune.tokens.dataset import prepare
 
 CPU = torch.device("cpu")
 

@@ -3,8 +3,8 @@
     python benchmarks/one_curve.py            (about twenty minutes on two cores; `--strategies fsdp2,zero3` for some)
 
 Writes benchmarks/results/one_curve.json and docs/one_curve.md. A cell is the worst relative difference of a step's loss
-and of its gradient norm; tests/curve_table.py says from what, and what a cell's receipt must show. A combination that
-the program refuses is a row with the program's own words.
+and of its gradient norm; tests/support/curve_table.py says from what, and what a cell's receipt must show. A
+combination that the program refuses is a row with the program's own words.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import scratch, write_result
-from tests.curve_table import METHODS, RANKS, SPLITS, Cell, references, trained_cells
-from tests.test_one_curve import LENGTHS
-from tests.tiny import save_tiny, write_chats
+from tests.proofs.test_one_curve import LENGTHS
+from tests.support.curve_table import METHODS, RANKS, SPLITS, Cell, references, trained_cells
+from tests.support.tiny import save_tiny, write_chats
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "one_curve.md"
 HEAD = """# One curve: strategy x method x split
@@ -30,8 +30,8 @@ Written by `python benchmarks/one_curve.py`. Each figure comes from four trainin
 once, accumulated one by one, packed into three rows, and with every layer recomputed. It is the largest relative
 difference in the loss of any step / in the gradient norm of any step, over the four. In float32, full and LoRA are
 compared with a loop of its own that takes one document at a time and shares no code with the program
-(tests/reference.py); the others with their own run over the whole batch in one process. Two gloo ranks on a CPU, four
-for hsdp.
+(tests/support/reference.py); the others with their own run over the whole batch in one process. Two gloo ranks on a
+CPU, four for hsdp.
 
 A cell counts only if the run's receipt showed the engine asked for in the storage of weights and optimizer state.
 """

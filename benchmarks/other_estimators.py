@@ -31,7 +31,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem
 from transformers import AutoConfig, GPT2Config, LlamaConfig
 
 from benchmarks.common import write_result
-from finetune.shrink import CONFIGS
+from finetune.model.known_configs import CONFIGS
 
 UNITS = {"GiB": 2**30, "GB": 1e9}
 SHIPPED = {

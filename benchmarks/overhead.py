@@ -34,11 +34,12 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback
 
 from benchmarks.common import prepare_quietly, run_ours, scratch, tiny_recipe, version_of, write_result
-from finetune.batches import Prepared, micro_batches
-from finetune.durable import append_lines
-from finetune.model import build_model
-from finetune.recipe import Recipe
-from tests.tiny import save_tiny, write_chats
+from finetune.files import append_lines
+from finetune.model.build import build_model
+from finetune.recipe.schema import Recipe
+from finetune.tokens.batches import micro_batches
+from finetune.tokens.dataset import Prepared
+from tests.support.tiny import save_tiny, write_chats
 
 STEPS, WARMUP, TURNS, TOKENS, ROWS = 200, 20, 9, 64, 128
 

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from benchmarks.common import prepare_quietly, run_ours, scratch, tiny_recipe, write_result
-from finetune.batches import Prepared
-from finetune.recipe import Recipe
-from finetune.run import make_plan
-from tests.tiny import save_tiny, write_chats
+from finetune.recipe.schema import Recipe
+from finetune.tokens.dataset import Prepared
+from finetune.training.run import make_plan
+from tests.support.tiny import save_tiny, write_chats
 
 CHATS, MEDIAN, SPREAD, MAX_LENGTH, BATCH, TURNS = 192, 100, 0.77, 1024, 8, 5
 MODEL = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "head_dim": 64}

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.common import RESULTS, write_result
-from finetune.plan.audit import UPDATE_PHASES, audited
+from finetune.planner.audit import UPDATE_PHASES, audited
 
 MODELS = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B")
 METHODS = {

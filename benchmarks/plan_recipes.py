@@ -3,7 +3,7 @@
 python benchmarks/plan_recipes.py [--all] [--table] [RECIPE ...]       (ten seconds each)
 
 What stands in the results for the present text of a recipe is not planned again, unless --all says so. --table plans
-nothing and writes the table alone. tests/test_recipe_plans.py holds the three to each other.
+nothing and writes the table alone. tests/planner/test_recipe_plans.py holds the three to each other.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import known, recipes, sha256_of, write_result
+from finetune.cli.recipe_list import budget_text, purpose_of
 from finetune.errors import FinetuneError
-from finetune.plan.gpus import gpus_of
-from finetune.plan.verb import plan_by_trace
-from finetune.recipe_file import load_recipe
-from finetune.recipe_list import budget_text, purpose_of
+from finetune.planner.command import plan_by_trace
+from finetune.recipe.gpus import gpus_of
+from finetune.recipe.loader import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "plan_recipes"

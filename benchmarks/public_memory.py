@@ -32,14 +32,14 @@ from torch import _meta_registrations, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.common import RESULTS, write_result
-from finetune.plan.caching import CachingAllocator
-from finetune.plan.dataless import fill, no_data
-from finetune.plan.pretend import NAME, pretend_device
-from finetune.plan.recorder import Recorder, Tagging
-from finetune.plan.splice import Change, spliced
-from finetune.plan.timeline import Timeline
-from finetune.plan.workspaces import CUBLAS, Workspaces
-from finetune.shrink import CONFIGS
+from finetune.model.known_configs import CONFIGS
+from finetune.planner.depth.caching_allocator import CachingAllocator
+from finetune.planner.depth.repeat_layers import Change, spliced
+from finetune.planner.trace.fake_device import NAME, pretend_device
+from finetune.planner.trace.fake_model import fill, no_data
+from finetune.planner.trace.kernel_workspaces import CUBLAS, Workspaces
+from finetune.planner.trace.recorder import Recorder, Tagging
+from finetune.planner.trace.timeline import Timeline
 
 POINTS = Path(__file__).parent / "peft_l40s.json"
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "planner.md"

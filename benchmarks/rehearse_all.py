@@ -35,7 +35,7 @@ def stands(row: dict[str, Any] | None, path: Path) -> bool:
 def rehearse(path: Path) -> dict[str, Any]:
     """One rehearsal in a process of its own; a row of the results."""
     row: dict[str, Any] = {"sha256": sha256_of(path)}
-    command = [sys.executable, "-m", "finetune.cli", "rehearse", str(path.relative_to(ROOT)), "--json"]
+    command = [sys.executable, "-m", "finetune.cli.main", "rehearse", str(path.relative_to(ROOT)), "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     try:
         report = json.loads(done.stdout.strip().splitlines()[-1])

@@ -23,7 +23,9 @@ COMMANDS = {"help": ["--help"], "check": ["check", "recipes/quickstart.yaml"]}
 def cpu_seconds(arguments: list[str]) -> float:
     """User and system time of one call in a process of its own."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "finetune.cli", *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "finetune.cli.main", *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

@@ -52,9 +52,9 @@ def memory_bytes(name: str) -> int:
 
 def measure(folder: Path, chats: Path) -> dict[str, Any]:
     """One whole preparation in this process, then one that finds the cache."""
-    from finetune.batches import prepare
-    from finetune.recipe import Recipe
-    from tests.test_conversations import real_tokenizer
+    from finetune.recipe.schema import Recipe
+    from finetune.tokens.dataset import prepare
+    from tests.tokens.test_encoder import real_tokenizer
 
     tokenizer = real_tokenizer()
     data = {"train": [{"path": "json", "data_files": str(chats)}], "max_length": 4096}

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from finetune.errors import FinetuneError, NoRendezvous
 from finetune.output_stream import keep_printing
-from finetune.recipe_file import LoadedRecipe, load_recipe, resolved_yaml
+from finetune.recipe.loader import LoadedRecipe, load_recipe, resolved_yaml
 
 if TYPE_CHECKING:
-    from finetune.run_folder import Claim
+    from finetune.run_folder.folder import Claim
 
 SECONDS_TO_SPEAK = 10  # ranks that share a busy machine come to the same refusal seconds apart
 USAGE = "usage: accelerate launch finetune/train.py RECIPE [key=value ...]"
@@ -51,28 +51,28 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     # Before torch loads: threads that wait sleep instead of spinning. On two cores shared with another program twenty
     # passes of a small network took 4.8 s so, 18 s with spinning (docs/log.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from finetune.hub_training import check_before_training, push_after_training, refuse_secrets
-    from finetune.launcher import continue_command, read_launch, under_launcher
-    from finetune.slurm import slurm_ranks
+    from finetune.hub.around_training import check_before_training, push_after_training, refuse_secrets
+    from finetune.launch.launcher import continue_command, read_launch, under_launcher
+    from finetune.launch.slurm import slurm_ranks
 
     if not under_launcher():
         os.environ |= slurm_ranks(os.environ)
-    from finetune.runtime import check_launch, hush_libraries, launch_notes
+    from finetune.strategies.accelerator import check_launch, hush_libraries, launch_notes
 
     recipe, launch = loaded.recipe, read_launch()
     refuse_secrets(recipe)
     hush_libraries(launch)
-    from finetune import attention
-    from finetune.batch_notes import batch_notes
-    from finetune.batches import prepare
-    from finetune.model import attention_name, load_tokenizer, refuse_early
-    from finetune.run import make_plan
-    from finetune.run_folder import claim_run_folder, curve_identity
-    from finetune.schedule import learning_rate_schedule
-    from finetune.session import Start
-    from finetune.signals import StopRequest, die_with_launcher
-    from finetune.trackers import check_trackers
-    from finetune.whole_run import train_and_report
+    from finetune.launch.signals import StopRequest, die_with_launcher
+    from finetune.model import attention
+    from finetune.model.build import attention_name, load_tokenizer, refuse_early
+    from finetune.model.optimizer import learning_rate_schedule
+    from finetune.run_folder.folder import claim_run_folder, curve_identity
+    from finetune.tokens.dataset import prepare
+    from finetune.training.batch_notes import batch_notes
+    from finetune.training.run import make_plan
+    from finetune.training.session import train_and_report
+    from finetune.training.start import Start
+    from finetune.training.trackers import check_trackers
 
     command = continue_command(launch, resume=recipe.training.resume)
     strategy = check_launch(recipe, launch)
@@ -103,8 +103,8 @@ def run_recipe(loaded: LoadedRecipe) -> int:
 
 
 def _write_start(loaded: LoadedRecipe, claim: Claim) -> None:
-    from finetune.durable import write_json, write_text
-    from finetune.run_folder import environment
+    from finetune.files import write_json, write_text
+    from finetune.run_folder.folder import environment
 
     for note in claim.notes:
         print(note, file=sys.stderr)

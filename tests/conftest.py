@@ -17,26 +17,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A planner beside each of the suite's hundreds of runs would be most of the suite; tests of it turn it on.
 os.environ.setdefault("FINETUNE_PLANNER", "off")
 
-from tests.tiny import save_tiny
+from tests.support.tiny import save_tiny
 
 # A trace's device has to be there before a process's first backward, which then starts threads for it; a process that
-# has them cannot fork ranks. So these files are run by another pytest, when those of the others are over.
-TRACING = (
-    "test_closed",
-    "test_foretold",
-    "test_pla",
-    "test_pretend",
-    "test_public_memory",
-    "test_recipe_plans",
-    "test_splice",
-)
+# has them cannot fork ranks. So tests/planner/ is run by another pytest, when the other tests are over.
 LONG = ("test_strategies.py", "test_shipped_batches.py")  # ten seconds and more a test
-HERE = Path(__file__).parent
+TRACING = Path(__file__).parent / "planner"
 ASKED, LEFT_OUT = pytest.StashKey[list[str]](), pytest.StashKey[list[str]]()
 
 
 def _traces(path: Path) -> bool:
-    return path.parent == HERE and path.name.startswith(TRACING)
+    return path.parent == TRACING
 
 
 def _apart(config: pytest.Config) -> list[str]:
@@ -74,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Whatever test comes first: it may train, and the next one trace."""
     if any(_traces(item.path) for item in session.items):
-        from finetune.plan.pretend import pretend_device
+        from finetune.planner.trace.fake_device import pretend_device
 
         pretend_device()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.secret_scan import HIDDEN, LOOKS, MIN_LENGTH, find_secret, hide_secrets, known_secrets, secret_key
+from finetune.redaction import HIDDEN, LOOKS, MIN_LENGTH, find_secret, hide_secrets, known_secrets, secret_key
 
 HEAD = "-----BEGIN "
 # By kind: what is one, and what is none though nearly so. Letters are repeated: nobody's secret looks like that.

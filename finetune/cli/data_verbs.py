@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune.durable import write_text
+from finetune.cli.app import AsJson, Overrides, RecipeFile, run_verb
 from finetune.errors import EnvironmentMismatch
-from finetune.recipe_file import load_recipe
-from finetune.verbs import AsJson, Overrides, RecipeFile, run_verb
+from finetune.files import write_text
+from finetune.recipe.loader import load_recipe
 
 
 def preview(
@@ -26,8 +26,8 @@ def preview(
         loaded = load_recipe(recipe, overrides or []).recipe
         from rich.console import Console
 
-        from finetune.pages.preview import preview as look
-        from finetune.pages.preview_views import as_page, show
+        from finetune.report.preview import preview as look
+        from finetune.report.preview_views import as_page, show
 
         found = look(loaded, rows)
         if html is not None:
@@ -51,8 +51,8 @@ def import_recipe(
     """A recipe from a configuration of axolotl, LLaMA-Factory, TRL or torchtune; what is left out is listed."""
 
     def work() -> dict[str, Any]:
-        from finetune.imports.convert import convert, known_tool, write_recipe
-        from finetune.imports.page import listed
+        from finetune.importers.convert import convert, known_tool, write_recipe
+        from finetune.importers.recipe_writer import listed
 
         made = convert(config, tool=known_tool(tool), gpus=gpus)
         if output is not None:
@@ -74,7 +74,7 @@ def doctor(
     """Is this machine fit for a run? Fit to paste into a bug report: no names, no token. Exit code 4 if it is not."""
 
     def work() -> dict[str, Any]:
-        from finetune.doctor import as_text, examine
+        from finetune.preflight.doctor import as_text, examine
 
         loaded = load_recipe(recipe).recipe if recipe else None
         found = []

@@ -11,8 +11,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from finetune import verbs_of_data, verbs_of_runs
-from finetune.verbs import AsJson, Overrides, RecipeFile, app, run_verb
+from finetune.cli import data_verbs, run_verbs
+from finetune.cli.app import AsJson, Overrides, RecipeFile, app, run_verb
 
 
 @app.callback()
@@ -32,7 +32,7 @@ def list_recipes(
     """Which recipes are there, and which fit your GPUs? Those that use most of them come first."""
 
     def work() -> dict[str, Any]:
-        from finetune.recipe_list import as_table, find_recipes
+        from finetune.cli.recipe_list import as_table, find_recipes
 
         found = find_recipes(gpus, model)
         for reason in found.left_out:
@@ -55,11 +55,11 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Is the recipe right? Every mistake at once, by file, line and column."""
-    from finetune.recipe_file import load_recipe, resolved_yaml
-    from finetune.secret_scan import hide_in, hide_secrets, known_secrets
+    from finetune.recipe.loader import load_recipe, resolved_yaml
+    from finetune.redaction import hide_in, hide_secrets, known_secrets
 
     if schema:
-        from finetune.recipe_reference import write_generated
+        from finetune.recipe.reference import write_generated
 
         for path in write_generated():
             typer.echo(path)
@@ -70,7 +70,7 @@ def check(
     def work() -> dict[str, Any]:
         loaded = load_recipe(recipe, overrides or [])
         if data:
-            from finetune.row_check import check_rows
+            from finetune.data.check import check_rows
 
             check_rows(loaded.recipe.data)
         known = known_secrets() if resolved else ()
@@ -103,8 +103,8 @@ def compare(
     """The same steps under several strategies: memory per phase, time, traffic; a table and a picture."""
 
     def work() -> dict[str, Any]:
-        from finetune.compare import plan_comparison
-        from finetune.compare_report import run_and_report
+        from finetune.preflight.compare import plan_comparison
+        from finetune.preflight.compare_report import run_and_report
 
         comparison = plan_comparison(
             recipe, overrides or [], strategies=strategies, steps=steps, processes=processes, folder=folder
@@ -124,8 +124,8 @@ def rehearse(
     """The whole run, small and on the CPU: train, kill, resume, export, load back; under two minutes, no download."""
 
     def work() -> dict[str, Any]:
-        from finetune.rehearse_report import show
-        from finetune.rehearse_run import rehearse as run
+        from finetune.preflight.rehearse import rehearse as run
+        from finetune.preflight.rehearse import show
 
         with show(quiet=as_json) as tell:
             return run(recipe, overrides or [], processes=processes, tell=tell)
@@ -159,8 +159,8 @@ def plan(
     """Will it fit? Memory of one GPU by phase and component; no GPU, no weights. Exit code 3 when it does not."""
 
     def work() -> dict[str, Any]:
-        from finetune.plan.audit import audit_in_words
-        from finetune.plan.verb import Asked, answer, pick_in_words
+        from finetune.planner.audit import audit_in_words
+        from finetune.planner.command import Asked, answer, pick_in_words
 
         asked = Asked(gpus, nodes, largest, explain)
         if audit:
@@ -191,7 +191,7 @@ def launch(
     """Print the file that starts the recipe on its machines: a Slurm job, or what to run on each of them."""
 
     def work() -> dict[str, Any]:
-        from finetune.launch_file import plan_launch, script, write_script
+        from finetune.launch.script import plan_launch, script, write_script
 
         plan = plan_launch(recipe, overrides or [], launcher=on, nodes=nodes, gpus_per_node=gpus_per_node)
         text = script(plan)
@@ -204,11 +204,11 @@ def launch(
     run_verb(work, as_json=as_json)
 
 
-for verb in (verbs_of_data.preview, verbs_of_runs.chat, verbs_of_runs.report, verbs_of_runs.merge, verbs_of_runs.push):
+for verb in (data_verbs.preview, run_verbs.chat, run_verbs.report, run_verbs.merge, run_verbs.push):
     app.command()(verb)
-app.command("eval")(verbs_of_runs.evaluate)
-app.command("import")(verbs_of_data.import_recipe)
-app.command()(verbs_of_data.doctor)
+app.command("eval")(run_verbs.evaluate)
+app.command("import")(data_verbs.import_recipe)
+app.command()(data_verbs.doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.embedded import ONLINE_REPOSITORIES, PREFIX
 from finetune.errors import EnvironmentMismatch, RecipeError
-from finetune.recipe import Budget, Recipe
-from finetune.recipe_file import load_recipe
+from finetune.model.packaged import ONLINE_REPOSITORIES, PREFIX
+from finetune.paths import CHECKOUT
+from finetune.recipe.gpus import parse_gpus
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Budget, Recipe
 
-RECIPE_FOLDER = Path(__file__).resolve().parent.parent / "recipes"
-# 2x24GB, 24gb (one GPU), 2x8x80 (two nodes of eight), cpu.
-_GPUS = re.compile(r"(?:(?:(?P<nodes>\d{1,5})x)?(?P<gpus>\d{1,5})x)?(?P<gb>\d{1,5}(?:\.\d+)?)(?:gb)?|cpu", re.ASCII)
+RECIPE_FOLDER = CHECKOUT / "recipes"
 
 
 @dataclass(frozen=True)
@@ -41,26 +41,6 @@ class Found:
     recipes: list[Listed]
     left_out: list[str]
     hint: str = ""  # where nothing was found: what there is
-
-
-def parse_gpus(text: str) -> Budget:
-    """`2x24GB` as a budget; one number alone is one GPU, three are nodes, GPUs of each and memory, `cpu` is none.
-
-    Raises RecipeError for anything else, and where one of the numbers is 0.
-    """
-    match = _GPUS.fullmatch(text.strip().lower().replace(" ", ""))
-    if match is None:
-        raise _no_budget(text)
-    if match["gb"] is None:
-        return Budget()
-    nodes, gpus, gb = int(match["nodes"] or 1), int(match["gpus"] or 1), float(match["gb"])
-    if not nodes or not gpus or not gb:
-        raise _no_budget(text)
-    return Budget(gpus=gpus, gpu_memory_gb=gb, nodes=nodes)
-
-
-def _no_budget(text: str) -> RecipeError:
-    return RecipeError([f"--gpus: {text!r} is no budget; write 2x24GB, 2x8x80GB for two nodes of eight, or cpu"])
 
 
 def find_recipes(gpus: str | None = None, model: str | None = None, folder: Path = RECIPE_FOLDER) -> Found:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune.verbs import AsJson, RunFolder, one_of, run_verb
+from finetune.cli.app import AsJson, RunFolder, one_of, run_verb
 
 
 def chat(
@@ -26,7 +26,7 @@ def chat(
         raise typer.BadParameter("--json needs --prompt", param_hint="--json")
 
     def work() -> dict[str, Any]:
-        from finetune.chat import HELP, WHO, Manner, answers_to, converse, open_run, typed_lines
+        from finetune.finished_run.chat import HELP, WHO, Manner, answers_to, converse, open_run, typed_lines
 
         parlour, manner = open_run(run), Manner(max_new_tokens, temperature, seed)
         if as_json:
@@ -49,9 +49,8 @@ def report(
     """Curves, memory by phase, answers before and after: one page, and pictures. Several runs: side by side."""
 
     def work() -> dict[str, Any]:
-        from finetune.pages.curves import read_runs, summary
-        from finetune.pages.keep import PICTURES
-        from finetune.pages.report import NAME, write_report
+        from finetune.report.curves import read_runs, summary
+        from finetune.report.run_page import NAME, PICTURES, write_report
 
         found = read_runs(runs)
         folder = output or (runs[0] if len(runs) == 1 else Path("report"))
@@ -79,21 +78,21 @@ def evaluate(
     """Held-out loss and perplexity of base and tuned model; benchmarks where asked for."""
 
     def work() -> dict[str, Any]:
-        from finetune import held_out
-        from finetune.tuned import best_device, finished_run
+        from finetune.finished_run import evaluate
+        from finetune.finished_run.load import best_device, finished_run
 
         opened, device = finished_run(run), best_device()
         told: dict[str, Any] = {}
         if tasks is None or opened.recipe.data.eval is not None:
-            told["held_out"] = held_out.held_out_figures(opened, device)
+            told["held_out"] = evaluate.held_out_figures(opened, device)
             if not as_json:
-                typer.echo(held_out.in_words(told["held_out"]))
+                typer.echo(evaluate.held_out_in_words(told["held_out"]))
         if tasks is not None:
-            from finetune import lm_tasks
+            from finetune.finished_run import evaluate
 
-            told["tasks"] = lm_tasks.task_figures(opened, device, tasks.split(","), include=include, limit=limit)
+            told["tasks"] = evaluate.task_figures(opened, device, tasks.split(","), include=include, limit=limit)
             if not as_json:
-                typer.echo(lm_tasks.in_words(told["tasks"]))
+                typer.echo(evaluate.tasks_in_words(told["tasks"]))
         return {"ok": True, **told}
 
     run_verb(work, as_json=as_json)
@@ -116,7 +115,7 @@ def merge(
     one_of("--base", base, ("own", "dequantized"))
 
     def work() -> dict[str, Any]:
-        from finetune.merge_run import in_words, merge_run
+        from finetune.finished_run.merge_command import in_words, merge_run
 
         tell: Callable[[str], None] = (lambda _: None) if as_json else typer.echo
         facts = merge_run(run, dtype=dtype, base=base, prompts=verify, tell=tell)  # type: ignore[arg-type]
@@ -145,8 +144,8 @@ def push(
     """The adapter or model to the Hub, with tokenizer, recipe and card; private unless told."""
 
     def work() -> dict[str, Any]:
-        from finetune.hub_push import chosen_destination, describe, prepare
-        from finetune.hub_push import push as send
+        from finetune.hub.push import chosen_destination, describe, prepare
+        from finetune.hub.push import push as send
 
         to = chosen_destination(run, repo, public=public, revision=revision, base=base, merged=merged)
         tell: Callable[[str], None] = (lambda text: typer.echo(text, err=True)) if as_json else typer.echo

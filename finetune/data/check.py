@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from finetune.data_sources import Source, resolve
+from finetune.data.formats import detect_format, read_row
+from finetune.data.readers import BadRow, SourceRow
+from finetune.data.sources import Source, resolve
 from finetune.errors import DataError
-from finetune.recipe import Data, DataSet, RowFormat
-from finetune.row_formats import detect_format, read_row
-from finetune.row_reading import BadRow, SourceRow
+from finetune.recipe.schema import Data, DataSet, RowFormat
 
 SHOWN = 20
 _MORE = re.compile(r"and (\d+) more")

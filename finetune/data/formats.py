@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from finetune.chat_messages import checked_text, is_learned, json_text, nearest, read_message, read_tools
-from finetune.recipe import RowFormat
-from finetune.row_reading import BadRow, json_kind
+from finetune.data.messages import checked_text, is_learned, json_text, nearest, read_message, read_tools
+from finetune.data.readers import BadRow, json_kind
+from finetune.recipe.schema import RowFormat
 
 KnownFormat = Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"]
 # In the order of preference where a row has the columns of several: a chat tells more than its rendering.

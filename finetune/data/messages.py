@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from finetune.row_reading import BadRow, json_kind, parse_json
+from finetune.data.readers import BadRow, json_kind, parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}

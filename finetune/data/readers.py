@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
-from finetune.json_array import JsonArray
+from finetune.data.json_array import JsonArray
 
 MAX_ROW_BYTES = 16 * 2**20  # a chat of 16 MiB is some 4 million tokens: surely a file without line ends
 MAX_DEPTH = 64

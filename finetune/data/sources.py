@@ -15,9 +15,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from finetune.data.readers import SourceRow, read_rows, without_filled_nulls
 from finetune.errors import DataError
-from finetune.recipe import DataSet
-from finetune.row_reading import SourceRow, read_rows, without_filled_nulls
+from finetune.recipe.schema import DataSet
 
 SUFFIXES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet"}

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from finetune.batches import Prepared
-from finetune.conversations import IGNORE
-from finetune.quantized import quantized_layers
+from finetune.model.quantization import quantized_layers
+from finetune.tokens.dataset import Prepared
+from finetune.tokens.encoder import IGNORE
 
 # Logits of the adapter model that are kept in float32 until the others were compared with them. For 64 documents of
 # Llama 3's vocabulary it is 32 tokens of each.

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 
-from finetune.answers import answer, answering
-from finetune.conversations import Encoder
+from finetune.data.readers import BadRow
 from finetune.errors import FinetuneError
-from finetune.row_reading import BadRow
-from finetune.tuned import best_device, finished_run, load_adapted, load_whole
+from finetune.finished_run.load import best_device, finished_run, load_adapted, load_whole
+from finetune.model.generate import answer, answering
+from finetune.tokens.encoder import Encoder
 
 Who = Literal["base", "tuned", "both"]
 WHO: dict[str, Who] = {"/base": "base", "/tuned": "tuned", "/both": "both"}

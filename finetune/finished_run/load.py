@@ -13,10 +13,10 @@ from peft import PeftModel
 from torch import nn
 
 from finetune.errors import DoesNotFit, FinetuneError
-from finetune.loss import put_loss_into_forward
-from finetune.model import load_base
-from finetune.recipe import Recipe
-from finetune.recipe_file import recipe_from_resolved
+from finetune.model.build import load_base
+from finetune.model.loss import put_loss_into_forward
+from finetune.recipe.loader import recipe_from_resolved
+from finetune.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from finetune.adapter_file import AdapterFile, open_adapter
-from finetune.base_weights import INDEX, SINGLE, BaseWeights, open_base, read_settings
-from finetune.durable import disk_errors, write_json
 from finetune.errors import FinetuneError
-from finetune.model import structure_alone
-from finetune.quantized import as_quantized, quantized_layers
-from finetune.recipe import Recipe
+from finetune.files import disk_errors, write_json
+from finetune.finished_run.weight_files import (
+    INDEX,
+    SINGLE,
+    AdapterFile,
+    BaseWeights,
+    open_adapter,
+    open_base,
+    read_settings,
+)
+from finetune.model.build import structure_alone
+from finetune.model.quantization import as_quantized, quantized_layers
+from finetune.recipe.schema import Recipe
 
 SHARD_BYTES = 2 * 10**9  # of one file; a tensor that is larger has a file of its own
 NOT_THE_MODELS = ("adapter_config.json", "adapter_model.safetensors", "README.md")

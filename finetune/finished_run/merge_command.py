@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM
 
-from finetune.agreement import Agreement, Question, Reference, ask_reference, compare, questions_of
-from finetune.batches import prepare
-from finetune.durable import ASIDE, publish_folder, remove_folder, write_json
 from finetune.errors import FinetuneError
-from finetune.merge import Merge, plan_merge, write_merged
-from finetune.model import load_tokenizer
-from finetune.recipe import Dtype
-from finetune.tuned import FinishedRun, best_device, finished_run, fitting, load_adapted, load_whole
+from finetune.files import ASIDE, publish_folder, remove_folder, write_json
+from finetune.finished_run.agreement import Agreement, Question, Reference, ask_reference, compare, questions_of
+from finetune.finished_run.load import FinishedRun, best_device, finished_run, fitting, load_adapted, load_whole
+from finetune.finished_run.merge import Merge, plan_merge, write_merged
+from finetune.model.build import load_tokenizer
+from finetune.recipe.schema import Dtype
+from finetune.tokens.dataset import prepare
 
 # What an adapter beside a quantised base can be merged into: the base's own weights, or what the quantised ones,
 # beside which it was trained, stand for.

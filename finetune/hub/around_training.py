@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from finetune.base_facts import check_repository
 from finetune.errors import FinetuneError, HubUnreachable, RecipeError
-from finetune.hub_calls import check_permission, check_visibility, patiently
-from finetune.hub_push import RECORD, Destination, destination_of, push, refuse_offline
-from finetune.recipe import Recipe
-from finetune.secret_scan import hide_secrets, known_secrets, secret_key
+from finetune.hub.base_model import check_repository
+from finetune.hub.client import check_permission, check_visibility, patiently
+from finetune.hub.push import RECORD, Destination, destination_of, push, refuse_offline
+from finetune.recipe.schema import Recipe
+from finetune.redaction import hide_secrets, known_secrets, secret_key
 
 ATTEMPTS_BEFORE = 2
 

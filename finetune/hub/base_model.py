@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from finetune.embedded import PREFIX, in_hub_cache, read_origin, resolve_model_path
 from finetune.errors import FinetuneError
-from finetune.recipe import ModelSection
+from finetune.model.packaged import PREFIX, in_hub_cache, read_origin, resolve_model_path
+from finetune.recipe.schema import ModelSection
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

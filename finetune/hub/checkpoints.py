@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from finetune.checkpoint import step_folder
-from finetune.durable import ASIDE, remove_folder
 from finetune.errors import FinetuneError
-from finetune.hub_calls import ensure_repository, patiently
-from finetune.recipe import Recipe
-from finetune.secret_scan import hide_secrets, known_secrets
+from finetune.files import ASIDE, remove_folder
+from finetune.hub.client import ensure_repository, patiently
+from finetune.recipe.schema import Recipe
+from finetune.redaction import hide_secrets, known_secrets
+from finetune.run_folder.checkpoint import step_folder
 
 ATTEMPTS = 3  # the next checkpoint is another chance
 

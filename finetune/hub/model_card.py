@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.base_facts import BaseFacts
-from finetune.recipe import DataSet, Recipe
-from finetune.run_facts import RunFacts
+from finetune.hub.base_model import BaseFacts
+from finetune.recipe.schema import DataSet, Recipe
+from finetune.run_folder.facts import RunFacts
 
 LOCAL_KINDS = ("json", "csv", "parquet", "text")
 SAMPLES_SHOWN = 4

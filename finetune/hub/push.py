@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.base_facts import BaseFacts, ask_licence, check_repository, read_base
-from finetune.durable import write_json
 from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
-from finetune.hub_calls import ATTEMPTS, check_permission, ensure_repository, patiently
-from finetune.model_card import card_text
-from finetune.outgoing import Outgoing, collect, product_folder, refuse_leaks
-from finetune.recipe import Recipe
-from finetune.recipe_file import recipe_from_resolved
-from finetune.run_facts import read_run
-from finetune.secret_scan import hide_secrets, known_secrets
+from finetune.files import write_json
+from finetune.hub.base_model import BaseFacts, ask_licence, check_repository, read_base
+from finetune.hub.client import ATTEMPTS, check_permission, ensure_repository, patiently
+from finetune.hub.model_card import card_text
+from finetune.hub.upload_files import Outgoing, collect, product_folder, refuse_leaks
+from finetune.recipe.loader import recipe_from_resolved
+from finetune.recipe.schema import Recipe
+from finetune.redaction import hide_secrets, known_secrets
+from finetune.run_folder.facts import read_run
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, HfApi

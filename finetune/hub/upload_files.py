@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.recipe import Recipe
-from finetune.secret_scan import find_secret
+from finetune.recipe.schema import Recipe
+from finetune.redaction import find_secret
 
 WHOLE_MODEL = (
     "config.json",

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from finetune.durable import write_text
 from finetune.errors import FinetuneError, RecipeError
-from finetune.imports import axolotl, llamafactory, torchtune, trl
-from finetune.imports.left_out import reason_for
-from finetune.imports.page import page, written
-from finetune.imports.shared import fit_quantization
-from finetune.imports.theirs import LeftOut, Theirs
-from finetune.recipe_file import load_recipe
-from finetune.recipe_list import parse_gpus
-from finetune.yaml_text import MAX_BYTES, parse
+from finetune.files import write_text
+from finetune.importers import axolotl, llamafactory, torchtune, trl
+from finetune.importers.foreign_config import LeftOut, Theirs
+from finetune.importers.left_out import reason_for
+from finetune.importers.recipe_writer import page, written
+from finetune.importers.shared import fit_quantization
+from finetune.recipe.gpus import parse_gpus
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.yaml_text import MAX_BYTES, parse
 
 Tool = Literal["axolotl", "llamafactory", "trl", "torchtune"]
 TOOLS = get_args(Tool)

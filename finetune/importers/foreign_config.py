@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.errors import RecipeError
-from finetune.recipe import Lora, Quantization, Recipe
-from finetune.yaml_text import shown
+from finetune.recipe.schema import Lora, Quantization, Recipe
+from finetune.recipe.yaml_text import shown
 
 # differs: the training is another one without it; look: only a person can say; same: nothing is learned otherwise.
 Level = Literal["differs", "look", "same"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.imports.shared import batch, checkpointing, every, hub, optimizer, scheduler, strategy, warmup
-from finetune.imports.theirs import Theirs, positive_or_none, whole
+from finetune.importers.foreign_config import Theirs, positive_or_none, whole
+from finetune.importers.shared import batch, checkpointing, every, hub, optimizer, scheduler, strategy, warmup
 
 # What transformers does where nothing is said (TrainingArguments of 5.23).
 DEFAULTS: dict[str, Any] = {

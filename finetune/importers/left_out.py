@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from finetune.imports.theirs import Level
-from finetune.recipe_keys import REPLACED
+from finetune.importers.foreign_config import Level
+from finetune.recipe.foreign_keys import REPLACED
 
 # A pattern of whole keys -> whether the training is another one without it, and why it is left out.
 _REASONS: tuple[tuple[str, Level, str], ...] = (

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from finetune.imports import trainer
-from finetune.imports.shared import data_set, held_out, named_template, remote_code, unused
-from finetune.imports.theirs import Theirs, whole
+from finetune.importers import hf_trainer
+from finetune.importers.foreign_config import Theirs, whole
+from finetune.importers.shared import data_set, held_out, named_template, remote_code, unused
 
 _NAMES = {
     "llama3": "llama3",
@@ -32,9 +32,9 @@ def convert(theirs: Theirs) -> None:
     off = theirs.get("disable_gradient_checkpointing") is True
     if off:
         theirs.write("training.activation_checkpointing", False, "disable_gradient_checkpointing")
-    usual = trainer.DEFAULTS["learning_rate"]
-    trainer.training(theirs, learning_rate=usual, recompute=not off)
-    form = trainer.precision(theirs, "no")
+    usual = hf_trainer.DEFAULTS["learning_rate"]
+    hf_trainer.training(theirs, learning_rate=usual, recompute=not off)
+    form = hf_trainer.precision(theirs, "no")
     if form == "fp16":
         theirs.write("model.dtype", "float16", "fp16")
         if "quantization.load_in_4bit" in theirs.carried:

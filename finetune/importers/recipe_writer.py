@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from finetune.imports.theirs import LeftOut, Level
-from finetune.recipe import Budget, Data, Hub, Lora, ModelSection, Quantization, Recipe, Training
-from finetune.yaml_text import plain_scalar, printable
+from finetune.importers.foreign_config import LeftOut, Level
+from finetune.recipe.schema import Budget, Data, Hub, Lora, ModelSection, Quantization, Recipe, Training
+from finetune.recipe.yaml_text import plain_scalar, printable
 
 _WIDTH = 100  # a comment that would end beyond stands on a line of its own
 _SECTIONS: dict[str, Any] = {

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
-from finetune.imports.templates import TEMPLATES
-from finetune.imports.theirs import Theirs, whole
-from finetune.recipe import Scheduler
-from finetune.schedule_shapes import SCHEDULER_ARGUMENTS
+from finetune.importers.foreign_config import Theirs, whole
+from finetune.importers.templates import TEMPLATES
+from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS
+from finetune.recipe.schema import Scheduler
 
 OPTIMIZERS = {
     **dict.fromkeys(

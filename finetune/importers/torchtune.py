@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from finetune.imports.shared import OPTIMIZERS, batch, data_set
-from finetune.imports.templates import TEMPLATES
-from finetune.imports.theirs import Theirs, positive_or_none, whole
+from finetune.importers.foreign_config import Theirs, positive_or_none, whole
+from finetune.importers.shared import OPTIMIZERS, batch, data_set
+from finetune.importers.templates import TEMPLATES
 
 _LAYERS = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 _MLP = ["gate_proj", "up_proj", "down_proj"]

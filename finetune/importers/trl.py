@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.imports import trainer
-from finetune.imports.shared import data_set, quantised_by, remote_code, unused
-from finetune.imports.theirs import Theirs
+from finetune.importers import hf_trainer
+from finetune.importers.foreign_config import Theirs
+from finetune.importers.shared import data_set, quantised_by, remote_code, unused
 
 # What SFTConfig and ModelConfig do where nothing is said, beside transformers' own defaults.
 DEFAULTS: dict[str, Any] = {
@@ -33,7 +33,7 @@ def convert(theirs: Theirs) -> None:
     remote_code(theirs)
     _adapter(theirs)
     _data(theirs)
-    trainer.training(theirs, learning_rate=DEFAULTS["learning_rate"], recompute=DEFAULTS["gradient_checkpointing"])
+    hf_trainer.training(theirs, learning_rate=DEFAULTS["learning_rate"], recompute=DEFAULTS["gradient_checkpointing"])
     _formats(theirs)
 
 
@@ -66,7 +66,7 @@ def _modules(named: Any) -> Any:
 
 def _formats(theirs: Theirs) -> None:
     """Number formats: TRL trains all weights in the format that they are loaded in."""
-    form = trainer.precision(theirs, "bf16")
+    form = hf_trainer.precision(theirs, "bf16")
     key, dtype = theirs.first("dtype", "torch_dtype")
     if dtype not in (*_DTYPES, None, "auto"):
         theirs.leave(key, "differs", "bfloat16, float16 and float32 are known here")

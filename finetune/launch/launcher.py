@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,3 +166,34 @@ def _option(arguments: Sequence[str], *names: str) -> str | None:
         if name in names:
             return value if equals else next(iter(arguments[index + 1 : index + 2]), None)
     return None
+
+
+_WAIT_SECONDS = 60  # torchrun ends ranks that do not leave after 30
+_WHEN_IT_IS_GONE = f"""
+import os, select, sys
+try:
+    launcher = os.pidfd_open(int(sys.argv[1]))
+    select.select([launcher], [], [], {_WAIT_SECONDS})
+except OSError:
+    pass
+os.write(2, os.fsencode(sys.argv[2]))
+"""
+
+
+def say_last(line: str) -> None:
+    """Writes the line to standard error, and under a launcher once more when that has ended.
+
+    A small process in a session of its own does the second: it holds this one's standard error for that long. Linux.
+    """
+    text = f"\n{line}\n"
+    sys.stdout.flush()
+    with suppress(OSError):
+        os.write(2, text.encode(errors="replace"))
+    if not under_launcher() or not hasattr(os, "pidfd_open"):
+        return
+    subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _WHEN_IT_IS_GONE, str(os.getppid()), text],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # torchrun ends a rank's whole process group
+    )

@@ -16,8 +16,8 @@ import psutil
 import torch
 
 from finetune.errors import EnvironmentMismatch, NoRendezvous
-from finetune.launcher import Launch
-from finetune.recipe import Recipe
+from finetune.launch.launcher import Launch
+from finetune.recipe.schema import Recipe
 
 _PATIENCE_SECONDS = 1800  # gloo's own; NCCL's would be 600
 _HINT_SECONDS = 60

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from finetune.durable import write_text
 from finetune.errors import FinetuneError
-from finetune.recipe_file import CONFIG_FOLDER, LoadedRecipe, load_recipe
-from finetune.strategy import Strategy, read_strategy
-from finetune.yaml_text import printable
+from finetune.files import write_text
+from finetune.paths import TRAIN_SCRIPT
+from finetune.recipe.loader import CONFIG_FOLDER, LoadedRecipe, load_recipe
+from finetune.recipe.strategy import Strategy, read_strategy
+from finetune.recipe.yaml_text import printable
 
 Launcher = Literal["slurm", "torchrun", "accelerate"]
 LAUNCHERS: tuple[str, ...] = get_args(Launcher)
@@ -76,7 +77,7 @@ def plan_launch(
         nodes=here["nodes"],
         gpus=here["gpus"],
         ranks=ranks,
-        words=(_from_here(Path(__file__).with_name("train.py")), str(recipe), *overrides, *told),
+        words=(_from_here(TRAIN_SCRIPT), str(recipe), *overrides, *told),
         asked=shlex.join([str(recipe), "--on", launcher, *options, *overrides]),
     )
     for problem in _misfits(plan):

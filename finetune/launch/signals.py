@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
-from finetune.launcher import arguments_of, launcher_words, under_launcher
+from finetune.launch.launcher import arguments_of, launcher_words, under_launcher
 
 _PARENT_AT_START = os.getppid()
 _PR_SET_PDEATHSIG = 1  # prctl(2)

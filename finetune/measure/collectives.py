@@ -137,7 +137,7 @@ def _bytes(values: Any) -> int:
 def _ranks(group: Any) -> int:
     """How many ranks a collective's group has."""
     if isinstance(group, str):
-        # No public name turns a group's name into the group; tests/test_traffic.py watches this one.
+        # No public name turns a group's name into the group; tests/measure/test_collectives.py watches this one.
         resolve: Any = getattr(distributed.distributed_c10d, "_resolve_process_group")  # noqa: B009
         return int(resolve(group).size())
     if isinstance(group, distributed.ProcessGroup):

@@ -16,8 +16,8 @@ from typing import Any, TextIO
 
 import torch
 
+from finetune.measure.phases import GIB, peak_bytes
 from finetune.output_stream import lasting
-from finetune.phases import GIB, peak_bytes
 
 BARS = "▁▂▃▄▅▆▇█"
 

@@ -14,8 +14,8 @@ import psutil
 import torch
 
 from finetune.errors import DoesNotFit
-from finetune.phases import GIB, peak_bytes
-from finetune.recipe import Recipe
+from finetune.measure.phases import GIB, peak_bytes
+from finetune.recipe.schema import Recipe
 
 # What allocators say in words alone: the host's, cuBLAS's, NCCL's.
 _WORDS = re.compile(r"out of memory|DefaultCPUAllocator|ALLOC_FAILED|Cannot allocate memory|Failed to CUDA (m|c)alloc")

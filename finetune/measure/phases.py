@@ -18,8 +18,8 @@ import torch
 from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
 
-from finetune.tensor_bytes import TensorBytes
-from finetune.traffic import Moved, Traffic
+from finetune.measure.collectives import Moved, Traffic
+from finetune.measure.live_tensors import TensorBytes
 
 GIB = 2**30
 

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from torch import nn
 
 from finetune.errors import FinetuneError
-from finetune.recipe import Lora
+from finetune.recipe.schema import Lora
 
 
 def refuse_unknown_names(model: nn.Module, lora: Lora) -> None:

@@ -23,14 +23,14 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune import attention
-from finetune.adapter_names import refuse_unknown_names
-from finetune.embedded import resolve_model_path
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.families import refuse_unsuitable
-from finetune.loss import put_loss_into_forward
-from finetune.quantized import forget_inputs, quantize_structure, quantized_layers
-from finetune.recipe import Lora, Quantization, Recipe
+from finetune.model import attention
+from finetune.model.adapter_names import refuse_unknown_names
+from finetune.model.families import refuse_unsuitable
+from finetune.model.loss import put_loss_into_forward
+from finetune.model.packaged import resolve_model_path
+from finetune.model.quantization import forget_inputs, quantize_structure, quantized_layers
+from finetune.recipe.schema import Lora, Quantization, Recipe
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -174,7 +174,7 @@ def _steady_quantized_weights(model: PreTrainedModel) -> None:
     """Hold the quantised weights to what was loaded, and see that embeddings and head are not among them.
 
     On a CPU with AVX512-BF16 the first evaluation has bitsandbytes 0.50 repack every 4-bit weight for good, its scales
-    rounded to bfloat16: training would go on from other weights (tests/test_quantized.py).
+    rounded to bfloat16: training would go on from other weights (tests/model/test_quantization.py).
     """
     for layer in quantized_layers(model):
         layer.support_avx512bf16_for_cpu = False

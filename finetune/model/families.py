@@ -9,10 +9,10 @@ from functools import lru_cache
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from finetune import attention
 from finetune.errors import FinetuneError
-from finetune.recipe import Recipe
-from finetune.trial import TRIED, Unsuitable, documents_apart, head_alone, masks_apart
+from finetune.model import attention
+from finetune.model.trial import TRIED, Unsuitable, documents_apart, head_alone, masks_apart
+from finetune.recipe.schema import Recipe
 
 # Settings under which the logits are not simply the head applied to the last hidden state.
 LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")

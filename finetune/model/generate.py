@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from finetune.conversations import SamplePrompt
-from finetune.model import decoder_parts
+from finetune.model.build import decoder_parts
 
 
 @contextmanager
@@ -66,19 +65,3 @@ def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int
     listed = getattr(config, "eos_token_id", None)
     ends = set(listed if isinstance(listed, list) else [listed]) | {tokenizer.eos_token_id}
     return sorted(token for token in ends if token is not None)
-
-
-def samples(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[SamplePrompt],
-    *,
-    max_new_tokens: int,
-    when: str,
-    step: int,
-) -> Iterator[dict[str, Any]]:
-    """The model's answers to the fixed prompts, as lines of samples.jsonl; `when` is before or after."""
-    with answering(model):
-        for sample in prompts:
-            text = answer(model, tokenizer, sample.prompt_ids, max_new_tokens=max_new_tokens)
-            yield {"when": when, "step": step, "prompt": sample.prompt, "answer": text, "reference": sample.reference}

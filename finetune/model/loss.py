@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from finetune.conversations import IGNORE
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -35,8 +33,8 @@ def summed_cross_entropy(
 ) -> Tensor:
     """Sum over supervised positions of -log softmax(hidden @ weight.T + bias)[target].
 
-    hidden: [..., hidden_size]; weight: [vocabulary, hidden_size]; targets: [...] with IGNORE (-100) where nothing is
-    learned, already shifted; supervised: int64, where it is not IGNORE, counted over all of [...] flattened. Where
+    hidden: [..., hidden_size]; weight: [vocabulary, hidden_size]; targets: [...] with -100 where nothing is
+    learned, already shifted; supervised: int64, where it is not -100, counted over all of [...] flattened. Where
     that is given, the head is applied to those positions and no others: of a conversation, to the answers alone.
     Returns a float32 scalar. The matrix products run in autocast's dtype where autocast is on, else in `hidden`'s;
     softmax, sum and the head's gradient accumulate in float32.
@@ -121,7 +119,7 @@ def _pass(
         for now in _chunks(len(flat), supervised, max(1, CHUNK_BYTES // (4 * weight.shape[0]))):
             part = flat[now].to(dtype)
             logits = F.linear(part, cast_weight, cast_bias).float()  # [chunk, vocabulary]
-            loss += F.cross_entropy(logits, target[now], ignore_index=IGNORE, reduction="sum")
+            loss += F.cross_entropy(logits, target[now], reduction="sum")
             if not any(wants[:3]):
                 continue
             slope = _softmax_minus_target(logits, target[now], all_learned=supervised is not None).to(dtype)
@@ -150,4 +148,4 @@ def _softmax_minus_target(logits: Tensor, target: Tensor, *, all_learned: bool) 
     """d loss / d logits, written over the logits: softmax minus one at the target, zero where nothing is learned."""
     slope = torch.softmax(logits, dim=1, out=logits)  # [chunk, vocabulary]
     slope.scatter_add_(1, target.clamp(min=0).unsqueeze(1), slope.new_full((len(target), 1), -1.0))
-    return slope if all_learned else slope.mul_((target != IGNORE).unsqueeze(1))
+    return slope if all_learned else slope.mul_((target >= 0).unsqueeze(1))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import EnvironmentMismatch
-from finetune.recipe import Quantization, Recipe
+from finetune.recipe.schema import Quantization, Recipe
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel

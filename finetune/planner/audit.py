@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.durable import read_lines
 from finetune.errors import FinetuneError
+from finetune.files import read_lines
 
 GIB = 2**30
 UPDATE_PHASES = ("forward", "backward", "step")

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError
-from finetune.plan import pick, remedies
-from finetune.plan.closed import estimate, unknown
-from finetune.plan.explain import explain
-from finetune.plan.gpus import Gpus, gpus_of, read_gpus
-from finetune.recipe import Recipe
-from finetune.recipe_file import load_recipe
-from finetune.shrink import full_config
+from finetune.model.known_configs import full_config
+from finetune.planner import pick, remedies
+from finetune.planner.closed_form.estimate import estimate, unknown
+from finetune.planner.explain import explain
+from finetune.recipe.gpus import Gpus, gpus_of, read_gpus
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from finetune.plan.job import Planned
+    from finetune.planner.plan_recipe import Planned
 
 GIB = 2**30
 EDGE = 0.02  # a closed form this near to the GPU's size is planned by trace before it is said to fit or not
@@ -58,7 +58,7 @@ def plan_by_trace(recipe: Recipe, gpus: Gpus | None, *, must_fit: bool = False) 
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # speaks of kernels it would like to download
     with redirect_stdout(io.StringIO()):  # DeepSpeed, where it is installed, speaks when accelerate looks at it
         with _unswept():
-            from finetune.plan.job import plan_recipe
+            from finetune.planner.plan_recipe import plan_recipe
 
         try:
             return plan_recipe(recipe, gpus, must_fit=must_fit)
@@ -91,8 +91,8 @@ def answer(words: Sequence[str], asked: Asked) -> Answer:
 
 def _one(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Answer:
     planned = plan_by_trace(recipe, gpus)
-    from finetune.plan.pace import pace_json, pace_lines
-    from finetune.plan.report import describe, plan_json
+    from finetune.planner.memory_table import describe, plan_json
+    from finetune.planner.roofline_report import pace_json, pace_lines
 
     code = 0 if planned.fits else DoesNotFit.exit_code
     told = {"ok": planned.fits, "exit_code": code, **plan_json(planned), **pace_json(planned)}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from finetune.plan.closed import estimate, unknown
-from finetune.plan.gpus import Gpus
-from finetune.plan.layer_terms import FLOAT32, HALF
-from finetune.plan.shape import Shape, shape_of
-from finetune.plan.variants import changed
-from finetune.recipe import Recipe
+from finetune.planner.closed_form.estimate import estimate, unknown
+from finetune.planner.closed_form.layer import FLOAT32, HALF
+from finetune.planner.closed_form.shape import Shape, shape_of
+from finetune.planner.variants import changed
+from finetune.recipe.gpus import Gpus
+from finetune.recipe.schema import Recipe
 
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # half a byte, a byte a block of 64, four bytes a block of 256 such
 WHOLE_LOSS = 12  # bytes a logit where all are held: bfloat16, float32, and float32 logarithms that turn into gradients

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from finetune.plan.job import Planned
-from finetune.plan.timeline import COMPONENTS
+from finetune.planner.plan_recipe import Planned
+from finetune.planner.trace.timeline import COMPONENTS
 
 GIB = 2**30
 WIDTH, EMPTY = 50, "."

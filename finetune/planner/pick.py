@@ -12,9 +12,19 @@ from itertools import product
 from typing import Any
 
 from finetune.errors import DoesNotFit
-from finetune.plan.closed import estimate, unknown
-from finetune.plan.gpus import Gpus
-from finetune.recipe import Budget, Data, DataSet, EvalFraction, Lora, ModelSection, Quantization, Recipe, Training
+from finetune.planner.closed_form.estimate import estimate, unknown
+from finetune.recipe.gpus import Gpus
+from finetune.recipe.schema import (
+    Budget,
+    Data,
+    DataSet,
+    EvalFraction,
+    Lora,
+    ModelSection,
+    Quantization,
+    Recipe,
+    Training,
+)
 
 LENGTHS = (4096, 2048, 1024, 512)
 METHODS = ("full", "lora", "qlora")

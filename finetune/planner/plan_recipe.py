@@ -14,27 +14,26 @@ from typing import Any, cast
 
 import torch
 
-from finetune import attention
-from finetune.batches import MicroBatch
 from finetune.errors import DoesNotFit
-from finetune.model import attention_name
-from finetune.optimizer import check_optimizer
-from finetune.plan.apart import begun
-from finetune.plan.caching import NoMemory, replay
-from finetune.plan.depth import kept_whole, with_layers
-from finetune.plan.gpus import Gpus
-from finetune.plan.layers import SHALLOW, deep, depths
-from finetune.plan.pretend import NAME
-from finetune.plan.speed import Layout
-from finetune.plan.splice import Change, filled_up, spliced
-from finetune.plan.timeline import Peak, PhaseMemory, Timeline
-from finetune.plan.trace import STEPS, trace
-from finetune.plan.work import StepWork, at_depth, of_ddp, per_step
-from finetune.quantized import check_sharded_quantization
-from finetune.recipe import Recipe
-from finetune.shrink import full_config
-from finetune.strategy import Strategy, read_strategy
-from finetune.zero_needs import require_engine
+from finetune.model import attention
+from finetune.model.build import attention_name
+from finetune.model.known_configs import full_config
+from finetune.model.optimizer import check_optimizer
+from finetune.model.quantization import check_sharded_quantization
+from finetune.planner.depth.caching_allocator import NoMemory, replay
+from finetune.planner.depth.extrapolate import SHALLOW, deep, depths, kept_whole, with_layers
+from finetune.planner.depth.fork import begun
+from finetune.planner.depth.repeat_layers import Change, filled_up, spliced
+from finetune.planner.roofline import Layout
+from finetune.planner.trace.fake_device import NAME
+from finetune.planner.trace.flops import StepWork, at_depth, of_ddp, per_step
+from finetune.planner.trace.timeline import Peak, PhaseMemory, Timeline
+from finetune.planner.trace.trace import STEPS, trace
+from finetune.recipe.gpus import Gpus
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import Strategy, read_strategy
+from finetune.strategies.zero_requirements import require_engine
+from finetune.tokens.batches import MicroBatch
 
 # Outside of the tensors, and so of every trace: measured by others, see docs/planner.md.
 CONTEXT = 500_000_000  # CUDA's own, with the kernels that are loaded

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from finetune.errors import FinetuneError
-from finetune.plan.closed import estimate, unknown
-from finetune.plan.gpus import Gpus
-from finetune.plan.variants import Changes, Variant, changed, larger, smaller
-from finetune.recipe import Recipe
+from finetune.planner.closed_form.estimate import estimate, unknown
+from finetune.planner.variants import Changes, Variant, changed, larger, smaller
+from finetune.recipe.gpus import Gpus
+from finetune.recipe.schema import Recipe
 
 LENGTH, ROWS = "data.max_length", "training.per_device_batch_size"
 GROWING = {"max_length": LENGTH, "per_device_batch_size": ROWS}

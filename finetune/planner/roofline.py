@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from finetune.plan.work import StepWork
-from finetune.traffic import WEIGHT, Moved
+from finetune.measure.collectives import WEIGHT, Moved
+from finetune.planner.trace.flops import StepWork
 
 NVLINK_MACHINE = 50e9  # bytes/s a GPU to other machines: 400 Gbit/s each
 PCIE_MACHINE = 12.5e9 / 8  # 100 Gbit/s a machine of eight

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from finetune.plan.job import Planned
-from finetune.plan.speed import CHIPS, Speed, scaled, speed
+from finetune.planner.plan_recipe import Planned
+from finetune.planner.roofline import CHIPS, Speed, scaled, speed
 
 PHASES = ("forward", "backward", "step")
 ASSUMED = (

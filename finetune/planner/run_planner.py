@@ -1,6 +1,6 @@
-"""The planner beside a run, as a process of its own: `python -m finetune.plan.beside ANSWER`, the question on stdin.
+"""The process that plans a run while it trains: `python -m finetune.planner.run_planner ANSWER`, the request on stdin.
 
-See foretold.py, which asks. Whatever happens here becomes an answer, for no run may fail by its plan.
+training/planner_process.py starts it. Whatever fails here becomes an answer: no run may fail because of its plan.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.durable import write_json
 from finetune.errors import FinetuneError
-from finetune.foretold import Question
-from finetune.plan.gpus import Gpus
-from finetune.recipe import Recipe
-from finetune.shrink import full_config
-from finetune.signals import die_with_parent
+from finetune.files import write_json
+from finetune.launch.signals import die_with_parent
+from finetune.model.known_configs import full_config
+from finetune.recipe.gpus import Gpus
+from finetune.recipe.schema import Recipe
+from finetune.training.planner_process import Question
 
 if TYPE_CHECKING:
-    from finetune.batches import MicroBatch
-    from finetune.plan.job import Planned
+    from finetune.planner.plan_recipe import Planned
+    from finetune.tokens.batches import MicroBatch
 
 LOWEST = 19  # priority: a run on a CPU needs its cores
 TIGHT = 0.5  # of the memory there is: below it nobody asks what would take less
@@ -53,7 +53,7 @@ def read_question(told: Mapping[str, Any]) -> Question:
 def planned(question: Question) -> tuple[dict[str, Any] | None, str | None, int]:
     """The plan's JSON, or why there is none, and the bytes it needs."""
     try:
-        from finetune.plan.report import plan_json
+        from finetune.planner.memory_table import plan_json
 
         found = plan_run(question)
     except FinetuneError as error:
@@ -65,7 +65,7 @@ def planned(question: Question) -> tuple[dict[str, Any] | None, str | None, int]
 
 def plan_run(question: Question) -> Planned:
     """Plan rank 0 of the run, on the batches of its worst step. Raises what `plan_recipe` raises."""
-    from finetune.plan.job import plan_recipe
+    from finetune.planner.plan_recipe import plan_recipe
 
     recipe = Recipe.model_validate_json(question.recipe)
     batches = batches_of(question)
@@ -84,15 +84,15 @@ def changes(question: Question) -> list[dict[str, Any]]:
     """What would fit, each planned again on the run's own rows: `change` as key=value, `needed_bytes`."""
     recipe = Recipe.model_validate_json(question.recipe)
     if question.device != "cpu":
-        from finetune.plan.remedies import remedies
+        from finetune.planner.remedies import remedies
 
         def plan(another: Recipe, _: Gpus) -> Planned:
             return plan_run(asked_for(question, another))
 
         config, _source = full_config(recipe.model.name_or_path, recipe.model.revision)
         return [found.as_json() for found in remedies(recipe, config, gpus_of_run(question), plan)]
-    from finetune.out_of_memory import smaller
-    from finetune.plan.variants import changed
+    from finetune.measure.out_of_memory import smaller
+    from finetune.planner.variants import changed
 
     fitting = []
     for change in smaller(recipe):
@@ -130,7 +130,7 @@ class _Lengths:
 
 def batches_of(question: Question) -> list[MicroBatch]:
     """The micro-batches of the run's worst step, but for what stands in them."""
-    from finetune.batches import micro_batches
+    from finetune.tokens.batches import micro_batches
 
     made = []
     for rows in question.documents:

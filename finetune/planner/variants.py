@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from finetune.plan.gpus import Gpus
-from finetune.plan.rank_terms import read_strategy
-from finetune.recipe import Recipe
+from finetune.planner.closed_form.rank import read_strategy
+from finetune.recipe.gpus import Gpus
+from finetune.recipe.schema import Recipe
 
 Changes = dict[str, Any]  # dotted key -> value
 SHORTEST = 512  # tokens of a row that are worth proposing

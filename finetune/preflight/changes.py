@@ -14,16 +14,17 @@ from typing import Any
 
 import yaml
 
-from finetune.data_sources import resolve
-from finetune.recipe import DataSet, Recipe, Training
-from finetune.shrink import Shrunk
-from finetune.strategy import Strategy
+from finetune.data.sources import resolve
+from finetune.paths import CHECKOUT
+from finetune.preflight.shrink import Shrunk
+from finetune.recipe.schema import DataSet, Recipe, Training
+from finetune.recipe.strategy import Strategy
 
 STEPS, SAVED_AFTER = 4, 2
 LONGEST_ROW = 384  # tokens
 FEW_ROWS = 400  # of each data set
 MICRO_STEPS = 2  # so that accumulation is rehearsed
-SAMPLE_CHAT = Path(__file__).resolve().parent.parent / "data" / "sample_chat.jsonl"
+SAMPLE_CHAT = CHECKOUT / "data" / "sample_chat.jsonl"
 
 
 @dataclass(frozen=True)

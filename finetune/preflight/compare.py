@@ -18,11 +18,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from finetune.durable import read_lines, remove_folder, write_json
 from finetune.errors import FinetuneError
-from finetune.foretold import SWITCH
-from finetune.recipe import Training
-from finetune.recipe_file import CONFIG_FOLDER, load_recipe
+from finetune.files import read_lines, remove_folder, write_json
+from finetune.paths import TRAIN_SCRIPT
+from finetune.recipe.loader import CONFIG_FOLDER, load_recipe
+from finetune.recipe.schema import Training
+from finetune.training.planner_process import SWITCH
 
 PHASES = ("load", "forward", "backward", "step", "save")
 MEMORY = ("peak", "allocated", "host_peak", "host_allocated")
@@ -111,7 +112,7 @@ def job_command(comparison: Comparison, strategy: str) -> list[str]:
         command += ["--config_file", str(CONFIG_FOLDER / f"{where}.yaml")]
     elif processes > 1:
         command += ["--multi_gpu"]
-    command += ["--num_processes", str(processes), str(Path(__file__).with_name("train.py")), str(comparison.recipe)]
+    command += ["--num_processes", str(processes), str(TRAIN_SCRIPT), str(comparison.recipe)]
     return [
         *command,
         *comparison.overrides,

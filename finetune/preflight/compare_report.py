@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from finetune.compare import Comparison, compare
 from finetune.errors import EnvironmentMismatch
-from finetune.pages.pictures import new_figure
+from finetune.preflight.compare import Comparison, compare
+from finetune.report.pictures import new_figure
 
 SHOWN = ("load", "forward", "backward", "step")
 MOVING = ("forward", "backward", "step")  # traffic while loading is paid once

@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.recipe import Recipe
+from finetune.recipe.schema import Recipe
 
 GIB = 2**30
 _OPTIMIZER_BYTES = {"adamw_8bit": 2, "paged_adamw_8bit": 2}  # two moments of a byte each
@@ -49,8 +49,8 @@ def count_weights(recipe: Recipe) -> tuple[int, int]:
     """All weights of the model, and those that are trained; counted on the model's structure, without any data."""
     import torch
 
-    from finetune.model import build_model
-    from finetune.shrink import full_config
+    from finetune.model.build import build_model
+    from finetune.model.known_configs import full_config
 
     config, _ = full_config(recipe.model.name_or_path, recipe.model.revision)
     with tempfile.TemporaryDirectory(prefix="finetune-doctor-") as folder:
@@ -67,7 +67,7 @@ def count_weights(recipe: Recipe) -> tuple[int, int]:
 
 
 def _is_here(recipe: Recipe) -> bool:
-    from finetune.embedded import PREFIX, in_hub_cache
+    from finetune.model.packaged import PREFIX, in_hub_cache
 
     name = recipe.model.name_or_path
     shards = ("model.safetensors", "model.safetensors.index.json")
@@ -79,7 +79,7 @@ def folders(recipe: Recipe | None) -> dict[str, Path]:
     """Where a run writes, by what is there."""
     from huggingface_hub import constants
 
-    from finetune.token_cache import cache_folder
+    from finetune.tokens.cache import cache_folder
 
     run = Path(recipe.run_dir) if recipe else Path.cwd()
     return {"run folder": run, "model cache": Path(constants.HF_HUB_CACHE), "token cache": cache_folder()}

@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Literal
 
 from finetune import __version__
-from finetune.doctor_disk import GIB, folders, free_bytes, may_write, need_of
-from finetune.doctor_pair import pair_test
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.private import showable, variables
-from finetune.recipe import Recipe
+from finetune.hub.client import check_permission, understand
+from finetune.paths import PACKAGE
+from finetune.preflight.disk import GIB, folders, free_bytes, may_write, need_of
+from finetune.preflight.process_pair import pair_test
+from finetune.recipe.schema import Recipe
+from finetune.redaction import showable, variables
 
 State = Literal["ok", "look", "bad"]
-PACKAGE = Path(__file__).resolve().parent
 # Extra -> what is imported, and what it is for.
 EXTRAS = {
     "bitsandbytes": ("bitsandbytes", "quantised bases and 8-bit optimizers: pip install 'finetune[qlora]'"),
@@ -214,7 +215,7 @@ def _token(recipe: Recipe | None, *, online: bool) -> Iterator[Finding]:
     if not online:
         yield Finding("token", "ok", f"{seen}; what it may do, the Hub tells with --online")
         return
-    from finetune.doctor_token import scope
+    from finetune.preflight.doctor import scope
 
     try:
         yield Finding("token", "ok", f"{seen}: {scope(recipe.hub.repo_id if recipe else None)}")
@@ -251,3 +252,28 @@ def _variables() -> Iterator[Finding]:
 def as_text(found: Finding) -> str:
     """One line; a remedy on the next."""
     return f"{found.state:<5}{found.name:<11}{found.seen}" + (f"\n{'':<16}{found.remedy}" if found.remedy else "")
+
+
+def scope(repo_id: str | None, endpoint: str | None = None) -> str:
+    """`read`, `write` or `fine-grained`, and whether it may write to `repo_id`, the recipe's hub.repo_id.
+
+    Raises EnvironmentMismatch where the Hub refuses it or does not answer.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=endpoint)
+    try:
+        token = api.whoami().get("auth", {}).get("accessToken", {})
+        if repo_id:
+            check_permission(api, repo_id)
+    except EnvironmentMismatch:  # which names the user, and whom else it may write for
+        text = "it may not write to the recipe's hub.repo_id; make one with write access there, then: hf auth login"
+        raise EnvironmentMismatch(text) from None
+    except Exception as error:
+        trouble = understand(error)
+        if trouble is None:
+            raise
+        later = "try again later" if trouble.transient else "make another one, then: hf auth login"
+        raise EnvironmentMismatch(f"{trouble.reason}; {later}") from error
+    role = {"fineGrained": "fine-grained"}.get(token.get("role"), token.get("role") or "of a kind it does not name")
+    return f"{role}, may write to hub.repo_id" if repo_id else str(role)

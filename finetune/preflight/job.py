@@ -16,10 +16,11 @@ from typing import Any
 
 import psutil
 
-from finetune.compare import failure
-from finetune.durable import read_lines
-from finetune.foretold import SWITCH
-from finetune.recipe_file import CONFIG_FOLDER
+from finetune.files import read_lines
+from finetune.paths import TRAIN_SCRIPT
+from finetune.preflight.compare import failure
+from finetune.recipe.loader import CONFIG_FOLDER
+from finetune.training.planner_process import SWITCH
 
 PATIENCE_SECONDS = 300  # for one start
 # What this process got from a launcher or a scheduler of its own is not for its children.
@@ -57,7 +58,7 @@ class Job:
         where = "single" if self.processes == 1 else "cpu_2proc"
         launcher = ["-m", "accelerate.commands.launch", "--config_file", str(CONFIG_FOLDER / f"{where}.yaml")]
         launcher += ["--cpu"] if self.processes == 1 else ["--num_processes", str(self.processes)]
-        script = [str(Path(__file__).with_name("train.py")), str(self.recipe)]
+        script = [str(TRAIN_SCRIPT), str(self.recipe)]
         return [sys.executable, *launcher, *script, *self.settings, f"output_dir={self.run_dir}"]
 
     def curve(self) -> list[tuple[Any, ...]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.recipe import Lora, Recipe
+from finetune.recipe.schema import Lora, Recipe
 
 
 def load_back(recipe: Recipe, run_dir: Path) -> str:
@@ -18,7 +18,7 @@ def load_back(recipe: Recipe, run_dir: Path) -> str:
     """
     import torch
 
-    from finetune.checkpoint import newest_valid, read_checkpoint
+    from finetune.run_folder.checkpoint import newest_valid, read_checkpoint
 
     checkpoint, _ = newest_valid(run_dir)
     if checkpoint is None:

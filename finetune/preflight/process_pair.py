@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from finetune.errors import EnvironmentMismatch
+from finetune.paths import CHECKOUT
 
 ELEMENTS = 2**20  # float32: 4 MiB
 ROUNDS = 5
@@ -25,11 +26,11 @@ def pair_test(*, gpus: int, patience: float = PATIENCE_SECONDS) -> dict[str, Any
     Raises EnvironmentMismatch with what the first of them said when they cannot, or not within `patience` seconds.
     """
     backend = "nccl" if gpus > 1 else "gloo"
-    package = str(Path(__file__).resolve().parent.parent)
+    package = str(CHECKOUT)
     path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="finetune-pair-") as folder, ExitStack() as files:
-        words = [sys.executable, "-m", "finetune.doctor_pair", backend, folder]
+        words = [sys.executable, "-m", "finetune.preflight.process_pair", backend, folder]
         logs = [files.enter_context(open(Path(folder) / f"log-{rank}", "w+", encoding="utf-8")) for rank in (0, 1)]
         ranks = [
             subprocess.Popen([*words, str(rank)], env=environment, stdout=log, stderr=log, start_new_session=True)

@@ -18,15 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.durable import remove_folder
+from rich.console import Console
+from rich.text import Text
+
 from finetune.errors import FinetuneError
-from finetune.load_back import load_back
-from finetune.recipe import Recipe
-from finetune.recipe_file import load_recipe
-from finetune.rehearse import SAVED_AFTER, STEPS, changes, overrides, processes_of
-from finetune.rehearse_job import Job, StepFailed, ended_by_signals, kill_all, started, wait_for_end, wait_until
-from finetune.shrink import shrink_model
-from finetune.strategy import read_strategy
+from finetune.files import remove_folder
+from finetune.preflight.changes import SAVED_AFTER, STEPS, changes, overrides, processes_of
+from finetune.preflight.job import Job, StepFailed, ended_by_signals, kill_all, started, wait_for_end, wait_until
+from finetune.preflight.load_back import load_back
+from finetune.preflight.shrink import shrink_model
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import read_strategy
 
 ATTEMPTS = 3  # on a busy machine the whole run may be over before the kill
 
@@ -186,3 +189,24 @@ def hushed() -> Iterator[None]:
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+@contextmanager
+def show(*, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function that prints each line of a rehearsal; the block's end prints the sum. Quiet: prints nothing."""
+    console, began = Console(quiet=quiet, soft_wrap=True), time.monotonic()
+    failed: list[str] = []
+
+    def tell(line: dict[str, Any]) -> None:
+        if "differs" in line:
+            console.print(Text(f"         differs: {line['differs']}", style="dim"))
+            return
+        mark, style = ("ok", "green") if line["ok"] else ("FAILED", "red")
+        text = Text.assemble((f"{mark:>6} ", style), f"{line['seconds']:6.1f} s  {line['name']:<20}  {line['seen']}")
+        console.print(text)
+        if not line["ok"]:
+            failed.append(line["name"])
+
+    yield tell
+    seconds = time.monotonic() - began
+    console.print(f"rehearsed in {seconds:.0f} s" if not failed else f"failed in {seconds:.0f} s: {failed[0]}")

@@ -6,7 +6,6 @@ architecture, grouped-query heads, tied embeddings, RoPE and window settings.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,30 +13,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.data_sources import resolve
-from finetune.embedded import ONLINE_REPOSITORIES, PREFIX, in_hub_cache, resolve_model_path
+from finetune.data.sources import resolve
 from finetune.errors import EnvironmentMismatch
-from finetune.recipe import Data
+from finetune.model.known_configs import full_config
+from finetune.recipe.schema import Data
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-CONFIGS = Path(__file__).resolve().parent / "configs"
-# Hub names by the file of their configuration; a name stands for its -Instruct variant too.
-HUB_NAMES: dict[str, tuple[str, ...]] = {
-    "llama-3.2-1b": ("meta-llama/Llama-3.2-1B", "unsloth/Llama-3.2-1B"),
-    "llama-3.2-3b": ("meta-llama/Llama-3.2-3B", "unsloth/Llama-3.2-3B"),
-    "llama-3.1-8b": ("meta-llama/Llama-3.1-8B", "meta-llama/Meta-Llama-3.1-8B", "unsloth/Llama-3.1-8B"),
-    "llama-3.3-70b": ("meta-llama/Llama-3.3-70B", "meta-llama/Llama-3.1-70B", "unsloth/Llama-3.3-70B"),
-    "llama-3.1-405b": ("meta-llama/Llama-3.1-405B",),
-    "qwen3-0.6b": ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B-Base"),
-    "qwen3-4b": ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Base"),
-    "qwen3-8b": ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base"),
-    "mistral-7b-v0.3": ("mistralai/Mistral-7B-v0.3",),
-    "smollm2-135m": ("HuggingFaceTB/SmolLM2-135M",),
-    "smollm2-360m": ("HuggingFaceTB/SmolLM2-360M",),
-    "smollm2-1.7b": ("HuggingFaceTB/SmolLM2-1.7B",),
-}
 
 LAYERS = 2
 BLOCK = 64  # bitsandbytes' smallest block: matrices whose rows are whole blocks quantise as large ones do
@@ -73,41 +56,6 @@ class Shrunk:
     small: Mapping[str, int]
     parameters: int
     vocabulary: int
-
-
-def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, Any], str]:
-    """The real model's configuration, as config.json has it, and where it was found; nothing is downloaded.
-
-    Looks into a local folder, an installed package, the configurations shipped here and the Hub's local cache. Raises
-    EnvironmentMismatch when it is nowhere, FinetuneError for a package that is not there.
-    """
-    name = name_or_path
-    if name.startswith(PREFIX):
-        name = ONLINE_REPOSITORIES.get(name.removeprefix(PREFIX).strip()) or resolve_model_path(name)
-    file = Path(name, "config.json")
-    if not file.is_file():
-        shipped = shipped_config(name)
-        file = shipped or in_hub_cache(name, "config.json", revision) or file
-    if not file.is_file():
-        known = ", ".join(names[0] for names in HUB_NAMES.values())
-        raise EnvironmentMismatch(
-            f"model.name_or_path: {name_or_path}: its configuration is not on this machine; a local folder with a "
-            f"config.json can be rehearsed, and by their Hub names {known}"
-        )
-    try:
-        config = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise EnvironmentMismatch(f"model.name_or_path: {file}: cannot be read: {error}; correct it") from error
-    return config, f"finetune/configs/{file.name}" if file.parent == CONFIGS else str(file)
-
-
-def shipped_config(name: str) -> Path | None:
-    """The file of `configs/` for a Hub name, None for a name that is not known here."""
-    wanted = name.lower().replace("-instruct", "")
-    for stem, names in HUB_NAMES.items():
-        if wanted in {known.lower() for known in names}:
-            return CONFIGS / f"{stem}.json"
-    return None
 
 
 def shrunken_config(config: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:

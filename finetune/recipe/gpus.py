@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from finetune.errors import FinetuneError
-from finetune.recipe import Budget
+from finetune.errors import FinetuneError, RecipeError
+from finetune.recipe.schema import Budget
 
 # What nvidia-smi gives as total, in MiB, of which the driver keeps some.
 NAMED = {
@@ -57,3 +57,27 @@ def gpus_of(budget: Budget) -> Gpus | None:
     if not budget.gpus or not budget.gpu_memory_gb:
         return None
     return Gpus(budget.gpus, int(budget.gpu_memory_gb * 1e9), f"{budget.gpu_memory_gb:g} GB", budget.nodes)
+
+
+# 2x24GB, 24gb (one GPU), 2x8x80 (two nodes of eight), cpu.
+_GPUS = re.compile(r"(?:(?:(?P<nodes>\d{1,5})x)?(?P<gpus>\d{1,5})x)?(?P<gb>\d{1,5}(?:\.\d+)?)(?:gb)?|cpu", re.ASCII)
+
+
+def parse_gpus(text: str) -> Budget:
+    """`2x24GB` as a budget; one number alone is one GPU, three are nodes, GPUs of each and memory, `cpu` is none.
+
+    Raises RecipeError for anything else, and where one of the numbers is 0.
+    """
+    match = _GPUS.fullmatch(text.strip().lower().replace(" ", ""))
+    if match is None:
+        raise _no_budget(text)
+    if match["gb"] is None:
+        return Budget()
+    nodes, gpus, gb = int(match["nodes"] or 1), int(match["gpus"] or 1), float(match["gb"])
+    if not nodes or not gpus or not gb:
+        raise _no_budget(text)
+    return Budget(gpus=gpus, gpu_memory_gb=gb, nodes=nodes)
+
+
+def _no_budget(text: str) -> RecipeError:
+    return RecipeError([f"--gpus: {text!r} is no budget; write 2x24GB, 2x8x80GB for two nodes of eight, or cpu"])

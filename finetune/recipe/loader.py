@@ -15,12 +15,24 @@ import yaml
 from pydantic import ValidationError
 
 from finetune.errors import RecipeError
-from finetune.recipe import Recipe
-from finetune.recipe_mistakes import IN_QUOTES, Mistake, explain
-from finetune.secret_scan import cover_secrets, hide_secrets, known_secrets
-from finetune.yaml_text import MAX_BYTES, Parsed, Path, Place, dotted, excerpt, parse, plain_scalar, printable, shown
+from finetune.paths import CHECKOUT
+from finetune.recipe.mistakes import IN_QUOTES, Mistake, explain
+from finetune.recipe.schema import Recipe
+from finetune.recipe.yaml_text import (
+    MAX_BYTES,
+    Parsed,
+    Path,
+    Place,
+    dotted,
+    excerpt,
+    parse,
+    plain_scalar,
+    printable,
+    shown,
+)
+from finetune.redaction import cover_secrets, hide_secrets, known_secrets
 
-CONFIG_FOLDER = pathlib.Path(__file__).resolve().parent.parent / "accelerate_configs"
+CONFIG_FOLDER = CHECKOUT / "accelerate_configs"
 COMMAND_LINE = "command line"
 MAX_MISTAKES = 50  # shown; nobody reads more at once
 # Other places and spellings of one key, accepted.

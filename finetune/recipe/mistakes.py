@@ -16,9 +16,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from finetune.recipe import DataSet, Recipe
-from finetune.recipe_keys import answer_for, other_word_for
-from finetune.yaml_text import Path, dotted, number_trap, shown
+from finetune.recipe.foreign_keys import answer_for, other_word_for
+from finetune.recipe.schema import DataSet, Recipe
+from finetune.recipe.yaml_text import Path, dotted, number_trap, shown
 
 # What each key that takes several kinds of value wants.
 EITHER = {

@@ -10,13 +10,13 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from finetune.recipe import Recipe
-from finetune.recipe_keys import RENAMED, REPLACED, answer_for
-from finetune.recipe_mistakes import section_models
+from finetune.paths import CHECKOUT, PACKAGE
+from finetune.recipe.foreign_keys import RENAMED, REPLACED, answer_for
+from finetune.recipe.mistakes import section_models
+from finetune.recipe.schema import Recipe
 
-ROOT = Path(__file__).resolve().parent
-SCHEMA_FILE = ROOT / "recipe.schema.json"
-REFERENCE_FILE = ROOT.parent / "docs" / "recipe.md"
+SCHEMA_FILE = PACKAGE / "recipe.schema.json"
+REFERENCE_FILE = CHECKOUT / "docs" / "recipe.md"
 BOUND_SIGNS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
@@ -34,7 +34,7 @@ def json_schema() -> str:
 
 HEAD = """# Recipe reference
 
-Generated from `finetune/recipe.py` by `finetune check --schema`.
+Generated from `finetune/recipe/schema.py` by `finetune check --schema`.
 
 A recipe is one YAML page. `finetune check RECIPE` names every mistake in it by line and column, and
 `finetune check RECIPE --resolved` prints every value and where it came from. `key=value` after the recipe's name wins

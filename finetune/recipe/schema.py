@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from finetune.schedule_shapes import SCHEDULER_ARGUMENTS, SCHEDULER_SHAPES
+from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS, SCHEDULER_SHAPES
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Attention = Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"]

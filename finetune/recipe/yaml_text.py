@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from finetune.secret_scan import hide_secrets, known_secrets
+from finetune.redaction import hide_secrets, known_secrets
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 20

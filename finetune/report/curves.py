@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.pages.charts import Line
-from finetune.recipe_file import recipe_from_resolved
-from finetune.run_facts import RunFacts, read_run
+from finetune.recipe.loader import recipe_from_resolved
+from finetune.report.html import Line
+from finetune.run_folder.facts import RunFacts, read_run
 
 PHASES = ("load", "forward", "backward", "step", "save")
 # Title, key of a training line, factor.

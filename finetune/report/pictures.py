@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import EnvironmentMismatch
-from finetune.pages.charts import COLOURS, thinned
-from finetune.pages.curves import PHASES, ReportedRun, curve, loss_lines, phase_peaks, planned_peaks
+from finetune.report.curves import PHASES, ReportedRun, curve, loss_lines, phase_peaks, planned_peaks
+from finetune.report.html import COLOURS, thinned
 
 SIZE = (8.0, 4.5)  # inches; with 12-point letters still readable at half size
 DPI = 130

@@ -8,8 +8,8 @@ from html import escape
 from rich.console import Console, Group
 from rich.text import Text
 
-from finetune.pages.page import histogram, page
-from finetune.pages.preview import Piece, Preview, ShownRow
+from finetune.report.html import histogram, page
+from finetune.report.preview import Piece, Preview, ShownRow
 
 HEAD, TAIL = 500, 150  # tokens of a long row shown on the terminal
 BAR = 40  # characters of the longest bar

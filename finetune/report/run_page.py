@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from finetune.durable import write_text
-from finetune.pages.charts import bar_chart, line_chart
-from finetune.pages.curves import (
+from finetune.files import write_text
+from finetune.report.curves import (
     CURVES,
     PHASES,
     ReportedRun,
@@ -18,9 +19,11 @@ from finetune.pages.curves import (
     loss_lines,
     phase_peaks,
     planned_peaks,
+    read_runs,
     summary,
 )
-from finetune.pages.page import page, table
+from finetune.report.html import bar_chart, line_chart, page, table
+from finetune.report.pictures import draw_loss, draw_memory
 
 SAMPLES = 8  # prompts shown
 LETTERS = 1500  # of an answer
@@ -132,3 +135,31 @@ def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
         value = ", ".join(map(str, value))
     shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
     return [(path, "" if value in (None, {}) else shown)]
+
+
+PICTURES = {"loss.png": draw_loss, "memory.png": draw_memory}
+
+
+def write_page(run_dir: Path, say: Callable[[str], None]) -> None:
+    """report.html of a run that goes on: 25 ms for a thousand steps."""
+    with _told(say):
+        write_report(read_runs([run_dir]), run_dir / NAME)
+
+
+def write_pages(run_dir: Path, say: Callable[[str], None]) -> None:
+    """report.html, and its pictures where matplotlib is installed."""
+    with _told(say):
+        runs = read_runs([run_dir])
+        write_report(runs, run_dir / NAME)
+        if importlib.util.find_spec("matplotlib") is not None:
+            for name, draw in PICTURES.items():
+                draw(runs, run_dir / name)
+        say(f"report: {run_dir / NAME}")
+
+
+@contextmanager
+def _told(say: Callable[[str], None]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever it is, hours of training are worth more than their picture
+        say(f"the report was not written: {type(error).__name__}: {error}")

@@ -25,10 +25,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from finetune.durable import ASIDE, disk_errors, publish_folder, remove_folder, sync, write_json
 from finetune.errors import EnvironmentMismatch, NotFinite
-from finetune.pieces import Piece, Ranks, Stored, covers, piece_to_write
-from finetune.tensor_checks import first_not_finite, not_finite
+from finetune.files import ASIDE, disk_errors, publish_folder, remove_folder, sync, write_json
+from finetune.run_folder.tensor_checks import first_not_finite, not_finite
+from finetune.strategies.pieces import Piece, Ranks, Stored, covers, piece_to_write
 
 FORMAT = 2
 _NAME = re.compile(r"step-(\d{8,})")

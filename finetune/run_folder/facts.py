@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.durable import read_lines
-from finetune.recipe import Recipe
+from finetune.files import read_lines
+from finetune.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import torch
 
-from finetune.checkpoint import Checkpoint, newest_valid
-from finetune.durable import ASIDE, clear_leftovers, cut_lines, lock, sync, write_json
 from finetune.errors import FinetuneError
-from finetune.recipe import Recipe
+from finetune.files import ASIDE, clear_leftovers, cut_lines, lock, sync, write_json
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.checkpoint import Checkpoint, newest_valid
 
 STATE = "run_state.json"
 LOCK = ".lock"

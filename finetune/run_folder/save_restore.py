@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+
+from finetune.files import ASIDE, disk_errors, publish_folder, remove_folder, write_json
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from typing import Any, cast
+
 from transformers import PreTrainedTokenizerBase
 
-from finetune.assemble import Assembled
-from finetune.checkpoint import examine, read_state_of, step_folder, write_checkpoint
-from finetune.durable import ASIDE, remove_folder
-from finetune.embedded import published_name
 from finetune.errors import FinetuneError, NotFinite
-from finetune.export import export_adapter, export_model
-from finetune.fsdp import reshard
-from finetune.pieces import all_ranks
-from finetune.recipe import Recipe
-from finetune.run import TrainState
-from finetune.tensor_checks import not_finite
-from finetune.training_state import load_model, load_optimizer, model_tensors, optimizer_tensors
-from finetune.zero_pieces import load_pieces, trained_pieces
+from finetune.model.packaged import published_name
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.checkpoint import examine, read_state_of, step_folder, write_checkpoint
+from finetune.run_folder.tensor_checks import not_finite
+from finetune.run_folder.train_state import TrainState
+from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
+from finetune.strategies.assemble import Assembled
+from finetune.strategies.fsdp import reshard
+from finetune.strategies.pieces import all_ranks
+from finetune.strategies.zero_state import load_pieces, trained_pieces
 
 
 def save(recipe: Recipe, parts: Assembled, state: TrainState) -> None:
@@ -103,3 +113,59 @@ def export(recipe: Recipe, parts: Assembled, tokenizer: PreTrainedTokenizerBase,
     if dtype is None:
         return export_adapter(model, weights, tokenizer, folder, base=published_name(section.name_or_path))
     return export_model(model, weights, tokenizer, folder, dtype=dtype)
+
+
+def export_adapter(
+    model: PeftModel, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, run_dir: Path, *, base: str
+) -> Path:
+    """Writes run_dir/adapter, which plain `PeftModel.from_pretrained` loads; written aside and renamed.
+
+    Args:
+        model: Unwrapped, maybe sharded.
+        weights: Its trained weights by its own names, whole.
+        base: The base model's name as others can load it, for adapter_config.json.
+    """
+    config = model.peft_config["default"]
+    config.base_model_name_or_path = base
+
+    def write(folder: Path) -> None:
+        # "auto" would ask the Hub whether the vocabulary grew; embeddings that are trained are saved as such anyway.
+        model.save_pretrained(str(folder), state_dict=weights, save_embedding_layers=False)
+        tokenizer.save_pretrained(str(folder))
+
+    return _publish(run_dir / "adapter", write)
+
+
+def export_model(
+    model: PreTrainedModel,
+    weights: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    run_dir: Path,
+    *,
+    dtype: torch.dtype,
+) -> Path:
+    """Writes run_dir/model as safetensors; written aside and renamed.
+
+    Args:
+        model: Unwrapped, maybe sharded.
+        weights: All of its weights by its own names, whole and in `dtype`; tied ones are one tensor.
+        dtype: That of the weights.
+    """
+
+    def write(folder: Path) -> None:
+        model.save_pretrained(str(folder), state_dict=weights)
+        # save_pretrained states the dtype of the model in memory, by which others would load the weights again.
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        write_json(folder / "config.json", config | {"dtype": str(dtype).removeprefix("torch.")})
+        tokenizer.save_pretrained(str(folder))
+
+    return _publish(run_dir / "model", write)
+
+
+def _publish(target: Path, write: Callable[[Path], None]) -> Path:
+    aside = target.with_name(f"{ASIDE}{target.name}")
+    remove_folder(aside)
+    with disk_errors(target, "checkpoints are intact; "):
+        write(aside)
+        publish_folder(aside, target)
+    return target

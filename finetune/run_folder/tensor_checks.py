@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from finetune.pieces import Piece, Ranks, piece_to_write
+from finetune.strategies.pieces import Piece, Ranks, piece_to_write
 
 CHUNK = 2**22  # elements looked at together: 32 MiB of int64 beside the tensor
 # 2^64 / golden ratio, and a second odd number (splitmix64's): spread neighbouring positions over all 64 bits.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from finetune.assemble import Assembled
 from finetune.errors import NothingTrained
-from finetune.fsdp import reshard
-from finetune.pieces import all_ranks
-from finetune.tensor_checks import checksums
-from finetune.training_state import model_tensors
-from finetune.zero_pieces import trained_masters
+from finetune.run_folder.tensor_checks import checksums
+from finetune.run_folder.trained_tensors import model_tensors
+from finetune.strategies.assemble import Assembled
+from finetune.strategies.fsdp import reshard
+from finetune.strategies.pieces import all_ranks
+from finetune.strategies.zero_state import trained_masters
 
 
 def trained_checksums(parts: Assembled) -> dict[str, str]:

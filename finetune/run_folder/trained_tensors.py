@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from finetune.errors import FinetuneError
-from finetune.optimizer import allocate_state
-from finetune.pieces import Stored, local_part
+from finetune.model.optimizer import allocate_state
+from finetune.strategies.pieces import Stored, local_part
 
 # Entries of an optimizer's state that have their parameter's shape: torch's names and bitsandbytes'.
 MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")

@@ -21,11 +21,18 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from finetune.beats import Beat, Heart, beat_file, holds_lock, process_is_gone, read_beat, this_machine
 from finetune.errors import FinetuneError, NoRendezvous, RankLost
-from finetune.last_words import say_last
-from finetune.launcher import Launch
-from finetune.run_folder import mark_failed, read_state
+from finetune.launch.launcher import Launch, say_last
+from finetune.run_folder.folder import mark_failed, read_state
+from finetune.run_folder.heartbeat import (
+    Beat,
+    Heart,
+    beat_file,
+    holds_lock,
+    process_is_gone,
+    read_beat,
+    this_machine,
+)
 
 _NEIGHBOURS = 8  # whom each rank watches: the next ones in a ring, so that thousands of ranks do not read each other
 _GRACE_SECONDS = 5.0  # for our own main thread, which may be failing for the same reason

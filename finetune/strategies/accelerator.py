@@ -18,18 +18,18 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 
-from finetune.embedded import PREFIX, in_hub_cache
 from finetune.errors import EnvironmentMismatch
-from finetune.gpu_needs import check_gpus
-from finetune.launcher import Launch
-from finetune.loss_scaling import scale_losses_on_cpu
-from finetune.optimizer import check_optimizer
-from finetune.quantized import check_sharded_quantization
-from finetune.recipe import Recipe
-from finetune.rendezvous import check_world, patience
-from finetune.strategy import Strategy, read_strategy
-from finetune.zero import zero_environment, zero_plugin
-from finetune.zero_needs import quiet_engine, require_deepspeed
+from finetune.launch.launcher import Launch
+from finetune.launch.rendezvous import check_world, patience
+from finetune.model.optimizer import check_optimizer
+from finetune.model.packaged import PREFIX, in_hub_cache
+from finetune.model.quantization import check_sharded_quantization
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import Strategy, read_strategy
+from finetune.strategies.gpu_needs import check_gpus
+from finetune.strategies.loss_scaling import scale_losses_on_cpu
+from finetune.strategies.zero import zero_environment, zero_plugin
+from finetune.strategies.zero_requirements import quiet_engine, require_deepspeed
 
 Hold = Callable[[], AbstractContextManager[Any]]
 # What a launcher sets, for one process without one: engines that shard have a group of ranks also for a single one.
@@ -198,8 +198,8 @@ def _fsdp_plugin(strategy: Strategy) -> FullyShardedDataParallelPlugin:
 def _let_accelerate_shard_on_cpu(process_group: InitProcessGroupKwargs) -> None:
     """Have Accelerate take an FSDP plugin on gloo ranks, which it else answers with plain DDP, without a word.
 
-    accelerate 1.15 turns only MULTI_GPU and its like into FSDP (accelerate/state.py); tests/test_strategies.py sees
-    the sharded storage.
+    accelerate 1.15 turns only MULTI_GPU and its like into FSDP (accelerate/state.py); tests/proofs/test_strategies.py
+    sees the sharded storage.
     """
     PartialState(cpu=True, **process_group.to_kwargs())
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # no public way

@@ -16,16 +16,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from finetune.errors import FinetuneError
-from finetune.fsdp import gathered, make_mesh, reshard, shard_model
-from finetune.launcher import Launch
-from finetune.model import build_model, decoder_parts, structure_alone
-from finetune.optimizer import make_optimizer
-from finetune.quantized import plain_quantized_weights
-from finetune.recipe import Recipe
-from finetune.runtime import cores_for
-from finetune.strategy import Strategy
-from finetune.zero import engine_dtype, fit_swap, loading_whole, prepare_zero
-from finetune.zero_pieces import full_weights
+from finetune.launch.launcher import Launch
+from finetune.model.build import build_model, decoder_parts, structure_alone
+from finetune.model.optimizer import make_optimizer
+from finetune.model.quantization import plain_quantized_weights
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import Strategy
+from finetune.strategies.accelerator import cores_for
+from finetune.strategies.fsdp import gathered, make_mesh, reshard, shard_model
+from finetune.strategies.zero import engine_dtype, fit_swap, loading_whole, prepare_zero
+from finetune.strategies.zero_state import full_weights
 
 # How long ranks wait for one that quantises: longer than any takes. Should it die, pulse.py ends the job.
 WAITING = timedelta(days=7)

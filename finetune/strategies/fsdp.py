@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import EnvironmentMismatch
-from finetune.strategy import Strategy
+from finetune.recipe.strategy import Strategy
 
 SHARDS = "shards"  # the mesh dimension over which a tensor is cut
 COPIES = "copies"  # HSDP: the dimension over which the cut tensors are repeated
@@ -81,7 +81,7 @@ def reshard(whole: nn.Module) -> None:
 def reduced_in(whole: nn.Module) -> set[torch.dtype]:
     """Number formats other than their own that gradients are reduced in, by the policy of each sharded unit.
 
-    torch has no public name for a unit's policy; tests/test_receipt.py sees another one refused.
+    torch has no public name for a unit's policy; tests/strategies/test_receipt.py sees another one refused.
     """
     units = [module for module in whole.modules() if isinstance(module, FSDPModule)]
     policies = [unit._get_fsdp_state()._mp_policy for unit in units]

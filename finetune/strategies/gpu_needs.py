@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from finetune.attention import AMPERE
 from finetune.errors import EnvironmentMismatch
-from finetune.launcher import Launch
-from finetune.recipe import Recipe
+from finetune.launch.launcher import Launch
+from finetune.model.attention import AMPERE
+from finetune.recipe.schema import Recipe
 
 
 def check_gpus(recipe: Recipe, launch: Launch) -> None:

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from finetune.fsdp import is_first_copy, row_range
+from finetune.strategies.fsdp import is_first_copy, row_range
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune.assemble import Assembled
 from finetune.errors import EnvironmentMismatch
-from finetune.fsdp import reduced_in
-from finetune.model import attention_name, decoder_parts
-from finetune.optimizer import formats
-from finetune.quantized import frozen_weights, quantized_layers
-from finetune.recipe import Recipe
-from finetune.strategy import Strategy
-from finetune.zero_pieces import held_part, master_dtype, whole_numel
+from finetune.model.build import attention_name, decoder_parts
+from finetune.model.optimizer import formats
+from finetune.model.quantization import frozen_weights, quantized_layers
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import Strategy
+from finetune.strategies.assemble import Assembled
+from finetune.strategies.fsdp import reduced_in
+from finetune.strategies.zero_state import held_part, master_dtype, whole_numel
 
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "no": None}
 

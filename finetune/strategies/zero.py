@@ -22,10 +22,10 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch import Tensor, nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from finetune.recipe import Recipe
-from finetune.strategy import Strategy
-from finetune.zero_needs import offload_devices, quiet_engine
-from finetune.zero_pieces import load_masters, whole_numel, whole_shape
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import Strategy
+from finetune.strategies.zero_requirements import offload_devices, quiet_engine
+from finetune.strategies.zero_state import load_masters, whole_numel, whole_shape
 
 # Elements of one reduction: below, latency rules; above, nothing gets faster.
 SMALLEST_BUCKET, LARGEST_BUCKET = 2**20, 2**26

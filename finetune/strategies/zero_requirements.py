@@ -19,8 +19,8 @@ import torch
 from filelock import FileLock
 
 from finetune.errors import EnvironmentMismatch
-from finetune.recipe import Recipe
-from finetune.strategy import Strategy
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import Strategy
 
 OLD_LOCK = 20.0  # seconds; who finds it all compiled holds torch's lock for milliseconds
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from finetune.pieces import Piece, Stored
+from finetune.strategies.pieces import Piece, Stored
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam, in the shape of the parameter
 

@@ -19,8 +19,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from finetune.chat_messages import REASONING
-from finetune.row_reading import BadRow
+from finetune.data.messages import REASONING
+from finetune.data.readers import BadRow
 
 _PLANES = (0x100000, 0xF0000)  # Unicode's private planes 16 and 15; icon fonts use the latter
 _PLANE_SIZE = 0xFFFE

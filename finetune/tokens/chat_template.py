@@ -8,8 +8,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.data.readers import BadRow
 from finetune.errors import DataError
-from finetune.row_reading import BadRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

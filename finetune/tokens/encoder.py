@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.answer_spans import Rendered, Span, SpanFinder
-from finetune.chat_template import ChatTemplate, read_source
-from finetune.recipe import Data, RowFormat
-from finetune.row_formats import Chat, Passage, read_row
-from finetune.row_reading import BadRow
-from finetune.text_tokens import IGNORE, Document, Script, TextTokenizer
+from finetune.data.formats import Chat, Passage, read_row
+from finetune.data.readers import BadRow
+from finetune.recipe.schema import Data, RowFormat
+from finetune.tokens.assistant_spans import Rendered, Span, SpanFinder
+from finetune.tokens.chat_template import ChatTemplate, read_source
+from finetune.tokens.tokenizer import IGNORE, Document, Script, TextTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from finetune.answer_spans import Span, any_of
+from finetune.data.readers import BadRow
 from finetune.errors import FinetuneError
-from finetune.row_reading import BadRow
+from finetune.tokens.assistant_spans import Span, any_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

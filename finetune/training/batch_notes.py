@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from transformers import AutoConfig
 
-from finetune.batches import Prepared
-from finetune.embedded import resolve_model_path
-from finetune.recipe import Recipe
-from finetune.run import Plan
-from finetune.schedule import warmup_steps
+from finetune.model.optimizer import warmup_steps
+from finetune.model.packaged import resolve_model_path
+from finetune.recipe.schema import Recipe
+from finetune.tokens.dataset import Prepared
+from finetune.training.run import Plan
 
 FEW = 20  # steps; below them warmup and decay leave few steps at the rate that was asked for
 

@@ -21,12 +21,14 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from finetune.batches import MicroBatch, Rows, prefetch
 from finetune.errors import NotFinite
-from finetune.loss_scaling import FLOOR, loss_scale, scaler_state
-from finetune.metrics import StepRecord, eval_line
-from finetune.phases import Phases
-from finetune.run import Plan, Run, TrainState
+from finetune.measure.metrics import StepRecord, eval_line
+from finetune.measure.phases import Phases
+from finetune.run_folder.train_state import TrainState
+from finetune.strategies.loss_scaling import FLOOR, loss_scale, scaler_state
+from finetune.tokens.batches import MicroBatch, prefetch
+from finetune.tokens.mixture import Rows
+from finetune.training.run import Plan, Run
 
 
 @dataclass(frozen=True)

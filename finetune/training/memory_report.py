@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from finetune.document_pool import Rows
-from finetune.foretold import Foretold, Question
-from finetune.launcher import Launch
-from finetune.out_of_memory import does_not_fit, memory_of, of_memory
-from finetune.phases import GIB, Phase, Phases, peak_bytes
-from finetune.pulse import Progress
-from finetune.recipe import Recipe
-from finetune.run import Plan
-from finetune.worst_step import longest_rows, times_taken
+from finetune.launch.launcher import Launch
+from finetune.measure.out_of_memory import does_not_fit, memory_of, of_memory
+from finetune.measure.phases import GIB, Phase, Phases, peak_bytes
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.watchdog import Progress
+from finetune.tokens.mixture import Rows
+from finetune.training.planner_process import Foretold, Question
+from finetune.training.run import Plan
+from finetune.training.worst_step import longest_rows, times_taken
 
 MEASURED = ("load", "forward", "backward", "step", "save")
 PATIENCE = 60  # seconds for a planner that has not answered when the run ends

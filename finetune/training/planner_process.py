@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.durable import ASIDE
+from finetune.files import ASIDE
 
 ANSWER = f"{ASIDE}plan.json"  # in the run's folder: the next start clears it away
 SWITCH = "FINETUNE_PLANNER"  # off: no planner beside the run
@@ -106,7 +106,7 @@ def _ask(question: Question | None, folder: Path) -> Foretold:
         return Foretold(folder, why=f"{SWITCH}=off")
     own = {name: value for name, value in os.environ.items() if not name.startswith(NOT_ITS_OWN)}
     own |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-W", "ignore", "-m", "finetune.plan.beside", str((folder / ANSWER).absolute())]
+    command = [sys.executable, "-W", "ignore", "-m", "finetune.planner.run_planner", str((folder / ANSWER).absolute())]
     quiet: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     try:  # in a session of its own: Ctrl-C is for the run
         process = subprocess.Popen(command, env=own, start_new_session=True, **quiet)

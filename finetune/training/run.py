@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,16 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from finetune.batches import Documents, MicroBatch, Prepared, Rows, micro_batches, rows_of_step
 from finetune.errors import FinetuneError
-from finetune.metrics import StepRecord, Terminal, Window
-from finetune.model import decoder_parts
-from finetune.phases import Phases
-from finetune.recipe import Recipe
-from finetune.zero_pieces import whole_shape
+from finetune.measure.metrics import Terminal
+from finetune.measure.phases import Phases
+from finetune.model.build import decoder_parts
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.train_state import TrainState
+from finetune.strategies.zero_state import whole_shape
+from finetune.tokens.batches import Documents, MicroBatch, micro_batches, rows_of_step
+from finetune.tokens.dataset import Prepared
+from finetune.tokens.mixture import Rows
 
 
 @dataclass(frozen=True)
@@ -92,40 +95,6 @@ def make_plan(recipe: Recipe, rows: int, *, world_size: int, rank: int, flat: bo
         seed=training.seed,
         flat=flat,
     )
-
-
-@dataclass
-class TrainState:
-    """Everything that a resumed run must know besides weights and optimizer."""
-
-    step: int = 0  # finished optimizer steps: the one integer that says where the run is
-    best_eval_loss: float = math.inf
-    worse_evaluations: int = 0
-    skipped_steps: int = 0  # whose fp16 gradients overflowed
-    loss_scaler: dict[str, Any] | None = None  # fp16's, as of the latest save
-    # Of each trained tensor before the first step; empty where an earlier release began the run.
-    start_checksums: dict[str, str] = field(default_factory=dict)
-    window: Window = field(default_factory=Window)
-
-    def as_json(self) -> dict[str, Any]:
-        """For a checkpoint; JSON has no infinity, so no evaluation yet is null."""
-        best = self.best_eval_loss if math.isfinite(self.best_eval_loss) else None
-        return {**asdict(self), "best_eval_loss": best}
-
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> TrainState:
-        """The state that `as_json` gave."""
-        best = math.inf if saved["best_eval_loss"] is None else float(saved["best_eval_loss"])
-        records = [StepRecord(**record) for record in saved["window"]["records"]]
-        return cls(
-            step=int(saved["step"]),
-            best_eval_loss=best,
-            worse_evaluations=int(saved["worse_evaluations"]),
-            skipped_steps=int(saved.get("skipped_steps", 0)),
-            loss_scaler=saved.get("loss_scaler"),
-            start_checksums=dict(saved.get("start_checksums", {})),
-            window=Window(records),
-        )
 
 
 @dataclass(frozen=True)

@@ -4,67 +4,57 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
-from transformers import PreTrainedTokenizerBase
 
-from finetune.answers import samples
-from finetune.assemble import Assembled, assemble
-from finetune.batches import Prepared
-from finetune.beats import clear_beats
-from finetune.durable import append_lines, write_json
 from finetune.errors import Stopped
-from finetune.foretold import Foretold, asked
-from finetune.hub_checkpoints import CheckpointPusher
-from finetune.launcher import Launch, continue_command
-from finetune.loop import evaluate, train
-from finetune.loss_scaling import load_scaler_state
-from finetune.metrics import Terminal, eval_line
-from finetune.optimizer import once_stepped
-from finetune.pages.keep import write_page
-from finetune.phases import Phase, Phases
-from finetune.pulse import Progress, watched
-from finetune.receipt import add_optimizer_state, describe, write_receipt
-from finetune.recipe import Recipe
-from finetune.rendezvous import meeting
-from finetune.run import Plan, Run, TrainState, check_vocabulary
-from finetune.run_folder import Claim, mark_failed, mark_run
-from finetune.run_memory import PATIENCE, describe_memory, memory_facts, memory_told, question
-from finetune.runtime import build_accelerator, holding_back, use_all_cores
-from finetune.save_restore import export, read_back, remove_aside, restore, save, save_aside
-from finetune.schedule import learning_rate_schedule
-from finetune.signals import StopRequest, stop_on_signals
-from finetune.strategy import Strategy
-from finetune.trackers import Trackers
-from finetune.trained_change import describe_change, trained_checksums, unchanged_tensors
-from finetune.worst_step import worst_step_first
-from finetune.zero import release_engine, remove_swap
+from finetune.files import append_lines, write_json
+from finetune.hub.checkpoints import CheckpointPusher
+from finetune.launch.launcher import continue_command
+from finetune.launch.rendezvous import meeting
+from finetune.launch.signals import stop_on_signals
+from finetune.measure.metrics import Terminal
+from finetune.measure.phases import Phase, Phases
+from finetune.model.optimizer import learning_rate_schedule, once_stepped
+from finetune.report.run_page import write_page, write_pages
+from finetune.run_folder.folder import Claim, mark_failed, mark_run
+from finetune.run_folder.heartbeat import clear_beats
+from finetune.run_folder.save_restore import export, read_back, remove_aside, restore, save, save_aside
+from finetune.run_folder.train_state import TrainState
+from finetune.run_folder.trained_change import describe_change, trained_checksums, unchanged_tensors
+from finetune.run_folder.watchdog import Progress, watched
+from finetune.strategies.accelerator import build_accelerator, holding_back, use_all_cores
+from finetune.strategies.assemble import Assembled, assemble
+from finetune.strategies.loss_scaling import load_scaler_state
+from finetune.strategies.receipt import add_optimizer_state, describe, write_receipt
+from finetune.strategies.zero import release_engine, remove_swap
+from finetune.training.loop import train
+from finetune.training.memory_report import PATIENCE, describe_memory, memory_facts, memory_told, question
+from finetune.training.planner_process import asked
+from finetune.training.run import Run, check_vocabulary
+from finetune.training.samples import look_before, write_samples
+from finetune.training.start import Start
+from finetune.training.trackers import Trackers
+from finetune.training.worst_step import worst_step_first
 
 
-@dataclass(frozen=True)
-class Start:
-    """What is known before the first process group."""
-
-    recipe: Recipe
-    launch: Launch
-    strategy: Strategy
-    tokenizer: PreTrainedTokenizerBase
-    prepared: Prepared
-    plan: Plan
-    claim: Claim | None  # of rank 0 alone
-    stop: StopRequest
-    foretold: Foretold = field(default_factory=Foretold)  # what the planner says; asked by rank 0
-    trackers: Trackers | None = None  # of rank 0 alone
-    pusher: CheckpointPusher | None = None  # of rank 0 alone
-
-    @property
-    def run_dir(self) -> Path:
-        return Path(self.recipe.run_dir)
+def train_and_report(start: Start) -> int:
+    """Train; then, when no rank waits any more, the pages of the run and what trackers are handed of them."""
+    if start.claim is None or start.claim.status == "finished":
+        return train_claimed(start)
+    trackers, pusher = Trackers(start.recipe), CheckpointPusher(start.recipe)
+    ended = False
+    try:
+        code = train_claimed(replace(start, trackers=trackers, pusher=pusher))
+        write_pages(start.run_dir, print)
+        ended = True
+        return code
+    finally:
+        trackers.finish()
+        pusher.close(wait=ended)
 
 
 def train_claimed(start: Start) -> int:
@@ -135,7 +125,7 @@ def _train(start: Start, accelerator: Accelerator, first_step: int, progress: Pr
     note("memory", memory_facts(start.foretold.answer(), measured, accelerator.device))
     if first_step == 0:
         progress.phase = "looking before"
-        _look_before(start, run, parts.whole)
+        look_before(start, run, parts.whole)
     progress.phase = "training"
     if not train(run, state):
         command = mark_run(start.run_dir, "stopped", step=state.step) if start.launch.is_main else ""
@@ -146,7 +136,7 @@ def _train(start: Start, accelerator: Accelerator, first_step: int, progress: Pr
     unchanged = unchanged_tensors(parts, state.start_checksums)
     note("change", {"unchanged_tensors": unchanged})
     run.terminal.say(describe_change(unchanged, state.start_checksums))
-    _write_samples(start, parts.whole, "after", state.step)
+    write_samples(start, parts.whole, "after", state.step)
     folder = export(start.recipe, parts, start.tokenizer, write=start.launch.is_main)
     if start.launch.is_main:
         memory = memory_facts(start.foretold.answer(wait_seconds=PATIENCE), measured, accelerator.device)
@@ -262,26 +252,3 @@ def _write_receipt(
     run.terminal.say("\n".join([describe(receipt), *start.prepared.notes]))
     once_stepped(parts.optimizer, note_state)
     return note
-
-
-def _look_before(start: Start, run: Run, whole: nn.Module) -> None:
-    _write_samples(start, whole, "before", 0)
-    if run.eval_rows is not None:
-        line = eval_line(0, evaluate(run.accelerator, run.model, run.eval_rows, run.plan))
-        run.write_metrics(line)
-        run.terminal.say(f"before training: held-out loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f}")
-
-
-def _write_samples(start: Start, model: nn.Module, when: str, step: int) -> None:
-    """Rank 0 writes; where weights are sharded, every rank computes the same answers along with it."""
-    if not (start.launch.is_main or start.strategy.sharded):
-        return
-    length = start.recipe.samples.max_new_tokens
-    answers = samples(model, start.tokenizer, start.prepared.prompts, max_new_tokens=length, when=when, step=step)
-    lines = []
-    for line in answers:
-        if start.launch.is_main:
-            append_lines(start.run_dir / "samples.jsonl", [line])
-            lines.append(line)
-    if start.trackers is not None:
-        start.trackers.log_samples(lines)

@@ -20,9 +20,9 @@ from typing import Any
 
 from accelerate.tracking import GeneralTracker, MLflowTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
-from finetune.durable import write_json
 from finetune.errors import EnvironmentMismatch
-from finetune.recipe import Recipe
+from finetune.files import write_json
+from finetune.recipe.schema import Recipe
 
 PROJECT = "finetune"
 MEMORY = "trackers.json"  # in the run's folder: names by which a resumed run is continued

@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from accelerate.utils import DistributedType
 
-from finetune.batches import Rows, prefetch
 from finetune.errors import NotFinite
-from finetune.loop import optimizer_step
-from finetune.loss_scaling import load_scaler_state, scaler_state
-from finetune.optimizer import innermost
-from finetune.phases import GIB, Phase, Phases, peak_bytes
-from finetune.run import Plan, Run
+from finetune.measure.phases import GIB, Phase, Phases, peak_bytes
+from finetune.model.optimizer import innermost
+from finetune.strategies.loss_scaling import load_scaler_state, scaler_state
+from finetune.tokens.batches import prefetch
+from finetune.tokens.mixture import Rows
+from finetune.training.loop import optimizer_step
+from finetune.training.run import Plan, Run
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu, plan_gpu
-from finetune.foretold import SWITCH
-from finetune.recipe_file import load_recipe
-from finetune.shrink import sample_texts, train_tokenizer
+from finetune.preflight.shrink import sample_texts, train_tokenizer
+from finetune.recipe.loader import load_recipe
+from finetune.training.planner_process import SWITCH
 
 
 def test_the_recipes_are_those_for_one_gpu() -> None:

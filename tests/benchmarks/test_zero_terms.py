@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from finetune.plan.zero_terms import Gpt2Step, ZeroJob, zero_terms
+from benchmarks.zero_terms import Gpt2Step, ZeroJob, zero_terms
 
-PAGE = Path(__file__).parent.parent / "docs" / "zero_table.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "zero_table.md"
 PARAMETERS, WTE = 774_030_080, 50_257 * 1280
 # Stage, offload, bytes a parameter, after an update, parameters whole, and torch.cuda.memory_allocated in bytes.
 MEASURED = {

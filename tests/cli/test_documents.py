@@ -17,12 +17,12 @@ from peft import PeftModel
 from torch.distributed.run import get_args_parser as torchrun_parser
 from transformers import AutoModelForCausalLM
 
-from finetune.cli import app, main
-from finetune.recipe_file import load_recipe
+from finetune.cli.main import app, main
+from finetune.recipe.loader import load_recipe
 from finetune.train import main as train
-from tests.soak_resume import write_recipe
+from tests.support.soak_resume import write_recipe
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Where a page says RECIPE.
 ANY = "recipes/llama3_70b_lora_hsdp_2x8x80gb.yaml"
@@ -151,7 +151,7 @@ def test_runs(command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def longer() -> list[str]:
-    """Of minutes at most: all recipes at once take longer (tests/test_plan_verb.py compares two)."""
+    """Of minutes at most: all recipes at once take longer (tests/planner/test_command.py compares two)."""
     return [
         each
         for each in commands()
@@ -167,7 +167,7 @@ def test_longer_ones_run(command: str, tmp_path: Path) -> None:
     for name in ("recipes", "accelerate_configs", "data", "finetune"):
         (tmp_path / name).symlink_to(ROOT / name)
     done = subprocess.run(
-        [sys.executable, "-m", "finetune.cli", *words[1:]], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-m", "finetune.cli.main", *words[1:]], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

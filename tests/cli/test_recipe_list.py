@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from finetune import recipe_list
-from finetune.cli import main
+from finetune.cli import recipe_list
+from finetune.cli.main import main
+from finetune.cli.recipe_list import as_table, budget_text, find_recipes, purpose_of
 from finetune.errors import EnvironmentMismatch, RecipeError
-from finetune.recipe import Budget
-from finetune.recipe_list import as_table, budget_text, find_recipes, parse_gpus, purpose_of
+from finetune.recipe.gpus import parse_gpus
+from finetune.recipe.schema import Budget
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """# yaml-language-server: $schema=x
 # {purpose}
 budget: {{gpus: {gpus}, gpu_memory_gb: {gb}, nodes: {nodes}}}
@@ -179,6 +180,6 @@ def test_a_header_without_a_purpose_is_no_mistake() -> None:
 
 
 def test_listing_imports_no_torch() -> None:
-    program = "import sys; from finetune.cli import main; main(['list', '--json']); print('torch' in sys.modules)"
+    program = "import sys; from finetune.cli.main import main; main(['list', '--json']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"

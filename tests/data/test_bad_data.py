@@ -20,11 +20,11 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from finetune.batches import prepare
+from finetune.data.check import check_rows
 from finetune.errors import DataError
-from finetune.recipe import Data, Recipe
-from finetune.row_check import check_rows
-from tests.chat_families import tokenizer_of
+from finetune.recipe.schema import Data, Recipe
+from finetune.tokens.dataset import prepare
+from tests.support.chat_families import tokenizer_of
 
 CASES = sorted((Path(__file__).parent / "bad_data").glob("*.yaml"))
 
@@ -80,7 +80,7 @@ def test_the_check_imports_neither_torch_nor_transformers(tmp_path: Path) -> Non
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": ""}\n')
     program = (
-        "import json, sys; from finetune.row_check import check_rows; from finetune.recipe import Data\n"
+        "import json, sys; from finetune.data.check import check_rows; from finetune.recipe.schema import Data\n"
         f"data = Data.model_validate({{'train': [{{'path': 'json', 'data_files': {str(rows)!r}}}]}})\n"
         "try: check_rows(data)\n"
         "except Exception as error: print(json.dumps([str(error), sorted(sys.modules)]))"

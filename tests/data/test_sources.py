@@ -11,9 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from finetune.data_sources import Source, resolve
+from finetune.data.sources import Source, resolve
 from finetune.errors import DataError
-from finetune.recipe import DataSet
+from finetune.recipe.schema import DataSet
 
 
 def source(**entry: Any) -> Source:

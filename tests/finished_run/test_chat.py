@@ -12,12 +12,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from finetune import chat
-from finetune.chat import HELP, Manner, Parlour, answers_to, converse, open_run, typed_lines
-from finetune.cli import main
-from finetune.quantized import quantized_layers
-from tests.finished import finished_run
-from tests.tiny import tiny_tokenizer
+from finetune.cli.main import main
+from finetune.finished_run import chat
+from finetune.finished_run.chat import HELP, Manner, Parlour, answers_to, converse, open_run, typed_lines
+from finetune.model.quantization import quantized_layers
+from tests.support.finished import finished_run
+from tests.support.tiny import tiny_tokenizer
 
 ASKED = "tell me what it is"
 

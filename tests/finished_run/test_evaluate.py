@@ -13,10 +13,10 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM
 
-from finetune.cli import main
+from finetune.cli.main import main
 from finetune.train import main as train
-from tests.finished import finished_run
-from tests.tiny import write_chats
+from tests.support.finished import finished_run
+from tests.support.tiny import write_chats
 
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35]
 
@@ -93,9 +93,9 @@ def test_the_mean_is_over_tokens(tmp_path: Path, tiny_llama: Path, capsys: pytes
     run = finished_run(tmp_path, tiny_llama, lora=None)
     assert main(["eval", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["held_out"]
-    from finetune.batches import prepare
-    from finetune.model import load_tokenizer
-    from finetune.recipe_file import recipe_from_resolved
+    from finetune.model.build import load_tokenizer
+    from finetune.recipe.loader import recipe_from_resolved
+    from finetune.tokens.dataset import prepare
 
     loaded = recipe_from_resolved(run / "recipe.yaml")
     prepared = prepare(loaded, load_tokenizer(loaded))
@@ -165,9 +165,9 @@ def test_a_task_of_ones_own(tmp_path: Path, tiny_llama: Path, capsys: pytest.Cap
 
 def by_hand(run: Path, folder: Path, which: str) -> float:
     """The task's accuracy: which of the two choices, after a blank, has the higher probability."""
-    from finetune.held_out import models_of
-    from finetune.model import load_tokenizer
-    from finetune.tuned import finished_run as open_finished
+    from finetune.finished_run.evaluate import models_of
+    from finetune.finished_run.load import finished_run as open_finished
+    from finetune.model.build import load_tokenizer
 
     opened = open_finished(run)
     tokenizer = load_tokenizer(opened.recipe)

@@ -20,18 +20,18 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune import agreement, merge
-from finetune.agreement import Agreement, computing_in_float32
-from finetune.cli import main
+from finetune.cli.main import main
 from finetune.errors import DoesNotFit, FinetuneError
-from finetune.merge_run import in_words, merge_run
-from finetune.tuned import fitting
-from tests.finished import finished_run
-from tests.hub import running_hub
-from tests.hub.server import TOKEN
-from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
+from finetune.finished_run import agreement, merge
+from finetune.finished_run.agreement import Agreement, computing_in_float32
+from finetune.finished_run.load import fitting
+from finetune.finished_run.merge_command import in_words, merge_run
+from tests.support.finished import finished_run
+from tests.support.hub import running_hub
+from tests.support.hub.server import TOKEN
+from tests.support.tiny import save_tiny, tiny_model, tiny_tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NF4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {},
@@ -340,7 +340,7 @@ def test_a_base_on_the_hub_is_fetched(tmp_path: Path, tiny_llama: Path, monkeypa
             "HF_HUB_DISABLE_XET": "1",
             "PYTHONPATH": str(ROOT),
         }
-        words = [sys.executable, "-m", "finetune.cli", "merge", str(run), "--verify", "2", "--json"]
+        words = [sys.executable, "-m", "finetune.cli.main", "merge", str(run), "--verify", "2", "--json"]
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr
         assert json.loads(done.stdout)["agreement"]["candidates"]["own"]["top1"] == 1.0

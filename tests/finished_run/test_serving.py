@@ -14,11 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune.cli import main
-from finetune.embedded import resolve_model_path
-from tests.finished import finished_run
+from finetune.cli.main import main
+from finetune.model.packaged import resolve_model_path
+from tests.support.finished import finished_run
 
-DOCS = (Path(__file__).resolve().parent.parent / "docs" / "serving.md").read_text("utf-8")
+DOCS = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text("utf-8")
 
 
 def block(language: str, word: str) -> str:

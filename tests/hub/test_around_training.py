@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests.hub import Hub, running_hub
-from tests.hub.server import TOKEN
-from tests.tiny import save_tiny, write_chats
+from tests.support.hub import Hub, running_hub
+from tests.support.hub.server import TOKEN
+from tests.support.tiny import save_tiny, write_chats
 
 pytestmark = pytest.mark.slow
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_2proc.yaml"]
 READ = """
 import sys, torch
@@ -103,7 +103,7 @@ def test_a_refused_push_is_no_failed_training_and_the_told_command_completes_it(
     assert "the training is finished and saved; the push failed" in done.stderr
     assert json.loads((tmp_path / "run" / "run_state.json").read_text())["state"] == "finished"
     command = next(line for line in done.stderr.splitlines() if line.strip().startswith("finetune push"))
-    again = start(hub, ["-m", "finetune.cli", *shlex.split(command)[1:]], tmp_path)
+    again = start(hub, ["-m", "finetune.cli.main", *shlex.split(command)[1:]], tmp_path)
     assert again.returncode == 0, again.stderr
     assert "pushed: " in again.stdout
     assert hub.content("me/devils", "adapter_model.safetensors")

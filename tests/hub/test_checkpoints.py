@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli import main
-from finetune.hub_checkpoints import CheckpointPusher
-from finetune.recipe import Recipe
-from finetune.recipe_file import load_recipe
+from finetune.cli.main import main
+from finetune.hub.checkpoints import CheckpointPusher
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Recipe
 from finetune.train import main as train
-from tests.hub import Hub, running_hub
-from tests.hub.server import TOKEN
-from tests.tiny import write_chats
+from tests.support.hub import Hub, running_hub
+from tests.support.hub.server import TOKEN
+from tests.support.tiny import write_chats
 
 
 @pytest.fixture

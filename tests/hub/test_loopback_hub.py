@@ -13,9 +13,9 @@ import pytest
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
-from tests.hub import Hub, running_hub
-from tests.hub.server import TOKEN
-from tests.hub.state import Blob, git_object, tree_oids
+from tests.support.hub import Hub, running_hub
+from tests.support.hub.server import TOKEN
+from tests.support.hub.state import Blob, git_object, tree_oids
 
 SMALL = b"a small text file\n"
 LARGE = bytes(range(256)) * 800

@@ -20,21 +20,22 @@ import yaml
 from huggingface_hub import HfApi, ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune.cli import main
-from finetune.compare import Comparison, job_command
-from finetune.durable import append_lines, write_json
+from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch, FinetuneError, HubUnreachable, RecipeError
-from finetune.export import export_adapter
-from finetune.hub_push import Destination, chosen_destination, prepare, push
-from finetune.hub_training import check_before_training, push_after_training, refuse_secrets
-from finetune.recipe_file import load_recipe, resolved_yaml
-from finetune.rehearse import changes, overrides
-from finetune.secret_scan import find_secret
-from finetune.shrink import Shrunk, full_config
-from finetune.strategy import read_strategy
-from tests.hub import Hub, running_hub
-from tests.hub.server import TOKEN, WRITER
-from tests.tiny import tiny_model, tiny_tokenizer, write_chats
+from finetune.files import append_lines, write_json
+from finetune.hub.around_training import check_before_training, push_after_training, refuse_secrets
+from finetune.hub.push import Destination, chosen_destination, prepare, push
+from finetune.model.known_configs import full_config
+from finetune.preflight.changes import changes, overrides
+from finetune.preflight.compare import Comparison, job_command
+from finetune.preflight.shrink import Shrunk
+from finetune.recipe.loader import load_recipe, resolved_yaml
+from finetune.recipe.strategy import read_strategy
+from finetune.redaction import find_secret
+from finetune.run_folder.save_restore import export_adapter
+from tests.support.hub import Hub, running_hub
+from tests.support.hub.server import TOKEN, WRITER
+from tests.support.tiny import tiny_model, tiny_tokenizer, write_chats
 
 ME = Destination("me/devils", base="acme/tiny-llama")
 PLAIN = Destination("me/devils")  # with no base to ask the Hub about
@@ -227,7 +228,7 @@ class TestCard:
         hub.add("acme/tiny-llama", private=False)
         card = b"---\nlicense: llama3.1\n---\n"
         repository = hub.repository("acme/tiny-llama")
-        from tests.hub.state import Blob
+        from tests.support.hub.state import Blob
 
         repository.commit("main", {"README.md": Blob(card)}, "card", "")
         _, _, told = send(run, hub)
@@ -488,9 +489,9 @@ class TestXet:
             yield running
 
     def typed(self, run: Path, hub: Hub) -> subprocess.CompletedProcess[str]:
-        environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parent.parent)}
+        environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
         environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(run / "home"), "HOME": str(run)}
-        words = [sys.executable, "-m", "finetune.cli", "push", str(run), "me/devils"]
+        words = [sys.executable, "-m", "finetune.cli.main", "push", str(run), "me/devils"]
         return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
 
     def test_it_arrives(self, run: Path, xet_hub: Hub) -> None:

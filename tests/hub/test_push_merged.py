@@ -11,14 +11,14 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune.cli import main
+from finetune.cli.main import main
 from finetune.errors import FinetuneError
-from finetune.hub_push import Destination, chosen_destination, prepare
-from finetune.hub_training import push_after_training
-from finetune.recipe_file import recipe_from_resolved
-from tests.finished import finished_run
-from tests.hub import Hub, running_hub
-from tests.hub.server import TOKEN
+from finetune.hub.around_training import push_after_training
+from finetune.hub.push import Destination, chosen_destination, prepare
+from finetune.recipe.loader import recipe_from_resolved
+from tests.support.finished import finished_run
+from tests.support.hub import Hub, running_hub
+from tests.support.hub.server import TOKEN
 
 
 @pytest.fixture

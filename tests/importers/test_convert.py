@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.cli import main
-from finetune.conversations import Encoder
+from finetune.cli.main import main
 from finetune.errors import RecipeError
-from finetune.imports import trainer, trl
-from finetune.imports.convert import Imported, convert, known_tool
-from finetune.imports.left_out import UNKNOWN, reason_for
-from finetune.imports.page import written
-from finetune.imports.templates import TEMPLATES
-from finetune.imports.theirs import our_default
-from finetune.recipe import Data, DataSet
-from finetune.recipe_file import load_recipe
-from finetune.yaml_text import parse
-from tests.others_configs import (
+from finetune.importers import hf_trainer, trl
+from finetune.importers.convert import Imported, convert, known_tool
+from finetune.importers.foreign_config import our_default
+from finetune.importers.left_out import UNKNOWN, reason_for
+from finetune.importers.recipe_writer import written
+from finetune.importers.templates import TEMPLATES
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Data, DataSet
+from finetune.recipe.yaml_text import parse
+from finetune.tokens.encoder import Encoder
+from tests.support.others_configs import (
     ABSENT,
     AXOLOTL_FULL,
     AXOLOTL_LORA_8B,
@@ -34,7 +34,7 @@ from tests.others_configs import (
     TUNE_LORA,
     Values,
 )
-from tests.tiny import tiny_tokenizer
+from tests.support.tiny import tiny_tokenizer
 
 # What is so anyway, in their words: taking it away must change nothing.
 SO_ANYWAY: dict[str, tuple[Any, ...]] = {
@@ -144,8 +144,8 @@ def test_the_defaults_written_out_are_those_of_the_installed_libraries() -> None
     from transformers import TrainingArguments
     from trl import ModelConfig, SFTConfig
 
-    ours = {name: TrainingArguments.__dataclass_fields__[name].default for name in trainer.DEFAULTS}
-    assert ours == trainer.DEFAULTS
+    ours = {name: TrainingArguments.__dataclass_fields__[name].default for name in hf_trainer.DEFAULTS}
+    assert ours == hf_trainer.DEFAULTS
     both = {**ModelConfig.__dataclass_fields__, **SFTConfig.__dataclass_fields__}
     assert {name: both[name].default for name in trl.DEFAULTS} == trl.DEFAULTS
 
@@ -327,7 +327,7 @@ def test_quantised_weights_fit_the_strategy(tmp_path: Path) -> None:
 def test_the_guides_commands_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    guide = (Path(__file__).parent.parent / "docs" / "guide.md").read_text("utf-8")
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "guide.md").read_text("utf-8")
     commands = [line.split("#")[0].split() for line in guide.splitlines() if line.startswith("finetune import ")]
     assert len(commands) == 2
     monkeypatch.chdir(tmp_path)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.cli import main
-from finetune.recipe_file import load_recipe
-from finetune.schedule import learning_rate_schedule
-from tests.tiny import write_chats
+from finetune.cli.main import main
+from finetune.model.optimizer import learning_rate_schedule
+from finetune.recipe.loader import load_recipe
+from tests.support.tiny import write_chats
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # All in one step, so that their order does not matter; two are longer than max_length.
 LENGTHS = [22, 30, 45, 20, 90, 26, 70, 25]
 pytestmark = pytest.mark.slow

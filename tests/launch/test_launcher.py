@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune import launcher
-from finetune.launcher import continue_command, read_launch
+from finetune.launch import launcher
+from finetune.launch.launcher import continue_command, read_launch
 
 
 def test_options_of_the_launcher_not_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:

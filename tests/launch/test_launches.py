@@ -17,12 +17,12 @@ from typing import Any
 import psutil
 import pytest
 
-from finetune.durable import read_lines
-from tests.soak_resume import write_recipe
-from tests.two_hosts import Host, two_hosts, why_not
+from finetune.files import read_lines
+from tests.support.soak_resume import write_recipe
+from tests.support.two_hosts import Host, two_hosts, why_not
 
 pytestmark = pytest.mark.slow
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_2proc.yaml"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 FIRST, PORT = "10.77.0.1", "29511"

@@ -11,11 +11,11 @@ import psutil
 import pytest
 import torch
 
-from finetune import rendezvous
 from finetune.errors import EnvironmentMismatch, NoRendezvous
-from finetune.launcher import Launch
-from finetune.rendezvous import check_world, interface_towards, meeting, patience
-from tests.test_runtime import ALONE, recipe
+from finetune.launch import rendezvous
+from finetune.launch.launcher import Launch
+from finetune.launch.rendezvous import check_world, interface_towards, meeting, patience
+from tests.strategies.test_accelerator import ALONE, recipe
 
 TWO_HOSTS = replace(ALONE, world_size=2, rank=1, nodes=2, on_cpu=True)
 GLOO = (

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from finetune import launcher
-from finetune.cli import main
-from finetune.durable import read_lines
-from finetune.launch_file import plan_launch, script
-from finetune.slurm import slurm_ranks
-from tests.cells import free_ports
-from tests.soak_resume import write_recipe
+from finetune.cli.main import main
+from finetune.files import read_lines
+from finetune.launch import launcher
+from finetune.launch.script import plan_launch, script
+from finetune.launch.slurm import slurm_ranks
+from tests.support.cells import free_ports
+from tests.support.soak_resume import write_recipe
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "llama3_fsdp.yaml"  # 4 GPUs of one machine
 BY_HAND = ("torchrun", "accelerate")
 # Strategy, machines and GPUs of each: what fits, and how many ranks it makes.
@@ -236,7 +236,7 @@ def test_a_recipe_elsewhere_and_a_name_that_would_end_a_comment(tmp_path: Path) 
 
 def test_it_loads_no_torch() -> None:
     words = ["launch", str(RECIPE), "--on", "slurm"]
-    code = f"import sys; from finetune.cli import main; main({words!r}); print(sorted(sys.modules))"
+    code = f"import sys; from finetune.cli.main import main; main({words!r}); print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not {"torch", "accelerate", "transformers"} & set(eval(done.stdout.splitlines()[-1]))

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from finetune import signals
-from finetune.signals import StopRequest, die_with_launcher, stop_on_signals
+from finetune.launch import signals
+from finetune.launch.signals import StopRequest, die_with_launcher, stop_on_signals
 
 TRAINER = """
 import os, sys, time
 from pathlib import Path
-from finetune.signals import StopRequest, die_with_launcher, stop_on_signals
+from finetune.launch.signals import StopRequest, die_with_launcher, stop_on_signals
 out = Path(sys.argv[1])
 stop = StopRequest()
 with stop_on_signals(stop):
@@ -40,7 +40,7 @@ with stop_on_signals(stop):
         sys.exit(1)
 """
 
-REPOSITORY = str(Path(__file__).parent.parent)
+REPOSITORY = str(Path(__file__).resolve().parents[2])
 LAUNCHER = """
 import subprocess, sys
 subprocess.Popen([sys.executable, *sys.argv[1:]]).wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from finetune.errors import EnvironmentMismatch
-from finetune.slurm import expand_hosts, slurm_ranks
+from finetune.launch.slurm import expand_hosts, slurm_ranks
 
 TASK = {
     "SLURM_JOB_ID": "4711",

@@ -13,18 +13,18 @@ import pytest
 import torch
 from torch import distributed
 
-from finetune.traffic import C10D, CALLS, FUNCTIONAL, WEIGHT, Traffic
+from finetune.measure.collectives import C10D, CALLS, FUNCTIONAL, WEIGHT, Traffic
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 KB = 1024
 # What torch registers beside collectives, and what no engine here uses.
 NO_COLLECTIVES = {"check_for_nan", "wait_tensor", "batch_p2p_ops"}
 
 
 def ranks(what: str, folder: Path, world: int = 2) -> list[Any]:
-    """The figures of each gloo rank of tests/traffic_worker.py."""
+    """The figures of each gloo rank of tests/support/traffic_worker.py."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--rdzv-backend=c10d"]
-    command += ["--rdzv-endpoint=localhost:0", "-m", "tests.traffic_worker", what, str(folder)]
+    command += ["--rdzv-endpoint=localhost:0", "-m", "tests.support.traffic_worker", what, str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

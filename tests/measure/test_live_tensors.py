@@ -13,8 +13,8 @@ from torch.nn.functional import relu
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from finetune.phases import GIB, Phase, Phases
-from finetune.tensor_bytes import TensorBytes
+from finetune.measure.live_tensors import TensorBytes
+from finetune.measure.phases import GIB, Phase, Phases
 
 CPU = torch.device("cpu")
 KB = 1024  # bytes of 256 float32

@@ -11,14 +11,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from finetune import loop, session
-from finetune.checkpoint import newest_valid
-from finetune.foretold import Foretold
-from finetune.out_of_memory import Memory, asked_bytes, does_not_fit, of_memory, smaller
-from finetune.recipe import Data, DataSet, ModelSection, Recipe, Training
+from finetune.measure.out_of_memory import Memory, asked_bytes, does_not_fit, of_memory, smaller
+from finetune.recipe.schema import Data, DataSet, ModelSection, Recipe, Training
+from finetune.run_folder.checkpoint import newest_valid
 from finetune.train import main
-from tests.soak_resume import MEASURED
-from tests.tiny import write_chats
+from finetune.training import loop, session
+from finetune.training.planner_process import Foretold
+from tests.support.soak_resume import MEASURED
+from tests.support.tiny import write_chats
 
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 GIB = 2**30

@@ -21,11 +21,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from finetune import attention
 from finetune.errors import FinetuneError
-from finetune.loss import put_loss_into_forward
-from finetune.model import checkpoint_layers
-from tests.tiny import flat_batch
+from finetune.model import attention
+from finetune.model.build import checkpoint_layers
+from finetune.model.loss import put_loss_into_forward
+from tests.support.tiny import flat_batch
 
 LENGTHS = (5, 20, 1, 13)
 SMALL = {

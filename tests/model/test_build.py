@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model import build_model, decoder_parts, load_tokenizer, refuse_early
-from finetune.recipe import Recipe
-from tests.tiny import FAMILIES, flat_batch, save_tiny
+from finetune.model.build import build_model, decoder_parts, load_tokenizer, refuse_early
+from finetune.recipe.schema import Recipe
+from tests.support.tiny import FAMILIES, flat_batch, save_tiny
 
 CPU = torch.device("cpu")
 

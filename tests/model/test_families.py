@@ -12,13 +12,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.families import HEAD, PAGE, line_of
-from finetune import families, trial
 from finetune.errors import FinetuneError
-from finetune.families import refuse_unsuitable
-from finetune.model import build_model, refuse_early
-from finetune.recipe import Recipe
-from tests.architectures import ARCHITECTURES, WAYS, Way, config_of, outcomes, recipe_of, save_shaken
-from tests.tiny import save_tiny
+from finetune.model.build import build_model, families, refuse_early, trial
+from finetune.model.families import refuse_unsuitable
+from finetune.recipe.schema import Recipe
+from tests.support.architectures import ARCHITECTURES, WAYS, Way, config_of, outcomes, recipe_of, save_shaken
+from tests.support.tiny import save_tiny
 
 # Of each kind of outcome one or more; all of them are slow (four minutes).
 QUICK = ("llama", "gpt_oss", "qwen3_next", "lfm2", "mamba2", "mixtral", "bloom", "falcon", "stablelm", "llama4_text")

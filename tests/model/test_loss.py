@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from finetune import loss as loss_module
-from finetune.loss import IGNORE, summed_cross_entropy
+from finetune.model import loss as loss_module
+from finetune.model.loss import IGNORE, summed_cross_entropy
 
 VOCABULARY, HIDDEN = 97, 32
 ALL, SUPERVISED = 100, 91  # positions in `inputs`

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from finetune.checkpoint import newest_valid, read_checkpoint, write_checkpoint
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.optimizer import BITSANDBYTES, check_optimizer, make_optimizer, once_stepped, state_dtypes
+from finetune.model.optimizer import BITSANDBYTES, check_optimizer, make_optimizer, once_stepped, state_dtypes
+from finetune.run_folder.checkpoint import newest_valid, read_checkpoint, write_checkpoint
+from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
 from finetune.train import main
-from finetune.training_state import load_model, load_optimizer, model_tensors, optimizer_tensors
-from tests.test_loop import recipe
-from tests.test_one_curve import write_recipe
-from tests.tiny import write_chats
+from tests.proofs.test_one_curve import write_recipe
+from tests.support.tiny import write_chats
+from tests.training.test_loop import recipe
 
 
 class Network(nn.Module):

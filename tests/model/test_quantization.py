@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune.assemble import Assembled
 from finetune.errors import EnvironmentMismatch, RecipeError
-from finetune.export import export_adapter
-from finetune.model import _bitsandbytes, build_model, decoder_parts, load_tokenizer
-from finetune.quantized import (
+from finetune.model.build import _bitsandbytes, build_model, decoder_parts, load_tokenizer
+from finetune.model.quantization import (
     TENSORS,
     as_quantized,
     check_sharded_quantization,
@@ -31,9 +29,11 @@ from finetune.quantized import (
     quantize_structure,
     quantized_layers,
 )
-from finetune.recipe import Recipe
-from finetune.recipe_file import load_recipe
-from tests.tiny import flat_batch, save_tiny, tiny_model, tiny_tokenizer
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.save_restore import export_adapter
+from finetune.strategies.assemble import Assembled
+from tests.support.tiny import flat_batch, save_tiny, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 NF4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
@@ -168,7 +168,7 @@ def test_int8_layers_keep_no_input_of_checkpointed_layers(tiny_llama: Path, monk
         return alive, {name: parameter.grad for name, parameter in trained(model).items() if parameter.grad is not None}
 
     alive, gradients = after_forward()
-    monkeypatch.setattr("finetune.model.forget_inputs", lambda _: None)
+    monkeypatch.setattr("finetune.model.build.forget_inputs", lambda _: None)
     kept, plain = after_forward()
     assert alive == 0 < kept
     assert gradients.keys() == plain.keys()

@@ -11,8 +11,8 @@ import torch
 from transformers import get_scheduler
 
 from finetune.errors import RecipeError
-from finetune.recipe import Scheduler, Training
-from finetune.schedule import learning_rate_schedule, warmup_steps
+from finetune.model.optimizer import learning_rate_schedule, warmup_steps
+from finetune.recipe.schema import Scheduler, Training
 
 CASES: dict[str, dict[str, Any]] = {
     "linear": {},

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finetune.cli import main
+from finetune.cli.main import main
 
 GIB = 2**30
 

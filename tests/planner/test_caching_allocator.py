@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from finetune.plan.caching import MIB, CachingAllocator, Held, replay
-from finetune.plan.splice import Change
+from finetune.planner.depth.caching_allocator import MIB, CachingAllocator, Held, replay
+from finetune.planner.depth.repeat_layers import Change
 
 
 def test_small_blocks_share_a_segment() -> None:

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from benchmarks.closed_form import closed, key_of, points, recipe_of, traced
-from finetune.plan.closed import RESERVED, estimate, unknown
-from finetune.plan.gpus import read_gpus
-from finetune.plan.rank_terms import Job, read_strategy
-from finetune.plan.shape import shape_of
-from finetune.recipe import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
-from finetune.shrink import full_config
+from finetune.model.known_configs import full_config
+from finetune.planner.closed_form.estimate import RESERVED, estimate, unknown
+from finetune.planner.closed_form.rank import Job, read_strategy
+from finetune.planner.closed_form.shape import shape_of
+from finetune.recipe.gpus import read_gpus
+from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "closed_form.json"
 LARGEST = 0.01
 COUNT = 200  # recorded points
@@ -101,7 +101,7 @@ def test_what_a_layer_leaves_for_backward() -> None:
 
 
 def test_components_and_phases_are_the_plans_own() -> None:
-    from finetune.plan.timeline import COMPONENTS
+    from finetune.planner.trace.timeline import COMPONENTS
 
     job = recipe(quantization=Quantization(load_in_4bit=True))
     found = estimate(job, full_config(job.model.name_or_path)[0], read_gpus("24GB"))

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli import main
+from finetune.cli.main import main
 from finetune.errors import DoesNotFit, FinetuneError
-from finetune.plan.gpus import read_gpus
-from finetune.plan.pick import candidates
-from finetune.plan.verb import plan_by_trace
-from finetune.recipe_file import load_recipe
-from tests.tiny import write_chats
+from finetune.planner.command import plan_by_trace
+from finetune.planner.pick import candidates
+from finetune.recipe.gpus import read_gpus
+from finetune.recipe.loader import load_recipe
+from tests.support.tiny import write_chats
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
 
 
@@ -181,7 +181,15 @@ def test_no_library_speaks_beside_the_plan(tiny_llama: Path, tmp_path: Path) -> 
     recipe = tmp_path / "mine.yaml"
     data = {"train": [{"path": "json", "data_files": str(write_chats(tmp_path / "chats.jsonl", [20]))}]}
     recipe.write_text(json.dumps({"model": {"name_or_path": str(tiny_llama)}, "data": data | {"max_length": 64}}))
-    command = [sys.executable, "-m", "finetune.cli", "plan", str(recipe), "accelerate_config=fsdp2", "--gpus=2x8GB"]
+    command = [
+        sys.executable,
+        "-m",
+        "finetune.cli.main",
+        "plan",
+        str(recipe),
+        "accelerate_config=fsdp2",
+        "--gpus=2x8GB",
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")

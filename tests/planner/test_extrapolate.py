@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from finetune.plan.depth import kept_whole, with_layers
-from finetune.plan.layers import SHALLOW, deep
-from finetune.plan.timeline import Timeline
-from finetune.plan.trace import trace
-from finetune.strategy import read_strategy
-from tests.planned import Case, models
+from finetune.planner.depth.extrapolate import SHALLOW, deep, kept_whole, with_layers
+from finetune.planner.trace.timeline import Timeline
+from finetune.planner.trace.trace import trace
+from finetune.recipe.strategy import read_strategy
+from tests.support.planned import Case, models
 
 LAYERS = 9
 

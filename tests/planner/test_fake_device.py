@@ -11,15 +11,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from finetune.plan.cuda_dispatch import autocast_list
-from finetune.plan.depth import with_layers
-from finetune.plan.layers import deep
-from finetune.plan.pretend import NAME, pretend_device
-from finetune.plan.timeline import PhaseMemory, Timeline
-from finetune.plan.trace import trace
-from finetune.plan.workspaces import CUBLAS, TABLE
-from finetune.strategy import read_strategy
-from tests.planned import Case, models
+from finetune.planner.depth.extrapolate import deep, with_layers
+from finetune.planner.trace.cuda_dispatch import autocast_list
+from finetune.planner.trace.fake_device import NAME, pretend_device
+from finetune.planner.trace.kernel_workspaces import CUBLAS, TABLE
+from finetune.planner.trace.timeline import PhaseMemory, Timeline
+from finetune.planner.trace.trace import trace
+from finetune.recipe.strategy import read_strategy
+from tests.support.planned import Case, models
 
 DEVICE = pretend_device()
 BF16, F32 = torch.bfloat16, torch.float32

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.phases import Phases
-from finetune.plan.speed import Chip, Layout, scaled, speed
-from finetune.plan.work import Operation, StepWork, Work, at_depth, per_step
-from finetune.traffic import Moved
+from finetune.measure.collectives import Moved
+from finetune.measure.phases import Phases
+from finetune.planner.roofline import Chip, Layout, scaled, speed
+from finetune.planner.trace.flops import Operation, StepWork, Work, at_depth, per_step
 
 CPU = torch.device("cpu")
 

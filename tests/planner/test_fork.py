@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from finetune.plan import apart
-from finetune.plan.apart import begun
+from finetune.planner.depth import fork
+from finetune.planner.depth.fork import begun
 
 # A process of its own, in which nothing was trained before.
 PROGRAM = """
 import json, os, sys, time
 from functools import partial
 import torch
-from finetune.plan.apart import begun, can_fork
-from finetune.plan.pretend import pretend_device
+from finetune.planner.depth.fork import begun, can_fork
+from finetune.planner.trace.fake_device import pretend_device
 
 def trained(times):
     device = pretend_device()
@@ -62,7 +62,7 @@ print(json.dumps(said))
 
 @pytest.fixture(scope="module")
 def said() -> dict[str, Any]:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=300,
         env={**os.environ, "PYTHONPATH": str(root)},
@@ -97,6 +97,6 @@ def test_a_process_that_has_trained_and_a_single_work_need_no_child(said: dict[s
 
 
 def test_without_forks_all_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apart, "can_fork", lambda: False)
+    monkeypatch.setattr(fork, "can_fork", lambda: False)
     with begun({1: os.getpid, 2: os.getpid}) as result:
         assert {result(1), result(2)} == {os.getpid()}

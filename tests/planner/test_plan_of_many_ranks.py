@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
-from finetune import fsdp
-from finetune.plan.dataless import first_chunk
+from finetune.planner.trace.fake_model import first_chunk
+from finetune.strategies import fsdp
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CPU_SECONDS, GIB = 20, 1.0  # 14 s on two shared cores; without the shortcuts 37 s and more
 RECIPE = """
 accelerate_config: fsdp2
@@ -26,7 +26,7 @@ training: {global_batch_size: 512, pure_bf16: true}
 MEASURED = """
 import json, re, resource, sys
 from pathlib import Path
-from finetune.cli import main
+from finetune.cli.main import main
 code = main(["plan", sys.argv[1], "--gpus", "H100:8", "--nodes", "64", "--json"])
 used = resource.getrusage(resource.RUSAGE_SELF)
 # Not ru_maxrss, which begins with what the process had that started this one.

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune.plan.dataless import host_pages, no_data
-from finetune.plan.timeline import COMPONENTS
-from finetune.plan.trace import trace
-from finetune.strategy import read_strategy
-from tests.planned import Case, cases, differences, models, planned, tracked, tracked_on_ranks
+from finetune.planner.trace.fake_model import host_pages, no_data
+from finetune.planner.trace.timeline import COMPONENTS
+from finetune.planner.trace.trace import trace
+from finetune.recipe.strategy import read_strategy
+from tests.support.planned import Case, cases, differences, models, planned, tracked, tracked_on_ranks
 
 ALL = cases()
 RANKS = cases(("full", "lora"))
@@ -106,6 +106,6 @@ def test_a_copied_module_has_the_same_mode() -> None:
 
 
 def _weights(case: Case, folder: Path) -> list[torch.Tensor]:
-    from finetune.model import build_model
+    from finetune.model.build import build_model
 
     return list(build_model(case.recipe(folder), torch.device("meta")).parameters())

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from torch.nn import functional
 
-from finetune.plan.trace import trace
-from finetune.plan.zero_trace import without_disks
-from finetune.strategy import read_strategy
-from finetune.zero_needs import offload_devices
-from tests.planned import Case, differences, models, planned, tracked_on_ranks
+from finetune.planner.trace.stand_ins import without_disks
+from finetune.planner.trace.trace import trace
+from finetune.recipe.strategy import read_strategy
+from finetune.strategies.zero_requirements import offload_devices
+from tests.support.planned import Case, differences, models, planned, tracked_on_ranks
 
 SOME = [
     Case("full", "bf16", 0, packed=True, tied=True, micro_steps=1),

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from finetune.durable import read_lines
-from finetune.foretold import SWITCH
-from finetune.plan.job import plan_recipe
-from finetune.plan.work import StepWork
-from finetune.recipe_file import load_recipe
-from tests.cells import launch
-from tests.tiny import save_tiny, write_chats
+from finetune.files import read_lines
+from finetune.planner.plan_recipe import plan_recipe
+from finetune.planner.trace.flops import StepWork
+from finetune.recipe.loader import load_recipe
+from finetune.training.planner_process import SWITCH
+from tests.support.cells import launch
+from tests.support.tiny import save_tiny, write_chats
 
 MICRO_STEPS = 2
 

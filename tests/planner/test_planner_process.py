@@ -14,13 +14,13 @@ from typing import Any
 import psutil
 import pytest
 
-from finetune import foretold
-from finetune.foretold import ANSWER, SWITCH, Question, asked
-from finetune.plan.beside import LOWEST, asked_for, batches_of, changes, planned, read_question
-from finetune.recipe import Recipe
-from finetune.run_memory import describe_memory
+from finetune.planner.run_planner import LOWEST, asked_for, batches_of, changes, planned, read_question
+from finetune.recipe.schema import Recipe
 from finetune.train import main
-from tests.tiny import write_chats
+from finetune.training import planner_process
+from finetune.training.memory_report import describe_memory
+from finetune.training.planner_process import ANSWER, SWITCH, Question, asked
+from tests.support.tiny import write_chats
 
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
@@ -104,10 +104,10 @@ def test_what_cannot_be_planned_is_an_answer() -> None:
 
 def test_a_planner_that_dies_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "on")
-    monkeypatch.setattr(foretold.sys, "executable", "false")
+    monkeypatch.setattr(planner_process.sys, "executable", "false")
     with asked(QUESTION, tmp_path) as answer:
         assert answer.answer(wait_seconds=60) == {"plan": None, "why": "the planner ended with 1", "changes": None}
-    monkeypatch.setattr(foretold.sys, "executable", str(tmp_path / "nothing"))
+    monkeypatch.setattr(planner_process.sys, "executable", str(tmp_path / "nothing"))
     with asked(QUESTION, tmp_path) as answer:
         assert "could not be started: " in answer.answer()["why"]
     assert list(tmp_path.iterdir()) == []
@@ -118,7 +118,7 @@ def test_one_that_is_not_done_is_not_waited_for(tmp_path: Path, monkeypatch: pyt
     slow.write_text("#!/bin/sh\nsleep 60\n")
     slow.chmod(0o755)
     monkeypatch.setenv(SWITCH, "on")
-    monkeypatch.setattr(foretold.sys, "executable", str(slow))
+    monkeypatch.setattr(planner_process.sys, "executable", str(slow))
     began = time.monotonic()
     with asked(QUESTION, tmp_path) as answer:
         assert answer.answer()["why"] == "the planner has not answered yet"
@@ -139,7 +139,7 @@ def test_it_can_be_turned_off_and_other_ranks_read(tmp_path: Path, monkeypatch: 
 TRAINER = """
 import sys, time
 from pathlib import Path
-from finetune.foretold import Question, asked
+from finetune.training.planner_process import Question, asked
 question = Question("{}", (((7,),),), True, 1, 1, "cpu", 1)
 with asked(question, Path(sys.argv[1])) as answer:
     print(answer._process.pid, flush=True)

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.public_memory import POINTS, compared, summary, table
 
-RESULT = Path(__file__).parent.parent / "benchmarks" / "results" / "public_memory.json"
+RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "public_memory.json"
 
 
 def committed() -> dict[str, Any]:

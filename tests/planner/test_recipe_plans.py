@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.plan_recipes import NAME, in_readme, known, plan, recipes, sha256_of, table
-from finetune.plan.closed import estimate, unknown
-from finetune.plan.gpus import gpus_of
-from finetune.recipe_file import load_recipe
-from finetune.shrink import full_config
+from finetune.model.known_configs import full_config
+from finetune.planner.closed_form.estimate import estimate, unknown
+from finetune.recipe.gpus import gpus_of
+from finetune.recipe.loader import load_recipe
 
 PLANNED = known(NAME)
 NEAR = 0.01

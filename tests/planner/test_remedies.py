@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from finetune.errors import FinetuneError
-from finetune.plan import pick
-from finetune.plan.closed import estimate, unknown
-from finetune.plan.explain import explain
-from finetune.plan.gpus import Gpus, read_gpus
-from finetune.plan.remedies import LENGTH, ROWS, _edge, largest, remedies, spare
-from finetune.plan.variants import changed, smaller
-from finetune.recipe import Recipe
-from finetune.recipe_file import load_recipe
-from finetune.shrink import HUB_NAMES, full_config
+from finetune.model.known_configs import HUB_NAMES, full_config
+from finetune.planner import pick
+from finetune.planner.closed_form.estimate import estimate, unknown
+from finetune.planner.explain import explain
+from finetune.planner.remedies import LENGTH, ROWS, _edge, largest, remedies, spare
+from finetune.planner.variants import changed, smaller
+from finetune.recipe.gpus import Gpus, read_gpus
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Recipe
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MODELS = [names[0] for names in HUB_NAMES.values()]
 SIZES = ("8GB", "12GB", "16GB", "24GB", "48GB", "80GB", "141GB")
 BUDGETS = [f"{count}x{size}" for count, size in product((1, 2, 4, 8), SIZES)]

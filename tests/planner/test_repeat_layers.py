@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from finetune.plan.caching import CachingAllocator, NoMemory, replay
-from finetune.plan.depth import with_layers
-from finetune.plan.pretend import NAME
-from finetune.plan.splice import Change, filled_up, spliced
-from finetune.plan.timeline import Event, Timeline
-from finetune.plan.trace import trace
-from finetune.strategy import read_strategy
-from finetune.tensor_bytes import NONE
-from tests.planned import Case, models
+from finetune.measure.live_tensors import NONE
+from finetune.planner.depth.caching_allocator import CachingAllocator, NoMemory, replay
+from finetune.planner.depth.extrapolate import with_layers
+from finetune.planner.depth.repeat_layers import Change, filled_up, spliced
+from finetune.planner.trace.fake_device import NAME
+from finetune.planner.trace.timeline import Event, Timeline
+from finetune.planner.trace.trace import trace
+from finetune.recipe.strategy import read_strategy
+from tests.support.planned import Case, models
 
 DEEP = 10
 # The number of tensors of a model shows in what foreach kernels make for each of them, a few bytes a tensor.

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from finetune import compare_report
-from finetune.cli import main
-from finetune.compare import Comparison, failure, figures, job_command, loss_agreement, notes, plan_comparison
-from finetune.compare_report import draw, moved_per_step, print_tables, run_and_report
+from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
-from finetune.recipe_file import load_recipe
-from finetune.schedule import learning_rate_schedule
-from tests.tiny import save_tiny, write_chats
+from finetune.model.optimizer import learning_rate_schedule
+from finetune.preflight import compare_report
+from finetune.preflight.compare import Comparison, failure, figures, job_command, loss_agreement, notes, plan_comparison
+from finetune.preflight.compare_report import draw, moved_per_step, print_tables, run_and_report
+from finetune.recipe.loader import load_recipe
+from tests.support.tiny import save_tiny, write_chats
 
 GIB = 2**30
 TORCHRUN = (

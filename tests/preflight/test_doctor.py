@@ -17,19 +17,18 @@ import psutil
 import pytest
 import torch
 
-from finetune import doctor, doctor_disk
-from finetune.cli import main
-from finetune.doctor import Finding, as_text, examine
-from finetune.doctor_disk import GIB, count_weights, free_bytes, need_of
-from finetune.doctor_pair import pair_test
-from finetune.doctor_token import scope
+from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch
-from finetune.private import showable, variables
-from finetune.recipe_file import load_recipe
-from tests.hub import running_hub
-from tests.hub.server import TOKEN, WRITER
+from finetune.preflight import disk, doctor
+from finetune.preflight.disk import GIB, count_weights, free_bytes, need_of
+from finetune.preflight.doctor import Finding, as_text, examine, scope
+from finetune.preflight.process_pair import pair_test
+from finetune.recipe.loader import load_recipe
+from finetune.redaction import showable, variables
+from tests.support.hub import running_hub
+from tests.support.hub.server import TOKEN, WRITER
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PLANTED = "hf_" + "q7Wz" * 9
 
 
@@ -75,7 +74,7 @@ def test_the_whole_report_as_a_user_gets_it(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XDG_"))}
     environment |= {"HOME": str(home), "USER": "jane", "LOGNAME": "jane", "HF_TOKEN": PLANTED, "NCCL_DEBUG": "INFO"}
     done = subprocess.run(
-        [sys.executable, "-m", "finetune.cli", "doctor", "--json"],
+        [sys.executable, "-m", "finetune.cli.main", "doctor", "--json"],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     told = json.loads(done.stdout)
@@ -117,7 +116,7 @@ def test_a_pair_that_fails_says_why_in_one_line(monkeypatch: pytest.MonkeyPatch)
 def test_a_pair_that_does_not_meet_leaves_nobody_behind() -> None:
     with pytest.raises(EnvironmentMismatch, match=r"did not meet within 0.05 s"):
         pair_test(gpus=0, patience=0.05)
-    assert not [child for child in psutil.Process().children() if "finetune.doctor_pair" in child.cmdline()]
+    assert not [child for child in psutil.Process().children() if "finetune.preflight.process_pair" in child.cmdline()]
 
 
 def test_a_library_out_of_range_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +196,7 @@ def test_what_a_run_writes(override: str, checkpoint: int, export: int, tmp_path
 
 @pytest.mark.slow
 def test_the_need_is_what_a_real_run_writes(tiny_llama: Path, tmp_path: Path) -> None:
-    from tests.tiny import write_chats
+    from tests.support.tiny import write_chats
 
     write_chats(tmp_path / "chats.jsonl", [20] * 16)
     text = f"model: {{name_or_path: {tiny_llama}, dtype: float32}}\nlora: null\nsamples: {{count: 0}}\n"
@@ -231,7 +230,7 @@ def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(doctor, "may_write", lambda folder: folder != Path.cwd())
     bad = [found for found in doctor._disk(None) if found.state == "bad"]
     assert [found.seen for found in bad] == ["the run folder cannot be written"]
-    assert doctor_disk.may_write(tmp_path / "new")
+    assert disk.may_write(tmp_path / "new")
 
 
 def test_a_model_that_nobody_knows_is_to_look_at(tmp_path: Path) -> None:

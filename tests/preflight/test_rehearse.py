@@ -21,31 +21,24 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.rehearse_all import LONGEST_SECONDS, NAME, recipes, stands
-from finetune import rehearse_report, rehearse_run
-from finetune.checkpoint import write_checkpoint
-from finetune.cli import main
+from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.export import export_adapter
-from finetune.load_back import load_back
-from finetune.recipe import Data, Recipe
-from finetune.recipe_file import CONFIG_FOLDER, load_recipe
-from finetune.rehearse import LONGEST_ROW, SAVED_AFTER, STEPS, changes, overrides, processes_of
-from finetune.rehearse_job import Job, StepFailed, kill_all, wait_until
-from finetune.rehearse_run import Checklist, exported, rehearse, same_curve, sharding
-from finetune.schedule import learning_rate_schedule
-from finetune.shrink import (
-    CONFIGS,
-    HUB_NAMES,
-    LARGEST,
-    Shrunk,
-    full_config,
-    shrink_model,
-    shrunken_config,
-)
-from finetune.strategy import read_strategy
-from tests.tiny import save_tiny, tiny_model, tiny_tokenizer, write_chats
+from finetune.model.known_configs import CONFIGS, HUB_NAMES, full_config
+from finetune.model.optimizer import learning_rate_schedule
+from finetune.preflight import rehearse as rehearsals
+from finetune.preflight.changes import LONGEST_ROW, SAVED_AFTER, STEPS, changes, overrides, processes_of
+from finetune.preflight.job import Job, StepFailed, kill_all, wait_until
+from finetune.preflight.load_back import load_back
+from finetune.preflight.rehearse import Checklist, exported, rehearse, same_curve, sharding
+from finetune.preflight.shrink import LARGEST, Shrunk, shrink_model, shrunken_config
+from finetune.recipe.loader import CONFIG_FOLDER, load_recipe
+from finetune.recipe.schema import Data, Recipe
+from finetune.recipe.strategy import read_strategy
+from finetune.run_folder.checkpoint import write_checkpoint
+from finetune.run_folder.save_restore import export_adapter
+from tests.support.tiny import save_tiny, tiny_model, tiny_tokenizer, write_chats
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml") if path.stem != "cpu_2proc")
 # Of the models themselves, as their makers state them.
 PARAMETERS = {
@@ -284,10 +277,10 @@ class TestWhatIsSeen:
             (job.run_dir / "receipt.json").write_text(json.dumps(receipt))
             yield
 
-        monkeypatch.setattr(rehearse_run, "started", begun)
-        monkeypatch.setattr(rehearse_run, "wait_until", lambda *_: [])
-        monkeypatch.setattr(rehearse_run, "kill_all", lambda *_: 2)
-        rehearse_run.train_and_kill(job, Checklist(lambda line: None))
+        monkeypatch.setattr(rehearsals, "started", begun)
+        monkeypatch.setattr(rehearsals, "wait_until", lambda *_: [])
+        monkeypatch.setattr(rehearsals, "kill_all", lambda *_: 2)
+        rehearsals.train_and_kill(job, Checklist(lambda line: None))
         assert len(starts) == (2 if state == "finished" else 1)
 
     def test_another_curve(self) -> None:
@@ -336,8 +329,8 @@ class TestWhatIsSeen:
 
     def test_on_the_terminal(self, monkeypatch: pytest.MonkeyPatch) -> None:
         stream = io.StringIO()
-        monkeypatch.setattr(rehearse_report, "Console", lambda **_: Console(file=stream, width=300))
-        with rehearse_report.show(quiet=False) as tell:
+        monkeypatch.setattr(rehearsals, "Console", lambda **_: Console(file=stream, width=300))
+        with rehearsals.show(quiet=False) as tell:
             tell({"name": "loads", "ok": True, "seconds": 1.25, "seen": "a model"})
             tell({"differs": "device: [one] process"})
             tell({"name": "trains", "ok": False, "seconds": 20.0, "seen": "no such thing"})
@@ -468,7 +461,7 @@ class TestRehearse:
             save_file({name: tensor * 1.001 for name, tensor in load_file(file).items()}, file)
             return seen
 
-        monkeypatch.setattr(rehearse_run, "exported", spoil)
+        monkeypatch.setattr(rehearsals, "exported", spoil)
         report = rehearse(write_recipe(tmp_path, str(tiny_llama)), [], tell=lambda line: None)
         assert (report["ok"], report["exit_code"]) == (False, 2)
         assert "28 of 28 tensors differ" in report["steps"][-1]["seen"]

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-from finetune.model import structure_alone
-from finetune.recipe import Recipe
-from finetune.recipe_file import CONFIG_FOLDER
-from finetune.zero import fit_swap, swap_buffers
-from tests.cells import launch
-from tests.curve_table import TOLERANCE, skip_where_missing, worst
-from tests.test_one_curve import LENGTHS, curve_of, reference
-from tests.test_zero import written
-from tests.tiny import save_tiny, write_chats
+from finetune.model.build import structure_alone
+from finetune.recipe.loader import CONFIG_FOLDER
+from finetune.recipe.schema import Recipe
+from finetune.strategies.zero import fit_swap, swap_buffers
+from tests.proofs.test_one_curve import LENGTHS, curve_of, reference
+from tests.strategies.test_zero import written
+from tests.support.cells import launch
+from tests.support.curve_table import TOLERANCE, skip_where_missing, worst
+from tests.support.tiny import save_tiny, write_chats
 
 METHODS = ("full", "lora")
-CONFIGS = Path(__file__).parent.parent / "finetune" / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "finetune" / "configs"
 
 
 def structure(name: str, folder: Path) -> nn.Module:

@@ -13,19 +13,19 @@ import jsonschema
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from memory_arithmetic import GB, disk_bytes, host_bytes, parts, shape_of
 
-from finetune.cli import main
-from finetune.optimizer import check_optimizer
-from finetune.quantized import check_sharded_quantization
-from finetune.recipe import Budget, Recipe
-from finetune.recipe_file import load_recipe
-from finetune.recipe_list import method_of
-from finetune.row_check import check_rows
-from finetune.strategy import read_strategy
-from finetune.zero_needs import _unsuitable
+from finetune.cli.main import main
+from finetune.cli.recipe_list import method_of
+from finetune.data.check import check_rows
+from finetune.model.optimizer import check_optimizer
+from finetune.model.quantization import check_sharded_quantization
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Budget, Recipe
+from finetune.recipe.strategy import read_strategy
+from finetune.strategies.zero_requirements import _unsuitable
+from tests.support.memory_arithmetic import GB, disk_bytes, host_bytes, parts, shape_of
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SCHEMA = ROOT / "finetune" / "recipe.schema.json"
 COUNT = 48

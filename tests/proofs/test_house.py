@@ -1,333 +1,183 @@
-"""The house rules that a machine can hold: import order, figures of the code, names that shadow nothing."""
+"""The house rules that a machine can hold: import order, sizes, names that shadow nothing."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib.metadata
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "finetune"
-# Strictly downward: a module imports only from those before it.
-ORDER = """
-errors
-output_stream
-schedule_shapes
-recipe
-recipe_keys
-secret_scan
-yaml_text
-recipe_mistakes
-recipe_file
-recipe_reference
-strategy
-durable
-launcher
-slurm
-signals
-last_words
-beats
-schedule
-optimizer
-json_array
-row_reading
-chat_messages
-row_formats
-data_sources
-row_check
-chat_template
-answer_spans
-text_tokens
-conversations
-packing
-array_files
-token_cache
-seeded
-document_pool
-batches
-attention
-trial
-families
-loss
-loss_scaling
-quantized
-embedded
-adapter_names
-model
-answers
-rendezvous
-fsdp
-pieces
-tensor_checks
-zero_needs
-zero_pieces
-zero
-gpu_needs
-runtime
-assemble
-receipt
-tensor_bytes
-traffic
-phases
-out_of_memory
-foretold
-metrics
-checkpoint
-training_state
-run_folder
-pulse
-export
-run
-batch_notes
-save_restore
-trained_change
-loop
-worst_step
-run_memory
-tuned
-base_weights
-adapter_file
-merge
-agreement
-merge_run
-run_facts
-held_out
-lm_tasks
-pages.page
-pages.charts
-pages.curves
-pages.report
-pages.pictures
-pages.keep
-trackers
-hub_calls
-hub_checkpoints
-session
-whole_run
-base_facts
-model_card
-outgoing
-hub_push
-hub_training
-train
-chat
-compare
-compare_report
-shrink
-recipe_list
-rehearse
-load_back
-rehearse_job
-rehearse_run
-rehearse_report
-plan.gpus
-plan.zero_terms
-plan.timeline
-plan.splice
-plan.caching
-plan.cuda_dispatch
-plan.pretend
-plan.recorder
-plan.work
-plan.speed
-plan.dataless
-plan.workspaces
-plan.zero_trace
-plan.reducer
-plan.trace
-plan.layers
-plan.depth
-plan.apart
-plan.job
-plan.report
-plan.pace
-plan.audit
-plan.shape
-plan.layer_terms
-plan.rank_terms
-plan.moments
-plan.closed
-plan.variants
-plan.remedies
-plan.explain
-plan.pick
-plan.beside
-plan.verb
-launch_file
-pages.findings
-pages.preview
-pages.preview_views
-private
-doctor_pair
-doctor_disk
-doctor_token
-doctor
-imports.theirs
-imports.templates
-imports.shared
-imports.trainer
-imports.left_out
-imports.axolotl_data
-imports.axolotl
-imports.llamafactory
-imports.trl
-imports.torchtune
-imports.page
-imports.convert
-verbs
-verbs_of_data
-verbs_of_runs
-cli
+PACKAGE = Path(__file__).resolve().parents[2] / "finetune"
+# From the ground up: a room imports from the floors below its own, never from its neighbours.
+FLOORS = [
+    ["errors", "output_stream", "paths", "redaction"],
+    ["recipe", "files"],
+    ["importers", "measure", "launch", "model", "data"],
+    ["strategies", "tokens"],
+    ["run_folder"],
+    ["hub", "report"],
+    ["training"],
+    ["planner", "preflight", "finished_run", "train"],
+    ["cli"],
+]
+# The same within the planner; "planner" are the modules beside its three folders.
+PLANNER_FLOORS = [["planner.trace", "planner.closed_form"], ["planner.depth"], ["planner"]]
+# These import no torch, not through others either, so that checking a recipe, listing recipes and help are instant.
+LIGHT = """
+errors output_stream paths redaction files train
+recipe data importers preflight cli planner.closed_form
+launch.launcher launch.script launch.signals launch.slurm
+model.known_configs model.packaged
+tokens.assistant_spans tokens.cache tokens.chat_template tokens.dataset tokens.encoder tokens.mixture tokens.packing
+tokens.tokenizer
+run_folder.facts run_folder.heartbeat
+hub.around_training hub.base_model hub.client hub.model_card hub.push hub.upload_files
+report.curves report.html report.pictures report.run_page
+training.planner_process
+planner.audit planner.command planner.explain planner.pick planner.remedies planner.run_planner planner.variants
 """.split()
-LIGHT = {
-    "errors",
-    "output_stream",
-    "schedule_shapes",
-    "recipe",
-    "recipe_keys",
-    "yaml_text",
-    "recipe_mistakes",
-    "recipe_file",
-    "recipe_reference",
-    "strategy",
-    "slurm",
-    "foretold",
-    "json_array",
-    "row_reading",
-    "chat_messages",
-    "row_formats",
-    "data_sources",
-    "row_check",
-    "chat_template",
-    "answer_spans",
-    "text_tokens",
-    "conversations",
-    "packing",
-    "array_files",
-    "token_cache",
-    "seeded",
-    "document_pool",
-    "embedded",
-    "secret_scan",
-    "base_facts",
-    "run_facts",
-    "model_card",
-    "outgoing",
-    "hub_calls",
-    "hub_push",
-    "hub_training",
-    "compare",
-    "compare_report",
-    "shrink",
-    "recipe_list",
-    "rehearse",
-    "load_back",
-    "rehearse_job",
-    "rehearse_run",
-    "rehearse_report",
-    "plan.gpus",
-    "plan.zero_terms",
-    "plan.depth",
-    "plan.audit",
-    "plan.beside",
-    "plan.shape",
-    "plan.layer_terms",
-    "plan.rank_terms",
-    "plan.moments",
-    "plan.closed",
-    "plan.variants",
-    "plan.remedies",
-    "plan.explain",
-    "plan.pick",
-    "plan.verb",
-    "launch_file",
-    "pages.page",
-    "pages.charts",
-    "pages.curves",
-    "pages.report",
-    "pages.pictures",
-    "pages.keep",
-    "private",
-    "doctor_pair",
-    "doctor_disk",
-    "doctor_token",
-    "doctor",
-    "imports.theirs",
-    "imports.templates",
-    "imports.shared",
-    "imports.trainer",
-    "imports.left_out",
-    "imports.axolotl_data",
-    "imports.axolotl",
-    "imports.llamafactory",
-    "imports.trl",
-    "imports.torchtune",
-    "imports.page",
-    "imports.convert",
-    "verbs",
-    "verbs_of_data",
-    "verbs_of_runs",
-    "cli",
-}  # never import torch
-# Functions over 60 lines and files over 300, each with its reason.
-LONG_FUNCTIONS: dict[str, str] = {}
-LONG_FILES: dict[str, str] = {}
+SLOW_TO_IMPORT = {"torch", "transformers", "accelerate", "peft", "datasets"}
+MOST_MODULES = 12  # of one folder, beside its __init__
+LONGEST_FILE = 300
+LONGEST_FUNCTION = 60
+
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text())
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path.stem != "__init__"
+}
 
 
-def modules() -> list[Path]:
-    return sorted(path for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
+def named(nodes: Iterable[ast.AST]) -> set[str]:
+    """Every name that import statements among these nodes bring, dotted from its package: torch.nn.Linear."""
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
 
 
-def dotted(path: Path) -> str:
-    """A module's name below the package: plan.trace."""
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+def ours(names: Iterable[str]) -> set[str]:
+    """The modules of this package among them, or in which they are."""
+    below = {name.removeprefix("finetune.") for name in names if name.startswith("finetune.")}
+    return {module for name in below for module in (name, name.rpartition(".")[0]) if module in MODULES}
 
 
-def below(name: str) -> str | None:
-    """The module that `finetune.x.y.z` names, z being a module or a name in one; None outside of the package."""
-    parts = name.split(".")[1:] if name.startswith("finetune.") else []
-    return next((".".join(parts[:end]) for end in (2, 1) if ".".join(parts[:end]) in ORDER), None)
+def room(module: str) -> str:
+    return module.split(".")[0]
 
 
-def imported(path: Path) -> set[str]:
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            if node.module == "finetune":
-                names |= {f"finetune.{alias.name}" for alias in node.names}
-            names.add(node.module)
-        elif isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-    return names
+def planner_room(module: str) -> str:
+    folder = module.rpartition(".")[0]
+    return folder if folder.startswith("planner.") else "planner"
 
 
-def test_every_module_has_its_place_in_the_order() -> None:
-    assert {dotted(path) for path in modules()} == set(ORDER)
+def upward(uses: dict[str, set[str]]) -> list[str]:
+    """Imports from a floor above or from a neighbour; `uses`: module -> modules that it imports."""
+    floor = {
+        name: number for floors in (FLOORS, PLANNER_FLOORS) for number, names in enumerate(floors) for name in names
+    }
+    top = {name: number for number, names in enumerate(FLOORS) for name in names}
+    wrong = []
+    for module, others in uses.items():
+        for other in others:
+            here, there = room(module), room(other)
+            levels = top
+            if here == there == "planner":
+                here, there, levels = planner_room(module), planner_room(other), floor
+            if here != there and levels[there] >= levels[here]:
+                wrong.append(f"{module} imports {other}")
+    return sorted(wrong)
 
 
-@pytest.mark.parametrize("path", modules(), ids=dotted)
-def test_imports_go_downward(path: Path) -> None:
-    above = ORDER[: ORDER.index(dotted(path))]
-    used = {module for name in imported(path) if (module := below(name)) is not None}
-    assert used <= set(above), f"{dotted(path)} imports {used - set(above)}, which come after it"
+def uses() -> dict[str, set[str]]:
+    return {module: ours(named(ast.walk(tree))) - {module} for module, tree in MODULES.items()}
 
 
-@pytest.mark.parametrize("name", sorted(LIGHT))
-def test_light_modules_import_no_torch_at_the_top(name: str) -> None:
-    tree = ast.parse((PACKAGE / f"{name.replace('.', '/')}.py").read_text())
-    top = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
-    top |= {node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)}
-    assert not {entry.split(".")[0] for entry in top} & {"torch", "transformers", "accelerate", "peft", "datasets"}
+def circle(uses: dict[str, set[str]]) -> list[str]:
+    """The modules of one circle of imports, none where there is none."""
+    try:
+        graphlib.TopologicalSorter(uses).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_every_room_has_its_floor() -> None:
+    assert {room(module) for module in MODULES} == {name for floor in FLOORS for name in floor}
+    planner = {planner_room(module) for module in MODULES if room(module) == "planner"}
+    assert planner == {name for floor in PLANNER_FLOORS for name in floor}
+
+
+def test_imports_go_down() -> None:
+    assert upward(uses()) == []
+
+
+def test_imports_go_in_no_circle() -> None:
+    assert circle(uses()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "other"),
+    [
+        ("recipe.schema", "training.loop"),
+        ("model.loss", "data.readers"),
+        ("strategies.zero", "tokens.cache"),
+        ("planner.trace.trace", "planner.closed_form.rank"),
+        ("planner.trace.trace", "planner.depth.fork"),
+        ("planner.depth.fork", "planner.pick"),
+        ("preflight.doctor", "planner.depth.fork"),
+        ("run_folder.folder", "cli.main"),
+    ],
+)
+def test_an_import_upward_or_sideways_is_seen(module: str, other: str) -> None:
+    assert upward({module: {other}}) == [f"{module} imports {other}"]
+
+
+def test_a_circle_is_seen() -> None:
+    found = circle(uses() | {"recipe.schema": {"recipe.loader"}})
+    assert {"recipe.schema", "recipe.loader"} <= set(found)
+
+
+def listed(module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in LIGHT)
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if listed(module)])
+def test_light_modules_import_no_torch(module: str) -> None:
+    seen, waiting = set(), [module]
+    while waiting:
+        now = waiting.pop()
+        seen.add(now)
+        names = named(MODULES[now].body)
+        assert not {name.split(".")[0] for name in names} & SLOW_TO_IMPORT, now
+        waiting += ours(names) - seen
+
+
+def test_light_names_are_modules() -> None:
+    assert not [name for name in LIGHT if not any(m == name or m.startswith(f"{name}.") for m in MODULES)]
 
 
 def test_names_shadow_nothing() -> None:
+    """What is in the folder of train.py is found first when it runs as a file."""
     installed = set(importlib.metadata.packages_distributions()) | set(sys.stdlib_module_names)
-    # What lies in the folder of train.py is found first; what lies below it, by its package.
-    assert not {dotted(path).split(".")[0] for path in modules()} & installed
+    assert not {room(module) for module in MODULES} & installed
+
+
+def test_every_folder_says_what_it_is_for() -> None:
+    for folder in {PACKAGE, *(path.parent for path in PACKAGE.rglob("*.py"))}:
+        words = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+        assert words, folder
+        assert folder == PACKAGE or "May import: " in words, folder
+        assert len([path for path in folder.glob("*.py") if path.stem != "__init__"]) <= MOST_MODULES, folder
 
 
 @pytest.mark.slow
@@ -339,23 +189,22 @@ def test_style_and_types(words: list[str]) -> None:
 
 def functions() -> list[tuple[int, str]]:
     found = []
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for module, tree in MODULES.items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
-                found.append((node.end_lineno - node.lineno + 1, f"{path.stem}.{node.name}"))
+                found.append((node.end_lineno - node.lineno + 1, f"{module}.{node.name}"))
     return found
 
 
-def test_figures_of_the_code() -> None:
+def test_functions_and_files_are_short() -> None:
     found = functions()
     sizes = sorted(size for size, _ in found)
     assert len(sizes) > 50
     assert statistics.median(sizes) <= 12
     assert sizes[int(0.9 * (len(sizes) - 1))] <= 35
-    assert not {name for size, name in found if size > 60} - set(LONG_FUNCTIONS)
-    long_files = {path.name for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 300}
-    assert not long_files - set(LONG_FILES)
+    assert not [name for size, name in found if size > LONGEST_FUNCTION]
+    assert not [path for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > LONGEST_FILE]
 
 
 def test_no_conflict_is_left_in_a_file() -> None:

@@ -26,10 +26,10 @@ from transformers import (
 )
 
 from finetune.train import main
-from tests.reference import IGNORE, Document, Step, reference_run
-from tests.tiny import FAMILIES, save_tiny, write_chats
+from tests.support.reference import IGNORE, Document, Step, reference_run
+from tests.support.tiny import FAMILIES, save_tiny, write_chats
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 LENGTHS = [300, 20, 170, 61, 222, 37, 128, 90]
 STEPS, SEED = 6, 7
 # Steps gentle enough that AdamW does not blow rounding up: at 2e-2 LoRA overshoots, and any two loops differ by 1e-4.

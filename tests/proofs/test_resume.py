@@ -17,14 +17,15 @@ import pytest
 import torch
 import yaml
 
-from finetune import session, train
-from finetune.durable import read_lines
-from finetune.run_folder import read_state
-from tests.curve_table import RANKS
-from tests.soak_resume import fingerprint, write_recipe
+from finetune import train
+from finetune.files import read_lines
+from finetune.run_folder.folder import read_state
+from finetune.training import session
+from tests.support.curve_table import RANKS
+from tests.support.soak_resume import fingerprint, write_recipe
 
-REPOSITORY = Path(__file__).parent.parent
-SOAK = Path(__file__).parent / "soak_resume.py"
+REPOSITORY = Path(__file__).resolve().parents[2]
+SOAK = Path(__file__).resolve().parents[1] / "support" / "soak_resume.py"
 # The full proof is FINETUNE_KILLS=30: three minutes more.
 KILLS = int(os.environ.get("FINETUNE_KILLS", "3"))
 FULL = KILLS >= 30

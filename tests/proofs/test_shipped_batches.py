@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from finetune.batch_notes import batch_notes
-from finetune.batches import prepare
-from finetune.durable import read_lines
-from finetune.model import load_tokenizer
-from finetune.recipe_file import load_recipe
-from finetune.run import make_plan
+from finetune.files import read_lines
+from finetune.model.build import load_tokenizer
+from finetune.recipe.loader import load_recipe
+from finetune.tokens.dataset import prepare
 from finetune.train import main
-from tests.cells import ROOT, launch
-from tests.curve_table import skip_where_missing
-from tests.test_batch_notes import SETTING
-from tests.tiny import WORDS, save_tiny
+from finetune.training.batch_notes import batch_notes
+from finetune.training.run import make_plan
+from tests.support.cells import ROOT, launch
+from tests.support.curve_table import skip_where_missing
+from tests.support.tiny import WORDS, save_tiny
+from tests.training.test_batch_notes import SETTING
 
 RECIPES = {"llama3_qlora": 1, "llama3_ddp": 2, "llama3_fsdp": 2, "llama3_full": 2, "llama3_zero3": 2}  # gloo ranks
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")

@@ -15,10 +15,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from benchmarks.one_curve import PAGE, lines
-from finetune.model import build_model
-from finetune.recipe_file import load_recipe
-from tests.cells import ROOT, launch
-from tests.curve_table import (
+from finetune.model.build import build_model
+from finetune.recipe.loader import load_recipe
+from tests.proofs.test_one_curve import LENGTHS, curve_of, reference, write_recipe
+from tests.support.cells import ROOT, launch
+from tests.support.curve_table import (
     METHODS,
     RANKS,
     SPLITS,
@@ -30,13 +31,12 @@ from tests.curve_table import (
     trained_cells,
     worst,
 )
-from tests.reference import Step
-from tests.test_one_curve import LENGTHS, curve_of, reference, write_recipe
-from tests.tiny import save_tiny, write_chats
+from tests.support.reference import Step
+from tests.support.tiny import save_tiny, write_chats
 
 # Those of the table that a suite has time for; `python benchmarks/one_curve.py` trains all.
 HERE, SPLITS_HERE = ("full", "lora", "qlora, bf16"), ("packed", "accumulated")
-TABLE = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "one_curve.json"
+TABLE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "one_curve.json"
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def assert_the_adapter_is_what_was_trained(folder: Path) -> None:
 
 
 def checkpointed(run: Path) -> dict[str, torch.Tensor]:
-    from finetune.checkpoint import newest_valid, read_checkpoint
+    from finetune.run_folder.checkpoint import newest_valid, read_checkpoint
 
     checkpoint, _ = newest_valid(run)
     assert checkpoint is not None

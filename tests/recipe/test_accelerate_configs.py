@@ -11,9 +11,9 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
 from finetune.errors import RecipeError
-from finetune.strategy import read_strategy
+from finetune.recipe.strategy import read_strategy
 
-FOLDER = Path(__file__).resolve().parent.parent / "accelerate_configs"
+FOLDER = Path(__file__).resolve().parents[2] / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
 FSDP = ("fsdp2", "fsdp2_grad_op", "fsdp2_offload", "hsdp")
 ZERO = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli import main
+from finetune.cli.main import main
 
 FOLDER = Path(__file__).resolve().parent / "bad_recipes"
 CASES = sorted(FOLDER.iterdir())

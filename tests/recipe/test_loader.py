@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import optimization
 
-from finetune.cli import main
+from finetune.cli.main import main
 from finetune.errors import RecipeError
-from finetune.recipe import Recipe
-from finetune.recipe_file import load_recipe, recipe_from_resolved, resolved_yaml
-from finetune.recipe_keys import RENAMED, REPLACED
-from finetune.recipe_reference import REFERENCE_FILE, SCHEMA_FILE, json_schema, reference_page
-from finetune.schedule_shapes import SCHEDULER_ARGUMENTS
+from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS
+from finetune.recipe.foreign_keys import RENAMED, REPLACED
+from finetune.recipe.loader import load_recipe, recipe_from_resolved, resolved_yaml
+from finetune.recipe.reference import REFERENCE_FILE, SCHEMA_FILE, json_schema, reference_page
+from finetune.recipe.schema import Recipe
 
 SMALL = "model: {name_or_path: x}\ndata:\n  train:\n    - {path: json, data_files: a.jsonl}\n"
 
@@ -174,9 +174,8 @@ def test_help_and_check_import_no_torch(tmp_path: Path, arguments: list[str], se
     """The bound on CPU time is shown by benchmarks/start.py; this holds what makes it possible."""
     path = write(tmp_path, SMALL)
     words = [str(path) if word == "RECIPE" else word for word in arguments]
-    program = (
-        f"import sys; from finetune.cli import main; code = main({words!r}); print(sorted(sys.modules)); sys.exit(code)"
-    )
+    program = f"import sys; from finetune.cli.main import main; code = main({words!r}); "
+    program += "print(sorted(sys.modules)); sys.exit(code)"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -16,14 +16,14 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune.cli import main
+from finetune.cli.main import main
 from finetune.errors import RecipeError
-from finetune.recipe import Recipe
-from finetune.recipe_file import MAX_MISTAKES, load_recipe, resolved_yaml
-from finetune.recipe_mistakes import WANTED
-from finetune.yaml_text import MAX_BYTES, Place, excerpt, number_trap, parse, plain_scalar
+from finetune.recipe.loader import MAX_MISTAKES, load_recipe, resolved_yaml
+from finetune.recipe.mistakes import WANTED
+from finetune.recipe.schema import Recipe
+from finetune.recipe.yaml_text import MAX_BYTES, Place, excerpt, number_trap, parse, plain_scalar
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = "model: {name_or_path: x}\ndata:\n  train:\n    - {path: json, data_files: a.jsonl}\n"
 
 
@@ -248,7 +248,7 @@ def test_every_kind_of_pydantic_has_our_words() -> None:
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "finetune.cli", "check", *arguments],
+        [sys.executable, "-m", "finetune.cli.main", "check", *arguments],
         capture_output=True, text=True, cwd=ROOT, env={**os.environ, **variables}, check=False,
     )  # fmt: skip
 
@@ -271,5 +271,5 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("finetune.recipe_file.load_recipe", interrupt)
+    monkeypatch.setattr("finetune.recipe.loader.load_recipe", interrupt)
     assert main(["check", "recipes/llama3_fsdp.yaml"]) == 130

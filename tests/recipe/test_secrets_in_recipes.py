@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from finetune import cli  # noqa: F401  # registers the verbs
-from finetune.secret_scan import HIDDEN, cover_secrets
-from finetune.verbs import app
+from finetune.cli.app import app
+from finetune.cli.main import main  # noqa: F401  # registers the verbs
+from finetune.redaction import HIDDEN, cover_secrets
 
 # Made up here, and put together so that no scanner of repositories takes them for real.
 LETTERS = "AbCdEfGhIjKlMnOpQrStUvWxYz0123456789"
@@ -144,7 +144,7 @@ def test_a_private_key_is_covered_to_its_end() -> None:
 
 def test_the_run_folders_recipe_keeps_its_values(recipe: Path) -> None:
     """What is looked at is hidden; what a run is made from is not."""
-    from finetune.recipe_file import load_recipe, resolved_yaml
+    from finetune.recipe.loader import load_recipe, resolved_yaml
 
     recipe.write_text(RIGHT.replace("rows.jsonl", TOKENS["address"]), "utf-8")
     assert TOKENS["address"] in resolved_yaml(load_recipe(recipe))
@@ -152,7 +152,7 @@ def test_the_run_folders_recipe_keeps_its_values(recipe: Path) -> None:
 
 def test_check_needs_no_torch_for_it(recipe: Path) -> None:
     recipe.write_text(RIGHT + PLACES["unknown key"].replace("SECRET", TOKENS["hub"]), "utf-8")
-    program = "import sys\nfrom finetune.cli import app\ntry: app()\nfinally: print('torch' in sys.modules)"
+    program = "import sys\nfrom finetune.cli.main import app\ntry: app()\nfinally: print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program, "check", str(recipe)], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "False", done.stderr
     assert HIDDEN in done.stderr

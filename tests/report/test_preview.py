@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import yaml
 
-from finetune.cli import main
-from finetune.conversations import Encoder
-from finetune.model import load_tokenizer
-from finetune.pages.findings import doubled_begin, length_histogram, unfinished
-from finetune.pages.preview import pieces, preview
-from finetune.recipe_file import load_recipe
-from finetune.token_cache import StoredDocuments
-from tests.tiny import SPECIAL_TOKENS, save_tiny
+from finetune.cli.main import main
+from finetune.model.build import load_tokenizer
+from finetune.recipe.loader import load_recipe
+from finetune.report.preview import doubled_begin, length_histogram, pieces, preview, unfinished
+from finetune.tokens.cache import StoredDocuments
+from finetune.tokens.encoder import Encoder
+from tests.support.tiny import SPECIAL_TOKENS, save_tiny
 
 QUESTION = {"role": "user", "content": "which seven birds sing?"}
 

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.cli import main as cli
-from finetune.pages.charts import HEIGHT, Line, bar_chart, line_chart, thinned, ticks
-from finetune.pages.curves import read_runs, summary
-from finetune.pages.keep import write_page, write_pages
-from finetune.pages.report import report
+from finetune.cli.main import main as cli
+from finetune.report.curves import read_runs, summary
+from finetune.report.html import HEIGHT, Line, bar_chart, line_chart, thinned, ticks
+from finetune.report.run_page import report, write_page, write_pages
 from finetune.train import main
-from tests.tiny import write_chats
+from tests.support.tiny import write_chats
 
 VOID = {"meta", "img", "line", "circle", "rect", "polyline", "br"}
 NETWORK = re.compile(r"<script|<link|https?:|src=|@import|url\(")

@@ -12,10 +12,16 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from finetune import checkpoint as checkpoints
-from finetune.checkpoint import Checkpoint, newest_valid, read_checkpoint, step_folder, write_checkpoint
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.training_state import load_model, load_optimizer, model_tensors, optimizer_tensors
+from finetune.run_folder import checkpoint as checkpoints
+from finetune.run_folder.checkpoint import (
+    Checkpoint,
+    newest_valid,
+    read_checkpoint,
+    step_folder,
+    write_checkpoint,
+)
+from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
 
 
 def simple(value: float) -> dict[str, dict[str, torch.Tensor]]:

@@ -20,10 +20,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from finetune.assemble import Assembled
-from finetune.checkpoint import newest_valid, read_checkpoint, write_checkpoint
-from finetune.export import export_adapter, export_model
-from finetune.training_state import load_model, load_optimizer, model_tensors, optimizer_tensors
+from finetune.run_folder.checkpoint import newest_valid, read_checkpoint, write_checkpoint
+from finetune.run_folder.save_restore import export_adapter, export_model
+from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
+from finetune.strategies.assemble import Assembled
 
 # peft asks transformers by a name that its new releases have renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")

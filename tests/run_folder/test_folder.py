@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.checkpoint import step_folder, write_checkpoint
-from finetune.durable import append_lines, cut_lines, read_lines
 from finetune.errors import FinetuneError
-from finetune.recipe import Recipe
-from finetune.run_folder import (
+from finetune.files import append_lines, cut_lines, read_lines
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.checkpoint import step_folder, write_checkpoint
+from finetune.run_folder.folder import (
     Claim,
     claim_run_folder,
     curve_identity,
@@ -213,7 +213,7 @@ def test_a_run_without_a_checkpoint_starts_with_empty_metrics(tmp_path: Path) ->
 HOLD = """
 import sys, time
 from pathlib import Path
-from finetune.run_folder import claim_run_folder
+from finetune.run_folder.folder import claim_run_folder
 claim_run_folder(Path(sys.argv[1]), resume="auto", identity={}, command="c")
 print("held", flush=True)
 time.sleep(60)

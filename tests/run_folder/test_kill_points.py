@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from finetune import checkpoint as checkpoints
-from finetune import durable
-from finetune.checkpoint import newest_valid, read_checkpoint, step_folder, write_checkpoint
-from finetune.durable import clear_leftovers, read_lines, write_text
+from finetune import files
+from finetune.files import clear_leftovers, read_lines, write_text
+from finetune.run_folder import checkpoint as checkpoints
+from finetune.run_folder.checkpoint import newest_valid, read_checkpoint, step_folder, write_checkpoint
 
 # Grown by lines while a run trains; synced when a checkpoint is written. A line of each step, as long as any other.
 LINES = ("metrics.jsonl", "samples.jsonl")
@@ -64,7 +64,7 @@ class Disk:
         for name in ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir"):
             patch.setattr(os, name, self.wrap(name, getattr(os, name)))
         patch.setattr(checkpoints, "save_file", self.wrap("save_file", checkpoints.save_file))
-        patch.setattr(durable, "open", self.opener(open), raising=False)
+        patch.setattr(files, "open", self.opener(open), raising=False)
 
     def lose_what_was_not_synced(self, folder: Path, known: set[int]) -> None:
         for path in folder.rglob("*"):

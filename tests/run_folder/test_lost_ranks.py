@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from finetune.beats import clear_beats
-from finetune.run_folder import claim_run_folder
-from tests.soak_resume import fingerprint, write_recipe
-from tests.test_launches import (
+from finetune.run_folder.folder import claim_run_folder
+from finetune.run_folder.heartbeat import clear_beats
+from tests.launch.test_launches import (
     ACCELERATE,
     REPOSITORY,
     TORCHRUN,
@@ -30,6 +29,7 @@ from tests.test_launches import (
     until_step,
     wait_all,
 )
+from tests.support.soak_resume import fingerprint, write_recipe
 
 pytestmark = pytest.mark.slow
 TIMEOUT = 15  # three quarters of it without a beat is a freeze, on a machine that does other things too
@@ -127,9 +127,9 @@ def test_a_failure_of_one_rank_is_told_by_another(folder: Path, recipe: Path) ->
 WAITING = """
 import sys, time
 from pathlib import Path
-from finetune.beats import Heart
-from finetune.launcher import Launch
-from finetune.pulse import Progress, Watch
+from finetune.run_folder.heartbeat import Heart
+from finetune.launch.launcher import Launch
+from finetune.run_folder.watchdog import Progress, Watch
 run_dir, rank = Path(sys.argv[1]), int(sys.argv[2])
 heart = Heart(run_dir, rank, 11)
 heart.beat("running", "training", 7)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from finetune import tensor_checks
-from finetune.pieces import Piece, Ranks
-from finetune.tensor_checks import GOLDEN, MIXED, checksums, not_finite
+from finetune.run_folder import tensor_checks
+from finetune.run_folder.tensor_checks import GOLDEN, MIXED, checksums, not_finite
+from finetune.strategies.pieces import Piece, Ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8]
 

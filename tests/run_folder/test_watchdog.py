@@ -16,20 +16,29 @@ from pathlib import Path
 import psutil
 import pytest
 
-from finetune import pulse
-from finetune.beats import Beat, Heart, State, beat_file, clear_beats, holds_lock, process_is_gone, read_beat
 from finetune.errors import RankLost
-from finetune.last_words import say_last
-from finetune.pulse import Progress, Watch
-from finetune.run_folder import claim_run_folder, read_state
-from tests.test_runtime import ALONE
+from finetune.launch.launcher import say_last
+from finetune.run_folder import watchdog
+from finetune.run_folder.folder import claim_run_folder, read_state
+from finetune.run_folder.heartbeat import (
+    Beat,
+    Heart,
+    State,
+    beat_file,
+    clear_beats,
+    holds_lock,
+    process_is_gone,
+    read_beat,
+)
+from finetune.run_folder.watchdog import Progress, Watch
+from tests.strategies.test_accelerator import ALONE
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 TOKEN = 11
 OTHER = """
 import sys, time
 from pathlib import Path
-from finetune.beats import Heart
+from finetune.run_folder.heartbeat import Heart
 heart = Heart(Path(sys.argv[1]), 1, 11)
 heart.beat(sys.argv[2], "training", 7)
 print("beating", flush=True)
@@ -144,13 +153,13 @@ def test_the_last_word_counts(run_dir: Path, state: State, what: str | None) -> 
 
 
 def test_where_locks_do_not_travel_a_living_rank_is_not_lost(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "holds_lock", lambda run_dir, rank: False)
+    monkeypatch.setattr(watchdog, "holds_lock", lambda run_dir, rank: False)
     with other_rank(run_dir), watch(run_dir) as own:
         assert own._look_at(1, 0.0) is None
 
 
 def test_another_machine_is_believed_dead_by_lock_and_silence(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "process_is_gone", lambda beat: False)
+    monkeypatch.setattr(watchdog, "process_is_gone", lambda beat: False)
     with other_rank(run_dir) as process, watch(run_dir) as own:
         process.kill()
         process.wait()
@@ -266,11 +275,11 @@ def test_an_error_of_our_own_is_left_to_us(run_dir: Path) -> None:
         began = time.monotonic()
         own.explain(ValueError("timed out"))
         own.explain(RuntimeError("CUDA out of memory"))
-        assert time.monotonic() - began < pulse._GRACE_SECONDS
+        assert time.monotonic() - began < watchdog._GRACE_SECONDS
 
 
 def test_a_wait_without_a_loss_says_where_everybody_is(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(watchdog, "_GRACE_SECONDS", 0.2)
     error = RuntimeError("[gloo] Timed out waiting 1800000ms for recv operation to complete")
     with other_rank(run_dir), watch(run_dir) as own:
         own.explain(error)
@@ -279,7 +288,7 @@ def test_a_wait_without_a_loss_says_where_everybody_is(run_dir: Path, monkeypatc
 
 def test_said_again_when_the_launcher_is_gone(tmp_path: Path) -> None:
     """The launcher's own report comes between."""
-    rank = "import sys; from finetune.last_words import say_last; say_last('rank 1 died'); sys.exit(1)"
+    rank = "import sys; from finetune.launch.launcher import say_last; say_last('rank 1 died'); sys.exit(1)"
     launcher = f"""
 import os, subprocess, sys, time
 os.environ["TORCHELASTIC_RUN_ID"] = "x"

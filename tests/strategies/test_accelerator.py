@@ -12,13 +12,13 @@ import torch
 import yaml
 from accelerate.commands.config import config_args
 
-from finetune import session
 from finetune.errors import EnvironmentMismatch, RecipeError
-from finetune.launcher import Launch
-from finetune.recipe import Recipe
-from finetune.recipe_file import CONFIG_FOLDER
-from finetune.runtime import check_launch, cores_for, launch_notes, use_all_cores
-from finetune.strategy import read_strategy
+from finetune.launch.launcher import Launch
+from finetune.recipe.loader import CONFIG_FOLDER
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import read_strategy
+from finetune.strategies.accelerator import check_launch, cores_for, launch_notes, use_all_cores
+from finetune.training import session
 
 ALONE = Launch(
     words=("accelerate", "launch"),

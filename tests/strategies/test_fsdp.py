@@ -16,18 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from finetune.assemble import Assembled
 from finetune.errors import EnvironmentMismatch
-from finetune.fsdp import is_first_copy, make_mesh, row_range, shard_model
-from finetune.loop import evaluate
-from finetune.model import build_model, decoder_parts
-from finetune.pieces import covers, piece_to_write
-from finetune.run import make_plan
-from finetune.save_restore import held, read_back, save_aside
-from finetune.strategy import read_strategy
-from finetune.trained_change import trained_checksums
-from tests.one_rank import CPU, OneRank, as_before, half_recipe, one_rank
-from tests.tiny import Documents, flat_batch, save_tiny
+from finetune.model.build import build_model, decoder_parts
+from finetune.recipe.strategy import read_strategy
+from finetune.run_folder.save_restore import held, read_back, save_aside
+from finetune.run_folder.trained_change import trained_checksums
+from finetune.strategies.assemble import Assembled
+from finetune.strategies.fsdp import is_first_copy, make_mesh, row_range, shard_model
+from finetune.strategies.pieces import covers, piece_to_write
+from finetune.training.loop import evaluate
+from finetune.training.run import make_plan
+from tests.support.one_rank import CPU, OneRank, as_before, half_recipe, one_rank
+from tests.support.tiny import Documents, flat_batch, save_tiny
 
 
 def look(rank: OneRank) -> None:

@@ -19,17 +19,18 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from finetune import session, train
-from finetune.durable import read_lines
-from finetune.loop import NotFinite, StepResult, optimizer_step
-from finetune.loss_scaling import load_scaler_state, loss_scale, scale_losses_on_cpu, scaler_state
-from finetune.metrics import StepRecord, Terminal, Window
-from finetune.model import build_model
-from finetune.optimizer import make_optimizer
-from finetune.phases import Phases
-from tests.soak_resume import fingerprint, fork_ranks, wait_all, write_recipe
-from tests.test_loop import CPU, CountReads, recipe, weights
-from tests.tiny import flat_batch
+from finetune import train
+from finetune.files import read_lines
+from finetune.measure.metrics import StepRecord, Terminal, Window
+from finetune.measure.phases import Phases
+from finetune.model.build import build_model
+from finetune.model.optimizer import make_optimizer
+from finetune.strategies.loss_scaling import load_scaler_state, loss_scale, scale_losses_on_cpu, scaler_state
+from finetune.training import session
+from finetune.training.loop import NotFinite, StepResult, optimizer_step
+from tests.support.soak_resume import fingerprint, fork_ranks, wait_all, write_recipe
+from tests.support.tiny import flat_batch
+from tests.training.test_loop import CPU, CountReads, recipe, weights
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from finetune.training_state import load_model, load_optimizer, model_tensors, optimizer_tensors
+from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
 
 HOST = torch.device("cpu")
 

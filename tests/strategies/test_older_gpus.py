@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from finetune import attention
 from finetune.errors import EnvironmentMismatch
-from finetune.gpu_needs import check_gpus
-from finetune.launcher import Launch
-from finetune.recipe import Recipe
-from finetune.recipe_file import load_recipe
-from finetune.runtime import check_launch
+from finetune.launch.launcher import Launch
+from finetune.model import attention
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Recipe
+from finetune.strategies.accelerator import check_launch
+from finetune.strategies.gpu_needs import check_gpus
 
 LENGTHS = (5, 20, 1, 13)
 ALONE = Launch(

@@ -19,14 +19,14 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState
 
-from finetune import session
-from finetune.durable import read_lines
-from finetune.model import build_model
-from finetune.quantized import quantized_layers
+from finetune.files import read_lines
+from finetune.model.build import build_model
+from finetune.model.quantization import quantized_layers
 from finetune.train import main
-from tests.reference import reference_run
-from tests.soak_resume import fork_ranks, wait_all
-from tests.test_one_curve import (
+from finetune.training import session
+from tests.model.test_quantization import dequantised
+from tests.model.test_quantization import recipe as quantised_recipe
+from tests.proofs.test_one_curve import (
     LENGTHS,
     MAX_GRAD_NORM,
     STEPS,
@@ -37,9 +37,9 @@ from tests.test_one_curve import (
     learning_rates,
     write_recipe,
 )
-from tests.test_quantized import dequantised
-from tests.test_quantized import recipe as quantised_recipe
-from tests.tiny import write_chats
+from tests.support.reference import reference_run
+from tests.support.soak_resume import fork_ranks, wait_all
+from tests.support.tiny import write_chats
 
 
 class Case(NamedTuple):
@@ -193,7 +193,7 @@ def test_splits_in_one_process(
         assert found.receipt["checkpointed_layers"] == {0: 0, 1: 2, 2: 1}[int(every)]
 
 
-# What tests/test_strategies.py does not train; all of them: benchmarks/one_curve.py.
+# What tests/proofs/test_strategies.py does not train; all of them: benchmarks/one_curve.py.
 ON_TWO_RANKS = [
     ("bf16 full", "ddp"),
     ("bf16 full, pure", "fsdp2"),

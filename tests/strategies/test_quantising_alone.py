@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from finetune import assemble as assembling
-from finetune.assemble import assemble
 from finetune.errors import FinetuneError
-from finetune.launcher import Launch
-from finetune.recipe import Recipe
-from finetune.strategy import read_strategy
+from finetune.launch.launcher import Launch
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import read_strategy
+from finetune.strategies import assemble as assembling
+from finetune.strategies.assemble import assemble
 
 CORES, OWN = 6, 1  # of the machine; of a rank at other times
 WAYS = ("fsdp2", "zero3", "fails")

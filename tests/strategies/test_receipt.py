@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune import fsdp
-from finetune.assemble import Assembled
 from finetune.errors import EnvironmentMismatch
-from finetune.model import build_model, decoder_parts
-from finetune.receipt import _checks, add_optimizer_state, write_receipt
-from finetune.recipe import Recipe
-from finetune.strategy import Strategy, read_strategy
+from finetune.model.build import build_model, decoder_parts
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import Strategy, read_strategy
+from finetune.strategies import fsdp
+from finetune.strategies.assemble import Assembled
+from finetune.strategies.receipt import _checks, add_optimizer_state, write_receipt
 
 CPU = torch.device("cpu")
 LORA = {"r": 4, "target_modules": "all-linear"}

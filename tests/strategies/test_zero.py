@@ -16,16 +16,16 @@ import pytest
 import torch
 from torch import nn
 
-from finetune import zero_needs
 from finetune.errors import EnvironmentMismatch
-from finetune.recipe_file import load_recipe
-from finetune.strategy import read_strategy
-from finetune.zero import LARGEST_BUCKET, SMALLEST_BUCKET, buckets
-from tests.cells import launch
-from tests.curve_table import TOLERANCE, skip_where_missing, worst
-from tests.test_one_curve import LENGTHS, curve_of, reference, write_recipe
-from tests.test_strategies import checkpointed
-from tests.tiny import save_tiny, tiny_model, write_chats
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.strategy import read_strategy
+from finetune.strategies import zero_requirements
+from finetune.strategies.zero import LARGEST_BUCKET, SMALLEST_BUCKET, buckets
+from tests.proofs.test_one_curve import LENGTHS, curve_of, reference, write_recipe
+from tests.proofs.test_strategies import checkpointed
+from tests.support.cells import launch
+from tests.support.curve_table import TOLERANCE, skip_where_missing, worst
+from tests.support.tiny import save_tiny, tiny_model, write_chats
 
 ALONE = {"training": {"per_device_batch_size": 1}}
 HALF = {"mixed_precision": "bf16"}
@@ -63,7 +63,7 @@ def to_step_3(run: Path) -> None:
 
 
 def tensors_at_the_end(run: Path) -> dict[str, dict[str, torch.Tensor]]:
-    from finetune.checkpoint import newest_valid, read_checkpoint
+    from finetune.run_folder.checkpoint import newest_valid, read_checkpoint
 
     checkpoint, damaged = newest_valid(run)
     assert checkpoint is not None
@@ -130,7 +130,9 @@ def test_a_step_that_is_not_finite_leaves_everything_alone(
     half = [
         written(tmp_path / f"{name}_bf16", wide, chats, "full", accelerate_config=name, training=HALF) for name in names
     ]
-    assert launch([*recipes, *half], ranks=2, timeout=400, program="tests/zero_spoilt.py") == [130] * 2 * len(names)
+    assert launch([*recipes, *half], ranks=2, timeout=400, program="tests/support/zero_spoilt.py") == [130] * 2 * len(
+        names
+    )
     for recipe in [*recipes, *half]:
         name = recipe.parent.name
         facts = json.loads((recipe.parent / "run" / "spoilt.json").read_text("utf-8"))
@@ -192,7 +194,7 @@ def refusals(tmp_path: Path, strategy: str, *words: str) -> Iterator[str]:
     file = tmp_path / "recipe.yaml"
     file.write_text("model: {name_or_path: x}\ndata: {train: [{path: y}]}\n")
     loaded = load_recipe(str(file), [*words])
-    return zero_needs._unsuitable(loaded.recipe, read_strategy(strategy), on_cpu=True)
+    return zero_requirements._unsuitable(loaded.recipe, read_strategy(strategy), on_cpu=True)
 
 
 CASES: Mapping[str, tuple[str, list[str], str]] = {
@@ -237,16 +239,16 @@ def test_what_is_missing_is_told_with_the_line_to_install(
     find, which = importlib.util.find_spec, shutil.which
     monkeypatch.setattr(importlib.util, "find_spec", lambda found: None if found == missing else find(found))
     monkeypatch.setattr(shutil, "which", lambda found: None if found == missing else which(found) or found)
-    monkeypatch.setattr(zero_needs, "_links", lambda *_: missing != "libaio")
+    monkeypatch.setattr(zero_requirements, "_links", lambda *_: missing != "libaio")
     with pytest.raises(EnvironmentMismatch, match="install it with") as caught:
-        zero_needs.require_deepspeed(recipe, read_strategy(name), on_cpu=True)
+        zero_requirements.require_deepspeed(recipe, read_strategy(name), on_cpu=True)
     assert str(caught.value).endswith(line)
     assert caught.value.exit_code == 4
     assert f"accelerate_config: {name}: " in str(caught.value)
 
 
 def test_whole_sizes_without_an_engine() -> None:
-    from finetune.zero_pieces import held_part, whole_numel, whole_shape
+    from finetune.strategies.zero_state import held_part, whole_numel, whole_shape
 
     weight = tiny_model().lm_head.weight
     assert (whole_numel(weight), whole_shape(weight)) == (weight.numel(), weight.shape)
@@ -258,12 +260,12 @@ def test_a_lock_that_a_killed_compiler_left_is_waited_for_and_taken_away(
 ) -> None:
     """torch would wait for ever."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(zero_needs, "OLD_LOCK", 0.5)
+    monkeypatch.setattr(zero_requirements, "OLD_LOCK", 0.5)
     lock = tmp_path / "async_io" / "lock"
     lock.parent.mkdir()
     lock.touch()
     began = time.monotonic()
-    zero_needs._compile_ahead("NoSuchBuilder", "async_io", True)  # DeepSpeed knows none of that name
+    zero_requirements._compile_ahead("NoSuchBuilder", "async_io", True)  # DeepSpeed knows none of that name
     assert time.monotonic() - began >= 0.4
     assert not lock.exists()
 
@@ -276,8 +278,8 @@ def test_two_environments_do_not_compile_for_each_other(tmp_path: Path, monkeypa
     builds = []
     for prefix in ("/venv/one", "/venv/two", "/venv/one"):
         monkeypatch.setattr(sys, "prefix", prefix)
-        builds.append(zero_needs._own_builds())
+        builds.append(zero_requirements._own_builds())
     assert builds[0] == builds[2] != builds[1]
     assert all(build.is_relative_to(tmp_path) for build in builds)
-    zero_needs._compile_ahead("NoSuchBuilder", "async_io", True)
+    zero_requirements._compile_ahead("NoSuchBuilder", "async_io", True)
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(builds[0])

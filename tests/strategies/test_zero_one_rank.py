@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import NotFinite
-from finetune.zero_pieces import trained_pieces
-from tests.one_rank import LEARNING_RATE, OneRank, half_recipe, one_rank
-from tests.tiny import flat_batch
+from finetune.strategies.zero_state import trained_pieces
+from tests.support.one_rank import LEARNING_RATE, OneRank, half_recipe, one_rank
+from tests.support.tiny import flat_batch
 
 # The slow tests have all, and the disk, for which DeepSpeed compiles.
 STRATEGIES = ("zero1", "zero2", "zero2_offload", "zero3")

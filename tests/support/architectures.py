@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from finetune.batches import micro_batches
 from finetune.errors import FinetuneError
-from finetune.model import build_model, refuse_early
-from finetune.recipe import Recipe
+from finetune.model.build import build_model, refuse_early
+from finetune.recipe.schema import Recipe
+from finetune.tokens.batches import micro_batches
 
 # Settings by transformers' names; an architecture takes those that it knows.
 SMALL: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """Many short trainings under one strategy and one launch: the cells of the table that strategies are held to.
 
-    accelerate launch --config_file accelerate_configs/cpu_2proc.yaml tests/cells.py RECIPE [RECIPE ...]
+    accelerate launch --config_file accelerate_configs/cpu_2proc.yaml tests/support/cells.py RECIPE [RECIPE ...]
 
 Starting the ranks takes ten times as long as a training of six steps, so a launch runs many.
 """
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PORTS = "CELL_PORTS"  # one for each training's process group
 PORT_RANGE = (12_000, 32_000)
 SETTINGS_OF_AN_ENGINE = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FSDP_CPU_RAM_EFFICIENT_LOADING")
@@ -28,7 +28,7 @@ def launch(
     ranks: int,
     words: Sequence[str] = (),
     timeout: float = 240,
-    program: str = "tests/cells.py",
+    program: str = "tests/support/cells.py",
 ) -> list[int]:
     """Train the recipes one after another on so many gloo ranks; the exit code of each."""
     launcher = [sys.executable]

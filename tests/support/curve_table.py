@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from finetune.errors import EnvironmentMismatch
-from finetune.recipe import Recipe
-from finetune.strategy import read_strategy
-from finetune.zero_needs import require_deepspeed
-from tests.cells import ROOT, launch
-from tests.reference import Step
-from tests.test_one_curve import LENGTHS, curve_of, reference, write_recipe
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import read_strategy
+from finetune.strategies.zero_requirements import require_deepspeed
+from tests.proofs.test_one_curve import LENGTHS, curve_of, reference, write_recipe
+from tests.support.cells import ROOT, launch
+from tests.support.reference import Step
 
 ZERO = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
 FSDP = ("fsdp2", "fsdp2_grad_op", "fsdp2_offload", "hsdp")

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from finetune.assemble import Assembled
-from finetune.export import export_adapter, export_model
-from finetune.model import build_model, load_tokenizer
-from finetune.recipe import Recipe
-from finetune.recipe_file import load_recipe, resolved_yaml
-from tests.tiny import write_chats
+from finetune.model.build import build_model, load_tokenizer
+from finetune.recipe.loader import load_recipe, resolved_yaml
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.save_restore import export_adapter, export_model
+from finetune.strategies.assemble import Assembled
+from tests.support.tiny import write_chats
 
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
 

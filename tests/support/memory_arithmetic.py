@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.recipe import Recipe
-from finetune.shrink import full_config
-from finetune.strategy import Strategy, read_strategy
-from finetune.zero_needs import offload_devices
+from finetune.model.known_configs import full_config
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import Strategy, read_strategy
+from finetune.strategies.zero_requirements import offload_devices
 
 GB = 1e9
 CHUNK = 2 * 256 * 2**20  # a chunk of float32 logits and its logarithms: loss.py

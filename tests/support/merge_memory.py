@@ -22,8 +22,8 @@ def anonymous_bytes() -> int:
 
 
 def main(run: Path, dtype: str, shard_bytes: int, dequantized: bool) -> None:
-    from finetune import merge
-    from finetune.tuned import finished_run
+    from finetune.finished_run import merge
+    from finetune.finished_run.load import finished_run
 
     merge.SHARD_BYTES = shard_bytes
     device = torch.device("cpu")

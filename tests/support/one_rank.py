@@ -17,15 +17,15 @@ from torch import nn
 from torch.distributed.tensor import debug
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from finetune.assemble import Assembled, assemble
-from finetune.loop import StepResult, optimizer_step
-from finetune.phases import Phases
-from finetune.plan.zero_trace import engine_without_ranks
-from finetune.recipe import Recipe
-from finetune.runtime import build_accelerator
-from finetune.strategy import read_strategy
-from finetune.zero import release_engine
-from tests.test_runtime import ALONE
+from finetune.measure.phases import Phases
+from finetune.planner.trace.stand_ins import engine_without_ranks
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import read_strategy
+from finetune.strategies.accelerator import build_accelerator
+from finetune.strategies.assemble import Assembled, assemble
+from finetune.strategies.zero import release_engine
+from finetune.training.loop import StepResult, optimizer_step
+from tests.strategies.test_accelerator import ALONE
 
 CPU = torch.device("cpu")
 LEARNING_RATE = 1e-3

@@ -1,6 +1,6 @@
 """The same training twice: tracked on real CPU tensors, and planned on tensors that hold no data.
 
-As a program, one gloo rank that tracks many:  python tests/planned.py FOLDER STRATEGY LINE [LINE ...]
+As a program, one gloo rank that tracks many:  python tests/support/planned.py FOLDER STRATEGY LINE [LINE ...]
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch.distributed import distributed_c10d
 
-from finetune.assemble import assemble
-from finetune.batches import MicroBatch, prefetch
-from finetune.launcher import Launch
-from finetune.loop import optimizer_step
-from finetune.phases import Phases
-from finetune.plan.recorder import tensors_in
-from finetune.plan.trace import STEPS, trace
-from finetune.plan.zero_trace import SHARED_MEMORY
-from finetune.recipe import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
-from finetune.run import TrainState
-from finetune.runtime import build_accelerator, holding_back
-from finetune.save_restore import save
-from finetune.strategy import read_strategy
-from finetune.zero import release_engine
-from tests.tiny import flat_batch, save_tiny
+from finetune.launch.launcher import Launch
+from finetune.measure.phases import Phases
+from finetune.planner.trace.recorder import tensors_in
+from finetune.planner.trace.stand_ins import SHARED_MEMORY
+from finetune.planner.trace.trace import STEPS, trace
+from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
+from finetune.recipe.strategy import read_strategy
+from finetune.run_folder.save_restore import save
+from finetune.run_folder.train_state import TrainState
+from finetune.strategies.accelerator import build_accelerator, holding_back
+from finetune.strategies.assemble import assemble
+from finetune.strategies.zero import release_engine
+from finetune.tokens.batches import MicroBatch, prefetch
+from finetune.training.loop import optimizer_step
+from tests.support.tiny import flat_batch, save_tiny
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PHASES = ("load", "forward", "backward", "step", "save")
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"mixed_precision": "no"},

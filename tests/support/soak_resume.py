@@ -1,8 +1,8 @@
 """Kills a training with SIGKILL at random moments and resumes it, until it ends; then compares it with a run that
 nobody killed: metrics (but for measured times), samples, adapter, weights and optimizer state must be bitwise equal.
 
-    python tests/soak_resume.py --ways 2:ddp --kills 30              bitwise
-    python tests/soak_resume.py --ways 2:fsdp2,1:single --kills 5    on other ranks each time, to 1e-5
+    python tests/support/soak_resume.py --ways 2:ddp --kills 30              bitwise
+    python tests/support/soak_resume.py --ways 2:fsdp2,1:single --kills 5    on other ranks each time, to 1e-5
 
 The libraries are imported once and each training is a fork, so that a kill costs the training and not the imports.
 Moments are drawn over the whole life of a run: loading, stepping, evaluating, saving, exporting.
@@ -28,21 +28,22 @@ from typing import Any, NamedTuple
 
 # One thread a rank: two that wait for each other on a busy machine are twenty times slower.
 os.environ["OMP_NUM_THREADS"] = "1"
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import transformers
 import yaml
 
-from finetune.durable import read_lines
-from finetune.run_folder import read_state
+from finetune.files import read_lines
+from finetune.run_folder.folder import read_state
 from finetune.train import main as train
-from tests.cells import free_ports
-from tests.tiny import save_tiny, write_chats
+from tests.support.cells import free_ports
+from tests.support.tiny import save_tiny, write_chats
 
 # What a training imports, loaded before the forks.
-HEAVY = "accelerate datasets peft finetune.batches finetune.checkpoint finetune.export finetune.loop finetune.model"
-HEAVY += " finetune.optimizer finetune.receipt finetune.runtime finetune.session"
+HEAVY = "accelerate datasets peft finetune.tokens.batches finetune.run_folder.checkpoint finetune.model.build"
+HEAVY += " finetune.model.optimizer finetune.strategies.receipt finetune.strategies.accelerator"
+HEAVY += " finetune.run_folder.save_restore finetune.training.loop finetune.training.session"
 MEASURED = {"step_seconds", "tokens_per_second", "data_wait_fraction", "peak_memory_gib"}
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.tiny import FAMILIES, save_tiny, tiny_tokenizer, write_chats
+from tests.support.tiny import FAMILIES, save_tiny, tiny_tokenizer, write_chats
 
 
 @pytest.mark.parametrize("family", FAMILIES)

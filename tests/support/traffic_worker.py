@@ -1,4 +1,4 @@
-"""A rank of tests/test_traffic.py: trains two layers under an engine and prints what its phases moved, as JSON."""
+"""A rank of tests/measure/test_collectives.py: trains two layers and prints what its phases moved, as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from finetune.phases import Phases
+from finetune.measure.phases import Phases
 
 CPU = torch.device("cpu")
 WIDTH = 64

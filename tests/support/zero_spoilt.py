@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from finetune import loop, session
-from finetune.run import Run, TrainState
-from finetune.zero_pieces import full_weights, trained_pieces
-from tests.cells import main
+from finetune.run_folder.train_state import TrainState
+from finetune.strategies.zero_state import full_weights, trained_pieces
+from finetune.training import loop, session
+from finetune.training.run import Run
+from tests.support.cells import main
 
 
 def train_and_spoil(run: Run, state: TrainState) -> bool:

@@ -14,13 +14,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from finetune.batches import MicroBatch, Prepared, micro_batches, prefetch, prepare, rows_of_step
-from finetune.conversations import IGNORE
-from finetune.document_pool import DocumentPool, Rows
 from finetune.errors import DataError
-from finetune.recipe import Recipe
-from finetune.token_cache import StoredDocuments
-from tests.chat_families import tokenizer_of
+from finetune.recipe.schema import Recipe
+from finetune.tokens.batches import MicroBatch, micro_batches, prefetch, rows_of_step
+from finetune.tokens.cache import StoredDocuments
+from finetune.tokens.dataset import Prepared, prepare
+from finetune.tokens.encoder import IGNORE
+from finetune.tokens.mixture import DocumentPool, Rows
+from tests.support.chat_families import tokenizer_of
 
 FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

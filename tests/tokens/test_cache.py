@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune import token_cache
-from finetune.array_files import ArrayWriter, read_array
-from finetune.conversations import IGNORE, Encoder
-from finetune.data_sources import resolve
+from finetune.data.sources import resolve
 from finetune.errors import EnvironmentMismatch
-from finetune.recipe import Data
-from finetune.token_cache import StoredDocuments, stored_documents
-from tests.chat_families import LLAMA3, tokenizer_of
+from finetune.recipe.schema import Data
+from finetune.tokens import cache
+from finetune.tokens.cache import ArrayWriter, StoredDocuments, read_array, stored_documents
+from finetune.tokens.encoder import IGNORE, Encoder
+from tests.support.chat_families import LLAMA3, tokenizer_of
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": f"answer {n}"}]}
@@ -40,13 +39,13 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The folders that are built, as they are built."""
     built: list[Path] = []
-    build = token_cache._build
+    build = cache._build
 
     def counted(folder: Path, *arguments: Any) -> None:
         built.append(folder)
         build(folder, *arguments)
 
-    monkeypatch.setattr(token_cache, "_build", counted)
+    monkeypatch.setattr(cache, "_build", counted)
     return built
 
 
@@ -98,7 +97,7 @@ def test_a_damaged_cache_is_made_again(rows: Path, builds: list[Path], damage: s
     key, stored = store(rows)
     tokens = stored.tokens.tolist()
     del stored
-    folder = token_cache.cache_folder() / "tokens" / key
+    folder = cache.cache_folder() / "tokens" / key
     file = folder / "tokens.npy"
     content = bytearray(file.read_bytes())
     match damage:
@@ -120,7 +119,7 @@ def test_a_damaged_cache_is_made_again(rows: Path, builds: list[Path], damage: s
 
 def test_what_a_killed_process_left_is_no_hindrance(rows: Path, builds: list[Path]) -> None:
     key, _ = store(rows)
-    folder = token_cache.cache_folder() / "tokens" / key
+    folder = cache.cache_folder() / "tokens" / key
     folder.rename(folder.with_suffix(".partial"))
     assert len(store(rows)[1]) == len(ROWS)
     assert len(builds) == 2
@@ -156,7 +155,7 @@ def test_processes_that_prepare_at_once_build_once(rows: Path) -> None:
         "token_cache._build = told\n"
         "print(t.store(Path(sys.argv[1]))[1].tokens.sum())"
     )
-    root = Path(__file__).parent.parent
+    root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     running = [
         subprocess.Popen([sys.executable, "-c", program, str(rows)], stdout=subprocess.PIPE, text=True, env=environment)

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from finetune.conversations import IGNORE, Encoder, RowError
 from finetune.errors import DataError
-from tests.chat_families import FAMILIES, LLAMA3, LLAMA32, QWEN, tokenizer_of
-from tests.test_golden_masks import data_section, shown
+from finetune.tokens.encoder import IGNORE, Encoder, RowError
+from tests.support.chat_families import FAMILIES, LLAMA3, LLAMA32, QWEN, tokenizer_of
+from tests.tokens.test_golden_masks import data_section, shown
 
 HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there"}]
 

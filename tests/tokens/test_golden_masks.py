@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from finetune.conversations import IGNORE, Document, Encoder, RowError
-from finetune.recipe import Data
-from tests.chat_families import FAMILIES, tokenizer_of
+from finetune.recipe.schema import Data
+from finetune.tokens.encoder import IGNORE, Document, Encoder, RowError
+from tests.support.chat_families import FAMILIES, tokenizer_of
 
 GOLDEN = Path(__file__).parent / "golden_masks"
 ROWS: dict[str, dict[str, Any]] = json.loads((GOLDEN / "rows.json").read_text("utf-8"))

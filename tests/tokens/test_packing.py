@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.packing import fill, pack
+from finetune.tokens.packing import fill, pack
 
 
 def plain_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:

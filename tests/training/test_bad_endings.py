@@ -12,14 +12,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetune import hub_training, loop, session, whole_run
-from finetune.checkpoint import _self_hash, _sha256, examine, newest_valid, step_folder, write_checkpoint
 from finetune.errors import NotFinite
+from finetune.hub import around_training
+from finetune.run_folder.checkpoint import (
+    _self_hash,
+    _sha256,
+    examine,
+    newest_valid,
+    step_folder,
+    write_checkpoint,
+)
 from finetune.train import main
-from tests.cells import launch
-from tests.hub import running_hub
-from tests.test_hub_training import start
-from tests.tiny import save_tiny, write_chats
+from finetune.training import loop, session
+from tests.hub.test_around_training import start
+from tests.support.cells import launch
+from tests.support.hub import running_hub
+from tests.support.tiny import save_tiny, write_chats
 
 Spoil = Callable[[Any, int], None]
 
@@ -247,8 +255,8 @@ class TestNothingTrained:
             def close(self, *, wait: bool) -> None:
                 pass
 
-        monkeypatch.setattr(whole_run, "CheckpointPusher", Pusher)
-        monkeypatch.setattr(hub_training, "check_before_training", lambda recipe: ())
+        monkeypatch.setattr(session, "CheckpointPusher", Pusher)
+        monkeypatch.setattr(around_training, "check_before_training", lambda recipe: ())
         words = ["hub.checkpoints=steps", "hub.repo_id=me/devils", f"training.learning_rate={rate}"]
         assert main([str(recipe), *words]) == (0 if pushed else 2)
         assert steps == pushed

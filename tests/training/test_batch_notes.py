@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from finetune.batch_notes import FEW, batch_notes, few_steps, idle_ranks, large_micro_batch, positions_of
-from finetune.batches import Prepared, prepare
-from finetune.model import load_tokenizer
-from finetune.recipe import Recipe
-from finetune.recipe_file import load_recipe
-from finetune.run import Plan, make_plan
-from tests.tiny import save_tiny, write_chats
+from finetune.model.build import load_tokenizer
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Recipe
+from finetune.tokens.dataset import Prepared, prepare
+from finetune.training.batch_notes import FEW, batch_notes, few_steps, idle_ranks, large_micro_batch, positions_of
+from finetune.training.run import Plan, make_plan
+from tests.support.tiny import save_tiny, write_chats
 
 SETTING = re.compile(r"[a-z_]+\.[a-z_]+=[\w.]+")
 

@@ -18,13 +18,14 @@ from accelerate import Accelerator
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from finetune.loop import NotFinite, StepResult, evaluate, optimizer_step, train
-from finetune.metrics import StepRecord, Terminal
-from finetune.model import build_model
-from finetune.phases import Phases
-from finetune.recipe import Recipe
-from finetune.run import Plan, Run, TrainState, make_plan
-from tests.tiny import Documents, flat_batch
+from finetune.measure.metrics import StepRecord, Terminal
+from finetune.measure.phases import Phases
+from finetune.model.build import build_model
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.train_state import TrainState
+from finetune.training.loop import NotFinite, StepResult, evaluate, optimizer_step, train
+from finetune.training.run import Plan, Run, make_plan
+from tests.support.tiny import Documents, flat_batch
 
 CPU = torch.device("cpu")
 READS = {"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero"}

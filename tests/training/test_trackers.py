@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from finetune.errors import EnvironmentMismatch
-from finetune.recipe_file import load_recipe
-from finetune.trackers import _flat, _numbers, check_trackers
+from finetune.recipe.loader import load_recipe
 from finetune.train import main
-from tests.tiny import write_chats
+from finetune.training.trackers import _flat, _numbers, check_trackers
+from tests.support.tiny import write_chats
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

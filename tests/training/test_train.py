@@ -15,12 +15,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune import loop
-from finetune.cli import main as cli
+from finetune.cli.main import main as cli
 from finetune.train import main
-from tests.tiny import write_chats
+from finetune.training import loop
+from tests.support.tiny import write_chats
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
 
 
@@ -104,7 +104,7 @@ def test_a_misspelt_module_is_a_line_before_data_are_prepared(
     words: str,
 ) -> None:
     prepared: list[object] = []
-    monkeypatch.setattr("finetune.batches.prepare", lambda *given: prepared.append(given))
+    monkeypatch.setattr("finetune.tokens.batches.prepare", lambda *given: prepared.append(given))
     assert main([str(recipe), override]) == 2
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1

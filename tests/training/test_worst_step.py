@@ -16,15 +16,17 @@ import numpy as np
 import pytest
 import torch
 
-from finetune import checkpoint, session, worst_step
-from finetune.durable import ASIDE
-from finetune.run import Run, TrainState
+from finetune.files import ASIDE
+from finetune.run_folder import checkpoint
+from finetune.run_folder.train_state import TrainState
+from finetune.run_folder.trained_tensors import model_tensors, optimizer_tensors
 from finetune.train import main
-from finetune.training_state import model_tensors, optimizer_tensors
-from finetune.worst_step import Rehearsed
-from tests.cells import launch
-from tests.soak_resume import MEASURED
-from tests.tiny import write_chats
+from finetune.training import session, worst_step
+from finetune.training.run import Run
+from finetune.training.worst_step import Rehearsed
+from tests.support.cells import launch
+from tests.support.soak_resume import MEASURED
+from tests.support.tiny import write_chats
 
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
@@ -181,7 +183,7 @@ WITHOUT = """
 import sys
 from pathlib import Path
 from finetune import session
-from finetune.worst_step import Rehearsed
+from finetune.training.worst_step import Rehearsed
 from tests import cells
 def skip(*arguments):
     with Path(__file__).with_suffix(".skipped").open("a") as file:
@@ -199,7 +201,7 @@ def test_on_two_ranks_too(strategy: str, write: Write, tmp_path: Path) -> None:
     program.write_text(WITHOUT)
     cases = {"lora": {"lora": {"r": 4, "lora_dropout": 0.3}}, "full": {}, "fp16": {"mixed_precision": "fp16"}}
     recipes = {}
-    for how, script in (("with", "tests/cells.py"), ("without", str(program))):
+    for how, script in (("with", "tests/support/cells.py"), ("without", str(program))):
         recipes[how] = [write(f"{how} {name}", per_device_batch_size=1, **case) for name, case in cases.items()]
         words = [f"accelerate_config={strategy}"]
         assert launch(recipes[how], ranks=2, words=words, program=script, timeout=600) == [0, 0, 0]

@@ -1,7 +1,7 @@
 """A plan by arithmetic: no torch, a few milliseconds, so that thousands of variants can be looked through.
 
-The same phases and components as the trace, which `tests/test_closed.py` holds it to. Each phase's peak is the largest
-of a few moments.
+The same phases and components as the trace; `tests/planner/test_closed_form.py` compares the two. Each phase's peak is
+the largest of a few moments.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.plan.gpus import Gpus
-from finetune.plan.layer_terms import HALF
-from finetune.plan.moments import backward, forward
-from finetune.plan.rank_terms import Job, Parts, read_strategy
-from finetune.plan.shape import FAMILIES
-from finetune.recipe import Recipe
+from finetune.planner.closed_form.layer import HALF
+from finetune.planner.closed_form.peaks import backward, forward
+from finetune.planner.closed_form.rank import Job, Parts, read_strategy
+from finetune.planner.closed_form.shape import FAMILIES
+from finetune.recipe.gpus import Gpus
+from finetune.recipe.schema import Recipe
 
 CONTEXT, NCCL = 500_000_000, 700_000_000  # job.py
 # What the allocator may hold beside what is needed, as a part of that: the most that it held in the replays of the grid

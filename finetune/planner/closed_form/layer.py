@@ -2,8 +2,8 @@
 it runs, forward and backward. Bytes, by arithmetic.
 
 Written from transformers' Llama layer, peft's LoRA layer and CUDA's autocast lists, as they stand in an installation;
-`tests/test_closed.py` holds it to the trace, which runs them. Names of sizes: h hidden, f inner, q queries, k keys, n
-heads, t tokens. `2 * t * h` are t x h numbers of two bytes.
+`tests/planner/test_closed_form.py` compares it with the trace, which runs them. Names of sizes: h hidden, f inner,
+q queries, k keys, n heads, t tokens. `2 * t * h` are t x h numbers of two bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from finetune.plan.shape import Linear, Shape
+from finetune.planner.closed_form.shape import Linear, Shape
 
 HALF, FLOAT32 = 2, 4
 FLASH_BLOCK = 128  # rows that a block of flash attention's backward works on

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from finetune.plan.layer_terms import FLOAT32, HALF
-from finetune.plan.rank_terms import Job, Parts
+from finetune.planner.closed_form.layer import FLOAT32, HALF
+from finetune.planner.closed_form.rank import Job, Parts
 
 CHUNK_BYTES = 256 * 2**20  # of float32 logits: loss.py
 SORTED_TOKENS = 3072  # more tokens than these are sorted by the embeddings' backward

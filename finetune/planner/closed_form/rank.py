@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-from finetune.plan.gpus import Gpus
-from finetune.plan.layer_terms import FLOAT32, HALF, Step, Way, layer_steps
-from finetune.plan.shape import Shape, shape_of
-from finetune.recipe import Recipe
-from finetune.strategy import Strategy
-from finetune.strategy import read_strategy as _read
+from finetune.planner.closed_form.layer import FLOAT32, HALF, Step, Way, layer_steps
+from finetune.planner.closed_form.shape import Shape, shape_of
+from finetune.recipe.gpus import Gpus
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import Strategy
+from finetune.recipe.strategy import read_strategy as _read
 
 CUBLAS = 2 * 32 * 2**20  # workspaces of the two threads that multiply
 Parts = dict[str, int]

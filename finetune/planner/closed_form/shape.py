@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.recipe import Lora, Recipe
+from finetune.recipe.schema import Lora, Recipe
 
 # Architectures whose layers are as `layer_terms` describes them: seven matrices, two norms, gated SiLU.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")

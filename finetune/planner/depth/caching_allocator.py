@@ -17,7 +17,7 @@ import bisect
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from finetune.plan.splice import Change
+from finetune.planner.depth.repeat_layers import Change
 
 MIB = 2**20
 ROUND = 512

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from finetune.plan.timeline import Event, Timeline, layer_of
-from finetune.tensor_bytes import NONE
+from finetune.measure.live_tensors import NONE
+from finetune.planner.trace.timeline import Event, Timeline, layer_of
 
 FIRST = 2  # of the layers that are repeated; as many stand behind them
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from finetune.plan.cuda_dispatch import register_dispatch
+from finetune.planner.trace.cuda_dispatch import register_dispatch
 
 NAME = "pretend"
 
@@ -117,7 +117,7 @@ def stream_in_use() -> int:
 def pretend_device() -> torch.device:
     """The device; registers it, and what CUDA's dispatch would do on it, on first use."""
     if not hasattr(torch, NAME):
-        # torch's name for it is not public yet (2.11 to 2.13); tests/test_pretend.py watches it.
+        # torch's name for it is not public yet (2.11 to 2.13); tests/planner/test_fake_device.py watches it.
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as register
 
         register(NAME, backend_module=_module)

@@ -21,12 +21,12 @@ from torch.distributed.tensor import _sharding_prop
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
-from finetune import fsdp
-from finetune.batches import MicroBatch
-from finetune.fsdp import put, ties_kept
-from finetune.model import build_model
-from finetune.quantized import hollow_int8_weights, plain_quantized_weights
-from finetune.recipe import Recipe
+from finetune.model.build import build_model
+from finetune.model.quantization import hollow_int8_weights, plain_quantized_weights
+from finetune.recipe.schema import Recipe
+from finetune.strategies import fsdp
+from finetune.strategies.fsdp import put, ties_kept
+from finetune.tokens.batches import MicroBatch
 
 Each = Callable[[nn.Parameter], None]
 
@@ -68,7 +68,7 @@ def no_data(host_reads: float, *, masks: bool) -> Iterator[FakeTensorMode]:
     """Every tensor made in the block is without data, and every value read to the host is `host_reads`, not 0.
 
     transformers reads from position ids whether a row has several documents and, where it cannot, builds the mask that
-    several need; `masks` tells it. Names of libraries that are not documented: tests/test_planned.py watches both.
+    several need; `masks` tells it. Undocumented names of libraries: tests/planner/test_planned.py watches both.
     """
     mode = _OneMode(allow_non_fake_inputs=False)
     # DTensor asks what shapes an operation gives by running it on fakes: on its own then, so that they are not counted.

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
 
-from finetune.phases import Phases
-from finetune.plan.recorder import tensors_in
-from finetune.traffic import CALLS, Moved
+from finetune.measure.collectives import CALLS, Moved
+from finetune.measure.phases import Phases
+from finetune.planner.trace.recorder import tensors_in
 
 # Position of the matrix whose columns are summed over.
 PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "addbmm": 1, "mv": 0, "dot": 0}

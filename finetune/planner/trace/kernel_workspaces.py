@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
 
-from finetune.plan.recorder import Recorder
+from finetune.planner.trace.recorder import Recorder
 
 FLOAT32 = 4
 FLASH_BLOCK = 128  # rows that a block of the kernel works on

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
 
-from finetune.phases import Phases
-from finetune.plan.pretend import stream_in_use
-from finetune.plan.timeline import Event, Timeline, layer_of
-from finetune.tensor_bytes import NONE, TensorBytes, parts
+from finetune.measure.live_tensors import NONE, TensorBytes, parts
+from finetune.measure.phases import Phases
+from finetune.planner.trace.fake_device import stream_in_use
+from finetune.planner.trace.timeline import Event, Timeline, layer_of
 
 # Made by an operation of these libraries, whatever module calls it.
 BY_NAMESPACE = {"fsdp": "communication buffers", "bitsandbytes": "quantisation workspace"}

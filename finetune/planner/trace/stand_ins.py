@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,8 +19,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional
 
-from finetune.assemble import Assembled
-from finetune.strategy import Strategy
+from finetune.recipe.strategy import Strategy
+from finetune.strategies.assemble import Assembled
 
 SHARED_MEMORY = "deepspeed_shm_comm"  # compiled on first use, for ranks of one machine to speak by
 
@@ -88,7 +88,7 @@ def without_disks(strategy: Strategy) -> Strategy:
 
 
 def as_on_gpus(accelerator: Accelerator) -> None:
-    """The engine's settings that are others on GPUs than on a CPU (finetune/zero.py): it sends while it computes, and
+    """The engine's settings that are others on GPUs than on a CPU (strategies/zero.py): it sends while it computes, and
     pins what it offloads."""
     zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
     zero["overlap_comm"] = True
@@ -128,3 +128,54 @@ def engine_parts(parts: Assembled) -> dict[str, list[torch.Tensor | None]]:
     for bucket in getattr(optimizer, "ipg_buckets", {}).values():
         buckets += bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]  # one under stage 3
     return {"masters": masters, "gradients": gradients, "communication buffers": buckets}
+
+
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes; a bucket is full when it has reached them
+
+
+class Replica(nn.Module):
+    """Stands in a trace where `torch.nn.parallel.DistributedDataParallel` stands in a training."""
+
+    def __init__(self, module: nn.Module, **_: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.reducing = True
+        self._views: dict[nn.Parameter, torch.Tensor] = {}
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        for together in _buckets(reversed(trained)):
+            flat = together[0].new_empty(sum(parameter.numel() for parameter in together))
+            for parameter, view in zip(together, flat.split([each.numel() for each in together]), strict=True):
+                self._views[parameter] = view.view_as(parameter)
+                parameter.register_post_accumulate_grad_hook(self._ready)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As DDP's: gradients stay this rank's."""
+        self.reducing = False
+        try:
+            yield
+        finally:
+            self.reducing = True
+
+    @torch.no_grad()
+    def _ready(self, parameter: torch.Tensor) -> None:
+        if self.reducing:
+            assert parameter.grad is not None
+            view = self._views[parameter]  # type: ignore[index]
+            parameter.grad = view.copy_(parameter.grad)
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one number format together, up to a size."""
+    full: dict[torch.dtype, int] = {}
+    open_: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        together = open_.setdefault(parameter.dtype, [])
+        together.append(parameter)
+        if sum(each.numel() for each in together) * parameter.itemsize >= full.get(parameter.dtype, FIRST_BUCKET):
+            full[parameter.dtype] = BUCKET
+            yield open_.pop(parameter.dtype)
+    yield from open_.values()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from finetune.tensor_bytes import NONE
+from finetune.measure.live_tensors import NONE
 
 COMPONENTS = (
     "parameters",

@@ -20,28 +20,27 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # torch's documentation names it by this path alone
 
-from finetune.assemble import COMPUTE, Assembled, assemble
-from finetune.batches import MicroBatch, prefetch
-from finetune.fsdp import make_mesh
-from finetune.launcher import Launch
-from finetune.loop import optimizer_step
-from finetune.model import decoder_parts
-from finetune.optimizer import innermost
-from finetune.phases import Phase
-from finetune.plan.dataless import dataless_build, has_joined_documents, host_pages, no_data, without_data
-from finetune.plan.pretend import pretend_device
-from finetune.plan.recorder import Recorder, Tagging
-from finetune.plan.reducer import Replica
-from finetune.plan.timeline import Timeline
-from finetune.plan.work import Operation, Work
-from finetune.plan.workspaces import CUBLAS_HOPPER, Workspaces
-from finetune.plan.zero_trace import as_on_gpus, cut, engine_parts, engine_without_ranks, without_disks
-from finetune.recipe import Recipe
-from finetune.runtime import build_accelerator, holding_back
-from finetune.save_restore import held
-from finetune.strategy import Strategy
-from finetune.tensor_checks import largest_magnitude
-from finetune.zero_pieces import held_part
+from finetune.launch.launcher import Launch
+from finetune.measure.phases import Phase
+from finetune.model.build import decoder_parts
+from finetune.model.optimizer import innermost
+from finetune.planner.trace.fake_device import pretend_device
+from finetune.planner.trace.fake_model import dataless_build, has_joined_documents, host_pages, no_data, without_data
+from finetune.planner.trace.flops import Operation, Work
+from finetune.planner.trace.kernel_workspaces import CUBLAS_HOPPER, Workspaces
+from finetune.planner.trace.recorder import Recorder, Tagging
+from finetune.planner.trace.stand_ins import Replica, as_on_gpus, cut, engine_parts, engine_without_ranks, without_disks
+from finetune.planner.trace.timeline import Timeline
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import Strategy
+from finetune.run_folder.save_restore import held
+from finetune.run_folder.tensor_checks import largest_magnitude
+from finetune.strategies.accelerator import build_accelerator, holding_back
+from finetune.strategies.assemble import COMPUTE, Assembled, assemble
+from finetune.strategies.fsdp import make_mesh
+from finetune.strategies.zero_state import held_part
+from finetune.tokens.batches import MicroBatch, prefetch
+from finetune.training.loop import optimizer_step
 
 Build = Callable[..., nn.Module]
 STEPS = 2  # the optimizer's state is made at the end of the first, so it is beside everything in the second

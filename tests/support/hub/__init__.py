@@ -4,7 +4,7 @@
 client is patched. The state is git's own (blobs, trees and commits by their hashes) and faults come on demand.
 """
 
-from tests.hub.server import Hub, running_hub
-from tests.hub.state import Fault, Request
+from tests.support.hub.server import Hub, running_hub
+from tests.support.hub.state import Fault, Request
 
 __all__ = ["Fault", "Hub", "Request", "running_hub"]

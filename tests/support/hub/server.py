@@ -18,8 +18,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from tests.hub.card_rules import card_mistakes, card_values
-from tests.hub.state import LARGE, LARGE_BYTES, Blob, Fault, Repository, Request, flip, git_object, tree_oids, xet_hash
+from tests.support.hub.card_rules import card_mistakes, card_values
+from tests.support.hub.state import (
+    LARGE,
+    LARGE_BYTES,
+    Blob,
+    Fault,
+    Repository,
+    Request,
+    flip,
+    git_object,
+    tree_oids,
+    xet_hash,
+)
 
 
 @dataclass

@@ -1,0 +1,4 @@
+"""The verbs of `finetune`; heavy imports stay inside them.
+
+May import: everything.
+"""

@@ -1,0 +1,4 @@
+"""Configurations of other trainers into a recipe.
+
+May import: recipe, files, errors.
+"""

@@ -1,1 +1,0 @@
-"""Configurations of other tools, brought into a recipe."""

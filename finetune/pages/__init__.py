@@ -1,1 +1,0 @@
-"""What a user looks at: the data before training, the run after it."""

@@ -1,0 +1,4 @@
+"""The trainer's step on fake tensors, recorded storage by storage.
+
+May import: what is below the planner.
+"""

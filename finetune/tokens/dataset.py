@@ -1,0 +1,118 @@
+"""The data of a run: tokenised, held out, weighed and packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from finetune.data.check import Mistakes, data_entries
+from finetune.data.sources import resolve
+from finetune.errors import DataError
+from finetune.recipe.schema import Data, DataSet, EvalFraction, Recipe
+from finetune.tokens.cache import StoredDocuments, content_key, stored_documents
+from finetune.tokens.encoder import Encoder, RowError, SamplePrompt
+from finetune.tokens.mixture import DocumentPool, Rows, Split, split_documents
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The data of a run."""
+
+    train: Rows
+    eval: Rows | None
+    fingerprint: str  # content address of data, tokenizer, template and settings
+    facts: dict[str, Any]  # counts for receipt and terminal
+    prompts: list[SamplePrompt]  # to be answered before and after training
+    pool: DocumentPool  # every document, by which `split` counts
+    split: Split
+
+    @property
+    def notes(self) -> list[str]:
+        """What was done to the data that its owner should know, a line each; nothing goes missing silently."""
+        said = {
+            "dropped": "documents dropped: longer than data.max_length, or nothing learned was left of them",
+            "truncated": "documents cut at data.max_length",
+            "eval_duplicates_left_out": "held-out documents left out: identical ones are trained on",
+            "control_token_texts": "texts spell control tokens; they stay text",
+        }
+        return [f"{self.facts[name]:,} {words}" for name, words in said.items() if self.facts[name]]
+
+
+def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
+    """Tokenise what is not in the cache, hold out, weigh and pack. Any number of processes may call it at once.
+
+    Raises DataError with every mistake of the rows (file:line: what is wrong; remedy).
+    """
+    data, seed = recipe.data, recipe.training.seed
+    encoder = Encoder(tokenizer, data)
+    entries = data_entries(data)
+    keys, stores = zip(*_store_all(entries, data, encoder), strict=True)
+    pool = DocumentPool(stores)
+    split = split_documents(pool, entries, len(data.train), data.eval, seed)
+    capacity = data.max_length if data.packing else None
+    train = pool.rows(split.train, capacity)
+    held_out = pool.rows(split.held_out, capacity) if len(split.held_out) else None
+    eval_key = data.eval.fraction if isinstance(data.eval, EvalFraction) else None
+    settings = [recipe.training.seed, data.packing, data.max_length, eval_key, [entry.weight for entry in entries]]
+    return Prepared(
+        train=train,
+        eval=held_out,
+        fingerprint=content_key({"documents": keys, "settings": settings, "training sets": len(data.train)}),
+        facts=_facts(pool, split, train, held_out, capacity),
+        prompts=_prompts(recipe, encoder, pool, split),
+        pool=pool,
+        split=split,
+    )
+
+
+def _store_all(entries: list[DataSet], data: Data, encoder: Encoder) -> list[tuple[str, StoredDocuments]]:
+    """Each data set, tokenised. Raises DataError with the mistakes of all of them."""
+    stored, mistakes = [], Mistakes()
+    for entry in entries:
+        try:
+            stored.append(stored_documents(resolve(entry), data, encoder))
+        except DataError as error:
+            mistakes.take(error)
+    mistakes.raise_if_any()
+    return stored
+
+
+def _facts(
+    pool: DocumentPool, split: Split, train: Rows, held_out: Rows | None, capacity: int | None
+) -> dict[str, Any]:
+    def total(name: str) -> int:
+        return sum(int(store.facts[name]) for store in pool.stores)
+
+    tokens = int(train.lengths.sum())
+    return {
+        "documents": len(split.train),  # of one epoch, copies by weight included
+        "distinct_documents": len(np.unique(split.train)),
+        "tokens": tokens,
+        "supervised_tokens": int(train.supervised.sum()),
+        "rows": len(train),
+        # Unpacked rows are not filled up: the longest of them is what they would be padded to.
+        "fill": tokens / (len(train) * (capacity or int(train.lengths.max()))),
+        "eval_documents": len(split.held_out),
+        "eval_tokens": int(held_out.lengths.sum()) if held_out else 0,
+        "eval_duplicates_left_out": split.duplicates,
+        "truncated": total("truncated"),
+        "dropped": total("dropped"),
+        "control_token_texts": total("control_token_texts"),
+        "largest_token_id": max(int(store.facts["largest_token_id"]) for store in pool.stores),
+    }
+
+
+def _prompts(recipe: Recipe, encoder: Encoder, pool: DocumentPool, split: Split) -> list[SamplePrompt]:
+    wanted = recipe.samples
+    if wanted.prompts is not None:
+        try:
+            return [encoder.sample_prompt(text) for text in wanted.prompts]
+        except RowError as error:
+            raise DataError([f"samples.prompts: {error}"]) from None
+    documents = split.held_out if len(split.held_out) else np.unique(split.train)
+    return [encoder.prompt_of(*pool.document(index)) for index in documents[: wanted.count].tolist()]

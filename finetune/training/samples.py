@@ -1,0 +1,56 @@
+"""The model's answers to fixed prompts and the held-out loss, before and after training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from finetune.files import append_lines
+from finetune.measure.metrics import eval_line
+from finetune.model.generate import answer, answering
+from finetune.tokens.encoder import SamplePrompt
+from finetune.training.loop import evaluate
+from finetune.training.run import Run
+from finetune.training.start import Start
+
+
+def look_before(start: Start, run: Run, whole: nn.Module) -> None:
+    write_samples(start, whole, "before", 0)
+    if run.eval_rows is not None:
+        line = eval_line(0, evaluate(run.accelerator, run.model, run.eval_rows, run.plan))
+        run.write_metrics(line)
+        run.terminal.say(f"before training: held-out loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f}")
+
+
+def write_samples(start: Start, model: nn.Module, when: str, step: int) -> None:
+    """Rank 0 writes; where weights are sharded, every rank computes the same answers along with it."""
+    if not (start.launch.is_main or start.strategy.sharded):
+        return
+    length = start.recipe.samples.max_new_tokens
+    answers = samples(model, start.tokenizer, start.prepared.prompts, max_new_tokens=length, when=when, step=step)
+    lines = []
+    for line in answers:
+        if start.launch.is_main:
+            append_lines(start.run_dir / "samples.jsonl", [line])
+            lines.append(line)
+    if start.trackers is not None:
+        start.trackers.log_samples(lines)
+
+
+def samples(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[SamplePrompt],
+    *,
+    max_new_tokens: int,
+    when: str,
+    step: int,
+) -> Iterator[dict[str, Any]]:
+    """The model's answers to the fixed prompts, as lines of samples.jsonl; `when` is before or after."""
+    with answering(model):
+        for sample in prompts:
+            text = answer(model, tokenizer, sample.prompt_ids, max_new_tokens=max_new_tokens)
+            yield {"when": when, "step": step, "prompt": sample.prompt, "answer": text, "reference": sample.reference}

@@ -1,0 +1,40 @@
+"""What is known of a run before its first process group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from finetune.hub.checkpoints import CheckpointPusher
+from finetune.launch.launcher import Launch
+from finetune.launch.signals import StopRequest
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import Strategy
+from finetune.run_folder.folder import Claim
+from finetune.tokens.dataset import Prepared
+from finetune.training.planner_process import Foretold
+from finetune.training.run import Plan
+from finetune.training.trackers import Trackers
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is known before the first process group."""
+
+    recipe: Recipe
+    launch: Launch
+    strategy: Strategy
+    tokenizer: PreTrainedTokenizerBase
+    prepared: Prepared
+    plan: Plan
+    claim: Claim | None  # of rank 0 alone
+    stop: StopRequest
+    foretold: Foretold = field(default_factory=Foretold)  # what the planner says; asked by rank 0
+    trackers: Trackers | None = None  # of rank 0 alone
+    pusher: CheckpointPusher | None = None  # of rank 0 alone
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.recipe.run_dir)
