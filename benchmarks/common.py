@@ -28,7 +28,7 @@ from finetune.recipe.schema import Recipe
 from finetune.run_folder.train_state import TrainState
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.training.loop import train
-from finetune.training.run import Run, make_plan
+from finetune.training.run import Run, plan_batches
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "trl")
@@ -82,7 +82,7 @@ def tiny_recipe(model: Path, chats: Path, *, data: dict[str, Any], training: dic
     return Recipe.model_validate(sections | rest)
 
 
-def prepare_quietly(recipe: Recipe) -> Prepared:
+def prepare_silenced(recipe: Recipe) -> Prepared:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return prepare(recipe, load_tokenizer(recipe))
 
@@ -91,7 +91,7 @@ def run_ours(recipe: Recipe, prepared: Prepared, write_metrics: Callable[[dict[s
     """The product's own loop from its first step to its last, without run folder, samples and checkpoints."""
     accelerator = Accelerator(mixed_precision=recipe.training.mixed_precision, cpu=not torch.cuda.is_available())
     flat = attention_name(recipe) == attention.NAME
-    plan = make_plan(recipe, len(prepared.train), world_size=1, rank=0, flat=flat)
+    plan = plan_batches(recipe, len(prepared.train), world_size=1, rank=0, flat=flat)
     model: Any = build_model(recipe, accelerator.device)
     model, optimizer = accelerator.prepare(model, make_optimizer(model, recipe))
     run = Run(

@@ -33,7 +33,7 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback
 
-from benchmarks.common import prepare_quietly, run_ours, scratch, tiny_recipe, version_of, write_result
+from benchmarks.common import prepare_silenced, run_ours, scratch, tiny_recipe, version_of, write_result
 from finetune.files import append_lines
 from finetune.model.build import build_model
 from finetune.recipe.schema import Recipe
@@ -88,7 +88,7 @@ class Arms:
         self.recipe: Recipe = tiny_recipe(
             self.model, chats, data={"packing": False, "max_length": TOKENS}, training=training
         )
-        self.prepared: Prepared = prepare_quietly(self.recipe)
+        self.prepared: Prepared = prepare_silenced(self.recipe)
         rows = self.prepared.train
         options = {"rank": 0, "world_size": 1, "per_device_batch_size": 1, "flat": True}
         self.batches = [batch for row in range(ROWS) for batch in micro_batches(rows, [row], **options)]

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import torch
 
-from benchmarks.common import prepare_quietly, run_ours, scratch, tiny_recipe, write_result
+from benchmarks.common import prepare_silenced, run_ours, scratch, tiny_recipe, write_result
 from finetune.recipe.schema import Recipe
 from finetune.tokens.dataset import Prepared
-from finetune.training.run import make_plan
+from finetune.training.run import plan_batches
 from tests.support.tiny import save_tiny, write_chats
 
 CHATS, MEDIAN, SPREAD, MAX_LENGTH, BATCH, TURNS = 192, 100, 0.77, 1024, 8, 5
@@ -61,7 +61,7 @@ def recipes(folder: Path) -> dict[str, Recipe]:
 
 def padded_share(recipe: Recipe, prepared: Prepared) -> float:
     """Padding among the tokens that the padded way computes: what packing can save by itself."""
-    plan = make_plan(recipe, len(prepared.train), world_size=1, rank=0, flat=False)
+    plan = plan_batches(recipe, len(prepared.train), world_size=1, rank=0, flat=False)
     longest = [int(prepared.train.lengths[plan.rows_of(step)].max()) for step in range(plan.total_steps)]
     return 1 - int(prepared.train.lengths[:].sum()) / (BATCH * sum(longest))
 
@@ -70,7 +70,7 @@ def main() -> int:
     torch.set_num_threads(1)
     with scratch() as folder:
         ways = recipes(folder)
-        prepared = {name: prepare_quietly(recipe) for name, recipe in ways.items()}
+        prepared = {name: prepare_silenced(recipe) for name, recipe in ways.items()}
         padding = padded_share(ways["padded"], prepared["padded"])
         turns: list[dict[str, dict[str, float]]] = []
         for turn in range(TURNS):

@@ -34,14 +34,14 @@ def plan(path: Path) -> dict[str, Any]:
     """One plan; a row of the results."""
     recipe = load_recipe(path).recipe
     gpus = gpus_of(recipe.budget)
-    begun = time.process_time()
+    run_in_forks = time.process_time()
     try:
         planned = plan_by_trace(recipe, gpus)
     except FinetuneError as error:
         return {"sha256": sha256_of(path), "fits": None, "refused": str(error)}
     row = {"sha256": sha256_of(path), "fits": planned.fits, "needed_bytes": planned.needed}
     row |= {"upper_bytes": getattr(planned, "upper", planned.needed), "gpu_bytes": gpus.memory if gpus else None}
-    return row | {"phase": planned.peak[0], "cpu_seconds": round(time.process_time() - begun, 1)}
+    return row | {"phase": planned.peak[0], "cpu_seconds": round(time.process_time() - run_in_forks, 1)}
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.common import RESULTS, write_result
 from finetune.model.known_configs import CONFIGS
 from finetune.planner.depth.caching_allocator import CachingAllocator
-from finetune.planner.depth.repeat_layers import Change, spliced
+from finetune.planner.depth.repeat_layers import Change, repeat_layers
 from finetune.planner.trace.fake_device import NAME, pretend_device
 from finetune.planner.trace.fake_model import fill, no_data
 from finetune.planner.trace.kernel_workspaces import CUBLAS, Workspaces
@@ -169,7 +169,7 @@ def at_ends(changes: Sequence[Change]) -> list[tuple[int, int]]:
 def planned(adapter: dict[str, Any] | None, layers: int = LAYERS, *, real: bool = False) -> tuple[int, int]:
     """Bytes allocated at the end of a mean step, and reserved at that of the longest."""
     timeline = timeline_of(adapter, (MEAN, MEAN, LONGEST), layers, real=real)
-    _, mean, longest = at_ends(list(spliced(timeline, NAME, layers, DEEP)))
+    _, mean, longest = at_ends(list(repeat_layers(timeline, NAME, layers, DEEP)))
     return mean[0], longest[1]
 
 

@@ -110,13 +110,13 @@ def _covered(secret: str) -> str:
 _PLAIN = re.compile(r"[\w.,:=+-]{1,40}")  # of a variable: a number, a switch, a list of devices
 
 
-def showable(value: Any) -> Any:
+def redact(value: Any) -> Any:
     """Texts, lists and mappings of texts with everything private replaced; what is no text as it is."""
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, Mapping):
-        return {key: showable(inner) for key, inner in value.items()}
-    return [showable(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+        return {key: redact(inner) for key, inner in value.items()}
+    return [redact(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def _text(text: str) -> str:
@@ -141,4 +141,4 @@ def _user() -> str:
 def variables(pattern: str) -> dict[str, str]:
     """The environment's variables of these names; values that are not a plain word or number are only `set`."""
     found = {name: value for name, value in sorted(os.environ.items()) if re.fullmatch(pattern, name)}
-    return {name: showable(value) if _PLAIN.fullmatch(value) else "set" for name, value in found.items()}
+    return {name: redact(value) if _PLAIN.fullmatch(value) else "set" for name, value in found.items()}

@@ -57,11 +57,11 @@ def run_recipe(loaded: LoadedRecipe) -> int:
 
     if not under_launcher():
         os.environ |= slurm_ranks(os.environ)
-    from finetune.strategies.accelerator import check_launch, hush_libraries, launch_notes
+    from finetune.strategies.accelerator import check_launch, launch_notes, silence_libraries
 
     recipe, launch = loaded.recipe, read_launch()
     refuse_secrets(recipe)
-    hush_libraries(launch)
+    silence_libraries(launch)
     from finetune.launch.signals import StopRequest, die_with_launcher
     from finetune.model import attention
     from finetune.model.build import attention_name, load_tokenizer, refuse_early
@@ -69,7 +69,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     from finetune.run_folder.folder import claim_run_folder, curve_identity
     from finetune.tokens.dataset import prepare
     from finetune.training.batch_notes import batch_notes
-    from finetune.training.run import make_plan
+    from finetune.training.run import plan_batches
     from finetune.training.session import train_and_report
     from finetune.training.start import Start
     from finetune.training.trackers import check_trackers
@@ -84,7 +84,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     refuse_early(recipe)
     prepared = prepare(recipe, tokenizer)
     flat = attention_name(recipe) == attention.NAME
-    plan = make_plan(recipe, len(prepared.train), world_size=launch.world_size, rank=launch.rank, flat=flat)
+    plan = plan_batches(recipe, len(prepared.train), world_size=launch.world_size, rank=launch.rank, flat=flat)
     learning_rate_schedule(recipe.training, plan.total_steps)  # what it refuses is refused before the folder is made
     claim = None
     if launch.is_main:

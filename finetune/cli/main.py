@@ -127,8 +127,8 @@ def rehearse(
         from finetune.preflight.rehearse import rehearse as run
         from finetune.preflight.rehearse import show
 
-        with show(quiet=as_json) as tell:
-            return run(recipe, overrides or [], processes=processes, tell=tell)
+        with show(quiet=as_json) as log:
+            return run(recipe, overrides or [], processes=processes, log=log)
 
     run_verb(work, as_json=as_json)
 

@@ -26,14 +26,22 @@ def chat(
         raise typer.BadParameter("--json needs --prompt", param_hint="--json")
 
     def work() -> dict[str, Any]:
-        from finetune.finished_run.chat import HELP, WHO, Manner, answers_to, converse, open_run, typed_lines
+        from finetune.finished_run.chat import (
+            HELP,
+            WHO,
+            GenerationSettings,
+            answers_to,
+            chat_loop,
+            open_run,
+            typed_lines,
+        )
 
-        parlour, manner = open_run(run), Manner(max_new_tokens, temperature, seed)
+        session, settings = open_run(run), GenerationSettings(max_new_tokens, temperature, seed)
         if as_json:
-            return {"ok": True, "answers": answers_to(parlour, prompt or [], WHO[f"/{who}"], manner)}
+            return {"ok": True, "answers": answers_to(session, prompt or [], WHO[f"/{who}"], settings)}
         if not prompt:
             typer.echo(HELP)
-        converse(parlour, prompt or typed_lines(), WHO[f"/{who}"], manner, typer.echo)
+        chat_loop(session, prompt or typed_lines(), WHO[f"/{who}"], settings, typer.echo)
         return {"ok": True}
 
     run_verb(work, as_json=as_json)
@@ -117,8 +125,8 @@ def merge(
     def work() -> dict[str, Any]:
         from finetune.finished_run.merge_command import in_words, merge_run
 
-        tell: Callable[[str], None] = (lambda _: None) if as_json else typer.echo
-        facts = merge_run(run, dtype=dtype, base=base, prompts=verify, tell=tell)  # type: ignore[arg-type]
+        log: Callable[[str], None] = (lambda _: None) if as_json else typer.echo
+        facts = merge_run(run, dtype=dtype, base=base, prompts=verify, log=log)  # type: ignore[arg-type]
         if not as_json:
             typer.echo(in_words(facts))
         return {"ok": True, **facts}
@@ -148,13 +156,13 @@ def push(
         from finetune.hub.push import push as send
 
         to = chosen_destination(run, repo, public=public, revision=revision, base=base, merged=merged)
-        tell: Callable[[str], None] = (lambda text: typer.echo(text, err=True)) if as_json else typer.echo
+        log: Callable[[str], None] = (lambda text: typer.echo(text, err=True)) if as_json else typer.echo
         if dry_run:
             upload = prepare(run, to)
             if not as_json:
                 typer.echo(describe(upload, to))
             return {"ok": True, "dry_run": True, "repo_id": to.repo_id, "card": upload.card, **upload.as_json()}
-        done = send(run, to, message=message, tell=tell)
+        done = send(run, to, message=message, log=log)
         if not as_json:
             typer.echo(f"pushed: {done['url']} ({'private' if done['private'] else 'public'})")
         return {"ok": True, **done}

@@ -31,7 +31,7 @@ HELP = """\
 
 
 @dataclass
-class Manner:
+class GenerationSettings:
     """How is answered."""
 
     max_new_tokens: int
@@ -40,7 +40,7 @@ class Manner:
 
 
 @dataclass
-class Speaker:
+class Participant:
     """One side of the talk with its own memory of it."""
 
     name: str
@@ -50,56 +50,58 @@ class Speaker:
 
 
 @dataclass(frozen=True)
-class Parlour:
+class ChatSession:
     """The loaded models of a run and how to prompt them."""
 
     tokenizer: PreTrainedTokenizerBase
     encoder: Encoder
-    base: Speaker
-    tuned: Speaker
+    base: Participant
+    tuned: Participant
 
-    def speakers(self, who: Who) -> list[Speaker]:
+    def speakers(self, who: Who) -> list[Participant]:
         return {"base": [self.base], "tuned": [self.tuned], "both": [self.base, self.tuned]}[who]
 
-    def reply(self, speaker: Speaker, text: str, manner: Manner, streamer: Any = None) -> str:
+    def reply(self, speaker: Participant, text: str, settings: GenerationSettings, streamer: Any = None) -> str:
         """The speaker's answer to `text` after what was said before; both are remembered, or after an error neither."""
         asked = [*speaker.history, {"role": "user", "content": text}]
         try:
             prompt = self.encoder.prompt_ids(asked)
         except BadRow as error:
             raise FinetuneError(f"the chat template refuses this conversation: {error}") from error
-        if manner.seed is not None:
-            torch.manual_seed(manner.seed)
+        if settings.seed is not None:
+            torch.manual_seed(settings.seed)
         with answering(speaker.model), speaker.turn_off_adapter():
             said = answer(
                 speaker.model,
                 self.tokenizer,
                 prompt,
-                max_new_tokens=manner.max_new_tokens,
-                temperature=manner.temperature,
+                max_new_tokens=settings.max_new_tokens,
+                temperature=settings.temperature,
                 streamer=streamer,
             )
         speaker.history[:] = [*asked, {"role": "assistant", "content": said}]
         return said
 
 
-def open_run(run_dir: Path) -> Parlour:
+def open_run(run_dir: Path) -> ChatSession:
     """Load a finished run, its base as training had it. Raises FinetuneError when the folder holds none."""
     run, device = finished_run(run_dir), best_device()
     tokenizer = AutoTokenizer.from_pretrained(run.product)
     if run.recipe.lora is None:
-        tuned = Speaker("tuned", load_whole(run, device, tuned=True), nullcontext)
+        tuned = Participant("tuned", load_whole(run, device, tuned=True), nullcontext)
     else:
         adapted: Any = load_adapted(run, device)
-        tuned = Speaker("tuned", adapted, nullcontext)
+        tuned = Participant("tuned", adapted, nullcontext)
     if run.base_is_inside:
-        base = Speaker("base", adapted, adapted.disable_adapter)
+        base = Participant("base", adapted, adapted.disable_adapter)
     else:
-        base = Speaker("base", load_whole(run, device, tuned=False), nullcontext)
-    return Parlour(tokenizer, Encoder(tokenizer, run.recipe.data), base, tuned)
+        base = Participant("base", load_whole(run, device, tuned=False), nullcontext)
+    return ChatSession(tokenizer, Encoder(tokenizer, run.recipe.data), base, tuned)
 
 
-def converse(parlour: Parlour, lines: Iterable[str], who: Who, manner: Manner, say: Callable[[str], None]) -> None:
+def chat_loop(
+    session: ChatSession, lines: Iterable[str], who: Who, settings: GenerationSettings, log: Callable[[str], None]
+) -> None:
     """Answer each line as it comes, word by word; those that begin with a slash are commands, HELP lists them."""
     for text in map(str.strip, lines):
         command, _, argument = text.partition(" ")
@@ -108,50 +110,54 @@ def converse(parlour: Parlour, lines: Iterable[str], who: Who, manner: Manner, s
         if command in WHO:
             who = WHO[command]
         elif text.startswith("/"):
-            say(_obey(parlour, manner, command, argument.strip()))
+            log(_run_command(session, settings, command, argument.strip()))
         elif text:
-            _answer_aloud(parlour, parlour.speakers(who), text, manner, say)
+            _stream_answer(session, session.speakers(who), text, settings, log)
 
 
-def _answer_aloud(
-    parlour: Parlour, speakers: Iterable[Speaker], text: str, manner: Manner, say: Callable[[str], None]
+def _stream_answer(
+    session: ChatSession,
+    speakers: Iterable[Participant],
+    text: str,
+    settings: GenerationSettings,
+    log: Callable[[str], None],
 ) -> None:
     for speaker in speakers:
-        say(f"\n{speaker.name}:")
-        streamer = TextStreamer(parlour.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        log(f"\n{speaker.name}:")
+        streamer = TextStreamer(session.tokenizer, skip_prompt=True, skip_special_tokens=True)
         try:
-            parlour.reply(speaker, text, manner, streamer)
+            session.reply(speaker, text, settings, streamer)
         except KeyboardInterrupt:
-            say("\n(stopped; not remembered)")
+            log("\n(stopped; not remembered)")
             return
 
 
-def _obey(parlour: Parlour, manner: Manner, command: str, argument: str) -> str:
+def _run_command(session: ChatSession, settings: GenerationSettings, command: str, argument: str) -> str:
     """What a command says when it is done."""
     match command:
         case "/reset":
-            parlour.base.history.clear()
-            parlour.tuned.history.clear()
+            session.base.history.clear()
+            session.tuned.history.clear()
             return "forgotten"
         case "/seed" if not argument or argument.isdecimal():
-            manner.seed = int(argument) if argument else None
+            settings.seed = int(argument) if argument else None
             greedy = "; answers are greedy, so it changes nothing: start with --temperature 0.8"
-            return f"seed: {argument or 'none'}" + ("" if manner.temperature > 0 else greedy)
+            return f"seed: {argument or 'none'}" + ("" if settings.temperature > 0 else greedy)
         case "/history":
-            return "\n".join(_remembered(parlour)) or "nothing was said yet"
+            return "\n".join(_remembered(session)) or "nothing was said yet"
         case "/save" if argument:
-            return _save(parlour, Path(argument).expanduser())
+            return _save(session, Path(argument).expanduser())
     return HELP
 
 
-def _remembered(parlour: Parlour) -> Iterator[str]:
-    for speaker in parlour.speakers("both"):
+def _remembered(session: ChatSession) -> Iterator[str]:
+    for speaker in session.speakers("both"):
         for turn in speaker.history:
             yield f"{speaker.name if turn['role'] == 'assistant' else 'you'}: {turn['content']}"
 
 
-def _save(parlour: Parlour, path: Path) -> str:
-    rows = [{"who": one.name, "messages": one.history} for one in parlour.speakers("both") if one.history]
+def _save(session: ChatSession, path: Path) -> str:
+    rows = [{"who": one.name, "messages": one.history} for one in session.speakers("both") if one.history]
     if not rows:
         return "nothing was said yet"
     try:
@@ -164,13 +170,15 @@ def _save(parlour: Parlour, path: Path) -> str:
     return f"saved: {path} ({len(rows)} conversations)"
 
 
-def answers_to(parlour: Parlour, prompts: Iterable[str], who: Who, manner: Manner) -> list[dict[str, str]]:
+def answers_to(
+    session: ChatSession, prompts: Iterable[str], who: Who, settings: GenerationSettings
+) -> list[dict[str, str]]:
     """The answers of each speaker to each prompt, each a conversation of its own."""
     said = []
     for prompt in prompts:
-        for speaker in parlour.speakers(who):
+        for speaker in session.speakers(who):
             speaker.history.clear()
-            text = parlour.reply(speaker, prompt, manner)
+            text = session.reply(speaker, prompt, settings)
             said.append({"prompt": prompt, "who": speaker.name, "answer": text})
     return said
 

@@ -22,7 +22,7 @@ from finetune.run_folder.facts import read_run
 from finetune.strategies.assemble import COMPUTE
 from finetune.tokens.dataset import prepare
 from finetune.training.loop import evaluate
-from finetune.training.run import make_plan
+from finetune.training.run import plan_batches
 
 
 def held_out_figures(run: FinishedRun, device: torch.device) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def held_out_figures(run: FinishedRun, device: torch.device) -> dict[str, Any]:
         raise FinetuneError(f"{run.folder}: data.eval leaves no held-out row; name other rows")
     accelerator = Accelerator(cpu=device.type == "cpu")
     flat = attention_name(recipe) == attention.NAME
-    plan = make_plan(recipe, len(prepared.train), world_size=1, rank=0, flat=flat)
+    plan = plan_batches(recipe, len(prepared.train), world_size=1, rank=0, flat=flat)
     figures: dict[str, Any] = {
         "documents": prepared.facts["eval_documents"],
         "tokens": int(prepared.eval.supervised.sum()),

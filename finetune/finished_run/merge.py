@@ -124,18 +124,18 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
 
 
 def write_merged(
-    merge: Merge, folder: Path, dtype: torch.dtype, *, dequantized: bool, tell: Callable[[str], None]
+    merge: Merge, folder: Path, dtype: torch.dtype, *, dequantized: bool, log: Callable[[str], None]
 ) -> None:
     """Weights, config and tokenizer into `folder`, which is made."""
     folder.mkdir(parents=True)
     with disk_errors(folder):
-        _write_weights(merge, folder, dtype, dequantized=dequantized, tell=tell)
+        _write_weights(merge, folder, dtype, dequantized=dequantized, log=log)
         _write_settings(merge, folder, dtype)
         _copy_tokenizer(merge.adapter.path.parent, folder)
 
 
 def _write_weights(
-    merge: Merge, folder: Path, dtype: torch.dtype, *, dequantized: bool, tell: Callable[[str], None]
+    merge: Merge, folder: Path, dtype: torch.dtype, *, dequantized: bool, log: Callable[[str], None]
 ) -> None:
     shards = list(_shards(merge.shapes(), dtype.itemsize))
     places: dict[str, str] = {}
@@ -146,7 +146,7 @@ def _write_weights(
         save_file(tensors, folder / file, metadata={"format": "pt"})
         total += sum(tensor.nbytes for tensor in tensors.values())
         places |= dict.fromkeys(names, file)
-        tell(f"{file}: {len(names)} tensors")
+        log(f"{file}: {len(names)} tensors")
         tensors.clear()  # before the next shard is begun
     if len(shards) > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})

@@ -31,7 +31,7 @@ def merge_run(
     dtype: Dtype | None,
     base: Base | None,
     prompts: int,
-    tell: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Writes run_dir/merged and its merge.json, and returns that.
 
@@ -51,11 +51,11 @@ def merge_run(
     made: dict[Base, Path] = {}
     try:
         for kind in _candidates(run, base, compared=prompts > 0):
-            tell(f"merging into {_words(run, kind)}")
+            log(f"merging into {_words(run, kind)}")
             made[kind] = run_dir / f"{ASIDE}merged-{kind}"
             remove_folder(made[kind])
-            write_merged(merge, made[kind], getattr(torch, chosen), dequantized=kind == "dequantized", tell=tell)
-        found = _verify(run, merge, made, prompts, tell) if prompts else None
+            write_merged(merge, made[kind], getattr(torch, chosen), dequantized=kind == "dequantized", log=log)
+        found = _verify(run, merge, made, prompts, log) if prompts else None
         best = next(iter(made)) if found is None else _nearest(found["candidates"])
         facts = {"base": best, "dtype": chosen, "agreement": found, **_sizes(made[best])}
         write_json(made[best] / "merge.json", facts)
@@ -89,13 +89,13 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _verify(
-    run: FinishedRun, merge: Merge, made: Mapping[Base, Path], prompts: int, tell: Callable[[str], None]
+    run: FinishedRun, merge: Merge, made: Mapping[Base, Path], prompts: int, log: Callable[[str], None]
 ) -> dict[str, Any]:
     """The figures of each candidate, and of the base without the adapter, by the same documents."""
     prepared = prepare(run.recipe, load_tokenizer(run.recipe))
     vocabulary = merge.shapes().get(merge.head, merge.shapes()[merge.embedding])[0]
     questions = questions_of(prepared, prompts, vocabulary)
-    tell(f"comparing over {len(questions)} documents")
+    log(f"comparing over {len(questions)} documents")
     with fitting(merge.device):
         reference, without = _beside(run, questions, merge.device)
         candidates = {kind: _compared(folder, reference, merge.device) for kind, folder in made.items()}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from finetune.errors import FinetuneError, HubUnreachable, RecipeError
 from finetune.hub.base_model import check_repository
-from finetune.hub.client import check_permission, check_visibility, patiently
+from finetune.hub.client import check_permission, check_visibility, retry
 from finetune.hub.push import RECORD, Destination, destination_of, push, refuse_offline
 from finetune.recipe.schema import Recipe
 from finetune.redaction import hide_secrets, known_secrets, secret_key
@@ -50,7 +50,7 @@ def check_before_training(recipe: Recipe, *, pause: Callable[[float], None] = ti
         check_visibility(api, name, public=to.public)
 
     try:
-        patiently(look, attempts=ATTEMPTS_BEFORE, pause=pause, tell=lambda _: None)
+        retry(look, attempts=ATTEMPTS_BEFORE, pause=pause, log=lambda _: None)
     except HubUnreachable as error:
         return (f"hub.push: {_hidden(error)}; training goes on, the push is tried at its end",)
     except FinetuneError as error:

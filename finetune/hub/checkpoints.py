@@ -17,7 +17,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.files import ASIDE, remove_folder
-from finetune.hub.client import ensure_repository, patiently
+from finetune.hub.client import ensure_repository, retry
 from finetune.recipe.schema import Recipe
 from finetune.redaction import hide_secrets, known_secrets
 from finetune.run_folder.checkpoint import step_folder
@@ -31,13 +31,13 @@ class CheckpointPusher:
     def __init__(
         self,
         recipe: Recipe,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
         *,
         endpoint: str | None = None,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._hub, self._run_dir = recipe.hub, Path(recipe.run_dir)
-        self._say, self._endpoint, self._pause = say, endpoint, pause
+        self._log, self._endpoint, self._pause = log, endpoint, pause
         self._lock = threading.Lock()
         self._next: int | None = None
         self._sent: list[str] = []  # folders on the branch that this process put there
@@ -59,7 +59,7 @@ class CheckpointPusher:
         """No more checkpoints come; `wait` for those that are not there yet."""
         thread = self._thread
         if thread is not None and wait:
-            self._say(f"waiting for the last checkpoint to reach {self._hub.repo_id}, branch {self._hub.checkpoints}")
+            self._log(f"waiting for the last checkpoint to reach {self._hub.repo_id}, branch {self._hub.checkpoints}")
             thread.join()
 
     def _work(self) -> None:
@@ -70,11 +70,11 @@ class CheckpointPusher:
                     self._thread = None
                     return
             try:
-                patiently(lambda: self._send(step), attempts=ATTEMPTS, pause=self._pause, tell=lambda _: None)  # noqa: B023  # called at once
+                retry(lambda: self._send(step), attempts=ATTEMPTS, pause=self._pause, log=lambda _: None)  # noqa: B023  # called at once
             except Exception as error:  # no error of a network's is worth a training
                 text = hide_secrets(str(error), known_secrets())
                 kind = "" if isinstance(error, FinetuneError) else f"{type(error).__name__}: "
-                self._say(f"hub.checkpoints: step {step} was not pushed: {kind}{text}; the training goes on")
+                self._log(f"hub.checkpoints: step {step} was not pushed: {kind}{text}; the training goes on")
             finally:
                 remove_folder(self._staged(step))
 
@@ -108,5 +108,5 @@ class CheckpointPusher:
     def _drop(self) -> None:
         """The one that was waiting is overtaken."""
         if self._next is not None:
-            self._say(f"hub.checkpoints: step {self._next} is overtaken by the next; it is not pushed")
+            self._log(f"hub.checkpoints: step {self._next} is overtaken by the next; it is not pushed")
             remove_folder(self._staged(self._next))

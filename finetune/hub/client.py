@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Trouble:
+class HubError:
     """A failed call, understood."""
 
     reason: str
@@ -35,7 +35,7 @@ class Trouble:
     wait_seconds: float | None = None  # as the Hub asks
 
 
-def understand(error: BaseException) -> Trouble | None:
+def classify_error(error: BaseException) -> HubError | None:
     """What a failed call of the client means; None for an error that is no call's."""
     chain = list(_chain(error))
     for link in chain:
@@ -47,22 +47,22 @@ def understand(error: BaseException) -> Trouble | None:
         # The Xet client is no Python: its errors carry the status in their text alone.
         if (told := re.search(r"HTTP status \w+ error \((\d{3})[^)]*\)", str(link))) is not None:
             status = int(told[1])
-            return Trouble(f"the Hub's file store answered {status}", status in TRANSIENT, status)
+            return HubError(f"the Hub's file store answered {status}", status in TRANSIENT, status)
     for link in chain:
         # A proxy's page where JSON was expected counts as a broken line too.
         broken = isinstance(link, (ConnectionError, TimeoutError, json.JSONDecodeError))
         if broken or type(link).__module__.partition(".")[0] in NETWORK:
-            return Trouble(f"the connection broke ({type(link).__name__}: {_first_line(link)})", True)
+            return HubError(f"the connection broke ({type(link).__name__}: {_first_line(link)})", True)
     if isinstance(error, (RuntimeError, OSError)):  # the Xet client's have no type of their own
-        return Trouble(_first_line(error), True)
-    return Trouble(" ".join(str(error).split()), False) if isinstance(error, ValueError) else None
+        return HubError(_first_line(error), True)
+    return HubError(" ".join(str(error).split()), False) if isinstance(error, ValueError) else None
 
 
-def _answered(response: Any, *, transient: bool) -> Trouble:
+def _answered(response: Any, *, transient: bool) -> HubError:
     said = response.headers.get("X-Error-Message") or _said(response)
     after = re.fullmatch(r"\d+", response.headers.get("Retry-After", ""))
     wait = min(float(after[0]), LONGEST_WAIT_SECONDS) if after else None
-    return Trouble(f"the Hub answered {response.status_code} ({said})", transient, response.status_code, wait)
+    return HubError(f"the Hub answered {response.status_code} ({said})", transient, response.status_code, wait)
 
 
 def _said(response: Any) -> str:
@@ -82,8 +82,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def patiently(
-    work: Callable[[], Result], *, attempts: int, pause: Callable[[float], None], tell: Callable[[str], None]
+def retry(
+    work: Callable[[], Result], *, attempts: int, pause: Callable[[float], None], log: Callable[[str], None]
 ) -> Result:
     """The result of `work`, tried again with longer and longer waits while its failures may pass.
 
@@ -95,7 +95,7 @@ def patiently(
         except FinetuneError:
             raise
         except Exception as error:
-            trouble = understand(error)
+            trouble = classify_error(error)
             if trouble is None:
                 raise
             if not trouble.transient:
@@ -104,12 +104,12 @@ def patiently(
                 raise HubUnreachable(f"{trouble.reason}, {attempts} times; try again later") from error
             wait = trouble.wait_seconds
             wait = FIRST_WAIT_SECONDS * 2 ** (attempt - 1) if wait is None else wait
-            tell(f"{trouble.reason}; trying again in {wait:g} s ({attempt} of {attempts})")
+            log(f"{trouble.reason}; trying again in {wait:g} s ({attempt} of {attempts})")
             pause(wait)
     raise AssertionError("attempts is at least 1")
 
 
-def _remedy(trouble: Trouble) -> str:
+def _remedy(trouble: HubError) -> str:
     if trouble.status == 401:
         return f"the token is not valid; make one with write access at {TOKENS_PAGE}, then: hf auth login"
     if trouble.status == 403:

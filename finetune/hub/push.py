@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
 from finetune.files import write_json
 from finetune.hub.base_model import BaseFacts, ask_licence, check_repository, read_base
-from finetune.hub.client import ATTEMPTS, check_permission, ensure_repository, patiently
+from finetune.hub.client import ATTEMPTS, check_permission, ensure_repository, retry
 from finetune.hub.model_card import card_text
-from finetune.hub.upload_files import Outgoing, collect, product_folder, refuse_leaks
+from finetune.hub.upload_files import Outgoing, check_no_secrets, collect, product_folder
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 from finetune.redaction import hide_secrets, known_secrets
@@ -104,7 +104,7 @@ def prepare(run_dir: Path, to: Destination, *, api: HfApi | None = None) -> Uplo
     base = ask_licence(base, api) if api is not None else base
     text = card_text(to.repo_id, read_run(run_dir, recipe, merged=to.merged), base)
     files, left_out = collect(run_dir, recipe, base=base.shown, card=text, merged=to.merged)
-    refuse_leaks(files, known_secrets())
+    check_no_secrets(files, known_secrets())
     card = next(file for file in files if file.path == "README.md").read().decode()
     return Upload(run_dir, files, left_out, card, tuple(_notes(to, base)))
 
@@ -129,7 +129,7 @@ def push(
     endpoint: str | None = None,
     attempts: int = ATTEMPTS,
     pause: Callable[[float], None] = time.sleep,
-    tell: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Push a finished run; returns what the record hub.json says of it.
 
@@ -151,16 +151,16 @@ def push(
         refuse_offline()
         upload = prepare(run_dir, to, api=api)
         for note in upload.notes:
-            tell(f"note: {note}")
+            log(f"note: {note}")
         title = message or f"{run_dir.resolve().name}: {product_folder(run_dir, merged=to.merged).name}"
-        sent = patiently(lambda: _attempt(api, upload, to, title), attempts=attempts, pause=pause, tell=_told(tell))
+        sent = retry(lambda: _attempt(api, upload, to, title), attempts=attempts, pause=pause, log=_told(log))
     except FinetuneError as error:
         text = hide_secrets(str(error), known_secrets())
         _record(run_dir, to, {"state": "failed", "error": text})
         remedy = f"nothing on this machine has changed; to push again:\n  {to.command(run_dir)}"
         raise type(error)(*_with_remedy(error, text, remedy)) from error.__cause__
     except KeyboardInterrupt:
-        tell(f"stopped; to push again:\n  {to.command(run_dir)}")
+        log(f"stopped; to push again:\n  {to.command(run_dir)}")
         raise
     record = _record(run_dir, to, {"state": "pushed", **sent})
     return {**record, **upload.as_json()}
@@ -170,8 +170,8 @@ def _with_remedy(error: FinetuneError, text: str, remedy: str) -> tuple[Any]:
     return ([*text.split("\n"), remedy],) if isinstance(error, RecipeError) else (f"{text}\n{remedy}",)
 
 
-def _told(tell: Callable[[str], None]) -> Callable[[str], None]:
-    return lambda text: tell(hide_secrets(text, known_secrets()))
+def _told(log: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda text: log(hide_secrets(text, known_secrets()))
 
 
 def refuse_offline() -> None:

@@ -95,7 +95,7 @@ def collect(
         card: The README.md.
         merged: The merged model in the place of the adapter.
     """
-    product, short = product_folder(run_dir, merged=merged), local_names(recipe, run_dir)
+    product, short = product_folder(run_dir, merged=merged), path_replacements(recipe, run_dir)
     wanted = _matching(product, (*WEIGHTS[product.name], *TOKENIZER))
     files = [Outgoing("README.md", _shortened(card, short).encode())]
     for folder, names in ((product, wanted), (run_dir, _matching(run_dir, RUN))):
@@ -124,7 +124,7 @@ def _shortened(text: str, short: Mapping[str, str]) -> str:
     return text
 
 
-def local_names(recipe: Recipe, run_dir: Path) -> dict[str, str]:
+def path_replacements(recipe: Recipe, run_dir: Path) -> dict[str, str]:
     """Absolute paths of this machine -> what others read instead; the longest first."""
     values = recipe.model_dump(mode="json")
     paths = [values["output_dir"], values["model"]["name_or_path"], values["accelerate_config"]]
@@ -143,7 +143,7 @@ def _data_paths(data: Mapping[str, Any]) -> Iterator[str]:
         yield from [entry["path"], *([files] if isinstance(files, str) else files)]
 
 
-def refuse_leaks(files: Iterable[Outgoing], known: Iterable[str]) -> None:
+def check_no_secrets(files: Iterable[Outgoing], known: Iterable[str]) -> None:
     """Raises FinetuneError that names each file and line with a secret or a path of somebody's home in it."""
     mistakes = []
     for file in files:

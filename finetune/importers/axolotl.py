@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.importers.foreign_config import Theirs, positive_or_none, whole
+from finetune.importers.foreign_config import ForeignConfig, positive_or_none, whole
 from finetune.importers.shared import (
     batch,
     checkpointing,
@@ -26,7 +26,7 @@ from finetune.importers.templates import TEMPLATES
 _OTHER_TRAINING = ("rl", "reward_model", "process_reward_model", "qat", "num_labels")
 
 
-def convert(theirs: Theirs) -> None:
+def convert(theirs: ForeignConfig) -> None:
     """Every section in turn; what is not read here ends in the list of what was left out. Raises RecipeError."""
     for key in _OTHER_TRAINING:
         if theirs.peek(key):
@@ -46,7 +46,7 @@ def convert(theirs: Theirs) -> None:
     _precision(theirs, name)
 
 
-def _adapter(theirs: Theirs) -> None:
+def _adapter(theirs: ForeignConfig) -> None:
     """lora and quantization; peft's own defaults where axolotl hands nothing over."""
     kind = theirs.get("adapter")
     bits = quantised_by(theirs)
@@ -72,7 +72,7 @@ def _adapter(theirs: Theirs) -> None:
             theirs.carry(f"quantization.{key}", f"bnb_config_kwargs.{key}")
 
 
-def _targets(theirs: Theirs) -> None:
+def _targets(theirs: ForeignConfig) -> None:
     linear, named = theirs.get("lora_target_linear"), theirs.get("lora_target_modules")
     if linear:
         theirs.write("lora.target_modules", "all-linear", "lora_target_linear")
@@ -84,7 +84,7 @@ def _targets(theirs: Theirs) -> None:
         theirs.write("lora.target_modules", ["q_proj", "v_proj"], "peft's default for Llama")
 
 
-def _training(theirs: Theirs, strategy_name: str) -> None:
+def _training(theirs: ForeignConfig, strategy_name: str) -> None:
     micro, total = theirs.peek("micro_batch_size") or 1, theirs.get("batch_size")
     steps = total // micro if total and not theirs.peek("gradient_accumulation_steps") else None
     shared = ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size")
@@ -111,7 +111,7 @@ def _training(theirs: Theirs, strategy_name: str) -> None:
     hub(theirs, push=bool(theirs.peek("hub_model_id")))
 
 
-def _schedule(theirs: Theirs) -> None:
+def _schedule(theirs: ForeignConfig) -> None:
     """A cosine with a floor is a shape of its own; without a word on warming up it is 3 % of the steps."""
     floor = theirs.get("cosine_min_lr_ratio")
     scheduler(theirs, "lr_scheduler", "cosine")
@@ -128,7 +128,7 @@ def _schedule(theirs: Theirs) -> None:
         theirs.write("training.warmup_ratio", 0.03, "axolotl's default, there at most 100 steps")
 
 
-def _precision(theirs: Theirs, strategy_name: str) -> None:
+def _precision(theirs: ForeignConfig, strategy_name: str) -> None:
     """Weights are loaded in the format of the computation, and trained in it where no strategy keeps float32 ones."""
     said = {key: theirs.get(key) for key in ("bf16", "bfloat16", "fp16", "float16", "float32")}
     half = "fp16" if said["fp16"] or said["float16"] else "no"
@@ -169,7 +169,7 @@ _USUAL = {
 }
 
 
-def data(theirs: Theirs) -> None:
+def data(theirs: ForeignConfig) -> None:
     """The data section: rows, their length and packing, what is learned, the template. Raises RecipeError."""
     key = "datasets" if theirs.peek("datasets") else "pretraining_dataset"
     if not isinstance(theirs.peek(key), list):
@@ -187,11 +187,11 @@ def data(theirs: Theirs) -> None:
     _template(theirs, key)
 
 
-def _entries(theirs: Theirs, key: str) -> list[dict[str, Any]]:
+def _entries(theirs: ForeignConfig, key: str) -> list[dict[str, Any]]:
     return [_entry(theirs, f"{key}.{index}") for index in range(len(theirs.peek(key)))]
 
 
-def _entry(theirs: Theirs, at: str) -> dict[str, Any]:
+def _entry(theirs: ForeignConfig, at: str) -> dict[str, Any]:
     for name, usual in _USUAL.items():
         if theirs.peek(f"{at}.{name}") in usual:
             theirs.get(f"{at}.{name}")
@@ -212,7 +212,7 @@ def _entry(theirs: Theirs, at: str) -> dict[str, Any]:
     )
 
 
-def _format(theirs: Theirs, at: str) -> str:
+def _format(theirs: ForeignConfig, at: str) -> str:
     kind, column = theirs.get(f"{at}.type"), theirs.get(f"{at}.field_messages")
     word = "text" if at.startswith("pretraining") else str(kind).split(".")[0].split(":")[0]
     if isinstance(kind, dict):
@@ -231,7 +231,7 @@ def _format(theirs: Theirs, at: str) -> str:
     return ours or "auto"
 
 
-def _template(theirs: Theirs, key: str) -> None:
+def _template(theirs: ForeignConfig, key: str) -> None:
     """Alpaca's rows are a text with headings; other rows follow the chat template that is named."""
     kinds = {str(theirs.peek(f"{key}.{index}.type")).split(".")[0] for index in range(len(theirs.peek(key)))}
     jinja, name = theirs.get("chat_template_jinja"), theirs.peek("chat_template")

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from finetune.errors import FinetuneError, RecipeError
 from finetune.files import write_text
 from finetune.importers import axolotl, llamafactory, torchtune, trl
-from finetune.importers.foreign_config import LeftOut, Theirs
+from finetune.importers.foreign_config import ForeignConfig, LeftOut
 from finetune.importers.left_out import reason_for
 from finetune.importers.recipe_writer import page, written
 from finetune.importers.shared import fit_quantization
@@ -22,7 +22,7 @@ from finetune.recipe.yaml_text import MAX_BYTES, parse
 
 Tool = Literal["axolotl", "llamafactory", "trl", "torchtune"]
 TOOLS = get_args(Tool)
-_CONVERT: dict[Tool, Callable[[Theirs], None]] = {
+_CONVERT: dict[Tool, Callable[[ForeignConfig], None]] = {
     "axolotl": axolotl.convert,
     "llamafactory": llamafactory.convert,
     "trl": trl.convert,
@@ -58,7 +58,7 @@ def convert(file: Path, *, tool: Tool | None = None, gpus: str = "1") -> Importe
     values = _read(file)
     tool = tool or _tool_of(file, values)
     count, budget = _gpus(gpus)
-    theirs = Theirs(_CALLED[tool], values, count, budget.get("nodes", 1), file.parent)
+    theirs = ForeignConfig(_CALLED[tool], values, count, budget.get("nodes", 1), file.parent)
     try:
         _CONVERT[tool](theirs)
         fit_quantization(theirs)
@@ -145,7 +145,7 @@ def _title(file: Path, tool: Tool, gpus: str) -> list[str]:
     ]
 
 
-def _check(file: Path, text: str, theirs: Theirs) -> None:
+def _check(file: Path, text: str, theirs: ForeignConfig) -> None:
     """The recipe must be right, and say what was carried; a value that it refuses is told by their key."""
     with tempfile.TemporaryDirectory(prefix="finetune-import-") as folder:
         path = Path(folder) / "recipe.yaml"
@@ -165,7 +165,7 @@ def _check(file: Path, text: str, theirs: Theirs) -> None:
         assert isinstance(value, (dict, list)) or found == value, f"{key}: {written(value)} became {written(found)}"
 
 
-def _by_their_key(file: Path, mistake: str, theirs: Theirs) -> str:
+def _by_their_key(file: Path, mistake: str, theirs: ForeignConfig) -> str:
     text = re.sub(r"^\d+:\d+: ", "", mistake)
     ours = text.partition(": ")[0]
     why = theirs.carried.get(ours, (None, ""))[1]

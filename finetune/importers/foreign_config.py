@@ -33,7 +33,7 @@ class LeftOut:
 
 
 @dataclass
-class Theirs:
+class ForeignConfig:
     """Their values, and the recipe that grows from them: dotted keys of ours, each with its value and its origin."""
 
     tool: str

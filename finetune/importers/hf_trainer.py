@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.importers.foreign_config import Theirs, positive_or_none, whole
+from finetune.importers.foreign_config import ForeignConfig, positive_or_none, whole
 from finetune.importers.shared import batch, checkpointing, every, hub, optimizer, scheduler, strategy, warmup
 
 # What transformers does where nothing is said (TrainingArguments of 5.23).
@@ -21,7 +21,7 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def training(theirs: Theirs, *, learning_rate: float, recompute: bool) -> str:
+def training(theirs: ForeignConfig, *, learning_rate: float, recompute: bool) -> str:
     """The training section and what is kept of a run; returns the strategy's name. The two arguments are the tool's
     own defaults where they are not transformers'."""
     name = strategy(theirs)
@@ -50,7 +50,7 @@ def training(theirs: Theirs, *, learning_rate: float, recompute: bool) -> str:
     return name
 
 
-def _kept(theirs: Theirs) -> None:
+def _kept(theirs: ForeignConfig) -> None:
     theirs.carry("logging_steps", "logging_steps", change=whole)
     every(theirs, "eval_steps", "eval_steps")
     if str(theirs.get("save_strategy", "steps")) == "steps":
@@ -64,7 +64,7 @@ def _kept(theirs: Theirs) -> None:
     hub(theirs, push=bool(theirs.get("push_to_hub")))
 
 
-def precision(theirs: Theirs, default: str) -> str:
+def precision(theirs: ForeignConfig, default: str) -> str:
     """training.mixed_precision, and with fp16 the formats that go with it; returns bf16, fp16 or no."""
     said = {key: theirs.get(key) for key in ("bf16", "fp16")}
     key = next((key for key, value in said.items() if value is True), None)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.importers import hf_trainer
-from finetune.importers.foreign_config import Theirs, whole
+from finetune.importers.foreign_config import ForeignConfig, whole
 from finetune.importers.shared import data_set, held_out, named_template, remote_code, unused
 
 _NAMES = {
@@ -19,7 +19,7 @@ _NAMES = {
 _ADAMW_IN_DISGUISE = ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon")
 
 
-def convert(theirs: Theirs) -> None:
+def convert(theirs: ForeignConfig) -> None:
     """Every section in turn; what is not read here ends in the list of what was left out. Raises RecipeError."""
     stage = theirs.get("stage", "sft")
     if stage not in ("sft", "pt"):
@@ -48,7 +48,7 @@ def convert(theirs: Theirs) -> None:
             theirs.leave(key, "differs", "not offered; AdamW takes its place")
 
 
-def _method(theirs: Theirs) -> None:
+def _method(theirs: ForeignConfig) -> None:
     kind = theirs.get("finetuning_type", "lora")
     if kind == "full":
         theirs.write("lora", None, "finetuning_type: full")
@@ -72,7 +72,7 @@ def _method(theirs: Theirs) -> None:
     _quantization(theirs)
 
 
-def _quantization(theirs: Theirs) -> None:
+def _quantization(theirs: ForeignConfig) -> None:
     bits, way = theirs.get("quantization_bit"), theirs.get("quantization_method", "bnb")
     if bits is None:
         return
@@ -93,7 +93,7 @@ def _names(named: Any) -> list[str]:
     return [name.strip() for name in named.split(",")] if isinstance(named, str) else named
 
 
-def _data(theirs: Theirs, *, pretraining: bool) -> None:
+def _data(theirs: ForeignConfig, *, pretraining: bool) -> None:
     theirs.write("data.train", _sets(theirs, "dataset", pretraining), "dataset")
     if theirs.peek("eval_dataset"):
         theirs.write("data.eval", _sets(theirs, "eval_dataset", pretraining), "eval_dataset")
@@ -111,7 +111,7 @@ def _data(theirs: Theirs, *, pretraining: bool) -> None:
         theirs.leave("mix_strategy", "differs", "data sets are mixed by weight: how often each row is seen an epoch")
 
 
-def _packing(theirs: Theirs, pretraining: bool) -> None:
+def _packing(theirs: ForeignConfig, pretraining: bool) -> None:
     """Their plain packing lets documents see each other; only neat_packing is what we do."""
     neat, said = theirs.get("neat_packing"), theirs.get("packing")
     packed = bool(neat or (pretraining if said is None else said))
@@ -124,7 +124,7 @@ def _packing(theirs: Theirs, pretraining: bool) -> None:
         )
 
 
-def _sets(theirs: Theirs, key: str, pretraining: bool) -> list[dict[str, Any]]:
+def _sets(theirs: ForeignConfig, key: str, pretraining: bool) -> list[dict[str, Any]]:
     """Names of dataset_info.json, read from there where it is here."""
     folder, most = theirs.get("dataset_dir", "data"), whole(theirs.get("max_samples"))
     known = _known_sets(theirs, str(folder))
@@ -138,7 +138,7 @@ def _sets(theirs: Theirs, key: str, pretraining: bool) -> list[dict[str, Any]]:
     return [row | ({"format": "text"} if pretraining else {}) for row in rows]
 
 
-def _known_sets(theirs: Theirs, folder: str) -> Mapping[str, Any] | None:
+def _known_sets(theirs: ForeignConfig, folder: str) -> Mapping[str, Any] | None:
     for path in (theirs.folder / folder, theirs.folder.parent.parent / folder):
         try:
             found = json.loads((path / "dataset_info.json").read_text("utf-8"))
@@ -149,7 +149,7 @@ def _known_sets(theirs: Theirs, folder: str) -> Mapping[str, Any] | None:
 
 
 def _set(
-    theirs: Theirs, key: str, name: str, known: Mapping[str, Any] | None, folder: str, split: str | None
+    theirs: ForeignConfig, key: str, name: str, known: Mapping[str, Any] | None, folder: str, split: str | None
 ) -> dict[str, Any]:
     if known is None:
         return data_set(f"{folder}/{name}.json", split=split)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
-from finetune.importers.foreign_config import Theirs, whole
+from finetune.importers.foreign_config import ForeignConfig, whole
 from finetune.importers.templates import TEMPLATES
 from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS
 from finetune.recipe.schema import Scheduler
@@ -27,7 +27,7 @@ _SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv"
 _CONSTANTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 
 
-def optimizer(theirs: Theirs, key: str, default: str, *, sharded: bool) -> None:
+def optimizer(theirs: ForeignConfig, key: str, default: str, *, sharded: bool) -> None:
     """training.optim, and the constants of AdamW that a recipe has no keys for."""
     name = theirs.get(key)
     ours = OPTIMIZERS.get(str(name or default))
@@ -49,7 +49,7 @@ def optimizer(theirs: Theirs, key: str, default: str, *, sharded: bool) -> None:
             theirs.leave(constant, "differs", f"AdamW's constant is {usual:g} here")
 
 
-def remote_code(theirs: Theirs) -> None:
+def remote_code(theirs: ForeignConfig) -> None:
     """model.trust_remote_code; examples say it by habit, and few models need it."""
     if theirs.carry("model.trust_remote_code", "trust_remote_code"):
         theirs.leave(
@@ -57,20 +57,20 @@ def remote_code(theirs: Theirs) -> None:
         )
 
 
-def quantised_by(theirs: Theirs) -> str | None:
+def quantised_by(theirs: ForeignConfig) -> str | None:
     """load_in_4bit or load_in_8bit, whichever is true."""
     said = {key: theirs.get(key) for key in ("load_in_4bit", "load_in_8bit")}
     return next((key for key, value in said.items() if value is True), None)
 
 
-def unused(theirs: Theirs, beginning: str, reason: str) -> None:
+def unused(theirs: ForeignConfig, beginning: str, reason: str) -> None:
     """Keys with this beginning, none of which has an effect there."""
     for key, value in list(theirs.unread()):
         if key.startswith(beginning):
             theirs.leave(key, "same", reason, value)
 
 
-def scheduler(theirs: Theirs, key: str, default: str) -> None:
+def scheduler(theirs: ForeignConfig, key: str, default: str) -> None:
     """training.lr_scheduler_type and its arguments."""
     name = theirs.get(key)
     shape = str(name or default)
@@ -90,7 +90,7 @@ def scheduler(theirs: Theirs, key: str, default: str) -> None:
         theirs.leave(f"lr_scheduler_kwargs.{name}", "differs", f"{shape} has no such argument here")
 
 
-def warmup(theirs: Theirs, *, default_ratio: float = 0.0) -> None:
+def warmup(theirs: ForeignConfig, *, default_ratio: float = 0.0) -> None:
     """training.warmup_steps or warmup_ratio; transformers 5 writes a ratio as a fraction of a step."""
     steps, ratio = theirs.get("warmup_steps"), theirs.get("warmup_ratio")
     if isinstance(steps, float) and 0 < steps < 1:
@@ -107,7 +107,7 @@ def warmup(theirs: Theirs, *, default_ratio: float = 0.0) -> None:
         theirs.default("training.warmup_ratio", default_ratio)
 
 
-def batch(theirs: Theirs, micro_key: str, default: int, *, accumulation: Any = None, split_by: int = 1) -> None:
+def batch(theirs: ForeignConfig, micro_key: str, default: int, *, accumulation: Any = None, split_by: int = 1) -> None:
     """training.global_batch_size: their rows of one optimizer step. `split_by`: GPUs that share one row."""
     micro = whole(theirs.get(micro_key, default))
     asked = theirs.get("gradient_accumulation_steps")
@@ -121,7 +121,7 @@ def batch(theirs: Theirs, micro_key: str, default: int, *, accumulation: Any = N
     theirs.write("training.per_device_batch_size", micro, micro_key)
 
 
-def strategy(theirs: Theirs) -> str:
+def strategy(theirs: ForeignConfig) -> str:
     """accelerate_config, from `deepspeed`, `fsdp` and `fsdp_config`; returns its name."""
     key = next((name for name in ("deepspeed", "fsdp_config", "fsdp") if theirs.peek(name)), None)
     name = {None: "ddp", "deepspeed": zero_name(theirs)}.get(key) or _fsdp_name(theirs)
@@ -139,7 +139,7 @@ def strategy(theirs: Theirs) -> str:
     return name
 
 
-def fit_quantization(theirs: Theirs) -> None:
+def fit_quantization(theirs: ForeignConfig) -> None:
     """What a strategy asks of quantised weights: 4 bits in shards lie in the compute dtype; int8 has no shards."""
     name = theirs.carried["accelerate_config"][0]
     if name.startswith(("fsdp", "hsdp")) and "quantization.load_in_4bit" in theirs.carried:
@@ -150,7 +150,7 @@ def fit_quantization(theirs: Theirs) -> None:
         theirs.leave("quantization.load_in_8bit", "look", reason, True)
 
 
-def zero_name(theirs: Theirs) -> str:
+def zero_name(theirs: ForeignConfig) -> str:
     """The strategy that a DeepSpeed file stands for, from what is in it or, where it is not here, from its name."""
     said = theirs.get("deepspeed")
     settings = said if isinstance(said, Mapping) else _json_near(theirs.folder, str(said or ""))
@@ -181,7 +181,7 @@ def _json_near(folder: Path, name: str) -> Mapping[str, Any] | None:
     return None
 
 
-def _fsdp_name(theirs: Theirs) -> str:
+def _fsdp_name(theirs: ForeignConfig) -> str:
     """The strategy that FSDP's settings stand for; what else they say is about how, and is listed."""
     words = str(theirs.peek("fsdp") or "")
 
@@ -198,7 +198,7 @@ def _fsdp_name(theirs: Theirs) -> str:
     return "fsdp2_grad_op" if whole_between else "hsdp" if "hybrid" in sharding else "fsdp2"
 
 
-def checkpointing(theirs: Theirs, *keys: str, default: bool) -> None:
+def checkpointing(theirs: ForeignConfig, *keys: str, default: bool) -> None:
     """training.activation_checkpointing, which FSDP's own section may turn on too."""
     theirs.carry("training.activation_checkpointing", *keys, default=default, change=bool)
     for key in ("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing"):
@@ -219,7 +219,7 @@ def data_set(path: str, *, files: Any = None, kind: str | None = None, **more: A
     return entry | {key: value for key, value in more.items() if value is not None and value != usual.get(key)}
 
 
-def held_out(theirs: Theirs, key: str) -> None:
+def held_out(theirs: ForeignConfig, key: str) -> None:
     """data.eval from a share of the rows; a number of rows is left to the reader."""
     share = theirs.get(key)
     if not share:
@@ -230,7 +230,7 @@ def held_out(theirs: Theirs, key: str) -> None:
         theirs.leave(key, "look", "a number of rows; write data.eval: {fraction: ...}, or a split like train[:1000]")
 
 
-def named_template(theirs: Theirs, key: str, names: Mapping[str, str]) -> None:
+def named_template(theirs: ForeignConfig, key: str, names: Mapping[str, str]) -> None:
     """data.chat_template from a template's name: written out where it is one of ours, else the tokenizer's own."""
     name = str(theirs.get(key))
     if name in names:
@@ -239,7 +239,7 @@ def named_template(theirs: Theirs, key: str, names: Mapping[str, str]) -> None:
         theirs.leave(key, "look", "the tokenizer's own template is used; compare by: finetune preview")
 
 
-def every(theirs: Theirs, ours: str, key: str) -> None:
+def every(theirs: ForeignConfig, ours: str, key: str) -> None:
     """eval_steps or save_steps, where they are steps; a share of the run is left to the reader."""
     steps = theirs.get(key)
     if isinstance(steps, float) and 0 < steps < 1:
@@ -248,7 +248,7 @@ def every(theirs: Theirs, ours: str, key: str) -> None:
         theirs.write(ours, whole(steps), key)
 
 
-def hub(theirs: Theirs, *, push: bool) -> None:
+def hub(theirs: ForeignConfig, *, push: bool) -> None:
     """hub.repo_id and hub.push; always private, as the recipe's default is."""
     name = theirs.get("hub_model_id")
     if name and re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):

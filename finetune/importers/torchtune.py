@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from finetune.importers.foreign_config import Theirs, positive_or_none, whole
+from finetune.importers.foreign_config import ForeignConfig, positive_or_none, whole
 from finetune.importers.shared import OPTIMIZERS, batch, data_set
 from finetune.importers.templates import TEMPLATES
 
@@ -33,7 +33,7 @@ _NO_LIMIT = 8192
 _OTHER = ("teacher_model", "kd_loss", "quantizer", "ref_checkpointer", "prompt", "tasks", "enable_kv_cache")
 
 
-def convert(theirs: Theirs) -> None:
+def convert(theirs: ForeignConfig) -> None:
     """Every section in turn; what is not read here ends in the list of what was left out. Raises RecipeError."""
     for key in _OTHER:
         if theirs.peek(key):
@@ -52,7 +52,7 @@ def _last(component: Any) -> str:
     return str(component).rpartition(".")[2]
 
 
-def _model_folder(theirs: Theirs) -> Any:
+def _model_folder(theirs: ForeignConfig) -> Any:
     folder = theirs.get("checkpointer.checkpoint_dir")
     if folder is None:
         theirs.refuse("checkpointer.checkpoint_dir", "the model's folder is needed")
@@ -61,7 +61,7 @@ def _model_folder(theirs: Theirs) -> Any:
     return str(folder).rstrip("/")
 
 
-def _adapter(theirs: Theirs, builder: str) -> None:
+def _adapter(theirs: ForeignConfig, builder: str) -> None:
     if not re.match(r"q?(lora|dora)_", builder):
         theirs.write("lora", None, f"model: {builder}")
         return
@@ -78,7 +78,7 @@ def _adapter(theirs: Theirs, builder: str) -> None:
         theirs.write("quantization.load_in_4bit", True, f"model: {builder}")  # torchao's NF4, of double quantisation
 
 
-def _data(theirs: Theirs) -> None:
+def _data(theirs: ForeignConfig) -> None:
     several = isinstance(theirs.peek("dataset"), list)
     keys = [f"dataset.{index}" for index in range(len(theirs.peek("dataset")))] if several else ["dataset"]
     if theirs.peek("dataset") is None:
@@ -103,7 +103,7 @@ def _data(theirs: Theirs) -> None:
         theirs.write("data.chat_template", TEMPLATES["llama3"], "torchtune's, without a system prompt and a date")
 
 
-def _length(theirs: Theirs) -> None:
+def _length(theirs: ForeignConfig) -> None:
     limit = theirs.get("tokenizer.max_seq_len")
     if limit is not None:
         theirs.write("data.max_length", limit, "tokenizer.max_seq_len")
@@ -112,7 +112,7 @@ def _length(theirs: Theirs) -> None:
         theirs.write("data.max_length", _NO_LIMIT, "tokenizer.max_seq_len: null; a longer row is an error, not cut")
 
 
-def _learns_all(theirs: Theirs, at: str) -> bool:
+def _learns_all(theirs: ForeignConfig, at: str) -> bool:
     usual = _SETS.get(_last(theirs.peek(f"{at}._component_")), (None, "auto", False))[2]
     said, strategy = theirs.get(f"{at}.train_on_input"), theirs.get(f"{at}.masking_strategy")
     if strategy is not None:
@@ -120,7 +120,7 @@ def _learns_all(theirs: Theirs, at: str) -> bool:
     return usual if said is None else bool(said)
 
 
-def _set(theirs: Theirs, at: str) -> dict[str, Any]:
+def _set(theirs: ForeignConfig, at: str) -> dict[str, Any]:
     builder = _last(theirs.get(f"{at}._component_"))
     source, layout, _ = _SETS.get(builder, (None, "auto", False))
     if builder not in _SETS:
@@ -141,7 +141,7 @@ def _set(theirs: Theirs, at: str) -> dict[str, Any]:
     return data_set(str(source or builder), files=files, kind=kind, name=name, split=split, format=layout)
 
 
-def _training(theirs: Theirs) -> None:
+def _training(theirs: ForeignConfig) -> None:
     sharded = theirs.gpus > 1
     offloaded = sharded and bool(theirs.get("fsdp_cpu_offload") or theirs.get("fsdp.cpu_offload"))
     name = "fsdp2_offload" if offloaded else "fsdp2" if sharded else "single"
@@ -168,7 +168,7 @@ def _training(theirs: Theirs) -> None:
     theirs.carry("save_total_limit", "checkpointer.keep_last_n_checkpoints")
 
 
-def _optimizer(theirs: Theirs, *, sharded: bool) -> None:
+def _optimizer(theirs: ForeignConfig, *, sharded: bool) -> None:
     name = _last(theirs.get("optimizer._component_", "torch.optim.AdamW"))
     ours = OPTIMIZERS.get(name)
     if ours is None or (sharded and ours != "adamw"):
@@ -186,7 +186,7 @@ def _optimizer(theirs: Theirs, *, sharded: bool) -> None:
             theirs.leave(f"optimizer.{key}", "differs", f"AdamW's constant is {usual} here")
 
 
-def _schedule(theirs: Theirs) -> None:
+def _schedule(theirs: ForeignConfig) -> None:
     name = _last(theirs.get("lr_scheduler._component_", ""))
     if not name:
         theirs.write("training.lr_scheduler_type", "constant", "no lr_scheduler")
@@ -202,7 +202,7 @@ def _schedule(theirs: Theirs) -> None:
         theirs.write("training.lr_scheduler_kwargs", {"num_cycles": cycles}, "lr_scheduler.num_cycles")
 
 
-def _formats(theirs: Theirs) -> None:
+def _formats(theirs: ForeignConfig) -> None:
     """Everything lies and is computed in `dtype` there, optimizer state and adapters too."""
     dtype = str(theirs.get("dtype", "fp32"))
     if dtype == "bf16":

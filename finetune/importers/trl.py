@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.importers import hf_trainer
-from finetune.importers.foreign_config import Theirs
+from finetune.importers.foreign_config import ForeignConfig
 from finetune.importers.shared import data_set, quantised_by, remote_code, unused
 
 # What SFTConfig and ModelConfig do where nothing is said, beside transformers' own defaults.
@@ -24,7 +24,7 @@ DEFAULTS: dict[str, Any] = {
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def convert(theirs: Theirs) -> None:
+def convert(theirs: ForeignConfig) -> None:
     """Every section in turn; what is not read here ends in the list of what was left out. Raises RecipeError."""
     if theirs.peek("beta") or theirs.peek("reward_model_path"):
         theirs.refuse("beta" if theirs.peek("beta") else "reward_model_path", "only SFT's configuration is known here")
@@ -37,7 +37,7 @@ def convert(theirs: Theirs) -> None:
     _formats(theirs)
 
 
-def _adapter(theirs: Theirs) -> None:
+def _adapter(theirs: ForeignConfig) -> None:
     bits = quantised_by(theirs)
     if not theirs.get("use_peft"):
         theirs.write("lora", None, "no use_peft")
@@ -64,7 +64,7 @@ def _modules(named: Any) -> Any:
     return "all-linear" if named in ("all-linear", ["all-linear"]) else named
 
 
-def _formats(theirs: Theirs) -> None:
+def _formats(theirs: ForeignConfig) -> None:
     """Number formats: TRL trains all weights in the format that they are loaded in."""
     form = hf_trainer.precision(theirs, "bf16")
     key, dtype = theirs.first("dtype", "torch_dtype")
@@ -85,7 +85,7 @@ def _formats(theirs: Theirs) -> None:
         theirs.write("training.pure_bf16", True, why)
 
 
-def _data(theirs: Theirs) -> None:
+def _data(theirs: ForeignConfig) -> None:
     theirs.write("data.train", _sets(theirs), "data sets")
     looked_at = theirs.peek("eval_strategy") or theirs.peek("evaluation_strategy") or "no"
     if looked_at != "no":
@@ -107,7 +107,7 @@ def _data(theirs: Theirs) -> None:
         theirs.leave("dataset_text_field", "look", "rename the column text")
 
 
-def _learned(theirs: Theirs) -> None:
+def _learned(theirs: ForeignConfig) -> None:
     """Chats and texts are learned whole unless it says otherwise; of a prompt and its completion, the completion."""
     if theirs.get("assistant_only_loss"):
         theirs.write("data.train_on", "assistant", "assistant_only_loss")
@@ -121,7 +121,7 @@ def _learned(theirs: Theirs) -> None:
             theirs.leave("completion_only_loss", "look", reason, "not given")
 
 
-def _sets(theirs: Theirs) -> list[dict[str, Any]]:
+def _sets(theirs: ForeignConfig) -> list[dict[str, Any]]:
     key = next((key for key in ("dataset_mixture.datasets", "datasets") if theirs.peek(key)), None)
     if key is not None:
         return [_mixed(theirs, f"{key}.{index}") for index in range(len(theirs.peek(key)))]
@@ -136,7 +136,7 @@ def _sets(theirs: Theirs) -> list[dict[str, Any]]:
     return [data_set(theirs.get("dataset_name"), name=theirs.get("dataset_config"), split=split)]
 
 
-def _mixed(theirs: Theirs, at: str) -> dict[str, Any]:
+def _mixed(theirs: ForeignConfig, at: str) -> dict[str, Any]:
     _, path = theirs.first(f"{at}.path", f"{at}.id")
     _, name = theirs.first(f"{at}.name", f"{at}.config")
     _, share = theirs.first(f"{at}.fraction", f"{at}.weight")
@@ -151,7 +151,7 @@ def _mixed(theirs: Theirs, at: str) -> dict[str, Any]:
     return data_set(str(path), files=files, name=name, split=theirs.get(f"{at}.split"), weight=weight)
 
 
-def _held_out(theirs: Theirs) -> None:
+def _held_out(theirs: ForeignConfig) -> None:
     key, size = theirs.first("test_split_size", "dataset_mixture.test_split_size")
     theirs.get("dataset_mixture.seed")
     if size:

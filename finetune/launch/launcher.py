@@ -180,7 +180,7 @@ os.write(2, os.fsencode(sys.argv[2]))
 """
 
 
-def say_last(line: str) -> None:
+def print_after_launcher(line: str) -> None:
     """Writes the line to standard error, and under a launcher once more when that has ended.
 
     A small process in a session of its own does the second: it holds this one's standard error for that long. Linux.

@@ -90,7 +90,7 @@ def interface_towards(address: str) -> str | None:
     return next((name for name, entries in found if any(entry.address == mine for entry in entries)), None)
 
 
-def patience(recipe: Recipe) -> timedelta:
+def collective_timeout(recipe: Recipe) -> timedelta:
     """How long a rank waits in a collective for the others.
 
     Longer than one of them may be busy alone, reading 140 GB of weights or writing them; who is dead or frozen is
@@ -100,13 +100,13 @@ def patience(recipe: Recipe) -> timedelta:
 
 
 @contextmanager
-def meeting(launch: Launch) -> Iterator[None]:
+def rendezvous(launch: Launch) -> Iterator[None]:
     """Around the making of the process group: says after a minute whom it waits for.
 
     Raises:
         NoRendezvous: the ranks did not find each other; names rank, place, reason and what to look at.
     """
-    hint = threading.Timer(_HINT_SECONDS, lambda: print(f"still waiting: {_whom_and_where(launch)}", file=sys.stderr))
+    hint = threading.Timer(_HINT_SECONDS, lambda: print(f"still waiting: {_rendezvous_hint(launch)}", file=sys.stderr))
     hint.daemon = True
     choose_interface(launch)
     if launch.world_size > 1 and launch.local_rank == 0:
@@ -118,12 +118,12 @@ def meeting(launch: Launch) -> Iterator[None]:
         if another or launch.world_size == 1 or torch.distributed.is_initialized():
             raise
         reason = " ".join(re.sub(r"\[/[^\]]*\]", "", str(error)).split())[:200]
-        raise NoRendezvous(f"{_whom_and_where(launch)} ({reason})") from error
+        raise NoRendezvous(f"{_rendezvous_hint(launch)} ({reason})") from error
     finally:
         hint.cancel()
 
 
-def _whom_and_where(launch: Launch) -> str:
+def _rendezvous_hint(launch: Launch) -> str:
     place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
     interfaces = ", ".join(sorted(name for name in psutil.net_if_addrs() if name != "lo")) or "none"
     return (

@@ -21,7 +21,7 @@ Key = int
 # Told of each change: the storage's number (counted from 0, never used again), its device, and its bytes from now on.
 # Number NONE says that a phase begins.
 NONE = -1
-Tell = Callable[[int, str, int], None]
+Callback = Callable[[int, str, int], None]
 
 
 @dataclass
@@ -39,9 +39,9 @@ class TensorBytes:
     reference to it ends with the storage, also when only C++ holds it: a tensor saved for backward, a gradient bucket.
     """
 
-    def __init__(self, existing: Iterable[torch.Tensor] = (), tell: Tell | None = None) -> None:
+    def __init__(self, existing: Iterable[torch.Tensor] = (), callback: Callback | None = None) -> None:
         self.fake_mode: Any = None  # a planner's: then its tensors are counted, and no others
-        self._tell = tell
+        self._callback = callback
         self._seen = 0
         self._storages: dict[Key, _Storage] = {}
         # Storages may end in any thread and in the middle of any line here, so their ends are queued, not booked.
@@ -68,8 +68,8 @@ class TensorBytes:
         """Begin a phase."""
         self.book_ends()
         self._peak = dict(self._live)
-        if self._tell is not None:
-            self._tell(NONE, "", 0)
+        if self._callback is not None:
+            self._callback(NONE, "", 0)
 
     @contextmanager
     def watch_resizes(self) -> Iterator[None]:
@@ -131,8 +131,8 @@ class TensorBytes:
         live = self._live[device] = self._live.get(device, 0) + change
         if live > self._peak.get(device, 0):
             self._peak[device] = live
-        if self._tell is not None:
-            self._tell(serial, device, nbytes)
+        if self._callback is not None:
+            self._callback(serial, device, nbytes)
 
     def book_ends(self) -> None:
         """Take in which storages have ended by now."""

@@ -119,7 +119,7 @@ class Terminal:
         self._began: tuple[float, int] | None = None
         self._drawn = False
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """A line that stays; nothing for an empty text."""
         if self._silent or not text:
             return

@@ -118,7 +118,7 @@ def load_base(
     _refuse_incomplete(path or section.name_or_path, info)
     assert isinstance(model, PreTrainedModel)
     if recipe.quantization:
-        _steady_quantized_weights(model)
+        _keep_quantized_weights_bitwise(model)
     model.config.use_cache = False
     return model
 
@@ -170,7 +170,7 @@ def _bitsandbytes(quantization: Quantization) -> BitsAndBytesConfig:
     )
 
 
-def _steady_quantized_weights(model: PreTrainedModel) -> None:
+def _keep_quantized_weights_bitwise(model: PreTrainedModel) -> None:
     """Hold the quantised weights to what was loaded, and see that embeddings and head are not among them.
 
     On a CPU with AVX512-BF16 the first evaluation has bitsandbytes 0.50 repack every 4-bit weight for good, its scales

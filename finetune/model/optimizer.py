@@ -104,7 +104,7 @@ def _from_bitsandbytes(
 def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     """Have bitsandbytes make the state of these parameters, in its own pages and with its own code books, as its
     first step would; loading fills it in place. torch's optimizers take any tensor as state and are left alone."""
-    inner = innermost(optimizer)
+    inner = unwrap_optimizer(optimizer)
     if not hasattr(inner, "init_state"):
         return
     wanted = {id(parameter) for parameter in parameters}
@@ -114,27 +114,27 @@ def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Par
                 inner.init_state(group, parameter, group_index, index)
 
 
-def once_stepped(optimizer: torch.optim.Optimizer, tell: Callable[[Counter[str]], None]) -> None:
+def call_after_first_step(optimizer: torch.optim.Optimizer, callback: Callable[[Counter[str]], None]) -> None:
     """Call `tell` with `held_state` once there is a state: now in a resumed run, else after the first update."""
-    if held := held_state(optimizer):
-        tell(held)
+    if held := optimizer_state_elements(optimizer):
+        callback(held)
         return
 
     def look(*_: Any) -> None:
         hook.remove()
-        tell(held_state(optimizer))
+        callback(optimizer_state_elements(optimizer))
 
-    hook = innermost(optimizer).register_step_post_hook(look)
+    hook = unwrap_optimizer(optimizer).register_step_post_hook(look)
 
 
-def held_state(optimizer: torch.optim.Optimizer) -> Counter[str]:
+def optimizer_state_elements(optimizer: torch.optim.Optimizer) -> Counter[str]:
     """Elements of the moments that this rank holds, by number format; none before the first step.
 
     Moments are the state of their parameter's shape; step counts, block maxima and code books are not. An engine that
     keeps them elsewhere (on disk) holds none.
     """
     count: Counter[str] = Counter()
-    for parameter, state in innermost(optimizer).state.items():
+    for parameter, state in unwrap_optimizer(optimizer).state.items():
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.ndim:
                 local = value.to_local() if isinstance(value, DTensor) else value
@@ -144,7 +144,7 @@ def held_state(optimizer: torch.optim.Optimizer) -> Counter[str]:
 
 def state_dtypes(optimizer: torch.optim.Optimizer) -> str:
     """The number formats of the moments held now, largest share first; "none" before the first step."""
-    return formats(held_state(optimizer))
+    return formats(optimizer_state_elements(optimizer))
 
 
 def formats(held: Counter[str]) -> str:
@@ -152,7 +152,7 @@ def formats(held: Counter[str]) -> str:
     return ", ".join(name for name, _ in held.most_common()) or "none"
 
 
-def innermost(optimizer: torch.optim.Optimizer) -> Any:
+def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> Any:
     """The optimizer that holds the state, inside Accelerate's wrapper and an engine's own."""
     inner: Any = optimizer
     while hasattr(inner, "optimizer"):

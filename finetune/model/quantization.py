@@ -120,7 +120,7 @@ def plain_quantized_weights(model: nn.Module) -> None:
             continue
         weight = layer.weight
         assert hasattr(weight, "bnb_quantized"), "only 4-bit weights can be made plain"
-        state = weight.quant_state if weight.bnb_quantized else _hollow_state(weight)
+        state = weight.quant_state if weight.bnb_quantized else _empty_quant_state(weight)
         packed = weight.detach().as_subclass(Tensor) if weight.bnb_quantized else _hollow_weight(weight)
         layer.packing = {key: getattr(state, key) for key in ("shape", "dtype", "blocksize", "quant_type")}
         layer.quant_state = None
@@ -150,7 +150,7 @@ def _forget_input(_layer: nn.Module, _inputs: Any, output: Tensor) -> None:
         node.A = None
 
 
-def hollow_int8_weights(model: nn.Module) -> None:
+def empty_int8_weights(model: nn.Module) -> None:
     """Give int8 layers on meta the tensors they have after loading, as a plain parameter and a plain buffer.
 
     For a planner: which columns are outliers follows from the data, and here none is.
@@ -182,7 +182,7 @@ def _state_class() -> Any:
     return QuantState
 
 
-def _hollow_state(weight: Any) -> Any:
+def _empty_quant_state(weight: Any) -> Any:
     """What quantising this weight would make, without values."""
     make = _state_class()
 

@@ -41,7 +41,7 @@ class Asked:
 
 
 @contextmanager
-def _unswept() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """Imports leave a million objects for good, which the garbage collector need not look at, now or later: a second
     of ten."""
     gc.disable()
@@ -57,7 +57,7 @@ def plan_by_trace(recipe: Recipe, gpus: Gpus | None, *, must_fit: bool = False) 
     `must_fit` DoesNotFit, as soon as that is certain."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # speaks of kernels it would like to download
     with redirect_stdout(io.StringIO()):  # DeepSpeed, where it is installed, speaks when accelerate looks at it
-        with _unswept():
+        with without_gc():
             from finetune.planner.plan_recipe import plan_recipe
 
         try:

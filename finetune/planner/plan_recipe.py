@@ -21,9 +21,9 @@ from finetune.model.known_configs import full_config
 from finetune.model.optimizer import check_optimizer
 from finetune.model.quantization import check_sharded_quantization
 from finetune.planner.depth.caching_allocator import NoMemory, replay
-from finetune.planner.depth.extrapolate import SHALLOW, deep, depths, kept_whole, with_layers
-from finetune.planner.depth.fork import begun
-from finetune.planner.depth.repeat_layers import Change, filled_up, spliced
+from finetune.planner.depth.extrapolate import SHALLOW, depths, extrapolate, layers_kept_gathered, with_layers
+from finetune.planner.depth.fork import run_in_forks
+from finetune.planner.depth.repeat_layers import Change, add_unlayered_storage, repeat_layers
 from finetune.planner.roofline import Layout
 from finetune.planner.trace.fake_device import NAME
 from finetune.planner.trace.flops import StepWork, at_depth, of_ddp, per_step
@@ -131,7 +131,7 @@ def _with_allocator(planned: Planned, changes: Sequence[Change], room: int) -> P
     held = replay(changes)
     short = {name: phase.peak.nbytes - held[name].allocated for name, phase in planned.phases.items()}
     if max(short.values()) > 0:  # of storages that are no layer's and grow with depth: DDP's buckets, ZeRO's partitions
-        changes = list(filled_up(changes, short))
+        changes = list(add_unlayered_storage(changes, short))
         held = replay(changes)
     least, most = (max(getattr(phase, kind) for phase in held.values()) for kind in ("allocated", "reserved"))
     upper = most
@@ -166,10 +166,10 @@ class _Traced:
 def _traced(job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool) -> _Traced:
     """The model of this depth from shallow ones, or from itself where the `whole` is asked for."""
     layers, every = int(config["num_hidden_layers"]), max(1, int(job.recipe.training.activation_checkpointing))
-    shallow = SHALLOW + (kept_whole(config, _packed(job.recipe)) if job.strategy.zero_stage == 3 else 0)
+    shallow = SHALLOW + (layers_kept_gathered(config, _packed(job.recipe)) if job.strategy.zero_stage == 3 else 0)
     few, more = depths(layers, every, shallow)
     needed = (layers,) if whole or layers <= more else (more, few)
-    with begun({depth: partial(_shallow, job, config, depth, folder) for depth in needed}) as traced:
+    with run_in_forks({depth: partial(_shallow, job, config, depth, folder) for depth in needed}) as traced:
         work: dict[int, StepWork] = {}
         timelines: dict[int, Timeline] = {}
 
@@ -179,11 +179,11 @@ def _traced(job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool) 
             return timelines[depth]
 
         def spliced_of(depth: int) -> list[Change]:
-            return list(spliced(timeline_of(depth), NAME, depth, layers, every))
+            return list(repeat_layers(timeline_of(depth), NAME, depth, layers, every))
 
         if whole:
             return _Traced(timeline_of(layers).phases("cpu"), at_depth(work, layers))
-        grown = partial(deep, timeline_of, layers, period=every, shallow=shallow)
+        grown = partial(extrapolate, timeline_of, layers, period=every, shallow=shallow)
         if not job.on_gpu:
             return _Traced(grown("cpu"), at_depth(work, layers))
         repeats = job.strategy.zero_stage != 3
@@ -215,7 +215,7 @@ def _refuse_larger(changes: Sequence[Change], beside: int, most: int) -> None:
 
 
 def _share_reserved(timeline: Timeline, layers: int) -> float:
-    held = replay(spliced(timeline, NAME, layers, layers)).values()
+    held = replay(repeat_layers(timeline, NAME, layers, layers)).values()
     return max(phase.reserved for phase in held) / max(phase.allocated for phase in held)
 
 

@@ -18,7 +18,7 @@ REFINEMENTS = 4  # plans that a guess takes at most
 GRAIN = {LENGTH: 128, ROWS: 1}  # what a proposed value is a multiple of
 
 
-class Plan(Protocol):
+class Planned(Protocol):
     """What is asked of a plan: job.Planned."""
 
     @property
@@ -28,7 +28,7 @@ class Plan(Protocol):
     def fits(self) -> bool: ...
 
 
-Planner = Callable[[Recipe, Gpus], Plan]
+Planner = Callable[[Recipe, Gpus], Planned]
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ def largest(
     if gpus is None:
         raise FinetuneError(f"--max: {name}: no GPU is named; add --gpus 4x24GB")
     room = gpus
-    plans: dict[int, Plan] = {}
+    plans: dict[int, Planned] = {}
 
-    def planned(value: int) -> Plan:
+    def planned(value: int) -> Planned:
         if value not in plans:
             plans[value] = plan(changed(recipe, {key: value}), room)
         return plans[value]
@@ -124,7 +124,7 @@ def _guess(
     gpus: Gpus,
     key: str,
     values: Sequence[int],
-    planned: Callable[[int], Plan],
+    planned: Callable[[int], Planned],
 ) -> int:
     """Index of the last value that should fit. By the closed form, times what a plan near the edge makes of it (the
     allocator's part); by plans alone where there is no closed form."""

@@ -20,7 +20,7 @@ from finetune.launch.signals import die_with_parent
 from finetune.model.known_configs import full_config
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe
-from finetune.training.planner_process import Question
+from finetune.training.planner_process import PlanRequest
 
 if TYPE_CHECKING:
     from finetune.planner.plan_recipe import Planned
@@ -44,13 +44,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def read_question(told: Mapping[str, Any]) -> Question:
+def read_question(told: Mapping[str, Any]) -> PlanRequest:
     """The question, from its JSON."""
     documents = tuple(tuple(tuple(row) for row in batch) for batch in told["documents"])
-    return Question(**{**told, "documents": documents})
+    return PlanRequest(**{**told, "documents": documents})
 
 
-def planned(question: Question) -> tuple[dict[str, Any] | None, str | None, int]:
+def planned(question: PlanRequest) -> tuple[dict[str, Any] | None, str | None, int]:
     """The plan's JSON, or why there is none, and the bytes it needs."""
     try:
         from finetune.planner.memory_table import plan_json
@@ -63,7 +63,7 @@ def planned(question: Question) -> tuple[dict[str, Any] | None, str | None, int]
     return plan_json(found), None, found.needed
 
 
-def plan_run(question: Question) -> Planned:
+def plan_run(question: PlanRequest) -> Planned:
     """Plan rank 0 of the run, on the batches of its worst step. Raises what `plan_recipe` raises."""
     from finetune.planner.plan_recipe import plan_recipe
 
@@ -75,12 +75,12 @@ def plan_run(question: Question) -> Planned:
     return plan_recipe(recipe, gpus_of_run(question), batches=batches)
 
 
-def gpus_of_run(question: Question) -> Gpus:
+def gpus_of_run(question: PlanRequest) -> Gpus:
     """The run's own GPUs, by their driver's name and size."""
     return Gpus(question.ranks_of_node, question.memory, question.device, question.nodes)
 
 
-def changes(question: Question) -> list[dict[str, Any]]:
+def changes(question: PlanRequest) -> list[dict[str, Any]]:
     """What would fit, each planned again on the run's own rows: `change` as key=value, `needed_bytes`."""
     recipe = Recipe.model_validate_json(question.recipe)
     if question.device != "cpu":
@@ -103,7 +103,7 @@ def changes(question: Question) -> list[dict[str, Any]]:
     return fitting
 
 
-def asked_for(question: Question, recipe: Recipe) -> Question:
+def asked_for(question: PlanRequest, recipe: Recipe) -> PlanRequest:
     """The question for another recipe, the run's rows dealt out and cut as it has them."""
     rows, length = recipe.training.per_device_batch_size, recipe.data.max_length
     documents = tuple(tuple(_cut(row, length) for row in batch[:rows]) for batch in question.documents)
@@ -128,7 +128,7 @@ class _Lengths:
         return [(np.full(length, 3), np.full(length, 3)) for length in self.documents_of[row]]
 
 
-def batches_of(question: Question) -> list[MicroBatch]:
+def batches_of(question: PlanRequest) -> list[MicroBatch]:
     """The micro-batches of the run's worst step, but for what stands in them."""
     from finetune.tokens.batches import micro_batches
 

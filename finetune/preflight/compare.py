@@ -23,7 +23,7 @@ from finetune.files import read_lines, remove_folder, write_json
 from finetune.paths import TRAIN_SCRIPT
 from finetune.recipe.loader import CONFIG_FOLDER, load_recipe
 from finetune.recipe.schema import Training
-from finetune.training.planner_process import SWITCH
+from finetune.training.planner_process import PLANNER_SWITCH
 
 PHASES = ("load", "forward", "backward", "step", "save")
 MEMORY = ("peak", "allocated", "host_peak", "host_allocated")
@@ -149,7 +149,7 @@ def _run(comparison: Comparison, strategy: str, progress: Progress) -> Row:
     progress(strategy, 0)
     with open(log, "w", encoding="utf-8") as output:
         command = job_command(comparison, strategy)
-        environment = os.environ | {"PYTHONWARNINGS": "ignore", SWITCH: "off"}  # no planner among what is timed
+        environment = os.environ | {"PYTHONWARNINGS": "ignore", PLANNER_SWITCH: "off"}  # no planner among what is timed
         with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process:
             while (code := _wait(process)) is None:
                 progress(strategy, _steps_done(folder))

@@ -17,12 +17,12 @@ from typing import Literal
 
 from finetune import __version__
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.hub.client import check_permission, understand
+from finetune.hub.client import check_permission, classify_error
 from finetune.paths import PACKAGE
 from finetune.preflight.disk import GIB, folders, free_bytes, may_write, need_of
 from finetune.preflight.process_pair import pair_test
 from finetune.recipe.schema import Recipe
-from finetune.redaction import showable, variables
+from finetune.redaction import redact, variables
 
 State = Literal["ok", "look", "bad"]
 # Extra -> what is imported, and what it is for.
@@ -75,7 +75,7 @@ def examine(recipe: Recipe | None = None, *, online: bool = False) -> Iterator[F
     )
     for part in parts:
         for found in part():
-            yield Finding(found.name, found.state, showable(found.seen), showable(found.remedy))
+            yield Finding(found.name, found.state, redact(found.seen), redact(found.remedy))
 
 
 def _python() -> Iterator[Finding]:
@@ -270,7 +270,7 @@ def scope(repo_id: str | None, endpoint: str | None = None) -> str:
         text = "it may not write to the recipe's hub.repo_id; make one with write access there, then: hf auth login"
         raise EnvironmentMismatch(text) from None
     except Exception as error:
-        trouble = understand(error)
+        trouble = classify_error(error)
         if trouble is None:
             raise
         later = "try again later" if trouble.transient else "make another one, then: hf auth login"

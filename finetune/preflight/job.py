@@ -20,7 +20,7 @@ from finetune.files import read_lines
 from finetune.paths import TRAIN_SCRIPT
 from finetune.preflight.compare import failure
 from finetune.recipe.loader import CONFIG_FOLDER
-from finetune.training.planner_process import SWITCH
+from finetune.training.planner_process import PLANNER_SWITCH
 
 PATIENCE_SECONDS = 300  # for one start
 # What this process got from a launcher or a scheduler of its own is not for its children.
@@ -75,7 +75,7 @@ def started(job: Job) -> Iterator[subprocess.Popen[bytes]]:
     environment |= {
         "CUDA_VISIBLE_DEVICES": "",
         "FINETUNE_CACHE": str(job.folder / "cache"),
-        SWITCH: "off",
+        PLANNER_SWITCH: "off",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONWARNINGS": "ignore",

@@ -38,7 +38,7 @@ ATTEMPTS = 3  # on a busy machine the whole run may be over before the kill
 class Checklist:
     """What was looked at so far: name, whether it held, seconds, what was seen."""
 
-    tell: Callable[[dict[str, Any]], None]
+    log: Callable[[dict[str, Any]], None]
     steps: list[dict[str, Any]] = field(default_factory=list)
     exit_code: int = 0
 
@@ -56,13 +56,13 @@ class Checklist:
             failed = StepFailed(str(error), error.exit_code)
             step["seen"], self.exit_code = str(error), error.exit_code
         step["seconds"] = round(time.monotonic() - began, 1)
-        self.tell(step)
+        self.log(step)
         if failed is not None:
             raise failed
 
 
 def rehearse(
-    recipe: Path, given: Sequence[str], *, processes: int = 2, tell: Callable[[dict[str, Any]], None]
+    recipe: Path, given: Sequence[str], *, processes: int = 2, log: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
     """Rehearse and return the report; `tell` gets each line of it when it is known.
 
@@ -71,14 +71,14 @@ def rehearse(
     loaded = load_recipe(recipe, given).recipe
     strategy = read_strategy(loaded.accelerate_config)
     ranks = processes_of(strategy, processes)
-    checklist, began = Checklist(tell), time.monotonic()
+    checklist, began = Checklist(log), time.monotonic()
     report: dict[str, Any] = {"recipe": str(recipe), "strategy": strategy.name, "processes": ranks, "differs": []}
     with tempfile.TemporaryDirectory(prefix="finetune-rehearsal-") as name, ended_by_signals():
         folder = Path(name)
         try:
             with checklist.line("loads") as step:
                 section = loaded.model
-                with hushed():
+                with silenced():
                     model = shrink_model(section.name_or_path, section.revision, loaded.data, folder / "model")
                 found = changes(loaded, strategy, model, processes=ranks, folder=folder)
                 settings = (*given, *overrides(found))
@@ -86,7 +86,7 @@ def rehearse(
                 step["seen"] = f"{model.architecture} of {model.parameters:,} parameters"
             report["differs"] = [change.told for change in found if change.told]
             for told in report["differs"]:
-                tell({"differs": told})
+                log({"differs": told})
             report["receipt"] = _perform(Job(recipe, settings, ranks, folder), small, checklist)
         except StepFailed:
             pass
@@ -106,7 +106,7 @@ def _perform(job: Job, recipe: Recipe, checklist: Checklist) -> dict[str, Any]:
         step["seen"] = same_curve(uninterrupted, job.curve())
     with checklist.line("exported") as step:
         step["seen"] = exported(job.run_dir)
-    with checklist.line("loaded back") as step, hushed():
+    with checklist.line("loaded back") as step, silenced():
         step["seen"] = load_back(recipe, job.run_dir)
     return receipt
 
@@ -180,7 +180,7 @@ def exported(run_dir: Path) -> str:
 
 
 @contextmanager
-def hushed() -> Iterator[None]:
+def silenced() -> Iterator[None]:
     """What libraries say while small models are made and loaded is not about the recipe; errors still come through."""
     from transformers.utils import logging as transformers_logging
 
@@ -197,7 +197,7 @@ def show(*, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     console, began = Console(quiet=quiet, soft_wrap=True), time.monotonic()
     failed: list[str] = []
 
-    def tell(line: dict[str, Any]) -> None:
+    def log(line: dict[str, Any]) -> None:
         if "differs" in line:
             console.print(Text(f"         differs: {line['differs']}", style="dim"))
             return
@@ -207,6 +207,6 @@ def show(*, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
         if not line["ok"]:
             failed.append(line["name"])
 
-    yield tell
+    yield log
     seconds = time.monotonic() - began
     console.print(f"rehearsed in {seconds:.0f} s" if not failed else f"failed in {seconds:.0f} s: {failed[0]}")

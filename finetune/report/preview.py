@@ -29,7 +29,7 @@ CHARACTER = 4  # tokens that one character of UTF-8 may be cut into
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenText:
     """One token as text, or the few that one character was cut into."""
 
     text: str
@@ -43,7 +43,7 @@ class ShownRow:
 
     place: str
     roles: dict[str, int]  # messages of each role; empty for a text
-    pieces: list[Piece]
+    pieces: list[TokenText]
     tokens: int
     learned: int
 
@@ -100,7 +100,7 @@ def preview(recipe: Recipe, rows: int) -> Preview:
     )
 
 
-def pieces(texts: TextTokenizer, document: Document) -> Iterator[Piece]:
+def pieces(texts: TextTokenizer, document: Document) -> Iterator[TokenText]:
     """Tokens as text, each decoded after the one before, so that spaces between words are kept."""
     before: list[int] = []
     held: list[int] = []
@@ -109,10 +109,10 @@ def pieces(texts: TextTokenizer, document: Document) -> Iterator[Piece]:
         text = texts.decode([*before, *held])[len(texts.decode(before)) :]
         if text.endswith("\ufffd") and len(held) < CHARACTER:
             continue
-        yield Piece(text, label != IGNORE, token in texts.special_ids)
+        yield TokenText(text, label != IGNORE, token in texts.special_ids)
         before, held = held, []
     if held:
-        yield Piece(texts.decode(held), document.labels[-1] != IGNORE, False)
+        yield TokenText(texts.decode(held), document.labels[-1] != IGNORE, False)
 
 
 def _readable(data: Data, encoder: Encoder) -> Iterator[ShownRow]:

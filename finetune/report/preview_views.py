@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from finetune.report.html import histogram, page
-from finetune.report.preview import Piece, Preview, ShownRow
+from finetune.report.preview import Preview, ShownRow, TokenText
 
 HEAD, TAIL = 500, 150  # tokens of a long row shown on the terminal
 BAR = 40  # characters of the longest bar
@@ -47,7 +47,7 @@ def _row_text(row: ShownRow, *, marks: bool) -> Text:
     return text
 
 
-def _add(text: Text, shown: list[Piece], *, marks: bool) -> None:
+def _add(text: Text, shown: list[TokenText], *, marks: bool) -> None:
     learned = False
     for index, piece in enumerate(shown):
         if marks and piece.learned != learned:
@@ -107,6 +107,6 @@ def as_page(preview: Preview, recipe: str) -> str:
     return page(f"Preview of {recipe}", "What the model will be given, and which part of it is learned.", body)
 
 
-def _marked(piece: Piece) -> str:
+def _marked(piece: TokenText) -> str:
     kinds = "t" + " l" * piece.learned + " s" * piece.special
     return f'<span class="{kinds}">{escape(piece.text)}</span>'

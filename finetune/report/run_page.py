@@ -140,26 +140,26 @@ def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
 PICTURES = {"loss.png": draw_loss, "memory.png": draw_memory}
 
 
-def write_page(run_dir: Path, say: Callable[[str], None]) -> None:
+def write_page(run_dir: Path, log: Callable[[str], None]) -> None:
     """report.html of a run that goes on: 25 ms for a thousand steps."""
-    with _told(say):
+    with _told(log):
         write_report(read_runs([run_dir]), run_dir / NAME)
 
 
-def write_pages(run_dir: Path, say: Callable[[str], None]) -> None:
+def write_pages(run_dir: Path, log: Callable[[str], None]) -> None:
     """report.html, and its pictures where matplotlib is installed."""
-    with _told(say):
+    with _told(log):
         runs = read_runs([run_dir])
         write_report(runs, run_dir / NAME)
         if importlib.util.find_spec("matplotlib") is not None:
             for name, draw in PICTURES.items():
                 draw(runs, run_dir / name)
-        say(f"report: {run_dir / NAME}")
+        log(f"report: {run_dir / NAME}")
 
 
 @contextmanager
-def _told(say: Callable[[str], None]) -> Iterator[None]:
+def _told(log: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever it is, hours of training are worth more than their picture
-        say(f"the report was not written: {type(error).__name__}: {error}")
+        log(f"the report was not written: {type(error).__name__}: {error}")

@@ -50,7 +50,7 @@ def clear_beats(run_dir: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-class Heart:
+class Heartbeat:
     """This rank's own beat. Nothing else in this process may open its file: closing that would drop the lock."""
 
     def __init__(self, run_dir: Path, rank: int, token: int) -> None:

@@ -75,8 +75,11 @@ def held(parts: Assembled) -> dict[str, Any]:
     """What this rank would write: group -> name -> tensor or piece."""
     if parts.engine is not None:
         return trained_pieces(parts.engine)
-    reshard(parts.whole)
-    return {"model": model_tensors(parts.whole), "optimizer": optimizer_tensors(parts.whole, parts.optimizer)}
+    reshard(parts.unwrapped_model)
+    return {
+        "model": model_tensors(parts.unwrapped_model),
+        "optimizer": optimizer_tensors(parts.unwrapped_model, parts.optimizer),
+    }
 
 
 def _fill(parts: Assembled, folder: Path, *, hashes: bool) -> dict[str, Any]:
@@ -88,9 +91,9 @@ def _fill(parts: Assembled, folder: Path, *, hashes: bool) -> dict[str, Any]:
     if parts.engine is not None:
         load_pieces(parts.engine, saved_model, saved_optimizer)
     else:
-        reshard(parts.whole)
-        load_model(parts.whole, saved_model)
-        load_optimizer(parts.whole, parts.optimizer, saved_optimizer)
+        reshard(parts.unwrapped_model)
+        load_model(parts.unwrapped_model, saved_model)
+        load_optimizer(parts.unwrapped_model, parts.optimizer, saved_optimizer)
     return read_state_of(checkpoint)
 
 
@@ -101,7 +104,7 @@ def export(recipe: Recipe, parts: Assembled, tokenizer: PreTrainedTokenizerBase,
     """
     folder, section = Path(recipe.run_dir), recipe.model
     dtype = None if recipe.lora else getattr(torch, section.dtype)
-    weights, model = parts.trained_weights(dtype=dtype, keep=write), cast("Any", parts.whole)
+    weights, model = parts.trained_weights(dtype=dtype, keep=write), cast("Any", parts.unwrapped_model)
     bad = all_ranks().gather(not_finite(weights, 0) if write else [])[0]
     if bad:
         raise NotFinite(

@@ -17,8 +17,8 @@ def trained_checksums(parts: Assembled) -> dict[str, str]:
     """A checksum of each trained tensor's bits, the same for any number of ranks; every rank calls it."""
     if parts.engine is not None:
         return checksums(trained_masters(parts.engine), all_ranks())
-    reshard(parts.whole)
-    return checksums(model_tensors(parts.whole), all_ranks())
+    reshard(parts.unwrapped_model)
+    return checksums(model_tensors(parts.unwrapped_model), all_ranks())
 
 
 def unchanged_tensors(parts: Assembled, start: Mapping[str, str]) -> list[str] | None:

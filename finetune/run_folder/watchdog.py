@@ -22,11 +22,11 @@ import torch
 from accelerate import Accelerator
 
 from finetune.errors import FinetuneError, NoRendezvous, RankLost
-from finetune.launch.launcher import Launch, say_last
+from finetune.launch.launcher import Launch, print_after_launcher
 from finetune.run_folder.folder import mark_failed, read_state
 from finetune.run_folder.heartbeat import (
     Beat,
-    Heart,
+    Heartbeat,
     beat_file,
     holds_lock,
     process_is_gone,
@@ -47,11 +47,11 @@ class Progress:
 
     phase: str = "load"
     step: int = 0
-    tell: Callable[[], None] = field(default=lambda: None)  # write it down now
+    write_heartbeat: Callable[[], None] = field(default=lambda: None)  # write it down now
 
     def reached(self, step: int) -> None:
         self.step = step
-        self.tell()
+        self.write_heartbeat()
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def watched(
         yield
         return
     heart, token = _join(run_dir, accelerator, launch, progress)
-    watch = Watch(run_dir, launch, progress, heart, token, timeout_seconds, command)
+    watch = Watchdog(run_dir, launch, progress, heart, token, timeout_seconds, command)
     try:
         yield
     except BaseException as error:
@@ -94,14 +94,14 @@ def watched(
     watch.close(ended=True)
 
 
-def _join(run_dir: Path, accelerator: Accelerator, launch: Launch, progress: Progress) -> tuple[Heart, int]:
+def _join(run_dir: Path, accelerator: Accelerator, launch: Launch, progress: Progress) -> tuple[Heartbeat, int]:
     """This rank's first beat, when rank 0's is seen: every rank finds all beats there afterwards."""
 
     def over_ranks(number: int) -> int:
         return int(accelerator.reduce(torch.tensor(number, device=accelerator.device), reduction="sum"))
 
-    def first_beat(token: int) -> Heart:
-        heart = Heart(run_dir, launch.rank, token)
+    def first_beat(token: int) -> Heartbeat:
+        heart = Heartbeat(run_dir, launch.rank, token)
         heart.beat("running", progress.phase, progress.step, sync=True)
         return heart
 
@@ -128,7 +128,7 @@ def _appears(run_dir: Path, token: int) -> bool:
     return True
 
 
-class Watch:
+class Watchdog:
     """This rank's beat, and its eye on the others. A thread does both until `close`."""
 
     def __init__(
@@ -136,7 +136,7 @@ class Watch:
         run_dir: Path,
         launch: Launch,
         progress: Progress,
-        heart: Heart,
+        heart: Heartbeat,
         token: int,
         timeout_seconds: int,
         command: str,
@@ -153,14 +153,14 @@ class Watch:
         self._seen: dict[int, tuple[Beat, float]] = {}
         self._looked = time.monotonic()
         self._stop, self._one_ends = threading.Event(), threading.Lock()
-        progress.tell = self._beat
+        progress.write_heartbeat = self._beat
         self._thread = threading.Thread(target=self._live, name="pulse", daemon=True)
         self._thread.start()
 
     def close(self, *, ended: bool) -> None:
         """The last beat. Whoever leaves without one has died."""
         self._stop.set()
-        self._progress.tell = lambda: None
+        self._progress.write_heartbeat = lambda: None
         self._thread.join(2 * self._interval)
         with suppress(OSError):
             self._heart.beat("ended" if ended else "failed", self._progress.phase, self._progress.step, sync=True)
@@ -226,7 +226,7 @@ class Watch:
         with self._one_ends:  # and never leaves it
             line = f"{self._record(lost)}; continue{self._everywhere()} with: {self._command}"
             if self._speaks():
-                say_last(line)
+                print_after_launcher(line)
             if lost.what == "froze" and lost.beat.machine == this_machine():
                 with suppress(OSError):
                     os.kill(lost.beat.process, signal.SIGKILL)  # its launcher would wait for it for 30 s

@@ -20,7 +20,7 @@ from torch import nn
 
 from finetune.errors import EnvironmentMismatch
 from finetune.launch.launcher import Launch
-from finetune.launch.rendezvous import check_world, patience
+from finetune.launch.rendezvous import check_world, collective_timeout
 from finetune.model.optimizer import check_optimizer
 from finetune.model.packaged import PREFIX, in_hub_cache
 from finetune.model.quantization import check_sharded_quantization
@@ -29,7 +29,7 @@ from finetune.recipe.strategy import Strategy, read_strategy
 from finetune.strategies.gpu_needs import check_gpus
 from finetune.strategies.loss_scaling import scale_losses_on_cpu
 from finetune.strategies.zero import zero_environment, zero_plugin
-from finetune.strategies.zero_requirements import quiet_engine, require_deepspeed
+from finetune.strategies.zero_requirements import require_deepspeed, silenced_deepspeed
 
 Hold = Callable[[], AbstractContextManager[Any]]
 # What a launcher sets, for one process without one: engines that shard have a group of ranks also for a single one.
@@ -151,7 +151,7 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
     EnvironmentMismatch when strategy, world size or precision in force differ from those asked for.
     """
     on_cpu = launch.on_cpu or not torch.cuda.is_available()
-    process_group = InitProcessGroupKwargs(timeout=patience(recipe))
+    process_group = InitProcessGroupKwargs(timeout=collective_timeout(recipe))
     if strategy.kind in ("fsdp", "deepspeed"):
         for key, value in ALONE.items():
             os.environ.setdefault(key, value)
@@ -164,7 +164,7 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
         zero_environment(on_cpu)
         process_group.backend = "gloo" if on_cpu else None
         zero = zero_plugin(recipe, strategy, world_size=launch.world_size, on_cpu=on_cpu)
-    with quiet_engine():
+    with silenced_deepspeed():
         accelerator = Accelerator(
             mixed_precision=recipe.training.mixed_precision,
             # An engine on gloo ranks is no CPU run to Accelerate, which would drop the plugin.
@@ -231,7 +231,7 @@ def _compare(recipe: Recipe, strategy: Strategy, launch: Launch, accelerator: Ac
         raise EnvironmentMismatch(f"launch: {'; '.join(differing)}; correct the launcher's settings and environment")
 
 
-def holding_back(accelerator: Accelerator, strategy: Strategy, model: nn.Module) -> Hold:
+def accumulation_context(accelerator: Accelerator, strategy: Strategy, model: nn.Module) -> Hold:
     """What the loop enters for every micro-batch but a step's last.
 
     Whole gradients wait for the last and are reduced once. Sharded ones are reduced each time: kept whole they would
@@ -241,7 +241,7 @@ def holding_back(accelerator: Accelerator, strategy: Strategy, model: nn.Module)
     return nullcontext if own_way else lambda: accelerator.no_sync(model)
 
 
-def hush_libraries(launch: Launch) -> None:
+def silence_libraries(launch: Launch) -> None:
     """Take progress bars and notices that are not about this run off the terminal; errors stay."""
     from transformers.utils import logging as transformers_logging
 

@@ -37,7 +37,7 @@ class Assembled:
     """The parts that training works with."""
 
     model: Any  # called by the loop: wrapped, or sharded
-    whole: nn.Module  # with its adapters and by its own names: what is saved, exported and asked for answers
+    unwrapped_model: nn.Module  # with its adapters and by its own names: what is saved, exported and asked for answers
     optimizer: Any
     gathered_in: torch.dtype | None = None  # of weights in the computation, where it is not that of their masters
     engine: Any = None  # DeepSpeed's, which holds the masters
@@ -46,8 +46,8 @@ class Assembled:
         """The trained weights, whole and in host memory, on the ranks with `keep`; every rank calls it."""
         if self.engine is not None:
             return full_weights(self.engine, dtype=dtype, keep=keep)
-        reshard(self.whole)  # what is still gathered is in the number format it was gathered in
-        named = self.whole.named_parameters(remove_duplicate=False)
+        reshard(self.unwrapped_model)  # what is still gathered is in the number format it was gathered in
+        named = self.unwrapped_model.named_parameters(remove_duplicate=False)
         return gathered([(name, tensor) for name, tensor in named if tensor.requires_grad], dtype=dtype, keep=keep)
 
 
@@ -67,33 +67,33 @@ def assemble(
     """
     if strategy.kind == "fsdp":
         mesh = mesh or make_mesh(strategy, accelerator.device)
-        return _sharded(recipe, strategy, accelerator, _built_on_the_first(recipe, build, launch), mesh)
+        return _sharded(recipe, strategy, accelerator, _build_on_rank_0(recipe, build, launch), mesh)
     if strategy.kind == "deepspeed":
         return _under_zero(recipe, strategy, accelerator, build, launch)
-    whole = build(recipe, accelerator.device)
-    model, optimizer = prepare_quietly(accelerator, whole, make_optimizer(whole, recipe))
-    return Assembled(model, whole, optimizer)
+    unwrapped = build(recipe, accelerator.device)
+    model, optimizer = prepare_silenced(accelerator, unwrapped, make_optimizer(unwrapped, recipe))
+    return Assembled(model, unwrapped, optimizer)
 
 
 def _sharded(
-    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, whole: nn.Module, mesh: DeviceMesh
+    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, unwrapped: nn.Module, mesh: DeviceMesh
 ) -> Assembled:
     """Of the weights, which rank 0 alone has read into host memory, every rank gets its part of each tensor.
 
     The decoder inside the adapters is what is called: peft calls its forward past the hooks that gather its weights.
     """
-    plain_quantized_weights(whole)
-    decoder = decoder_parts(whole)
-    decoder.generation_config = _told_by_the_first(getattr(decoder, "generation_config", None))
+    plain_quantized_weights(unwrapped)
+    decoder = decoder_parts(unwrapped)
+    decoder.generation_config = _broadcast_from_rank_0(getattr(decoder, "generation_config", None))
     compute = COMPUTE[recipe.training.mixed_precision]
     shard_model(decoder, strategy, mesh, accelerator.device, compute)
-    optimizer = make_optimizer(whole, recipe)
+    optimizer = make_optimizer(unwrapped, recipe)
     groups = [list(group["params"]) for group in optimizer.param_groups]
-    model, prepared = prepare_quietly(accelerator, decoder, optimizer)
+    model, prepared = prepare_silenced(accelerator, decoder, optimizer)
     # Accelerate finds an optimizer's parameters again by address, which is 0 for every shard without a row.
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = parameters
-    return Assembled(model, whole, prepared, gathered_in=compute)
+    return Assembled(model, unwrapped, prepared, gathered_in=compute)
 
 
 def _under_zero(
@@ -105,8 +105,8 @@ def _under_zero(
 ) -> Assembled:
     """The engine keeps float32 masters, so the model is loaded in the number format that it computes in.
 
-    Under ZeRO-3 transformers cuts each tensor while it loads, rank 0 alone reading; a quantised model comes whole, into
-    host memory, and is cut one tensor at a time.
+    Under ZeRO-3 transformers shards each tensor while it loads, rank 0 alone reading; a quantised model is loaded
+    unsharded into host memory and sharded one tensor at a time.
     """
     plugin = accelerator.state.deepspeed_plugin
     dtype = engine_dtype(plugin.deepspeed_config)
@@ -116,17 +116,17 @@ def _under_zero(
     if on_host:
         ranks = 1 if launch is None else launch.local_world_size
         with loading_whole(plugin), quantising(recipe, launch, working=ranks) as waiting:
-            whole = build(recipe, device, dtype=dtype)
+            unwrapped = build(recipe, device, dtype=dtype)
             if waiting is not None:
                 dist.barrier(waiting)
     else:
-        whole = build(recipe, device, dtype=dtype)
-    engine, optimizer = prepare_zero(accelerator, whole, make_optimizer(whole, recipe))
+        unwrapped = build(recipe, device, dtype=dtype)
+    engine, optimizer = prepare_zero(accelerator, unwrapped, make_optimizer(unwrapped, recipe))
     compute = COMPUTE[recipe.training.mixed_precision]
-    return Assembled(engine, whole, optimizer, gathered_in=compute, engine=engine)
+    return Assembled(engine, unwrapped, optimizer, gathered_in=compute, engine=engine)
 
 
-def _built_on_the_first(recipe: Recipe, build: Callable[..., nn.Module], launch: Launch | None) -> nn.Module:
+def _build_on_rank_0(recipe: Recipe, build: Callable[..., nn.Module], launch: Launch | None) -> nn.Module:
     """The model, with its weights on rank 0 and without elsewhere; when rank 0 fails, so do all."""
     model, failure = None, None
     with quantising(recipe, launch, working=1) as waiting:
@@ -134,7 +134,7 @@ def _built_on_the_first(recipe: Recipe, build: Callable[..., nn.Module], launch:
             model = build(recipe, torch.device("cpu" if dist.get_rank() == 0 else "meta"))
         except FinetuneError as error:
             failure = error
-        told = _told_by_the_first(None if failure is None else (type(failure), str(failure)), waiting)
+        told = _broadcast_from_rank_0(None if failure is None else (type(failure), str(failure)), waiting)
     if told is not None:
         kind, text = told
         raise kind(text)
@@ -162,14 +162,14 @@ def quantising(recipe: Recipe, launch: Launch | None, *, working: int) -> Iterat
         dist.destroy_process_group(group)
 
 
-def _told_by_the_first(thing: Any, group: dist.ProcessGroup | None = None) -> Any:
+def _broadcast_from_rank_0(thing: Any, group: dist.ProcessGroup | None = None) -> Any:
     """What rank 0 brought, on every rank; pickled, but only between ranks of one program."""
     things = [thing]
     dist.broadcast_object_list(things, src=0, group=group)
     return things[0]
 
 
-def prepare_quietly(accelerator: Accelerator, *parts: Any) -> Any:
+def prepare_silenced(accelerator: Accelerator, *parts: Any) -> Any:
     """`accelerator.prepare`, without a warning that is not the user's."""
     with warnings.catch_warnings():
         # torch 2.13 renames broadcast_buffers; 2.11 knows only this name, and buffers here never change.

@@ -25,14 +25,14 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import reduced_in
-from finetune.strategies.zero_state import held_part, master_dtype, whole_numel
+from finetune.strategies.zero_state import local_shard, master_dtype, whole_numel
 
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "no": None}
 
 
 def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, strategy: Strategy) -> dict[str, Any]:
     """The receipt of a prepared model. Raises EnvironmentMismatch where it differs from the recipe."""
-    whole = parts.whole
+    whole = parts.unwrapped_model
     trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
     frozen = [parameter for parameter in whole.parameters() if not parameter.requires_grad]
     packed = {id(layer.weight) for layer in quantized_layers(whole)}
@@ -77,7 +77,7 @@ def sharding_facts(whole: nn.Module) -> dict[str, Any]:
     meshes, places = set(), set()
     for parameter in whole.parameters():
         elements += whole_numel(parameter)
-        if (part := held_part(parameter)) is not parameter:
+        if (part := local_shard(parameter)) is not parameter:
             sharded += whole_numel(parameter)
             local = part
         elif isinstance(parameter, DTensor):
@@ -134,7 +134,7 @@ def _reduced_in(parts: Assembled, trained: list[nn.Parameter]) -> str:
     """The number format that gradients are summed over the ranks in: their weights', unless an engine has its own."""
     if parts.engine is not None:
         return _short(parts.engine.communication_data_type)
-    return ", ".join(sorted(map(_short, reduced_in(parts.whole)))) or _dtypes(trained)
+    return ", ".join(sorted(map(_short, reduced_in(parts.unwrapped_model)))) or _dtypes(trained)
 
 
 def _short(dtype: torch.dtype) -> str:

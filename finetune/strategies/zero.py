@@ -24,7 +24,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
-from finetune.strategies.zero_requirements import offload_devices, quiet_engine
+from finetune.strategies.zero_requirements import offload_devices, silenced_deepspeed
 from finetune.strategies.zero_state import load_masters, whole_numel, whole_shape
 
 # Elements of one reduction: below, latency rules; above, nothing gets faster.
@@ -157,7 +157,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
 
 
-class StepWhenAsked:
+class DeferredStepEngine:
     """Stands where Accelerate's own engine wrapper stands, which updates the weights inside backward.
 
     `clip_grad_norm_` asks for the norm: the engine measures and clips the gradients, drops a step whose norm is not
@@ -190,7 +190,7 @@ class StepWhenAsked:
 class EngineScaler:
     """The engine's own loss scaling under fp16, as the loop asks torch's scaler: it skips and adapts by itself."""
 
-    def __init__(self, steps: StepWhenAsked) -> None:
+    def __init__(self, steps: DeferredStepEngine) -> None:
         self._steps = steps
         self._own = steps.engine.optimizer.loss_scaler
         self._own.raise_error_at_min_scale = False  # the loop tells it, with the step and its rows
@@ -223,9 +223,9 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
     if plugin.zero_stage == 3 and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         _partition(model, plugin.deepspeed_config)
     plugin.deepspeed_config["zero_optimization"] |= buckets(model, plugin.zero_stage)
-    with quiet_engine():
+    with silenced_deepspeed():
         engine, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.deepspeed_engine_wrapped = StepWhenAsked(engine)
+    accelerator.deepspeed_engine_wrapped = DeferredStepEngine(engine)
     if engine.fp16_enabled():
         accelerator.scaler = EngineScaler(accelerator.deepspeed_engine_wrapped)
     if exact:

@@ -106,7 +106,7 @@ def _compile_ahead(builder: str, folder: str, on_cpu: bool) -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
     root = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(_own_builds())))
     root.mkdir(parents=True, exist_ok=True)
-    with FileLock(root / "finetune.lock"), quiet_engine():
+    with FileLock(root / "finetune.lock"), silenced_deepspeed():
         for lock in root.glob(f"**/{folder}/lock"):
             with suppress(FileNotFoundError):  # its owner has taken it away
                 while time.time() - lock.stat().st_mtime < OLD_LOCK:
@@ -136,7 +136,7 @@ def offload_devices(strategy: Strategy) -> dict[str, str]:
 
 
 @contextmanager
-def quiet_engine() -> Iterator[None]:
+def silenced_deepspeed() -> Iterator[None]:
     """DeepSpeed prints on every rank what it compiles and loads; nothing else that the user should read."""
     with redirect_stdout(io.StringIO()):
         yield

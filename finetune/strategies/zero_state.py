@@ -111,7 +111,7 @@ def whole_shape(parameter: Tensor) -> torch.Size:
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def held_part(parameter: Tensor) -> Tensor:
+def local_shard(parameter: Tensor) -> Tensor:
     """What this rank stores of a parameter: ZeRO-3's part of it, unless it is one of those kept whole."""
     return parameter if getattr(parameter, "ds_persist", True) else parameter.ds_tensor  # type: ignore[attr-defined]
 

@@ -17,12 +17,12 @@ from finetune.model.optimizer import warmup_steps
 from finetune.model.packaged import resolve_model_path
 from finetune.recipe.schema import Recipe
 from finetune.tokens.dataset import Prepared
-from finetune.training.run import Plan
+from finetune.training.run import BatchPlan
 
 FEW = 20  # steps; below them warmup and decay leave few steps at the rate that was asked for
 
 
-def batch_notes(recipe: Recipe, prepared: Prepared, plan: Plan) -> list[str]:
+def batch_notes(recipe: Recipe, prepared: Prepared, plan: BatchPlan) -> list[str]:
     """The line, and a line for each thing that is odd. Reads the model's configuration, and no weights."""
     return [
         data_line(recipe, prepared, plan),
@@ -33,7 +33,7 @@ def batch_notes(recipe: Recipe, prepared: Prepared, plan: Plan) -> list[str]:
     ]
 
 
-def data_line(recipe: Recipe, prepared: Prepared, plan: Plan) -> str:
+def data_line(recipe: Recipe, prepared: Prepared, plan: BatchPlan) -> str:
     """Rows, tokens, steps, tokens of a step, steps of warming up."""
     tokens, each = prepared.facts["tokens"], min(plan.global_batch_size, plan.total_rows)
     longest = recipe.data.max_length if recipe.data.packing else int(prepared.train.lengths.max())
@@ -46,7 +46,7 @@ def data_line(recipe: Recipe, prepared: Prepared, plan: Plan) -> str:
     )
 
 
-def few_steps(recipe: Recipe, plan: Plan) -> Iterator[str]:
+def few_steps(recipe: Recipe, plan: BatchPlan) -> Iterator[str]:
     """Fewer than 20 steps: why, and the settings that give 20."""
     training = recipe.training
     if plan.total_steps >= FEW:
@@ -68,7 +68,7 @@ def few_steps(recipe: Recipe, plan: Plan) -> Iterator[str]:
     yield f"training.num_train_epochs: {why}; for {FEW} or more add rows, or set {' '.join(settings)}"
 
 
-def idle_ranks(plan: Plan) -> Iterator[str]:
+def idle_ranks(plan: BatchPlan) -> Iterator[str]:
     """More ranks than rows of a step."""
     ranks, asked = plan.world_size, plan.global_batch_size
     if asked < ranks:
@@ -79,7 +79,7 @@ def idle_ranks(plan: Plan) -> Iterator[str]:
         yield f"data.train: {idle}; set training.num_train_epochs={-(-ranks // plan.rows)}, or take fewer ranks"
 
 
-def large_micro_batch(plan: Plan) -> Iterator[str]:
+def large_micro_batch(plan: BatchPlan) -> Iterator[str]:
     """More rows in one forward of all ranks than a step has."""
     rows, ranks, batch = plan.per_device_batch_size, plan.world_size, plan.global_batch_size
     if rows > 1 and rows * ranks > batch:
@@ -131,7 +131,7 @@ def positions_of(recipe: Recipe) -> int | None:
     return max(found, int(factor * original)) if factor and original else found
 
 
-def _rows_a_step(plan: Plan, most: int) -> str:
+def _rows_a_step(plan: BatchPlan, most: int) -> str:
     """The settings for at most so many rows a step, as many on each rank; `most` is at least one for each."""
     ranks, rows = plan.world_size, min(plan.per_device_batch_size, most // plan.world_size)
     settings = f"training.global_batch_size={most - most % (ranks * rows)}"

@@ -28,7 +28,7 @@ from finetune.run_folder.train_state import TrainState
 from finetune.strategies.loss_scaling import FLOOR, loss_scale, scaler_state
 from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.tokens.mixture import Rows
-from finetune.training.run import Plan, Run
+from finetune.training.run import BatchPlan, Run
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def optimizer_step(
     seed: int,
     stop: bool,
     phases: Phases,
-    hold: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    skip_gradient_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> StepResult:
     """Forward and backward of `micro_steps` micro-batches, one clip, one update.
 
@@ -72,7 +72,7 @@ def optimizer_step(
         accelerator.sync_gradients = last
         # Dropout follows from (seed, step, rank, micro-step) alone, so that a resumed run needs no generator state.
         _seed_dropout(accelerator.device, seed + index)
-        with nullcontext() if last else hold():
+        with nullcontext() if last else skip_gradient_sync():
             with phases("forward"):
                 loss = model(**batch)
             tally[0] += loss.detach()
@@ -90,7 +90,7 @@ def optimizer_step(
         loss_sum, counted, stops, grad_norm, scaled_by = torch.cat(facts).tolist()
         assert counted == supervised_tokens, f"{counted} supervised tokens seen, {supervised_tokens} planned"
         loss, fp16_scale = loss_sum / supervised_tokens, scaled_by if accelerator.scaler is not None else None
-        if fault := _fault(loss, grad_norm, fp16_scale):
+        if fault := _not_finite_reason(loss, grad_norm, fp16_scale):
             optimizer.zero_grad()
             raise NotFinite(fault)
         skipped = not math.isfinite(grad_norm)
@@ -103,7 +103,7 @@ def optimizer_step(
     return StepResult(loss, grad_norm, bool(stops), fp16_scale, skipped)
 
 
-def _fault(loss: float, grad_norm: float, loss_scale: float | None) -> str | None:
+def _not_finite_reason(loss: float, grad_norm: float, loss_scale: float | None) -> str | None:
     """What forbids to go on. Gradients that overflow fp16 do not while a smaller loss scale is left to be tried."""
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return None
@@ -126,7 +126,7 @@ def _seed_dropout(device: torch.device, seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def evaluate(accelerator: Accelerator, model: nn.Module, rows: Rows, plan: Plan) -> float:
+def evaluate(accelerator: Accelerator, model: nn.Module, rows: Rows, plan: BatchPlan) -> float:
     """Mean loss over all supervised tokens of `rows`, exact for any number of ranks: one sum, one division.
 
     Raises NotFinite, on every rank.
@@ -174,10 +174,10 @@ def train(run: Run, state: TrainState) -> bool:
 
 def _finished(run: Run, state: TrainState) -> bool:
     """Whether no step is left, or early stopping ended the run: known from the state alone, so also after a resume."""
-    return state.step == run.plan.total_steps or _gave_up(run, state)
+    return state.step == run.plan.total_steps or _early_stopped(run, state)
 
 
-def _gave_up(run: Run, state: TrainState) -> bool:
+def _early_stopped(run: Run, state: TrainState) -> bool:
     patience = run.recipe.training.early_stopping_patience
     return patience is not None and state.worse_evaluations >= patience
 
@@ -188,7 +188,7 @@ def _stream(run: Run, first_step: int) -> Iterator[MicroBatch]:
         yield from run.plan.micro_batches(run.train_rows, run.plan.rows_of(step))
 
 
-def _in_order(rows: Rows, plan: Plan) -> Iterator[MicroBatch]:
+def _in_order(rows: Rows, plan: BatchPlan) -> Iterator[MicroBatch]:
     """This rank's micro-batches of all rows, one at a time."""
     share = plan.per_device_batch_size * plan.world_size
     for first in range(0, len(rows), share):
@@ -216,7 +216,7 @@ def _step_and_record(run: Run, state: TrainState, batches: Iterator[MicroBatch])
             seed=_step_seed(plan, state.step),
             stop=run.stop_requested(),
             phases=run.phases,
-            hold=run.hold,
+            skip_gradient_sync=run.skip_gradient_sync,
         )
     except NotFinite as error:
         raise NotFinite(_name_rows(run, state.step, indices, str(error))) from error
@@ -258,7 +258,7 @@ class _Waiting:
             self.seconds += time.perf_counter() - began
 
 
-def _step_seed(plan: Plan, step: int) -> int:
+def _step_seed(plan: BatchPlan, step: int) -> int:
     """A seed for this step and rank; micro-steps add their index, so steps are far apart."""
     return int(np.random.SeedSequence([plan.seed, step, plan.rank]).generate_state(1, np.uint64)[0] >> np.uint64(2))
 
@@ -291,11 +291,11 @@ def _evaluate_and_compare(run: Run, state: TrainState) -> None:
         raise NotFinite(f"step {state.step}: {error}") from error
     line = eval_line(state.step, loss)
     run.write_metrics(line)
-    run.terminal.say(f"step {state.step}: held-out loss {loss:.4f}, perplexity {line['perplexity']:.2f}")
+    run.terminal.log(f"step {state.step}: held-out loss {loss:.4f}, perplexity {line['perplexity']:.2f}")
     better = loss < state.best_eval_loss
     state.worse_evaluations = 0 if better else state.worse_evaluations + 1
     state.best_eval_loss = min(loss, state.best_eval_loss)
-    if _gave_up(run, state):
-        run.terminal.say(f"early stopping: {state.worse_evaluations} evaluations without a better loss")
+    if _early_stopped(run, state):
+        run.terminal.log(f"early stopping: {state.worse_evaluations} evaluations without a better loss")
         if state.window.records:
             _flush(run, state)

@@ -14,23 +14,23 @@ from finetune.measure.phases import GIB, Phase, Phases, peak_bytes
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.watchdog import Progress
 from finetune.tokens.mixture import Rows
-from finetune.training.planner_process import Foretold, Question
-from finetune.training.run import Plan
-from finetune.training.worst_step import longest_rows, times_taken
+from finetune.training.planner_process import PlannerProcess, PlanRequest
+from finetune.training.run import BatchPlan
+from finetune.training.worst_step import longest_rows, micro_steps_to_try
 
 MEASURED = ("load", "forward", "backward", "step", "save")
 PATIENCE = 60  # seconds for a planner that has not answered when the run ends
 
 
-def question(recipe: Recipe, launch: Launch, plan: Plan, rows: Rows) -> Question:
+def question(recipe: Recipe, launch: Launch, plan: BatchPlan, rows: Rows) -> PlanRequest:
     """What rank 0 asks of the planner: its worst step, on its own device."""
     mine = longest_rows(rows, plan)[:: launch.world_size]
     documents = tuple(tuple(len(ids) for ids, _ in rows.documents(int(row))) for row in mine)
     on_cpu = launch.on_cpu or not torch.cuda.is_available()
     device = torch.device("cpu") if on_cpu else torch.device("cuda", launch.local_rank)
-    return Question(
+    return PlanRequest(
         recipe=recipe.model_dump_json(),
-        documents=(documents,) * times_taken(plan),
+        documents=(documents,) * micro_steps_to_try(plan),
         flat=plan.flat,
         nodes=launch.nodes,
         ranks_of_node=launch.local_world_size,
@@ -75,7 +75,7 @@ def describe_memory(facts: Mapping[str, Any]) -> str:
 
 @contextmanager
 def memory_told(
-    recipe: Recipe, device: torch.device, progress: Progress, phases: Phases, foretold: Foretold, command: str
+    recipe: Recipe, device: torch.device, progress: Progress, phases: Phases, foretold: PlannerProcess, command: str
 ) -> Iterator[None]:
     """Around a training: an allocation that fails becomes DoesNotFit, with plan, measurement and what would take less.
 

@@ -22,7 +22,7 @@ from typing import Any
 from finetune.files import ASIDE
 
 ANSWER = f"{ASIDE}plan.json"  # in the run's folder: the next start clears it away
-SWITCH = "FINETUNE_PLANNER"  # off: no planner beside the run
+PLANNER_SWITCH = "FINETUNE_PLANNER"  # off: no planner beside the run
 # Of the launchers, which would make the planner a rank; a GPU's context alone is half a GB.
 NOT_ITS_OWN = tuple(
     "RANK WORLD_SIZE LOCAL_ GROUP_ ROLE_ MASTER_ TORCHELASTIC_ PET_ ACCELERATE_ FSDP_ SLURM_ DS_".split()
@@ -30,7 +30,7 @@ NOT_ITS_OWN = tuple(
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanRequest:
     """A run as it will be: everything its memory depends on."""
 
     recipe: str  # JSON
@@ -42,7 +42,7 @@ class Question:
     memory: int  # bytes of one device: a GPU's, or this machine's
 
 
-class Foretold:
+class PlannerProcess:
     """The planner's answer, when it has come."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Foretold:
 
 
 @contextmanager
-def asked(question: Question | None, folder: Path) -> Iterator[Foretold]:
+def asked(question: PlanRequest | None, folder: Path) -> Iterator[PlannerProcess]:
     """Ask while the block runs; without a question (another rank asks) only what is in the folder can be read.
 
     Never raises: a planner that cannot be started is an answer.
@@ -99,11 +99,11 @@ def asked(question: Question | None, folder: Path) -> Iterator[Foretold]:
         foretold.close()
 
 
-def _ask(question: Question | None, folder: Path) -> Foretold:
+def _ask(question: PlanRequest | None, folder: Path) -> PlannerProcess:
     if question is None:
-        return Foretold(folder, why="rank 0 asks")
-    if os.environ.get(SWITCH) == "off":
-        return Foretold(folder, why=f"{SWITCH}=off")
+        return PlannerProcess(folder, why="rank 0 asks")
+    if os.environ.get(PLANNER_SWITCH) == "off":
+        return PlannerProcess(folder, why=f"{PLANNER_SWITCH}=off")
     own = {name: value for name, value in os.environ.items() if not name.startswith(NOT_ITS_OWN)}
     own |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-W", "ignore", "-m", "finetune.planner.run_planner", str((folder / ANSWER).absolute())]
@@ -111,8 +111,8 @@ def _ask(question: Question | None, folder: Path) -> Foretold:
     try:  # in a session of its own: Ctrl-C is for the run
         process = subprocess.Popen(command, env=own, start_new_session=True, **quiet)
     except OSError as error:
-        return Foretold(folder, why=f"the planner could not be started: {error}")
+        return PlannerProcess(folder, why=f"the planner could not be started: {error}")
     assert process.stdin is not None
     with suppress(OSError), process.stdin as pipe:  # if it is gone, that is found when its answer is asked for
         pipe.write(json.dumps(asdict(question)).encode())
-    return Foretold(folder, process)
+    return PlannerProcess(folder, process)

@@ -26,7 +26,7 @@ from finetune.tokens.mixture import Rows
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """The arithmetic of a run, fixed before its first step."""
 
     rows: int  # training rows of one epoch
@@ -78,13 +78,13 @@ class Plan:
         }
 
 
-def make_plan(recipe: Recipe, rows: int, *, world_size: int, rank: int, flat: bool) -> Plan:
+def plan_batches(recipe: Recipe, rows: int, *, world_size: int, rank: int, flat: bool) -> BatchPlan:
     """Steps and rows of the run. The last step of the last epoch may be short; nothing is dropped or doubled."""
     training = recipe.training
     wanted = math.ceil(training.num_train_epochs * rows)
     if training.max_steps is not None:
         wanted = training.max_steps * training.global_batch_size
-    return Plan(
+    return BatchPlan(
         rows=rows,
         total_rows=wanted,
         total_steps=math.ceil(wanted / training.global_batch_size),
@@ -107,14 +107,14 @@ class Run:
     optimizer: torch.optim.Optimizer
     train_rows: Rows
     eval_rows: Rows | None
-    plan: Plan
+    plan: BatchPlan
     learning_rate: Callable[[int], float]
     terminal: Terminal
     phases: Phases
     stop_requested: Callable[[], bool]
     write_metrics: Callable[[dict[str, Any]], None]
     save: Callable[[TrainState], None]
-    hold: Callable[[], AbstractContextManager[Any]]  # entered for every micro-batch but a step's last
+    skip_gradient_sync: Callable[[], AbstractContextManager[Any]]  # entered for every micro-batch but a step's last
 
 
 def check_vocabulary(prepared: Prepared, model: nn.Module) -> None:

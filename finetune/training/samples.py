@@ -22,7 +22,7 @@ def look_before(start: Start, run: Run, whole: nn.Module) -> None:
     if run.eval_rows is not None:
         line = eval_line(0, evaluate(run.accelerator, run.model, run.eval_rows, run.plan))
         run.write_metrics(line)
-        run.terminal.say(f"before training: held-out loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f}")
+        run.terminal.log(f"before training: held-out loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f}")
 
 
 def write_samples(start: Start, model: nn.Module, when: str, step: int) -> None:

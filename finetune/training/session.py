@@ -14,11 +14,11 @@ from finetune.errors import Stopped
 from finetune.files import append_lines, write_json
 from finetune.hub.checkpoints import CheckpointPusher
 from finetune.launch.launcher import continue_command
-from finetune.launch.rendezvous import meeting
+from finetune.launch.rendezvous import rendezvous
 from finetune.launch.signals import stop_on_signals
 from finetune.measure.metrics import Terminal
 from finetune.measure.phases import Phase, Phases
-from finetune.model.optimizer import learning_rate_schedule, once_stepped
+from finetune.model.optimizer import call_after_first_step, learning_rate_schedule
 from finetune.report.run_page import write_page, write_pages
 from finetune.run_folder.folder import Claim, mark_failed, mark_run
 from finetune.run_folder.heartbeat import clear_beats
@@ -26,7 +26,7 @@ from finetune.run_folder.save_restore import export, read_back, remove_aside, re
 from finetune.run_folder.train_state import TrainState
 from finetune.run_folder.trained_change import describe_change, trained_checksums, unchanged_tensors
 from finetune.run_folder.watchdog import Progress, watched
-from finetune.strategies.accelerator import build_accelerator, holding_back, use_all_cores
+from finetune.strategies.accelerator import accumulation_context, build_accelerator, use_all_cores
 from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.loss_scaling import load_scaler_state
 from finetune.strategies.receipt import add_optimizer_state, describe, write_receipt
@@ -61,7 +61,7 @@ def train_claimed(start: Start) -> int:
     asks = start.claim is not None and start.claim.status != "finished"
     about = question(start.recipe, start.launch, start.plan, start.prepared.train) if asks else None
     with asked(about, start.run_dir) as foretold:
-        with meeting(start.launch):
+        with rendezvous(start.launch):
             accelerator = build_accelerator(start.recipe, start.strategy, start.launch)
         use_all_cores(start.launch, accelerator.device, offloaded=start.strategy.offloaded)
         with stop_on_signals(start.stop, announce=start.launch.is_main):
@@ -120,30 +120,30 @@ def _train(start: Start, accelerator: Accelerator, first_step: int, progress: Pr
     finally:
         if start.launch.is_main:
             remove_aside(start.recipe)
-    run.terminal.say(str(tried))
+    run.terminal.log(str(tried))
     measured |= tried.phases
     note("memory", memory_facts(start.foretold.answer(), measured, accelerator.device))
     if first_step == 0:
         progress.phase = "looking before"
-        look_before(start, run, parts.whole)
+        look_before(start, run, parts.unwrapped_model)
     progress.phase = "training"
     if not train(run, state):
         command = mark_run(start.run_dir, "stopped", step=state.step) if start.launch.is_main else ""
-        run.terminal.say(f"stopped and saved at step {state.step}; continue with:\n  {command}")
+        run.terminal.log(f"stopped and saved at step {state.step}; continue with:\n  {command}")
         accelerator.wait_for_everyone()
         return Stopped.exit_code
     progress.phase = "export"
     unchanged = unchanged_tensors(parts, state.start_checksums)
     note("change", {"unchanged_tensors": unchanged})
-    run.terminal.say(describe_change(unchanged, state.start_checksums))
-    write_samples(start, parts.whole, "after", state.step)
+    run.terminal.log(describe_change(unchanged, state.start_checksums))
+    write_samples(start, parts.unwrapped_model, "after", state.step)
     folder = export(start.recipe, parts, start.tokenizer, write=start.launch.is_main)
     if start.launch.is_main:
         memory = memory_facts(start.foretold.answer(wait_seconds=PATIENCE), measured, accelerator.device)
         note("memory", memory)
-        run.terminal.say(describe_memory(memory))
+        run.terminal.log(describe_memory(memory))
         mark_run(start.run_dir, "finished", step=state.step)
-        run.terminal.say(f"finished: {folder}\ntalk to it: finetune chat {start.run_dir}")
+        run.terminal.log(f"finished: {folder}\ntalk to it: finetune chat {start.run_dir}")
     accelerator.wait_for_everyone()
     return 0
 
@@ -156,7 +156,7 @@ def _build(
     learning_rate = learning_rate_schedule(recipe.training, plan.total_steps)
     with phases("load"):
         parts = assemble(recipe, start.strategy, accelerator, launch=start.launch)
-        check_vocabulary(prepared, parts.whole)
+        check_vocabulary(prepared, parts.unwrapped_model)
         state = restore(recipe, parts, first_step)
         load_scaler_state(accelerator, state.loss_scaler)
         if first_step == 0:
@@ -179,7 +179,7 @@ def _build(
         stop_requested=_stop_requested(start, progress, state),
         write_metrics=_metrics_writer(start, progress, terminal),
         save=lambda state: _save(start, parts, state),
-        hold=holding_back(accelerator, start.strategy, parts.model),
+        skip_gradient_sync=accumulation_context(accelerator, start.strategy, parts.model),
     )
     return parts, run, state
 
@@ -222,7 +222,7 @@ def _metrics_writer(start: Start, progress: Progress, terminal: Terminal) -> Cal
             if start.trackers is not None:
                 start.trackers.log(line)
             if line["kind"] == "eval":
-                write_page(start.run_dir, terminal.say)
+                write_page(start.run_dir, terminal.log)
 
     return write
 
@@ -249,6 +249,6 @@ def _write_receipt(
         write()
 
     write()
-    run.terminal.say("\n".join([describe(receipt), *start.prepared.notes]))
-    once_stepped(parts.optimizer, note_state)
+    run.terminal.log("\n".join([describe(receipt), *start.prepared.notes]))
+    call_after_first_step(parts.optimizer, note_state)
     return note

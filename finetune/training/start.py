@@ -14,8 +14,8 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.run_folder.folder import Claim
 from finetune.tokens.dataset import Prepared
-from finetune.training.planner_process import Foretold
-from finetune.training.run import Plan
+from finetune.training.planner_process import PlannerProcess
+from finetune.training.run import BatchPlan
 from finetune.training.trackers import Trackers
 
 
@@ -28,10 +28,10 @@ class Start:
     strategy: Strategy
     tokenizer: PreTrainedTokenizerBase
     prepared: Prepared
-    plan: Plan
+    plan: BatchPlan
     claim: Claim | None  # of rank 0 alone
     stop: StopRequest
-    foretold: Foretold = field(default_factory=Foretold)  # what the planner says; asked by rank 0
+    foretold: PlannerProcess = field(default_factory=PlannerProcess)  # what the planner says; asked by rank 0
     trackers: Trackers | None = None  # of rank 0 alone
     pusher: CheckpointPusher | None = None  # of rank 0 alone
 

@@ -28,7 +28,7 @@ PROJECT = "finetune"
 MEMORY = "trackers.json"  # in the run's folder: names by which a resumed run is continued
 SECTIONS = {"train": "train", "eval": "eval"}
 LEFT_OUT = ("kind", "step")
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ def check_trackers(recipe: Recipe) -> None:
 class Trackers:
     """Those of a recipe, on the main process."""
 
-    def __init__(self, recipe: Recipe, say: Say = print) -> None:
+    def __init__(self, recipe: Recipe, log: Log = print) -> None:
         self._recipe = recipe
-        self._say = say
+        self._log = log
         self._live: dict[str, GeneralTracker] = {}
 
     def start(self, first_step: int) -> None:
@@ -107,7 +107,7 @@ class Trackers:
                 yield
         except Exception as error:  # theirs to raise what they like
             self._live.pop(name, None)
-            self._say(f"report_to: {name} failed and is left out from here on: {type(error).__name__}: {error}")
+            self._log(f"report_to: {name} failed and is left out from here on: {type(error).__name__}: {error}")
 
 
 def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str | int | float | bool]]:

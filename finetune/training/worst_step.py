@@ -18,16 +18,16 @@ from accelerate.utils import DistributedType
 
 from finetune.errors import NotFinite
 from finetune.measure.phases import GIB, Phase, Phases, peak_bytes
-from finetune.model.optimizer import innermost
+from finetune.model.optimizer import unwrap_optimizer
 from finetune.strategies.loss_scaling import load_scaler_state, scaler_state
 from finetune.tokens.batches import prefetch
 from finetune.tokens.mixture import Rows
 from finetune.training.loop import optimizer_step
-from finetune.training.run import Plan, Run
+from finetune.training.run import BatchPlan, Run
 
 
 @dataclass(frozen=True)
-class Rehearsed:
+class WorstStep:
     """What the worst step cost."""
 
     tokens: int  # of the longest micro-batch, over all ranks
@@ -44,7 +44,7 @@ class Rehearsed:
         )
 
 
-def worst_step_first(run: Run, save: Callable[[], Path], read_back: Callable[[Path], None]) -> Rehearsed:
+def worst_step_first(run: Run, save: Callable[[], Path], read_back: Callable[[Path], None]) -> WorstStep:
     """Try the step that takes most memory, then go back to the state before it, to the bit. Every rank calls it.
 
     Args:
@@ -72,7 +72,7 @@ def worst_step_first(run: Run, save: Callable[[], Path], read_back: Callable[[Pa
     load_scaler_state(run.accelerator, scaler)
     read = time.perf_counter()
     peak = max(peak_bytes(device), *(phase.peak_bytes for phase in phases.values()))
-    return Rehearsed(tokens, stepped - saved, (saved - began) + (read - stepped), peak, phases)
+    return WorstStep(tokens, stepped - saved, (saved - began) + (read - stepped), peak, phases)
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def _measured(phases: Phases) -> Iterator[dict[str, Phase]]:
 def _make_optimizer_state(run: Run) -> None:
     """An update that changes nothing, of gradients that are zero: from the run's second step on its moments, 8 bytes a
     trained weight, lie beside all of a step, and so they shall here. DeepSpeed's engines make theirs by themselves."""
-    optimizer = innermost(run.optimizer)
+    optimizer = unwrap_optimizer(run.optimizer)
     if optimizer.state or run.accelerator.distributed_type == DistributedType.DEEPSPEED:
         return
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -102,14 +102,14 @@ def _make_optimizer_state(run: Run) -> None:
         group["lr"] = rate
 
 
-def longest_rows(rows: Rows, plan: Plan) -> np.ndarray:
+def longest_rows(rows: Rows, plan: BatchPlan) -> np.ndarray:
     """The rows of the micro-batch with most tokens, dealt out to the ranks as any other."""
     order = np.argsort(-np.asarray(rows.lengths), kind="stable")
     return np.asarray(order[: plan.per_device_batch_size * plan.world_size])
 
 
 @dataclass(frozen=True)
-class _LearnedWhole:
+class AllTokensSupervised:
     """Rows whose every token is learned, prompts too: the head is applied to no more of any row."""
 
     rows: Rows
@@ -118,7 +118,7 @@ class _LearnedWhole:
         return [(ids, ids) for ids, _ in self.rows.documents(row)]
 
 
-def times_taken(plan: Plan) -> int:
+def micro_steps_to_try(plan: BatchPlan) -> int:
     """How often the worst step takes its micro-batch: twice where steps accumulate, for gradients wait beside it."""
     return min(2, plan.micro_steps(min(plan.global_batch_size, plan.total_rows)))
 
@@ -126,8 +126,8 @@ def times_taken(plan: Plan) -> int:
 def _step(run: Run) -> int:
     """An optimizer step on the longest rows."""
     rows, plan = run.train_rows, run.plan
-    longest, times = longest_rows(rows, plan), times_taken(plan)
-    batches = [batch for _ in range(times) for batch in plan.micro_batches(_LearnedWhole(rows), longest)]
+    longest, times = longest_rows(rows, plan), micro_steps_to_try(plan)
+    batches = [batch for _ in range(times) for batch in plan.micro_batches(AllTokensSupervised(rows), longest)]
     tokens, documents = int(rows.lengths[longest].sum()), sum(len(rows.members(int(row))) for row in longest)
     try:
         optimizer_step(
@@ -141,7 +141,7 @@ def _step(run: Run) -> int:
             seed=plan.seed,
             stop=False,
             phases=run.phases,
-            hold=run.hold,
+            skip_gradient_sync=run.skip_gradient_sync,
         )
     except NotFinite as error:
         places = ", ".join(place for index in longest[:4] for place in rows.places(int(index)))
@@ -157,7 +157,7 @@ def _evaluate(run: Run, rows: Rows) -> None:
     run.model.eval()
     try:
         with torch.no_grad():
-            batches = run.plan.micro_batches(_LearnedWhole(rows), longest)
+            batches = run.plan.micro_batches(AllTokensSupervised(rows), longest)
             for batch in prefetch(batches, run.accelerator.device, non_blocking=True):
                 run.model(**batch)
     except (RuntimeError, MemoryError) as error:

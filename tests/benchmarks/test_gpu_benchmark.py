@@ -11,7 +11,7 @@ import pytest
 from benchmarks import gpu, plan_gpu
 from finetune.preflight.shrink import sample_texts, train_tokenizer
 from finetune.recipe.loader import load_recipe
-from finetune.training.planner_process import SWITCH
+from finetune.training.planner_process import PLANNER_SWITCH
 
 
 def test_the_recipes_are_those_for_one_gpu() -> None:
@@ -88,7 +88,7 @@ def test_the_plans_configurations_are_recipes_that_differ() -> None:
 
 @pytest.mark.slow
 def test_a_plan_is_held_against_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(SWITCH)
+    monkeypatch.delenv(PLANNER_SWITCH)
     name = "Llama-3.2-1B lora 2048"
     row = plan_gpu.measure(plan_gpu.configurations()[name], tmp_path, shrunken=True)
     assert row["ok"], row

@@ -14,7 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from finetune.cli.main import main
 from finetune.finished_run import chat
-from finetune.finished_run.chat import HELP, Manner, Parlour, answers_to, converse, open_run, typed_lines
+from finetune.finished_run.chat import (
+    HELP,
+    ChatSession,
+    GenerationSettings,
+    answers_to,
+    chat_loop,
+    open_run,
+    typed_lines,
+)
 from finetune.model.quantization import quantized_layers
 from tests.support.finished import finished_run
 from tests.support.tiny import tiny_tokenizer
@@ -28,18 +36,18 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
 
 
 @pytest.fixture
-def parlour(run: Path) -> Parlour:
+def session(run: Path) -> ChatSession:
     return open_run(run)
 
 
-def greedy() -> Manner:
-    return Manner(max_new_tokens=6, temperature=0.0)
+def greedy() -> GenerationSettings:
+    return GenerationSettings(max_new_tokens=6, temperature=0.0)
 
 
-def talk(parlour: Parlour, *lines: str, manner: Manner | None = None) -> list[str]:
+def talk(session: ChatSession, *lines: str, settings: GenerationSettings | None = None) -> list[str]:
     """What is said besides the streamed answers."""
     said: list[str] = []
-    converse(parlour, lines, "both", manner or greedy(), said.append)
+    chat_loop(session, lines, "both", settings or greedy(), said.append)
     return said
 
 
@@ -74,36 +82,36 @@ def test_all_weights(tmp_path: Path, tiny_llama: Path) -> None:
 
 def test_a_quantised_base_is_quantised_again(tmp_path: Path, tiny_llama: Path) -> None:
     run = finished_run(tmp_path, tiny_llama, quantization={"load_in_4bit": True})
-    parlour = open_run(run)
-    assert len(list(quantized_layers(parlour.tuned.model))) == 14
-    assert all(line["answer"] for line in answers_to(parlour, [ASKED], "both", greedy()))
+    session = open_run(run)
+    assert len(list(quantized_layers(session.tuned.model))) == 14
+    assert all(line["answer"] for line in answers_to(session, [ASKED], "both", greedy()))
 
 
-def test_who_answers_and_who_remembers(parlour: Parlour, capsys: pytest.CaptureFixture[str]) -> None:
-    said = talk(parlour, ASKED, "/tuned", "why", "/base", "", "/both", "/reset")
+def test_who_answers_and_who_remembers(session: ChatSession, capsys: pytest.CaptureFixture[str]) -> None:
+    said = talk(session, ASKED, "/tuned", "why", "/base", "", "/both", "/reset")
     assert [line.strip() for line in said] == ["base:", "tuned:", "tuned:", "forgotten"]
-    assert parlour.base.history == parlour.tuned.history == []
-    talk(parlour, "/tuned", ASKED)
-    assert [turn["role"] for turn in parlour.tuned.history] == ["user", "assistant"]
-    assert parlour.base.history == []
-    shown = talk(parlour, "/history")
-    assert shown == [f"you: {ASKED}\ntuned: {parlour.tuned.history[1]['content']}"]
+    assert session.base.history == session.tuned.history == []
+    talk(session, "/tuned", ASKED)
+    assert [turn["role"] for turn in session.tuned.history] == ["user", "assistant"]
+    assert session.base.history == []
+    shown = talk(session, "/history")
+    assert shown == [f"you: {ASKED}\ntuned: {session.tuned.history[1]['content']}"]
     assert capsys.readouterr().out
 
 
-def test_what_was_said_before_is_part_of_the_prompt(parlour: Parlour) -> None:
-    first = parlour.reply(parlour.tuned, ASKED, greedy())
-    alone = len(parlour.encoder.prompt_ids([{"role": "user", "content": "why"}]))
-    parlour.reply(parlour.tuned, "why", greedy())
-    assert [turn["content"] for turn in parlour.tuned.history[:3]] == [ASKED, first, "why"]
-    assert len(parlour.encoder.prompt_ids(parlour.tuned.history[:3])) > alone
+def test_what_was_said_before_is_part_of_the_prompt(session: ChatSession) -> None:
+    first = session.reply(session.tuned, ASKED, greedy())
+    alone = len(session.encoder.prompt_ids([{"role": "user", "content": "why"}]))
+    session.reply(session.tuned, "why", greedy())
+    assert [turn["content"] for turn in session.tuned.history[:3]] == [ASKED, first, "why"]
+    assert len(session.encoder.prompt_ids(session.tuned.history[:3])) > alone
 
 
 def test_answers_are_streamed_word_by_word(
-    parlour: Parlour, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    session: ChatSession, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    talk(parlour, "/tuned", ASKED)
-    assert capsys.readouterr().out.strip() == parlour.tuned.history[1]["content"]
+    talk(session, "/tuned", ASKED)
+    assert capsys.readouterr().out.strip() == session.tuned.history[1]["content"]
     seen: list[str] = []
 
     def speaking(_: Any, tokenizer: Any, prompt: list[int], *, streamer: Any, **__: Any) -> str:
@@ -115,37 +123,37 @@ def test_answers_are_streamed_word_by_word(
         return "a river carries the boat"
 
     monkeypatch.setattr(chat, "answer", speaking)
-    talk(parlour, "/tuned", ASKED)
+    talk(session, "/tuned", ASKED)
     assert "".join([*seen, capsys.readouterr().out]).strip() == "a river carries the boat"
     assert len([piece for piece in seen if piece]) >= 3
 
 
-def test_a_seed_repeats_an_answer(parlour: Parlour) -> None:
-    manner = Manner(max_new_tokens=12, temperature=1.5)
+def test_a_seed_repeats_an_answer(session: ChatSession) -> None:
+    settings = GenerationSettings(max_new_tokens=12, temperature=1.5)
 
     def sampled(*commands: str) -> list[str]:
         answers = []
         for command in commands:
-            talk(parlour, "/reset", command, "/tuned", ASKED, manner=manner)
-            answers.append(parlour.tuned.history[1]["content"])
+            talk(session, "/reset", command, "/tuned", ASKED, settings=settings)
+            answers.append(session.tuned.history[1]["content"])
         return answers
 
     first, again, other = sampled("/seed 3", "/seed 3", "/seed 4")
     assert first == again != other
     free = sampled("/seed", "/seed")
-    assert manner.seed is None
+    assert settings.seed is None
     assert free[0] != free[1]
-    assert talk(parlour, "/seed 5", manner=manner) == ["seed: 5"]
-    assert "answers are greedy, so it changes nothing" in talk(parlour, "/seed 5")[0]
-    assert talk(parlour, "/seed five", "/what", "/save") == [HELP, HELP, HELP]
+    assert talk(session, "/seed 5", settings=settings) == ["seed: 5"]
+    assert "answers are greedy, so it changes nothing" in talk(session, "/seed 5")[0]
+    assert talk(session, "/seed five", "/what", "/save") == [HELP, HELP, HELP]
 
 
 def test_a_saved_talk_can_be_trained_on(
-    parlour: Parlour, tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+    session: ChatSession, tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "talk.jsonl"
-    assert talk(parlour, f"/save {file}", "/history") == ["nothing was said yet"] * 2
-    assert talk(parlour, ASKED, "/tuned", "why", f"/save {file}")[-1] == f"saved: {file} (2 conversations)"
+    assert talk(session, f"/save {file}", "/history") == ["nothing was said yet"] * 2
+    assert talk(session, ASKED, "/tuned", "why", f"/save {file}")[-1] == f"saved: {file} (2 conversations)"
     base, tuned = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
     assert (base["who"], tuned["who"]) == ("base", "tuned")
     assert [len(row["messages"]) for row in (base, tuned)] == [2, 4]
@@ -155,20 +163,20 @@ def test_a_saved_talk_can_be_trained_on(
     }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     assert main(["check", str(tmp_path / "recipe.yaml"), "--data"]) == 0, capsys.readouterr().err
-    assert talk(parlour, f"/save {file}") == [f"{file}: is there already; choose another name"]
-    assert "could not be written: No such file" in talk(parlour, f"/save {tmp_path}/nowhere/talk.jsonl")[0]
+    assert talk(session, f"/save {file}") == [f"{file}: is there already; choose another name"]
+    assert "could not be written: No such file" in talk(session, f"/save {tmp_path}/nowhere/talk.jsonl")[0]
 
 
-def test_a_stopped_answer_is_not_remembered(parlour: Parlour, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_answer_is_not_remembered(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*_: Any, **__: Any) -> str:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(chat, "answer", stopped)
-        assert talk(parlour, ASKED) == ["\nbase:", "\n(stopped; not remembered)"]
-    assert parlour.base.history == []
-    assert len(talk(parlour, ASKED)) == 2
-    assert parlour.tuned.history
+        assert talk(session, ASKED) == ["\nbase:", "\n(stopped; not remembered)"]
+    assert session.base.history == []
+    assert len(talk(session, ASKED)) == 2
+    assert session.tuned.history
 
 
 def test_typed_lines_end_with_the_input(monkeypatch: pytest.MonkeyPatch) -> None:

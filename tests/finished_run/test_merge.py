@@ -79,7 +79,7 @@ def test_the_merged_model_is_the_adapter_beside_its_base(
     tmp_path: Path, bases: dict[str, Path], kind: str, method: str
 ) -> None:
     run = finished_run(tmp_path, bases[kind], lora=METHODS[method])
-    facts = merge_run(run, dtype=None, base=None, prompts=3, tell=print)
+    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
     beside = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases[kind]), str(run / "adapter")).eval()
     wanted, found = logits(beside), logits(plain(run / "merged"))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
@@ -95,7 +95,7 @@ def test_the_merged_model_is_the_adapter_beside_its_base(
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_other_families(tmp_path: Path, bases: dict[str, Path], family: str) -> None:
     run = finished_run(tmp_path, bases[family])
-    facts = merge_run(run, dtype="float32", base=None, prompts=3, tell=print)
+    facts = merge_run(run, dtype="float32", base=None, prompts=3, log=print)
     assert facts["agreement"]["candidates"]["own"]["top1"] == 1.0
 
 
@@ -105,7 +105,7 @@ def test_beside_a_4_bit_base_both_are_compared_and_the_nearer_is_taken(
     tmp_path: Path, bases: dict[str, Path], lora: dict[str, Any], tied: str
 ) -> None:
     run = finished_run(tmp_path, bases[tied], lora=lora, quantization=NF4)
-    facts = merge_run(run, dtype=None, base=None, prompts=3, tell=print)
+    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
     dequantized, own = (facts["agreement"]["candidates"][kind] for kind in ("dequantized", "own"))
     assert facts["base"] == "dequantized"
     assert dequantized["top1"] == 1.0
@@ -113,14 +113,14 @@ def test_beside_a_4_bit_base_both_are_compared_and_the_nearer_is_taken(
     assert "dequantized, which agrees better" in in_words(facts)
     assert not list(run.glob(".tmp-*"))
     assert "quantization_config" not in json.loads((run / "merged" / "config.json").read_text())
-    chosen = merge_run(run, dtype=None, base="own", prompts=3, tell=print)
+    chosen = merge_run(run, dtype=None, base="own", prompts=3, log=print)
     assert chosen["base"] == "own"
     assert chosen["agreement"]["candidates"] == {"own": own}
 
 
 def test_beside_an_int8_base(tmp_path: Path, bases: dict[str, Path]) -> None:
     run = finished_run(tmp_path, bases["untied"], quantization={"load_in_8bit": True})
-    facts = merge_run(run, dtype=None, base=None, prompts=3, tell=print)
+    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
     dequantized, own = (facts["agreement"]["candidates"][kind] for kind in ("dequantized", "own"))
     assert facts["base"] == "dequantized"
     assert dequantized["kl"] < own["kl"]
@@ -156,7 +156,7 @@ def test_what_bfloat16_could_not_hold_is_added_in_float32(tmp_path: Path) -> Non
     tiny_model().bfloat16().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     run = finished_run(tmp_path, folder, move=1e-5, model={"dtype": "bfloat16"}, lora={"r": 4, "lora_alpha": 8})
-    merge_run(run, dtype="float32", base=None, prompts=0, tell=print)
+    merge_run(run, dtype="float32", base=None, prompts=0, log=print)
     base, merged = load_file(folder / "model.safetensors"), load_file(run / "merged" / "model.safetensors")
     adapter = load_file(run / "adapter" / "adapter_model.safetensors")
     layers = [name.removesuffix(".lora_A.weight") for name in adapter if name.endswith(".lora_A.weight")]
@@ -182,10 +182,10 @@ def test_the_verb_shows_a_table(run: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_many_shards_are_one_model(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    merge_run(run, dtype=None, base=None, prompts=0, tell=print)
+    merge_run(run, dtype=None, base=None, prompts=0, log=print)
     whole = plain(run / "merged").state_dict()
     monkeypatch.setattr(merge, "SHARD_BYTES", 100_000)
-    facts = merge_run(run, dtype=None, base=None, prompts=2, tell=print)
+    facts = merge_run(run, dtype=None, base=None, prompts=2, log=print)
     files = sorted((run / "merged").glob("*.safetensors"))
     assert facts["files"] == len(files) > 3
     assert not (run / "merged" / "model.safetensors").exists()
@@ -301,7 +301,7 @@ def test_one_shard_and_one_layer_are_held(tmp_path: Path, kind: str, sections: d
 
 def test_a_base_in_many_files_and_its_config_as_it_stands(tmp_path: Path, bases: dict[str, Path]) -> None:
     run = finished_run(tmp_path, bases["untied"])
-    merge_run(run, dtype="float16", base=None, prompts=0, tell=print)
+    merge_run(run, dtype="float16", base=None, prompts=0, log=print)
     one_file = plain(run / "merged").state_dict()
     shutil.copytree(bases["untied"], tmp_path / "many")
     (tmp_path / "many" / "model.safetensors").unlink()
@@ -312,7 +312,7 @@ def test_a_base_in_many_files_and_its_config_as_it_stands(tmp_path: Path, bases:
     (tmp_path / "many" / "config.json").write_text(json.dumps(old))
     recipe = (run / "recipe.yaml").read_text()
     (run / "recipe.yaml").write_text(recipe.replace(str(bases["untied"]), str(tmp_path / "many")))
-    merge_run(run, dtype="float16", base=None, prompts=0, tell=print)
+    merge_run(run, dtype="float16", base=None, prompts=0, log=print)
     many = plain(run / "merged").state_dict()
     assert all(value.equal(many[name]) for name, value in one_file.items())
     written = json.loads((run / "merged" / "config.json").read_text())
@@ -320,7 +320,7 @@ def test_a_base_in_many_files_and_its_config_as_it_stands(tmp_path: Path, bases:
     assert written == config | {"torch_dtype": "float16", "rope_theta_of_old": 1}
     (tmp_path / "many" / "config.json").write_text(json.dumps(old | {"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(FinetuneError, match="is stored quantised"):
-        merge_run(run, dtype=None, base=None, prompts=0, tell=print)
+        merge_run(run, dtype=None, base=None, prompts=0, log=print)
 
 
 @pytest.mark.slow

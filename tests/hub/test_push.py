@@ -104,7 +104,7 @@ def send(run: Path, hub: Hub, to: Destination = ME, **options: Any) -> tuple[dic
     """Result, waits and words of a push that does not really wait."""
     waits: list[float] = []
     told: list[str] = []
-    done = push(run, to, endpoint=hub.url, pause=waits.append, tell=told.append, **options)
+    done = push(run, to, endpoint=hub.url, pause=waits.append, log=told.append, **options)
     return done, waits, told
 
 
@@ -339,7 +339,7 @@ class TestFaults:
         told: list[str] = []
         hub.fail("commit", status=500)
         with pytest.raises(KeyboardInterrupt):
-            push(run, PLAIN, endpoint=hub.url, pause=stop, tell=told.append)
+            push(run, PLAIN, endpoint=hub.url, pause=stop, log=told.append)
         assert told[-1] == f"stopped; to push again:\n  finetune push {run} me/devils"
 
     def test_no_hub_at_all(self, run: Path, hub: Hub) -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from finetune.errors import EnvironmentMismatch, NoRendezvous
-from finetune.launch import rendezvous
+from finetune.launch import rendezvous as rendezvous_module
 from finetune.launch.launcher import Launch
-from finetune.launch.rendezvous import check_world, interface_towards, meeting, patience
+from finetune.launch.rendezvous import check_world, collective_timeout, interface_towards, rendezvous
 from tests.strategies.test_accelerator import ALONE, recipe
 
 TWO_HOSTS = replace(ALONE, world_size=2, rank=1, nodes=2, on_cpu=True)
@@ -32,7 +32,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_failed_meeting_names_rank_place_and_remedy() -> None:
-    with pytest.raises(NoRendezvous) as caught, meeting(TWO_HOSTS):
+    with pytest.raises(NoRendezvous) as caught, rendezvous(TWO_HOSTS):
         raise RuntimeError(GLOO)
     said = str(caught.value)
     assert caught.value.exit_code == 4
@@ -43,19 +43,19 @@ def test_a_failed_meeting_names_rank_place_and_remedy() -> None:
 
 
 def test_other_errors_pass() -> None:
-    with pytest.raises(RuntimeError, match="memory"), meeting(ALONE):
+    with pytest.raises(RuntimeError, match="memory"), rendezvous(ALONE):
         raise RuntimeError("out of memory")
-    with pytest.raises(EnvironmentMismatch, match="precision"), meeting(TWO_HOSTS):
+    with pytest.raises(EnvironmentMismatch, match="precision"), rendezvous(TWO_HOSTS):
         raise EnvironmentMismatch("precision")
 
 
 def test_a_long_wait_gets_a_hint(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(rendezvous, "_HINT_SECONDS", 0.01)
-    with meeting(TWO_HOSTS):
+    monkeypatch.setattr(rendezvous_module, "_HINT_SECONDS", 0.01)
+    with rendezvous(TWO_HOSTS):
         time.sleep(0.3)
     assert "still waiting" in capsys.readouterr().err
     for quiet in (ALONE, replace(TWO_HOSTS, local_rank=1)):
-        with meeting(quiet):
+        with rendezvous(quiet):
             time.sleep(0.1)
     assert capsys.readouterr().err == ""
 
@@ -76,12 +76,12 @@ def test_the_interface_that_leads_there() -> None:
 def test_the_interface_is_chosen_for_several_machines_alone(
     monkeypatch: pytest.MonkeyPatch, launch: Launch, chosen: str | None, expected: str | None
 ) -> None:
-    monkeypatch.setattr(rendezvous, "interface_towards", lambda address: "eth7")
+    monkeypatch.setattr(rendezvous_module, "interface_towards", lambda address: "eth7")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     if chosen:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)
-    with meeting(launch):
-        assert rendezvous.os.environ.get("GLOO_SOCKET_IFNAME") == expected
+    with rendezvous(launch):
+        assert rendezvous_module.os.environ.get("GLOO_SOCKET_IFNAME") == expected
 
 
 @pytest.mark.parametrize(
@@ -117,5 +117,5 @@ def test_fewer_machines_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_patience_is_at_least_half_an_hour() -> None:
-    assert patience(recipe()).total_seconds() == 1800
-    assert patience(recipe(timeout_seconds=7200)).total_seconds() == 7200
+    assert collective_timeout(recipe()).total_seconds() == 1800
+    assert collective_timeout(recipe(timeout_seconds=7200)).total_seconds() == 7200

@@ -16,7 +16,7 @@ from finetune.recipe.schema import Data, DataSet, ModelSection, Recipe, Training
 from finetune.run_folder.checkpoint import newest_valid
 from finetune.train import main
 from finetune.training import loop, session
-from finetune.training.planner_process import Foretold
+from finetune.training.planner_process import PlannerProcess
 from tests.support.soak_resume import MEASURED
 from tests.support.tiny import write_chats
 
@@ -140,7 +140,7 @@ def test_in_the_middle_of_a_run(
 ) -> None:
     """At the third step of six; the same command then goes on to the end of the same curve."""
     backward, calls = Accelerator.backward, []
-    monkeypatch.setattr(Foretold, "answer", lambda *_, **__: {"plan": PLAN, "why": None, "changes": None})
+    monkeypatch.setattr(PlannerProcess, "answer", lambda *_, **__: {"plan": PLAN, "why": None, "changes": None})
 
     def fail(self: Accelerator, loss: torch.Tensor, **options: Any) -> None:
         calls.append(1)

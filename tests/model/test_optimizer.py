@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model.optimizer import BITSANDBYTES, check_optimizer, make_optimizer, once_stepped, state_dtypes
+from finetune.model.optimizer import BITSANDBYTES, call_after_first_step, check_optimizer, make_optimizer, state_dtypes
 from finetune.run_folder.checkpoint import newest_valid, read_checkpoint, write_checkpoint
 from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
 from finetune.train import main
@@ -183,12 +183,12 @@ def test_without_bitsandbytes_the_line_to_install_it(optim: str, monkeypatch: py
 def test_the_state_is_told_once_it_is_there(tmp_path: Path) -> None:
     told: list[Counter[str]] = []
     network, optimizer = made("adamw_8bit", tmp_path)
-    once_stepped(optimizer, told.append)
+    call_after_first_step(optimizer, told.append)
     assert told == []
     train(network, optimizer, 3, seed=1)
     assert [set(held) for held in told] == [{"uint8", "float32"}]
     assert told[0].total() == 2 * sum(parameter.numel() for parameter in network.parameters())
-    once_stepped(optimizer, told.append)
+    call_after_first_step(optimizer, told.append)
     assert told[1] == told[0]
 
 

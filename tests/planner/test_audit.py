@@ -32,7 +32,7 @@ def memory_of(planned: dict[str, int], measured: dict[str, int]) -> dict[str, An
     }
 
 
-def say(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+def plan_output(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     code = main(["plan", "--audit", *words])
     said = capsys.readouterr()
     return code, said.out, said.err
@@ -48,14 +48,14 @@ def test_errors_are_tabulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ]
     one = write_run(tmp_path / "one", exact, metrics)
     other = write_run(tmp_path / "other", memory_of({"step": 99}, {"step": 100}))
-    code, out, _ = say([str(one), str(other), "--json"], capsys)
+    code, out, _ = plan_output([str(one), str(other), "--json"], capsys)
     told = json.loads(out)
     assert code == 0
     found = [(row["phase"], row["measured_bytes"], round(row["error"], 6)) for row in told["rows"]]
     assert found == [("load", 100, -0.1), ("forward", 100, 0.1), ("backward", 200, 0.025), ("step", 100, -0.01)]
     assert told["median_error"] == pytest.approx(0.025)
     assert told["worst_error"] == pytest.approx(0.1), "of loading no error counts"
-    code, out, _ = say([str(one), str(other)], capsys)
+    code, out, _ = plan_output([str(one), str(other)], capsys)
     assert "+10.000%" in out
     assert out.splitlines()[-1].endswith("of 2 run(s): median error 2.500%, worst 10.000%")
 
@@ -63,13 +63,13 @@ def test_errors_are_tabulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_runs_without_a_plan_say_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     none = write_run(tmp_path / "none", {"planned": None, "why": "zero2 cannot be planned yet", "measured": {}})
     old = write_run(tmp_path / "old", None)
-    code, out, _ = say([str(none), str(old)], capsys)
+    code, out, _ = plan_output([str(none), str(old)], capsys)
     assert code == 0
     assert f"{none}: not planned: zero2 cannot be planned yet" in out
     assert f"{old}: not planned: its receipt has no memory section" in out
 
 
 def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = say([str(tmp_path)], capsys)
+    code, _, err = plan_output([str(tmp_path)], capsys)
     assert code == 2
     assert err == f"--audit: {tmp_path}: holds no receipt.json; name the folder of a run\n"

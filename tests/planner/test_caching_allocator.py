@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from finetune.planner.depth.caching_allocator import MIB, CachingAllocator, Held, replay
+from finetune.planner.depth.caching_allocator import MIB, AllocatorPeak, CachingAllocator, replay
 from finetune.planner.depth.repeat_layers import Change
 
 
@@ -105,7 +105,7 @@ def test_phases() -> None:
         Change("a", 40 * MIB, "backward"),
     ]
     assert replay(changes) == {
-        "load": Held(60 * MIB, 60 * MIB),
-        "forward": Held(90 * MIB, 90 * MIB),
-        "backward": Held(60 * MIB, 90 * MIB),
+        "load": AllocatorPeak(60 * MIB, 60 * MIB),
+        "forward": AllocatorPeak(90 * MIB, 90 * MIB),
+        "backward": AllocatorPeak(60 * MIB, 90 * MIB),
     }

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
 
 
-def say(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+def plan_output(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     code = main(["plan", *words])
     said = capsys.readouterr()
     return code, said.out, said.err
@@ -53,7 +53,7 @@ def test_gpus_that_are_none(text: str) -> None:
 @pytest.mark.slow
 def test_lora_of_8b_on_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(ROOT / "recipes" / "llama3_8b_lora_1x24gb.yaml")
-    code, out, _ = say([recipe, "--json"], capsys)
+    code, out, _ = plan_output([recipe, "--json"], capsys)
     told = json.loads(out)
     assert (code, told["ok"], told["exit_code"], told["ranks"]) == (0, True, 0, 1)
     # 8,030,261,248 weights of two bytes, adapters of rank 16 in float32, and nothing cut.
@@ -67,7 +67,7 @@ def test_lora_of_8b_on_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     # LoRA is 4N, not 6N: no gradient of a base weight; and 2N more where layers are computed twice.
     assert share * (forward + backward) == pytest.approx(6 * weights, rel=0.02)
     assert told["speed"] is None, "24 GB name no GPU"
-    code, out, _ = say([recipe, "--gpus", "12GB"], capsys)
+    code, out, _ = plan_output([recipe, "--gpus", "12GB"], capsys)
     assert code == 3
     assert out.startswith("does not fit 1 x 12 GB: needs ")
 
@@ -75,14 +75,14 @@ def test_lora_of_8b_on_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_fsdp2_of_8b(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(ROOT / "recipes" / "llama3_fsdp.yaml")
-    four, eight = (json.loads(say([recipe, "--gpus", f"{n}x24GB", "--json"], capsys)[1]) for n in (4, 8))
+    four, eight = (json.loads(plan_output([recipe, "--gpus", f"{n}x24GB", "--json"], capsys)[1]) for n in (4, 8))
     halved = [told["phases"]["step"]["parts"]["parameters"] for told in (four, eight)]
     assert halved[1] == pytest.approx(halved[0] / 2, rel=1e-3)
     assert four["phases"]["load"]["peak_bytes"] < 8 * GIB  # whole weights are in host memory
     sent = eight["communication"]
     assert sent["forward"]["all_gather"]["bytes"] == four["communication"]["forward"]["all_gather"]["bytes"]
     assert sent["forward"]["all_gather"]["bytes"] == pytest.approx(2 * 8_030_261_248, rel=0.01)
-    _, out, _ = say([recipe, "--gpus", "H100:8"], capsys)
+    _, out, _ = plan_output([recipe, "--gpus", "H100:8"], capsys)
     assert "a bound, by makers' peaks: 989 TFLOP/s" in out
     assert ["1", "2", "4", "8", "16", "32", "64", "128", "256", "512"] in [
         line.split()[1:] for line in out.splitlines()
@@ -91,7 +91,7 @@ def test_fsdp2_of_8b(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_the_trainer_refuses_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(ROOT / "recipes" / "llama3_fsdp.yaml")
-    code, _, err = say([recipe, "training.optim=adamw_8bit"], capsys)
+    code, _, err = plan_output([recipe, "training.optim=adamw_8bit"], capsys)
     assert code == 4
     assert "training.optim: adamw_8bit updates whole tensors" in err
 
@@ -99,14 +99,14 @@ def test_what_the_trainer_refuses_is_refused(capsys: pytest.CaptureFixture[str])
 def test_several_recipes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     """Where the closed form is clear nothing is traced."""
     recipes = [str(ROOT / "recipes" / f"{name}.yaml") for name in ("llama3_full", "llama3_8b_lora_1x24gb")]
-    code, out, _ = say([*recipes, "--gpus", "4x32GB", "--json"], capsys)
+    code, out, _ = plan_output([*recipes, "--gpus", "4x32GB", "--json"], capsys)
     rows = {row["recipe"]: row for row in json.loads(out)["recipes"]}
     assert code == 0
     assert {name: (row["fits"], row["planned_by"]) for name, row in rows.items()} == {
         "llama3_full": (False, "closed form"),
         "llama3_8b_lora_1x24gb": (True, "closed form"),
     }
-    code, out, _ = say([*recipes, "lora.r=64", "--gpus", "4x32GB"], capsys)
+    code, out, _ = plan_output([*recipes, "lora.r=64", "--gpus", "4x32GB"], capsys)
     assert [line.split()[0] for line in out.splitlines()] == ["recipe", "llama3_full", "llama3_8b_lora_1x24gb"]
 
 
@@ -135,7 +135,7 @@ def test_what_is_picked_from_takes_about_32_thousand_tokens_a_step(gpus: str, no
     ],
 )
 def test_what_is_asked_wrongly(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = say(words, capsys)
+    code, _, err = plan_output(words, capsys)
     assert code == 2
     assert told in err
 
@@ -149,7 +149,7 @@ def test_what_is_asked_wrongly(words: list[str], told: str, capsys: pytest.Captu
     ],
 )
 def test_nothing_fits(model: str, gpus: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = say(["--pick", "--model", f"meta-llama/{model}", "--gpus", gpus], capsys)
+    code, _, err = plan_output(["--pick", "--model", f"meta-llama/{model}", "--gpus", gpus], capsys)
     assert code == 3
     needed, size = (float(found) for found in re.findall(r"([0-9.]+) GiB of each GPU, .* ([0-9.]+); take more", err)[0])
     assert (needed > size) == told.startswith("which has")
@@ -158,7 +158,7 @@ def test_nothing_fits(model: str, gpus: str, told: str, capsys: pytest.CaptureFi
 
 @pytest.mark.slow
 def test_weights_wait_in_host_memory_where_nothing_else_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = say(["--pick", "--model", "meta-llama/Llama-3.1-8B", "--gpus", "5GB"], capsys)
+    code, out, _ = plan_output(["--pick", "--model", "meta-llama/Llama-3.1-8B", "--gpus", "5GB"], capsys)
     assert code == 0
     assert "accelerate_config: fsdp2_offload" in out
     assert "# In host memory: up to" in out
@@ -200,17 +200,17 @@ def test_no_library_speaks_beside_the_plan(tiny_llama: Path, tmp_path: Path) -> 
 def test_what_was_picked_was_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.yaml"
     asked = ["--pick", "--model", "meta-llama/Llama-3.2-1B-Instruct", "--gpus", "8GB", "-o", str(file), "--json"]
-    code, out, _ = say(asked, capsys)
+    code, out, _ = plan_output(asked, capsys)
     picked = json.loads(out)
     assert (code, picked["file"]) == (0, str(file))
-    code, out, _ = say([str(file), "--json"], capsys)
+    code, out, _ = plan_output([str(file), "--json"], capsys)
     assert (code, json.loads(out)["needed_bytes"]) == (0, picked["needed_bytes"])
 
 
 @pytest.mark.slow
 def test_changes_are_shown_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(ROOT / "recipes" / "llama3_8b_lora_1x24gb.yaml")
-    code, out, _ = say([recipe, "--gpus", "12GB", "--json"], capsys)
+    code, out, _ = plan_output([recipe, "--gpus", "12GB", "--json"], capsys)
     told = json.loads(out)
     assert code == 3
     assert told["changes"]

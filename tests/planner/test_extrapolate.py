@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.planner.depth.extrapolate import SHALLOW, deep, kept_whole, with_layers
+from finetune.planner.depth.extrapolate import SHALLOW, extrapolate, layers_kept_gathered, with_layers
 from finetune.planner.trace.timeline import Timeline
 from finetune.planner.trace.trace import trace
 from finetune.recipe.strategy import read_strategy
@@ -48,8 +48,8 @@ def test_deep_from_shallow(
         return trace(smaller, read_strategy(strategy), case.batches(), ranks=ranks).timeline
 
     whole = timeline_of(LAYERS).phases("cpu")
-    shallow = SHALLOW + (kept_whole(config) if strategy == "zero3" else 0)
-    found = deep(timeline_of, LAYERS, "cpu", period=max(1, checkpointing), shallow=shallow)
+    shallow = SHALLOW + (layers_kept_gathered(config) if strategy == "zero3" else 0)
+    found = extrapolate(timeline_of, LAYERS, "cpu", period=max(1, checkpointing), shallow=shallow)
     assert max(depths[1:]) < LAYERS
     assert list(found) == list(whole)
     for name, phase in whole.items():

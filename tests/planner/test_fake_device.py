@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from finetune.planner.depth.extrapolate import deep, with_layers
+from finetune.planner.depth.extrapolate import extrapolate, with_layers
 from finetune.planner.trace.cuda_dispatch import autocast_list
 from finetune.planner.trace.fake_device import NAME, pretend_device
 from finetune.planner.trace.kernel_workspaces import CUBLAS, TABLE
@@ -178,7 +178,7 @@ def test_deep_from_shallow_on_a_gpu(method: str, strategy: str, ranks: int, fold
         return trace(smaller, read_strategy(strategy), case.batches(), ranks=ranks, gpu=True).timeline
 
     whole: dict[str, PhaseMemory] = timeline_of(9).phases(NAME)
-    found = deep(timeline_of, 9, NAME)
+    found = extrapolate(timeline_of, 9, NAME)
     del whole["load"]  # its largest tensor comes first in a shallow model, and is not the peak of a deep one
     for name, phase in whole.items():
         assert found[name].peak.nbytes == pytest.approx(phase.peak.nbytes, rel=1e-5), name

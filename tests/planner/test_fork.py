@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from finetune.planner.depth import fork
-from finetune.planner.depth.fork import begun
+from finetune.planner.depth.fork import run_in_forks
 
 # A process of its own, in which nothing was trained before.
 PROGRAM = """
@@ -98,5 +98,5 @@ def test_a_process_that_has_trained_and_a_single_work_need_no_child(said: dict[s
 
 def test_without_forks_all_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork, "can_fork", lambda: False)
-    with begun({1: os.getpid, 2: os.getpid}) as result:
+    with run_in_forks({1: os.getpid, 2: os.getpid}) as result:
         assert {result(1), result(2)} == {os.getpid()}

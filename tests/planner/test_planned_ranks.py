@@ -12,7 +12,7 @@ from finetune.files import read_lines
 from finetune.planner.plan_recipe import plan_recipe
 from finetune.planner.trace.flops import StepWork
 from finetune.recipe.loader import load_recipe
-from finetune.training.planner_process import SWITCH
+from finetune.training.planner_process import PLANNER_SWITCH
 from tests.support.cells import launch
 from tests.support.tiny import save_tiny, write_chats
 
@@ -73,7 +73,7 @@ sys.exit(cells.main(sys.argv[1:]))
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_grad_op", "ddp"])
 def test_the_plan_is_the_run(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "on")
+    monkeypatch.setenv(PLANNER_SWITCH, "on")
     recipe = write_recipe(tmp_path)
     words = [f"accelerate_config={strategy}"]
     program = tmp_path / "program.py"

@@ -19,7 +19,7 @@ from finetune.recipe.schema import Recipe
 from finetune.train import main
 from finetune.training import planner_process
 from finetune.training.memory_report import describe_memory
-from finetune.training.planner_process import ANSWER, SWITCH, Question, asked
+from finetune.training.planner_process import ANSWER, PLANNER_SWITCH, PlanRequest, asked
 from tests.support.tiny import write_chats
 
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")
@@ -56,7 +56,7 @@ def receipt(recipe: Path) -> dict[str, Any]:
     return dict(json.loads((recipe.parent / "run" / "receipt.json").read_text("utf-8")))
 
 
-QUESTION = Question(
+QUESTION = PlanRequest(
     recipe="{}", documents=(((7, 5), (9,)),), flat=True, nodes=1, ranks_of_node=1, device="cpu", memory=2**30
 )
 
@@ -103,7 +103,7 @@ def test_what_cannot_be_planned_is_an_answer() -> None:
 
 
 def test_a_planner_that_dies_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "on")
+    monkeypatch.setenv(PLANNER_SWITCH, "on")
     monkeypatch.setattr(planner_process.sys, "executable", "false")
     with asked(QUESTION, tmp_path) as answer:
         assert answer.answer(wait_seconds=60) == {"plan": None, "why": "the planner ended with 1", "changes": None}
@@ -117,7 +117,7 @@ def test_one_that_is_not_done_is_not_waited_for(tmp_path: Path, monkeypatch: pyt
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\nsleep 60\n")
     slow.chmod(0o755)
-    monkeypatch.setenv(SWITCH, "on")
+    monkeypatch.setenv(PLANNER_SWITCH, "on")
     monkeypatch.setattr(planner_process.sys, "executable", str(slow))
     began = time.monotonic()
     with asked(QUESTION, tmp_path) as answer:
@@ -127,7 +127,7 @@ def test_one_that_is_not_done_is_not_waited_for(tmp_path: Path, monkeypatch: pyt
 
 
 def test_it_can_be_turned_off_and_other_ranks_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "off")
+    monkeypatch.setenv(PLANNER_SWITCH, "off")
     with asked(QUESTION, tmp_path) as answer:
         assert answer.answer()["why"] == "FINETUNE_PLANNER=off"
     (tmp_path / ANSWER).write_text('{"plan": {"fits": true}, "why": null, "changes": []}')
@@ -150,7 +150,7 @@ with asked(question, Path(sys.argv[1])) as answer:
 @pytest.mark.slow
 def test_no_planner_outlives_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed as the kernel kills, when memory is short."""
-    monkeypatch.setenv(SWITCH, "on")
+    monkeypatch.setenv(PLANNER_SWITCH, "on")
     with subprocess.Popen([sys.executable, "-c", TRAINER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         planner = psutil.Process(int(run.stdout.readline()))
@@ -176,7 +176,7 @@ def test_no_planner_outlives_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_plan_is_the_run_to_the_byte(
     changed: dict[str, Any], write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(SWITCH, "on")
+    monkeypatch.setenv(PLANNER_SWITCH, "on")
     if "data" in changed:
         changed["data"]["train"] = json.loads(write().read_text())["data"]["train"]
     recipe = write(**changed)

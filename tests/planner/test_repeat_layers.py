@@ -11,7 +11,7 @@ import pytest
 from finetune.measure.live_tensors import NONE
 from finetune.planner.depth.caching_allocator import CachingAllocator, NoMemory, replay
 from finetune.planner.depth.extrapolate import with_layers
-from finetune.planner.depth.repeat_layers import Change, filled_up, spliced
+from finetune.planner.depth.repeat_layers import Change, add_unlayered_storage, repeat_layers
 from finetune.planner.trace.fake_device import NAME
 from finetune.planner.trace.timeline import Event, Timeline
 from finetune.planner.trace.trace import trace
@@ -50,9 +50,9 @@ def test_a_deep_models_changes(
         smaller = with_layers(recipe, config, layers, tmp_path)
         return trace(smaller, read_strategy(strategy), case.batches(), ranks=ranks, gpu=True).timeline
 
-    whole = list(spliced(timeline_of(DEEP), NAME, DEEP, DEEP, period))
+    whole = list(repeat_layers(timeline_of(DEEP), NAME, DEEP, DEEP, period))
     shallow = 4 + period + DEEP % period
-    grown = list(spliced(timeline_of(shallow), NAME, shallow, DEEP, period))
+    grown = list(repeat_layers(timeline_of(shallow), NAME, shallow, DEEP, period))
     assert large(grown) == large(whole)
     there, here = replay(whole), replay(grown)
     assert list(here) == list(there)
@@ -72,7 +72,7 @@ def test_an_order_that_goes_up_and_one_that_goes_down() -> None:
     timeline.devices = [NAME] * 5
     timeline.events = [Event(NONE, 0, 0), *(Event(layer, 100 + layer, layer) for layer in range(5))]
     timeline.events += [Event(NONE, 0, 5), *(Event(layer, 0, 5 + layer) for layer in reversed(range(5)))]
-    changes = [change for change in spliced(timeline, NAME, 5, 7) if isinstance(change.storage, tuple)]
+    changes = [change for change in repeat_layers(timeline, NAME, 5, 7) if isinstance(change.storage, tuple)]
     found = [(change.phase, change.storage[0], change.nbytes) for change in changes]  # type: ignore[index]
     up = [("forward", layer, nbytes) for layer, nbytes in enumerate((100, 101, 102, 102, 102, 103, 104))]
     assert found == [*up, *(("backward", layer, 0) for layer in range(6, -1, -1))]
@@ -84,10 +84,10 @@ def test_what_no_layer_has_is_beside_them_in_its_phase() -> None:
     changes = [Change(None, 0, "load"), Change("a", 20 * mib, "load")]
     for phase in ("forward", "step"):
         changes += [Change(None, 0, phase), Change("b", 40 * mib, phase), Change("b", 0, phase)]
-    held = replay(filled_up(2 * changes, {"load": 100 * mib, "forward": 10 * mib, "step": -5 * mib}))
+    held = replay(add_unlayered_storage(2 * changes, {"load": 100 * mib, "forward": 10 * mib, "step": -5 * mib}))
     assert {phase: found.allocated // mib for phase, found in held.items()} == {"load": 120, "forward": 70, "step": 60}
     assert held["step"].reserved == 120 * mib, "pieces of 10 and 90, found again; the 40 lie in the larger meanwhile"
-    assert list(filled_up(changes, {"load": 0})) == changes
+    assert list(add_unlayered_storage(changes, {"load": 0})) == changes
 
 
 def test_a_full_gpu() -> None:

@@ -24,7 +24,7 @@ from finetune.preflight.disk import GIB, count_weights, free_bytes, need_of
 from finetune.preflight.doctor import Finding, as_text, examine, scope
 from finetune.preflight.process_pair import pair_test
 from finetune.recipe.loader import load_recipe
-from finetune.redaction import showable, variables
+from finetune.redaction import redact, variables
 from tests.support.hub import running_hub
 from tests.support.hub.server import TOKEN, WRITER
 
@@ -50,11 +50,11 @@ def jane(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_nothing_private_is_shown(jane: Path) -> None:
     said = {"seen": f"{jane}/runs on ganymede: {PLANTED} of jane", "more": ["/home/paul/x", 7, None]}
-    assert showable(said) == {"seen": "~/runs on HOST: [hidden] of USER", "more": ["~/x", 7, None]}
+    assert redact(said) == {"seen": "~/runs on HOST: [hidden] of USER", "more": ["~/x", 7, None]}
 
 
 def test_a_name_inside_of_another_word_stays(jane: Path) -> None:
-    assert showable("janeway ganymede-2 jane") == "janeway ganymede-2 USER"
+    assert redact("janeway ganymede-2 jane") == "janeway ganymede-2 USER"
 
 
 def test_of_variables_only_plain_words_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,10 +330,10 @@ class TestWhatIsSeen:
     def test_on_the_terminal(self, monkeypatch: pytest.MonkeyPatch) -> None:
         stream = io.StringIO()
         monkeypatch.setattr(rehearsals, "Console", lambda **_: Console(file=stream, width=300))
-        with rehearsals.show(quiet=False) as tell:
-            tell({"name": "loads", "ok": True, "seconds": 1.25, "seen": "a model"})
-            tell({"differs": "device: [one] process"})
-            tell({"name": "trains", "ok": False, "seconds": 20.0, "seen": "no such thing"})
+        with rehearsals.show(quiet=False) as log:
+            log({"name": "loads", "ok": True, "seconds": 1.25, "seen": "a model"})
+            log({"differs": "device: [one] process"})
+            log({"name": "trains", "ok": False, "seconds": 20.0, "seen": "no such thing"})
         lines = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
         assert lines[:3] == [
             "ok 1.2 s loads a model",
@@ -447,7 +447,7 @@ class TestRehearse:
     ) -> None:
         told: list[dict[str, Any]] = []
         recipe = write_recipe(tmp_path, str(tiny_llama), f"accelerate_config: {strategy}\n{method}")
-        report = rehearse(recipe, [], tell=told.append)
+        report = rehearse(recipe, [], log=told.append)
         assert report["ok"], report["steps"]
         assert report["steps"] == [line for line in told if "differs" not in line]
         assert report["steps"][1]["seen"].startswith(seen)
@@ -462,13 +462,13 @@ class TestRehearse:
             return seen
 
         monkeypatch.setattr(rehearsals, "exported", spoil)
-        report = rehearse(write_recipe(tmp_path, str(tiny_llama)), [], tell=lambda line: None)
+        report = rehearse(write_recipe(tmp_path, str(tiny_llama)), [], log=lambda line: None)
         assert (report["ok"], report["exit_code"]) == (False, 2)
         assert "28 of 28 tensors differ" in report["steps"][-1]["seen"]
 
     def test_a_refusal_of_the_training(self, tiny_llama: Path, tmp_path: Path) -> None:
         recipe = write_recipe(tmp_path, str(tiny_llama), "accelerate_config: zero2\ntraining: {optim: adamw_8bit}\n")
-        report = rehearse(recipe, [], tell=lambda line: None)
+        report = rehearse(recipe, [], log=lambda line: None)
         assert (report["ok"], report["exit_code"]) == (False, 4)
         assert report["steps"][-1]["name"] == f"trains {STEPS} steps"
         assert "ZeRO cuts state by elements" in report["steps"][-1]["seen"]

@@ -20,7 +20,7 @@ from finetune.recipe.loader import load_recipe
 from finetune.tokens.dataset import prepare
 from finetune.train import main
 from finetune.training.batch_notes import batch_notes
-from finetune.training.run import make_plan
+from finetune.training.run import plan_batches
 from tests.support.cells import ROOT, launch
 from tests.support.curve_table import skip_where_missing
 from tests.support.tiny import WORDS, save_tiny
@@ -103,7 +103,7 @@ def test_forty_chats_are_told_to_be_few(name: str, llama: Path, tmp_path: Path) 
     def notes(*settings: str) -> list[str]:
         asked = load_recipe(recipe, [*words, *settings]).recipe
         prepared = prepare(asked, load_tokenizer(asked))
-        plan = make_plan(asked, len(prepared.train), world_size=ranks, rank=0, flat=True)
+        plan = plan_batches(asked, len(prepared.train), world_size=ranks, rank=0, flat=True)
         return batch_notes(asked, prepared, plan)
 
     found = notes()

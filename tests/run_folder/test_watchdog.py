@@ -17,12 +17,12 @@ import psutil
 import pytest
 
 from finetune.errors import RankLost
-from finetune.launch.launcher import say_last
+from finetune.launch.launcher import print_after_launcher
 from finetune.run_folder import watchdog
 from finetune.run_folder.folder import claim_run_folder, read_state
 from finetune.run_folder.heartbeat import (
     Beat,
-    Heart,
+    Heartbeat,
     State,
     beat_file,
     clear_beats,
@@ -30,7 +30,7 @@ from finetune.run_folder.heartbeat import (
     process_is_gone,
     read_beat,
 )
-from finetune.run_folder.watchdog import Progress, Watch
+from finetune.run_folder.watchdog import Progress, Watchdog
 from tests.strategies.test_accelerator import ALONE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -71,9 +71,11 @@ def other_rank(run_dir: Path, state: State = "running") -> Iterator[subprocess.P
 
 
 @contextmanager
-def watch(run_dir: Path, seconds: int = 8) -> Iterator[Watch]:
+def watch(run_dir: Path, seconds: int = 8) -> Iterator[Watchdog]:
     """Rank 0 of two; its thread, which would end the process, is at rest."""
-    own = Watch(run_dir, replace(ALONE, world_size=2), Progress(), Heart(run_dir, 0, TOKEN), TOKEN, seconds, "again")
+    own = Watchdog(
+        run_dir, replace(ALONE, world_size=2), Progress(), Heartbeat(run_dir, 0, TOKEN), TOKEN, seconds, "again"
+    )
     own._stop.set()
     own._thread.join()
     yield own
@@ -95,7 +97,7 @@ def stop(process: subprocess.Popen[str]) -> None:
 
 
 def test_a_beat_is_read_back_and_an_older_start_is_not(run_dir: Path) -> None:
-    heart = Heart(run_dir, 3, TOKEN)
+    heart = Heartbeat(run_dir, 3, TOKEN)
     assert read_beat(run_dir, 3, TOKEN) is None
     heart.beat("running", "load", 0)
     heart.beat("running", "training", 12, sync=True)
@@ -227,7 +229,9 @@ def test_the_thread_ends_this_process_when_another_rank_dies(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, ends: list[int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with other_rank(run_dir) as process:
-        own = Watch(run_dir, replace(ALONE, world_size=2), Progress(), Heart(run_dir, 0, TOKEN), TOKEN, 8, "again")
+        own = Watchdog(
+            run_dir, replace(ALONE, world_size=2), Progress(), Heartbeat(run_dir, 0, TOKEN), TOKEN, 8, "again"
+        )
         monkeypatch.setattr(os, "_exit", lambda code: (ends.append(code), own._stop.set()))
         process.kill()
         process.wait()
@@ -303,12 +307,12 @@ print("forty lines of report", file=sys.stderr)
 def test_without_a_launcher_it_is_said_once(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
-    say_last("rank 1 died")
+    print_after_launcher("rank 1 died")
     assert capfd.readouterr().err == "\nrank 1 died\n"
 
 
 def test_beats_are_as_long_as_each_other(run_dir: Path) -> None:
-    heart = Heart(run_dir, 0, TOKEN)
+    heart = Heartbeat(run_dir, 0, TOKEN)
     heart.beat("running", "looking before", 10**9)
     heart.beat("ended", "x", 0)
     assert json.loads(beat_file(run_dir, 0).read_text())["state"] == "ended"

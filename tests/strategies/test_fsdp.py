@@ -25,7 +25,7 @@ from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import is_first_copy, make_mesh, row_range, shard_model
 from finetune.strategies.pieces import covers, piece_to_write
 from finetune.training.loop import evaluate
-from finetune.training.run import make_plan
+from finetune.training.run import plan_batches
 from tests.support.one_rank import CPU, OneRank, as_before, half_recipe, one_rank
 from tests.support.tiny import Documents, flat_batch, save_tiny
 
@@ -33,13 +33,13 @@ from tests.support.tiny import Documents, flat_batch, save_tiny
 def look(rank: OneRank) -> None:
     """An evaluation."""
     rows = Documents([7, 12, 5])
-    plan = make_plan(rank.recipe, len(rows), world_size=1, rank=0, flat=True)
+    plan = plan_batches(rank.recipe, len(rows), world_size=1, rank=0, flat=True)
     assert math.isfinite(evaluate(rank.accelerator, rank.parts.model, rows, plan))
 
 
 def gathered(rank: OneRank) -> list[str]:
     """The parameters that are whole now, and not those of the optimizer."""
-    return [name for name, tensor in rank.parts.whole.named_parameters() if not isinstance(tensor, DTensor)]
+    return [name for name, tensor in rank.parts.unwrapped_model.named_parameters() if not isinstance(tensor, DTensor)]
 
 
 @pytest.fixture

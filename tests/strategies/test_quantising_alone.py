@@ -114,10 +114,10 @@ def test_the_others_wait_for_who_quantises(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["fsdp2", "zero3"])
 def test_who_quantises_has_the_cores(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, patience = dist.new_group, []
+    real, collective_timeout = dist.new_group, []
 
     def new_group(**options: Any) -> Any:
-        patience.append(options["timeout"])
+        collective_timeout.append(options["timeout"])
         return real(**options)
 
     monkeypatch.setattr(dist, "new_group", new_group)
@@ -128,7 +128,7 @@ def test_who_quantises_has_the_cores(way: str, tmp_path: Path, monkeypatch: pyte
     finally:
         dist.destroy_process_group()
         torch.set_num_threads(before)
-    assert patience == [assembling.WAITING]
+    assert collective_timeout == [assembling.WAITING]
 
 
 def test_without_quantisation_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ class Built:
             {"model": {"name_or_path": str(folder)}, "data": {"train": [{"path": "json"}]}, "lora": LORA} | changes
         )
         self.strategy: Strategy = read_strategy("single")
-        self.whole: nn.Module = build_model(self.recipe, CPU)
+        self.unwrapped_model: nn.Module = build_model(self.recipe, CPU)
         self.scaler: object | None = None
         self.autocast: Callable[[], AbstractContextManager[Any]] = lambda: torch.autocast("cpu", torch.bfloat16)
         self.gathered_in: torch.dtype | None = None
@@ -47,7 +47,7 @@ class Built:
         accelerator: Any = SimpleNamespace(
             num_processes=1, device=CPU, scaler=self.scaler, autocast=lambda: self.autocast()
         )
-        parts = Assembled(self.whole, self.whole, None, gathered_in=self.gathered_in)
+        parts = Assembled(self.unwrapped_model, self.unwrapped_model, None, gathered_in=self.gathered_in)
         return write_receipt(self.recipe, accelerator, parts, self.strategy)
 
     def asks(self, **changes: Any) -> None:
@@ -57,10 +57,10 @@ class Built:
         self.asks(training=self.recipe.training.model_dump() | changes)
 
     def trained(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.whole.parameters() if parameter.requires_grad]
+        return [parameter for parameter in self.unwrapped_model.parameters() if parameter.requires_grad]
 
     def layers(self) -> list[GradientCheckpointingLayer]:
-        return [module for module in self.whole.modules() if isinstance(module, GradientCheckpointingLayer)]
+        return [module for module in self.unwrapped_model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def no_autocast(built: Built) -> None:
@@ -81,7 +81,7 @@ def not_scaled(built: Built) -> None:
 
 
 def other_attention(built: Built) -> None:
-    decoder_parts(built.whole).config._attn_implementation = "eager"
+    decoder_parts(built.unwrapped_model).config._attn_implementation = "eager"
 
 
 def half_masters(built: Built) -> None:
@@ -95,7 +95,7 @@ def one_half_master(built: Built) -> None:
 
 
 def adapters_asleep(built: Built) -> None:
-    for module in built.whole.modules():
+    for module in built.unwrapped_model.modules():
         if isinstance(module, BaseTunerLayer):
             module._active_adapter = []
 
@@ -105,7 +105,7 @@ def adapters_unasked(built: Built) -> None:
 
 
 def all_frozen(built: Built) -> None:
-    built.whole.requires_grad_(False)
+    built.unwrapped_model.requires_grad_(False)
 
 
 def not_sharded(built: Built) -> None:
@@ -198,7 +198,7 @@ def test_gradients_reduced_in_another_format_are_refused(
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shards",))
-        fsdp.shard_model(decoder_parts(built.whole), built.strategy, mesh, CPU, torch.bfloat16)
+        fsdp.shard_model(decoder_parts(built.unwrapped_model), built.strategy, mesh, CPU, torch.bfloat16)
         if reduce == torch.float32:
             assert built.receipt()["dtypes"]["reduce"] == "float32"
             return

@@ -248,11 +248,11 @@ def test_what_is_missing_is_told_with_the_line_to_install(
 
 
 def test_whole_sizes_without_an_engine() -> None:
-    from finetune.strategies.zero_state import held_part, whole_numel, whole_shape
+    from finetune.strategies.zero_state import local_shard, whole_numel, whole_shape
 
     weight = tiny_model().lm_head.weight
     assert (whole_numel(weight), whole_shape(weight)) == (weight.numel(), weight.shape)
-    assert held_part(weight) is weight
+    assert local_shard(weight) is weight
 
 
 def test_a_lock_that_a_killed_compiler_left_is_waited_for_and_taken_away(

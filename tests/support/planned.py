@@ -33,7 +33,7 @@ from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantizati
 from finetune.recipe.strategy import read_strategy
 from finetune.run_folder.save_restore import save
 from finetune.run_folder.train_state import TrainState
-from finetune.strategies.accelerator import build_accelerator, holding_back
+from finetune.strategies.accelerator import accumulation_context, build_accelerator
 from finetune.strategies.assemble import assemble
 from finetune.strategies.zero import release_engine
 from finetune.tokens.batches import MicroBatch, prefetch
@@ -152,7 +152,7 @@ def tracked(case: Case, folder: Path, strategy: str = "single") -> dict[str, tup
             seed=42,
             stop=False,
             phases=phases,
-            hold=holding_back(accelerator, ways, parts.model),
+            skip_gradient_sync=accumulation_context(accelerator, ways, parts.model),
         )
     del batches
     with phases("save"):

@@ -67,7 +67,7 @@ def _refuses_a_spoilt_step(run: Run) -> bool:
             seed=0,
             stop=False,
             phases=run.phases,
-            hold=run.hold,
+            skip_gradient_sync=run.skip_gradient_sync,
         )
     except loop.NotFinite:
         return True

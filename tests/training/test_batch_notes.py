@@ -15,7 +15,7 @@ from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.training.batch_notes import FEW, batch_notes, few_steps, idle_ranks, large_micro_batch, positions_of
-from finetune.training.run import Plan, make_plan
+from finetune.training.run import BatchPlan, plan_batches
 from tests.support.tiny import save_tiny, write_chats
 
 SETTING = re.compile(r"[a-z_]+\.[a-z_]+=[\w.]+")
@@ -32,8 +32,8 @@ def recipe_with(model: Path, chats: Path, *words: str, **training: Any) -> Recip
     return load_recipe(str(file), list(words)).recipe
 
 
-def plan_of(recipe: Recipe, rows: int, ranks: int = 1) -> Plan:
-    return make_plan(recipe, rows, world_size=ranks, rank=0, flat=True)
+def plan_of(recipe: Recipe, rows: int, ranks: int = 1) -> BatchPlan:
+    return plan_batches(recipe, rows, world_size=ranks, rank=0, flat=True)
 
 
 def notes_of(recipe: Recipe, ranks: int = 1) -> list[str]:

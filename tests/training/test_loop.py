@@ -24,7 +24,7 @@ from finetune.model.build import build_model
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.train_state import TrainState
 from finetune.training.loop import NotFinite, StepResult, evaluate, optimizer_step, train
-from finetune.training.run import Plan, Run, make_plan
+from finetune.training.run import BatchPlan, Run, plan_batches
 from tests.support.tiny import Documents, flat_batch
 
 CPU = torch.device("cpu")
@@ -171,7 +171,7 @@ def test_the_stop_flag_comes_back(bench: Bench) -> None:
 def test_the_arithmetic_of_a_run(
     tmp_path: Path, training: dict[str, Any], rows: int, steps: int, total_rows: int
 ) -> None:
-    plan = make_plan(recipe(tmp_path, **training), rows, world_size=2, rank=0, flat=True)
+    plan = plan_batches(recipe(tmp_path, **training), rows, world_size=2, rank=0, flat=True)
     assert (plan.total_steps, plan.total_rows) == (steps, total_rows)
     seen = [row for step in range(plan.total_steps) for row in plan.rows_of(step).tolist()]
     assert len(seen) == total_rows
@@ -179,7 +179,7 @@ def test_the_arithmetic_of_a_run(
 
 
 def test_micro_steps_round_up() -> None:
-    plan = Plan(9, 9, 1, 9, 2, world_size=2, rank=0, seed=0, flat=True)
+    plan = BatchPlan(9, 9, 1, 9, 2, world_size=2, rank=0, seed=0, flat=True)
     assert [plan.micro_steps(rows) for rows in (1, 4, 5, 9)] == [1, 1, 2, 3]
 
 
@@ -230,14 +230,14 @@ def seeds_of_a_run(folder: Path, seed: int, rank: int, first_step: int = 0) -> l
         optimizer=torch.optim.SGD(model.parameters()),
         train_rows=rows,
         eval_rows=None,
-        plan=make_plan(asked, len(rows), world_size=3, rank=rank, flat=True),
+        plan=plan_batches(asked, len(rows), world_size=3, rank=rank, flat=True),
         learning_rate=lambda _: 1e-3,
         terminal=Terminal(4, silent=True),
         phases=Phases(CPU, enabled=False),
         stop_requested=lambda: False,
         write_metrics=lambda _: None,
         save=lambda _: None,
-        hold=nullcontext,
+        skip_gradient_sync=nullcontext,
     )
     assert train(run, TrainState(step=first_step))
     return model.seeds
@@ -269,7 +269,7 @@ def test_an_evaluation_is_over_all_rows_whatever_divides_them(
     bench: Bench, world_size: int, per_device_batch_size: int
 ) -> None:
     rows = Documents([7, 12, 5, 9, 16])
-    once = Plan(5, 5, 1, 5, 5, world_size=1, rank=0, seed=0, flat=True)
+    once = BatchPlan(5, 5, 1, 5, 5, world_size=1, rank=0, seed=0, flat=True)
     expected = evaluate(bench.accelerator, bench.model, rows, once)
     alone = []
     for row in range(5):
@@ -280,7 +280,7 @@ def test_an_evaluation_is_over_all_rows_whatever_divides_them(
     tallies: list[torch.Tensor] = []
     bench.accelerator.reduce = lambda tally, reduction: (tallies.append(tally), torch.ones(2))[1]
     for rank in range(world_size):
-        plan = Plan(5, 5, 1, 5, per_device_batch_size, world_size=world_size, rank=rank, seed=0, flat=True)
+        plan = BatchPlan(5, 5, 1, 5, per_device_batch_size, world_size=world_size, rank=rank, seed=0, flat=True)
         evaluate(bench.accelerator, bench.model, rows, plan)
     loss_sum, tokens = torch.stack(tallies).sum(0).tolist()
     assert tokens == rows.supervised.sum()

@@ -23,14 +23,14 @@ from finetune.run_folder.trained_tensors import model_tensors, optimizer_tensors
 from finetune.train import main
 from finetune.training import session, worst_step
 from finetune.training.run import Run
-from finetune.training.worst_step import Rehearsed
+from finetune.training.worst_step import WorstStep
 from tests.support.cells import launch
 from tests.support.soak_resume import MEASURED
 from tests.support.tiny import write_chats
 
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
-NONE = Rehearsed(0, 0.0, 0.0, 0)
+NONE = WorstStep(0, 0.0, 0.0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -118,14 +118,14 @@ def test_the_run_is_bitwise_the_one_without_it(case: str, write: Write, monkeypa
     if case == "8-bit AdamW":
         pytest.importorskip("bitsandbytes")
     begun: list[dict[str, Any]] = []
-    tried: list[Rehearsed] = []
+    tried: list[WorstStep] = []
     train, first = session.train, session.worst_step_first
 
     def spy(run: Run, state: TrainState) -> bool:
         begun.append(state_before_training(run, state))
         return train(run, state)
 
-    def real(*arguments: Any) -> Rehearsed:
+    def real(*arguments: Any) -> WorstStep:
         tried.append(first(*arguments))
         return tried[-1]
 
@@ -232,7 +232,7 @@ def test_it_takes_the_longest_rows_an_evaluation_and_a_save(
 
     lengths: dict[str, list[int]] = {}
 
-    def first(run: Run, *arguments: Any) -> Rehearsed:
+    def first(run: Run, *arguments: Any) -> WorstStep:
         lengths["train"] = sorted(run.train_rows.lengths, reverse=True)
         lengths["eval"] = sorted(run.eval_rows.lengths, reverse=True)  # type: ignore[union-attr]
         return worst_step.worst_step_first(run, *arguments)

@@ -150,23 +150,23 @@ def _up(nbytes: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True)
-class Held:
+class AllocatorPeak:
     """What the allocator hands out and holds during a phase, at most."""
 
     allocated: int
     reserved: int
 
-    def and_in(self, allocator: CachingAllocator) -> Held:
+    def and_in(self, allocator: CachingAllocator) -> AllocatorPeak:
         """The larger of each, with the allocator's peaks."""
-        return Held(max(self.allocated, allocator.peak_allocated), max(self.reserved, allocator.peak_reserved))
+        return AllocatorPeak(max(self.allocated, allocator.peak_allocated), max(self.reserved, allocator.peak_reserved))
 
 
-def replay(changes: Iterable[Change], capacity: int | None = None) -> dict[str, Held]:
+def replay(changes: Iterable[Change], capacity: int | None = None) -> dict[str, AllocatorPeak]:
     """By phase, over all its runs. Raises NoMemory where `capacity` bytes are not enough."""
-    allocator, found, running = CachingAllocator(capacity), dict[str, Held](), ""
+    allocator, found, running = CachingAllocator(capacity), dict[str, AllocatorPeak](), ""
     for storage, nbytes, phase, stream in changes:
         if running and (storage is None or phase != running):
-            found[running] = found.get(running, Held(0, 0)).and_in(allocator)
+            found[running] = found.get(running, AllocatorPeak(0, 0)).and_in(allocator)
             running = ""
         if storage is None:  # what ended before it is booked just before it, under its name
             allocator.restart_peaks()
@@ -174,4 +174,4 @@ def replay(changes: Iterable[Change], capacity: int | None = None) -> dict[str, 
         else:
             allocator.free(storage)
             allocator.malloc(storage, nbytes, stream)
-    return found | ({running: found.get(running, Held(0, 0)).and_in(allocator)} if running else {})
+    return found | ({running: found.get(running, AllocatorPeak(0, 0)).and_in(allocator)} if running else {})

@@ -19,7 +19,7 @@ from finetune.recipe.schema import Recipe
 SHALLOW = 4  # the first, the last, and two between
 
 
-def deep(
+def extrapolate(
     timeline_of: Callable[[int], Timeline], layers: int, device: str, *, period: int = 1, shallow: int = SHALLOW
 ) -> dict[str, PhaseMemory]:
     """Phases of a model with so many layers, from traces of two depths; of few layers, from one trace of them all.
@@ -99,7 +99,7 @@ def with_layers(recipe: Recipe, config: Mapping[str, Any], layers: int, folder: 
     return recipe.model_copy(update={"model": model})
 
 
-def kept_whole(config: Mapping[str, Any], packed: int = 1) -> int:
+def layers_kept_gathered(config: Mapping[str, Any], packed: int = 1) -> int:
     """How many layers' worth of weights ZeRO-3 may keep whole at once (strategies/zero.py): two layers and the largest
     tensor, which is the embedding. A model with fewer is whole for a while, so its layers add more than later ones.
 

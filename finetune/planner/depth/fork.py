@@ -20,7 +20,7 @@ ENGINE = "pt_autograd"  # how torch's autograd names its threads, which no fork 
 
 
 @contextmanager
-def begun(works: Mapping[int, Callable[[], T]]) -> Iterator[Callable[[int], T]]:
+def run_in_forks(works: Mapping[int, Callable[[], T]]) -> Iterator[Callable[[int], T]]:
     """Begin each work in a child; what it yields waits for the result of one. Children end with the context.
 
     Where this process cannot be forked, for a single work, and where a child fails, the work is done here, and raises

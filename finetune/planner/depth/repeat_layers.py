@@ -37,7 +37,7 @@ class _Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Depth:
+class LayerRepeat:
     """How the layers of the shallow model stand in the deep one."""
 
     period: int
@@ -64,12 +64,12 @@ class _Depth:
         return self.moved(layer, None)
 
 
-def spliced(timeline: Timeline, device: str, layers: int, deep: int, period: int = 1) -> Iterator[Change]:
+def repeat_layers(timeline: Timeline, device: str, layers: int, deep: int, period: int = 1) -> Iterator[Change]:
     """The changes on `device` of a model with `deep` layers, from the timeline of one with `layers`.
 
     Layers repeat after `period`. With deep == layers they are those of the timeline.
     """
-    depth = _Depth(period, (deep - layers) // period)
+    depth = LayerRepeat(period, (deep - layers) // period)
     assert depth.copies * period == deep - layers
     assert not depth.copies or layers >= FIRST + period + FIRST, "no layers are left around those that repeat"
     runs = _runs(timeline, device)
@@ -85,7 +85,7 @@ def spliced(timeline: Timeline, device: str, layers: int, deep: int, period: int
         before = block[-1].layer
 
 
-def filled_up(changes: Iterable[Change], short: Mapping[str, int]) -> Iterator[Change]:
+def add_unlayered_storage(changes: Iterable[Change], short: Mapping[str, int]) -> Iterator[Change]:
     """With storages beside them that have so many bytes together in each phase: of what is no layer's and grows with
     depth, as DDP's buckets and ZeRO's flat partitions.
 
@@ -141,7 +141,7 @@ def _names(runs: list[_Run]) -> dict[int, tuple[int | None, int, int]]:
 
 
 def _changes(
-    timeline: Timeline, names: dict[int, tuple[int | None, int, int]], run: _Run, depth: _Depth, copy: int
+    timeline: Timeline, names: dict[int, tuple[int | None, int, int]], run: _Run, depth: LayerRepeat, copy: int
 ) -> Iterator[Change]:
     for event in run.events:
         phase = timeline.places[event.place][0]

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from finetune.model.build import build_model
-from finetune.model.quantization import hollow_int8_weights, plain_quantized_weights
+from finetune.model.quantization import empty_int8_weights, plain_quantized_weights
 from finetune.recipe.schema import Recipe
 from finetune.strategies import fsdp
 from finetune.strategies.fsdp import put, ties_kept
@@ -55,11 +55,11 @@ class _HostReads(TorchDispatchMode):
         return result
 
 
-class _OneMode(FakeTensorMode):
+class SharedFakeMode(FakeTensorMode):
     """A copy of a tensor (peft copies modules) has the tensor's mode, not a copy of it: that would own the same weak
     references to storages, and torch frees each owner's."""
 
-    def __deepcopy__(self, _: dict[int, Any]) -> _OneMode:
+    def __deepcopy__(self, _: dict[int, Any]) -> SharedFakeMode:
         return self
 
 
@@ -70,11 +70,11 @@ def no_data(host_reads: float, *, masks: bool) -> Iterator[FakeTensorMode]:
     transformers reads from position ids whether a row has several documents and, where it cannot, builds the mask that
     several need; `masks` tells it. Undocumented names of libraries: tests/planner/test_planned.py watches both.
     """
-    mode = _OneMode(allow_non_fake_inputs=False)
+    mode = SharedFakeMode(allow_non_fake_inputs=False)
     # DTensor asks what shapes an operation gives by running it on fakes: on its own then, so that they are not counted.
     patches: list[AbstractContextManager[Any]] = [
-        mock.patch.object(masking_utils, "is_tracing", _always(masks)),
-        mock.patch.object(_sharding_prop, "detect_fake_mode", _always(None)),
+        mock.patch.object(masking_utils, "is_tracing", constant_function(masks)),
+        mock.patch.object(_sharding_prop, "detect_fake_mode", constant_function(None)),
         # Views of each rank's part, of which rank 0 looks at its own; 512 of each parameter take most of a minute.
         mock.patch.object(_fsdp_param, "_chunk_with_empty", first_chunk),
         mock.patch.object(fsdp, "views", lambda whole, rows: [whole[:rows]]),
@@ -87,7 +87,7 @@ def no_data(host_reads: float, *, masks: bool) -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def _always(answer: Any) -> Callable[..., Any]:
+def constant_function(answer: Any) -> Callable[..., Any]:
     """A function; not a mock, which would keep the tensors that it is called with."""
 
     def function(*_: Any, **__: Any) -> Any:
@@ -118,7 +118,7 @@ def dataless_build(recipe: Recipe, *, dtype: torch.dtype | None = None) -> Calla
     model = build_model(recipe, torch.device("meta"), dtype=dtype)
     quantization = recipe.quantization
     if quantization is not None and quantization.load_in_8bit:
-        hollow_int8_weights(model)
+        empty_int8_weights(model)
     elif quantization is not None:  # plain weights, as 4-bit layers have after loading
         plain_quantized_weights(model)
 
@@ -161,8 +161,8 @@ def host_pages() -> Iterator[None]:
 
     with (
         mock.patch.object(functional, "get_paged", get_paged),
-        mock.patch.object(functional, "fill", _always(None)),
-        mock.patch.object(functional, "prefetch_tensor", _always(None)),
+        mock.patch.object(functional, "fill", constant_function(None)),
+        mock.patch.object(functional, "prefetch_tensor", constant_function(None)),
     ):
         yield
 

@@ -31,7 +31,7 @@ class Recorder:
 
     def __init__(self, device: torch.device, fake_mode: Any = None) -> None:
         self.timeline = Timeline()
-        self.ledger = TensorBytes(tell=self._changed)
+        self.ledger = TensorBytes(callback=self._changed)
         self.ledger.fake_mode = fake_mode
         self.phases = Phases(device, enabled=True, ledger=self.ledger)
         self.operation: Any = None

@@ -120,7 +120,7 @@ def engine_parts(parts: Assembled) -> dict[str, list[torch.Tensor | None]]:
     # Stage 3 gives its optimizer one part of the masters at a time.
     masters = getattr(optimizer, "fp32_partitioned_groups_flat", [each for group in groups for each in group["params"]])
     gradients = [master.grad for master in masters]
-    gradients += [getattr(parameter, "grad_accum", None) for parameter in parts.whole.parameters()]  # stage 1
+    gradients += [getattr(parameter, "grad_accum", None) for parameter in parts.unwrapped_model.parameters()]  # stage 1
     gradients += getattr(optimizer, "fp32_groups_gradients_flat", [])  # stage 1, bf16
     gradients.append(getattr(optimizer, "grad_partitions_flat_buffer", None))  # stage 3
     gradients += [part for kept in getattr(optimizer, "averaged_gradients", {}).values() for part in kept or ()]

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # torch's documentatio
 from finetune.launch.launcher import Launch
 from finetune.measure.phases import Phase
 from finetune.model.build import decoder_parts
-from finetune.model.optimizer import innermost
+from finetune.model.optimizer import unwrap_optimizer
 from finetune.planner.trace.fake_device import pretend_device
 from finetune.planner.trace.fake_model import dataless_build, has_joined_documents, host_pages, no_data, without_data
 from finetune.planner.trace.flops import Operation, Work
@@ -35,10 +35,10 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.run_folder.save_restore import held
 from finetune.run_folder.tensor_checks import largest_magnitude
-from finetune.strategies.accelerator import build_accelerator, holding_back
+from finetune.strategies.accelerator import accumulation_context, build_accelerator
 from finetune.strategies.assemble import COMPUTE, Assembled, assemble
 from finetune.strategies.fsdp import make_mesh
-from finetune.strategies.zero_state import held_part
+from finetune.strategies.zero_state import local_shard
 from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.training.loop import optimizer_step
 
@@ -100,7 +100,7 @@ def trace(
                 parts = assemble(recipe, strategy, accelerator, build, mesh, launch=None)
             recorder.mark(_weights(parts), "parameters")
             parts.model.train()
-            with recorder.modules(parts.whole, decoder_parts(parts.whole).get_output_embeddings()):
+            with recorder.modules(parts.unwrapped_model, decoder_parts(parts.unwrapped_model).get_output_embeddings()):
                 for _ in range(STEPS):
                     stream = _stream(recipe, strategy, accelerator, mode, batches)
                     _step(recipe, strategy, accelerator, parts, recorder, stream, len(batches), supervised)
@@ -167,11 +167,11 @@ def _step(
     supervised: int,
 ) -> None:
     def note_gradients(*_: Any) -> None:
-        recorder.mark((parameter.grad for parameter in parts.whole.parameters()), "gradients")
+        recorder.mark((parameter.grad for parameter in parts.unwrapped_model.parameters()), "gradients")
         for component, tensors in engine_parts(parts).items():
             recorder.mark(tensors, component)
 
-    handle = innermost(parts.optimizer).register_step_pre_hook(note_gradients)
+    handle = unwrap_optimizer(parts.optimizer).register_step_pre_hook(note_gradients)
     optimizer_step(
         accelerator,
         parts.model,
@@ -184,7 +184,7 @@ def _step(
         seed=recipe.training.seed,
         stop=False,
         phases=recorder.phases,
-        hold=holding_back(accelerator, strategy, parts.model),
+        skip_gradient_sync=accumulation_context(accelerator, strategy, parts.model),
     )
     handle.remove()
     recorder.mark(_state(parts), "optimizer state")
@@ -195,14 +195,14 @@ def _engine_dtype(recipe: Recipe, strategy: Strategy) -> torch.dtype | None:
 
 
 def _weights(parts: Assembled) -> Iterator[torch.Tensor]:
-    for parameter in parts.whole.parameters():
-        yield held_part(parameter)
-    yield from parts.whole.buffers()
+    for parameter in parts.unwrapped_model.parameters():
+        yield local_shard(parameter)
+    yield from parts.unwrapped_model.buffers()
 
 
 def _place_in_layers(parts: Assembled, recorder: Recorder) -> None:
     """Weights and their states are made outside of the layers' modules; gradients inside."""
-    for name, tensor in (*parts.whole.named_parameters(), *parts.whole.named_buffers()):
+    for name, tensor in (*parts.unwrapped_model.named_parameters(), *parts.unwrapped_model.named_buffers()):
         recorder.place_in_layer(tensor, name)
         for value in parts.optimizer.state.get(tensor, {}).values():
             if isinstance(value, torch.Tensor):
