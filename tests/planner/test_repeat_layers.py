@@ -1,4 +1,4 @@
-"""A deep model's events, spliced from a shallow one's, are those of the deep model's own trace."""
+"""A deep model's events, repeated from a shallow one's, are those of the deep model's own trace."""
 
 from __future__ import annotations
 

@@ -127,11 +127,11 @@ def test_a_failure_of_one_rank_is_told_by_another(folder: Path, recipe: Path) ->
 WAITING = """
 import sys, time
 from pathlib import Path
-from finetune.run_folder.heartbeat import Heart
+from finetune.run_folder.heartbeat import Heartbeat
 from finetune.launch.launcher import Launch
 from finetune.run_folder.watchdog import Progress, Watch
 run_dir, rank = Path(sys.argv[1]), int(sys.argv[2])
-heart = Heart(run_dir, rank, 11)
+heart = Heartbeat(run_dir, rank, 11)
 heart.beat("running", "training", 7)
 while not (run_dir / ".ranks" / f"rank-{1 - rank:05d}.json").exists():
     time.sleep(0.01)

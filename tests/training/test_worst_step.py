@@ -183,12 +183,12 @@ WITHOUT = """
 import sys
 from pathlib import Path
 from finetune import session
-from finetune.training.worst_step import Rehearsed
+from finetune.training.worst_step import WorstStep
 from tests import cells
 def skip(*arguments):
     with Path(__file__).with_suffix(".skipped").open("a") as file:
         file.write("skipped")
-    return Rehearsed(0, 0.0, 0.0, 0)
+    return WorstStep(0, 0.0, 0.0, 0)
 session.worst_step_first = skip
 sys.exit(cells.main(sys.argv[1:]))
 """
