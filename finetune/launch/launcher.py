@@ -168,6 +168,17 @@ def _option(arguments: Sequence[str], *names: str) -> str | None:
     return None
 
 
+# Of launchers, schedulers and engines: what a child inherits of these would make it a rank of this run.
+_OF_A_RANK = tuple(
+    "RANK WORLD_SIZE LOCAL_ GROUP_ ROLE_ MASTER_ TORCHELASTIC_ PET_ SLURM_ ACCELERATE_ FSDP_ DS_".split()
+)
+
+
+def environment_for_child(**variables: str) -> dict[str, str]:
+    """The environment for a process that is not a rank of this run: without a rank's variables, with these."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_RANK)} | variables
+
+
 _WAIT_SECONDS = 60  # torchrun ends ranks that do not leave after 30
 _WHEN_IT_IS_GONE = f"""
 import os, select, sys

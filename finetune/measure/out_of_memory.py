@@ -19,7 +19,7 @@ from finetune.recipe.schema import Recipe
 
 # What allocators say in words alone: the host's, cuBLAS's, NCCL's.
 _WORDS = re.compile(r"out of memory|DefaultCPUAllocator|ALLOC_FAILED|Cannot allocate memory|Failed to CUDA (m|c)alloc")
-_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMG]iB)")
+_REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMG]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 SHOWN = 3  # changes named
 
@@ -34,16 +34,16 @@ class Memory:
     others: int = 0  # taken by other programs, where that is known
 
 
-def of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether this error is an allocation that failed, on a GPU or in host memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError | OSError) and bool(_WORDS.search(str(error)))
 
 
-def asked_bytes(error: BaseException) -> int | None:
+def requested_bytes(error: BaseException) -> int | None:
     """What the allocation wanted; None where the error does not tell."""
-    found = _ASKED.search(str(error))
+    found = _REQUESTED.search(str(error))
     return int(float(found[1]) * _UNITS[found[2]]) if found else None
 
 
@@ -64,7 +64,7 @@ def does_not_fit(
     doing: str,
     phase: str,
     memory: Memory,
-    foretold: Mapping[str, Any],
+    planned: Mapping[str, Any],
     command: str,
     step: int,
 ) -> DoesNotFit:
@@ -73,26 +73,26 @@ def does_not_fit(
     Args:
         doing: What the run was at: load, worst step first, training, ...
         phase: Of the step: forward, backward, step; empty outside of one.
-        foretold: The planner's answer (foretold.py).
+        planned: The planner's answer (planned.py).
         command: What continues the run after `step`.
     """
     notes = ", ".join(getattr(error, "__notes__", ()))
-    asked = asked_bytes(error)
+    asked = requested_bytes(error)
     more = f", {asked / GIB:.2f} GiB more asked for" if asked else ""
     where = f" in {phase}" if phase else ""
     lines = [
         f"{doing}: out of memory{where}{notes and f', {notes}'}: {memory.taken / GIB:.2f} of {memory.total / GIB:.1f} "
-        f"GiB taken{more}; {remedy(recipe, foretold)}",
-        f"  {_planned(foretold, phase)}; measured: {memory.peak / GIB:.2f} GiB at the peak",
+        f"GiB taken{more}; {remedy(recipe, planned)}",
+        f"  {_planned(planned, phase)}; measured: {memory.peak / GIB:.2f} GiB at the peak",
         *_others(memory),
         f"  {'nothing is lost: ' if step else ''}the run stands at step {step}; after the change: {command}",
     ]
     return DoesNotFit("\n".join(lines))
 
 
-def remedy(recipe: Recipe, foretold: Mapping[str, Any]) -> str:
+def remedy(recipe: Recipe, planned: Mapping[str, Any]) -> str:
     """What would take less: with the bytes it was planned to take, where it was."""
-    changes = foretold.get("changes") or ()
+    changes = planned.get("changes") or ()
     if changes:
         shown = [f"{change['change']} ({change['needed_bytes'] / GIB:.2f} GiB)" for change in changes[:SHOWN]]
         return f"fits by plan: {', or '.join(shown)}"
@@ -109,11 +109,11 @@ def smaller(recipe: Recipe) -> Iterator[str]:
     yield f"data.max_length={recipe.data.max_length // 2}"
 
 
-def _planned(foretold: Mapping[str, Any], phase: str) -> str:
+def _planned(planned: Mapping[str, Any], phase: str) -> str:
     """The plan's figure for this phase, or for its largest, with the component that has most of it."""
-    plan = foretold.get("plan")
+    plan = planned.get("plan")
     if not plan:
-        return f"not planned: {foretold.get('why')}"
+        return f"not planned: {planned.get('why')}"
     name = phase if phase in plan["phases"] else plan["peak"]["phase"]
     found = plan["phases"][name]
     component, most = max(found["parts"].items(), key=lambda part: part[1])

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from finetune.errors import EnvironmentMismatch, NotFinite
-from finetune.files import ASIDE, disk_errors, publish_folder, remove_folder, sync, write_json
+from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, sync, write_json
 from finetune.run_folder.tensor_checks import first_not_finite, not_finite
 from finetune.strategies.pieces import Piece, Ranks, Stored, covers, piece_to_write
 
@@ -80,7 +80,7 @@ def write_checkpoint(
     """
     _refuse_not_finite(step, tensors, ranks)
     folder = step_folder(run_dir, step)
-    aside = folder.with_name(f"{ASIDE}{folder.name}")
+    temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
     first = ranks.rank == 0
     present = first and folder.exists() and isinstance(examine(folder), Checkpoint)
     if not ranks.gather(present)[0]:
@@ -88,17 +88,17 @@ def write_checkpoint(
             try:
                 if first:
                     folder.parent.mkdir(parents=True, exist_ok=True)
-                    remove_folder(aside)
-                    aside.mkdir()
-                facts = _written_by_all(aside, tensors, ranks)
+                    remove_folder(temporary)
+                    temporary.mkdir()
+                facts = _written_by_all(temporary, tensors, ranks)
                 if first:
-                    _write_rest(aside, step, {"step": step, **state}, facts)
+                    _write_rest(temporary, step, {"step": step, **state}, facts)
                     for lines in sorted(run_dir.glob("*.jsonl")):
                         sync(lines)
-                    publish_folder(aside, folder)
+                    publish_folder(temporary, folder)
             except Exception:
                 if first:
-                    remove_folder(aside)  # a full disk gets its space back
+                    remove_folder(temporary)  # a full disk gets its space back
                 raise
     if first:
         _prune(run_dir, step, keep)
@@ -117,13 +117,13 @@ def _refuse_not_finite(step: int, tensors: Mapping[str, Tensors], ranks: Ranks) 
         )
 
 
-def _written_by_all(aside: Path, tensors: Mapping[str, Tensors], ranks: Ranks) -> list[dict[str, Any]]:
+def _written_by_all(temporary: Path, tensors: Mapping[str, Tensors], ranks: Ranks) -> list[dict[str, Any]]:
     """Each rank's files and pieces. When one rank cannot write, all of them raise."""
     ranks.gather(None)  # the folder is there
     failure: Exception | None = None
     facts: dict[str, Any] = {}
     try:
-        facts = {group: _write_group(aside, group, named, ranks.rank) for group, named in tensors.items()}
+        facts = {group: _write_group(temporary, group, named, ranks.rank) for group, named in tensors.items()}
     except Exception as error:
         failure = error
     everyone = ranks.gather((facts, failure and str(failure)))
@@ -131,11 +131,12 @@ def _written_by_all(aside: Path, tensors: Mapping[str, Tensors], ranks: Ranks) -
         raise failure
     for rank, (_, reason) in enumerate(everyone):
         if reason is not None:
-            raise EnvironmentMismatch(f"{aside}: rank {rank} could not write: {reason}; earlier checkpoints are intact")
+            problem = f"rank {rank} could not write: {reason}"
+            raise EnvironmentMismatch(f"{temporary}: {problem}; earlier checkpoints are intact")
     return [found for found, _ in everyone]
 
 
-def _write_group(aside: Path, group: str, named: Tensors, rank: int) -> dict[str, Any]:
+def _write_group(temporary: Path, group: str, named: Tensors, rank: int) -> dict[str, Any]:
     """Write this rank's pieces of a group; what the manifest says of them."""
     pieces = {name: piece for name, value in named.items() if (piece := piece_to_write(value, rank)) is not None}
     unique, aliases = _without_aliases({name: piece.tensor for name, piece in pieces.items()})
@@ -150,17 +151,17 @@ def _write_group(aside: Path, group: str, named: Tensors, rank: int) -> dict[str
     }
     if not unique and rank:
         return {"pieces": {}, "aliases": aliases}
-    path = aside / f"{group}-{rank:05d}.safetensors"
+    path = temporary / f"{group}-{rank:05d}.safetensors"
     save_file(unique, path)
     return {"pieces": told, "aliases": aliases, "file": path.name, "sha256": _sha256(path)}
 
 
-def _write_rest(aside: Path, step: int, state: Mapping[str, Any], facts: list[dict[str, Any]]) -> None:
+def _write_rest(temporary: Path, step: int, state: Mapping[str, Any], facts: list[dict[str, Any]]) -> None:
     """The first rank's part: state and manifest. Raises AssertionError where pieces do not make whole tensors."""
-    write_json(aside / "state.json", state)
+    write_json(temporary / "state.json", state)
     hashes = {found["file"]: found["sha256"] for ranks in facts for found in ranks.values() if "file" in found}
-    hashes["state.json"] = _sha256(aside / "state.json")
-    files = {name: {"bytes": (aside / name).stat().st_size, "sha256": hashes[name]} for name in sorted(hashes)}
+    hashes["state.json"] = _sha256(temporary / "state.json")
+    files = {name: {"bytes": (temporary / name).stat().st_size, "sha256": hashes[name]} for name in sorted(hashes)}
     groups: dict[str, dict[str, Any]] = {group: {} for group in facts[0]}
     for rank_facts in facts:
         for group, found in rank_facts.items():
@@ -174,7 +175,7 @@ def _write_rest(aside: Path, step: int, state: Mapping[str, Any], facts: list[di
             assert whole, f"{group}: {name}: {entry} is not the whole tensor"
     aliases = {group: found["aliases"] for group, found in facts[0].items()}
     manifest = {"format": FORMAT, "step": step, "finite": True, "files": files, "groups": groups, "aliases": aliases}
-    write_json(aside / "MANIFEST.json", {**manifest, "sha256": _self_hash(manifest)})
+    write_json(temporary / "MANIFEST.json", {**manifest, "sha256": _self_hash(manifest)})
 
 
 def _dtype_name(tensor: Tensor) -> str:

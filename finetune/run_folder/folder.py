@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from finetune.errors import FinetuneError
-from finetune.files import ASIDE, clear_leftovers, cut_lines, lock, sync, write_json
+from finetune.files import TEMPORARY_PREFIX, clear_leftovers, cut_lines, lock, sync, write_json
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.checkpoint import Checkpoint, newest_valid
 
@@ -152,7 +152,9 @@ def _refuse_foreign(run_dir: Path) -> None:
         raise FinetuneError(f"{run_dir}: output_dir is a file; choose another output_dir")
     if not run_dir.exists() or (run_dir / STATE).exists():
         return
-    foreign = sorted(path.name for path in run_dir.iterdir() if path.name != LOCK and not path.name.startswith(ASIDE))
+    foreign = sorted(
+        path.name for path in run_dir.iterdir() if path.name != LOCK and not path.name.startswith(TEMPORARY_PREFIX)
+    )
     if foreign:
         shown = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
         raise FinetuneError(f"{run_dir}: output_dir holds other files ({shown}) and no run; choose another output_dir")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from finetune.measure.out_of_memory import Memory, asked_bytes, does_not_fit, of_memory, smaller
+from finetune.measure.out_of_memory import Memory, does_not_fit, is_out_of_memory, requested_bytes, smaller
 from finetune.recipe.schema import Data, DataSet, ModelSection, Recipe, Training
 from finetune.run_folder.checkpoint import newest_valid
 from finetune.train import main
@@ -48,25 +48,25 @@ def real_failure() -> None:
 
 
 def test_what_is_of_memory() -> None:
-    assert of_memory(torch.OutOfMemoryError(CUDA))
-    assert of_memory(MemoryError())
-    assert of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
-    assert not of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not of_memory(ValueError("out of memory"))
+    assert is_out_of_memory(torch.OutOfMemoryError(CUDA))
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("out of memory"))
     with pytest.raises(RuntimeError) as real:
         real_failure()
-    assert of_memory(real.value)
-    assert asked_bytes(real.value) == 2**61
-    assert asked_bytes(torch.OutOfMemoryError(CUDA)) == int(2.5 * GIB)
-    assert asked_bytes(MemoryError()) is None
+    assert is_out_of_memory(real.value)
+    assert requested_bytes(real.value) == 2**61
+    assert requested_bytes(torch.OutOfMemoryError(CUDA)) == int(2.5 * GIB)
+    assert requested_bytes(MemoryError()) is None
 
 
 def told(
-    foretold: dict[str, Any], *, phase: str = "backward", error: BaseException | None = None, others: int = 0
+    planned: dict[str, Any], *, phase: str = "backward", error: BaseException | None = None, others: int = 0
 ) -> list[str]:
     memory = Memory(total=24 * GIB, taken=22 * GIB, peak=21 * GIB, others=others)
     failure = error or torch.OutOfMemoryError(CUDA)
-    how = {"memory": memory, "foretold": foretold, "command": "accelerate launch again"}
+    how = {"memory": memory, "planned": planned, "command": "accelerate launch again"}
     return str(does_not_fit(RECIPE, failure, doing="training", phase=phase, step=7, **how)).splitlines()  # type: ignore[arg-type]
 
 
