@@ -105,7 +105,8 @@ class Trackers:
                 yield
         except Exception as error:  # trackers may raise anything
             self._open.pop(name, None)
-            self._log(f"report_to: {name} failed and is disabled for the rest of this run: {type(error).__name__}: {error}")
+            problem = f"{type(error).__name__}: {error}"
+            self._log(f"report_to: {name} failed and is disabled for the rest of this run: {problem}")
 
 
 def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str | int | float | bool]]:

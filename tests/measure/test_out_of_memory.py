@@ -73,7 +73,7 @@ def told(
 def test_it_says_phase_component_plan_measurement_and_what_fits() -> None:
     changes = [{"change": f"data.max_length={n}", "needed_bytes": n * 2**20} for n in (4096, 2048, 1024, 512)]
     assert told({"plan": PLAN, "why": None, "changes": changes}) == [
-        "training: out of memory in backward: 22.00 of 24.0 GiB taken, 2.50 GiB more asked for; fits by plan: "
+        "training: out of memory in backward: 22.00 of 24.0 GiB taken, 2.50 GiB more requested; fits by plan: "
         "data.max_length=4096 (4.00 GiB), or data.max_length=2048 (2.00 GiB), or data.max_length=1024 (1.00 GiB)",
         "  planned: 8.00 GiB at the peak of backward, in model.layers.3, most of it activations, 4.00 GiB; "
         "measured: 21.00 GiB at the peak",
@@ -91,7 +91,7 @@ def test_without_a_plan_it_says_why_and_what_to_try() -> None:
         "or a strategy that shards more"
     )
     assert lines[1].startswith("  not planned: no such model; measured: 21.00 GiB")
-    assert lines[2].startswith("  9.0 GiB of this GPU are not this process's")
+    assert lines[2].startswith("  9.0 GiB of this GPU are used by other processes")
 
 
 def test_another_phase_is_told_by_the_largest() -> None:
