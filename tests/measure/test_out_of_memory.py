@@ -140,7 +140,7 @@ def test_in_the_middle_of_a_run(
 ) -> None:
     """At the third step of six; the same command then goes on to the end of the same curve."""
     backward, calls = Accelerator.backward, []
-    monkeypatch.setattr(PlannerProcess, "answer", lambda *_, **__: {"plan": PLAN, "why": None, "changes": None})
+    monkeypatch.setattr(PlannerProcess, "result", lambda *_, **__: {"plan": PLAN, "why": None, "changes": None})
 
     def fail(self: Accelerator, loss: torch.Tensor, **options: Any) -> None:
         calls.append(1)
