@@ -74,7 +74,7 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         local_world_size=int(environment.get("LOCAL_WORLD_SIZE", max(1, world_size // nodes))),
         nodes=nodes,
         settings=tuple(
-            f"{key}={launcher_environment[key]}" for key in sorted(launcher_environment) if key[:4] == "PET_"
+            f"{name}={value}" for name, value in sorted(launcher_environment.items()) if name.startswith("PET_")
         ),
     )
 

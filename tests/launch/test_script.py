@@ -203,7 +203,7 @@ def test_what_does_not_fit_is_refused(
 
 @pytest.mark.parametrize(
     ("words", "word"),
-    [(["--on", "pbs"], "none of slurm, torchrun, accelerate"), (["training.sed=1"], "training.sed")],
+    [(["--on", "pbs"], "one of slurm, torchrun, accelerate"), (["training.sed=1"], "training.sed")],
 )
 def test_mistakes_of_the_command(words: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", str(RECIPE), *words]) == 2
