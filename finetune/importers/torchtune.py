@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from finetune.importers.foreign_config import ForeignConfig, positive_or_none, whole
-from finetune.importers.shared import OPTIMIZERS, batch, data_set
+from finetune.importers.shared import OPTIMIZERS, batch, chosen_strategy, data_set
 from finetune.importers.templates import TEMPLATES
 
 _LAYERS = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
@@ -155,7 +155,7 @@ def _training(theirs: ForeignConfig) -> None:
         theirs.write("training.max_steps", steps * epochs, f"max_steps_per_epoch x epochs {epochs}")
     else:
         theirs.write("training.num_train_epochs", float(epochs), "epochs")
-    _optimizer(theirs, sharded=sharded)
+    _optimizer(theirs)
     _schedule(theirs)
     clip = theirs.get("clip_grad_norm")
     theirs.write("training.max_grad_norm", positive_or_none(clip) if clip != "inf" else None, "clip_grad_norm")
@@ -168,7 +168,8 @@ def _training(theirs: ForeignConfig) -> None:
     theirs.carry("save_total_limit", "checkpointer.keep_last_n_checkpoints")
 
 
-def _optimizer(theirs: ForeignConfig, *, sharded: bool) -> None:
+def _optimizer(theirs: ForeignConfig) -> None:
+    sharded = chosen_strategy(theirs).shards_modules
     name = _last(theirs.get("optimizer._component_", "torch.optim.AdamW"))
     ours = OPTIMIZERS.get(name)
     if ours is None or (sharded and ours != "adamw"):

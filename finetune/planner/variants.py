@@ -88,7 +88,7 @@ def _knobs(recipe: Recipe, gpus: Gpus) -> Iterator[list[Option]]:
     yield [NOTHING, *(_set("training.activation_checkpointing", on, 4, "a third more compute") for on in checkpointing)]
     if gpus.count * gpus.nodes > 1:
         yield [NOTHING, *_sharding(recipe, strategy.name)]
-    if training.optim == "adamw" and recipe.lora is None and strategy.kind in ("single", "ddp"):
+    if training.optim == "adamw" and recipe.lora is None and not strategy.shards_optimizer_state:
         yield [NOTHING, _set("training.optim", "adamw_8bit", 7, "AdamW's moments in 8 bits")]
     if recipe.quantization is None:
         yield [NOTHING, _four_bit(recipe)]
@@ -105,7 +105,7 @@ def larger(recipe: Recipe, gpus: Gpus, longest: int) -> Iterator[Variant]:
     """What spare memory could buy, one change each; of rows and lengths the largest first."""
     training, strategy = recipe.training, read_strategy(recipe.accelerate_config)
     every = int(training.activation_checkpointing)
-    ranks = 1 if strategy.kind == "single" else gpus.count * gpus.nodes
+    ranks = strategy.rank_count(gpus.count * gpus.nodes)
     most = -(-training.global_batch_size // ranks)
     options = [
         _set("training.activation_checkpointing", False, 0, "no recomputation: a quarter less compute"),

@@ -65,10 +65,10 @@ def assemble(
     A planner brings a `build` of its own, which gives the same model on tensors without data, and the ranks' `mesh`,
     which cannot be made of such. The `launch` tells the cores that quantising may take; None: no more than it has.
     """
-    if strategy.kind == "fsdp":
+    if strategy.shards_modules:
         mesh = mesh or make_mesh(strategy, accelerator.device)
         return _sharded(recipe, strategy, accelerator, _build_on_rank_0(recipe, build, launch), mesh)
-    if strategy.kind == "deepspeed":
+    if strategy.uses_engine:
         return _under_zero(recipe, strategy, accelerator, build, launch)
     unwrapped = build(recipe, accelerator.device)
     model, optimizer = prepare_silenced(accelerator, unwrapped, make_optimizer(unwrapped, recipe))
@@ -111,7 +111,7 @@ def _under_zero(
     plugin = accelerator.state.deepspeed_plugin
     dtype = engine_dtype(plugin.deepspeed_config)
     fit_swap(plugin, lambda: structure_alone(recipe, dtype), accelerator.num_processes)
-    on_host = strategy.zero_stage == 3 and recipe.quantization is not None
+    on_host = strategy.shards_parameters and recipe.quantization is not None
     device = torch.device("cpu") if on_host else accelerator.device
     if on_host:
         ranks = 1 if launch is None else launch.local_world_size

@@ -112,7 +112,7 @@ def add_optimizer_state(
     if not set(dtypes.split(", ")) <= fits:
         raise EnvironmentMismatch(f"training.optim: state of {training.optim} in {asked} was asked for, it is {dtypes}")
     share = held.total() / (2 * receipt["parameters"]["trained"])  # AdamW keeps two moments of each
-    if strategy.zero_stage and ranks > 1 and share > 0.9:
+    if strategy.uses_engine and ranks > 1 and share > 0.9:
         raise EnvironmentMismatch(
             f"accelerate_config: {strategy.name} cuts optimizer state, this rank holds {share:.0%}"
         )
@@ -164,11 +164,10 @@ def _adapted_modules(model: nn.Module) -> dict[str, int]:
 def _checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Place in the recipe, what it asks for there, and what runs."""
     every = int(recipe.training.activation_checkpointing)
-    own_reduction = strategy.kind in ("fsdp", "deepspeed")
     expected_master = "bfloat16" if recipe.training.pure_bf16 else "float32"
     precision = recipe.training.mixed_precision
     computes = AUTOCAST[precision] or receipt["dtypes"]["compute"]
-    reduces = "float32" if own_reduction else receipt["dtypes"]["reduce"]
+    reduces = "float32" if strategy.reduces_in_float32 else receipt["dtypes"]["reduce"]
     return [
         ("training.mixed_precision: number format of the computation", computes, receipt["dtypes"]["compute"]),
         ("training.mixed_precision: number format of the reduction", reduces, receipt["dtypes"]["reduce"]),
@@ -177,7 +176,11 @@ def _checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> list
         ("training.pure_bf16: number format of trained weights", expected_master, receipt["dtypes"]["master"]),
         ("lora: layers with an adapter", recipe.lora is not None, receipt["adapted_layers"] > 0),
         ("lora.target_modules: weights are trained", True, receipt["parameters"]["trained"] > 0),
-        ("accelerate_config: weights sharded", strategy.sharded, receipt["sharding"]["sharded_parameters"] > 0),
+        (
+            "accelerate_config: weights sharded",
+            strategy.shards_parameters,
+            receipt["sharding"]["sharded_parameters"] > 0,
+        ),
         ("quantization: kinds of quantised layers", _asked_layers(recipe), list(receipt["quantized_layers"])),
         (
             "training.activation_checkpointing: layers recomputed",

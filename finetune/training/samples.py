@@ -27,7 +27,7 @@ def look_before(start: Start, run: Run, whole: nn.Module) -> None:
 
 def write_samples(start: Start, model: nn.Module, when: str, step: int) -> None:
     """Rank 0 writes; where weights are sharded, every rank computes the same answers along with it."""
-    if not (start.launch.is_main or start.strategy.sharded):
+    if not (start.launch.is_main or start.strategy.shards_parameters):
         return
     length = start.recipe.samples.max_new_tokens
     answers = samples(model, start.tokenizer, start.prepared.prompts, max_new_tokens=length, when=when, step=step)

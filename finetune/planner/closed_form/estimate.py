@@ -54,7 +54,7 @@ def unknown(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -> str
         return "on a CPU"
     if config.get("model_type") not in FAMILIES:
         return f"the architecture {config.get('model_type')}"
-    if strategy.kind == "deepspeed" or strategy.offloaded:
+    if strategy.kind not in RESERVED or strategy.offloaded:
         return f"accelerate_config: {strategy.name}"
     if training.mixed_precision == "no":
         return "training.mixed_precision: no"
