@@ -11,19 +11,10 @@ from typing import Any, get_args
 from finetune.importers.foreign_config import ForeignConfig, whole
 from finetune.importers.templates import TEMPLATES
 from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS
+from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES, OPTIMIZERS
 from finetune.recipe.schema import Scheduler
 from finetune.recipe.strategy import Strategy, read_strategy
 
-OPTIMIZERS = {
-    **dict.fromkeys(
-        "adamw adamw_hf adamw_torch adamw_torch_fused adamw_apex_fused adamw_torch_xla adamw_torch_npu_fused "
-        "AdamW".split(),
-        "adamw",
-    ),
-    **dict.fromkeys("adamw_8bit adamw_bnb_8bit AdamW8bit".split(), "adamw_8bit"),
-    **dict.fromkeys("paged_adamw_8bit PagedAdamW8bit".split(), "paged_adamw_8bit"),
-    **dict.fromkeys("paged_adamw paged_adamw_32bit PagedAdamW PagedAdamW32bit".split(), "paged_adamw_32bit"),
-}
 _SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
 _CONSTANTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 
@@ -36,15 +27,15 @@ def chosen_strategy(theirs: ForeignConfig) -> Strategy:
 def optimizer(theirs: ForeignConfig, key: str, default: str) -> None:
     """training.optim, and the constants of AdamW that a recipe has no keys for; after accelerate_config."""
     name = theirs.get(key)
-    ours = OPTIMIZERS.get(str(name or default))
+    ours = OPTIMIZER_NAMES.get(str(name or default))
     if ours is None:
         theirs.leave(key, "differs", "not offered; AdamW takes its place")
-        theirs.write("training.optim", "adamw", f"{key}: {name} is not offered")
-    elif chosen_strategy(theirs).shards_modules and ours != "adamw":
+        theirs.write("training.optim", DEFAULT, f"{key}: {name} is not offered")
+    elif chosen_strategy(theirs).shards_modules and not OPTIMIZERS[ours].works_on_shards:
         theirs.leave(
             key, "differs", "bitsandbytes updates whole tensors, this strategy has shards; adamw is sharded too"
         )
-        theirs.write("training.optim", "adamw", "sharded like the weights")
+        theirs.write("training.optim", DEFAULT, "sharded like the weights")
     elif name:
         theirs.write("training.optim", ours, f"{key}: {name}")
     else:

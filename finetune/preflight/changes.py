@@ -17,6 +17,7 @@ import yaml
 from finetune.data.sources import resolve
 from finetune.paths import CHECKOUT
 from finetune.preflight.shrink import Shrunk
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import DataSet, Recipe, Training
 from finetune.recipe.strategy import Strategy
 
@@ -159,8 +160,7 @@ def _training(recipe: Recipe, strategy: Strategy, processes: int) -> Iterator[Ch
         },
         f"training: {STEPS} steps of {rows} rows, {each} at a time on each rank",
     )
-    if training.optim.startswith("paged_"):
-        plain = "adamw_8bit" if training.optim.endswith("8bit") else "adamw"
+    if plain := OPTIMIZERS[training.optim].unpaged:
         told = f"training.optim: {plain} instead of {training.optim}, whose pages are CUDA's"
         yield Change({"training.optim": plain}, told)
     if training.mixed_precision == "fp16" and strategy.uses_engine:

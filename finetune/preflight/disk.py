@@ -9,10 +9,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 
 GIB = 2**30
-_OPTIMIZER_BYTES = {"adamw_8bit": 2, "paged_adamw_8bit": 2}  # two moments of a byte each
 _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -36,9 +36,8 @@ def need_of(recipe: Recipe) -> Need:
     total, trained = count_weights(recipe)
     training, frozen = recipe.training, _WIDTH[recipe.model.dtype]
     width = 2 if training.pure_bf16 else 4
-    state = _OPTIMIZER_BYTES.get(training.optim, 8 if training.optim == "paged_adamw_32bit" else 2 * width)
     return Need(
-        checkpoint=trained * (width + state),
+        checkpoint=trained * (width + OPTIMIZERS[training.optim].state_bytes(width)),
         kept=recipe.save_total_limit,
         export=trained * width if recipe.lora else total * frozen,
         download=0 if _is_here(recipe) else total * 2,  # published in 16 bits

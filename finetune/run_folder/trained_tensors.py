@@ -10,10 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from finetune.errors import FinetuneError
 from finetune.model.optimizer import allocate_state
+from finetune.recipe.optimizers import MOMENTS
 from finetune.strategies.pieces import Stored, local_part
-
-# Entries of an optimizer's state that have their parameter's shape: torch's names and bitsandbytes'.
-MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
 
 Readable = Mapping[str, Tensor | Stored]
 

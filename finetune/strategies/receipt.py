@@ -21,6 +21,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.model.build import attention_name, decoder_parts
 from finetune.model.optimizer import formats
 from finetune.model.quantization import frozen_weights, quantized_layers
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.assemble import Assembled
@@ -106,12 +107,13 @@ def add_optimizer_state(
 
     Raises EnvironmentMismatch where the number format, or the share under a strategy that cuts it, is not as asked for.
     """
-    training, dtypes = recipe.training, formats(held)
-    asked = {"adamw": "bfloat16" if training.pure_bf16 else "float32"}.get(training.optim, "float32")
-    fits = {asked} | ({"uint8"} if training.optim.endswith("8bit") else set())
-    if not set(dtypes.split(", ")) <= fits:
-        raise EnvironmentMismatch(f"training.optim: state of {training.optim} in {asked} was asked for, it is {dtypes}")
-    share = held.total() / (2 * receipt["parameters"]["trained"])  # AdamW keeps two moments of each
+    training, dtypes, spec = recipe.training, formats(held), OPTIMIZERS[recipe.training.optim]
+    asked = spec.state_dtypes("bfloat16" if training.pure_bf16 else "float32")
+    if not set(dtypes.split(", ")) <= set(asked):
+        raise EnvironmentMismatch(
+            f"training.optim: state of {training.optim} in {' or '.join(asked)} was asked for, it is {dtypes}"
+        )
+    share = held.total() / (len(spec.moments) * receipt["parameters"]["trained"])
     if strategy.uses_engine and ranks > 1 and share > 0.9:
         raise EnvironmentMismatch(
             f"accelerate_config: {strategy.name} cuts optimizer state, this rank holds {share:.0%}"

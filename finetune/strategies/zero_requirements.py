@@ -19,6 +19,7 @@ import torch
 from filelock import FileLock
 
 from finetune.errors import EnvironmentMismatch
+from finetune.recipe.optimizers import DEFAULT
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 
@@ -71,8 +72,8 @@ def _unsuitable(recipe: Recipe, strategy: Strategy, on_cpu: bool) -> Iterator[st
         yield f"{name}: on a machine with GPUs DeepSpeed takes them; hide them with CUDA_VISIBLE_DEVICES="
     if half == "fp16" and on_cpu:
         yield "training.mixed_precision: DeepSpeed has no fp16 on a CPU; set bf16 or no"
-    if training.optim != "adamw":
-        yield f"training.optim: {training.optim}: ZeRO cuts state by elements, not by its blocks; set adamw"
+    if training.optim != DEFAULT:  # zero_state.py knows the state of no other
+        yield f"training.optim: {training.optim}: ZeRO cuts state by elements, not by its blocks; set {DEFAULT}"
     if training.pure_bf16 and strategy.offloaded:
         yield f"training.pure_bf16: {name} keeps float32 state in host memory; set training.pure_bf16=false"
     if half == "no" and recipe.lora and recipe.model.dtype != "float32":

@@ -11,6 +11,7 @@ from typing import Any
 from finetune.planner.closed_form.layer import FLOAT32, HALF, Step, Way, layer_steps
 from finetune.planner.closed_form.shape import Shape, shape_of
 from finetune.recipe.gpus import Gpus
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.recipe.strategy import read_strategy as _read
@@ -218,7 +219,7 @@ class Job:
 
     @cached_property
     def static(self) -> Parts:
-        state = 2 * self.width * self.trained
+        state = OPTIMIZERS[self.recipe.training.optim].state_bytes(self.width) * self.trained
         return {"parameters": self.parameters, "optimizer state": state, "other": CUBLAS} | self.buckets
 
     def stays(self, layers: int) -> tuple[int, int]:

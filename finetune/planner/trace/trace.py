@@ -31,6 +31,7 @@ from finetune.planner.trace.kernel_workspaces import CUBLAS_HOPPER, Workspaces
 from finetune.planner.trace.recorder import Recorder, Tagging
 from finetune.planner.trace.stand_ins import Replica, as_on_gpus, cut, engine_parts, engine_without_ranks, without_disks
 from finetune.planner.trace.timeline import Timeline
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.run_folder.save_restore import held
@@ -88,7 +89,7 @@ def trace(
         if strategy.uses_engine and strategy.shards_parameters:
             build = _cutting(build, accelerator, adapters=recipe.lora is not None)
         mesh = make_mesh(strategy, accelerator.device) if strategy.shards_modules else None
-        inside.enter_context(_stand_ins(strategy, paged=recipe.training.optim.startswith("paged")))
+        inside.enter_context(_stand_ins(strategy, paged=OPTIMIZERS[recipe.training.optim].paged))
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
         work = Work(recorder.phases, mode)
