@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from finetune.errors import EnvironmentMismatch, RecipeError
+from finetune.model.dtypes import dtype_name
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS, Optimizer
 from finetune.recipe.schema import Recipe, Training
 
@@ -133,7 +134,7 @@ def optimizer_state_elements(optimizer: torch.optim.Optimizer) -> Counter[str]:
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.ndim:
                 local = value.to_local() if isinstance(value, DTensor) else value
-                count[str(value.dtype).removeprefix("torch.")] += local.numel()
+                count[dtype_name(value.dtype)] += local.numel()
     return count
 
 

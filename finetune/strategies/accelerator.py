@@ -22,7 +22,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.launch.launcher import Launch
 from finetune.launch.rendezvous import check_world, collective_timeout
 from finetune.model.optimizer import check_optimizer
-from finetune.model.packaged import PREFIX, in_hub_cache
+from finetune.model.packaged import weights_are_here
 from finetune.model.quantization import check_sharded_quantization
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import KIND_OF_TYPE, Strategy, read_strategy
@@ -122,8 +122,7 @@ def _gpus(count: int) -> str:
 def _weights_missing(recipe: Recipe) -> str:
     """That the weights are not on this machine either; empty where they are."""
     name, revision = recipe.model.name_or_path, recipe.model.revision
-    shards = ("model.safetensors", "model.safetensors.index.json")
-    if name.startswith(PREFIX) or Path(name).is_dir() or any(in_hub_cache(name, file, revision) for file in shards):
+    if weights_are_here(name, revision):
         return ""
     return f", nor the weights of {name} in its cache (`hf download {name}`; if gated, first `hf auth login`)"
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from finetune.errors import FinetuneError
 from finetune.launch.launcher import Launch
 from finetune.model.build import build_model, decoder_parts, structure_alone
+from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import make_optimizer
 from finetune.model.quantization import plain_quantized_weights
 from finetune.recipe.schema import Recipe
@@ -29,7 +30,6 @@ from finetune.strategies.zero_state import full_weights
 
 # How long ranks wait for one that quantises: longer than any takes. Should it die, pulse.py ends the job.
 WAITING = timedelta(days=7)
-COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import EnvironmentMismatch
 from finetune.model.build import attention_name, decoder_parts
+from finetune.model.dtypes import COMPUTE, dtype_name
 from finetune.model.optimizer import formats
 from finetune.model.quantization import frozen_weights, quantized_layers
 from finetune.recipe.optimizers import OPTIMIZERS
@@ -27,8 +28,6 @@ from finetune.recipe.strategy import Strategy
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import reduced_in
 from finetune.strategies.zero_state import local_shard, master_dtype, whole_numel
-
-AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "no": None}
 
 
 def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, strategy: Strategy) -> dict[str, Any]:
@@ -47,7 +46,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "attention": decoder_parts(whole).config._attn_implementation,
         "sharding": sharding_facts(whole),
         "dtypes": {
-            "master": _dtypes(trained) if parts.engine is None else _short(master_dtype(parts.engine)),
+            "master": _dtypes(trained) if parts.engine is None else dtype_name(master_dtype(parts.engine)),
             "frozen": _dtypes(frozen),
             "compute": _compute_dtype(accelerator, parts)
             or _dtypes(parameter for parameter in frozen or trained if id(parameter) not in packed),
@@ -125,27 +124,23 @@ def add_optimizer_state(
 def _compute_dtype(accelerator: Accelerator, parts: Assembled) -> str | None:
     """The number format that weights are gathered in, or that autocast has in a forward, where it is on."""
     if parts.gathered_in is not None:
-        return str(parts.gathered_in).removeprefix("torch.")
+        return dtype_name(parts.gathered_in)
     with accelerator.autocast():
         device = accelerator.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+    return None if dtype is None else dtype_name(dtype)
 
 
 def _reduced_in(parts: Assembled, trained: list[nn.Parameter]) -> str:
     """The number format that gradients are summed over the ranks in: their weights', unless an engine has its own."""
     if parts.engine is not None:
-        return _short(parts.engine.communication_data_type)
-    return ", ".join(sorted(map(_short, reduced_in(parts.unwrapped_model)))) or _dtypes(trained)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        return dtype_name(parts.engine.communication_data_type)
+    return ", ".join(sorted(map(dtype_name, reduced_in(parts.unwrapped_model)))) or _dtypes(trained)
 
 
 def _dtypes(parameters: Iterable[torch.Tensor]) -> str:
     """The number formats of these parameters, most frequent first."""
-    count = Counter(str(parameter.dtype).removeprefix("torch.") for parameter in parameters)
+    count = Counter(dtype_name(parameter.dtype) for parameter in parameters)
     return ", ".join(name for name, _ in count.most_common()) or "none"
 
 
@@ -168,7 +163,8 @@ def _checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> list
     every = int(recipe.training.activation_checkpointing)
     expected_master = "bfloat16" if recipe.training.pure_bf16 else "float32"
     precision = recipe.training.mixed_precision
-    computes = AUTOCAST[precision] or receipt["dtypes"]["compute"]
+    compute = COMPUTE[precision]
+    computes = receipt["dtypes"]["compute"] if compute is None else dtype_name(compute)
     reduces = "float32" if strategy.reduces_in_float32 else receipt["dtypes"]["reduce"]
     return [
         ("training.mixed_precision: number format of the computation", computes, receipt["dtypes"]["compute"]),

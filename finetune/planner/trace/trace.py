@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # torch's documentatio
 from finetune.launch.launcher import Launch
 from finetune.measure.phases import Phase
 from finetune.model.build import decoder_parts
+from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import unwrap_optimizer
 from finetune.planner.trace.fake_device import pretend_device
 from finetune.planner.trace.fake_model import dataless_build, has_joined_documents, host_pages, no_data, without_data
@@ -37,7 +38,7 @@ from finetune.recipe.strategy import Strategy
 from finetune.run_folder.save_restore import held
 from finetune.run_folder.tensor_checks import largest_magnitude
 from finetune.strategies.accelerator import accumulation_context, build_accelerator
-from finetune.strategies.assemble import COMPUTE, Assembled, assemble
+from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.fsdp import make_mesh
 from finetune.strategies.zero_state import local_shard
 from finetune.tokens.batches import MicroBatch, prefetch
