@@ -64,7 +64,7 @@ def sent(work: StepWork, times: dict[str, int]) -> dict[str, dict[str, tuple[int
 
 PROGRAM = """
 import sys
-from tests import cells, planned
+from tests.support import cells, planned
 planned.let_go_at_once()
 sys.exit(cells.main(sys.argv[1:]))
 """

@@ -139,8 +139,8 @@ def test_it_can_be_turned_off_and_other_ranks_read(tmp_path: Path, monkeypatch: 
 TRAINER = """
 import sys, time
 from pathlib import Path
-from finetune.training.planner_process import Question, asked
-question = Question("{}", (((7,),),), True, 1, 1, "cpu", 1)
+from finetune.training.planner_process import PlanRequest, asked
+question = PlanRequest("{}", (((7,),),), True, 1, 1, "cpu", 1)
 with asked(question, Path(sys.argv[1])) as answer:
     print(answer._process.pid, flush=True)
     time.sleep(600)

@@ -96,7 +96,7 @@ def test_the_last_line_names_it_and_continues(
 
 FAILING = """
 import os, sys
-from finetune import loop, worst_step  # which keeps the real step: those counted here are the training's
+from finetune.training import loop, worst_step  # which keeps the real step: those counted here are the training's
 from finetune.errors import EnvironmentMismatch
 from finetune.train import main
 whole, calls = loop.optimizer_step, []
@@ -129,14 +129,14 @@ import sys, time
 from pathlib import Path
 from finetune.run_folder.heartbeat import Heartbeat
 from finetune.launch.launcher import Launch
-from finetune.run_folder.watchdog import Progress, Watch
+from finetune.run_folder.watchdog import Progress, Watchdog
 run_dir, rank = Path(sys.argv[1]), int(sys.argv[2])
 heart = Heartbeat(run_dir, rank, 11)
 heart.beat("running", "training", 7)
 while not (run_dir / ".ranks" / f"rank-{1 - rank:05d}.json").exists():
     time.sleep(0.01)
 launch = Launch((), None, None, True, 2, rank, True)
-watch = Watch(run_dir, launch, Progress("training", 7), heart, 11, 600, "again")
+watch = Watchdog(run_dir, launch, Progress("training", 7), heart, 11, 600, "again")
 print("waiting", flush=True)
 time.sleep(600)
 """

@@ -182,9 +182,9 @@ def worst_step_stop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 WITHOUT = """
 import sys
 from pathlib import Path
-from finetune import session
+from finetune.training import session
 from finetune.training.worst_step import WorstStep
-from tests import cells
+from tests.support import cells
 def skip(*arguments):
     with Path(__file__).with_suffix(".skipped").open("a") as file:
         file.write("skipped")
