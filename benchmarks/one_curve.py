@@ -19,8 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import scratch, write_result
-from tests.proofs.test_one_curve import LENGTHS
 from tests.support.curve_table import METHODS, RANKS, SPLITS, Cell, references, trained_cells
+from tests.support.one_curve import LENGTHS
 from tests.support.tiny import save_tiny, write_chats
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "one_curve.md"

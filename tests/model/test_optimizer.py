@@ -18,7 +18,7 @@ from finetune.model.optimizer import BITSANDBYTES, call_after_first_step, check_
 from finetune.run_folder.checkpoint import newest_valid, read_checkpoint, write_checkpoint
 from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
 from finetune.train import main
-from tests.proofs.test_one_curve import write_recipe
+from tests.support.one_curve import write_curve_recipe
 from tests.support.tiny import write_chats
 from tests.training.test_loop import recipe
 
@@ -196,7 +196,7 @@ def test_the_state_is_told_once_it_is_there(tmp_path: Path) -> None:
 def test_a_run_says_what_its_state_is(optim: str, state: str, tiny_llama: Path, tmp_path: Path) -> None:
     chats = write_chats(tmp_path / "chats.jsonl", [40, 50, 60, 70])
     changes: dict[str, Any] = {"optim": optim, "max_steps": 2, "global_batch_size": 2, "per_device_batch_size": 2}
-    path = write_recipe(tmp_path, tiny_llama, chats, "full", {"training": changes})
+    path = write_curve_recipe(tmp_path, tiny_llama, chats, "full", {"training": changes})
     assert main([str(path)]) == 0
     receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())
     assert receipt["dtypes"]["optimizer_state"] == state

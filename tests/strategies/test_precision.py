@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import yaml
 from accelerate.state import AcceleratorState
 
 from finetune.files import read_lines
@@ -26,7 +25,7 @@ from finetune.train import main
 from finetune.training import session
 from tests.model.test_quantization import dequantised
 from tests.model.test_quantization import recipe as quantised_recipe
-from tests.proofs.test_one_curve import (
+from tests.support.one_curve import (
     LENGTHS,
     MAX_GRAD_NORM,
     STEPS,
@@ -35,7 +34,7 @@ from tests.proofs.test_one_curve import (
     base_model,
     documents,
     learning_rates,
-    write_recipe,
+    write_curve_recipe,
 )
 from tests.support.reference import reference_run
 from tests.support.soak_resume import fork_ranks, wait_all
@@ -143,13 +142,7 @@ def wholes(tiny_llama: Path, chats: Path, tmp_path_factory: pytest.TempPathFacto
 def trained(
     folder: Path, model: Path, chats: Path, case: Case, split: dict[str, Any], strategy: str = "single"
 ) -> Trained:
-    folder.mkdir(exist_ok=True)
-    path = write_recipe(folder, model, chats, case.method, {})
-    body = json.loads(path.read_text())
-    for changes in (case.changes, split):
-        for section, values in changes.items():
-            body[section] = body.get(section, {}) | values if isinstance(values, dict) else values
-    path.write_text(yaml.safe_dump(body))
+    path = write_curve_recipe(folder, model, chats, case.method, case.changes, split)
     AcceleratorState._reset_state(True)
     if strategy == "single":
         assert main([str(path)]) == 0

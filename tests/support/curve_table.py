@@ -19,8 +19,8 @@ from finetune.errors import EnvironmentMismatch
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.strategies.zero_requirements import require_deepspeed
-from tests.proofs.test_one_curve import LENGTHS, curve_of, reference, write_recipe
 from tests.support.cells import ROOT, launch
+from tests.support.one_curve import LENGTHS, curve_of, reference, write_curve_recipe
 from tests.support.reference import Step
 
 ZERO = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
@@ -144,16 +144,9 @@ def trained_cells(
 
 
 def _written(folder: Path, model: Path, chats: Path, method: str, split: str) -> Path:
-    folder.mkdir()
     kind, dtype, changes, *_ = METHODS[method]
-    path = write_recipe(folder, model, chats, kind, SPLITS[split])
-    recipe = json.loads(path.read_text("utf-8"))
     in_dtype = {"model": {"dtype": dtype}, "training": {"mixed_precision": SHORT[dtype]}}
-    for settings in (in_dtype, changes):
-        for section, values in settings.items():
-            recipe[section] = recipe.get(section, {}) | values
-    path.write_text(json.dumps(recipe), "utf-8")
-    return path
+    return write_curve_recipe(folder, model, chats, kind, SPLITS[split], in_dtype, changes)
 
 
 def config_of(strategy: str, folder: Path) -> str:

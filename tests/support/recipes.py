@@ -1,0 +1,44 @@
+"""Recipes for tests: the least that is valid and a tiny training in float32; a test names what it changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.recipe.schema import Recipe
+
+
+def merged(content: Mapping[str, Any], *changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`content` with each of `changes`: a dict changes its section key by key, any other value replaces what was."""
+    result = dict(content)
+    for change in changes:
+        for name, value in change.items():
+            both = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
+            result[name] = {**result[name], **value} if both else value
+    return result
+
+
+def least(base: Path | str = "x", **sections: Any) -> dict[str, Any]:
+    """The keys that a recipe cannot do without, and `sections`."""
+    return merged({"model": {"name_or_path": str(base)}, "data": {"train": [{"path": "json"}]}}, sections)
+
+
+def least_recipe(base: Path | str = "x", **sections: Any) -> Recipe:
+    """The same, checked; what it does not say is the schema's default."""
+    return Recipe.model_validate(least(base, **sections))
+
+
+def tiny(base: Path, chats: Path, **sections: Any) -> dict[str, Any]:
+    """A model in a folder, trained in float32 on a file of chats; the run's folder is `run`, beside the chats."""
+    data = {"train": [{"path": "json", "data_files": str(chats)}]}
+    plain = {"model": {"dtype": "float32"}, "data": data, "training": {"mixed_precision": "no"}}
+    return merged(least(base), plain, {"output_dir": str(chats.parent / "run")}, sections)
+
+
+def write_recipe(folder: Path, content: Mapping[str, Any]) -> Path:
+    """`folder`/recipe.yaml, written in JSON, which is YAML."""
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(content), "utf-8")
+    return path
