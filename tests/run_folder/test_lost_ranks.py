@@ -18,7 +18,7 @@ import pytest
 
 from finetune.run_folder.folder import claim_run_folder
 from finetune.run_folder.heartbeat import clear_beats
-from tests.launch.test_launches import (
+from tests.support.launching import (
     ACCELERATE,
     REPOSITORY,
     TORCHRUN,

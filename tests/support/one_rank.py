@@ -25,7 +25,7 @@ from finetune.strategies.accelerator import build_accelerator
 from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.zero import release_engine
 from finetune.training.loop import StepResult, optimizer_step
-from tests.strategies.test_accelerator import ALONE
+from tests.support.launching import ALONE
 
 CPU = torch.device("cpu")
 LEARNING_RATE = 1e-3
