@@ -19,8 +19,8 @@ from finetune.run_folder.checkpoint import newest_valid, read_checkpoint, write_
 from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
 from finetune.train import main
 from tests.support.one_curve import write_curve_recipe
+from tests.support.stepping import float32_recipe
 from tests.support.tiny import write_chats
-from tests.training.test_loop import recipe
 
 
 class Network(nn.Module):
@@ -45,7 +45,7 @@ def train(network: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed
 
 def made(optim: str, folder: Path) -> tuple[Network, torch.optim.Optimizer]:
     network = Network()
-    return network, make_optimizer(network, recipe(folder, optim=optim, learning_rate=1e-2, weight_decay=0.1))
+    return network, make_optimizer(network, float32_recipe(folder, optim=optim, learning_rate=1e-2, weight_decay=0.1))
 
 
 def formats(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -89,7 +89,7 @@ def test_exceptions_of_another_run_are_forgotten(tmp_path: Path) -> None:
     network, _ = made("adamw_8bit", tmp_path)
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
     manager.override_config(list(network.parameters()), "optim_bits", 32)  # as if identities were used again
-    optimizer = make_optimizer(network, recipe(tmp_path, optim="adamw_8bit"))
+    optimizer = make_optimizer(network, float32_recipe(tmp_path, optim="adamw_8bit"))
     train(network, optimizer, 1, seed=0)
     assert formats(network, optimizer)["large.weight"] == "torch.uint8"
 

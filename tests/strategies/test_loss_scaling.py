@@ -29,8 +29,8 @@ from finetune.strategies.loss_scaling import load_scaler_state, loss_scale, scal
 from finetune.training import session
 from finetune.training.loop import NotFinite, StepResult, optimizer_step
 from tests.support.soak_resume import fingerprint, fork_ranks, wait_all, write_recipe
+from tests.support.stepping import CPU, CountReads, float32_recipe, weights
 from tests.support.tiny import flat_batch
-from tests.training.test_loop import CPU, CountReads, recipe, weights
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ class Bench:
     def __init__(self, folder: Path, scale: float = 2.0**16) -> None:
         self.accelerator = Accelerator(cpu=True, mixed_precision="fp16")
         scale_losses_on_cpu(self.accelerator)
-        asked = recipe(folder, mixed_precision="fp16")
+        asked = float32_recipe(folder, mixed_precision="fp16")
         model: nn.Module = build_model(asked, CPU)
         self.model, self.optimizer = self.accelerator.prepare(model.train(), make_optimizer(model, asked))
         fresh = self.accelerator.scaler.state_dict()

@@ -23,8 +23,6 @@ from finetune.model.build import build_model
 from finetune.model.quantization import quantized_layers
 from finetune.train import main
 from finetune.training import session
-from tests.model.test_quantization import dequantised
-from tests.model.test_quantization import recipe as quantised_recipe
 from tests.support.one_curve import (
     LENGTHS,
     MAX_GRAD_NORM,
@@ -36,6 +34,7 @@ from tests.support.one_curve import (
     learning_rates,
     write_curve_recipe,
 )
+from tests.support.quantised import dequantised, quantised_recipe
 from tests.support.reference import reference_run
 from tests.support.soak_resume import fork_ranks, wait_all
 from tests.support.tiny import write_chats

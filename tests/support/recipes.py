@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from finetune.recipe.schema import Recipe
+
+SETTING = re.compile(r"[a-z_]+\.[a-z_]+=[\w.]+")  # as a message proposes it and an override takes it
 
 
 def merged(content: Mapping[str, Any], *changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from finetune.run_folder.checkpoint import (
 )
 from finetune.train import main
 from finetune.training import loop, samples, session
-from tests.hub.test_around_training import start
 from tests.support.cells import launch
 from tests.support.hub import running_hub
+from tests.support.hub.processes import run_python
 from tests.support.tiny import save_tiny, write_chats
 
 Spoil = Callable[[Any, int], None]
@@ -358,7 +358,7 @@ def test_nothing_is_pushed(words: list[str], tmp_path: Path) -> None:
         "hub: {repo_id: me/devils, push: true, checkpoints: checkpoints}\n"
     )
     with running_hub() as hub:
-        done = start(hub, ["finetune/train.py", str(path), *words], tmp_path)
+        done = run_python(hub, ["finetune/train.py", str(path), *words], tmp_path)
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
         assert "commit" not in hub.calls()

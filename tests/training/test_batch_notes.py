@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from finetune.recipe.schema import Recipe
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.training.batch_notes import FEW, batch_notes, few_steps, idle_ranks, large_micro_batch, positions_of
 from finetune.training.run import BatchPlan, plan_batches
+from tests.support.recipes import SETTING
 from tests.support.tiny import save_tiny, write_chats
-
-SETTING = re.compile(r"[a-z_]+\.[a-z_]+=[\w.]+")
 
 
 def recipe_with(model: Path, chats: Path, *words: str, **training: Any) -> Recipe:
