@@ -14,16 +14,17 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from benchmarks.one_curve import PAGE, lines
 from finetune.model.build import build_model
 from finetune.recipe.loader import load_recipe
 from tests.support.cells import ROOT, launch
 from tests.support.curve_table import (
     METHODS,
+    PAGE,
     RANKS,
     SPLITS,
     TOLERANCE,
     Cell,
+    page_lines,
     receipt_of,
     references,
     skip_where_missing,
@@ -72,7 +73,7 @@ def test_the_table() -> None:
     assert [(cell.strategy, cell.method, cell.split) for cell in cells] == expected
     assert [cell for cell in cells if not cell.holds] == []
     assert all(cell.reason is None for cell in cells if cell.method in HERE)
-    assert PAGE.read_text("utf-8") == "\n".join(lines(cells, list(RANKS), list(METHODS))) + "\n"
+    assert PAGE.read_text("utf-8") == "\n".join(page_lines(cells, list(RANKS), list(METHODS))) + "\n"
 
 
 def assert_the_model_is_what_was_trained(folder: Path) -> None:
