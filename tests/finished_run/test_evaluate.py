@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM
 
 from finetune.cli.main import main
 from finetune.train import main as train
 from tests.support.finished import finished_run
 from tests.support.tiny import write_chats
+
+pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35]
 
@@ -48,13 +48,6 @@ def recipe(folder: Path, base: Path, chats: Path) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(content), encoding="utf-8")
     return path
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator() -> Iterator[None]:
-    """Accelerate keeps one state a process, and its number format with it."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize(

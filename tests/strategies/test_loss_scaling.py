@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -32,13 +32,7 @@ from tests.support.soak_resume import fingerprint, fork_ranks, wait_all, write_r
 from tests.support.stepping import CPU, CountReads, float32_recipe, weights
 from tests.support.tiny import flat_batch
 
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> Iterator[None]:
-    """Accelerate keeps the first mixed precision of a process for good."""
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 
 
 class Bench:

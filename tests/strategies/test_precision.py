@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,8 @@ from tests.support.quantised import dequantised, quantised_recipe
 from tests.support.reference import reference_run
 from tests.support.soak_resume import fork_ranks, wait_all
 from tests.support.tiny import write_chats
+
+pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 
 
 class Case(NamedTuple):
@@ -104,14 +106,6 @@ SPLITS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 TWO_RANKS: dict[str, dict[str, Any]] = {"training": {"per_device_batch_size": 1}}
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> Iterator[None]:
-    """Accelerate keeps the first mixed precision of a process for good."""
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
 
 
 @pytest.fixture(scope="module")
