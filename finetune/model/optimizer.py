@@ -115,7 +115,7 @@ def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Par
 
 
 def call_after_first_step(optimizer: torch.optim.Optimizer, callback: Callable[[Counter[str]], None]) -> None:
-    """Call `callback` with `optimizer_state_elements` once there is a state: now in a resumed run, else after the first update."""
+    """Call `callback` with `optimizer_state_elements` once a state exists: now if resumed, else after a step."""
     if held := optimizer_state_elements(optimizer):
         callback(held)
         return

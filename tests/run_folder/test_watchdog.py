@@ -292,8 +292,8 @@ def test_a_wait_without_a_loss_says_where_everybody_is(run_dir: Path, monkeypatc
 
 def test_said_again_when_the_launcher_is_gone(tmp_path: Path) -> None:
     """The launcher's own report comes between."""
-    say = "from finetune.launch.launcher import print_after_launcher as say; say('rank 1 died')"
-    rank = f"import sys; {say}; sys.exit(1)"
+    rank = "import sys; from finetune.launch.launcher import print_after_launcher; "
+    rank += "print_after_launcher('rank 1 died'); sys.exit(1)"
     launcher = f"""
 import os, subprocess, sys, time
 os.environ["TORCHELASTIC_RUN_ID"] = "x"
