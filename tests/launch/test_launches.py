@@ -25,7 +25,7 @@ from tests.support.launching import (
     until_step,
     wait_all,
 )
-from tests.support.soak_resume import write_recipe
+from tests.support.soak_resume import write_resume_recipe
 from tests.support.two_hosts import Host, two_hosts, why_not
 
 pytestmark = pytest.mark.slow
@@ -74,7 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recipe(folder: Path) -> Path:
-    return write_recipe(folder, steps=5, dropout=0.0)
+    return write_resume_recipe(folder, steps=5, dropout=0.0)
 
 
 def curve(run_dir: Path) -> list[tuple[float, ...]]:

@@ -28,7 +28,7 @@ from finetune.model.optimizer import make_optimizer
 from finetune.strategies.loss_scaling import load_scaler_state, loss_scale, scale_losses_on_cpu, scaler_state
 from finetune.training import session
 from finetune.training.loop import NotFinite, StepResult, optimizer_step
-from tests.support.soak_resume import fingerprint, fork_ranks, wait_all, write_recipe
+from tests.support.soak_resume import fingerprint, fork_ranks, wait_all, write_resume_recipe
 from tests.support.stepping import CPU, CountReads, float32_recipe, weights
 from tests.support.tiny import flat_batch
 
@@ -187,7 +187,7 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("restless")
 def test_a_resumed_fp16_run_is_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = write_recipe(tmp_path, steps=14, dropout=0.1)
+    asked = write_resume_recipe(tmp_path, steps=14, dropout=0.1)
     body = yaml.safe_load(asked.read_text())
     body["training"]["mixed_precision"] = "fp16"
     body |= {"save_steps": 3, "logging_steps": 1}
@@ -225,7 +225,7 @@ def test_a_resumed_fp16_run_is_the_run(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_ranks_skip_together(strategy: str, tmp_path: Path) -> None:
     """A rank that skipped alone would part from the other for good."""
-    asked = write_recipe(tmp_path, steps=10, dropout=0.0)
+    asked = write_resume_recipe(tmp_path, steps=10, dropout=0.0)
     body = yaml.safe_load(asked.read_text())
     body["training"]["mixed_precision"] = "fp16"
     body["samples"] = {"count": 0}
