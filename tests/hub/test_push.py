@@ -257,6 +257,15 @@ class TestCard:
         assert "chats.jsonl, split `train`" in card
         assert "````text\n``` after\n````" in card  # an answer cannot break out of its fence
 
+    def test_what_a_model_answers_is_text_and_never_a_template(self, run: Path) -> None:
+        answer = "{{ run.environment }} {% if %} {# gone #}"
+        lines = [{"when": when, "prompt": "{{ 6 * 7 }}", "answer": answer} for when in ("before", "after")]
+        (run / "samples.jsonl").unlink()
+        append_lines(run / "samples.jsonl", lines)
+        card = prepare(run, ME).card
+        assert card.count(f"```text\n{answer}\n```") == 2
+        assert "{{ 6 * 7 }}" in card
+
     def test_without_held_out_rows_it_says_so(self, run: Path) -> None:
         (run / "metrics.jsonl").unlink()
         card = prepare(run, ME).card
