@@ -58,14 +58,13 @@ def report(
 
     def work() -> dict[str, Any]:
         from finetune.report.curves import read_runs, summary
-        from finetune.report.run_page import NAME, PICTURES, write_report
+        from finetune.report.run_page import NAME, PICTURES, write_pictures, write_report
 
         found = read_runs(runs)
         folder = output or (runs[0] if len(runs) == 1 else Path("report"))
         folder.mkdir(parents=True, exist_ok=True)
         write_report(found, folder / NAME)
-        for name, draw in PICTURES.items():
-            draw(found, folder / name)
+        write_pictures(found, folder)
         files = [str(folder / name) for name in (NAME, *PICTURES)]
         if not as_json:
             typer.echo("\n".join(files))

@@ -25,10 +25,8 @@ Row = dict[str, Any]
 def run_and_report(comparison: Comparison, *, quiet: bool) -> dict[str, Any]:
     """Run the comparison, show its progress on standard error, write table and picture.
 
-    Raises EnvironmentMismatch: before the first job, without matplotlib; after all is written, when no strategy ran
-    or final losses do not agree.
+    Raises EnvironmentMismatch after all is written, when no strategy ran or final losses do not agree.
     """
-    new_figure("compare")  # before the jobs: without matplotlib their picture would be missing at the end
     result = _run_with_progress(comparison)
     if not quiet:
         print_tables(result, Console())
@@ -145,11 +143,11 @@ def _multiple(row: Row) -> str:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """The picture: memory per phase, seconds, traffic. Raises EnvironmentMismatch without matplotlib."""
+    """The picture: memory per phase, seconds, traffic."""
     rows = [row for row in result["rows"] if row["ok"]]
     if not rows:
         return
-    figure = new_figure("compare", figsize=(max(9.0, 2.5 + 1.5 * len(rows)), 11))
+    figure = new_figure(figsize=(max(9.0, 2.5 + 1.5 * len(rows)), 11))
     memory, seconds, traffic = figure.subplots(3, 1, height_ratios=[2.2, 1, 1.3])
     figure.suptitle(
         f"{Path(result['recipe']).stem}: {result['processes']} x {result['device']}, {result['steps']} steps",

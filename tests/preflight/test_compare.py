@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -176,12 +175,6 @@ def test_the_picture(tmp_path: Path) -> None:
     assert len(content) > 20_000
     draw(result(REFUSED), tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
-
-
-def test_without_matplotlib_nothing_is_started(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(EnvironmentMismatch, match=r"pip install 'finetune\[report\]'"):
-        run_and_report(comparison(recipe), quiet=True)
 
 
 def test_differing_losses_end_in_an_error(
