@@ -20,9 +20,9 @@ from finetune.model.build import not_loaded
 from finetune.model.packaged import in_hub_cache, resolve_model_path
 from finetune.recipe.schema import ModelSection
 
-PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 # The settings of an adapter that its forward depends on; the recipe knows no others.
-SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora")
+ADAPTER_SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class AdapterFile:
         tensors = self.layers[layer]
         kind = nn.Embedding if any(name.startswith("embedding") for name in tensors) else nn.Linear
         adapted = _adapted(kind, weight, self.settings)
-        state = {f"{PREFIX}layer.lora_{name}": self.read(key) for name, key in tensors.items()}
+        state = {f"{PEFT_PREFIX}layer.lora_{name}": self.read(key) for name, key in tensors.items()}
         try:
             result: Any = set_peft_model_state_dict(adapted, state)
         except (RuntimeError, KeyError) as error:
@@ -85,12 +85,12 @@ def open_adapter(folder: Path) -> AdapterFile:
     layers: dict[str, dict[str, str]] = {}
     with safe_open(path, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118  # it is no dict
-            layer, lora, name = key.removeprefix(PREFIX).partition(".lora_")
+            layer, lora, name = key.removeprefix(PEFT_PREFIX).partition(".lora_")
             if lora:
                 layers.setdefault(layer, {})[name] = key
             else:
                 replaced[layer] = key
-    return AdapterFile({name: config[name] for name in SETTINGS}, init, path, layers, replaced)
+    return AdapterFile({name: config[name] for name in ADAPTER_SETTINGS}, init, path, layers, replaced)
 
 
 class _Holder(nn.Module):

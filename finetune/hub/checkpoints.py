@@ -22,7 +22,7 @@ from finetune.recipe.schema import Recipe
 from finetune.redaction import hide_secrets, known_secrets
 from finetune.run_folder.checkpoint import step_folder
 
-ATTEMPTS = 3  # the next checkpoint is another chance
+CHECKPOINT_ATTEMPTS = 3  # the next checkpoint is another chance
 
 
 class CheckpointPusher:
@@ -70,7 +70,7 @@ class CheckpointPusher:
                     self._thread = None
                     return
             try:
-                retry(lambda: self._send(step), attempts=ATTEMPTS, pause=self._pause, log=lambda _: None)  # noqa: B023  # called at once
+                retry(lambda: self._send(step), attempts=CHECKPOINT_ATTEMPTS, pause=self._pause, log=lambda _: None)  # noqa: B023  # called at once
             except Exception as error:  # no error of a network's is worth a training
                 text = hide_secrets(str(error), known_secrets())
                 kind = "" if isinstance(error, FinetuneError) else f"{type(error).__name__}: "

@@ -13,7 +13,7 @@ from finetune.errors import EnvironmentMismatch, FinetuneError, HubUnreachable
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-ATTEMPTS = 5
+PUSH_ATTEMPTS = 5
 FIRST_WAIT_SECONDS = 2.0  # doubled each time
 LONGEST_WAIT_SECONDS = 300.0
 # 409 and 412: somebody else changed the repository meanwhile.

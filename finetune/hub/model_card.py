@@ -13,11 +13,11 @@ from finetune.recipe.schema import DataSet, Recipe
 from finetune.run_folder.facts import RunFacts
 
 LOCAL_KINDS = ("json", "csv", "parquet", "text")
-SAMPLES_SHOWN = 4
+CARD_SAMPLES = 4
 SAMPLE_LETTERS = 600  # of a prompt or an answer; longer ones end in an ellipsis
 PRECISIONS = {"bf16": "bf16 mixed", "fp16": "fp16 mixed, with loss scaling", "no": "float32"}
 TASK = "text-generation"
-TEMPLATE = "model_card.md.jinja"
+CARD_TEMPLATE = "model_card.md.jinja"
 
 
 def card_text(repo_id: str, run: RunFacts, base: BaseFacts) -> str:
@@ -33,7 +33,7 @@ def card_text(repo_id: str, run: RunFacts, base: BaseFacts) -> str:
     )  # fmt: skip
     environment.filters |= {"cell": _cell, "fenced": _fenced}
     lora = run.recipe.lora
-    return environment.get_template(TEMPLATE).render(
+    return environment.get_template(CARD_TEMPLATE).render(
         repo_id=repo_id,
         name=repo_id.split("/")[1],
         run=run,
@@ -159,7 +159,7 @@ def _hardware(run: RunFacts) -> str | None:
 def _samples(run: RunFacts) -> list[tuple[str, dict[str, Mapping[str, Any]]]]:
     """The first prompts that were answered both before and after training."""
     answered = [item for item in run.samples_by_prompt().items() if {"before", "after"} <= item[1].keys()]
-    return answered[:SAMPLES_SHOWN]
+    return answered[:CARD_SAMPLES]
 
 
 def _fenced(text: object) -> str:

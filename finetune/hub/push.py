@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
 from finetune.files import write_json
 from finetune.hub.base_model import BaseFacts, ask_licence, check_repository, read_base
-from finetune.hub.client import ATTEMPTS, check_permission, ensure_repository, retry
+from finetune.hub.client import PUSH_ATTEMPTS, check_permission, ensure_repository, retry
 from finetune.hub.model_card import card_text
 from finetune.hub.upload_files import Outgoing, check_no_secrets, collect, product_folder
 from finetune.recipe.loader import recipe_from_resolved
@@ -82,7 +82,7 @@ def chosen_destination(
     return Destination(name, leave, revision or hub.revision, base, merged)
 
 
-def describe(upload: Upload, to: Destination) -> str:
+def describe_upload(upload: Upload, to: Destination) -> str:
     """A dry run's page: the files with their bytes, what stays here, notes, and the card."""
     where = f"{to.repo_id}, branch {to.revision}, {'public' if to.public else 'private'}"
     lines = [f"would be pushed to {where}; nothing was sent:"]
@@ -92,7 +92,7 @@ def describe(upload: Upload, to: Destination) -> str:
     return "\n".join([*lines, "", "README.md:", upload.card])
 
 
-def prepare(run_dir: Path, to: Destination, *, api: HfApi | None = None) -> Upload:
+def prepare_upload(run_dir: Path, to: Destination, *, api: HfApi | None = None) -> Upload:
     """Everything that would be sent, cleaned and searched; nothing is sent.
 
     Raises FinetuneError when the run is not finished, the name is none, or a secret or a local path is left in a file.
@@ -127,7 +127,7 @@ def push(
     *,
     message: str | None = None,
     endpoint: str | None = None,
-    attempts: int = ATTEMPTS,
+    attempts: int = PUSH_ATTEMPTS,
     pause: Callable[[float], None] = time.sleep,
     log: Callable[[str], None] = print,
 ) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def push(
     api = HfApi(endpoint=endpoint)
     try:
         refuse_offline()
-        upload = prepare(run_dir, to, api=api)
+        upload = prepare_upload(run_dir, to, api=api)
         for note in upload.notes:
             log(f"note: {note}")
         title = message or f"{run_dir.resolve().name}: {product_folder(run_dir, merged=to.merged).name}"

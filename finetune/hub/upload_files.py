@@ -22,7 +22,7 @@ WHOLE_MODEL = (
     "model.safetensors.index.json",
 )
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-WEIGHTS = {"adapter": ADAPTER, "model": WHOLE_MODEL, "merged": WHOLE_MODEL}
+WEIGHT_FILES = {"adapter": ADAPTER, "model": WHOLE_MODEL, "merged": WHOLE_MODEL}
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -96,7 +96,7 @@ def collect(
         merged: The merged model in the place of the adapter.
     """
     product, short = product_folder(run_dir, merged=merged), path_replacements(recipe, run_dir)
-    wanted = _matching(product, (*WEIGHTS[product.name], *TOKENIZER))
+    wanted = _matching(product, (*WEIGHT_FILES[product.name], *TOKENIZER))
     files = [Outgoing("README.md", _shortened(card, short).encode())]
     for folder, names in ((product, wanted), (run_dir, _matching(run_dir, RUN))):
         files += [Outgoing(name, _cleaned(name, folder / name, short, base)) for name in names]

@@ -59,25 +59,25 @@ class Finding:
     remedy: str = ""
 
 
-def examine(recipe: Recipe | None = None, *, online: bool = False) -> Iterator[Finding]:
+def examine_machine(recipe: Recipe | None = None, *, online: bool = False) -> Iterator[Finding]:
     """Every finding in turn, with nothing private in it; `online` asks the Hub what the token may do."""
     parts: Sequence[Callable[[], Iterator[Finding]]] = (
-        _python,
-        _libraries,
-        _extras,
-        _devices,
-        _pair,
-        lambda: _disk(recipe),
-        lambda: _token(recipe, online=online),
-        _accelerate,
-        _variables,
+        check_python,
+        check_libraries,
+        check_extras,
+        check_devices,
+        check_pair,
+        lambda: check_disk(recipe),
+        lambda: check_token(recipe, online=online),
+        check_accelerate,
+        check_variables,
     )
     for part in parts:
         for found in part():
             yield Finding(found.name, found.state, redact(found.seen), redact(found.remedy))
 
 
-def _python() -> Iterator[Finding]:
+def check_python() -> Iterator[Finding]:
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}, finetune {__version__}")
 
 
@@ -89,18 +89,18 @@ def _requirements() -> list[str]:
         return [line for line in importlib.metadata.requires("finetune") or () if "extra ==" not in line]
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _libraries() -> Iterator[Finding]:
+def check_libraries() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
     wanted = [Requirement(line) for line in _requirements()]
-    found = {each.name: _version(each.name) for each in wanted}
+    found = {each.name: installed_version(each.name) for each in wanted}
     wrong = [each for each in wanted if (there := found[each.name]) is None or not each.specifier.contains(there, True)]
     yield Finding("libraries", "ok", ", ".join(f"{name} {version}" for name, version in found.items() if version))
     for each in wrong:
@@ -108,9 +108,9 @@ def _libraries() -> Iterator[Finding]:
         yield Finding("libraries", "bad", f"{each.name}: {there}, needed is {each}", f"pip install '{each}'")
 
 
-def _extras() -> Iterator[Finding]:
+def check_extras() -> Iterator[Finding]:
     """Each extra that is installed must load: a wheel for another CUDA or another torch fails here, not in a run."""
-    here = {name: version for name in EXTRAS if (version := _version(name))}
+    here = {name: version for name in EXTRAS if (version := installed_version(name))}
     modules = [EXTRAS[name][0] for name in here]
     done = subprocess.run(
         [sys.executable, "-c", _TRY_IMPORTS, *modules], capture_output=True, text=True, timeout=300, check=False
@@ -130,7 +130,7 @@ def _extras() -> Iterator[Finding]:
         yield Finding("extras", "look", "no g++", "DeepSpeed's offload compiles its own Adam; install g++ and ninja")
 
 
-def _devices() -> Iterator[Finding]:
+def check_devices() -> Iterator[Finding]:
     import psutil
     import torch
 
@@ -167,7 +167,7 @@ def _gpu(index: int) -> Finding:
     return Finding("devices", "ok", seen)
 
 
-def _pair() -> Iterator[Finding]:
+def check_pair() -> Iterator[Finding]:
     import torch
 
     try:
@@ -180,7 +180,7 @@ def _pair() -> Iterator[Finding]:
     yield Finding("pair", "ok", f"{done['backend']}: two processes summed {size}")
 
 
-def _disk(recipe: Recipe | None) -> Iterator[Finding]:
+def check_disk(recipe: Recipe | None) -> Iterator[Finding]:
     places = folders(recipe)
     free = {name: free_bytes(folder) for name, folder in places.items()}
     yield Finding("disk", "ok", ", ".join(f"{name} {size / GIB:.1f} GiB free" for name, size in free.items()))
@@ -202,7 +202,7 @@ def _disk(recipe: Recipe | None) -> Iterator[Finding]:
         yield Finding("disk", "bad" if short else "ok", seen, remedy)
 
 
-def _token(recipe: Recipe | None, *, online: bool) -> Iterator[Finding]:
+def check_token(recipe: Recipe | None, *, online: bool) -> Iterator[Finding]:
     """Whether a token is here, and with `online` what it may do; the token itself is never part of it."""
     from huggingface_hub import get_token
 
@@ -223,7 +223,7 @@ def _token(recipe: Recipe | None, *, online: bool) -> Iterator[Finding]:
         yield Finding("token", "bad", f"{seen}: {reason}", remedy)
 
 
-def _accelerate() -> Iterator[Finding]:
+def check_accelerate() -> Iterator[Finding]:
     """A default config in the cache decides without a word what a bare `accelerate launch` does."""
     import yaml
     from accelerate.commands.config.config_args import default_config_file
@@ -241,7 +241,7 @@ def _accelerate() -> Iterator[Finding]:
     yield Finding("accelerate", "look", f"a default config is in the cache: {kind}", remedy)
 
 
-def _variables() -> Iterator[Finding]:
+def check_variables() -> Iterator[Finding]:
     found = variables(_MATTER)
     yield Finding(
         "variables", "ok", ", ".join(f"{name}={value}" for name, value in found.items()) or "none that matter"

@@ -18,11 +18,11 @@ import psutil
 
 from finetune.files import read_lines
 from finetune.paths import TRAIN_SCRIPT
-from finetune.preflight.compare import failure
+from finetune.preflight.job_failure import failure_reason
 from finetune.recipe.loader import CONFIG_FOLDER
 from finetune.training.planner_process import PLANNER_SWITCH
 
-PATIENCE_SECONDS = 300  # for one start
+START_TIMEOUT_SECONDS = 300  # for one start
 # What this process got from a launcher or a scheduler of its own is not for its children.
 FOREIGN = re.compile(r"SLURM_|PET_|ACCELERATE_|TORCHELASTIC_|FSDP_|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_")
 
@@ -36,7 +36,7 @@ class StepFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A training that can be started, and started again."""
 
     recipe: Path
@@ -69,7 +69,7 @@ class Job:
 
 
 @contextmanager
-def started(job: Job) -> Iterator[subprocess.Popen[bytes]]:
+def started(job: TrainingJob) -> Iterator[subprocess.Popen[bytes]]:
     """The job in a session of its own; none of its processes outlives the block."""
     environment = {key: value for key, value in os.environ.items() if not FOREIGN.match(key)}
     environment |= {
@@ -88,27 +88,27 @@ def started(job: Job) -> Iterator[subprocess.Popen[bytes]]:
         kill_all(process)
 
 
-def wait_for_end(job: Job, process: subprocess.Popen[bytes]) -> None:
+def wait_for_end(job: TrainingJob, process: subprocess.Popen[bytes]) -> None:
     """Raises StepFailed when the job fails, or does not end."""
     try:
-        code = process.wait(PATIENCE_SECONDS)
+        code = process.wait(START_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
-        raise StepFailed(f"not finished after {PATIENCE_SECONDS} s; {_said(job)}") from None
+        raise StepFailed(f"not finished after {START_TIMEOUT_SECONDS} s; {_said(job)}") from None
     if code != 0:
         raise _failed(job)
 
 
-def wait_until(reached: Callable[[], bool], job: Job, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def wait_until(reached: Callable[[], bool], job: TrainingJob, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """Wait for a moment of the training, to a few milliseconds; returns the processes below the launcher.
 
     They are looked up before, for that moment is short. Raises StepFailed when the job ends before.
     """
-    end, looked, found = time.monotonic() + PATIENCE_SECONDS, 0.0, []
+    end, looked, found = time.monotonic() + START_TIMEOUT_SECONDS, 0.0, []
     while not reached():
         if process.poll() is not None and not reached():
             raise _failed(job)
         if (now := time.monotonic()) > end:
-            raise StepFailed(f"not there after {PATIENCE_SECONDS} s; {_said(job)}")
+            raise StepFailed(f"not there after {START_TIMEOUT_SECONDS} s; {_said(job)}")
         if now > looked + 0.5:
             looked, found = now, _below(process)
         time.sleep(0.005)
@@ -153,11 +153,11 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def _said(job: Job) -> str:
-    return failure(job.run_dir, job.log.read_text("utf-8", errors="replace"))
+def _said(job: TrainingJob) -> str:
+    return failure_reason(job.run_dir, job.log.read_text("utf-8", errors="replace"))
 
 
-def _failed(job: Job) -> StepFailed:
+def _failed(job: TrainingJob) -> StepFailed:
     """As the training itself said it, with its exit code, which its launcher only reports."""
     log = job.log.read_text("utf-8", errors="replace")
     code = re.search(r"exitcode +: (\d+)", log) or re.search(r"non-zero exit status (\d+)", log)

@@ -17,10 +17,10 @@ from finetune.paths import CHECKOUT
 
 ELEMENTS = 2**20  # float32: 4 MiB
 ROUNDS = 5
-PATIENCE_SECONDS = 120
+PAIR_TIMEOUT_SECONDS = 120
 
 
-def pair_test(*, gpus: int, patience: float = PATIENCE_SECONDS) -> dict[str, Any]:
+def pair_test(*, gpus: int, patience: float = PAIR_TIMEOUT_SECONDS) -> dict[str, Any]:
     """Backend and median seconds of one sum over two processes.
 
     Raises EnvironmentMismatch with what the first of them said when they cannot, or not within `patience` seconds.

@@ -9,7 +9,7 @@ from finetune.report.pictures import Chart, inline_svg
 SHOWN_LETTERS = 1500  # of a prompt or an answer
 
 
-def page(template: str, **values: object) -> str:
+def render_page(template: str, **values: object) -> str:
     """The document of a template. Values are text and never markup; a name that the template lacks raises."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

@@ -18,7 +18,7 @@ WIDE_SVG_INCHES = (11.4, 2.4)  # both columns of a page
 BARS_OF_A_COLUMN = 10  # more than these need both columns, else their labels overlap
 DPI = 130
 BAR_GROUP = 0.8  # of the distance between two groups; the rest is the gap
-SETTINGS = {
+MATPLOTLIB_SETTINGS = {
     "svg.fonttype": "none",  # text stays text: no glyphs are embedded
     "axes.autolimit_mode": "round_numbers",  # an axis begins and ends at a tick
     "axes.xmargin": 0,
@@ -106,7 +106,7 @@ def inline_svg(chart: Chart) -> str:
     if not chart.shown:
         return ""
     # The salt makes the ids of clip paths and markers differ between the charts of a page, and not between two writes.
-    with rc_context(SETTINGS | {"svg.hashsalt": chart.title}):  # type: ignore[arg-type]
+    with rc_context(MATPLOTLIB_SETTINGS | {"svg.hashsalt": chart.title}):  # type: ignore[arg-type]
         width, height = WIDE_SVG_INCHES if chart.is_wide else SVG_INCHES
         figure = new_figure(figsize=(width, height), layout=None)
         left, bottom = 0.55 / width, 0.28 / height
@@ -124,7 +124,7 @@ def save_png(chart: Chart, file: Path) -> None:
     """The chart with title and legend."""
     from matplotlib import rc_context
 
-    with rc_context(SETTINGS):  # type: ignore[arg-type]
+    with rc_context(MATPLOTLIB_SETTINGS):  # type: ignore[arg-type]
         figure = new_figure(figsize=PNG_INCHES)
         axes = figure.subplots()
         handles = _draw(axes, chart, letters=12)

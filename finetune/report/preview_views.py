@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from rich.console import Console, Group
 from rich.text import Text
 
-from finetune.report.html import page
+from finetune.report.html import render_page
 from finetune.report.pictures import Chart, Series
 from finetune.report.preview import Preview, ShownRow, TokenText
 
 HEAD, TAIL = 500, 150  # tokens of a long row shown on the terminal
 BAR = 40  # characters of the longest bar
-COLOURS = {"error": "bold red", "warning": "yellow", "note": "dim"}
+SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
-def show(preview: Preview, console: Console) -> None:
+def print_preview(preview: Preview, console: Console) -> None:
     """Print it: learned tokens green, control tokens magenta; where there is no colour, ⟦learned⟧."""
     for row in preview.rows:
         console.print(Text(_heading(row), style="bold"))
@@ -28,7 +28,7 @@ def show(preview: Preview, console: Console) -> None:
         console.print(Text("\n".join(_bars(preview))))
     for finding in preview.findings:
         places = f" ({', '.join(finding.places)})" if finding.places else ""
-        console.print(Text(f"{finding.severity}: {finding.text}{places}", style=COLOURS[finding.severity]))
+        console.print(Text(f"{finding.severity}: {finding.text}{places}", style=SEVERITY_STYLES[finding.severity]))
 
 
 def _heading(row: ShownRow) -> str:
@@ -89,7 +89,7 @@ def as_page(preview: Preview, recipe: str) -> str:
     """The same as one HTML page, with all tokens of each row."""
     lengths = Series("documents", [(index, count) for index, (*_, count) in enumerate(preview.histogram)])
     title = f"Tokens of a training document; max_length {preview.max_length:,}"
-    return page(
+    return render_page(
         "preview.html.jinja",
         title=f"Preview of {recipe}",
         lead="What the model will be given, and which part of it is learned.",

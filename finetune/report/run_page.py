@@ -10,11 +10,11 @@ from typing import Any
 
 from finetune.files import write_text
 from finetune.report.curves import ReportedRun, curves, loss_chart, memory_chart, phase_chart, read_runs, summary
-from finetune.report.html import page
+from finetune.report.html import render_page
 from finetune.report.pictures import Chart, save_png
 
-SAMPLES_SHOWN = 8  # prompts
-NAME = "report.html"
+PAGE_SAMPLES = 8  # prompts
+PAGE_NAME = "report.html"
 PICTURES = {"loss.png": loss_chart, "memory.png": memory_chart}
 
 
@@ -35,8 +35,8 @@ def report(runs: Sequence[ReportedRun]) -> str:
     summaries = [summary(run) for run in runs]
     columns = [name for name in summaries[0] if any(each[name] for each in summaries)]
     memory = phase_chart(runs)
-    samples = [(run, list(run.facts.samples_by_prompt().items())[:SAMPLES_SHOWN]) for run in runs]
-    return page(
+    samples = [(run, list(run.facts.samples_by_prompt().items())[:PAGE_SAMPLES]) for run in runs]
+    return render_page(
         "report.html.jinja",
         title=f"Run {alone.name}" if alone else f"{len(runs)} runs",
         lead=_lead(alone) if alone else ", ".join(run.name for run in runs),
@@ -91,16 +91,16 @@ def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
 def write_page(run_dir: Path, log: Callable[[str], None]) -> None:
     """report.html of a run that is still training: 0.3 to 0.5 s for a thousand steps, nearly all of it drawing."""
     with _failure_logged(log):
-        write_report(read_runs([run_dir]), run_dir / NAME)
+        write_report(read_runs([run_dir]), run_dir / PAGE_NAME)
 
 
 def write_pages(run_dir: Path, log: Callable[[str], None]) -> None:
     """report.html and its pictures."""
     with _failure_logged(log):
         runs = read_runs([run_dir])
-        write_report(runs, run_dir / NAME)
+        write_report(runs, run_dir / PAGE_NAME)
         write_pictures(runs, run_dir)
-        log(f"report: {run_dir / NAME}")
+        log(f"report: {run_dir / PAGE_NAME}")
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch, FinetuneError, HubUnreachable, RecipeError
 from finetune.files import append_lines, write_json
 from finetune.hub.around_training import check_before_training, push_after_training, refuse_secrets
-from finetune.hub.push import Destination, chosen_destination, prepare, push
+from finetune.hub.push import Destination, chosen_destination, prepare_upload, push
 from finetune.model.known_configs import full_config
 from finetune.preflight.changes import changes, overrides
 from finetune.preflight.compare import Comparison, job_command
@@ -207,7 +207,7 @@ class TestWhatArrives:
 
 class TestCard:
     def test_its_metadata_are_what_the_hub_wants(self, run: Path, tiny_llama: Path) -> None:
-        card = ModelCard(prepare(run, ME).card)
+        card = ModelCard(prepare_upload(run, ME).card)
         data = card.data.to_dict()
         assert data["base_model"] == "acme/tiny-llama"
         assert data["library_name"] == "peft"
@@ -244,11 +244,11 @@ class TestCard:
         (base / "config.json").write_text(json.dumps(config | {"_name_or_path": "acme/original"}))
         recipe = (run / "recipe.yaml").read_text().replace(str(tiny_llama), str(base))
         (run / "recipe.yaml").write_text(recipe)
-        data = ModelCard(prepare(run, Destination("me/devils")).card).data
+        data = ModelCard(prepare_upload(run, Destination("me/devils")).card).data
         assert (data.base_model, data.license, data.license_name) == ("acme/original", "other", "mine")
 
     def test_it_tells_what_a_reader_must_know(self, run: Path) -> None:
-        card = prepare(run, ME).card
+        card = prepare_upload(run, ME).card
         assert 'PeftModel.from_pretrained(base, "me/devils")' in card
         assert "![The loss of every step](loss.png)" in card
         assert "| after training | 2 | 4.0000 |" in card
@@ -262,13 +262,13 @@ class TestCard:
         lines = [{"when": when, "prompt": "{{ 6 * 7 }}", "answer": answer} for when in ("before", "after")]
         (run / "samples.jsonl").unlink()
         append_lines(run / "samples.jsonl", lines)
-        card = prepare(run, ME).card
+        card = prepare_upload(run, ME).card
         assert card.count(f"```text\n{answer}\n```") == 2
         assert "{{ 6 * 7 }}" in card
 
     def test_without_held_out_rows_it_says_so(self, run: Path) -> None:
         (run / "metrics.jsonl").unlink()
-        card = prepare(run, ME).card
+        card = prepare_upload(run, ME).card
         assert "no rows were held out" in card
         assert "model-index" not in card
 
@@ -424,7 +424,7 @@ class TestSecrets:
         weights = run / "adapter" / "adapter_model.safetensors"
         save_file(load_file(weights), weights, metadata={"note": TOKEN})
         with pytest.raises(FinetuneError, match=r"adapter_model.safetensors:1: holds a"):
-            prepare(run, ME)
+            prepare_upload(run, ME)
 
     def test_what_a_server_says_is_told_without_them(self, run: Path, hub: Hub) -> None:
         hub.fail("whoami", status=403, message=f"bad {TOKEN}")

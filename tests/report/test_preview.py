@@ -15,7 +15,7 @@ import yaml
 from finetune.cli.main import main
 from finetune.model.build import load_tokenizer
 from finetune.recipe.loader import load_recipe
-from finetune.report.preview import Finding, doubled_begin, length_histogram, pieces, preview, unfinished
+from finetune.report.preview import Oddity, doubled_begin, length_histogram, pieces, preview, unfinished
 from finetune.report.preview_views import as_page
 from finetune.tokens.cache import StoredDocuments
 from finetune.tokens.encoder import Encoder
@@ -144,7 +144,7 @@ def test_page_and_terminal_show_the_same_rows(tmp_path: Path, model: Path, capsy
 def test_nothing_of_the_data_becomes_markup(tmp_path: Path, model: Path) -> None:
     evil = "</pre><script>x</script>{{ title }}"
     found = preview(load_recipe(write(tmp_path, model, [chat(evil)])).recipe, 1)
-    place = Finding("warning", evil, (evil,))
+    place = Oddity("warning", evil, (evil,))
     html = as_page(dataclasses.replace(found, findings=[place]), evil)
     assert "<script" not in html
     assert html.count("&lt;script&gt;") == 4  # title twice, finding, place; the row's tokens are cut smaller

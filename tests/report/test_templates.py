@@ -8,7 +8,7 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from finetune.report.html import page
+from finetune.report.html import render_page
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,4 +24,4 @@ def test_every_file_beside_the_modules_is_package_data() -> None:
 
 def test_a_value_that_a_template_lacks_raises() -> None:
     with pytest.raises(jinja2.UndefinedError):
-        page("preview.html.jinja", title="t", lead="l")
+        render_page("preview.html.jinja", title="t", lead="l")
