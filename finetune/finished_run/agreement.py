@@ -26,11 +26,11 @@ KEPT_BYTES = 2**30
 
 @dataclass(frozen=True)
 class ComparedDocument:
-    """A document up to its last answer token that is asked about, and where the next token is looked at."""
+    """A document up to its last compared answer token, and the positions whose next token is compared."""
 
     ids: Tensor  # int64 [1, tokens]
-    positions: Tensor  # int64 [asked], ascending
-    targets: Tensor  # int64 [asked], the data's own next tokens
+    positions: Tensor  # int64 [compared], ascending
+    targets: Tensor  # int64 [compared], the data's own next tokens
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Agreement:
     loss: float = 0.0
 
     def add(self, wanted: Tensor, found: Tensor, targets: Tensor) -> None:
-        """Logits [asked, vocabulary] of the adapter model and of the one held against it."""
+        """Logits [compared, vocabulary] of the adapter model and of the compared one."""
         wanted, found = wanted.double(), found.double()
         log_wanted, log_found = wanted.log_softmax(-1), found.log_softmax(-1)
         self.tokens += len(targets)
@@ -65,10 +65,10 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the adapter model said."""
+    """The adapter model's logits, which the others are compared with."""
 
     documents: Sequence[ComparedDocument]
-    logits: list[Tensor] = field(repr=False)  # float32 [asked, vocabulary] each, on the host
+    logits: list[Tensor] = field(repr=False)  # float32 [compared, vocabulary] each, on the host
     adapter: Agreement = field(default_factory=Agreement)
 
     @property
@@ -86,6 +86,7 @@ def documents_to_compare(prepared: Prepared, count: int, vocabulary: int) -> lis
 
 
 def compared_document(ids: np.ndarray, labels: np.ndarray, most: int) -> ComparedDocument:
+    """At most `most` positions, evenly spread over the answer tokens, the first and the last among them."""
     learned = np.flatnonzero(labels[1:] != IGNORE)
     picked = learned[np.unique(np.linspace(0, len(learned) - 1, min(most, len(learned))).round().astype(int))]
     tokens = torch.from_numpy(np.ascontiguousarray(ids[: picked[-1] + 1]))[None]
@@ -93,7 +94,7 @@ def compared_document(ids: np.ndarray, labels: np.ndarray, most: int) -> Compare
 
 
 def run_reference(adapted: nn.Module, documents: Sequence[ComparedDocument]) -> Reference:
-    """`adapted` is peft's model, or any other that the others are to be held against."""
+    """`adapted` is peft's model, or any other that the others are to be compared with."""
     reference = Reference(documents, [])
     with computing_in_float32(adapted):
         for document in documents:

@@ -55,20 +55,20 @@ def merge_run(
     device = best_device()
     merge = plan_merge(run.recipe, run_dir, device)
     chosen: Dtype = dtype or run.recipe.model.dtype
-    made: dict[Base, Path] = {}
+    merged: dict[Base, Path] = {}
     try:
         for kind in _candidates(run, base, compared=prompts > 0):
             log(f"merging into {_words(run, kind)}")
-            made[kind] = run_dir / f"{ASIDE}merged-{kind}"
-            remove_folder(made[kind])
-            write_merged(merge, made[kind], getattr(torch, chosen), dequantized=kind == "dequantized", log=log)
-        found = _verify(run, merge, made, prompts, log) if prompts else None
-        best = next(iter(made)) if found is None else _nearest(found["candidates"])
-        facts = {"base": best, "dtype": chosen, "agreement": found, **_sizes(made[best])}
-        write_json(made[best] / "merge.json", facts)
-        publish_folder(made[best], run_dir / "merged")
+            merged[kind] = run_dir / f"{ASIDE}merged-{kind}"
+            remove_folder(merged[kind])
+            write_merged(merge, merged[kind], getattr(torch, chosen), dequantized=kind == "dequantized", log=log)
+        agreement = _verify(run, merge, merged, prompts, log) if prompts else None
+        best = next(iter(merged)) if agreement is None else _nearest(agreement["candidates"])
+        facts = {"base": best, "dtype": chosen, "agreement": agreement, **_sizes(merged[best])}
+        write_json(merged[best] / "merge.json", facts)
+        publish_folder(merged[best], run_dir / "merged")
     finally:
-        for folder in made.values():
+        for folder in merged.values():
             remove_folder(folder)
     return {"folder": str(run_dir / "merged"), **facts}
 
@@ -96,7 +96,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _verify(
-    run: FinishedRun, merge: Merge, made: Mapping[Base, Path], prompts: int, log: Callable[[str], None]
+    run: FinishedRun, merge: Merge, merged: Mapping[Base, Path], prompts: int, log: Callable[[str], None]
 ) -> dict[str, Any]:
     """The figures of each candidate, and of the base without the adapter, by the same documents."""
     prepared = prepare(run.recipe, load_tokenizer(run.recipe))
@@ -105,7 +105,7 @@ def _verify(
     log(f"comparing over {len(documents)} documents")
     with fitting(merge.device):
         reference, without = _beside(run, documents, merge.device)
-        candidates = {kind: _compared(folder, reference, merge.device) for kind, folder in made.items()}
+        candidates = {kind: _compared(folder, reference, merge.device) for kind, folder in merged.items()}
     return {
         "documents": len(documents),
         "held_out": bool(len(prepared.split.held_out)),

@@ -1,4 +1,4 @@
-"""What a rehearsal changes of a recipe, and why: each change is a few overrides and a line that tells it.
+"""What a rehearsal changes of a recipe, and why: each change is a few overrides and a line that explains it.
 
 The rest is the recipe's own: strategy, method, precision, packing, checkpointing, save path, schedule, seed.
 """
@@ -29,17 +29,17 @@ SAMPLE_CHAT = CHECKOUT / "data" / "sample_chat.jsonl"
 
 @dataclass(frozen=True)
 class RecipeChange:
-    """Settings that differ from the recipe's, and the line that says so; without a line it is bookkeeping."""
+    """Settings that differ from the recipe's, and a note that says so; an empty note means bookkeeping."""
 
     settings: dict[str, Any]
-    told: str = ""
+    note: str = ""
 
 
-def processes_of(strategy: Strategy, asked: int) -> int:
+def processes_of(strategy: Strategy, requested: int) -> int:
     """Ranks of a rehearsal: one for single, copies of shards for HSDP."""
     if strategy.kind == "single":
         return 1
-    return max(4, asked) if strategy.replicas is not None else max(2, asked)
+    return max(4, requested) if strategy.replicas is not None else max(2, requested)
 
 
 def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int, folder: Path) -> list[RecipeChange]:
@@ -49,16 +49,16 @@ def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int
         *_model(recipe, model),
         *_data(recipe),
         *_training(recipe, strategy, processes),
-        *_told_to_others(recipe),
+        *_hub_and_trackers(recipe),
         *_schedule(recipe.training),
         RecipeChange({"logging_steps": 1, "eval_steps": SAVED_AFTER, "measure_phases": False}),
         RecipeChange({"save_steps": SAVED_AFTER, "save_total_limit": max(2, recipe.save_total_limit)}),
         RecipeChange({"timeout_seconds": max(300, recipe.timeout_seconds)}),  # ranks share a core here
     ]
-    return [change for change in found if change.settings or change.told]
+    return [change for change in found if change.settings or change.note]
 
 
-def _told_to_others(recipe: Recipe) -> Iterator[RecipeChange]:
+def _hub_and_trackers(recipe: Recipe) -> Iterator[RecipeChange]:
     pushes = recipe.hub.push or recipe.hub.checkpoints is not None
     silent = {"hub.push": False, "hub.checkpoints": None}
     yield RecipeChange(silent, "hub: nothing is pushed" if pushes else "")
@@ -75,14 +75,14 @@ def _device(recipe: Recipe, strategy: Strategy, processes: int, folder: Path) ->
     gpus = budget.gpus * budget.nodes
     there = f"{gpus} GPUs over NCCL" if gpus > 1 else "a GPU" if gpus else "as many as are launched"
     ranks = "one process" if processes == 1 else f"{processes} processes over gloo"
-    told = f"device: {ranks} on the CPU instead of {there}" if gpus or processes > 1 else ""
-    yield RecipeChange({"budget.gpus": 0, "budget.nodes": 1}, told)
+    note = f"device: {ranks} on the CPU instead of {there}" if gpus or processes > 1 else ""
+    yield RecipeChange({"budget.gpus": 0, "budget.nodes": 1}, note)
     if strategy.replicas is not None:
         config = folder / f"{strategy.name}.yaml"
         mesh = {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}
         config.write_text(yaml.safe_dump(strategy.settings | mesh), "utf-8")
-        told = "accelerate_config: two copies, each sharded over half of the processes; else a copy is a node"
-        yield RecipeChange({"accelerate_config": str(config)}, told)
+        note = "accelerate_config: two copies, each sharded over half of the processes; else a copy is a node"
+        yield RecipeChange({"accelerate_config": str(config)}, note)
     section = strategy.settings.get("deepspeed_config") or {}
     if "nvme" in (section.get("offload_optimizer_device"), section.get("offload_param_device")):
         yield from _nvme(strategy, section, folder)
@@ -100,7 +100,7 @@ def _nvme(strategy: Strategy, section: dict[str, Any], folder: Path) -> Iterator
         config.write_text(yaml.safe_dump(strategy.settings | {"deepspeed_config": kept}), "utf-8")
         settings = {"accelerate_config": str(config)}
     yield RecipeChange(
-        settings, "accelerate_config: what is kept on NVMe lies in the temporary folder, whatever disk that is"
+        settings, "accelerate_config: what is kept on NVMe is in the temporary folder, on whatever disk that is"
     )
 
 
@@ -131,11 +131,11 @@ def _data(recipe: Recipe) -> Iterator[RecipeChange]:
     if isinstance(data.eval, list):
         yield from _data_sets("data.eval", data.eval)
     if data.max_length > LONGEST_ROW:
-        told = f"data.max_length: rows of {LONGEST_ROW} tokens instead of {data.max_length:,}"
-        yield RecipeChange({"data.max_length": LONGEST_ROW}, told)
+        note = f"data.max_length: rows of {LONGEST_ROW} tokens instead of {data.max_length:,}"
+        yield RecipeChange({"data.max_length": LONGEST_ROW}, note)
     if data.truncation != "right":
-        told = f"data.truncation: longer documents are cut, where the recipe says {data.truncation}"
-        yield RecipeChange({"data.truncation": "right"}, told)
+        note = f"data.truncation: longer documents are cut, where the recipe says {data.truncation}"
+        yield RecipeChange({"data.truncation": "right"}, note)
 
 
 def _data_sets(key: str, entries: list[DataSet]) -> Iterator[RecipeChange]:
@@ -170,8 +170,8 @@ def _training(recipe: Recipe, strategy: Strategy, processes: int) -> Iterator[Re
     )
     if training.optim.startswith("paged_"):
         plain = "adamw_8bit" if training.optim.endswith("8bit") else "adamw"
-        told = f"training.optim: {plain} instead of {training.optim}, whose pages are CUDA's"
-        yield RecipeChange({"training.optim": plain}, told)
+        note = f"training.optim: {plain} instead of {training.optim}, whose pages are CUDA's"
+        yield RecipeChange({"training.optim": plain}, note)
     if training.mixed_precision == "fp16" and strategy.kind == "deepspeed":
         yield from _bf16_for_fp16(recipe)
 
@@ -202,5 +202,5 @@ def _bf16_for_fp16(recipe: Recipe) -> Iterator[RecipeChange]:
         }
     if recipe.model.dtype == "float16":
         settings |= {"model.dtype": "bfloat16"}
-    told = "training.mixed_precision: bf16 instead of fp16 with loss scaling, which DeepSpeed has not on a CPU"
-    yield RecipeChange(settings, told)
+    note = "training.mixed_precision: bf16 instead of fp16 with loss scaling, which DeepSpeed does not have on a CPU"
+    yield RecipeChange(settings, note)

@@ -1,4 +1,4 @@
-"""`finetune compare`: the same steps of one recipe under several strategies, one after another, each a job of its own.
+"""`finetune compare`: the same steps of one recipe under several strategies, one after another, each as its own job.
 
 A strategy that fails, or that this machine refuses, is a row with its reason. What the jobs train is thrown away;
 their figures and logs stay.
@@ -27,7 +27,7 @@ from finetune.training.planner_process import PLANNER_SWITCH
 
 PHASES = ("load", "forward", "backward", "step", "save")
 MEMORY_KEYS = ("peak", "allocated", "host_peak", "host_allocated")
-# How far final losses may lie apart, relative, by the number format of the computation: another order of summation in
+# Largest relative difference of final losses, by the number format of the computation: another order of summation in
 # 20 steps of float32 stays below the first; of the other formats one rounding is 0.4 % (bf16), 0.05 % (fp16).
 LOSS_TOLERANCE = {"no": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
 
@@ -75,7 +75,7 @@ def plan_comparison(
     run_dir = Path(loaded.run_dir)
     folder = folder or run_dir.with_name(f"{run_dir.name}_compare")
     if folder.exists() and any(folder.iterdir()) and not (folder / "compare.json").is_file():
-        raise FinetuneError(f"{folder}: holds something that is no comparison; name another folder with -o")
+        raise FinetuneError(f"{folder}: is not a comparison's folder and not empty; name another folder with -o")
     device, count = _devices()
     precision = loaded.training.mixed_precision
     shortened = _shortened(loaded.training, steps)
@@ -94,7 +94,7 @@ def _shortened(training: Training, steps: int) -> tuple[str, ...]:
 
 
 def compare(comparison: Comparison, progress: StepCallback) -> dict[str, Any]:
-    """Run every strategy and write compare.json; returns what stands in it."""
+    """Run every strategy and write compare.json; returns its content."""
     comparison.folder.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     for strategy in comparison.strategies:
@@ -242,7 +242,7 @@ def loss_agreement(rows: Sequence[Row], mixed_precision: str) -> dict[str, Any]:
 
 def notes(comparison: Comparison) -> list[str]:
     """What a reader of the figures must know."""
-    told = [
+    lines = [
         "Memory: highest of all ranks and steps; peak within the phase / allocated at its end.",
         "Seconds: without the first step, with the gauges on, which cost about 20 us an operation.",
         "Traffic: of one rank in one step, in textbook bytes: an all_reduce counts twice.",
@@ -250,8 +250,8 @@ def notes(comparison: Comparison) -> list[str]:
         "FSDP2 gathers the head once, the rest twice; ZeRO-3 keeps two layers gathered.",
     ]
     if comparison.shortened:
-        told.append(f"The schedule is fitted into {comparison.steps} steps: {' '.join(comparison.shortened)}.")
+        lines.append(f"The schedule is fitted into {comparison.steps} steps: {' '.join(comparison.shortened)}.")
     if comparison.device == "cpu":
-        told.append("On a CPU all memory is host memory: what is offloaded stays in the same figure.")
-        told.append("gloo carries out a reduce_scatter as an all_reduce: twice as much on the wire.")
-    return told
+        lines.append("On a CPU all memory is host memory: what is offloaded stays in the same figure.")
+        lines.append("gloo carries out a reduce_scatter as an all_reduce: twice as much on the wire.")
+    return lines

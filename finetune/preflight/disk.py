@@ -23,7 +23,7 @@ class Need:
     checkpoint: int  # one of them
     kept: int
     export: int
-    download: int  # of base weights that are not here yet
+    download: int  # of base weights that are not on this machine yet
 
     @property
     def in_run_folder(self) -> int:
@@ -41,7 +41,7 @@ def need_of(recipe: Recipe) -> Need:
         checkpoint=trained * (width + state),
         kept=recipe.save_total_limit,
         export=trained * width if recipe.lora else total * frozen,
-        download=0 if _is_here(recipe) else total * 2,  # published in 16 bits
+        download=0 if _is_on_this_machine(recipe) else total * 2,  # published in 16 bits
     )
 
 
@@ -66,13 +66,13 @@ def count_weights(recipe: Recipe) -> tuple[int, int]:
     return sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
 
 
-def _is_here(recipe: Recipe) -> bool:
+def _is_on_this_machine(recipe: Recipe) -> bool:
     from finetune.model.packaged import PREFIX, in_hub_cache
 
     name = recipe.model.name_or_path
     shards = ("model.safetensors", "model.safetensors.index.json")
-    here = name.startswith(PREFIX) or Path(name).is_dir()
-    return here or any(in_hub_cache(name, file, recipe.model.revision) for file in shards)
+    local = name.startswith(PREFIX) or Path(name).is_dir()
+    return local or any(in_hub_cache(name, file, recipe.model.revision) for file in shards)
 
 
 def folders(recipe: Recipe | None) -> dict[str, Path]:
@@ -87,8 +87,8 @@ def folders(recipe: Recipe | None) -> dict[str, Path]:
 
 def free_bytes(folder: Path) -> int:
     """Free on the disk of a folder that need not be there yet."""
-    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    return shutil.disk_usage(there).free
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    return shutil.disk_usage(existing).free
 
 
 def may_write(folder: Path) -> bool:

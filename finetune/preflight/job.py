@@ -23,12 +23,12 @@ from finetune.recipe.loader import CONFIG_FOLDER
 from finetune.training.planner_process import PLANNER_SWITCH
 
 START_TIMEOUT_SECONDS = 300  # for one start
-# What this process got from a launcher or a scheduler of its own is not for its children.
+# Variables that a launcher or a scheduler set for this process must not reach its children.
 FOREIGN = re.compile(r"SLURM_|PET_|ACCELERATE_|TORCHELASTIC_|FSDP_|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_")
 
 
 class StepFailed(Exception):
-    """A line of the checklist did not come true."""
+    """A step of the checklist failed."""
 
     def __init__(self, reason: str, exit_code: int = 1) -> None:
         super().__init__(reason)
@@ -70,7 +70,7 @@ class TrainingJob:
 
 @contextmanager
 def started(job: TrainingJob) -> Iterator[subprocess.Popen[bytes]]:
-    """The job in a session of its own; none of its processes outlives the block."""
+    """The job in its own session; none of its processes outlives the block."""
     environment = {key: value for key, value in os.environ.items() if not FOREIGN.match(key)}
     environment |= {
         "CUDA_VISIBLE_DEVICES": "",
@@ -93,7 +93,7 @@ def wait_for_end(job: TrainingJob, process: subprocess.Popen[bytes]) -> None:
     try:
         code = process.wait(START_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
-        raise StepFailed(f"not finished after {START_TIMEOUT_SECONDS} s; {_said(job)}") from None
+        raise StepFailed(f"not finished after {START_TIMEOUT_SECONDS} s; {_reason(job)}") from None
     if code != 0:
         raise _failed(job)
 
@@ -108,7 +108,7 @@ def wait_until(reached: Callable[[], bool], job: TrainingJob, process: subproces
         if process.poll() is not None and not reached():
             raise _failed(job)
         if (now := time.monotonic()) > end:
-            raise StepFailed(f"not there after {START_TIMEOUT_SECONDS} s; {_said(job)}")
+            raise StepFailed(f"not there after {START_TIMEOUT_SECONDS} s; {_reason(job)}")
         if now > looked + 0.5:
             looked, found = now, _below(process)
         time.sleep(0.005)
@@ -119,7 +119,7 @@ def kill_all(process: subprocess.Popen[bytes], known: Sequence[psutil.Process] =
     """SIGKILL to a launcher and all below it, `known` first; returns how many there were."""
     if process.poll() is not None:
         return 0
-    # The launcher is stopped first: else it would see its ranks fall; and if it fell first, they would save and leave.
+    # Stop the launcher first: else it would see its ranks die; and if it died first, they would save and exit.
     process.send_signal(signal.SIGSTOP)
     _kill(known)
     found = _below(process)
@@ -153,15 +153,15 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def _said(job: TrainingJob) -> str:
+def _reason(job: TrainingJob) -> str:
     return failure_reason(job.run_dir, job.log.read_text("utf-8", errors="replace"))
 
 
 def _failed(job: TrainingJob) -> StepFailed:
-    """As the training itself said it, with its exit code, which its launcher only reports."""
+    """The training's own reason, with its exit code, which the launcher only reports."""
     log = job.log.read_text("utf-8", errors="replace")
     code = re.search(r"exitcode +: (\d+)", log) or re.search(r"non-zero exit status (\d+)", log)
-    return StepFailed(_said(job), int(code[1]) if code else 1)
+    return StepFailed(_reason(job), int(code[1]) if code else 1)
 
 
 @contextmanager

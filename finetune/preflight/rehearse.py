@@ -1,7 +1,7 @@
-"""`finetune rehearse`: the recipe from the first line to the adapter in the hand, small and on the CPU.
+"""`finetune rehearse`: the recipe end to end, small and on the CPU.
 
-Trains four steps; is killed before the last of them is saved; is started again, goes on from the middle, and must see
-the same losses and gradient norms to the bit; loads back what was exported.
+It trains four steps, is killed before the last of them is saved, resumes, must repeat losses and gradient norms
+bitwise, and loads the export with the plain libraries.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ KILL_ATTEMPTS = 3  # on a busy machine the whole run may be over before the kill
 
 @dataclass
 class Checklist:
-    """What was looked at so far: name, whether it held, seconds, what was seen."""
+    """The steps so far: name, whether it passed, seconds, what was seen."""
 
     log: Callable[[dict[str, Any]], None]
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Checklist:
 def rehearse(
     recipe: Path, given: Sequence[str], *, processes: int = 2, log: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Rehearse and return the report; `tell` gets each line of it when it is known.
+    """Rehearse and return the report; `log` gets each line of it when it is known.
 
     The report's `exit_code` is 0, or that of the step that failed. Raises RecipeError for a wrong recipe.
     """
@@ -92,9 +92,9 @@ def rehearse(
                 settings = (*given, *overrides(found))
                 small = load_recipe(recipe, settings).recipe
                 step["seen"] = f"{model.architecture} of {model.parameters:,} parameters"
-            report["differs"] = [change.told for change in found if change.told]
-            for told in report["differs"]:
-                log({"differs": told})
+            report["differs"] = [change.note for change in found if change.note]
+            for note in report["differs"]:
+                log({"differs": note})
             report["receipt"] = _perform(TrainingJob(recipe, settings, ranks, folder), small, checklist)
         except StepFailed:
             pass
@@ -189,7 +189,7 @@ def exported(run_dir: Path) -> str:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """What libraries say while small models are made and loaded is not about the recipe; errors still come through."""
+    """Discard what libraries print while small models are built and loaded; exceptions still pass."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""What a run's metrics draw: curves over its steps, memory by phase, and the row of a table."""
+"""Charts of a run's metrics: curves over its steps, memory by phase, and the row of a table."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def _jobs(folder: Path) -> list[Path]:
     if (folder / "compare.json").is_file():
         return sorted(job for job in (folder / "jobs").iterdir() if (job / "metrics.jsonl").is_file())
     if not (folder / "recipe.yaml").is_file():
-        raise FinetuneError(f"{folder}: no run is here (recipe.yaml is missing); name a run's output_dir")
+        raise FinetuneError(f"{folder}: not a run folder (recipe.yaml is missing); name a run's output_dir")
     return [folder]
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Last words of the paths; as many of them as it takes to tell them apart."""
+    """The last parts of the paths, as many as make the names distinct."""
     for words in range(1, 1 + max(len(folder.resolve().parts) for folder in folders)):
         names = ["/".join(folder.resolve().parts[-words:]) for folder in folders]
         if len(set(names)) == len(names):
@@ -119,13 +119,13 @@ def phase_peaks(run: ReportedRun) -> dict[str, float]:
 
 
 def planned_peaks(run: ReportedRun) -> dict[str, float]:
-    """What `finetune plan` foretold of each phase, GiB; empty when the run's receipt has no plan."""
+    """What the planner expected of each phase, GiB; empty where the run's receipt has no plan."""
     return _gib(run, "planned")
 
 
 def _gib(run: ReportedRun, which: str) -> dict[str, float]:
-    told = (run.facts.receipt.get("memory") or {}).get(which) or {}
-    return _in_order({name: phase["peak_bytes"] / 2**30 for name, phase in told.get("phases", {}).items()})
+    section = (run.facts.receipt.get("memory") or {}).get(which) or {}
+    return _in_order({name: phase["peak_bytes"] / 2**30 for name, phase in section.get("phases", {}).items()})
 
 
 def _in_order(peaks: Mapping[str, float]) -> dict[str, float]:
@@ -133,7 +133,7 @@ def _in_order(peaks: Mapping[str, float]) -> dict[str, float]:
 
 
 def summary(run: ReportedRun) -> dict[str, str]:
-    """One row of a table: how it ran, and what came of it."""
+    """One row of a table: how the run ran, and its results."""
     trained, evals, receipt = run.facts.trained(), run.facts.evals(), run.facts.receipt
     seconds = [line["step_seconds"] for line in (trained[1:] or trained)]  # the first step warms up
     parameters = receipt.get("parameters", {})

@@ -209,7 +209,7 @@ def test_what_cannot_be_merged_is_one_line(tmp_path: Path, bases: dict[str, Path
             merge_run(folder, **({"dtype": None, "base": None, "prompts": 0, "log": print} | options))
         assert "\n" not in str(caught.value)
 
-    refused(tmp_path, "no run is here")
+    refused(tmp_path, "not a run folder")
     full = finished_run(tmp_path / "full", bases["untied"], lora=None)
     refused(full, "is the whole model already")
     refused(run, "was not quantised", base="dequantized")

@@ -161,7 +161,7 @@ class TestWhatArrives:
 
     def test_never_to_a_public_repository_unasked(self, run: Path, hub: Hub) -> None:
         hub.add("me/devils", private=False)
-        with pytest.raises(FinetuneError, match=r"is public, and nobody asked") as caught:
+        with pytest.raises(FinetuneError, match=r"is public, which was not requested") as caught:
             send(run, hub, PLAIN)
         assert caught.value.exit_code == 2
         assert hub.calls() == ["whoami", "info"]
@@ -396,7 +396,7 @@ class TestPermission:
     def test_no_token(self, run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv("HF_TOKEN")
         monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
-        with pytest.raises(EnvironmentMismatch, match=r"no token is here"):
+        with pytest.raises(EnvironmentMismatch, match=r"no token on this machine"):
             send(run, hub)
 
 
@@ -470,7 +470,7 @@ class TestCommand:
 
     def test_a_folder_without_a_finished_run(self, run: Path, tmp_path: Path, capsys: Any) -> None:
         assert main(["push", str(tmp_path / "nowhere"), "me/x"]) == 2
-        assert "no run is here" in capsys.readouterr().err
+        assert "not a run folder" in capsys.readouterr().err
         shutil.rmtree(run / "adapter")
         assert main(["push", str(run), "me/x"]) == 2
         assert "has not finished" in capsys.readouterr().err
@@ -542,7 +542,7 @@ class TestTraining:
     def test_a_hub_that_is_down_is_a_note(self, recipe: Any, hub: Hub) -> None:
         hub.fail("whoami", status=503, times=9)
         (note,) = check_before_training(recipe, pause=lambda _: None)
-        assert "training goes on" in note
+        assert "training continues" in note
 
     def test_a_failed_push_is_told_and_a_second_one_completes_it(
         self, recipe: Any, hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]

@@ -257,7 +257,7 @@ def test_no_network_without_being_asked(monkeypatch: pytest.MonkeyPatch) -> None
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    assert "none here" in next(doctor.check_token(None, online=True)).seen
+    assert "none; gated models" in next(doctor.check_token(None, online=True)).seen
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: PLANTED)
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda *_, **__: pytest.fail("the Hub was asked"))
     found = next(doctor.check_token(None, online=False))

@@ -145,7 +145,7 @@ def rehearsed(file: Path, *given: str) -> tuple[Recipe, Recipe, list[str]]:
     strategy = read_strategy(before.accelerate_config)
     found = changes(before, strategy, SHRUNK, processes=processes_of(strategy, 2), folder=file.parent)
     after = load_recipe(file, [*given, *overrides(found)]).recipe
-    return before, after, [change.told for change in found if change.told]
+    return before, after, [change.note for change in found if change.note]
 
 
 class TestChanges:

@@ -140,7 +140,7 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
 
 def test_no_run_and_the_same_run_twice_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["report", str(tmp_path)]) == 2
-    assert "no run is here" in capsys.readouterr().err
+    assert "not a run folder" in capsys.readouterr().err
     run = write_run(tmp_path / "one", steps=1)
     assert cli(["report", str(run), str(run)]) == 2
     assert "name each once" in capsys.readouterr().err
