@@ -95,7 +95,7 @@ def test_without_held_out_rows(tmp_path: Path, tiny_llama: Path, capsys: pytest.
 
 def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(tmp_path)]) == 2
-    assert "no run is here" in capsys.readouterr().err
+    assert "not a run folder" in capsys.readouterr().err
 
 
 def local_task(folder: Path) -> Path:

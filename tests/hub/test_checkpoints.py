@@ -92,7 +92,7 @@ def test_what_is_overtaken_is_told_and_only_the_newest_sent(recipe: Recipe, hub:
     go_on.set()
     pusher.close(wait=True)
     assert on_branch(hub) == names(6)
-    assert said[0] == "hub.checkpoints: step 4 is overtaken by the next; it is not pushed"
+    assert said[0] == "hub.checkpoints: step 4 is replaced by the next one and is not pushed"
     assert hub.calls().count("commit") == 3, "step 2 twice, step 6"
 
 

@@ -26,7 +26,7 @@ from finetune.model.known_configs import CONFIGS, HUB_NAMES, full_config
 from finetune.model.optimizer import learning_rate_schedule
 from finetune.preflight import rehearse as rehearsals
 from finetune.preflight.changes import LONGEST_ROW, SAVED_AFTER, STEPS, changes, overrides, processes_of
-from finetune.preflight.job import Job, StepFailed, kill_all, wait_until
+from finetune.preflight.job import StepFailed, TrainingJob, kill_all, wait_until
 from finetune.preflight.load_back import load_back
 from finetune.preflight.rehearse import Checklist, exported, rehearse, same_curve, sharding
 from finetune.preflight.shrink import LARGEST, Shrunk, shrink_model, shrunken_config
@@ -145,7 +145,7 @@ def rehearsed(file: Path, *given: str) -> tuple[Recipe, Recipe, list[str]]:
     strategy = read_strategy(before.accelerate_config)
     found = changes(before, strategy, SHRUNK, processes=processes_of(strategy, 2), folder=file.parent)
     after = load_recipe(file, [*given, *overrides(found)]).recipe
-    return before, after, [change.told for change in found if change.told]
+    return before, after, [change.note for change in found if change.note]
 
 
 class TestChanges:
@@ -262,10 +262,10 @@ class TestWhatIsSeen:
     ) -> None:
         """The processes were there to be killed, but only to write the run's pages."""
         starts = []
-        job = Job(tmp_path / "recipe.yaml", (), 1, tmp_path)
+        job = TrainingJob(tmp_path / "recipe.yaml", (), 1, tmp_path)
 
         @contextmanager
-        def begun(job: Job) -> Iterator[None]:
+        def begun(job: TrainingJob) -> Iterator[None]:
             starts.append(1)
             for step in (SAVED_AFTER, STEPS):
                 (job.run_dir / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
@@ -398,7 +398,7 @@ def family() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_kill_all_leaves_none(family: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    job = Job(Path("r.yaml"), (), 1, tmp_path)
+    job = TrainingJob(Path("r.yaml"), (), 1, tmp_path)
     known: list[psutil.Process] = []
 
     def grown() -> bool:
