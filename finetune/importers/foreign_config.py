@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.errors import RecipeError
+from finetune.recipe.flat import leaves
 from finetune.recipe.schema import Lora, Quantization, Recipe
-from finetune.recipe.yaml_text import shown
+from finetune.recipe.yaml_text import dotted, shown
 
 # differs: the training is another one without it; look: only a person can say; same: nothing is learned otherwise.
 Level = Literal["differs", "look", "same"]
@@ -99,27 +100,15 @@ class ForeignConfig:
         self.left_out.append(LeftOut(key, told, level, reason))
 
     def unread(self) -> Iterator[tuple[str, Any]]:
-        """What nobody has looked at, leaf by leaf."""
-        for key, value in _leaves(self.values, ""):
-            parts = key.split(".")
-            if not any(".".join(parts[:end]) in self._read for end in range(1, len(parts) + 1)):
-                yield key, value
+        """The leaves that say something and that no converter has read."""
+        for path, value in leaves(self.values):
+            above = (dotted(path[:end]) for end in range(1, len(path) + 1))
+            if value not in (None, "", [], {}) and not any(key in self._read for key in above):
+                yield dotted(path), value
 
     def refuse(self, key: str, reason: str) -> None:
         """Raises RecipeError: there is no recipe for what they do."""
         raise RecipeError([f"{key}: is {shown(self.peek(key))}; {reason}"])
-
-
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
-    if isinstance(value, Mapping):
-        pairs = [(str(name), inner) for name, inner in value.items()]
-    elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):
-        pairs = [(str(index), inner) for index, inner in enumerate(value)]
-    elif value not in (None, "", []):
-        yield key, value
-    for name, inner in pairs:
-        yield from _leaves(inner, f"{key}.{name}" if key else name)
 
 
 @cache

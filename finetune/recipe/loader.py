@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from finetune.errors import RecipeError
 from finetune.paths import CHECKOUT
+from finetune.recipe.flat import leaves
 from finetune.recipe.mistakes import IN_QUOTES, Mistake, explain
 from finetune.recipe.schema import Recipe
 from finetune.recipe.yaml_text import (
@@ -249,23 +250,12 @@ def _strategy_mistakes(name: Any) -> Iterator[Mistake]:
 def _origins(source: _Source, recipe: Recipe) -> dict[str, str]:
     """For each leaf of the resolved recipe: who said it."""
     found = {}
-    for path, _ in _leaves(recipe.model_dump(mode="json"), ()):
+    for path, _ in leaves(recipe.model_dump(mode="json")):
         if any(path[: len(over)] == over for over in source.overridden):
             found[dotted(path)] = COMMAND_LINE if path in source.said else "default"
         else:
             found[dotted(path)] = "recipe" if path in source.parsed.values else "default"
     return found
-
-
-def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _leaves(inner, (*path, key))
-    elif isinstance(value, list) and value and isinstance(value[0], dict):
-        for index, inner in enumerate(value):
-            yield from _leaves(inner, (*path, index))
-    else:
-        yield path, value
 
 
 def resolved_yaml(loaded: LoadedRecipe) -> str:

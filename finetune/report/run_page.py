@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.files import write_text
+from finetune.recipe.flat import leaves
+from finetune.recipe.yaml_text import dotted
 from finetune.report.curves import (
     CURVES,
     PHASES,
@@ -118,7 +120,8 @@ def _cut(text: str) -> str:
 def _details(run: ReportedRun) -> Iterator[str]:
     facts = run.facts
     yield "<h2>What really ran</h2>"
-    yield table(["", ""], _flat({key: value for key, value in facts.receipt.items() if key != "memory"}))
+    receipt = {key: value for key, value in facts.receipt.items() if key != "memory"}
+    yield table(["", ""], [(dotted(path), _cell(value)) for path, value in leaves(receipt, lists="none")])
     recipe = run.folder / "recipe.yaml"
     for title, text in (
         ("The recipe, every value resolved", recipe.read_text("utf-8")),
@@ -127,14 +130,12 @@ def _details(run: ReportedRun) -> Iterator[str]:
         yield f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>"
 
 
-def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
-    """Nested facts as rows: dtypes.master, float32."""
-    if isinstance(value, Mapping) and value:
-        return [row for key, inner in value.items() for row in _flat(inner, f"{path}.{key}" if path else str(key))]
+def _cell(value: Any) -> str:
     if isinstance(value, list):
-        value = ", ".join(map(str, value))
-    shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-    return [(path, "" if value in (None, {}) else shown)]
+        return ", ".join(map(str, value))
+    if value in (None, {}):
+        return ""
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 PICTURES = {"loss.png": draw_loss, "memory.png": draw_memory}

@@ -77,7 +77,7 @@ def test_numbers_that_people_write_are_answered_with_ours(written: str, remedy: 
         ("gradient_accumulation_steps: 4", "accumulation is derived: set training.global_batch_size"),
         ("fraction: 0.1", "belongs elsewhere; write data.eval.fraction"),
         ("training: {lr_scheduler_type: warmup_stable_decay}", "needs num_decay_steps"),
-        ("training: {lr_scheduler_kwargs: {num_cycles: many}}", "num_cycles: is no number"),
+        ("training: {lr_scheduler_kwargs: {num_cycles: many}}", "num_cycles: is not a number"),
         ("training:\n\tseed: 1", "6:1: a tab cannot indent"),
         ("samples: {prompts: [a, b}", "5:20: this bracket is not closed"),
         ("training:\n  seed: 1\n    max_steps: 2", "7:5: the indentation does not fit"),
