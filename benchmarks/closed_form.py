@@ -24,7 +24,7 @@ from benchmarks.common import RESULTS, write_result
 from finetune.model.known_configs import full_config
 from finetune.planner.closed_form.estimate import estimate, unknown
 from finetune.planner.command import plan_by_trace
-from finetune.recipe.gpus import Gpus, read_gpus
+from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
 
 NAME = "closed_form"
@@ -74,7 +74,7 @@ def recipe_of(point: tuple[Any, ...]) -> tuple[Recipe, Gpus]:
             activation_checkpointing=every,
         ),
     )
-    return recipe, read_gpus(gpus, nodes)
+    return recipe, parse_gpus(gpus, nodes)
 
 
 def key_of(point: tuple[Any, ...]) -> str:

@@ -41,7 +41,9 @@ def preview(
 
 def import_recipe(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Another tool's YAML.", show_default=False)],
-    gpus: Annotated[str, typer.Option(help="That it was made for: 4, or 4x80GB.")] = "1",
+    gpus: Annotated[
+        str | None, typer.Option(help="That it was made for: 4x24GB, 2x8xH100, cpu; one GPU.", show_default=False)
+    ] = None,
     tool: Annotated[
         str | None, typer.Option(help="axolotl, llamafactory, trl or torchtune.", show_default="by its keys")
     ] = None,

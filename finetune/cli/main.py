@@ -25,7 +25,7 @@ def verbs() -> None:
 
 @app.command("list")
 def list_recipes(
-    gpus: Annotated[str | None, typer.Option(help="What you have: 2x24GB, 2x8x80GB, cpu.", show_default=False)] = None,
+    gpus: Annotated[str | None, typer.Option(help="Yours: 2x24GB, 2x8x80GB, 4xL4, cpu.", show_default=False)] = None,
     model: Annotated[str | None, typer.Option(help="A model's name or size: 8b.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -141,8 +141,12 @@ def plan(
             metavar="[RECIPE]... [KEY=VALUE]...", help="A recipe, or several to compare.", show_default=False
         ),
     ] = None,
-    gpus: Annotated[str | None, typer.Option(help="4x24GB, H100:8; the recipe's budget.", show_default=False)] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines with so many GPUs each.")] = 1,
+    gpus: Annotated[
+        str | None, typer.Option(help="2x24GB, 2x8x80GB, 8xH100, cpu; the recipe's budget.", show_default=False)
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Machines with these GPUs each; 1.", show_default=False)
+    ] = None,
     largest: Annotated[
         str | None,
         typer.Option("--max", help="max_length or per_device_batch_size: how far it goes.", show_default=False),

@@ -11,7 +11,7 @@ from typing import Any
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.model.packaged import ONLINE_REPOSITORIES, PREFIX
 from finetune.paths import CHECKOUT
-from finetune.recipe.gpus import parse_gpus
+from finetune.recipe.gpus import budget_of, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Budget, Recipe
 
@@ -49,7 +49,7 @@ def find_recipes(gpus: str | None = None, model: str | None = None, folder: Path
     Those with GPUs to fit into come nearest first, which is largest first; others smallest first. Raises RecipeError
     for GPUs that are none, and EnvironmentMismatch where the recipes are not beside the package.
     """
-    room = None if gpus is None else parse_gpus(gpus)
+    room = None if gpus is None else budget_of(parse_gpus(gpus))
     every, left_out = _read_all(folder)
     of_model = [listed for listed in every if model is None or _is_called(listed, model)]
     found = [listed for listed in of_model if room is None or _fits(listed.budget, room)]

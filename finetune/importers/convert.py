@@ -16,8 +16,9 @@ from finetune.importers.foreign_config import ForeignConfig, LeftOut
 from finetune.importers.left_out import reason_for
 from finetune.importers.recipe_writer import page, written
 from finetune.importers.shared import fit_quantization
-from finetune.recipe.gpus import parse_gpus
+from finetune.recipe.gpus import budget_of, parse_gpus
 from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Budget
 from finetune.recipe.yaml_text import MAX_BYTES, parse
 
 Tool = Literal["axolotl", "llamafactory", "trl", "torchtune"]
@@ -50,15 +51,16 @@ class Imported:
         }
 
 
-def convert(file: Path, *, tool: Tool | None = None, gpus: str = "1") -> Imported:
-    """The recipe that trains as `file` does on so many GPUs (`4`, or `4x80GB`).
+def convert(file: Path, *, tool: Tool | None = None, gpus: str | None = None) -> Imported:
+    """The recipe that trains as `file` does on these GPUs (`4x80GB`, as every `--gpus`); None: on one of any size.
 
     Raises RecipeError for a file that cannot be read, is no known tool's, or describes another kind of training.
     """
     values = _read(file)
     tool = tool or _tool_of(file, values)
-    count, budget = _gpus(gpus)
-    theirs = ForeignConfig(_CALLED[tool], values, count, budget.get("nodes", 1), file.parent)
+    budget = Budget(gpus=1) if gpus is None else budget_of(parse_gpus(gpus))
+    machine = "one GPU" if gpus is None else f"--gpus {gpus}"
+    theirs = ForeignConfig(_CALLED[tool], values, max(1, budget.gpus * budget.nodes), budget.nodes, file.parent)
     try:
         _CONVERT[tool](theirs)
         fit_quantization(theirs)
@@ -71,8 +73,8 @@ def convert(file: Path, *, tool: Tool | None = None, gpus: str = "1") -> Importe
     for key, value in theirs.unread():
         level, reason = reason_for(key, value)
         theirs.leave(key, level, reason, value)
-    theirs.write("budget", budget, f"--gpus {gpus}")
-    text = page(_title(file, tool, gpus), theirs.carried, theirs.left_out)
+    theirs.write("budget", budget.model_dump(exclude_defaults=True) or {"gpus": 0}, machine)
+    text = page(_title(file, tool, machine), theirs.carried, theirs.left_out)
     _check(file, text, theirs)
     return Imported(tool, text, theirs.carried, tuple(theirs.left_out))
 
@@ -130,17 +132,9 @@ def _tool_of(file: Path, values: Mapping[str, Any]) -> Tool:
     raise RecipeError([f"{file}: is no configuration of {', '.join(_CALLED.values())}; say whose by --tool"])
 
 
-def _gpus(text: str) -> tuple[int, dict[str, Any]]:
-    if re.fullmatch(r"[1-9]\d{0,4}", text):
-        return int(text), {"gpus": int(text)}
-    budget = parse_gpus(text)
-    count = max(1, budget.gpus * budget.nodes)
-    return count, budget.model_dump(exclude_defaults=True) or {"gpus": 0}
-
-
-def _title(file: Path, tool: Tool, gpus: str) -> list[str]:
+def _title(file: Path, tool: Tool, machine: str) -> list[str]:
     return [
-        f"{_MARK.removeprefix('# ')}{file.name} ({_CALLED[tool]}), --gpus {gpus}.",
+        f"{_MARK.removeprefix('# ')}{file.name} ({_CALLED[tool]}), {machine}.",
         "Behind each line is the key it came from. Rows come in another order, from other random numbers.",
     ]
 

@@ -115,10 +115,14 @@ def batch(theirs: ForeignConfig, micro_key: str, default: int, *, accumulation: 
     if not all(isinstance(count, int) and not isinstance(count, bool) and count > 0 for count in (micro, steps)):
         theirs.refuse(micro_key if steps == asked else "gradient_accumulation_steps", "write a number above 0")
     replicas = max(1, theirs.gpus // split_by)
-    by = f"{replicas} GPU{'s' * (replicas > 1)}" + (f" ({theirs.gpus} / {split_by})" if split_by > 1 else "")
+    by = _counted(replicas) + (f" ({theirs.gpus} / {split_by})" if split_by > 1 else "")
     why = f"{micro_key} {micro} x gradient_accumulation_steps {steps} x {by}"
     theirs.write("training.global_batch_size", micro * steps * replicas, why)
     theirs.write("training.per_device_batch_size", micro, micro_key)
+
+
+def _counted(gpus: int) -> str:
+    return f"{gpus} GPU{'s' * (gpus > 1)}"
 
 
 def strategy(theirs: ForeignConfig) -> str:
@@ -127,15 +131,18 @@ def strategy(theirs: ForeignConfig) -> str:
     name = {None: "ddp", "deepspeed": zero_name(theirs)}.get(key) or _fsdp_name(theirs)
     alone = theirs.gpus == 1 and name not in ("zero2_offload", "zero3_offload")
     if key and alone and name != "ddp":
-        reason = "one process has nothing to share; say --gpus N, the number of their ranks"
+        reason = "one process has nothing to shard; write --gpus 4x80GB for the GPUs that it ran on"
         theirs.leave("accelerate_config", "look", reason, name)
     name = "single" if alone else name
     if name == "hsdp" and theirs.nodes == 1:
         name = "fsdp2"
         theirs.leave(
-            "accelerate_config", "look", "copies of a sharded model lie one a machine; say --gpus 2x8x80GB", "hsdp"
+            "accelerate_config",
+            "look",
+            "each machine holds one copy of the sharded model; write --gpus 2x8x80GB for two",
+            "hsdp",
         )
-    theirs.write("accelerate_config", name, f"{key} with {theirs.gpus} GPUs" if key else f"--gpus {theirs.gpus}")
+    theirs.write("accelerate_config", name, f"{key} with {_counted(theirs.gpus)}" if key else _counted(theirs.gpus))
     return name
 
 

@@ -145,7 +145,7 @@ def _training(theirs: ForeignConfig) -> None:
     sharded = theirs.gpus > 1
     offloaded = sharded and bool(theirs.get("fsdp_cpu_offload") or theirs.get("fsdp.cpu_offload"))
     name = "fsdp2_offload" if offloaded else "fsdp2" if sharded else "single"
-    theirs.write("accelerate_config", name, f"--gpus {theirs.gpus}; torchtune shards by FSDP2")
+    theirs.write("accelerate_config", name, "torchtune shards by FSDP2" if sharded else "one GPU")
     tensor_parallel = theirs.get("tensor_parallel_dim", 1)
     if tensor_parallel > 1:
         theirs.leave("tensor_parallel_dim", "same", "layers are not split over GPUs here; check by `finetune plan`")

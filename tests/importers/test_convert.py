@@ -49,7 +49,7 @@ SO_ANYWAY: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def imported(tmp_path: Path, values: Values, *, gpus: str = "1", tool: str | None = None) -> Imported:
+def imported(tmp_path: Path, values: Values, *, gpus: str | None = None, tool: str | None = None) -> Imported:
     file = tmp_path / "theirs.yaml"
     file.write_text(yaml.safe_dump(values, sort_keys=False), "utf-8")
     return convert(file, tool=known_tool(tool), gpus=gpus)
@@ -132,7 +132,7 @@ def test_whatever_stands_in_a_value_the_answer_is_a_recipe_or_one_line(name: str
 
 
 def test_the_recipe_says_what_its_comments_say(tmp_path: Path) -> None:
-    text = imported(tmp_path, AXOLOTL_LORA_8B, gpus="4").text
+    text = imported(tmp_path, AXOLOTL_LORA_8B, gpus="4x80GB").text
     assert "global_batch_size: 32  # micro_batch_size 2 x gradient_accumulation_steps 4 x 4 GPUs" in text
     assert "truncation: drop  # axolotl's default" in text
     assert "#   evals_per_epoch: 4 (set eval_steps when" in text
@@ -170,19 +170,23 @@ def test_every_argument_of_the_installed_trl_is_read_or_has_its_reason(tmp_path:
 @pytest.mark.parametrize(
     ("gpus", "said", "expected"),
     [
-        ("1", {}, "single"),
-        ("4", {}, "ddp"),
-        ("4", {"deepspeed": "deepspeed_configs/zero1.json"}, "zero1"),
-        ("4", {"deepspeed": "ds_z2_offload_config.json"}, "zero2_offload"),
-        ("4", {"deepspeed": "zero3_bf16_cpuoffload_all.json"}, "zero3_offload"),
-        ("1", {"deepspeed": "zero3_bf16_cpuoffload_all.json"}, "zero3_offload"),
-        ("1", {"deepspeed": "zero3_bf16.json"}, "single"),
-        ("4", {"deepspeed": "examples/deepspeed/ds_z0_config.json"}, "ddp"),
-        ("4", {"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}}, "zero3_nvme"),
-        ("4", {"fsdp": "full_shard auto_wrap"}, "fsdp2"),
-        ("4", {"fsdp": ["full_shard", "offload"]}, "fsdp2_offload"),
-        ("4", {"fsdp_config": {"reshard_after_forward": False}}, "fsdp2_grad_op"),
-        ("4", {"fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, "ddp"),
+        ("80GB", {}, "single"),
+        ("4x80GB", {}, "ddp"),
+        ("4x80GB", {"deepspeed": "deepspeed_configs/zero1.json"}, "zero1"),
+        ("4x80GB", {"deepspeed": "ds_z2_offload_config.json"}, "zero2_offload"),
+        ("4x80GB", {"deepspeed": "zero3_bf16_cpuoffload_all.json"}, "zero3_offload"),
+        ("80GB", {"deepspeed": "zero3_bf16_cpuoffload_all.json"}, "zero3_offload"),
+        ("80GB", {"deepspeed": "zero3_bf16.json"}, "single"),
+        ("4x80GB", {"deepspeed": "examples/deepspeed/ds_z0_config.json"}, "ddp"),
+        (
+            "4x80GB",
+            {"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}},
+            "zero3_nvme",
+        ),
+        ("4x80GB", {"fsdp": "full_shard auto_wrap"}, "fsdp2"),
+        ("4x80GB", {"fsdp": ["full_shard", "offload"]}, "fsdp2_offload"),
+        ("4x80GB", {"fsdp_config": {"reshard_after_forward": False}}, "fsdp2_grad_op"),
+        ("4x80GB", {"fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, "ddp"),
         ("2x8x80GB", {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "hsdp"),
         ("8x80GB", {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "fsdp2"),
     ],
@@ -195,7 +199,7 @@ def test_the_strategy(gpus: str, said: Values, expected: str, tmp_path: Path) ->
 def test_a_deepspeed_file_that_is_here_is_read(tmp_path: Path) -> None:
     settings = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     (tmp_path / "mine.json").write_text(json.dumps(settings))
-    made = imported(tmp_path, FACTORY_LLAMA | {"deepspeed": "mine.json"}, gpus="4")
+    made = imported(tmp_path, FACTORY_LLAMA | {"deepspeed": "mine.json"}, gpus="4x80GB")
     assert value(made, "accelerate_config") == "zero2_offload"
     assert "deepspeed" not in {entry.key for entry in made.left_out}
 
@@ -244,8 +248,8 @@ def test_llama_factorys_list_of_data_sets_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_one_key_more(values: Values, said: Values, key: str, expected: Any, tmp_path: Path) -> None:
-    assert value(imported(tmp_path, values, gpus="4"), key) != expected
-    assert value(imported(tmp_path, values | said, gpus="4"), key) == expected
+    assert value(imported(tmp_path, values, gpus="4x80GB"), key) != expected
+    assert value(imported(tmp_path, values | said, gpus="4x80GB"), key) == expected
 
 
 @pytest.mark.parametrize(
@@ -295,7 +299,7 @@ def test_what_is_no_page_of_keys(text: str, tmp_path: Path, capsys: pytest.Captu
 def test_json_is_one_object_with_the_whole_account(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "theirs.yaml"
     file.write_text(yaml.safe_dump(AXOLOTL_FULL))
-    assert main(["import", str(file), "--gpus", "4", "--json"]) == 0
+    assert main(["import", str(file), "--gpus", "4x80GB", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["tool"] == "axolotl"
     assert told["carried"]["training.global_batch_size"]["value"] == 32
@@ -317,10 +321,10 @@ def test_the_written_recipe_replaces_only_one_of_its_kind(tmp_path: Path, capsys
 def test_quantised_weights_fit_the_strategy(tmp_path: Path) -> None:
     sharded = FACTORY_LLAMA | {"fsdp": "full_shard", "quantization_bit": 4}
     storage = "quantization.bnb_4bit_quant_storage"
-    assert value(imported(tmp_path, sharded, gpus="4"), storage) == "bfloat16"
-    assert value(imported(tmp_path, sharded | {"bf16": False, "fp16": True}, gpus="4"), storage) == "float16"
+    assert value(imported(tmp_path, sharded, gpus="4x80GB"), storage) == "bfloat16"
+    assert value(imported(tmp_path, sharded | {"bf16": False, "fp16": True}, gpus="4x80GB"), storage) == "float16"
     assert value(imported(tmp_path, sharded), storage) is ABSENT
-    made = imported(tmp_path, sharded | {"quantization_bit": 8}, gpus="4")
+    made = imported(tmp_path, sharded | {"quantization_bit": 8}, gpus="4x80GB")
     assert "quantization.load_in_8bit" in {entry.key for entry in made.left_out if entry.level == "look"}
 
 
