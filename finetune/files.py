@@ -26,6 +26,11 @@ from finetune.errors import EnvironmentMismatch
 ASIDE = ".tmp-"
 
 
+def cache_folder() -> Path:
+    """$FINETUNE_CACHE, or ~/.cache/finetune: converted models and tokenised data sets."""
+    return Path(os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
+
+
 def write_text(path: Path, text: str) -> None:
     """Replaces `path` by `text`, or leaves it as it was."""
     aside = path.with_name(f"{ASIDE}{os.getpid()}-{path.name}")

@@ -61,15 +61,10 @@ class FormatOfSource:
         return self.found
 
 
-def data_entries(data: Data) -> list[DataSet]:
-    """All data sets of a data section, training first."""
-    return [*data.train, *(data.eval if isinstance(data.eval, list) else [])]
-
-
 def check_rows(data: Data) -> dict[str, int]:
     """Check every local row; returns how many rows each data set has. Raises DataError with every mistake."""
     mistakes, counts = Mistakes(), {}
-    for entry in data_entries(data):
+    for entry in data.sets:
         try:
             source = resolve(entry)
         except DataError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.importers.foreign_config import LeftOut, Level
 from finetune.recipe.schema import Budget, Data, Hub, Lora, ModelSection, Quantization, Recipe, Training
-from finetune.recipe.yaml_text import plain_scalar, printable
+from finetune.recipe.yaml_text import plain_scalar, printable, shorten
 
 _WIDTH = 100  # a comment that would end beyond stands on a line of its own
 _SECTIONS: dict[str, Any] = {
@@ -72,8 +72,7 @@ def _filled(words: Sequence[str]) -> Iterator[str]:
 
 
 def _short(value: Any) -> str:
-    text = printable(written(value))
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shorten(printable(written(value)), 60)
 
 
 def _line(indent: str, key: str, value: Any, why: str) -> Iterator[str]:

@@ -124,8 +124,7 @@ def _model(recipe: Recipe, model: Shrunk) -> Iterator[Change]:
 def _data(recipe: Recipe) -> Iterator[Change]:
     data = recipe.data
     yield from _data_sets("data.train", data.train)
-    if isinstance(data.eval, list):
-        yield from _data_sets("data.eval", data.eval)
+    yield from _data_sets("data.eval", data.eval_sets)
     if data.max_length > LONGEST_ROW:
         told = f"data.max_length: rows of {LONGEST_ROW} tokens instead of {data.max_length:,}"
         yield Change({"data.max_length": LONGEST_ROW}, told)

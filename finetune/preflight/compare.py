@@ -23,6 +23,7 @@ from finetune.files import read_lines, remove_folder, write_json
 from finetune.paths import TRAIN_SCRIPT
 from finetune.recipe.loader import CONFIG_FOLDER, load_recipe
 from finetune.recipe.schema import Training
+from finetune.recipe.yaml_text import shorten
 from finetune.training.planner_process import PLANNER_SWITCH
 
 PHASES = ("load", "forward", "backward", "step", "save")
@@ -239,8 +240,7 @@ def _without_launcher(log: str) -> str:
 
 
 def _one_line(text: str, width: int = 300) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= width else text[: width - 1] + "…"
+    return shorten(" ".join(text.split()), width, "…")
 
 
 def _write(comparison: Comparison, rows: list[Row]) -> dict[str, Any]:

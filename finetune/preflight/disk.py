@@ -9,6 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune.files import cache_folder
 from finetune.recipe.schema import Recipe
 
 GIB = 2**30
@@ -78,8 +79,6 @@ def _is_here(recipe: Recipe) -> bool:
 def folders(recipe: Recipe | None) -> dict[str, Path]:
     """Where a run writes, by what is there."""
     from huggingface_hub import constants
-
-    from finetune.tokens.cache import cache_folder
 
     run = Path(recipe.run_dir) if recipe else Path.cwd()
     return {"run folder": run, "model cache": Path(constants.HF_HUB_CACHE), "token cache": cache_folder()}

@@ -132,6 +132,16 @@ class Data(Section):
     chat_template: str | None = Field(None, description="Jinja text or a file; null: the tokenizer's own.")
     date_string: str = Field("26 Jul 2024", description="The day that templates print as today's.")
 
+    @property
+    def eval_sets(self) -> list[DataSet]:
+        """The data sets of held-out rows; none where `eval` is null or a share of the training rows."""
+        return self.eval if isinstance(self.eval, list) else []
+
+    @property
+    def sets(self) -> list[DataSet]:
+        """All data sets, those of training first."""
+        return [*self.train, *self.eval_sets]
+
 
 class Training(Section):
     """The training itself: the same for every strategy and number of GPUs."""

@@ -263,7 +263,12 @@ def shown(value: Any) -> str:
     text = hide_secrets(printable(str(value)), known_secrets())
     if not text.strip():
         return f'"{text}"'
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    return shorten(text, 40)
+
+
+def shorten(text: str, length: int, ellipsis: str = "...") -> str:
+    """The text, or as much of its beginning as leaves room for an ellipsis within `length` characters."""
+    return text if len(text) <= length else text[: length - len(ellipsis)] + ellipsis
 
 
 def excerpt(text: str, place: Place) -> Iterator[str]:

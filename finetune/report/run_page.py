@@ -12,7 +12,7 @@ from typing import Any
 
 from finetune.files import write_text
 from finetune.recipe.flat import leaves
-from finetune.recipe.yaml_text import dotted
+from finetune.recipe.yaml_text import dotted, shorten
 from finetune.report.curves import (
     CURVES,
     PHASES,
@@ -114,7 +114,7 @@ def _samples(run: ReportedRun, heading: str) -> Iterator[str]:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= LETTERS else text[:LETTERS] + " …"
+    return shorten(text, LETTERS, " …")
 
 
 def _details(run: ReportedRun) -> Iterator[str]:

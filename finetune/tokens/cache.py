@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import sys
 import time
@@ -27,6 +26,7 @@ from finetune.data.check import FormatOfSource, Mistakes
 from finetune.data.readers import SourceRow
 from finetune.data.sources import Source
 from finetune.errors import EnvironmentMismatch
+from finetune.files import cache_folder
 from finetune.recipe.schema import Data
 from finetune.tokens.encoder import IGNORE, Document, Encoder, RowError, Script
 
@@ -63,11 +63,6 @@ class StoredDocuments:
     def place(self, index: int) -> str:
         """file:line of the row that the document was made of."""
         return f"{self.names[int(self.files[index])]}:{int(self.lines[index])}"
-
-
-def cache_folder() -> Path:
-    """$FINETUNE_CACHE, or ~/.cache/finetune."""
-    return Path(os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
 
 
 def content_key(parts: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.data.check import Mistakes, data_entries
+from finetune.data.check import Mistakes
 from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import Data, DataSet, EvalFraction, Recipe
@@ -50,7 +50,7 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     """
     data, seed = recipe.data, recipe.training.seed
     encoder = Encoder(tokenizer, data)
-    entries = data_entries(data)
+    entries = data.sets
     keys, stores = zip(*_store_all(entries, data, encoder), strict=True)
     pool = DocumentPool(stores)
     split = split_documents(pool, entries, len(data.train), data.eval, seed)

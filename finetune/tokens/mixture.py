@@ -114,7 +114,7 @@ def split_documents(
         raise DataError(["data.eval: every held-out document is also a training one; name other rows, or eval: null"])
     weighed = [weigh(train, pool, store, entries[store].weight, seed) for store in range(training_sets)]
     held_groups = [held_out[~known]]
-    if isinstance(evaluation, list):
+    if training_sets < len(entries):
         held_groups = [
             weigh(held_groups[0], pool, store, entries[store].weight, seed)
             for store in range(training_sets, len(entries))

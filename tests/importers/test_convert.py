@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import csv
 import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -15,9 +16,9 @@ import yaml
 from finetune.cli.main import main
 from finetune.errors import RecipeError
 from finetune.importers import hf_trainer, trl
-from finetune.importers.convert import Imported, convert, known_tool
-from finetune.importers.foreign_config import our_default
-from finetune.importers.left_out import UNKNOWN, reason_for
+from finetune.importers.convert import TOOLS, Imported, convert, known_tool
+from finetune.importers.foreign_config import Level, our_default
+from finetune.importers.left_out import TABLE, UNKNOWN, KnownKey, known_keys, reason_for
 from finetune.importers.recipe_writer import written
 from finetune.importers.templates import TEMPLATES
 from finetune.recipe.loader import load_recipe
@@ -148,6 +149,38 @@ def test_the_defaults_written_out_are_those_of_the_installed_libraries() -> None
     assert ours == hf_trainer.DEFAULTS
     both = {**ModelConfig.__dataclass_fields__, **SFTConfig.__dataclass_fields__}
     assert {name: both[name].default for name in trl.DEFAULTS} == trl.DEFAULTS
+
+
+@pytest.mark.parametrize("known", known_keys(), ids=lambda known: known.key)
+def test_each_line_of_the_table_decides_about_its_own_key(known: KnownKey) -> None:
+    """Whatever the order of lines: where two match, as log_* and a key of its own, the more specific one decides."""
+    key = known.key.replace(".*", ".x").replace("*", "x")
+    assert reason_for(key, value=True) == (known.level, known.reason)
+
+
+def test_the_table_is_sorted_and_has_each_key_once() -> None:
+    _, *lines = csv.reader(TABLE.read_text("utf-8").splitlines())
+    assert lines == sorted(lines, key=lambda line: (line[2], line[3], line[0], line[1]))
+    assert len({key for _, key, _, _ in lines}) == len(lines) > 300
+    assert {level for _, _, level, _ in lines} == set(get_args(Level))
+    assert {tool for tool, _, _, _ in lines} == {*TOOLS, "transformers", "several", "older"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["transformers", "trl"])
+def test_the_installed_libraries_still_have_their_keys(tool: str) -> None:
+    """A line whose key was renamed upstream turns red, and then belongs to `older`."""
+    from transformers import TrainingArguments
+    from trl import ModelConfig, ScriptArguments, SFTConfig
+
+    kinds = [TrainingArguments] if tool == "transformers" else [SFTConfig, ModelConfig, ScriptArguments]
+    names = {name for kind in kinds for name in kind.__dataclass_fields__}
+    lines = [known for known in known_keys() if known.tool == tool]
+    assert len(lines) > 10
+    gone = [
+        known.key for known in lines if not any(known.matches(name) or known.matches(f"{name}.x") for name in names)
+    ]
+    assert gone == []
 
 
 @pytest.mark.slow
