@@ -39,8 +39,8 @@ def list_recipes(
             typer.echo(reason, err=True)
         if not as_json:
             typer.echo(found.hint or as_table(found.recipes))
-        told = {"left_out": found.left_out, "hint": found.hint}
-        return {"ok": True, "recipes": [listed.as_json() for listed in found.recipes], **told}
+        result = {"left_out": found.left_out, "hint": found.hint}
+        return {"ok": True, "recipes": [listed.as_json() for listed in found.recipes], **result}
 
     run_verb(work, as_json=as_json)
 
@@ -96,7 +96,7 @@ def compare(
         int | None, typer.Option(min=1, help="Ranks; all GPUs, or 2 on a CPU.", show_default=False)
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Where to; beside the run folder.", show_default=False)
+        Path | None, typer.Option("-o", "--output", help="Output folder; next to the run folder.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -168,14 +168,14 @@ def plan(
 
         asked = Asked(gpus, nodes, largest, explain)
         if audit:
-            told, text = audit_in_words([Path(word) for word in words or []])
+            result, text = audit_in_words([Path(word) for word in words or []])
         elif pick:
-            told, text = pick_in_words(model, asked, file)
+            result, text = pick_in_words(model, asked, file)
         else:
-            told, text = answer(words or [], asked)
+            result, text = answer(words or [], asked)
         if not as_json:
             typer.echo(text)
-        return told
+        return result
 
     run_verb(work, as_json=as_json)
 
@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def console() -> NoReturn:
     """The console script."""
     code = main()
-    if sys.argv[1:2] == ["plan"]:  # it leaves a million objects, which Python takes apart one by one for a second
+    if sys.argv[1:2] == ["plan"]:  # Python would free its million objects one by one, for a second
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -34,13 +34,13 @@ class Prepared:
     @property
     def notes(self) -> list[str]:
         """What was done to the data that its owner should know, a line each; nothing goes missing silently."""
-        said = {
-            "dropped": "documents dropped: longer than data.max_length, or nothing learned was left of them",
+        notes = {
+            "dropped": "documents dropped: longer than data.max_length, or without a supervised token",
             "truncated": "documents cut at data.max_length",
             "eval_duplicates_left_out": "held-out documents left out: identical ones are trained on",
             "control_token_texts": "texts spell control tokens; they stay text",
         }
-        return [f"{self.facts[name]:,} {words}" for name, words in said.items() if self.facts[name]]
+        return [f"{self.facts[name]:,} {words}" for name, words in notes.items() if self.facts[name]]
 
 
 def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:

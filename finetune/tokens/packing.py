@@ -15,9 +15,8 @@ import numpy as np
 def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
     """Indices of documents for each row; every index once, in ascending order within a row.
 
-    O(n log capacity): rows are kept by their room, and the least sufficient room is found by bisection of the rooms that
-    there are. Equal lengths keep their order, so the result depends on `lengths` alone. Raises ValueError on a length
-    outside 1..capacity.
+    O(n log capacity): rows are kept by their room, and the least sufficient room is found by bisection. Equal lengths
+    keep their order, so the result depends on `lengths` alone. Raises ValueError on a length outside 1..capacity.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     if sizes.size and not (sizes.min() >= 1 and sizes.max() <= capacity):

@@ -17,7 +17,7 @@ from finetune.cli.main import main
 from finetune.errors import RecipeError
 from finetune.importers import hf_trainer, trl
 from finetune.importers.convert import TOOLS, Imported, convert, known_tool
-from finetune.importers.foreign_config import Level, our_default
+from finetune.importers.foreign_config import Level, recipe_default
 from finetune.importers.left_out import TABLE, UNKNOWN, KnownKey, known_keys, reason_for
 from finetune.importers.recipe_writer import written
 from finetune.importers.templates import TEMPLATES
@@ -295,14 +295,14 @@ def test_one_key_more(values: Values, said: Values, key: str, expected: Any, tmp
         (AXOLOTL_LORA_8B, {"learning_rate": "fast"}, "learning_rate: training.learning_rate: "),
         (AXOLOTL_LORA_8B, {"micro_batch_size": "two"}, "micro_batch_size: is two; write a number above 0"),
         (FACTORY_LLAMA, {"stage": "ppo"}, "stage: is ppo; this kit does supervised fine-tuning"),
-        (FACTORY_LLAMA, {"finetuning_type": "freeze"}, "full and lora are known here"),
+        (FACTORY_LLAMA, {"finetuning_type": "freeze"}, "only full and lora are offered"),
         (FACTORY_LLAMA, {"quantization_bit": 3}, "quantization_bit: is 3; 4 and 8 are offered"),
         (FACTORY_LLAMA, {"lora_rank": {"a": 1}}, "lora_rank: lora.r: "),
         (TRL_SHORT, {"dataset_name": None}, "dataset_name: is None; a data set is needed"),
-        (TRL_SHORT, {"lr_scheduler_kwargs": "half"}, "is no configuration that TRL would read"),
+        (TRL_SHORT, {"lr_scheduler_kwargs": "half"}, "TRL cannot read it"),
         (TUNE_LORA, {"teacher_model": {"_component_": "x"}}, "teacher_model: is a section; this kit does"),
-        ({"model": {}, "data": {}}, {}, "is a recipe already; look at it by: finetune check"),
-        ({"learning_rate": 1.0}, {}, "say whose by --tool"),
+        ({"model": {}, "data": {}}, {}, "is already a recipe; check it by: finetune check"),
+        ({"learning_rate": 1.0}, {}, "name the tool by --tool"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -435,6 +435,6 @@ def test_their_templates_and_what_is_learned_in_them(name: str) -> None:
     assert len(script.learned) == 1
 
 
-def test_our_defaults_are_the_recipes() -> None:
-    assert our_default("training.learning_rate") == 2e-4
-    assert our_default("lora.lora_alpha") == 32
+def test_recipe_defaults_are_the_recipes() -> None:
+    assert recipe_default("training.learning_rate") == 2e-4
+    assert recipe_default("lora.lora_alpha") == 32

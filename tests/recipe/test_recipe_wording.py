@@ -68,7 +68,7 @@ def test_numbers_that_people_write_are_answered_with_ours(written: str, remedy: 
         ("training: {mixed_precision: false}", "did you mean no?"),
         ("training: {resume: true}", "did you mean auto?"),
         ("training: {optim: adamw_bnb_8bit}", "did you mean adamw_8bit?"),
-        ("training: {non_blocking: on}", "on is no truth value here, write true"),
+        ("training: {non_blocking: on}", "on is not a truth value, write true"),
         ("training: {pure_bf16: 'false'}", "take the quotes away"),
         ("lora: false", "write null for none"),
         ("lora: {init_lora_weights: gausian}", "did you mean gaussian?"),
