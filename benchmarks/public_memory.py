@@ -9,7 +9,8 @@ differ from peft's own. Facts of their loop (run.py) that the step here repeats:
 live until the next step's; a bucket of 20 batches begins with its longest, after the allocator's cache was emptied.
 
 Two numbers are unknown and are taken from one point, `lora--llama-3.2-3B-rank32`, then used for all: the longest batch
-has LONGEST tokens a row, the batches on average MEAN. All else is the trace's. Layers are traced five deep and repeated.
+has LONGEST tokens a row, the batches on average MEAN. All else is the trace's. Five layers
+are traced, then repeated.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from finetune.importers.foreign_config import ForeignConfig, as_count, positive_
 from finetune.importers.shared import (
     batch,
     checkpointing,
+    chosen_strategy,
     data_set,
     every,
     held_out,
@@ -38,12 +39,12 @@ def convert(foreign: ForeignConfig) -> None:
         kernels = "liger" in plugin or "cut_cross_entropy" in plugin
         reason = "another way to compute the same" if kernels else "what it adds is not offered"
         foreign.leave("plugins", "same" if kernels else "differs", reason, plugin)
-    name = strategy(foreign)
+    strategy(foreign)
     _adapter(foreign)
     data(foreign)
     held_out(foreign, "val_set_size")
-    _training(foreign, name)
-    _precision(foreign, name)
+    _training(foreign)
+    _precision(foreign)
 
 
 def _adapter(foreign: ForeignConfig) -> None:
@@ -84,7 +85,7 @@ def _targets(foreign: ForeignConfig) -> None:
         foreign.write("lora.target_modules", ["q_proj", "v_proj"], "peft's default for Llama")
 
 
-def _training(foreign: ForeignConfig, strategy_name: str) -> None:
+def _training(foreign: ForeignConfig) -> None:
     micro, total = foreign.peek("micro_batch_size") or 1, foreign.get("batch_size")
     steps = total // micro if total and not foreign.peek("gradient_accumulation_steps") else None
     shared = ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size")
@@ -99,7 +100,7 @@ def _training(foreign: ForeignConfig, strategy_name: str) -> None:
     _schedule(foreign)
     foreign.carry("training.weight_decay", "weight_decay", default=0.0)
     foreign.carry("training.max_grad_norm", "max_grad_norm", default=1.0, change=positive_or_none)
-    optimizer(foreign, "optimizer", "adamw_torch_fused", sharded=strategy_name.startswith(("fsdp", "hsdp")))
+    optimizer(foreign, "optimizer", "adamw_torch_fused")
     checkpointing(foreign, "gradient_checkpointing", default=False)
     foreign.carry("training.seed", "seed", default=42)
     foreign.carry("training.early_stopping_patience", "early_stopping_patience")
@@ -128,7 +129,7 @@ def _schedule(foreign: ForeignConfig) -> None:
         foreign.write("training.warmup_ratio", 0.03, "axolotl's default, there at most 100 steps")
 
 
-def _precision(foreign: ForeignConfig, strategy_name: str) -> None:
+def _precision(foreign: ForeignConfig) -> None:
     """Weights are loaded in the format of the computation, and trained in it where no strategy keeps float32 ones."""
     values = {key: foreign.get(key) for key in ("bf16", "bfloat16", "fp16", "float16", "float32")}
     half = "fp16" if values["fp16"] or values["float16"] else "no"
@@ -137,7 +138,7 @@ def _precision(foreign: ForeignConfig, strategy_name: str) -> None:
     form = "bf16" if usual or values["bfloat16"] else half
     foreign.write("training.mixed_precision", form, key or "axolotl's default: bf16 where the GPU has it")
     whole_model = "lora" in foreign.carried  # as null
-    if form == "bf16" and whole_model and strategy_name in ("single", "ddp"):
+    if form == "bf16" and whole_model and not chosen_strategy(foreign).shards_optimizer_state:
         foreign.write("training.pure_bf16", True, "axolotl trains all weights in the format it loads them in")
     if form != "bf16":
         dtype = "float16" if form == "fp16" else "float32"

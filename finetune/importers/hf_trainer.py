@@ -39,7 +39,7 @@ def training(foreign: ForeignConfig, *, learning_rate: float, recompute: bool) -
     foreign.carry("training.weight_decay", "weight_decay", default=DEFAULTS["weight_decay"])
     norm = DEFAULTS["max_grad_norm"]
     foreign.carry("training.max_grad_norm", "max_grad_norm", default=norm, change=positive_or_none)
-    optimizer(foreign, "optim", DEFAULTS["optim"], sharded=name.startswith(("fsdp", "hsdp")))
+    optimizer(foreign, "optim", DEFAULTS["optim"])
     keys = ("gradient_checkpointing", "activation_checkpointing")
     checkpointing(foreign, *keys, default=recompute)
     foreign.carry("training.seed", "seed", default=DEFAULTS["seed"])

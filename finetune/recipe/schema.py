@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from finetune.recipe import cross_checks
+from finetune.recipe.optimizers import Optimizer
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Attention = Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"]
@@ -31,7 +32,6 @@ Scheduler = Literal[
 ]
 Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow"]
 INITS = "peft's initialisation: true, gaussian, orthogonal, olora, pissa."
-Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
 
 Count = Annotated[int, Field(ge=1)]
 WholeNumber = Annotated[int, Field(ge=0)]

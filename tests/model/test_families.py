@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.families import HEAD, PAGE, line_of
 from finetune.errors import FinetuneError
-from finetune.model.build import build_model, families, refuse_early, trial
+from finetune.model import families, trial
+from finetune.model.build import build_model, refuse_early
 from finetune.model.families import refuse_unsuitable
 from finetune.recipe.schema import Recipe
 from tests.support.architectures import ARCHITECTURES, WAYS, Way, config_of, outcomes, recipe_of, save_shaken

@@ -71,7 +71,7 @@ class TestShrink:
     @pytest.mark.parametrize("stem", PARAMETERS)
     def test_configurations_are_the_models(self, stem: str) -> None:
         config, source = full_config(f"{HUB_NAMES[stem][0]}-Instruct")
-        assert source == f"finetune/configs/{stem}.json"
+        assert source == f"finetune/model/configs/{stem}.json"
         assert parameters_of(config) == PARAMETERS[stem]
 
     @pytest.mark.parametrize("stem", PARAMETERS)

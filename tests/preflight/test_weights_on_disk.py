@@ -23,7 +23,7 @@ from tests.support.curve_table import TOLERANCE, skip_where_missing, worst
 from tests.support.tiny import save_tiny, write_chats
 
 METHODS = ("full", "lora")
-CONFIGS = Path(__file__).resolve().parents[2] / "finetune" / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "finetune" / "model" / "configs"
 
 
 def structure(name: str, folder: Path) -> nn.Module:

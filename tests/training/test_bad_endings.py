@@ -23,7 +23,7 @@ from finetune.run_folder.checkpoint import (
     write_checkpoint,
 )
 from finetune.train import main
-from finetune.training import loop, session
+from finetune.training import loop, run_output, samples
 from tests.hub.test_around_training import start
 from tests.support.cells import launch
 from tests.support.hub import running_hub
@@ -146,7 +146,7 @@ class TestNotFinite:
     def test_of_the_first_look(
         self, tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(session, "evaluate", lambda *_: _raise(NotFinite("the held-out loss is nan: not finite")))
+        monkeypatch.setattr(samples, "evaluate", lambda *_: _raise(NotFinite("the held-out loss is nan: not finite")))
         assert main([str(recipe)]) == 2
         assert "the held-out loss is nan" in capsys.readouterr().err
         assert not (tmp_path / "run" / "checkpoints").exists()
@@ -255,7 +255,7 @@ class TestNothingTrained:
             def close(self, *, wait: bool) -> None:
                 pass
 
-        monkeypatch.setattr(session, "CheckpointPusher", Pusher)
+        monkeypatch.setattr(run_output, "CheckpointPusher", Pusher)
         monkeypatch.setattr(around_training, "check_before_training", lambda recipe: ())
         words = ["hub.checkpoints=steps", "hub.repo_id=me/devils", f"training.learning_rate={rate}"]
         assert main([str(recipe), *words]) == (0 if pushed else 2)

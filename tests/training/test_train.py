@@ -104,7 +104,7 @@ def test_a_misspelt_module_is_a_line_before_data_are_prepared(
     words: str,
 ) -> None:
     prepared: list[object] = []
-    monkeypatch.setattr("finetune.tokens.batches.prepare", lambda *given: prepared.append(given))
+    monkeypatch.setattr("finetune.tokens.dataset.prepare", lambda *given: prepared.append(given))
     assert main([str(recipe), override]) == 2
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1
