@@ -49,7 +49,7 @@ class LaunchPlan:
     @property
     def alone(self) -> bool:
         """Whether it is one process that needs no launcher; under torchrun it would be a distributed run."""
-        return self.strategy.kind == "single"
+        return not self.strategy.distributed
 
 
 def plan_launch(
@@ -67,7 +67,7 @@ def plan_launch(
     machines = {"nodes": nodes or budget.nodes, "gpus": budget.gpus if gpus_per_node is None else gpus_per_node}
     # The trainer checks the launch against the recipe's budget, so the command overrides what differs from it.
     changed = [f"budget.{key}={value}" for key, value in machines.items() if value != getattr(budget, key)]
-    on_cpu = 1 if strategy.kind == "single" or machines["nodes"] > 1 else 2
+    on_cpu = 1 if machines["nodes"] > 1 else strategy.rank_count(2)
     ranks = machines["gpus"] or on_cpu
     options = [word for key, value in _options(nodes, gpus_per_node).items() for word in (key, str(value))]
     plan = LaunchPlan(
@@ -97,18 +97,16 @@ def _misfits(plan: LaunchPlan) -> Iterator[str]:
     named = f"accelerate_config: {strategy.name}"
     if strategy.only_where and plan.gpus:
         yield f"{named} runs on a CPU, not on {where}; set accelerate_config=ddp, or --gpus-per-node 0"
-    if strategy.kind == "single" and world > 1:
+    if plan.alone and world > 1:
         yield f"{named} runs one process, {where} are {world}; set accelerate_config=ddp, or take one GPU"
-    # Offload to host or disk is for one GPU as well.
-    if strategy.kind != "single" and world == 1 and not strategy.offloaded:
+    if strategy.needs_ranks and world == 1:
         yield f"{named} runs on several processes, {where} are one; set accelerate_config=single, or take more GPUs"
-    if strategy.replicas is not None:
-        copies = strategy.replicas or plan.nodes
-        if copies < 2 or world % copies or world == copies:
-            yield (
-                f"{named} shards within a node and repeats between nodes, {where} make {copies} such copies; "
-                "take several nodes of several GPUs, or set accelerate_config=fsdp2"
-            )
+    if strategy.replicates and not strategy.can_replicate(world, plan.ranks):
+        yield (
+            f"{named} shards within a node and repeats between nodes, {where} make "
+            f"{strategy.replica_count(world, plan.ranks)} such copies; take several nodes of several GPUs, or set "
+            "accelerate_config=fsdp2"
+        )
     rows = plan.loaded.recipe.training.global_batch_size
     if rows < world:
         idle = f"{rows} rows a step leave {world - rows} of {world} ranks without one"
@@ -176,7 +174,7 @@ def _accelerate(plan: LaunchPlan, machine: str, first: str, port: str) -> str:
         options += f" --num_machines {plan.nodes} --machine_rank {machine}"
         options += f" --main_process_ip {first} --main_process_port {port}"
         # Without it Accelerate would start the other machines from the first one by pdsh.
-        options += " --deepspeed_multinode_launcher standard" * (plan.strategy.kind == "deepspeed" and not on_cpu)
+        options += " --deepspeed_multinode_launcher standard" * (plan.strategy.uses_engine and not on_cpu)
     elif not plan.alone:
         options += " --main_process_port 0"
     return f"accelerate launch {options}"

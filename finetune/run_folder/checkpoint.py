@@ -27,6 +27,7 @@ from torch import Tensor
 
 from finetune.errors import EnvironmentMismatch, NotFinite
 from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, sync, write_json
+from finetune.model.dtypes import dtype_name
 from finetune.run_folder.tensor_checks import first_not_finite, not_finite
 from finetune.strategies.pieces import Piece, Ranks, Stored, covers, piece_to_write
 
@@ -143,7 +144,7 @@ def _write_group(temporary: Path, group: str, named: Tensors, rank: int) -> dict
     entries = {
         name: {
             "shape": pieces[name].shape,
-            "dtype": _dtype_name(tensor),
+            "dtype": dtype_name(tensor.dtype),
             "start": pieces[name].start,
             "n": tensor.numel(),
         }
@@ -177,10 +178,6 @@ def _write_rest(temporary: Path, step: int, state: Mapping[str, Any], facts: lis
     aliases = {group: of_group["aliases"] for group, of_group in facts[0].items()}
     manifest = {"format": FORMAT, "step": step, "finite": True, "files": files, "groups": groups, "aliases": aliases}
     write_json(temporary / "MANIFEST.json", {**manifest, "sha256": _self_hash(manifest)})
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _without_aliases(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

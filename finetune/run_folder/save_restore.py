@@ -21,6 +21,7 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from finetune.errors import FinetuneError, NotFinite
+from finetune.model.dtypes import dtype_name
 from finetune.model.packaged import published_name
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.checkpoint import examine, read_state_of, step_folder, write_checkpoint
@@ -159,7 +160,7 @@ def export_model(
         model.save_pretrained(str(folder), state_dict=weights)
         # save_pretrained states the dtype of the model in memory, by which others would load the weights again.
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        write_json(folder / "config.json", config | {"dtype": str(dtype).removeprefix("torch.")})
+        write_json(folder / "config.json", config | {"dtype": dtype_name(dtype)})
         tokenizer.save_pretrained(str(folder))
 
     return _publish(run_dir / "model", write)

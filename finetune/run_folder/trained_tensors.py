@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from finetune.errors import FinetuneError
+from finetune.model.dtypes import dtype_name
 from finetune.model.optimizer import allocate_state
+from finetune.recipe.optimizers import MOMENTS
 from finetune.strategies.pieces import Stored, local_part
-
-# Entries of an optimizer's state that have their parameter's shape: torch's names and bitsandbytes'.
-MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
 
 Readable = Mapping[str, Tensor | Stored]
 
@@ -145,7 +144,7 @@ def _step_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def _kind(tensor: Tensor | Stored) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    return f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
 
 
 def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:

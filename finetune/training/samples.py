@@ -28,7 +28,7 @@ def look_before(start: Start, run: Run, model: nn.Module, output: RunOutput) -> 
 
 def write_samples(start: Start, model: nn.Module, output: RunOutput, *, when: str, step: int) -> None:
     """Rank 0 writes the answers; where weights are sharded, every rank takes part in computing them."""
-    if start.launch.is_main or start.strategy.sharded:
+    if start.launch.is_main or start.strategy.shards_parameters:
         length = start.recipe.samples.max_new_tokens
         answers = samples(model, start.tokenizer, start.prepared.prompts, max_new_tokens=length, when=when, step=step)
         output.write_samples(answers)

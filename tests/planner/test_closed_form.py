@@ -134,6 +134,7 @@ def test_it_takes_no_time() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, finetune.plan.remedies, finetune.plan.pick; print({'torch', 'transformers'} & {*sys.modules})"
+    modules = "sys, finetune.planner.remedies, finetune.planner.pick"
+    code = f"import {modules}; print({{'torch', 'transformers'}} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "set()", done.stderr
