@@ -169,10 +169,10 @@ def disk_errors(path: Path, kept: str = "") -> Iterator[None]:
     except OSError as error:
         raise EnvironmentMismatch(_disk_message(path, error.errno, error.strerror or str(error), kept)) from error
     except SafetensorError as error:
-        found = re.search(r"os error (\d+)", str(error))  # safetensors gives the errno in its text alone
-        if found is None:
+        errno_text = re.search(r"os error (\d+)", str(error))  # safetensors gives the errno in its text alone
+        if errno_text is None:
             raise
-        number = int(found[1])
+        number = int(errno_text[1])
         raise EnvironmentMismatch(_disk_message(path, number, os.strerror(number), kept)) from error
 
 

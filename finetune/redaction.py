@@ -53,21 +53,21 @@ def _stored_tokens() -> Iterable[str]:
 
 def find_secret(text: str, known: Iterable[str]) -> tuple[int, str] | None:
     """Line number, from 1, and kind of the first secret in `text`; None where there is none. Never its value."""
-    found = [(text.find(value), "a secret of this machine") for value in known if value in text]
-    for kind, look in PATTERNS:
-        match = re.search(look, text)
-        found += [(match.start(), kind)] if match else []
-    if not found:
+    secrets = [(text.find(value), "a secret of this machine") for value in known if value in text]
+    for kind, pattern in PATTERNS:
+        match = re.search(pattern, text)
+        secrets += [(match.start(), kind)] if match else []
+    if not secrets:
         return None
-    position, kind = min(found)
+    position, kind = min(secrets)
     return text.count("\n", 0, position) + 1, kind
 
 
 def secret_key(value: Any, known: Iterable[str], key: str = "") -> tuple[str, str] | None:
     """Dotted key and kind of the first secret in a document of mappings and lists; None where there is none."""
     if isinstance(value, str):
-        found = find_secret(value, known)
-        return (key, found[1]) if found else None
+        secret = find_secret(value, known)
+        return (key, secret[1]) if secret else None
     entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     inner = (secret_key(entry, known, f"{key}.{name}" if key else str(name)) for name, entry in entries)
     return next(filter(None, inner), None)
@@ -83,7 +83,7 @@ def cover_secrets(text: str, known: Iterable[str]) -> str:
 
     The value of a key like `hub_token` is covered whatever it looks like.
     """
-    return NAMED.sub(lambda found: found[1] + _covered(found[2]), _hidden(text, known, _covered))
+    return NAMED.sub(lambda match: match[1] + _covered(match[2]), _hidden(text, known, _covered))
 
 
 def hide_in(value: Any, known: Iterable[str]) -> Any:
@@ -98,8 +98,8 @@ def hide_in(value: Any, known: Iterable[str]) -> Any:
 def _hidden(text: str, known: Iterable[str], instead: Callable[[str], str]) -> str:
     for value in sorted(known, key=len, reverse=True):
         text = text.replace(value, instead(value))
-    for _, look in PATTERNS:
-        text = re.sub(look, lambda found: instead(found[0]), text)
+    for _, pattern in PATTERNS:
+        text = re.sub(pattern, lambda match: instead(match[0]), text)
     return text
 
 
@@ -140,5 +140,5 @@ def _user() -> str:
 
 def variables(pattern: str) -> dict[str, str]:
     """Environment variables whose names match; a value that is not a plain word or number is shown as `set`."""
-    found = {name: value for name, value in sorted(os.environ.items()) if re.fullmatch(pattern, name)}
-    return {name: redact(value) if _PLAIN.fullmatch(value) else "set" for name, value in found.items()}
+    matching = {name: value for name, value in sorted(os.environ.items()) if re.fullmatch(pattern, name)}
+    return {name: redact(value) if _PLAIN.fullmatch(value) else "set" for name, value in matching.items()}

@@ -56,7 +56,7 @@ class Launch:
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     """Read the environment and the parent process. To be called early, while the launcher lives."""
-    words, launcher_environment = _find_launcher(environment)
+    words, inherited = _find_launcher(environment)
     options = _before_script(words)
     config = _option(options, "--config_file", "--config-file")
     by_srun = not words and "SLURM_PROCID" in environment and "RANK" in environment
@@ -64,18 +64,16 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     nodes = int(environment.get("GROUP_WORLD_SIZE", "1"))
     return Launch(
         words=tuple(words or [*(["srun"] if by_srun else []), "python", *sys.orig_argv[1:]]),
-        asked_processes=_asked_processes(options, launcher_environment),
+        asked_processes=_asked_processes(options, inherited),
         config_file=Path(config) if config else None,
-        threads_chosen="OMP_NUM_THREADS" in launcher_environment,
+        threads_chosen="OMP_NUM_THREADS" in inherited,
         world_size=world_size,
         rank=int(environment.get("RANK", "0")),
         on_cpu=_on_cpu(environment, config),
         local_rank=int(environment.get("LOCAL_RANK", "0")),
         local_world_size=int(environment.get("LOCAL_WORLD_SIZE", max(1, world_size // nodes))),
         nodes=nodes,
-        settings=tuple(
-            f"{name}={value}" for name, value in sorted(launcher_environment.items()) if name.startswith("PET_")
-        ),
+        settings=tuple(f"{name}={value}" for name, value in sorted(inherited.items()) if name.startswith("PET_")),
     )
 
 
@@ -171,14 +169,12 @@ def _option(arguments: Sequence[str], *names: str) -> str | None:
 
 
 # Of launchers, schedulers and engines: what a child inherits of these would make it a rank of this run.
-_OF_A_RANK = tuple(
-    "RANK WORLD_SIZE LOCAL_ GROUP_ ROLE_ MASTER_ TORCHELASTIC_ PET_ SLURM_ ACCELERATE_ FSDP_ DS_".split()
-)
+_OF_RANKS = tuple("RANK WORLD_SIZE LOCAL_ GROUP_ ROLE_ MASTER_ TORCHELASTIC_ PET_ SLURM_ ACCELERATE_ FSDP_ DS_".split())
 
 
 def environment_for_child(**variables: str) -> dict[str, str]:
     """The environment for a process that is not a rank of this run: without a rank's variables, with these."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_RANK)} | variables
+    return {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)} | variables
 
 
 _WAIT_SECONDS = 60  # torchrun ends ranks that do not leave after 30

@@ -239,7 +239,7 @@ def _slurm_run(plan: LaunchPlan) -> list[str]:
 
 def _slurm_again() -> list[str]:
     return [
-        f"# {_SAVE_SECONDS} s before the time limit Slurm tells the ranks to stop: they finish the step and save.",
+        f"# {_SAVE_SECONDS} s before the time limit Slurm signals the ranks to stop: they finish the step and save.",
         "# Where the run says that it did, the job queues again and goes on from there.",
         'after=$(cat "$state" 2>/dev/null)',
         'if [[ "$after" != "$before" && "$after" == *\'"state": "stopped"\'* ]]; then',

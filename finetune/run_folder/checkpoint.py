@@ -109,11 +109,11 @@ def write_checkpoint(
 
 def _refuse_not_finite(step: int, tensors: Mapping[str, Tensors], ranks: Ranks) -> None:
     mine = [f"{group}: {name}" for group, named in tensors.items() for name in not_finite(named, ranks.rank)]
-    found = sorted({name for names in ranks.gather(mine) for name in names})
-    if found:
+    bad = sorted({name for names in ranks.gather(mine) for name in names})
+    if bad:
         total = sum(len(named) for named in tensors.values())
         raise NotFinite(
-            f"step {step}: not finite: {len(found)} of {total} tensors to be saved, first {found[0]}; no checkpoint of "
+            f"step {step}: not finite: {len(bad)} of {total} tensors to be saved, first {bad[0]}; no checkpoint of "
             "this step is written, earlier ones are intact; lower training.learning_rate, or lengthen the warmup"
         )
 
@@ -134,7 +134,7 @@ def _written_by_all(temporary: Path, tensors: Mapping[str, Tensors], ranks: Rank
         if reason is not None:
             problem = f"rank {rank} could not write: {reason}"
             raise EnvironmentMismatch(f"{temporary}: {problem}; earlier checkpoints are intact")
-    return [found for found, _ in everyone]
+    return [facts_of_rank for facts_of_rank, _ in everyone]
 
 
 def _write_group(temporary: Path, group: str, named: Tensors, rank: int) -> dict[str, Any]:
@@ -160,21 +160,22 @@ def _write_group(temporary: Path, group: str, named: Tensors, rank: int) -> dict
 def _write_rest(temporary: Path, step: int, state: Mapping[str, Any], facts: list[dict[str, Any]]) -> None:
     """Rank 0's part: state and manifest. Raises AssertionError where pieces do not cover their tensors."""
     write_json(temporary / "state.json", state)
-    hashes = {found["file"]: found["sha256"] for ranks in facts for found in ranks.values() if "file" in found}
+    written = [group for rank_facts in facts for group in rank_facts.values() if "file" in group]
+    hashes = {group["file"]: group["sha256"] for group in written}
     hashes["state.json"] = _sha256(temporary / "state.json")
     files = {name: {"bytes": (temporary / name).stat().st_size, "sha256": hashes[name]} for name in sorted(hashes)}
     groups: dict[str, dict[str, Any]] = {group: {} for group in facts[0]}
     for rank_facts in facts:
-        for group, found in rank_facts.items():
-            for name, piece in found["pieces"].items():
+        for group, of_group in rank_facts.items():
+            for name, piece in of_group["pieces"].items():
                 entry = groups[group].setdefault(name, {"shape": piece["shape"], "dtype": piece["dtype"], "parts": []})
-                entry["parts"].append([found["file"], piece["start"], piece["n"]])
+                entry["parts"].append([of_group["file"], piece["start"], piece["n"]])
     for group, named in groups.items():
         for name, entry in named.items():
             entry["parts"].sort(key=lambda part: (part[1], part[2]))
-            whole = covers([(start, count) for _, start, count in entry["parts"]], math.prod(entry["shape"]))
-            assert whole, f"{group}: {name}: {entry} is not the whole tensor"
-    aliases = {group: found["aliases"] for group, found in facts[0].items()}
+            complete = covers([(start, count) for _, start, count in entry["parts"]], math.prod(entry["shape"]))
+            assert complete, f"{group}: {name}: {entry} is not the whole tensor"
+    aliases = {group: of_group["aliases"] for group, of_group in facts[0].items()}
     manifest = {"format": FORMAT, "step": step, "finite": True, "files": files, "groups": groups, "aliases": aliases}
     write_json(temporary / "MANIFEST.json", {**manifest, "sha256": _self_hash(manifest)})
 
@@ -210,8 +211,8 @@ def _self_hash(manifest: Mapping[str, Any]) -> str:
 
 def _folders(run_dir: Path) -> list[Path]:
     """Folders with a checkpoint's name, newest first; their content is not examined."""
-    found = [path for path in (run_dir / "checkpoints").glob("step-*") if path.is_dir() and _NAME.fullmatch(path.name)]
-    return sorted(found, key=_step, reverse=True)
+    paths = [path for path in (run_dir / "checkpoints").glob("step-*") if path.is_dir() and _NAME.fullmatch(path.name)]
+    return sorted(paths, key=_step, reverse=True)
 
 
 def _step(folder: Path) -> int:
@@ -268,10 +269,10 @@ def newest_valid(run_dir: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
     """The newest valid checkpoint, if any, and a line for each newer one that is damaged."""
     damaged: list[str] = []
     for folder in _folders(run_dir):
-        found = examine(folder)
-        if isinstance(found, Checkpoint):
-            return found, tuple(damaged)
-        damaged.append(f"{folder}: damaged, not used: {found}")
+        checkpoint = examine(folder)
+        if isinstance(checkpoint, Checkpoint):
+            return checkpoint, tuple(damaged)
+        damaged.append(f"{folder}: damaged, not used: {checkpoint}")
     return None, tuple(damaged)
 
 

@@ -63,17 +63,8 @@ class Heartbeat:
         """Write a heartbeat; `sync` flushes it to other machines at once (NFS would keep it for half a minute)."""
         with self._one_at_a_time:
             self._count += 1
-            record = HeartbeatRecord(
-                self._rank,
-                self._token,
-                socket.gethostname(),
-                this_machine(),
-                os.getpid(),
-                state,
-                phase,
-                step,
-                self._count,
-            )
+            process = (socket.gethostname(), this_machine(), os.getpid())
+            record = HeartbeatRecord(self._rank, self._token, *process, state, phase, step, self._count)
             os.pwrite(self._file, json.dumps(asdict(record)).encode().ljust(_BYTES), 0)
         if sync:
             os.fdatasync(self._file)

@@ -107,7 +107,7 @@ def optimizer_step(
 def _not_finite_reason(loss: float, grad_norm: float, loss_scale: float | None) -> str | None:
     """Why the run must end here; None where it may continue.
 
-    Gradients that overflow fp16 are no reason while a smaller loss scale is left to try.
+    Gradients that overflow fp16 are not a reason while a smaller loss scale is left to try.
     """
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return None

@@ -12,12 +12,11 @@ from finetune.launch.launcher import continue_command
 from finetune.measure.out_of_memory import does_not_fit, is_out_of_memory, memory_of
 from finetune.measure.phases import GIB, Phase, Phases, peak_bytes
 from finetune.run_folder.watchdog import Progress
-from finetune.training.planner_process import PlannerProcess, PlanRequest
+from finetune.training.planner_process import PLANNER_TIMEOUT, PlannerProcess, PlanRequest
 from finetune.training.start import Start
 from finetune.training.worst_step import longest_rows, micro_steps_to_try
 
 MEASURED = ("load", "forward", "backward", "step", "save")
-PLANNER_TIMEOUT = 60  # seconds for a planner that has not answered when the run ends
 
 
 def plan_request(start: Start) -> PlanRequest:

@@ -25,6 +25,7 @@ from finetune.launch.launcher import environment_for_child
 
 RESULT_FILE = f"{TEMPORARY_PREFIX}plan.json"  # in the run's folder; should it stay behind, the next start deletes it
 PLANNER_SWITCH = "FINETUNE_PLANNER"  # off: no planner beside the run
+PLANNER_TIMEOUT = 60  # seconds to wait for its result when the run ends
 POLL_SECONDS = 0.05
 
 

@@ -23,14 +23,7 @@ from finetune.measure.phases import Phase, Phases
 from finetune.model.optimizer import call_after_first_step, learning_rate_schedule
 from finetune.run_folder.folder import Claim, mark_run
 from finetune.run_folder.heartbeat import clear_heartbeats
-from finetune.run_folder.save_restore import (
-    export,
-    remove_temporary,
-    restore,
-    restore_temporary,
-    save,
-    save_temporary,
-)
+from finetune.run_folder.save_restore import export, remove_temporary, restore, restore_temporary, save, save_temporary
 from finetune.run_folder.train_state import TrainState
 from finetune.run_folder.trained_change import describe_change, trained_checksums, unchanged_tensors
 from finetune.run_folder.watchdog import Progress, watchdog
@@ -40,14 +33,8 @@ from finetune.strategies.loss_scaling import load_scaler_state
 from finetune.strategies.receipt import describe, write_receipt
 from finetune.strategies.zero import release_engine, remove_swap
 from finetune.training.loop import train
-from finetune.training.memory_report import (
-    PLANNER_TIMEOUT,
-    describe_memory,
-    memory_facts,
-    out_of_memory_explained,
-    plan_request,
-)
-from finetune.training.planner_process import PlannerProcess, planner_process
+from finetune.training.memory_report import describe_memory, memory_facts, out_of_memory_explained, plan_request
+from finetune.training.planner_process import PLANNER_TIMEOUT, PlannerProcess, planner_process
 from finetune.training.run import Run, check_vocabulary
 from finetune.training.run_output import Receipt, RunOutput
 from finetune.training.samples import look_before, write_samples

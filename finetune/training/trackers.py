@@ -72,7 +72,7 @@ class Trackers:
         settings = dict(_flat(self._recipe.model_dump(mode="json")))
         for name in self._recipe.report_to:
             with self._guarded(name):
-                self._open[name] = tracker = _open(name, run)
+                self._open[name] = tracker = _open_tracker(name, run)
                 if not first_step:
                     tracker.accelerate.store_init_configuration(settings)
         write_json(folder / IDENTITIES, run.identities)
@@ -103,7 +103,7 @@ class Trackers:
     @contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
         try:
-            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # trackio prints advertisements
+            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # trackio prints messages of its own
                 yield
         except Exception as error:  # trackers may raise anything
             self._open.pop(name, None)
@@ -245,7 +245,7 @@ class _MLflow:
 _Tracker = _TensorBoard | _Trackio | _Wandb | _MLflow
 
 
-def _open(name: Tracker, run: _TrackedRun) -> _Tracker:
+def _open_tracker(name: Tracker, run: _TrackedRun) -> _Tracker:
     match name:
         case "tensorboard":
             return _TensorBoard(run)
