@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from finetune.errors import FinetuneError
-from finetune.files import ASIDE, publish_folder, remove_folder, write_json
+from finetune.files import TEMPORARY_PREFIX, publish_folder, remove_folder, write_json
 from finetune.finished_run.agreement import (
     Agreement,
     ComparedDocument,
@@ -59,7 +59,7 @@ def merge_run(
     try:
         for kind in _candidates(run, base, compared=prompts > 0):
             log(f"merging into {_words(run, kind)}")
-            merged[kind] = run_dir / f"{ASIDE}merged-{kind}"
+            merged[kind] = run_dir / f"{TEMPORARY_PREFIX}merged-{kind}"
             remove_folder(merged[kind])
             write_merged(merge, merged[kind], getattr(torch, chosen), dequantized=kind == "dequantized", log=log)
         agreement = _verify(run, merge, merged, prompts, log) if prompts else None

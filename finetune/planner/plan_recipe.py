@@ -18,8 +18,6 @@ from finetune.errors import DoesNotFit
 from finetune.model import attention
 from finetune.model.build import attention_name
 from finetune.model.known_configs import full_config
-from finetune.model.optimizer import check_optimizer
-from finetune.model.quantization import check_sharded_quantization
 from finetune.planner.depth.caching_allocator import NoMemory, replay
 from finetune.planner.depth.extrapolate import SHALLOW, depths, extrapolate, layers_kept_gathered, with_layers
 from finetune.planner.depth.fork import run_in_forks
@@ -32,7 +30,7 @@ from finetune.planner.trace.trace import STEPS, trace
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, read_strategy
-from finetune.strategies.zero_requirements import require_engine
+from finetune.strategies.accelerator import check_combination
 from finetune.tokens.batches import MicroBatch
 
 # Outside of the tensors, and so of every trace: measured by others, see docs/planner.md.
@@ -91,13 +89,13 @@ def plan_recipe(
         must_fit: Raise DoesNotFit as soon as that is certain, which takes half a plan.
     """
     strategy = read_strategy(recipe.accelerate_config)
-    _refuse_untrainable(recipe, strategy, on_cpu=gpus is None)
+    check_combination(recipe, strategy, on_cpu=gpus is None)
     config, source = full_config(recipe.model.name_or_path, recipe.model.revision)
     notes = [f"model: {source}"]
     if recipe.training.mixed_precision == "fp16":
         recipe = _changed(recipe, mixed_precision="bf16")
         notes.append("fp16 is planned as bf16, which is as wide")
-    ranks = 1 if strategy.kind == "single" else gpus.count * gpus.nodes if gpus else ranks or 1
+    ranks = strategy.rank_count(gpus.count * gpus.nodes if gpus else ranks or 1)
     node = gpus.count if gpus else node or ranks
     shown, exact = batches or worst_batches(recipe, ranks), bool(batches) and gpus is None
     outside = {"CUDA context": CONTEXT} | ({"NCCL": NCCL} if ranks > 1 else {})
@@ -107,7 +105,7 @@ def plan_recipe(
         job = _Job(recipe, strategy, shown, ranks, node, gpus is not None, beside, most)
         found = _traced(job, config, Path(folder), whole=exact)
     work = found.work
-    if strategy.kind == "ddp":
+    if strategy.gradient_buckets:
         work = of_ddp(work, found.phases["step"].peak.parts["gradients"])
     layout = _layout(recipe, strategy, shown, ranks, node, int(config["num_hidden_layers"]))
     planned = Planned(found.phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes), work, layout)
@@ -166,7 +164,7 @@ class _Traced:
 def _traced(job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool) -> _Traced:
     """The model of this depth from shallow ones, or from itself where the `whole` is asked for."""
     layers, every = int(config["num_hidden_layers"]), max(1, int(job.recipe.training.activation_checkpointing))
-    shallow = SHALLOW + (layers_kept_gathered(config, _packed(job.recipe)) if job.strategy.zero_stage == 3 else 0)
+    shallow = SHALLOW + (0 if job.strategy.layers_repeat else layers_kept_gathered(config, _packed(job.recipe)))
     few, more = depths(layers, every, shallow)
     needed = (layers,) if whole or layers <= more else (more, few)
     with run_in_forks({depth: partial(_shallow, job, config, depth, folder) for depth in needed}) as traced:
@@ -186,7 +184,7 @@ def _traced(job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool) 
         grown = partial(extrapolate, timeline_of, layers, period=every, shallow=shallow)
         if not job.on_gpu:
             return _Traced(grown("cpu"), at_depth(work, layers))
-        repeats = job.strategy.zero_stage != 3
+        repeats = job.strategy.layers_repeat
         if job.most is not None and repeats:
             _refuse_larger(spliced_of(needed[0]), job.beside, job.most)
         phases, host = grown(NAME), {name: phase.peak.nbytes for name, phase in grown("cpu").items()}
@@ -201,8 +199,8 @@ def _shallow(job: _Job, config: Mapping[str, Any], layers: int, folder: Path) ->
     """The model with so many layers, traced."""
     smaller = with_layers(job.recipe, config, layers, folder)
     done = trace(smaller, job.strategy, job.batches, ranks=job.ranks, node=job.node, gpu=job.on_gpu)
-    moved = {phase: found.moved for phase, found in done.measured.items()}
-    steps, once = len(job.batches), _reduces_once(job.strategy)
+    moved = {phase: found.collectives for phase, found in done.measured.items()}
+    steps, once = len(job.batches), job.strategy.reduces_once
     return done.timeline, per_step(done.operations, moved, steps=STEPS, micro_steps=steps, reduces_once=once)
 
 
@@ -226,11 +224,6 @@ def _packed(recipe: Recipe) -> int:
     return 2 * int(getattr(torch, recipe.quantization.bnb_4bit_quant_storage).itemsize)
 
 
-def _reduces_once(strategy: Strategy) -> bool:
-    """Whether gradients wait for a step's last micro-batch."""
-    return strategy.kind == "ddp" or strategy.zero_stage == 1
-
-
 def _layout(
     recipe: Recipe, strategy: Strategy, batches: Sequence[MicroBatch], ranks: int, node: int, layers: int
 ) -> Layout:
@@ -241,9 +234,9 @@ def _layout(
         tokens=max(batch["input_ids"].numel() for batch in batches),
         rows=math.ceil(training.global_batch_size / training.per_device_batch_size),
         layers=layers,
-        copies=1 if strategy.replicas is None else strategy.replicas or ranks // node,
-        reduces_once=_reduces_once(strategy),
-        shards_state=strategy.kind in ("fsdp", "deepspeed"),
+        copies=strategy.replica_count(ranks, node),
+        reduces_once=strategy.reduces_once,
+        shards_state=strategy.shards_optimizer_state,
     )
 
 
@@ -274,12 +267,3 @@ def _copied(value: Any) -> Any:
 
 def _changed(recipe: Recipe, **training: Any) -> Recipe:
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=training)})
-
-
-def _refuse_untrainable(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
-    """Raise what the trainer would raise for this recipe under this strategy, wherever it runs."""
-    if strategy.kind == "deepspeed":
-        require_engine(recipe, strategy, on_cpu=on_cpu)
-    if strategy.kind == "fsdp":
-        check_sharded_quantization(recipe)
-    check_optimizer(recipe.training.optim, on_cpu=on_cpu, sharded=strategy.kind == "fsdp")

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from finetune.cli.main import app, main
 from finetune.recipe.loader import load_recipe
 from finetune.train import main as train
-from tests.support.soak_resume import write_recipe
+from tests.support.soak_resume import write_resume_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,14 +42,14 @@ RUN = [
 ]
 # Commands that take longer, or more than a run on this machine; and where the like is run.
 ELSEWHERE = {
-    "finetune plan": "test_plan_verb.py",
-    "finetune rehearse": "test_rehearse.py",
-    "finetune compare": "test_compare.py",
-    "finetune report runs/quickstart_compare": "test_report.py",
-    "finetune eval runs/quickstart --tasks": "test_held_out.py",
-    "finetune push runs/quickstart me/devils": "test_hub_push.py",
-    "finetune import": "test_import.py",
-    "finetune doctor": "test_doctor.py",
+    "finetune plan": "planner/test_command.py",
+    "finetune rehearse": "preflight/test_rehearse.py",
+    "finetune compare": "preflight/test_compare.py",
+    "finetune report runs/quickstart_compare": "report/test_run_page.py",
+    "finetune eval runs/quickstart --tasks": "finished_run/test_evaluate.py",
+    "finetune push runs/quickstart me/devils": "hub/test_push.py",
+    "finetune import": "importers/test_convert.py",
+    "finetune doctor": "preflight/test_doctor.py",
 }
 
 
@@ -128,7 +128,7 @@ def test_what_is_run_elsewhere_is_run_there(command: str) -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as a clone is after README's first command, but for the size of its run."""
     folder = tmp_path_factory.mktemp("clone")
-    recipe = write_recipe(folder, steps=4, dropout=0.0)
+    recipe = write_resume_recipe(folder, steps=4, dropout=0.0)
     for name in ("quickstart", "a", "b"):
         assert train([str(recipe), f"output_dir={folder / 'runs' / name}"]) == 0
     for name in ("recipes", "accelerate_configs", "data", "finetune"):
@@ -185,4 +185,4 @@ def test_the_guides_last_line_is_the_trainers() -> None:
     line = next(block for block in blocks("") if block.startswith("rank 9 died"))
     words = "killed, perhaps for memory (see dmesg), or crashed"
     assert words in line
-    assert words in "".join(path.read_text("utf-8") for path in (ROOT / "finetune").glob("*.py"))
+    assert words in "".join(path.read_text("utf-8") for path in (ROOT / "finetune").rglob("*.py"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,18 +14,9 @@ from finetune.hub.checkpoints import CheckpointPusher
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.train import main as train
-from tests.support.hub import Hub, running_hub
+from tests.support.hub import Hub
 from tests.support.hub.server import TOKEN
 from tests.support.tiny import write_chats
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    # The client reads HF_HUB_DISABLE_XET and HF_ENDPOINT once, when it is imported.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with running_hub() as running:
-        yield running
 
 
 @pytest.fixture

@@ -91,15 +91,6 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    # The client reads HF_HUB_DISABLE_XET and HF_ENDPOINT once, when it is imported.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with running_hub() as running:
-        yield running
-
-
 def send(run: Path, hub: Hub, to: Destination = ME, **options: Any) -> tuple[dict[str, Any], list[float], list[str]]:
     """Result, waits and words of a push that does not really wait."""
     waits: list[float] = []

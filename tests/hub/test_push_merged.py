@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,18 +16,13 @@ from finetune.hub.around_training import push_after_training
 from finetune.hub.push import Destination, chosen_destination, prepare_upload
 from finetune.recipe.loader import recipe_from_resolved
 from tests.support.finished import finished_run
-from tests.support.hub import Hub, running_hub
-from tests.support.hub.server import TOKEN
+from tests.support.hub import Hub
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    # The client reads HF_HUB_DISABLE_XET and HF_ENDPOINT once, when it is imported.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with running_hub() as running:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", running.url)
-        yield running
+def hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    return hub
 
 
 def test_the_merged_model_arrives_whole(

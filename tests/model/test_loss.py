@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from finetune.model import loss as loss_module
-from finetune.model.loss import IGNORE, summed_cross_entropy
+from finetune.model.loss import summed_cross_entropy
+from finetune.tokens.tokenizer import IGNORE
 
 VOCABULARY, HIDDEN = 97, 32
 ALL, SUPERVISED = 100, 91  # positions in `inputs`

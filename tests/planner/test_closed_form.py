@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.closed_form import closed, key_of, points, recipe_of, traced
 from finetune.model.known_configs import full_config
 from finetune.planner.closed_form.estimate import RESERVED, estimate, unknown
 from finetune.planner.closed_form.rank import Job, read_strategy
 from finetune.planner.closed_form.shape import shape_of
 from finetune.recipe.gpus import read_gpus
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
+from tests.support.closed_form_points import closed, key_of, points, recipe_of, traced
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "closed_form.json"
@@ -134,6 +134,7 @@ def test_it_takes_no_time() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, finetune.plan.remedies, finetune.plan.pick; print({'torch', 'transformers'} & {*sys.modules})"
+    modules = "sys, finetune.planner.remedies, finetune.planner.pick"
+    code = f"import {modules}; print({{'torch', 'transformers'}} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "set()", done.stderr

@@ -21,6 +21,7 @@ from finetune.preflight.compare import Comparison, figures, job_command, loss_ag
 from finetune.preflight.compare_report import draw, moved_per_step, print_tables, run_and_report
 from finetune.preflight.job_failure import failure_reason
 from finetune.recipe.loader import load_recipe
+from tests.support.recipes import tiny, write_recipe
 from tests.support.tiny import save_tiny, write_chats
 
 GIB = 2**30
@@ -35,21 +36,13 @@ TORCHRUN = (
 def recipe(tiny_llama: Path, tmp_path: Path) -> Path:
     """Four rows a step, one micro-step on two ranks; full fine-tuning in float32."""
     chats = write_chats(tmp_path / "chats.jsonl", [20, 30, 40, 50])
-    values = {
-        "model": {"name_or_path": str(tiny_llama), "dtype": "float32"},
+    content: dict[str, Any] = {
         "lora": None,
-        "data": {"train": [{"path": "json", "data_files": str(chats)}], "packing": False, "max_length": 64},
-        "training": {
-            "global_batch_size": 4,
-            "per_device_batch_size": 2,
-            "mixed_precision": "no",
-            "learning_rate": 1e-3,
-        },
+        "data": {"packing": False, "max_length": 64},
+        "training": {"global_batch_size": 4, "per_device_batch_size": 2, "learning_rate": 1e-3},
         "output_dir": str(tmp_path / "run"),
     }
-    file = tmp_path / "recipe.yaml"
-    file.write_text(json.dumps(values), "utf-8")
-    return file
+    return write_recipe(tmp_path, tiny(tiny_llama, chats, **content))
 
 
 def comparison(recipe: Path, **changes: Any) -> Comparison:

@@ -20,7 +20,6 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.rehearse_all import LONGEST_SECONDS, NAME, recipes, stands
 from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.known_configs import CONFIGS, HUB_NAMES, full_config
@@ -36,6 +35,7 @@ from finetune.recipe.schema import Data, Recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.run_folder.checkpoint import write_checkpoint
 from finetune.run_folder.save_restore import export_adapter
+from tests.support.recipe_results import LONGEST_SECONDS, RESULTS, recipes, stands
 from tests.support.tiny import save_tiny, tiny_model, tiny_tokenizer, write_chats
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +71,7 @@ class TestShrink:
     @pytest.mark.parametrize("stem", PARAMETERS)
     def test_configurations_are_the_models(self, stem: str) -> None:
         config, source = full_config(f"{HUB_NAMES[stem][0]}-Instruct")
-        assert source == f"finetune/configs/{stem}.json"
+        assert source == f"finetune/model/configs/{stem}.json"
         assert parameters_of(config) == PARAMETERS[stem]
 
     @pytest.mark.parametrize("stem", PARAMETERS)
@@ -413,7 +413,7 @@ def test_kill_all_leaves_none(family: subprocess.Popen[bytes], tmp_path: Path) -
 
 def test_every_recipe_was_rehearsed() -> None:
     """benchmarks/rehearse_all.py, after the last change of a recipe."""
-    results = json.loads((ROOT / "benchmarks" / "results" / f"{NAME}.json").read_text("utf-8"))["recipes"]
+    results = json.loads((RESULTS / "rehearse.json").read_text("utf-8"))["recipes"]
     every = recipes()
     assert set(results) == set(every)
     again = "run python benchmarks/rehearse_all.py"

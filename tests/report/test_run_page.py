@@ -16,6 +16,7 @@ from finetune.report.curves import read_runs, summary
 from finetune.report.pictures import Chart, Series, inline_svg, number_label, save_png, thinned
 from finetune.report.run_page import report, write_page, write_pages
 from finetune.train import main
+from tests.support.recipes import tiny, write_recipe
 from tests.support.tiny import write_chats
 
 VOID = {"meta", "path", "use", "rect"}
@@ -158,17 +159,15 @@ def test_what_fails_is_told_and_disturbs_nothing(tmp_path: Path) -> None:
 
 def test_training_writes_it_at_each_evaluation_and_at_the_end(tmp_path: Path, tiny_llama: Path) -> None:
     chats = write_chats(tmp_path / "chats.jsonl", [30, 45, 60, 80])
-    recipe = {
-        "model": {"name_or_path": str(tiny_llama), "dtype": "float32"},
+    sections: dict[str, Any] = {
         "lora": {"r": 2},
-        "data": {"train": [{"path": "json", "data_files": str(chats)}], "eval": {"fraction": 0.3}, "max_length": 128},
-        "training": {"global_batch_size": 1, "max_steps": 2, "mixed_precision": "no"},
+        "data": {"eval": {"fraction": 0.3}, "max_length": 128},
+        "training": {"global_batch_size": 1, "max_steps": 2},
         "samples": {"count": 1, "max_new_tokens": 2},
         "eval_steps": 1,
         "output_dir": str(tmp_path / "run"),
     }
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe), "utf-8")
-    assert main([str(tmp_path / "recipe.yaml")]) == 0
+    assert main([str(write_recipe(tmp_path, tiny(tiny_llama, chats, **sections)))]) == 0
     text = text_of((tmp_path / "run" / "report.html").read_text("utf-8"))
     assert "finished" in text
     assert "single on 1 x cpu" in text

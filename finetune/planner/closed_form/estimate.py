@@ -15,6 +15,7 @@ from finetune.planner.closed_form.peaks import backward, forward
 from finetune.planner.closed_form.rank import Job, Parts, read_strategy
 from finetune.planner.closed_form.shape import FAMILIES
 from finetune.recipe.gpus import Gpus
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 
 CONTEXT, NCCL = 500_000_000, 700_000_000  # job.py
@@ -54,13 +55,13 @@ def unknown(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -> str
         return "on a CPU"
     if config.get("model_type") not in FAMILIES:
         return f"the architecture {config.get('model_type')}"
-    if strategy.kind == "deepspeed" or strategy.offloaded:
+    if strategy.kind not in RESERVED or strategy.offloaded:
         return f"accelerate_config: {strategy.name}"
     if training.mixed_precision == "no":
         return "training.mixed_precision: no"
     if recipe.model.attention != "auto":
         return f"model.attention: {recipe.model.attention}"
-    if training.optim != "adamw":
+    if OPTIMIZERS[training.optim].moment_bytes is not None:
         return f"training.optim: {training.optim}"
     if recipe.quantization is not None and recipe.quantization.load_in_8bit:
         return "quantization.load_in_8bit"

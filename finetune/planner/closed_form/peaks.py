@@ -36,7 +36,7 @@ def _add(parts: Parts, **more: int) -> Parts:
 def _before_gradients(job: Job, *, activations: int, casts: int) -> Parts:
     """As `_running`, in the last micro-batch of a step, whose backward has made no gradient yet."""
     here = _running(job, gradients=job.gradients * job.again, activations=activations, casts=casts)
-    if job.strategy.kind == "ddp" and job.micro_steps > 1:
+    if job.strategy.gradient_buckets and job.micro_steps > 1:
         here = _add(here, backward_workspace=job.gradients)
     return here
 

@@ -11,6 +11,7 @@ from typing import Any
 from finetune.planner.closed_form.layer import FLOAT32, HALF, Step, Way, layer_steps
 from finetune.planner.closed_form.shape import Shape, shape_of
 from finetune.recipe.gpus import Gpus
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.recipe.strategy import read_strategy as _read
@@ -37,24 +38,21 @@ class Job:
 
     @cached_property
     def sharded(self) -> bool:
-        return self.strategy.kind == "fsdp"
+        return self.strategy.shards_parameters
 
     @cached_property
     def ranks(self) -> int:
-        return 1 if self.strategy.kind == "single" else self.gpus.count * self.gpus.nodes
+        return self.strategy.rank_count(self.gpus.count * self.gpus.nodes)
 
     @cached_property
     def shards(self) -> int:
-        if not self.sharded:
-            return 1
-        copies = self.strategy.replicas
-        return self.ranks if copies is None else self.ranks // (copies or self.gpus.nodes)
+        return self.ranks // self.strategy.replica_count(self.ranks, self.gpus.count) if self.sharded else 1
 
     @cached_property
     def copied(self) -> bool:
         """Whether reduced gradients are reduced again over copies, in buffers that stay until backward is over. A
         float32 gradient that is a tensor's first is this buffer itself."""
-        return self.strategy.replicas is not None and (self.micro_steps > 1 or self.width == HALF)
+        return self.strategy.replicates and (self.micro_steps > 1 or self.width == HALF)
 
     @cached_property
     def full(self) -> bool:
@@ -204,24 +202,24 @@ class Job:
     @cached_property
     def again(self) -> bool:
         """Whether gradients are there before backward makes them: of the micro-batch before, or DDP's buckets."""
-        return self.micro_steps > 1 or self.strategy.kind == "ddp"
+        return self.micro_steps > 1 or self.strategy.gradient_buckets
 
     @cached_property
     def buckets(self) -> Parts:
         """DDP's, of which gradients are views: there from the beginning to the end."""
-        return {"gradients": self.gradients} if self.strategy.kind == "ddp" else {}
+        return {"gradients": self.gradients} if self.strategy.gradient_buckets else {}
 
     def apart(self, layers: int) -> int:
         """Bytes of gradients beside DDP's buckets: those of micro-batches that are not reduced are tensors of their
         own until the one that is copies them in. `layers` are those it has not come to, and the embeddings with them.
         """
-        if self.strategy.kind != "ddp" or self.micro_steps == 1:
+        if not self.strategy.gradient_buckets or self.micro_steps == 1:
             return 0
         return self.width * (self.trained_of_layer * layers + self.shape.table * self.full)
 
     @cached_property
     def static(self) -> Parts:
-        state = 2 * self.width * self.trained
+        state = OPTIMIZERS[self.recipe.training.optim].state_bytes(self.width) * self.trained
         return {"parameters": self.parameters, "optimizer state": state, "other": CUBLAS} | self.buckets
 
     def stays(self, layers: int) -> tuple[int, int]:
