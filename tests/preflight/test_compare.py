@@ -205,7 +205,7 @@ def test_mistakes_are_told_before_anything_runs(recipe: Path, tmp_path: Path) ->
         plan_comparison(recipe, ["nonsense=1"], strategies="ddp", steps=1, processes=None, folder=None)
     with pytest.raises(FinetuneError, match="--strategies"):
         comparison(recipe, strategies=" , ")
-    with pytest.raises(FinetuneError, match="no comparison"):
+    with pytest.raises(FinetuneError, match="not a comparison"):
         comparison(recipe, folder=tmp_path)  # the recipe lies there
     assert main(["compare", str(tmp_path / "missing.yaml")]) == 2
 

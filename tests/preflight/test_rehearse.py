@@ -330,7 +330,7 @@ class TestWhatIsSeen:
     def test_on_the_terminal(self, monkeypatch: pytest.MonkeyPatch) -> None:
         stream = io.StringIO()
         monkeypatch.setattr(rehearsals, "Console", lambda **_: Console(file=stream, width=300))
-        with rehearsals.show(quiet=False) as log:
+        with rehearsals.checklist_printer(quiet=False) as log:
             log({"name": "loads", "ok": True, "seconds": 1.25, "seen": "a model"})
             log({"differs": "device: [one] process"})
             log({"name": "trains", "ok": False, "seconds": 20.0, "seen": "no such thing"})
