@@ -160,13 +160,13 @@ def _chat(row: Mapping[str, Any], messages: Any, column: str) -> Chat:
         raise BadRow(f'{column!r} must be a list of messages, this is {json_kind(messages)}; write [{{"role": ...}}]')
     if not messages:
         raise BadRow(f"{column!r} is an empty list; give it a user and an assistant turn")
-    messages, learned = [], []
+    checked, learned = [], []
     for index, message in enumerate(messages):
         where = f"{column}[{index}]"
-        messages.append(read_message(message, where))
+        checked.append(read_message(message, where))
         learned.append(is_learned(message, where))
-    _check_turns(messages)
-    return Chat(messages, read_tools(row.get("tools")), learned)
+    _check_turns(checked)
+    return Chat(checked, read_tools(row.get("tools")), learned)
 
 
 def _check_turns(messages: list[dict[str, Any]]) -> None:
