@@ -42,9 +42,7 @@ def need_of(recipe: Recipe) -> Need:
         checkpoint=trained * (width + OPTIMIZERS[training.optim].state_bytes(width)),
         kept=recipe.save_total_limit,
         export=trained * width if recipe.lora else total * frozen,
-        download=0
-        if weights_are_here(recipe.model.name_or_path, recipe.model.revision)
-        else total * 2,  # published in 16 bits
+        download=0 if here else total * 2,  # published in 16 bits
     )
 
 
