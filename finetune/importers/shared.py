@@ -33,7 +33,7 @@ def optimizer(theirs: ForeignConfig, key: str, default: str) -> None:
         theirs.write("training.optim", DEFAULT, f"{key}: {name} is not offered")
     elif chosen_strategy(theirs).shards_modules and not OPTIMIZERS[ours].works_on_shards:
         theirs.leave(
-            key, "differs", "bitsandbytes updates whole tensors, this strategy has shards; adamw is sharded too"
+            key, "differs", "bitsandbytes updates full tensors, this strategy has shards; adamw is sharded too"
         )
         theirs.write("training.optim", DEFAULT, "sharded like the weights")
     elif name:
