@@ -199,7 +199,7 @@ def _shallow(job: _Job, config: Mapping[str, Any], layers: int, folder: Path) ->
     """The model with so many layers, traced."""
     smaller = with_layers(job.recipe, config, layers, folder)
     done = trace(smaller, job.strategy, job.batches, ranks=job.ranks, node=job.node, gpu=job.on_gpu)
-    moved = {phase: found.moved for phase, found in done.measured.items()}
+    moved = {phase: found.collectives for phase, found in done.measured.items()}
     steps, once = len(job.batches), job.strategy.reduces_once
     return done.timeline, per_step(done.operations, moved, steps=STEPS, micro_steps=steps, reduces_once=once)
 

@@ -9,6 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune.files import cache_folder
 from finetune.model.packaged import weights_are_here
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
@@ -24,7 +25,7 @@ class Need:
     checkpoint: int  # one of them
     kept: int
     export: int
-    download: int  # of base weights that are not here yet
+    download: int  # of base weights that are not on this machine yet
 
     @property
     def in_run_folder(self) -> int:
@@ -71,16 +72,14 @@ def folders(recipe: Recipe | None) -> dict[str, Path]:
     """Where a run writes, by what is there."""
     from huggingface_hub import constants
 
-    from finetune.tokens.cache import cache_folder
-
     run = Path(recipe.run_dir) if recipe else Path.cwd()
     return {"run folder": run, "model cache": Path(constants.HF_HUB_CACHE), "token cache": cache_folder()}
 
 
 def free_bytes(folder: Path) -> int:
     """Free on the disk of a folder that need not be there yet."""
-    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    return shutil.disk_usage(there).free
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    return shutil.disk_usage(existing).free
 
 
 def may_write(folder: Path) -> bool:

@@ -20,7 +20,7 @@ from finetune.launch import launcher
 from finetune.launch.script import plan_launch, script
 from finetune.launch.slurm import slurm_ranks
 from tests.support.cells import free_ports
-from tests.support.soak_resume import write_recipe
+from tests.support.soak_resume import write_resume_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "llama3_fsdp.yaml"  # 4 GPUs of one machine
@@ -203,7 +203,7 @@ def test_what_does_not_fit_is_refused(
 
 @pytest.mark.parametrize(
     ("words", "word"),
-    [(["--on", "pbs"], "none of slurm, torchrun, accelerate"), (["training.sed=1"], "training.sed")],
+    [(["--on", "pbs"], "one of slurm, torchrun, accelerate"), (["training.sed=1"], "training.sed")],
 )
 def test_mistakes_of_the_command(words: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", str(RECIPE), *words]) == 2
@@ -217,7 +217,7 @@ def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path, capsys: pytest.
         assert file.read_text() == capsys.readouterr().out
     file.write_text("mine\n")
     assert main(["launch", str(RECIPE), "--on", "slurm", "-o", str(file)]) == 2
-    assert "is no file of `finetune launch`" in capsys.readouterr().err
+    assert "was not made by `finetune launch`" in capsys.readouterr().err
     assert file.read_text() == "mine\n"
     assert main(["launch", str(RECIPE), "--on", "slurm", "--json", "-o", str(tmp_path / "b.sh")]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -295,7 +295,7 @@ def state_of(run_dir: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(("on", "nodes"), [("torchrun", 1), ("torchrun", 2), ("accelerate", 2)])
 def test_the_file_runs(on: str, nodes: int, tmp_path: Path) -> None:
-    recipe, run_dir, file = write_recipe(tmp_path, steps=4, dropout=0.0), tmp_path / "run", tmp_path / "start.sh"
+    recipe, run_dir, file = write_resume_recipe(tmp_path, steps=4, dropout=0.0), tmp_path / "run", tmp_path / "start.sh"
     words = [str(recipe), "--on", on, "--nodes", str(nodes), "-o", str(file)]
     assert main(["launch", *words, f"output_dir={run_dir}", "accelerate_config=fsdp2"]) == 0
     # Other tests of this machine may have the usual one.
@@ -309,7 +309,7 @@ def test_the_file_runs(on: str, nodes: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_slurm_job_stops_before_its_time_queues_again_and_ends(tmp_path: Path) -> None:
-    recipe, run_dir, file = write_recipe(tmp_path, steps=60, dropout=0.0), tmp_path / "run", tmp_path / "job.sh"
+    recipe, run_dir, file = write_resume_recipe(tmp_path, steps=60, dropout=0.0), tmp_path / "run", tmp_path / "job.sh"
     words = [str(recipe), "--on", "slurm", "--nodes", "2", "-o", str(file)]
     assert main(["launch", *words, f"output_dir={run_dir}", "accelerate_config=ddp", "eval_steps=60"]) == 0
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):

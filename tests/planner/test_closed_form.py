@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.closed_form import closed, key_of, points, recipe_of, traced
 from finetune.model.known_configs import full_config
 from finetune.planner.closed_form.estimate import RESERVED, estimate, unknown
 from finetune.planner.closed_form.rank import Job, read_strategy
 from finetune.planner.closed_form.shape import shape_of
-from finetune.recipe.gpus import read_gpus
+from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
+from tests.support.closed_form_points import closed, key_of, points, recipe_of, traced
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "closed_form.json"
@@ -96,7 +96,7 @@ def test_what_a_layer_leaves_for_backward() -> None:
     """In bfloat16 throughout: T (16h + 4q + 4kv + 4n + 8f + 8) bytes, as can be counted by hand."""
     job = recipe(lora=None, training={"pure_bf16": True})
     h, q, kv, heads, inner, tokens = 4096, 4096, 1024, 32, 14336, 4096
-    kept = Job(job, full_config(job.model.name_or_path)[0], read_gpus("80GB")).kept
+    kept = Job(job, full_config(job.model.name_or_path)[0], parse_gpus("80GB")).kept
     assert kept == tokens * (16 * h + 4 * q + 4 * kv + 4 * heads + 8 * inner + 8)
 
 
@@ -104,7 +104,7 @@ def test_components_and_phases_are_the_plans_own() -> None:
     from finetune.planner.trace.timeline import COMPONENTS
 
     job = recipe(quantization=Quantization(load_in_4bit=True))
-    found = estimate(job, full_config(job.model.name_or_path)[0], read_gpus("24GB"))
+    found = estimate(job, full_config(job.model.name_or_path)[0], parse_gpus("24GB"))
     assert list(found.phases) == ["load", "forward", "backward", "step", "save"]
     assert {part for parts in found.phases.values() for part in parts} <= set(COMPONENTS)
     assert all(size > 0 for parts in found.phases.values() for size in parts.values())
@@ -121,11 +121,11 @@ def test_components_and_phases_are_the_plans_own() -> None:
 )
 def test_what_has_no_closed_form_says_so(keys: dict[str, Any], reason: str) -> None:
     job = recipe(**keys)
-    assert reason in (unknown(job, full_config(job.model.name_or_path)[0], read_gpus("24GB")) or "")
+    assert reason in (unknown(job, full_config(job.model.name_or_path)[0], parse_gpus("24GB")) or "")
 
 
 def test_it_takes_no_time() -> None:
-    job, gpus = recipe("meta-llama/Llama-3.1-405B", accelerate_config="fsdp2", lora=None), read_gpus("H100:8", 64)
+    job, gpus = recipe("meta-llama/Llama-3.1-405B", accelerate_config="fsdp2", lora=None), parse_gpus("H100:8", 64)
     config = full_config(job.model.name_or_path)[0]
     begun = time.process_time()
     for _ in range(5):
@@ -134,7 +134,6 @@ def test_it_takes_no_time() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    modules = "sys, finetune.planner.remedies, finetune.planner.pick"
-    code = f"import {modules}; print({{'torch', 'transformers'}} & {{*sys.modules}})"
+    code = "import sys; from finetune.planner import pick, remedies; print({'torch', 'transformers'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "set()", done.stderr

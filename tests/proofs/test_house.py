@@ -98,8 +98,20 @@ def upward(uses: dict[str, set[str]]) -> list[str]:
     return sorted(wrong)
 
 
-def uses() -> dict[str, set[str]]:
-    return {module: ours(named(ast.walk(tree))) - {module} for module, tree in MODULES.items()}
+def uses(*, at_run_time: bool = False) -> dict[str, set[str]]:
+    """Module -> modules that it imports; `at_run_time`: without those that only type checkers see."""
+    hidden = {
+        module: {id(each) for node in ast.walk(tree) if at_run_time and is_for_types(node) for each in ast.walk(node)}
+        for module, tree in MODULES.items()
+    }
+    return {
+        module: ours(named(node for node in ast.walk(tree) if id(node) not in hidden[module])) - {module}
+        for module, tree in MODULES.items()
+    }
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def circle(uses: dict[str, set[str]]) -> list[str]:
@@ -122,7 +134,7 @@ def test_imports_go_down() -> None:
 
 
 def test_imports_go_in_no_circle() -> None:
-    assert circle(uses()) == []
+    assert circle(uses(at_run_time=True)) == []
 
 
 @pytest.mark.parametrize(
@@ -145,6 +157,44 @@ def test_an_import_upward_or_sideways_is_seen(module: str, other: str) -> None:
 def test_a_circle_is_seen() -> None:
     found = circle(uses() | {"recipe.schema": {"recipe.loader"}})
     assert {"recipe.schema", "recipe.loader"} <= set(found)
+
+
+def unshared(modules: dict[str, ast.Module]) -> list[str]:
+    """What a test file or a benchmark takes from another one: what two of them need is in tests/support.
+
+    A test of tests/benchmarks/ is of one benchmark script, which it imports.
+    """
+    wrong = []
+    for module, tree in modules.items():
+        for name in named(ast.walk(tree)):
+            is_test = name.startswith("tests.") and not name.startswith("tests.support.")
+            script = name.startswith("benchmarks") and not module.startswith(("benchmarks.", "tests.benchmarks."))
+            if is_test or script:
+                wrong.append(f"{module} imports {name}")
+    return sorted(wrong)
+
+
+def test_tests_and_benchmarks_share_through_support_alone() -> None:
+    files = [path for folder in ("tests", "benchmarks") for path in (PACKAGE.parent / folder).rglob("*.py")]
+    names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in files]
+    assert unshared({name: ast.parse(path.read_text()) for name, path in zip(names, files, strict=True)}) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "seen"),
+    [
+        ("tests.model.test_loss", "from tests.training.test_loop import Bench", True),
+        ("tests.support.tiny", "from tests.training import test_loop", True),
+        ("tests.model.test_loss", "def test(): from benchmarks.common import RESULTS", True),
+        ("tests.support.tiny", "import benchmarks.common", True),
+        ("benchmarks.head", "from tests.model.test_loss import inputs", True),
+        ("benchmarks.head", "from tests.support.tiny import save_tiny", False),
+        ("benchmarks.head", "from benchmarks.common import write_result", False),
+        ("tests.benchmarks.test_head", "from benchmarks import head", False),
+    ],
+)
+def test_a_test_that_takes_from_another_is_seen(module: str, line: str, seen: bool) -> None:
+    assert bool(unshared({module: ast.parse(line)})) == seen
 
 
 def listed(module: str) -> bool:

@@ -25,6 +25,7 @@ from finetune.run_folder.folder import (
     mark_run,
     read_state,
 )
+from tests.support.recipes import least_recipe
 
 IDENTITY = {"training.seed": 42, "training.learning_rate": 2e-4, "lora.r": 16, "data": "abc"}
 
@@ -122,7 +123,12 @@ REFUSALS: list[tuple[Callable[[Path], object], str, dict[str, Any], str]] = [
     (foreign, "never", {}, r"holds other files \(thesis.tex\)"),
     (lambda path: path.write_text(""), "auto", {}, "is a file"),
     (unreadable, "auto", {}, "run_state.json: unreadable"),
-    (all_damaged, "auto", {}, r"(?s)step-00000002: damaged.*step-00000001: damaged.*no checkpoint is left whole"),
+    (
+        all_damaged,
+        "auto",
+        {},
+        r"(?s)step-00000002: damaged.*step-00000001: damaged.*none of its checkpoints is complete",
+    ),
     (lambda path: run(path, steps=2), "auto", {"lora.r": 8}, "lora.r: 16 there, 8 now"),
     (lambda path: run(path, steps=2, end="finished"), "auto", {"lora.r": 8}, "lora.r: 16 there, 8 now"),
     (lambda path: run(path, steps=2), "auto", {"data": "xyz"}, "data: abc there, xyz now"),
@@ -244,12 +250,7 @@ def test_an_unusable_folder_is_one_line(tmp_path: Path) -> None:
 
 
 def recipe(**changes: Any) -> Recipe:
-    body: dict[str, Any] = {
-        "model": {"name_or_path": "m"},
-        "data": {"train": [{"path": "json"}]},
-        "output_dir": "runs/a",
-    }
-    return Recipe.model_validate({**body, **changes})
+    return least_recipe("m", **{"output_dir": "runs/a", **changes})
 
 
 def test_the_identity_is_what_the_curve_depends_on() -> None:

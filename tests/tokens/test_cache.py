@@ -15,6 +15,7 @@ import pytest
 
 from finetune.data.sources import resolve
 from finetune.errors import EnvironmentMismatch
+from finetune.files import cache_folder
 from finetune.recipe.schema import Data
 from finetune.tokens import cache
 from finetune.tokens.cache import ArrayWriter, StoredDocuments, read_array, stored_documents
@@ -97,7 +98,7 @@ def test_a_damaged_cache_is_made_again(rows: Path, builds: list[Path], damage: s
     key, stored = store(rows)
     tokens = stored.tokens.tolist()
     del stored
-    folder = cache.cache_folder() / "tokens" / key
+    folder = cache_folder() / "tokens" / key
     file = folder / "tokens.npy"
     content = bytearray(file.read_bytes())
     match damage:
@@ -119,7 +120,7 @@ def test_a_damaged_cache_is_made_again(rows: Path, builds: list[Path], damage: s
 
 def test_what_a_killed_process_left_is_no_hindrance(rows: Path, builds: list[Path]) -> None:
     key, _ = store(rows)
-    folder = cache.cache_folder() / "tokens" / key
+    folder = cache_folder() / "tokens" / key
     folder.rename(folder.with_suffix(".partial"))
     assert len(store(rows)[1]) == len(ROWS)
     assert len(builds) == 2
@@ -149,10 +150,10 @@ def test_arrays_of_any_length_read_back(tmp_path: Path, count: int) -> None:
 def test_processes_that_prepare_at_once_build_once(rows: Path) -> None:
     program = (
         "import sys; from pathlib import Path\n"
-        "from tests import test_token_cache as t; from finetune import token_cache\n"
-        "build = token_cache._build\n"
+        "from tests.tokens import test_cache as t; from finetune.tokens import cache\n"
+        "build = cache._build\n"
         "def told(*arguments):\n    print('built'); build(*arguments)\n"
-        "token_cache._build = told\n"
+        "cache._build = told\n"
         "print(t.store(Path(sys.argv[1]))[1].tokens.sum())"
     )
     root = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
 
-from finetune.measure.collectives import CALLS, Moved
+from finetune.measure.collectives import CALLS, CollectiveStats
 from finetune.measure.phases import Phases
 from finetune.planner.trace.recorder import tensors_in
 
@@ -47,7 +47,7 @@ class StepWork:
     """What one rank computes and sends; forward and backward once, an update once."""
 
     operations: Mapping[Operation, float]  # how often
-    moved: Mapping[str, Mapping[str, Moved]] = field(default_factory=dict)  # by phase and collective
+    moved: Mapping[str, Mapping[str, CollectiveStats]] = field(default_factory=dict)  # by phase and collective
 
     def flops(self, phase: str, *kinds: str) -> float:
         """Arithmetic of a phase; of these kinds, or of all."""
@@ -142,7 +142,7 @@ def _size(tensor: torch.Tensor) -> int:
 
 def per_step(
     operations: Mapping[Operation, float],
-    moved: Mapping[str, Mapping[str, Moved]],
+    moved: Mapping[str, Mapping[str, CollectiveStats]],
     *,
     steps: int,
     micro_steps: int,
@@ -170,7 +170,10 @@ def of_ddp(work: StepWork, gradient_bytes: int) -> StepWork:
     buckets = 1 + math.ceil(max(0, gradient_bytes - FIRST_BUCKET) / BUCKET)
     return StepWork(
         work.operations,
-        {"backward": {"all_reduce": Moved(buckets, gradient_bytes)}, "step": {"all_reduce": Moved(1, TALLY)}},
+        {
+            "backward": {"all_reduce": CollectiveStats(buckets, gradient_bytes)},
+            "step": {"all_reduce": CollectiveStats(1, TALLY)},
+        },
     )
 
 
@@ -190,24 +193,25 @@ def deeper(shallow: StepWork, more: StepWork, times: float) -> StepWork:
     }
     moved = {
         phase: {
-            name: _line(shallow.moved.get(phase, {}).get(name, Moved()), each, times) for name, each in found.items()
+            name: _line(shallow.moved.get(phase, {}).get(name, CollectiveStats()), each, times)
+            for name, each in found.items()
         }
         for phase, found in more.moved.items()
     }
     return StepWork(operations, moved)
 
 
-def _of(work: StepWork, phase: str, collective: str) -> Moved:
-    return work.moved.get(phase, {}).get(collective, Moved())
+def _of(work: StepWork, phase: str, collective: str) -> CollectiveStats:
+    return work.moved.get(phase, {}).get(collective, CollectiveStats())
 
 
-def _scaled(moved: Moved, share: float) -> Moved:
-    return Moved(*(round(value / share) for value in _figures(moved)))
+def _scaled(moved: CollectiveStats, share: float) -> CollectiveStats:
+    return CollectiveStats(*(round(value / share) for value in _figures(moved)))
 
 
-def _line(here: Moved, there: Moved, times: float) -> Moved:
-    return Moved(*(round(a + times * (b - a)) for a, b in zip(_figures(here), _figures(there), strict=True)))
+def _line(here: CollectiveStats, there: CollectiveStats, times: float) -> CollectiveStats:
+    return CollectiveStats(*(round(a + times * (b - a)) for a, b in zip(_figures(here), _figures(there), strict=True)))
 
 
-def _figures(moved: Moved) -> tuple[int, int, int, int]:
+def _figures(moved: CollectiveStats) -> tuple[int, int, int, int]:
     return moved.calls, moved.payload_bytes, moved.ring_bytes, moved.textbook_bytes

@@ -35,7 +35,7 @@ from finetune.planner.trace.timeline import Timeline
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
-from finetune.run_folder.save_restore import held
+from finetune.run_folder.save_restore import checkpoint_tensors
 from finetune.run_folder.tensor_checks import largest_magnitude
 from finetune.strategies.accelerator import accumulation_context, build_accelerator
 from finetune.strategies.assemble import Assembled, assemble
@@ -219,7 +219,7 @@ def _save(parts: Assembled) -> None:
     """What a checkpoint takes beside what is there: a scalar that tells whether a tensor is finite; then the copies in
     host memory that safetensors makes of a group before it writes it."""
     groups = []
-    for tensors in held(parts).values():
+    for tensors in checkpoint_tensors(parts).values():
         pieces = (getattr(value, "tensor", value) for value in tensors.values())
         groups.append([getattr(tensor, "_local_tensor", tensor) for tensor in pieces])
     for local in groups:
