@@ -33,7 +33,7 @@ def optimizer(foreign: ForeignConfig, key: str, default: str) -> None:
         foreign.write("training.optim", DEFAULT, f"{key}: {name} is not offered")
     elif chosen_strategy(foreign).shards_modules and not OPTIMIZERS[ours].works_on_shards:
         foreign.leave(
-            key, "differs", "bitsandbytes updates whole tensors, this strategy has shards; adamw is sharded too"
+            key, "differs", "bitsandbytes updates full tensors, this strategy has shards; adamw is sharded too"
         )
         foreign.write("training.optim", DEFAULT, "sharded like the weights")
     elif name:

@@ -1,4 +1,4 @@
-"""The names that a recipe's `lora` section gives, held against the modules that the model has.
+"""The names that a recipe's `lora` section gives, compared with the modules of the model.
 
 peft takes a list of which only some names exist, and trains less than was asked for.
 """
@@ -38,7 +38,7 @@ def _names(lora: Lora) -> Iterator[tuple[str, str, str]]:
             re.compile(targets)
         except re.error as error:
             raise FinetuneError(
-                f"lora.target_modules: {targets} is no pattern ({error}); write a list of names"
+                f"lora.target_modules: {targets} is not a pattern ({error}); write a list of names"
             ) from None
         yield "lora.target_modules", targets, targets
     for name in lora.modules_to_save:

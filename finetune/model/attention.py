@@ -125,7 +125,7 @@ def _on_cuda(
     width = v.shape[-1]
     if width != q.shape[-1]:  # latent attention; the kernel wants one width, and zeros add nothing
         v = F.pad(v, (0, q.shape[-1] - width))
-    # (window - 1, 0): so many tokens to the left of each, none to the right; (-1, 0) is plain causal.
+    # (window - 1, 0): window - 1 tokens to the left of each, none to the right; (-1, 0) is plain causal.
     left = -1 if window is None or window >= longest else window - 1
     options: dict[str, Any] = {"scale": scaling}
     if "window_size" in known:

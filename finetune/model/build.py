@@ -1,7 +1,7 @@
 """Base weights, quantisation, adapters, checkpointing; the forward that returns the summed loss.
 
-What peft trains is made here; tuned.py loads it again and adapter_file.py merges it. bitsandbytes is known here, in
-quantized.py and in optimizer.py. A method (full, LoRA, QLoRA) is a way to build a model; the loop sees none of it.
+Adapters are made here; finished_run/load.py loads them again and merge.py merges them. bitsandbytes is known here,
+in quantization.py and in optimizer.py. A method (full, LoRA, QLoRA) is a way to build a model, unseen by the loop.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | No
     put_loss_into_forward(model)
     if recipe.quantization is not None and recipe.quantization.load_in_8bit:
         forget_inputs(model)
-    whole: nn.Module = model
+    adapted: nn.Module = model
     if recipe.lora is not None:
         torch.manual_seed(recipe.training.seed)  # every rank draws the same adapters
         with model.device:  # on meta too
-            whole = _add_adapters(model, recipe.lora, recipe.training.pure_bf16)
+            adapted = _add_adapters(model, recipe.lora, recipe.training.pure_bf16)
     if recipe.training.activation_checkpointing:
         # After peft, which else makes the embeddings' output require a gradient, as reentrant checkpointing would need.
         checkpoint_layers(model, int(recipe.training.activation_checkpointing))
-    return whole.to(device)
+    return adapted.to(device)
 
 
 def refuse_early(recipe: Recipe) -> None:
@@ -79,7 +79,7 @@ def refuse_early(recipe: Recipe) -> None:
 
 
 def attention_name(recipe: Recipe) -> str:
-    """transformers' name of the attention that `auto` stands for."""
+    """transformers' name of the attention that the recipe asks for, `auto` resolved."""
     return attention.NAME if recipe.model.attention == "auto" else recipe.model.attention
 
 
@@ -230,7 +230,7 @@ def checkpoint_layers(model: PreTrainedModel, every: int) -> None:
 
 
 def _adapters_as_elsewhere(adapted: nn.Module) -> None:
-    """Give adapters on meta the number format that peft gives those of a rank with weights: of the weight beside them,
+    """Give adapters on meta the number format that peft gives those of a rank with weights: of the weight they adapt,
     or what a 4-bit layer computes in. peft 0.21 leaves meta out, and ranks would disagree on their shards."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 

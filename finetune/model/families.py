@@ -19,7 +19,7 @@ LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", 
 
 
 @dataclass(frozen=True)
-class Way:
+class DocumentLayout:
     """How documents come to the model."""
 
     attention: str  # transformers' name
@@ -46,26 +46,26 @@ def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> None:
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise FinetuneError(f"model.name_or_path: {name} has no linear head; choose a causal model")
     asked = recipe.model.attention
-    way = Way(attention.NAME if asked == "auto" else asked, recipe.data.packing)
-    if way.isolated and getattr(config, "attention_dropout", None):
+    layout = DocumentLayout(attention.NAME if asked == "auto" else asked, recipe.data.packing)
+    if layout.isolated and getattr(config, "attention_dropout", None):
         raise FinetuneError("model.attention: this model has attention dropout; set model.attention: sdpa")
-    if way.attention == "flash_attention_2" and way.packing and recipe.training.per_device_batch_size > 1:
+    if layout.attention == "flash_attention_2" and layout.packing and recipe.training.per_device_batch_size > 1:
         raise FinetuneError(
             "model.attention: flash_attention_2 keeps packed documents apart in a single row alone; "
             "set training.per_device_batch_size: 1, or model.attention: auto"
         )
     tried = _Tried(model)
-    if problem := _problem(tried, way):
-        raise FinetuneError(f"model.name_or_path: {name} {problem}; {_remedy(tried, way)}")
+    if problem := _problem(tried, layout):
+        raise FinetuneError(f"model.name_or_path: {name} {problem}; {_remedy(tried, layout)}")
 
 
-def _remedy(tried: _Tried, way: Way) -> str:
-    """The first way that the same trial finds nothing against."""
-    for packing in (True, False) if way.packing else (False,):
+def _remedy(tried: _Tried, layout: DocumentLayout) -> str:
+    """The first layout that the same trial finds nothing against."""
+    for packing in (True, False) if layout.packing else (False,):
         for kind in ("sdpa", "eager"):
-            if _problem(tried, Way(kind, packing)) is None:
-                settings = [f"model.attention: {kind}"] if kind != way.attention else []
-                settings += ["data.packing: false"] if packing != way.packing else []
+            if _problem(tried, DocumentLayout(kind, packing)) is None:
+                settings = [f"model.attention: {kind}"] if kind != layout.attention else []
+                settings += ["data.packing: false"] if packing != layout.packing else []
                 return f"set {' and '.join(settings)}"
     return "choose another model"
 
@@ -86,20 +86,20 @@ class _Tried:
 
 
 @lru_cache(maxsize=64)  # a planner builds the same model many times
-def _problem(tried: _Tried, way: Way) -> str | None:
-    """What is wrong with training this architecture in this way, None where nothing is."""
+def _problem(tried: _Tried, layout: DocumentLayout) -> str | None:
+    """What is wrong with training this architecture in this layout, None where nothing is."""
     kind, config = tried.kind, tried.config
     try:
-        if way.isolated or way.packing:
-            documents_apart(kind, config, isolated=way.isolated)
-        if not way.isolated and way.packing:
+        if layout.isolated or layout.packing:
+            documents_apart(kind, config, isolated=layout.isolated)
+        if not layout.isolated and layout.packing:
             masks_apart(kind, config)
-        head_alone(kind, config, None if way.isolated else way.attention)
+        head_alone(kind, config, None if layout.isolated else layout.attention)
     except Unsuitable as found:
         return str(found)
     except FinetuneError as refusal:  # of the attention; the remedy is found here
         return f"cannot be trained: {str(refusal).removeprefix('model.attention: ').partition(';')[0]}"
     except Exception as error:  # whatever a model's own code raises: it is not trained, and the user gets one line
-        said = " ".join(str(error).split())[:200].replace(TRIED, way.attention)
-        return f"does not run with model.attention: {way.attention} ({type(error).__name__}: {said})"
+        text_of_error = " ".join(str(error).split())[:200].replace(TRIED, layout.attention)
+        return f"does not run with model.attention: {layout.attention} ({type(error).__name__}: {text_of_error})"
     return None

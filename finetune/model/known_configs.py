@@ -12,7 +12,7 @@ from finetune.paths import PACKAGE
 
 CONFIGS = PACKAGE / "model" / "configs"
 
-# Hub names by the file of their configuration; a name stands for its -Instruct variant too.
+# Hub names by the file of their configuration; the -Instruct variant has the same one.
 HUB_NAMES: dict[str, tuple[str, ...]] = {
     "llama-3.2-1b": ("meta-llama/Llama-3.2-1B", "unsloth/Llama-3.2-1B"),
     "llama-3.2-3b": ("meta-llama/Llama-3.2-3B", "unsloth/Llama-3.2-3B"),

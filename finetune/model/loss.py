@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # One chunk's float32 logits stay near this size: 512 tokens of Llama 3's vocabulary, enough for a matrix product to be
-# bound by arithmetic rather than by reading the head, and 32 times less than 16k tokens would need whole.
+# bound by arithmetic rather than by reading the head, and 32 times less than 16k tokens would need at once.
 CHUNK_BYTES = 256 * 2**20
 
 
@@ -52,7 +52,7 @@ def summed_cross_entropy(
 def put_loss_into_forward(model: PreTrainedModel) -> None:
     """Teach `model.forward` and its head `shift_labels` and `supervised`: a scalar loss, and no logits in between.
 
-    The head computes the loss in its own forward because under ZeRO-3 and FSDP its weight is whole only there. Only
+    The head computes the loss in its own forward because under ZeRO-3 and FSDP its weight is gathered only there. Only
     the instance changes, so saving, generation and peft see the class they know.
     """
     library_forward = model.forward
@@ -130,15 +130,15 @@ def _pass(
             if grad_weight is not None:
                 grad_weight += slope.T @ part
     gradients = grad_hidden, grad_weight, grad_bias
-    whole = (
+    results = (
         None if gradient is None or like is None else gradient.to(like.dtype).view(like.shape)
         for gradient, like in zip(gradients, (hidden, weight, bias), strict=True)
     )
-    return loss, *whole
+    return loss, *results
 
 
 def _chunks(tokens: int, supervised: Tensor | None, size: int) -> Iterable[Tensor | slice]:
-    """Positions, so many at a time."""
+    """Positions, a chunk at a time."""
     if supervised is not None:
         return cast("tuple[Tensor, ...]", supervised.split(size))
     return (slice(start, start + size) for start in range(0, tokens, size))

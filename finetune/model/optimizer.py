@@ -1,4 +1,4 @@
-"""The optimizer that a recipe names, and what its state is made of."""
+"""The optimizer that a recipe names, its state and its learning rate."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_optimizer(name: Optimizer, *, on_cpu: bool, sharded: bool = False) -> 
     spec = OPTIMIZERS[name]
     if sharded and not spec.works_on_shards:
         raise EnvironmentMismatch(
-            f"training.optim: {name} updates whole tensors, this strategy has shards; set training.optim={DEFAULT}, "
+            f"training.optim: {name} updates full tensors, this strategy has shards; set training.optim={DEFAULT}, "
             "whose state is sharded too, or accelerate_config=ddp"
         )
     if spec.bitsandbytes_class is None:
@@ -132,8 +132,8 @@ def allocate_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 def call_after_first_step(optimizer: torch.optim.Optimizer, callback: Callable[[Counter[str]], None]) -> None:
     """Call `callback` with `optimizer_state_elements` once a state exists: now if resumed, else after a step."""
-    if held := optimizer_state_elements(optimizer):
-        callback(held)
+    if elements := optimizer_state_elements(optimizer):
+        callback(elements)
         return
 
     def look(*_: Any) -> None:
@@ -159,13 +159,13 @@ def optimizer_state_elements(optimizer: torch.optim.Optimizer) -> Counter[str]:
 
 
 def state_dtypes(optimizer: torch.optim.Optimizer) -> str:
-    """The number formats of the moments held now, largest share first; "none" before the first step."""
+    """The number formats of the moments elements now, largest share first; "none" before the first step."""
     return formats(optimizer_state_elements(optimizer))
 
 
-def formats(held: Counter[str]) -> str:
+def formats(elements: Counter[str]) -> str:
     """Number formats, the most frequent first."""
-    return ", ".join(name for name, _ in held.most_common()) or "none"
+    return ", ".join(name for name, _ in elements.most_common()) or "none"
 
 
 def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> Any:
@@ -177,7 +177,7 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _dimensions(parameter: nn.Parameter) -> int:
-    """Of the whole parameter: ZeRO-3 leaves an empty vector in its place."""
+    """Of the unsharded parameter: ZeRO-3 leaves an empty vector in its place."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 

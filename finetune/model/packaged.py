@@ -81,7 +81,7 @@ def resolve_model_path(name_or_path: str) -> str:
 
 
 def in_hub_cache(name: str, file: str, revision: str = "main") -> Path | None:
-    """A file of a Hub repository that was downloaded before; None for any other, and for what is no Hub name."""
+    """A file of a Hub repository that was downloaded before; None for any other, and for what is not a Hub name."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -176,7 +176,7 @@ def _save_model(gguf_path: Path, folder: Path) -> None:
     wrong = {kind: names for kind, names in loading.items() if names}
     if wrong:
         raise EnvironmentMismatch(f"{gguf_path}: its tensors are not those of {type(model).__name__}: {wrong}")
-    # The GGUF's display name ("Smollm2 135M 8k ...") is no repository: readers of the config would look it up.
+    # The GGUF's display name ("Smollm2 135M 8k ...") is not a repository: readers of the config would look it up.
     model.config.name_or_path = ""
     if "_model_name_or_path" in model.config:
         del model.config._model_name_or_path

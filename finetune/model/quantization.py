@@ -1,4 +1,4 @@
-"""4-bit weights as plain parameters and buffers, which an engine can cut, send and move like any others.
+"""4-bit weights as plain parameters and buffers, which an engine can shard, send and move like any others.
 
 bitsandbytes keeps what undoes the packing (scales, their scales, code books) in a Python object on the parameter; an
 engine that replaces parameters loses it. Here a layer's `weight` becomes an ordinary frozen parameter of packed bytes
@@ -33,7 +33,7 @@ BLOCK, NESTED_BLOCK = 64, 256  # weights a scale, scales a second scale: bitsand
 
 
 def check_sharded_quantization(recipe: Recipe) -> None:
-    """Refuse quantised weights that cannot be cut over ranks. Raises EnvironmentMismatch.
+    """Refuse quantised weights that cannot be sharded over ranks. Raises EnvironmentMismatch.
 
     Packed bytes travel under the name of a number format. Under mixed precision an engine converts every floating-point
     weight that is not in the compute dtype: packed bytes it would take for numbers (seen with FSDP2 and float32).
@@ -74,9 +74,9 @@ def quantize_structure(model: PreTrainedModel, config: BitsAndBytesConfig) -> No
 
 
 def as_quantized(weight: Tensor, quantization: Quantization) -> Tensor:
-    """What a layer's weight is once it is quantised: the numbers that the packed ones stand for, float32 or as given.
+    """What a layer's weight is once it is quantised: the numbers that the packed ones encode, float32 or as given.
 
-    Where it lies, by the operations that bitsandbytes' own layers use when they are made.
+    On its device, by the operations that bitsandbytes' own layers use when they are made.
     """
     from bitsandbytes import functional as bits
 
@@ -100,7 +100,7 @@ def quantized_layers(model: nn.Module) -> Iterator[Any]:
 
 
 def frozen_weights(model: nn.Module, numel: Callable[[Tensor], int]) -> int:
-    """The number of weights that are not trained; a packed one counts for as many as it stands for.
+    """The number of weights that are not trained; a packed element counts for all weights in it.
 
     `numel` counts those of a parameter that is not packed, which an engine may hold in part.
     """
@@ -217,7 +217,7 @@ def _state(layer: Any) -> Any:
 
 
 def _forward(layer: Any, hidden: Tensor) -> Tensor:
-    """bitsandbytes' own forward, with the state beside the weight: [..., in_features] to [..., out_features]."""
+    """bitsandbytes' own forward, with the quantisation state in buffers: [..., in_features] to [..., out_features]."""
     import bitsandbytes
 
     compute = layer.compute_dtype or hidden.dtype
@@ -235,7 +235,7 @@ class _PackedWeight:
     """What bitsandbytes' backward unpacks from its node: nothing, and the packed weight as the layer has it by then.
 
     bitsandbytes 0.50 keeps the weight itself there. ZeRO-3 gathers a new one for the backward pass, and the old ones
-    would stay until then: the whole base on every rank.
+    would stay until then: the unsharded base on every rank.
     """
 
     def __init__(self, layer: Any) -> None:

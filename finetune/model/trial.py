@@ -35,7 +35,7 @@ MASKED = "finetune_trial_masked"  # one with masks, as the library's are
 KINDS = {"full_attention", "sliding_attention"}
 # Which argument, and which axis of it, a product sums over.
 SUMMED = {"mm": (0, 1), "bmm": (0, 2), "addmm": (1, 1), "baddbmm": (1, 2), "mv": (0, 1), "dot": (0, 0)}
-# These name an axis and leave apart what lies along it. Experts get their tokens by gather, scatter and their like.
+# These name an axis and keep what is along it apart. Experts get their tokens by gather, scatter and their like.
 APART = {
     "unsqueeze",
     "squeeze",

@@ -1,7 +1,7 @@
-"""Recipe and Accelerate config to an Accelerator that is what was asked for, or an error.
+"""Build the Accelerator that a recipe and its Accelerate config ask for, or raise an error.
 
-The only file that knows Accelerate's plugins. Libraries here do something else without a word when a launch does not
-fit them, so everything is compared after building: strategy, world size, precision.
+The only file that knows Accelerate's plugins. Where a launch does not fit them, the libraries silently do something
+else, so everything is compared after building: strategy, world size, precision.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from finetune.strategies.zero import zero_environment, zero_plugin
 from finetune.strategies.zero_requirements import compile_engine, require_engine, silenced_deepspeed
 
 Hold = Callable[[], AbstractContextManager[Any]]
-# What a launcher sets, for one process without one: engines that shard have a group of ranks also for a single one.
+# What a launcher would set, for a single process: engines that shard need a process group even for one rank.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
@@ -56,13 +56,13 @@ def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
 
 
 def launch_notes(launch: Launch) -> list[str]:
-    """What has a say in this launch without having been named on its command line, a line each."""
+    """Notes about settings that affect this launch although the command line does not name them."""
     path = None if launch.config_file else _default_config(launch)
     return [f"launch: no --config_file, so `accelerate launch` read {path}"] if path else []
 
 
 def _default_config(launch: Launch) -> Path | None:
-    """The config in the user's cache that a bare `accelerate launch` reads without a word."""
+    """The config in the user's cache that a bare `accelerate launch` reads silently."""
     from accelerate.commands.config.config_args import default_config_file
 
     path = Path(default_config_file)
@@ -120,7 +120,7 @@ def _gpus(count: int) -> str:
 
 
 def _weights_missing(recipe: Recipe) -> str:
-    """That the weights are not on this machine either; empty where they are."""
+    """The clause that the weights are not on this machine either; empty where they are."""
     name, revision = recipe.model.name_or_path, recipe.model.revision
     if weights_are_here(name, revision):
         return ""
@@ -168,7 +168,7 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
     with silenced_deepspeed():
         accelerator = Accelerator(
             mixed_precision=recipe.training.mixed_precision,
-            # An engine on gloo ranks is no CPU run to Accelerate, which would drop the plugin.
+            # With cpu=True Accelerate would drop the plugin of an engine on gloo ranks.
             cpu=zero is None and on_cpu,
             fsdp_plugin=_fsdp_plugin(strategy) if strategy.shards_modules else None,
             deepspeed_plugin=zero,
@@ -197,7 +197,7 @@ def _fsdp_plugin(strategy: Strategy) -> FullyShardedDataParallelPlugin:
 
 
 def _let_accelerate_shard_on_cpu(process_group: InitProcessGroupKwargs) -> None:
-    """Have Accelerate take an FSDP plugin on gloo ranks, which it else answers with plain DDP, without a word.
+    """Have Accelerate take an FSDP plugin on gloo ranks, which it would otherwise silently replace by DDP.
 
     accelerate 1.15 turns only MULTI_GPU and its like into FSDP (accelerate/state.py); tests/proofs/test_strategies.py
     sees the sharded storage.
@@ -207,7 +207,7 @@ def _let_accelerate_shard_on_cpu(process_group: InitProcessGroupKwargs) -> None:
 
 
 def _compare(recipe: Recipe, strategy: Strategy, launch: Launch, accelerator: Accelerator) -> None:
-    """Hold what Accelerate made of it against what was asked for."""
+    """Compare what Accelerate built with what was asked for. Raises EnvironmentMismatch."""
     in_force = {
         "strategy": KIND_OF_TYPE.get(accelerator.distributed_type.value, "ddp"),  # MULTI_CPU among others
         "world size": accelerator.num_processes,
@@ -228,13 +228,13 @@ def _compare(recipe: Recipe, strategy: Strategy, launch: Launch, accelerator: Ac
 
 
 def accumulation_context(accelerator: Accelerator, strategy: Strategy, model: nn.Module) -> Hold:
-    """What the loop enters for every micro-batch but a step's last.
+    """The context of every micro-batch but the last of a step.
 
-    Whole gradients wait for the last and are reduced once. Sharded ones are reduced each time: kept whole they would
-    take 15 GiB more on each of 8 GPUs for an 8B model.
+    Unsharded gradients are reduced once, after the last. Sharded ones are reduced each time: unsharded they would take
+    15 GiB more on each of 8 GPUs for an 8B model.
     """
-    own_way = strategy.shards_parameters or strategy.uses_engine  # whose engine is told with each backward
-    return nullcontext if own_way else lambda: accelerator.no_sync(model)
+    always_reduced = strategy.shards_parameters or strategy.uses_engine  # DeferredStepEngine sees to it itself
+    return nullcontext if always_reduced else lambda: accelerator.no_sync(model)
 
 
 def silence_libraries(launch: Launch) -> None:
@@ -244,8 +244,8 @@ def silence_libraries(launch: Launch) -> None:
     transformers_logging.disable_progress_bar()
     if not launch.is_main:
         transformers_logging.set_verbosity_error()
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # speaks of kernels it would like to download
-    if not torch.cuda.is_available():  # saving imports an installed DeepSpeed, which says that it found no GPU
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # logs missing optional kernels
+    if not torch.cuda.is_available():  # saving imports DeepSpeed if installed, which would log that it found no GPU
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 

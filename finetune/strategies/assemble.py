@@ -25,7 +25,7 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.accelerator import cores_for
 from finetune.strategies.fsdp import gathered, make_mesh, reshard, shard_model
-from finetune.strategies.zero import engine_dtype, fit_swap, loading_whole, prepare_zero
+from finetune.strategies.zero import engine_dtype, fit_swap, loading_unsharded, prepare_zero
 from finetune.strategies.zero_state import full_weights
 
 # How long ranks wait for one that quantises: longer than any takes. Should it die, pulse.py ends the job.
@@ -37,16 +37,16 @@ class Assembled:
     """The parts that training works with."""
 
     model: Any  # called by the loop: wrapped, or sharded
-    unwrapped_model: nn.Module  # with its adapters and by its own names: what is saved, exported and asked for answers
+    unwrapped_model: nn.Module  # with adapters and original parameter names: saved, exported, and used for generation
     optimizer: Any
     gathered_in: torch.dtype | None = None  # of weights in the computation, where it is not that of their masters
     engine: Any = None  # DeepSpeed's, which holds the masters
 
     def trained_weights(self, *, dtype: torch.dtype | None, keep: bool) -> dict[str, torch.Tensor]:
-        """The trained weights, whole and in host memory, on the ranks with `keep`; every rank calls it."""
+        """The trained weights, unsharded and in host memory, on the ranks with `keep`; every rank calls it."""
         if self.engine is not None:
             return full_weights(self.engine, dtype=dtype, keep=keep)
-        reshard(self.unwrapped_model)  # what is still gathered is in the number format it was gathered in
+        reshard(self.unwrapped_model)  # gathered parameters are in the format of the computation
         named = self.unwrapped_model.named_parameters(remove_duplicate=False)
         return gathered([(name, tensor) for name, tensor in named if tensor.requires_grad], dtype=dtype, keep=keep)
 
@@ -62,8 +62,8 @@ def assemble(
 ) -> Assembled:
     """Model and optimizer of a run, before any checkpoint. Raises what `build_model` raises, on all ranks.
 
-    A planner brings a `build` of its own, which gives the same model on tensors without data, and the ranks' `mesh`,
-    which cannot be made of such. The `launch` tells the cores that quantising may take; None: no more than it has.
+    The planner passes its own `build`, which returns the same model on fake tensors, and the ranks' `mesh`, which
+    cannot be made of fake tensors. From the `launch` follow the cores that quantising may use; None: those it has.
     """
     if strategy.shards_modules:
         mesh = mesh or make_mesh(strategy, accelerator.device)
@@ -78,9 +78,9 @@ def assemble(
 def _sharded(
     recipe: Recipe, strategy: Strategy, accelerator: Accelerator, unwrapped: nn.Module, mesh: DeviceMesh
 ) -> Assembled:
-    """Of the weights, which rank 0 alone has read into host memory, every rank gets its part of each tensor.
+    """Shard the weights, which rank 0 alone has read into host memory, over the ranks.
 
-    The decoder inside the adapters is what is called: peft calls its forward past the hooks that gather its weights.
+    The loop calls the decoder inside peft's model, because peft calls its forward past the hooks that gather weights.
     """
     plain_quantized_weights(unwrapped)
     decoder = decoder_parts(unwrapped)
@@ -115,7 +115,7 @@ def _under_zero(
     device = torch.device("cpu") if on_host else accelerator.device
     if on_host:
         ranks = 1 if launch is None else launch.local_world_size
-        with loading_whole(plugin), quantising(recipe, launch, working=ranks) as waiting:
+        with loading_unsharded(plugin), quantising(recipe, launch, working=ranks) as waiting:
             unwrapped = build(recipe, device, dtype=dtype)
             if waiting is not None:
                 dist.barrier(waiting)
@@ -134,9 +134,9 @@ def _build_on_rank_0(recipe: Recipe, build: Callable[..., nn.Module], launch: La
             model = build(recipe, torch.device("cpu" if dist.get_rank() == 0 else "meta"))
         except FinetuneError as error:
             failure = error
-        told = _broadcast_from_rank_0(None if failure is None else (type(failure), str(failure)), waiting)
-    if told is not None:
-        kind, text = told
+        refusal = _broadcast_from_rank_0(None if failure is None else (type(failure), str(failure)), waiting)
+    if refusal is not None:
+        kind, text = refusal
         raise kind(text)
     if failure is not None:
         raise failure
@@ -163,14 +163,14 @@ def quantising(recipe: Recipe, launch: Launch | None, *, working: int) -> Iterat
 
 
 def _broadcast_from_rank_0(thing: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """What rank 0 brought, on every rank; pickled, but only between ranks of one program."""
+    """Rank 0's object, on every rank; pickled, but only between ranks of one program."""
     things = [thing]
     dist.broadcast_object_list(things, src=0, group=group)
     return things[0]
 
 
 def prepare_silenced(accelerator: Accelerator, *parts: Any) -> Any:
-    """`accelerator.prepare`, without a warning that is not the user's."""
+    """`accelerator.prepare`, without a deprecation warning that a user cannot act on."""
     with warnings.catch_warnings():
         # torch 2.13 renames broadcast_buffers; 2.11 knows only this name, and buffers here never change.
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")

@@ -1,8 +1,8 @@
 """FSDP2: a model whose weights are sharded over the ranks, filled from rank 0 one tensor at a time.
 
-Accelerate's own preparation would hold each 4-bit model whole on every GPU, and finds an optimizer's parameters again
-by their address, which empty shards share. So the model is sharded here by torch's public `fully_shard` and handed to
-`Accelerator.prepare` as one that is sharded already.
+Accelerate's own preparation would hold each 4-bit model unsharded on every GPU, and finds an optimizer's parameters
+again by their address, which empty shards share. So the model is sharded here by torch's public `fully_shard` and given
+to `Accelerator.prepare` as one that is sharded already.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from finetune.errors import EnvironmentMismatch
 from finetune.recipe.strategy import Strategy
 
-SHARDS = "shards"  # the mesh dimension over which a tensor is cut
-COPIES = "copies"  # HSDP: the dimension over which the cut tensors are repeated
+SHARDS = "shards"  # the mesh dimension over which a tensor is sharded
+COPIES = "copies"  # HSDP: the dimension over which the shards are replicated
 
 
 def make_mesh(strategy: Strategy, device: torch.device) -> DeviceMesh:
-    """The ranks in order: [shards], or [copies, shards] under HSDP, where a node holds one copy unless the file tells.
+    """The ranks in order: [shards], or [copies, shards] under HSDP, one copy a node unless the file sets a number.
 
     Raises EnvironmentMismatch when the ranks cannot be laid out so.
     """
@@ -52,7 +52,7 @@ def shard_model(
     device: torch.device,
     compute_dtype: torch.dtype | None,
 ) -> None:
-    """Shard a model in place and fill it from rank 0, whose weights lie in host memory; elsewhere they are on meta.
+    """Shard a model in place and fill it from rank 0, which has the weights in host memory; elsewhere they are on meta.
 
     Args:
         decoder: The transformers model, adapters in its layers; the same structure on every rank.
@@ -71,29 +71,29 @@ def shard_model(
         _fill(decoder, full, device, on_host=strategy.offloaded)
 
 
-def reshard(whole: nn.Module) -> None:
-    """Back to shards: the unit of the head stays gathered after a forward without a backward, as in an evaluation, and
-    its parameters are not the optimizer's then."""
-    for module in whole.modules():
+def reshard(model: nn.Module) -> None:
+    """Free what is still gathered: after a forward without a backward, as in an evaluation, the head is, and its
+    parameters are then not those that the optimizer updates."""
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def reduced_in(whole: nn.Module) -> set[torch.dtype]:
+def reduced_in(model: nn.Module) -> set[torch.dtype]:
     """Number formats other than their own that gradients are reduced in, by the policy of each sharded unit.
 
     torch has no public name for a unit's policy; tests/strategies/test_receipt.py sees another one refused.
     """
-    units = [module for module in whole.modules() if isinstance(module, FSDPModule)]
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     policies = [unit._get_fsdp_state()._mp_policy for unit in units]
     return {dtype for policy in policies if (dtype := policy.reduce_dtype or policy.param_dtype) is not None}
 
 
 def _units(decoder: PreTrainedModel, reshard: bool) -> Iterator[tuple[nn.Module, bool]]:
-    """What is gathered together, innermost first: each decoder layer, embeddings, the head, then the rest: small.
+    """The modules that are gathered as one, innermost first: each layer, embeddings, head, then the small rest.
 
-    The head needs no second gathering in backward, which starts where forward ended. Tied to the embeddings it belongs
-    to the rest, which is there from the first to the last.
+    The head is not gathered again in backward, which starts where forward ended. A head tied to the embeddings belongs
+    to the rest, which stays gathered from the beginning of forward to the end of backward.
     """
     for layer in [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]:
         yield layer, reshard
@@ -110,17 +110,17 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _empty(module: nn.Module) -> None:
-    """Move to meta. Not by `Module.to`, which torch 2.13 cannot do to a planner's tensors without data."""
+    """Move to meta; not by `Module.to`, which fails on a planner's fake tensors in torch 2.13."""
     for name, parameter in list(module.named_parameters()):
-        hollow = torch.empty_like(parameter.detach(), device="meta")
-        put(module, name, nn.Parameter(hollow, requires_grad=parameter.requires_grad))
+        empty = torch.empty_like(parameter.detach(), device="meta")
+        put(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
     for name, buffer in list(module.named_buffers()):
         put(module, name, torch.empty_like(buffer, device="meta"))
 
 
 @contextmanager
 def ties_kept(module: nn.Module) -> Iterator[None]:
-    """Parameters that two modules share are shared afterwards too, though each was replaced."""
+    """Within, parameters may be replaced one by one; those that two modules shared are shared again afterwards."""
     first: dict[int, str] = {}
     ties = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -138,9 +138,9 @@ def put(module: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(module.get_submodule(path), leaf, tensor)
 
 
-def _fill(whole: nn.Module, full: Mapping[str, Tensor], device: torch.device, *, on_host: bool) -> None:
-    """Real shards in place of those on meta: rank 0 cuts each tensor and sends every rank its part."""
-    for name, parameter in list(whole.named_parameters()):
+def _fill(model: nn.Module, full: Mapping[str, Tensor], device: torch.device, *, on_host: bool) -> None:
+    """Replace shards on meta by real ones: rank 0 splits each tensor and sends every rank its shard."""
+    for name, parameter in list(model.named_parameters()):
         assert isinstance(parameter, DTensor), f"{name} was not sharded"
         local = _scattered(parameter, full.get(name), device)
         sharded = DTensor.from_local(
@@ -151,17 +151,17 @@ def _fill(whole: nn.Module, full: Mapping[str, Tensor], device: torch.device, *,
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-        # Not the part before: from_local takes what lies in host memory to the mesh's device.
+        # Not before from_local, which moves a tensor in host memory to the mesh's device.
         placed: Tensor = sharded.cpu() if on_host else sharded
-        put(whole, name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
-    for name, buffer in list(whole.named_buffers()):
-        here = full[name].to(device) if name in full else torch.empty_like(buffer, device=device)
-        dist.broadcast(here, src=0)
-        put(whole, name, here)
+        put(model, name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+    for name, buffer in list(model.named_buffers()):
+        value = full[name].to(device) if name in full else torch.empty_like(buffer, device=device)
+        dist.broadcast(value, src=0)
+        put(model, name, value)
 
 
 def _scattered(parameter: DTensor, full: Tensor | None, device: torch.device) -> Tensor:
-    """This rank's rows of a tensor that rank 0 holds: dimension 0 is cut as torch.chunk cuts it."""
+    """This rank's rows of a tensor that rank 0 has: [rows, ...], split along dimension 0 as torch.chunk does."""
     world = dist.get_world_size()
     shards = shard_count(parameter)
     rows = -(-parameter.shape[0] // shards)  # of every shard but the last ones
@@ -172,25 +172,25 @@ def _scattered(parameter: DTensor, full: Tensor | None, device: torch.device) ->
     return padded[: last - first]
 
 
-def _parts(whole: Tensor, rows: int, shards: int) -> list[Tensor]:
-    """So many parts of `rows` rows: views, what is left, padded, and one tensor of zeros for all who get none."""
-    full = len(whole) // rows
-    parts = views(whole[: full * rows].contiguous(), rows) if full else []
-    if full * rows < len(whole):
-        last = whole.new_zeros((rows, *whole.shape[1:]))
-        last[: len(whole) - full * rows] = whole[full * rows :]
+def _parts(tensor: Tensor, rows: int, shards: int) -> list[Tensor]:
+    """One tensor of [rows, ...] for each shard: views, the last rows padded, and one of zeros for all ranks without."""
+    full = len(tensor) // rows
+    parts = views(tensor[: full * rows].contiguous(), rows) if full else []
+    if full * rows < len(tensor):
+        last = tensor.new_zeros((rows, *tensor.shape[1:]))
+        last[: len(tensor) - full * rows] = tensor[full * rows :]
         parts.append(last)
-    empty = shards - -(-len(whole) // rows)
-    return parts + [whole.new_zeros((rows, *whole.shape[1:]))] * empty if empty else parts
+    empty = shards - -(-len(tensor) // rows)
+    return parts + [tensor.new_zeros((rows, *tensor.shape[1:]))] * empty if empty else parts
 
 
-def views(whole: Tensor, rows: int) -> list[Tensor]:
-    """`rows` rows each. A function of its own for the planner, which needs one of 512 and not the time they take."""
-    return list(whole.split(rows))
+def views(tensor: Tensor, rows: int) -> list[Tensor]:
+    """Views of `rows` rows each; a function that the planner replaces, because it needs one of 512 of them."""
+    return list(tensor.split(rows))
 
 
 def shard_count(parameter: DTensor) -> int:
-    """Into how many parts dimension 0 is cut."""
+    """Number of shards of dimension 0."""
     assert parameter.placements[-1] == Shard(0), parameter.placements
     assert all(placement == Replicate() for placement in parameter.placements[:-1]), parameter.placements
     return parameter.device_mesh.size(-1)
@@ -210,17 +210,17 @@ def is_first_copy(parameter: DTensor) -> bool:
 
 
 def gathered(named: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None, keep: bool) -> dict[str, Tensor]:
-    """Whole tensors in host memory, gathered one at a time; every rank takes part, those with `keep` get them.
+    """Full tensors in host memory, gathered one at a time; every rank calls it, the ranks with `keep` get them.
 
-    A tensor under two names stays one tensor. `dtype` is that of floating-point tensors; None leaves them.
+    A tensor under two names stays one tensor. Floating-point tensors are cast to `dtype` unless it is None.
     """
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     seen: dict[int, Tensor] = {}
     for name, tensor in named:
         if id(tensor) not in seen:
-            whole = tensor.detach()
-            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-            cast = whole.to("cpu", dtype if tensor.is_floating_point() else None) if keep else whole.new_empty(0)
+            full = tensor.detach()
+            full = full.full_tensor() if isinstance(full, DTensor) else full
+            cast = full.to("cpu", dtype if tensor.is_floating_point() else None) if keep else full.new_empty(0)
             seen[id(tensor)] = cast
-        found[name] = seen[id(tensor)]
-    return found if keep else {}
+        result[name] = seen[id(tensor)]
+    return result if keep else {}

@@ -22,7 +22,7 @@ def scale_losses_on_cpu(accelerator: Accelerator) -> None:
     """Give fp16 on a CPU the autocast and the scaler that a GPU gets.
 
     accelerate 1.15 accepts mixed_precision="fp16" on a CPU, says so when asked, and computes in float32 without a
-    scaler and without a word. DeepSpeed has a scaler of its own and refuses a CPU.
+    scaler and silently. DeepSpeed has its own scaler and refuses a CPU.
     """
     if accelerator.mixed_precision != "fp16" or accelerator.device.type != "cpu":
         return

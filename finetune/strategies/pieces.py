@@ -1,7 +1,7 @@
-"""Tensors that ranks share out: what a rank writes of each, and how any rank reads any range of it again.
+"""Sharded tensors: what each rank writes, and how any range is read back.
 
-A piece is a contiguous range of the flattened whole tensor. Whole tensors, FSDP2's rows and ZeRO's partitions are all
-such ranges, so a checkpoint of one number of ranks is read by any other.
+A piece is a contiguous range of a flattened tensor. Full tensors, FSDP2's rows and ZeRO's partitions are all such
+ranges, so a checkpoint written by one number of ranks is read by any other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Those that write a checkpoint together. `gather` gives every rank what each of them brought, in their order."""
+    """The ranks that write a checkpoint together. `gather` returns each rank's object, in order, on every rank."""
 
     rank: int = 0
     world: int = 1
@@ -54,7 +54,7 @@ def all_ranks() -> Ranks:
 
 
 def piece_to_write(value: Tensor | Piece, rank: int) -> Piece | None:
-    """This rank's piece of a tensor: of a whole one rank 0's, of a sharded one its own rows, of a copy none."""
+    """This rank's piece of a tensor: its rows of a sharded one; a full one is rank 0's. None on ranks with a copy."""
     if isinstance(value, Piece):
         return value
     if isinstance(value, DTensor):
@@ -65,7 +65,7 @@ def piece_to_write(value: Tensor | Piece, rank: int) -> Piece | None:
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, int]:
-    """What this rank holds of a tensor, and the place of its first element in the flattened whole."""
+    """This rank's shard, and the index of its first element in the flattened full tensor."""
     if isinstance(parameter, DTensor):
         return parameter.to_local(), row_range(parameter)[0] * math.prod(parameter.shape[1:])
     return parameter, 0
@@ -82,15 +82,15 @@ class Stored:
 
     def read(self, start: int, count: int) -> Tensor:
         """Elements [start, start + count) of the flattened tensor, on the CPU, [count]."""
-        found = []
+        ranges = []
         for path, first, length in self.parts:
             begin, end = max(start, first), min(start + count, first + length)
             if begin < end:
-                found.append(_elements(path, self.name, begin - first, end - first))
-        return torch.cat(found) if len(found) != 1 else found[0]
+                ranges.append(_elements(path, self.name, begin - first, end - first))
+        return torch.cat(ranges) if len(ranges) != 1 else ranges[0]
 
     def whole(self) -> Tensor:
-        """The tensor itself."""
+        """The full tensor."""
         count = math.prod(self.shape)
         return (self.read(0, count) if count else torch.empty(0, dtype=self.dtype)).view(self.shape)
 
@@ -110,7 +110,7 @@ def _elements(path: Path, name: str, begin: int, end: int) -> Tensor:
 
 
 def covers(parts: Iterable[tuple[int, int]], elements: int) -> bool:
-    """Whether ranges (first, length), in order, are the whole of so many elements, once."""
+    """Whether ranges (first, length), in order, cover all elements, each once."""
     at = 0
     for first, length in parts:
         if first != at:

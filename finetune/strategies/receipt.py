@@ -1,4 +1,4 @@
-"""What really runs, read off the built objects, and held against what the recipe asks for.
+"""What really runs, read off the built objects, compared with what the recipe asks for.
 
 Libraries skip silently: a target module that matches nothing, a layer that was not quantised, a layer that is not
 recomputed. So the receipt looks at parameters and layers, never at flags that were passed in.
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from peft.tuners.tuners_utils import BaseTunerLayer  # here: the tensors it makes are no part of what is measured
+from peft.tuners.tuners_utils import BaseTunerLayer  # imported early, so that the tensors it allocates are not measured
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -27,24 +27,24 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import reduced_in
-from finetune.strategies.zero_state import local_shard, master_dtype, whole_numel
+from finetune.strategies.zero_state import full_numel, local_shard, master_dtype
 
 
 def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, strategy: Strategy) -> dict[str, Any]:
     """The receipt of a prepared model. Raises EnvironmentMismatch where it differs from the recipe."""
-    whole = parts.unwrapped_model
-    trained = [parameter for parameter in whole.parameters() if parameter.requires_grad]
-    frozen = [parameter for parameter in whole.parameters() if not parameter.requires_grad]
-    packed = {id(layer.weight) for layer in quantized_layers(whole)}
-    layers = [module for module in whole.modules() if isinstance(module, GradientCheckpointingLayer)]
+    model = parts.unwrapped_model
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    packed = {id(layer.weight) for layer in quantized_layers(model)}
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     receipt = {
         "strategy": strategy.name,
         "world_size": accelerator.num_processes,
         "device": str(accelerator.device.type),
         "wrapper": type(parts.model).__name__,
-        "architecture": type(decoder_parts(whole)).__name__.removeprefix("FSDP"),  # fully_shard puts it before
-        "attention": decoder_parts(whole).config._attn_implementation,
-        "sharding": sharding_facts(whole),
+        "architecture": type(decoder_parts(model)).__name__.removeprefix("FSDP"),  # fully_shard puts it before
+        "attention": decoder_parts(model).config._attn_implementation,
+        "sharding": sharding_facts(model),
         "dtypes": {
             "master": _dtypes(trained) if parts.engine is None else dtype_name(master_dtype(parts.engine)),
             "frozen": _dtypes(frozen),
@@ -54,13 +54,13 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
             "optimizer_state": None,  # read off the state, once there is one: add_optimizer_state
         },
         "parameters": {
-            "trained": sum(whole_numel(parameter) for parameter in trained),
-            "frozen": frozen_weights(whole, whole_numel),
+            "trained": sum(full_numel(parameter) for parameter in trained),
+            "frozen": frozen_weights(model, full_numel),
         },
         "loss_scaling": "dynamic" if accelerator.scaler is not None else None,
-        "quantized_layers": dict(Counter(type(layer).__name__ for layer in quantized_layers(whole))),
-        "adapted_layers": sum(_adapted_modules(whole).values()),
-        "adapted_modules": _adapted_modules(whole),
+        "quantized_layers": dict(Counter(type(layer).__name__ for layer in quantized_layers(model))),
+        "adapted_layers": sum(_adapted_modules(model).values()),
+        "adapted_modules": _adapted_modules(model),
         "layers": len(layers),
         "checkpointed_layers": sum(1 for layer in layers if layer.gradient_checkpointing),
         "pinned_memory": recipe.training.non_blocking and accelerator.device.type == "cuda",
@@ -71,14 +71,14 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
     return receipt
 
 
-def sharding_facts(whole: nn.Module) -> dict[str, Any]:
-    """What of the weights this rank holds, seen in the storage of the parameters themselves."""
-    elements = held = sharded = 0
+def sharding_facts(model: nn.Module) -> dict[str, Any]:
+    """The weights that this rank holds, read off the storage of the parameters themselves."""
+    elements = local_elements = sharded = 0
     meshes, places = set(), set()
-    for parameter in whole.parameters():
-        elements += whole_numel(parameter)
+    for parameter in model.parameters():
+        elements += full_numel(parameter)
         if (part := local_shard(parameter)) is not parameter:
-            sharded += whole_numel(parameter)
+            sharded += full_numel(parameter)
             local = part
         elif isinstance(parameter, DTensor):
             sharded += parameter.numel()
@@ -87,35 +87,35 @@ def sharding_facts(whole: nn.Module) -> dict[str, Any]:
             meshes.add(tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)))
         else:
             local = parameter
-        held += local.numel()
+        local_elements += local.numel()
         places.add(local.device.type)
     return {
         "sharded_parameters": sharded,
-        "held_share": held / elements,
+        "held_share": local_elements / elements,
         "mesh": dict(meshes.pop()) if meshes else {},
         "weights_on": sorted(places),
     }
 
 
 def add_optimizer_state(
-    recipe: Recipe, strategy: Strategy, receipt: dict[str, Any], held: Counter[str], ranks: int
+    recipe: Recipe, strategy: Strategy, receipt: dict[str, Any], elements: Counter[str], ranks: int
 ) -> None:
     """Note what the optimizer's state is and how much of it this rank holds.
 
     8 bits are for tensors of 4,096 elements and more; small adapters may have none, and the receipt then says float32.
 
-    Raises EnvironmentMismatch where the number format, or the share under a strategy that cuts it, is not as asked for.
+    Raises EnvironmentMismatch where the number format, or the share under ZeRO, is not as asked for.
     """
-    training, dtypes, spec = recipe.training, formats(held), OPTIMIZERS[recipe.training.optim]
+    training, dtypes, spec = recipe.training, formats(elements), OPTIMIZERS[recipe.training.optim]
     asked = spec.state_dtypes("bfloat16" if training.pure_bf16 else "float32")
     if not set(dtypes.split(", ")) <= set(asked):
         raise EnvironmentMismatch(
             f"training.optim: state of {training.optim} in {' or '.join(asked)} was asked for, it is {dtypes}"
         )
-    share = held.total() / (len(spec.moments) * receipt["parameters"]["trained"])
+    share = elements.total() / (len(spec.moments) * receipt["parameters"]["trained"])
     if strategy.uses_engine and ranks > 1 and share > 0.9:
         raise EnvironmentMismatch(
-            f"accelerate_config: {strategy.name} cuts optimizer state, this rank holds {share:.0%}"
+            f"accelerate_config: {strategy.name} shards optimizer state, this rank holds {share:.0%}"
         )
     receipt["dtypes"]["optimizer_state"] = dtypes
     receipt["sharding"]["optimizer_share"] = share
@@ -202,7 +202,7 @@ def describe(receipt: dict[str, Any]) -> str:
     return (
         f"{receipt['architecture']}: {parameters['trained']:,} parameters trained ({share:.2%}) in {dtypes['master']}, "
         f"computed in {dtypes['compute']}, {receipt['strategy']} on {receipt['world_size']} x {receipt['device']}\n"
-        f"{_told_adapters(receipt['adapted_modules'])}"
+        f"{_adapters_line(receipt['adapted_modules'])}"
         f"data: {data['documents']:,} documents in rows that are {data['fill']:.0%} full, "
         f"{data['supervised_tokens']:,} tokens learned\n"
         f"batch: {batch['world_size']} ranks x {batch['micro_steps']} micro-steps x "
@@ -210,6 +210,6 @@ def describe(receipt: dict[str, Any]) -> str:
     )
 
 
-def _told_adapters(adapted: dict[str, int]) -> str:
+def _adapters_line(adapted: dict[str, int]) -> str:
     kinds = ", ".join(f"{name} {count}" for name, count in adapted.items())
     return f"adapters on {sum(adapted.values())} layers: {kinds}\n" if adapted else ""

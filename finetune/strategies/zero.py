@@ -25,7 +25,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.zero_requirements import silenced_deepspeed
-from finetune.strategies.zero_state import load_masters, whole_numel, whole_shape
+from finetune.strategies.zero_state import full_numel, full_shape, load_masters
 
 # Elements of one reduction: below, latency rules; above, nothing gets faster.
 SMALLEST_BUCKET, LARGEST_BUCKET = 2**20, 2**26
@@ -41,7 +41,7 @@ def zero_environment(on_cpu: bool) -> None:
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-        os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, Accelerate ignores a DeepSpeed plugin without a word
+        os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, Accelerate silently ignores a DeepSpeed plugin
 
 
 def zero_plugin(recipe: Recipe, strategy: Strategy, *, world_size: int, on_cpu: bool) -> DeepSpeedPlugin:
@@ -114,20 +114,20 @@ def buckets(model: nn.Module, stage: int) -> dict[str, int]:
     A reduction holds 1/256 of what is trained, so its two buffers cost under 1 % of the gradients. ZeRO-3 keeps the
     layer in use and the one fetched ahead, besides the largest single tensor (embedding or head).
     """
-    sizes = {parameter: whole_numel(parameter) for parameter in model.parameters()}
+    sizes = {parameter: full_numel(parameter) for parameter in model.parameters()}
     trained = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
     bucket = min(max(trained // 256, min(trained, SMALLEST_BUCKET)), LARGEST_BUCKET)
     bucket += bucket % 2  # DeepSpeed wants two elements to a bucket's unit
-    found = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+    settings = {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     if stage < 3:
-        return found
+        return settings
     layer, largest = _largest_layer(model), max(sizes.values())
-    vectors = [size for parameter, size in sizes.items() if len(whole_shape(parameter)) < 2]
-    return found | {
+    vectors = [size for parameter, size in sizes.items() if len(full_shape(parameter)) < 2]
+    return settings | {
         "stage3_prefetch_bucket_size": layer,
         "stage3_max_live_parameters": 2 * layer + largest,
         "stage3_max_reuse_distance": layer,
-        "stage3_param_persistence_threshold": max(vectors, default=0) + 1,  # norms and biases stay whole
+        "stage3_param_persistence_threshold": max(vectors, default=0) + 1,  # norms and biases stay unsharded
         "sub_group_size": max(largest, LARGEST_BUCKET),
     }
 
@@ -139,17 +139,17 @@ def swap_buffers(model: nn.Module, ranks: int) -> dict[str, int]:
     Under recomputation a layer's matrices are all in use until its backward, beside those outside of layers.
     """
     layers = _layers(model)
-    matrices = [sum(len(whole_shape(parameter)) > 1 for parameter in layer.parameters()) for layer in layers]
+    matrices = [sum(len(full_shape(parameter)) > 1 for parameter in layer.parameters()) for layer in layers]
     inside = {parameter for layer in layers for parameter in layer.parameters()}
-    outside = sum(len(whole_shape(parameter)) > 1 for parameter in model.parameters() if parameter not in inside)
-    largest = max(whole_numel(parameter) for parameter in model.parameters())
+    outside = sum(len(full_shape(parameter)) > 1 for parameter in model.parameters() if parameter not in inside)
+    largest = max(full_numel(parameter) for parameter in model.parameters())
     return {"buffer_size": -(-largest // ranks), "buffer_count": max(matrices, default=0) + outside}
 
 
 def _largest_layer(model: nn.Module) -> int:
     """Elements of a decoder layer, or of the model where it has none."""
-    sizes = [sum(map(whole_numel, layer.parameters())) for layer in _layers(model)]
-    return max(sizes, default=sum(map(whole_numel, model.parameters())))
+    sizes = [sum(map(full_numel, layer.parameters())) for layer in _layers(model)]
+    return max(sizes, default=sum(map(full_numel, model.parameters())))
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
@@ -158,7 +158,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 class DeferredStepEngine:
-    """Stands where Accelerate's own engine wrapper stands, which updates the weights inside backward.
+    """Replaces Accelerate's DeepSpeed wrapper, which would step inside backward().
 
     `clip_grad_norm_` asks for the norm: the engine measures and clips the gradients, drops a step whose norm is not
     finite, and updates, in one go over the gradients. `optimizer.step()` has nothing left to do.
@@ -193,7 +193,7 @@ class EngineScaler:
     def __init__(self, steps: DeferredStepEngine) -> None:
         self._steps = steps
         self._own = steps.engine.optimizer.loss_scaler
-        self._own.raise_error_at_min_scale = False  # the loop tells it, with the step and its rows
+        self._own.raise_error_at_min_scale = False  # the loop reports it, with the step and its rows
 
     def scale(self, values: Tensor) -> Tensor:
         return values * self._steps.loss_scale
@@ -237,12 +237,12 @@ def fit_swap(plugin: DeepSpeedPlugin, structure: Callable[[], nn.Module], ranks:
     """Where weights go to a disk, set its buffers by the model that is to be loaded: loading goes through them."""
     offload = plugin.deepspeed_config["zero_optimization"].get("offload_param", {})
     if offload.get("device") == "nvme":
-        with loading_whole(plugin):  # at whose end transformers is given the config anew
+        with loading_unsharded(plugin):  # at whose end transformers is given the config anew
             offload |= swap_buffers(structure(), ranks)
 
 
 @contextmanager
-def loading_whole(plugin: DeepSpeedPlugin) -> Iterator[None]:
+def loading_unsharded(plugin: DeepSpeedPlugin) -> Iterator[None]:
     """Within, transformers loads as if there were no ZeRO-3, under which it refuses to quantise on the host."""
     unset_hf_deepspeed_config()
     try:
@@ -252,7 +252,7 @@ def loading_whole(plugin: DeepSpeedPlugin) -> Iterator[None]:
 
 
 def release_engine(accelerator: Accelerator) -> None:
-    """Let go of the engine's buffers and hooks, and of the groups that DeepSpeed remembers past their end."""
+    """Free the engine's buffers and hooks, and the process groups that DeepSpeed keeps after their end."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         import deepspeed
 
@@ -279,7 +279,7 @@ def _into_engine_dtype(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor
 
 
 def _partition(model: nn.Module, config: Mapping[str, Any]) -> None:
-    """Partition a model that was loaded whole (a quantised one) one parameter at a time, not whole on the device."""
+    """Partition a model that was loaded unsharded (a quantised one), one parameter on the device at a time."""
     import deepspeed
 
     deepspeed.zero.Init(module=model, config_dict_or_path=dict(config))

@@ -1,4 +1,4 @@
-"""What DeepSpeed needs of the machine and of the recipe, told in one line before anything is loaded."""
+"""What DeepSpeed needs of the machine and the recipe: one line for what is missing, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compile_engine(strategy: Strategy, *, on_cpu: bool) -> None:
 
     Raises EnvironmentMismatch with the line that installs a missing compiler or header.
     """
-    # pip puts ninja beside python, where an environment that is not activated does not look.
+    # pip installs ninja next to python, which is not on the PATH of an environment that is not activated.
     os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
     _require_disk_access(strategy, on_cpu)
     if on_cpu and shutil.which("g++") and shutil.which("ninja"):  # else the engine says what it misses
@@ -65,7 +65,7 @@ def _missing(strategy: Strategy, what: str, remedy: str) -> EnvironmentMismatch:
 
 
 def _unsuitable(recipe: Recipe, strategy: Strategy, on_cpu: bool) -> Iterator[str]:
-    """What of the recipe the engine would refuse with a traceback, or compute in another number format."""
+    """Settings that the engine would refuse with a traceback, or compute in another number format."""
     training, name = recipe.training, f"accelerate_config: {strategy.name}"
     half = training.mixed_precision
     if on_cpu and torch.cuda.is_available():
@@ -73,7 +73,7 @@ def _unsuitable(recipe: Recipe, strategy: Strategy, on_cpu: bool) -> Iterator[st
     if half == "fp16" and on_cpu:
         yield "training.mixed_precision: DeepSpeed has no fp16 on a CPU; set bf16 or no"
     if training.optim != DEFAULT:  # zero_state.py knows the state of no other
-        yield f"training.optim: {training.optim}: ZeRO cuts state by elements, not by its blocks; set {DEFAULT}"
+        yield f"training.optim: {training.optim}: ZeRO shards state by elements, not by blocks; set {DEFAULT}"
     if training.pure_bf16 and strategy.offloaded:
         yield f"training.pure_bf16: {name} keeps float32 state in host memory; set training.pure_bf16=false"
     if half == "no" and recipe.lora and recipe.model.dtype != "float32":
@@ -91,7 +91,7 @@ def _unsuitable_quantization(recipe: Recipe, strategy: Strategy) -> Iterator[str
         yield f"quantization.load_in_8bit: {strategy.name} cannot cut int8 weights; set accelerate_config=zero2"
     compute = {"bf16": "bfloat16", "fp16": "float16"}.get(half)
     if quantization.load_in_4bit and strategy.shards_parameters and quantization.bnb_4bit_quant_storage != compute:
-        yield f"quantization.bnb_4bit_quant_storage: weights are cut in the format they compute in; set {compute}"
+        yield f"quantization.bnb_4bit_quant_storage: weights are sharded in the dtype of the computation; set {compute}"
 
 
 def _links(program: str, library: str) -> bool:
@@ -103,7 +103,7 @@ def _compile_ahead(builder: str, folder: str, on_cpu: bool) -> None:
     """Compile now what the engine would compile within its process group: two minutes on a slow machine, once.
 
     One process at a time. torch's own lock is a file, which a killed compiler leaves for ever, and then every later
-    run waits for ever: under our lock nobody else compiles for long, so one that is older than OLD_LOCK is nobody's.
+    run waits for ever: under our lock nobody else compiles for long, so a lock older than OLD_LOCK has no owner.
     """
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -118,10 +118,10 @@ def _compile_ahead(builder: str, folder: str, on_cpu: bool) -> None:
         import deepspeed
         from deepspeed.accelerator import get_accelerator
 
-        made = get_accelerator().create_op_builder(builder)
+        found = get_accelerator().create_op_builder(builder)
         # As DeepSpeed asks: without a compiler it does without.
-        if made is not None and deepspeed.ops.__compatible_ops__.get(made.NAME, False):
-            made.load(verbose=False)
+        if found is not None and deepspeed.ops.__compatible_ops__.get(found.NAME, False):
+            found.load(verbose=False)
 
 
 def _own_builds() -> Path:

@@ -1,4 +1,4 @@
-"""What ZeRO scattered over the ranks: trained weights and optimizer state, out of and into the engine.
+"""Trained weights and optimizer state that ZeRO sharded over the ranks, out of and into the engine.
 
 Each rank owns one contiguous range of every flattened parameter, or nothing of it; so nothing is gathered to be saved,
 and any number of ranks can read back what any other number wrote. Values are the float32 masters, bit for bit.
@@ -53,7 +53,7 @@ def trained_pieces(engine: Any) -> dict[str, dict[str, Piece]]:
 def load_pieces(engine: Any, model: Mapping[str, Stored], optimizer: Mapping[str, Stored]) -> None:
     """Fill masters and moments with this rank's ranges, and from the masters the weights that the model computes with.
 
-    An empty `optimizer` stands for the time before the first update.
+    An empty `optimizer` is the state before the first update.
     """
     for owned in _owned(engine, writing=True):
         here = owned.start, owned.master.numel()
@@ -66,7 +66,7 @@ def load_pieces(engine: Any, model: Mapping[str, Stored], optimizer: Mapping[str
 
 
 def load_masters(engine: Any, weights: Mapping[str, Tensor]) -> None:
-    """Give the masters of some parameters these whole values, which the engine rounded when it took them over."""
+    """Give the masters of some parameters these unsharded values, which the engine rounded when it took them over."""
     for owned in _owned(engine, writing=True):
         if owned.name in weights:
             flat = weights[owned.name].reshape(-1)
@@ -75,7 +75,7 @@ def load_masters(engine: Any, weights: Mapping[str, Tensor]) -> None:
 
 
 def full_weights(engine: Any, *, dtype: torch.dtype | None, keep: bool) -> dict[str, Tensor]:
-    """The trained parameters' masters, whole and in host memory, on the ranks with `keep`; every rank takes part.
+    """The trained parameters' masters, unsharded and in host memory, on the ranks with `keep`; every rank takes part.
 
     Gathered one at a time. A parameter under two names stays one tensor. `dtype` None leaves them float32.
     """
@@ -87,8 +87,8 @@ def full_weights(engine: Any, *, dtype: torch.dtype | None, keep: bool) -> dict[
         if not parameter.requires_grad:
             continue
         if id(parameter) not in seen:
-            whole = safe_get_full_fp32_param(parameter)
-            seen[id(parameter)] = whole.to("cpu", dtype, copy=True) if keep else whole.new_empty(0)
+            full = safe_get_full_fp32_param(parameter)
+            seen[id(parameter)] = full.to("cpu", dtype, copy=True) if keep else full.new_empty(0)
         found[name] = seen[id(parameter)]
     return found if keep else {}
 
@@ -102,18 +102,18 @@ def master_dtype(engine: Any) -> torch.dtype:
     return flat.dtype
 
 
-def whole_numel(parameter: Tensor) -> int:
+def full_numel(parameter: Tensor) -> int:
     """Elements of a parameter before ZeRO-3 partitioned it."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def whole_shape(parameter: Tensor) -> torch.Size:
+def full_shape(parameter: Tensor) -> torch.Size:
     """Shape of a parameter before ZeRO-3 partitioned it."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def local_shard(parameter: Tensor) -> Tensor:
-    """What this rank stores of a parameter: ZeRO-3's part of it, unless it is one of those kept whole."""
+    """The tensor that this rank stores of a parameter: its ZeRO-3 shard, or all of one that ZeRO-3 does not shard."""
     return parameter if getattr(parameter, "ds_persist", True) else parameter.ds_tensor  # type: ignore[attr-defined]
 
 
@@ -130,7 +130,7 @@ def _steps(engine: Any) -> dict[str, Piece]:
 
 
 def _owned(engine: Any, *, writing: bool) -> Iterator[_Owned]:
-    """This rank's ranges one by one; each is usable until the next is asked for."""
+    """This rank's ranges one by one; each is valid until the next is requested."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     if engine.zero_optimization_stage() == 3:
         yield from _owned_stage3(engine.optimizer, engine.basic_optimizer, names, writing)
@@ -139,11 +139,11 @@ def _owned(engine: Any, *, writing: bool) -> Iterator[_Owned]:
 
 
 def _owned_flat(engine: Any, names: Mapping[int, str], writing: bool) -> Iterator[_Owned]:
-    """ZeRO-1 and 2: parameters end to end, cut into equal partitions whatever the borders between parameters."""
+    """ZeRO-1 and 2: parameters end to end, split into equal partitions regardless of where parameters end."""
     basic = engine.basic_optimizer
     states = [_state(basic, group["params"][0], make=writing) for group in basic.param_groups]
     for parameter in engine.module.parameters():
-        # Not public; deepspeed.utils gives whole parameters only, by an all-reduce that turns -0 into 0.
+        # Not public; deepspeed.utils gives full parameters only, by an all-reduce that turns -0 into 0.
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None or not parameter.requires_grad:
             continue
@@ -205,7 +205,7 @@ def _refresh(engine: Any) -> None:
         engine.optimizer.update_lp_params()
         return
     # Layers that are still gathered from the latest forward, within stage3_max_live_parameters, would be used as they
-    # are; what ZeRO-3 keeps whole (norms, biases) is gathered again.
+    # are; what ZeRO-3 leaves unsharded (norms, biases) is gathered again.
     engine.empty_partition_cache()
     persistent = engine.optimizer.persistent_parameters
     if persistent:

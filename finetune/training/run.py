@@ -19,7 +19,7 @@ from finetune.measure.phases import Phases
 from finetune.model.build import decoder_parts
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.train_state import TrainState
-from finetune.strategies.zero_state import whole_shape
+from finetune.strategies.zero_state import full_shape
 from finetune.tokens.batches import Documents, MicroBatch, micro_batches, rows_of_step
 from finetune.tokens.dataset import Prepared
 from finetune.tokens.mixture import Rows
@@ -131,7 +131,7 @@ class Run:
 def check_vocabulary(prepared: Prepared, model: nn.Module) -> None:
     """Refuse token ids that the embedding has no row for. Raises FinetuneError."""
     embeddings: Any = decoder_parts(model).get_input_embeddings()
-    rows, largest = whole_shape(embeddings.weight)[0], prepared.facts["largest_token_id"]
+    rows, largest = full_shape(embeddings.weight)[0], prepared.facts["largest_token_id"]
     if largest >= rows:
         raise FinetuneError(
             f"model.name_or_path: the tokenizer makes token {largest}, the model has {rows} embeddings; "

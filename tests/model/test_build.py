@@ -152,7 +152,7 @@ def test_an_adapter_on_the_head_is_refused(tiny_llama: Path) -> None:
         ({"target_modules": ["self_attn.q_porj"]}, "self_attn.q_porj .*nearest are q_proj"),
         ({"target_modules": "q_proj"}, r"lora.target_modules: q_proj .*whole paths: write \[q_proj\]"),
         ({"target_modules": r".*\.(q|v)_porj"}, "matches no module of LlamaForCausalLM; the nearest are"),
-        ({"target_modules": "*.q_proj"}, "is no pattern"),
+        ({"target_modules": "*.q_proj"}, "is not a pattern"),
         ({"modules_to_save": ["lm_haed"]}, "lora.modules_to_save: lm_haed .*nearest are lm_head"),
     ],
     ids=str,

@@ -471,4 +471,4 @@ class TestRehearse:
         report = rehearse(recipe, [], log=lambda line: None)
         assert (report["ok"], report["exit_code"]) == (False, 4)
         assert report["steps"][-1]["name"] == f"trains {STEPS} steps"
-        assert "ZeRO cuts state by elements" in report["steps"][-1]["seen"]
+        assert "ZeRO shards state by elements" in report["steps"][-1]["seen"]

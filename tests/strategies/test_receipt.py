@@ -239,7 +239,7 @@ def test_state_that_is_not_cut_is_refused(built: Built) -> None:
     receipt: dict[str, Any] = {"parameters": {"trained": 100}, "dtypes": {}, "sharding": {}}
     for name in ("zero1", "zero2", "zero3"):
         zero = read_strategy(name)
-        with pytest.raises(EnvironmentMismatch, match=f"{name} cuts optimizer state, this rank holds 100%"):
+        with pytest.raises(EnvironmentMismatch, match=f"{name} shards optimizer state, this rank holds 100%"):
             add_optimizer_state(built.recipe, zero, receipt, Counter(float32=200), 2)
         add_optimizer_state(built.recipe, zero, receipt, Counter(float32=100), 2)
         add_optimizer_state(built.recipe, zero, receipt, Counter(float32=200), 1)  # alone it holds all

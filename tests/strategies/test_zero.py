@@ -242,10 +242,10 @@ def test_what_is_missing_is_told_with_the_line_to_install(
 
 
 def test_whole_sizes_without_an_engine() -> None:
-    from finetune.strategies.zero_state import local_shard, whole_numel, whole_shape
+    from finetune.strategies.zero_state import full_numel, full_shape, local_shard
 
     weight = tiny_model().lm_head.weight
-    assert (whole_numel(weight), whole_shape(weight)) == (weight.numel(), weight.shape)
+    assert (full_numel(weight), full_shape(weight)) == (weight.numel(), weight.shape)
     assert local_shard(weight) is weight
 
 
