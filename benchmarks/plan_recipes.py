@@ -20,6 +20,7 @@ from benchmarks.common import known, recipes, sha256_of, write_result
 from finetune.cli.recipe_list import budget_text, purpose_of
 from finetune.errors import FinetuneError
 from finetune.planner.command import plan_by_trace
+from finetune.planner.constants import GIB
 from finetune.recipe.gpus import gpus_of
 from finetune.recipe.loader import load_recipe
 
@@ -27,7 +28,6 @@ ROOT = Path(__file__).resolve().parent.parent
 NAME = "plan_recipes"
 README = ROOT / "README.md"
 HEAD = "| recipe | made for | GiB planned | what |\n|---|---|---|---|\n"
-GIB = 2**30
 
 
 def plan(path: Path) -> dict[str, Any]:

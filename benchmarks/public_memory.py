@@ -34,18 +34,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.common import RESULTS, write_result
 from finetune.model.known_configs import CONFIGS
+from finetune.planner.constants import CUBLAS_WORKSPACE, GIB
 from finetune.planner.depth.caching_allocator import CachingAllocator
 from finetune.planner.depth.repeat_layers import Change, repeat_layers
 from finetune.planner.trace.fake_device import NAME, pretend_device
 from finetune.planner.trace.fake_model import fill, no_data
-from finetune.planner.trace.kernel_workspaces import CUBLAS, Workspaces
+from finetune.planner.trace.kernel_workspaces import Workspaces
 from finetune.planner.trace.recorder import Recorder, Tagging
 from finetune.planner.trace.timeline import Timeline
 
 POINTS = Path(__file__).parent / "peft_l40s.json"
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "planner.md"
 BEGIN, END = "<!-- public_memory.py begins -->\n", "<!-- public_memory.py ends -->\n"
-GIB = 2**30
 ROWS = 4
 LONGEST, MEAN = 668, 219
 LAYERS, DEEP = 5, 28
@@ -115,7 +115,7 @@ def timeline_of(adapter: dict[str, Any] | None, lengths: Sequence[int], layers: 
         for each in (
             factors_as_on_cuda(),
             moved_without_swapping(),
-            Workspaces(recorder, device, CUBLAS),
+            Workspaces(recorder, device, CUBLAS_WORKSPACE),
             Tagging(recorder, gloo=False),
         ):
             inside.enter_context(each)

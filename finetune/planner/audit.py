@@ -11,8 +11,8 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.files import read_lines
+from finetune.planner.constants import GIB
 
-GIB = 2**30
 UPDATE_PHASES = ("forward", "backward", "step")
 
 

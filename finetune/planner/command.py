@@ -16,6 +16,7 @@ from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError
 from finetune.model.known_configs import full_config
 from finetune.planner import pick, remedies
 from finetune.planner.closed_form.estimate import estimate, unknown
+from finetune.planner.constants import GIB
 from finetune.planner.explain import explain
 from finetune.recipe.gpus import Gpus, gpus_of, read_gpus
 from finetune.recipe.loader import load_recipe
@@ -24,7 +25,6 @@ from finetune.recipe.schema import Recipe
 if TYPE_CHECKING:
     from finetune.planner.plan_recipe import Planned
 
-GIB = 2**30
 EDGE = 0.02  # a closed form this near to the GPU's size is planned by trace before it is said to fit or not
 TRIES = 3  # plans of variants that surely fit by the closed form
 Answer = tuple[dict[str, Any], str]

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from finetune.planner.closed_form.estimate import estimate, unknown
-from finetune.planner.closed_form.layer import FLOAT32, HALF
 from finetune.planner.closed_form.shape import Shape, shape_of
+from finetune.planner.constants import FLOAT32, HALF, LOSS_CHUNK_BYTES
 from finetune.planner.variants import changed
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe
@@ -20,7 +20,7 @@ def explain(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -> str
     """Paragraphs to be read after the plan. Raises KeyError for an architecture whose sizes are not known."""
     shape = shape_of(recipe, config)
     ranks = gpus.count * gpus.nodes if gpus else 1
-    trained = shape.total if recipe.lora is None else shape.adapters * shape.layers
+    trained = shape.total_weights if recipe.lora is None else shape.adapter_weights * shape.layers
     parts = [_weights(recipe, shape, trained), _adam(recipe, trained), _zero(recipe, trained, ranks)]
     if gpus is not None and unknown(recipe, config, gpus) is None:
         parts += [_recomputation(recipe, config, gpus), _loss(recipe, shape)]
@@ -32,16 +32,16 @@ def _gb(nbytes: float) -> str:
 
 
 def _weights(recipe: Recipe, shape: Shape, trained: int) -> Iterator[str]:
-    matrices = shape.matrices * shape.layers
-    rest = shape.total - matrices
-    yield f"Weights: {shape.total:,}, of which {matrices:,} in the matrices of {shape.layers} layers."
+    total, matrices = shape.total_weights, shape.matrix_weights * shape.layers
+    rest = total - matrices
+    yield f"Weights: {total:,}, of which {matrices:,} in the matrices of {shape.layers} layers."
     yield (
-        f"  float32 takes 4 bytes each, {_gb(4 * shape.total)}; bfloat16 and float16 2, {_gb(2 * shape.total)}; int8 1 "
+        f"  float32 takes 4 bytes each, {_gb(4 * total)}; bfloat16 and float16 2, {_gb(2 * total)}; int8 1 "
         f"in the matrices, {_gb(matrices + 2 * rest)}; NF4 with its scales {NF4:.3f} there, "
         f"{_gb(NF4 * matrices + 2 * rest)}."
     )
     if recipe.lora is not None:
-        share = 100 * trained / shape.total
+        share = 100 * trained / total
         yield f"  This recipe trains adapters of rank {recipe.lora.r}: {trained:,} weights, {share:.2f} % as many."
     else:
         yield "  This recipe trains all of them."
@@ -89,7 +89,7 @@ def _recomputation(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Ite
 def _loss(recipe: Recipe, shape: Shape) -> Iterator[str]:
     tokens = recipe.training.per_device_batch_size * recipe.data.max_length
     logits = tokens * shape.vocabulary
-    chunk = min(logits, 2**28 // 4)
+    chunk = min(logits, LOSS_CHUNK_BYTES // FLOAT32)
     yield (
         f"The loss: {tokens:,} tokens times {shape.vocabulary:,} words are {logits / 1e6:,.0f} million logits, "
         f"{_gb(WHOLE_LOSS * logits)} if all were held at once; a chunk at a time they take {_gb(WHOLE_LOSS * chunk)}."

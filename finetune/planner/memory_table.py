@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+from finetune.planner.constants import COMPONENTS, GIB
 from finetune.planner.plan_recipe import Planned
-from finetune.planner.trace.timeline import COMPONENTS
 
-GIB = 2**30
 WIDTH, EMPTY = 50, "."
 # What the bars tell apart, by shade: what is there all the time, what a step makes, and the rest.
 DRAWN = {

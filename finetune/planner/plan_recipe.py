@@ -20,6 +20,7 @@ from finetune.model.build import attention_name
 from finetune.model.known_configs import full_config
 from finetune.model.optimizer import check_optimizer
 from finetune.model.quantization import check_sharded_quantization
+from finetune.planner.constants import CUDA_CONTEXT, NCCL_BUFFERS
 from finetune.planner.depth.caching_allocator import NoMemory, replay
 from finetune.planner.depth.extrapolate import SHALLOW, depths, extrapolate, layers_kept_gathered, with_layers
 from finetune.planner.depth.fork import run_in_forks
@@ -34,10 +35,6 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, read_strategy
 from finetune.strategies.zero_requirements import require_engine
 from finetune.tokens.batches import MicroBatch
-
-# Outside of the tensors, and so of every trace: measured by others, see docs/planner.md.
-CONTEXT = 500_000_000  # CUDA's own, with the kernels that are loaded
-NCCL = 700_000_000  # buffers of a communicator
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,7 @@ def plan_recipe(
     ranks = 1 if strategy.kind == "single" else gpus.count * gpus.nodes if gpus else ranks or 1
     node = gpus.count if gpus else node or ranks
     shown, exact = batches or worst_batches(recipe, ranks), bool(batches) and gpus is None
-    outside = {"CUDA context": CONTEXT} | ({"NCCL": NCCL} if ranks > 1 else {})
+    outside = {"CUDA context": CUDA_CONTEXT} | ({"NCCL": NCCL_BUFFERS} if ranks > 1 else {})
     beside = sum(outside.values())
     most = gpus.memory if gpus and must_fit else None
     with tempfile.TemporaryDirectory() as folder:

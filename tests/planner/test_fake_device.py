@@ -11,10 +11,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from finetune.planner.constants import CUBLAS_WORKSPACE
 from finetune.planner.depth.extrapolate import extrapolate, with_layers
 from finetune.planner.trace.cuda_dispatch import autocast_list
 from finetune.planner.trace.fake_device import NAME, pretend_device
-from finetune.planner.trace.kernel_workspaces import CUBLAS, TABLE
+from finetune.planner.trace.kernel_workspaces import TABLE
 from finetune.planner.trace.timeline import PhaseMemory, Timeline
 from finetune.planner.trace.trace import trace
 from finetune.recipe.strategy import read_strategy
@@ -128,7 +129,7 @@ def test_a_gpus_trace_has_the_same_weights_and_states(packed: bool, folder: Path
         assert on_gpu["step"].peak.parts[component] == on_cpu["step"].peak.parts[component]
     # Two workspaces: forward's thread and backward's.
     assert on_gpu["step"].peak.parts["other"] - on_cpu["step"].peak.parts["other"] == pytest.approx(
-        2 * CUBLAS, abs=2048
+        2 * CUBLAS_WORKSPACE, abs=2048
     )
     # On the host are batches, in pinned memory and not, and what is written to disk.
     assert all(set(host[phase].peak.parts) <= {"other"} for phase in host)
@@ -138,7 +139,7 @@ def test_a_gpus_trace_has_the_same_weights_and_states(packed: bool, folder: Path
 
 def traced(case: Case, folder: Path, *, gpu: bool, strategy: str = "single", ranks: int = 1) -> Timeline:
     ways = read_strategy(strategy)
-    return trace(case.recipe(folder), ways, case.batches(), ranks=ranks, gpu=gpu, cublas=CUBLAS).timeline
+    return trace(case.recipe(folder), ways, case.batches(), ranks=ranks, gpu=gpu, cublas=CUBLAS_WORKSPACE).timeline
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.planner.trace.timeline import COMPONENTS, LAYER, Peak, PhaseMemory, Timeline
+from finetune.planner.constants import COMPONENTS
+from finetune.planner.trace.timeline import LAYER, Peak, PhaseMemory, Timeline
 from finetune.recipe.schema import Recipe
 
 SHALLOW = 4  # the first, the last, and two between

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # torch documents th
 
 from finetune.measure.collectives import CALLS, Moved
 from finetune.measure.phases import Phases
+from finetune.planner.constants import DDP_BUCKET, DDP_FIRST_BUCKET
 from finetune.planner.trace.recorder import tensors_in
 
 # Position of the matrix whose columns are summed over.
@@ -28,7 +29,6 @@ FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 # Of these nothing is computed, whatever their arguments are.
 NO_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh")
 
-FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes
 TALLY = 3 * 8  # loss, count of tokens and stop flag: loop.py
 
 
@@ -167,7 +167,7 @@ def per_step(
 def of_ddp(work: StepWork, gradient_bytes: int) -> StepWork:
     """With what DDP's reducer sends, which is C++ and not traced: all gradients once a step, in buckets of 25 MiB
     after a first one of 1 MiB (torch's own sizes); and with the loop's three numbers."""
-    buckets = 1 + math.ceil(max(0, gradient_bytes - FIRST_BUCKET) / BUCKET)
+    buckets = 1 + math.ceil(max(0, gradient_bytes - DDP_FIRST_BUCKET) / DDP_BUCKET)
     return StepWork(
         work.operations,
         {"backward": {"all_reduce": Moved(buckets, gradient_bytes)}, "step": {"all_reduce": Moved(1, TALLY)}},

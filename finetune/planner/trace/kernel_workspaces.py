@@ -23,15 +23,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
 
+from finetune.planner.constants import FLASH_BLOCK, FLOAT32, SORTED_TOKENS
 from finetune.planner.trace.recorder import Recorder
 
-FLOAT32 = 4
-FLASH_BLOCK = 128  # rows that a block of the kernel works on
 EFFICIENT_BLOCK = 64
 NORM_CHUNK = 65_536  # elements
-SORTED_TOKENS = 3072  # embeddings' backward sorts more tokens than these
-CUBLAS = 8_519_680  # bytes
-CUBLAS_HOPPER = 32 * 2**20
 MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 
 

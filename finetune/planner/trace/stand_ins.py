@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional
 
+from finetune.planner.constants import DDP_BUCKET, DDP_FIRST_BUCKET
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.assemble import Assembled
 
@@ -130,9 +131,6 @@ def engine_parts(parts: Assembled) -> dict[str, list[torch.Tensor | None]]:
     return {"masters": masters, "gradients": gradients, "communication buffers": buckets}
 
 
-FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes; a bucket is full when it has reached them
-
-
 class Replica(nn.Module):
     """Stands in a trace where `torch.nn.parallel.DistributedDataParallel` stands in a training."""
 
@@ -175,7 +173,7 @@ def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]
     for parameter in parameters:
         together = open_.setdefault(parameter.dtype, [])
         together.append(parameter)
-        if sum(each.numel() for each in together) * parameter.itemsize >= full.get(parameter.dtype, FIRST_BUCKET):
-            full[parameter.dtype] = BUCKET
+        if sum(each.numel() for each in together) * parameter.itemsize >= full.get(parameter.dtype, DDP_FIRST_BUCKET):
+            full[parameter.dtype] = DDP_BUCKET
             yield open_.pop(parameter.dtype)
     yield from open_.values()

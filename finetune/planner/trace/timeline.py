@@ -13,23 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from finetune.measure.live_tensors import NONE
-
-COMPONENTS = (
-    "parameters",
-    "masters",  # float32 copies that ZeRO's engine updates; under other strategies the parameters are these
-    "gradients",  # as the optimizer sees them: of shards where the strategy shards
-    "unsharded gradients",  # whole, on their way to the ranks that keep them
-    "optimizer state",
-    "activations",  # what forward makes, recomputation in backward too
-    "logits and loss",
-    "gathered layers",  # weights put together from their shards
-    "cast weights",  # copies in the computation's number format
-    "communication buffers",
-    "quantisation workspace",  # 4-bit weights, unpacked for a matrix product
-    "backward workspace",  # gradients of activations, and of weights before they are added up
-    "other",  # batches, norms, what an update needs beside its state
-)
-
+from finetune.planner.constants import COMPONENTS
 
 LAYER = re.compile(r"\.layers\.(\d+)\b")
 

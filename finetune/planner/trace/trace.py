@@ -24,10 +24,11 @@ from finetune.launch.launcher import Launch
 from finetune.measure.phases import Phase
 from finetune.model.build import decoder_parts
 from finetune.model.optimizer import unwrap_optimizer
+from finetune.planner.constants import CUBLAS_WORKSPACE_HOPPER
 from finetune.planner.trace.fake_device import pretend_device
 from finetune.planner.trace.fake_model import dataless_build, has_joined_documents, host_pages, no_data, without_data
 from finetune.planner.trace.flops import Operation, Work
-from finetune.planner.trace.kernel_workspaces import CUBLAS_HOPPER, Workspaces
+from finetune.planner.trace.kernel_workspaces import Workspaces
 from finetune.planner.trace.recorder import Recorder, Tagging
 from finetune.planner.trace.stand_ins import Replica, as_on_gpus, cut, engine_parts, engine_without_ranks, without_disks
 from finetune.planner.trace.timeline import Timeline
@@ -65,7 +66,7 @@ def trace(
     ranks: int = 1,
     node: int = 0,
     gpu: bool = False,
-    cublas: int = CUBLAS_HOPPER,
+    cublas: int = CUBLAS_WORKSPACE_HOPPER,
 ) -> Traced:
     """The timeline of rank 0 of `ranks`: load, two optimizer steps over `batches` each, save.
 
