@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import RESULTS, write_result
 from finetune.model.known_configs import full_config
-from finetune.planner.closed_form.estimate import estimate, unknown
+from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.planner.command import plan_by_trace
 from finetune.recipe.gpus import Gpus, read_gpus
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
@@ -124,7 +124,7 @@ def main() -> int:
     found: dict[str, dict[str, Any]] = {}
     for point in points(arguments.points):
         recipe, gpus = recipe_of(point)
-        if unknown(recipe, full_config(point[0])[0], gpus) is not None:
+        if unsupported(recipe, full_config(point[0])[0], gpus) is not None:
             continue
         key = key_of(point)
         row = found[key] = (before.get(key) or traced(point)) | closed(point)

@@ -17,7 +17,7 @@ UPDATE_PHASES = ("forward", "backward", "step")
 
 
 @dataclass(frozen=True)
-class Row:
+class AuditRow:
     """One phase of one run, on rank 0: peak bytes."""
 
     run: str
@@ -48,7 +48,7 @@ def audit_in_words(runs: Sequence[Path]) -> tuple[dict[str, Any], str]:
     return told, "\n".join(_lines(rows, unplanned, told))
 
 
-def audited(run: Path, receipt: Mapping[str, Any]) -> Iterator[Row]:
+def audited(run: Path, receipt: Mapping[str, Any]) -> Iterator[AuditRow]:
     """A row for each phase that was planned and measured.
 
     The receipt has loading and the worst step, tried first; a run with `measure_phases` has its every phase in
@@ -64,7 +64,7 @@ def audited(run: Path, receipt: Mapping[str, Any]) -> Iterator[Row]:
     for name, phase in memory["planned"]["phases"].items():
         if measured.get(name):
             facts = str(run), receipt["strategy"], receipt["world_size"]
-            yield Row(*facts, name, phase["peak_bytes"], measured[name])
+            yield AuditRow(*facts, name, phase["peak_bytes"], measured[name])
 
 
 def _receipt(run: Path) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _why_not(receipt: Mapping[str, Any]) -> str | None:
     return None if memory["planned"] else str(memory["why"])
 
 
-def _summary(rows: Sequence[Row]) -> dict[str, Any]:
+def _summary(rows: Sequence[AuditRow]) -> dict[str, Any]:
     """Over the phases of an update; of loading, temporaries of reading files are measured and not planned."""
     errors = [abs(row.error) for row in rows if row.phase in UPDATE_PHASES]
     if not errors:
@@ -89,7 +89,7 @@ def _summary(rows: Sequence[Row]) -> dict[str, Any]:
     return {"median_error": statistics.median(errors), "worst_error": max(errors)}
 
 
-def _lines(rows: Sequence[Row], unplanned: Mapping[str, str], told: Mapping[str, Any]) -> Iterator[str]:
+def _lines(rows: Sequence[AuditRow], unplanned: Mapping[str, str], told: Mapping[str, Any]) -> Iterator[str]:
     width = max((len(row.run) for row in rows), default=3)
     if rows:
         yield f"{'run':<{width}}  {'strategy':<14}{'ranks':>5}  {'phase':<9}{'planned':>15}{'measured':>15}   error"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError
 from finetune.model.known_configs import full_config
 from finetune.planner import pick, remedies
-from finetune.planner.closed_form.estimate import estimate, unknown
+from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.planner.constants import GIB
 from finetune.planner.explain import explain
 from finetune.recipe.gpus import Gpus, gpus_of, read_gpus
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 EDGE = 0.02  # a closed form this near to the GPU's size is planned by trace before it is said to fit or not
 TRIES = 3  # plans of variants that surely fit by the closed form
-Answer = tuple[dict[str, Any], str]
+Output = tuple[dict[str, Any], str]
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanOptions:
     """What the command line says beside the recipe."""
 
     gpus: str | None = None
@@ -71,7 +71,7 @@ def plan_by_trace(recipe: Recipe, gpus: Gpus | None, *, must_fit: bool = False) 
             ) from error
 
 
-def answer(words: Sequence[str], asked: Asked) -> Answer:
+def plan_in_words(words: Sequence[str], asked: PlanOptions) -> Output:
     """What `finetune plan WORDS` says, as JSON with `ok` whether it fits, and as text. Raises FinetuneError.
 
     Words are recipes, as far as they are files of YAML, and then `key=value`; several recipes are compared.
@@ -89,20 +89,20 @@ def answer(words: Sequence[str], asked: Asked) -> Answer:
     return _one(loaded, gpus, explained=asked.explain)
 
 
-def _one(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Answer:
+def _one(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Output:
     planned = plan_by_trace(recipe, gpus)
-    from finetune.planner.memory_table import describe, plan_json
-    from finetune.planner.roofline_report import pace_json, pace_lines
+    from finetune.planner.memory_table import plan_json, plan_text
+    from finetune.planner.roofline_report import roofline_json, roofline_lines
 
     code = 0 if planned.fits else DoesNotFit.exit_code
-    told = {"ok": planned.fits, "exit_code": code, **plan_json(planned), **pace_json(planned)}
-    text = [describe(planned), "", *pace_lines(planned)]
+    told = {"ok": planned.fits, "exit_code": code, **plan_json(planned), **roofline_json(planned)}
+    text = [plan_text(planned), "", *roofline_lines(planned)]
     config = full_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and not planned.fits:
         found = remedies.remedies(recipe, config, gpus, plan_by_trace)
         told["changes"] = [each.as_json() for each in found]
         text += ["", *_what_fits(found)]
-    elif gpus is not None and unknown(recipe, config, gpus) is None:
+    elif gpus is not None and unsupported(recipe, config, gpus) is None:
         spare = remedies.spare(recipe, config, gpus)
         told["spare"] = [each.as_json() for each in spare]
         text += ["", "what is left could buy one of (by the closed form):", *remedies.lines(spare)] if spare else []
@@ -120,7 +120,7 @@ def _what_fits(found: Sequence[remedies.Remedy]) -> Iterator[str]:
     yield from remedies.lines(found)
 
 
-def _largest(recipe: Recipe, gpus: Gpus | None, name: str) -> Answer:
+def _largest(recipe: Recipe, gpus: Gpus | None, name: str) -> Output:
     config = full_config(recipe.model.name_or_path, recipe.model.revision)[0]
     key, value, needed = remedies.largest(recipe, config, gpus, name, plan_by_trace)
     assert gpus is not None
@@ -128,7 +128,7 @@ def _largest(recipe: Recipe, gpus: Gpus | None, name: str) -> Answer:
     return told, f"{key}={value}  needs {needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f} a GPU"
 
 
-def _compare(recipes: Sequence[Path], overrides: Sequence[str], asked: Asked) -> Answer:
+def _compare(recipes: Sequence[Path], overrides: Sequence[str], asked: PlanOptions) -> Output:
     """Each recipe on the GPUs named, or its own; by the closed form where that is clear, else by trace."""
     rows = [_compared(path, overrides, asked) for path in recipes]
     width = max(len(row["recipe"]) for row in rows)
@@ -143,12 +143,12 @@ def _compare(recipes: Sequence[Path], overrides: Sequence[str], asked: Asked) ->
     return {"ok": True, "recipes": rows}, "\n".join(lines)
 
 
-def _compared(path: Path, overrides: Sequence[str], asked: Asked) -> dict[str, Any]:
+def _compared(path: Path, overrides: Sequence[str], asked: PlanOptions) -> dict[str, Any]:
     recipe = load_recipe(path, overrides).recipe
     gpus = read_gpus(asked.gpus, asked.nodes) if asked.gpus else gpus_of(recipe.budget)
     row: dict[str, Any] = {"recipe": path.stem, "gpu_bytes": gpus.memory if gpus else None}
     config = full_config(recipe.model.name_or_path, recipe.model.revision)[0]
-    if gpus is not None and unknown(recipe, config, gpus) is None:
+    if gpus is not None and unsupported(recipe, config, gpus) is None:
         needed = estimate(recipe, config, gpus).needed
         if abs(needed / gpus.memory - 1) > EDGE:
             return row | {"needed_bytes": needed, "fits": needed <= gpus.memory, "planned_by": "closed form"}
@@ -159,7 +159,7 @@ def _compared(path: Path, overrides: Sequence[str], asked: Asked) -> dict[str, A
     return row | {"needed_bytes": planned.needed, "fits": planned.fits, "planned_by": "trace"}
 
 
-def pick_in_words(model: str | None, asked: Asked, file: Path | None) -> Answer:
+def pick_in_words(model: str | None, asked: PlanOptions, file: Path | None) -> Output:
     """The best recipe for a model on GPUs, planned by trace; written to `file` where one is named.
 
     Raises DoesNotFit where no variant does, FinetuneError without a model or GPUs.
@@ -167,7 +167,7 @@ def pick_in_words(model: str | None, asked: Asked, file: Path | None) -> Answer:
     if model is None or asked.gpus is None:
         raise FinetuneError("--pick: needs a model and GPUs; add --model meta-llama/Llama-3.1-8B --gpus 2x24GB")
     gpus, (config, source) = read_gpus(asked.gpus, asked.nodes), full_config(model)
-    sure = islice(pick.picks(model, config, gpus), TRIES)
+    sure = islice(pick.fitting_recipes(model, config, gpus), TRIES)
     least = pick.smallest(model, config, gpus)
     for recipe in chain(sure, pick.last_resorts(model, config, gpus), pick.offloaded(model, gpus)):
         try:

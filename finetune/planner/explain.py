@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from finetune.planner.closed_form.estimate import estimate, unknown
+from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.planner.closed_form.shape import Shape, shape_of
 from finetune.planner.constants import FLOAT32, HALF, LOSS_CHUNK_BYTES
 from finetune.planner.variants import changed
@@ -22,7 +22,7 @@ def explain(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -> str
     ranks = gpus.count * gpus.nodes if gpus else 1
     trained = shape.total_weights if recipe.lora is None else shape.adapter_weights * shape.layers
     parts = [_weights(recipe, shape, trained), _adam(recipe, trained), _zero(recipe, trained, ranks)]
-    if gpus is not None and unknown(recipe, config, gpus) is None:
+    if gpus is not None and unsupported(recipe, config, gpus) is None:
         parts += [_recomputation(recipe, config, gpus), _loss(recipe, shape)]
     return "\n\n".join("\n".join(lines) for lines in parts)
 

@@ -24,7 +24,7 @@ NAMES = ("weights", "gradients and optimizer", "activations and loss", "buffers"
 assert {part for parts in DRAWN.values() for part in parts} == set(COMPONENTS)
 
 
-def describe(planned: Planned) -> str:
+def plan_text(planned: Planned) -> str:
     """Verdict, reason, table, and what is assumed."""
     return "\n".join([verdict(planned), "", *_table(planned), "", *_bars(planned), "", *_rest(planned)])
 

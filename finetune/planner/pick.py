@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from finetune.errors import DoesNotFit
-from finetune.planner.closed_form.estimate import estimate, unknown
+from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import (
     Budget,
@@ -26,7 +26,7 @@ from finetune.recipe.schema import (
     Training,
 )
 
-LENGTHS = (4096, 2048, 1024, 512)
+ROW_LENGTHS = (4096, 2048, 1024, 512)
 METHODS = ("full", "lora", "qlora")
 ROWS = (8, 4, 2, 1)
 TOKENS_AT_ONCE = 8192  # more than these make a step no quicker
@@ -41,7 +41,7 @@ def candidates(model: str, gpus: Gpus) -> Iterator[Recipe]:
     strategies = STRATEGIES if ranks > 1 else ("single",)
     recomputing: tuple[bool | int, ...] = (False, 2, True)
     for long_rows, method in product((True, False), METHODS):
-        lengths = [length for length in LENGTHS if (length >= 2048) == long_rows]
+        lengths = [length for length in ROW_LENGTHS if (length >= 2048) == long_rows]
         for length, strategy, every, rows in product(lengths, strategies, recomputing, ROWS):
             if rows == 1 or rows * length <= TOKENS_AT_ONCE:
                 most = max(1, TOKENS_A_STEP // (length * ranks))
@@ -67,10 +67,10 @@ def _variant(model: str, gpus: Gpus, method: str, length: int, strategy: str, ev
     )
 
 
-def picks(model: str, config: Mapping[str, Any], gpus: Gpus) -> Iterator[Recipe]:
+def fitting_recipes(model: str, config: Mapping[str, Any], gpus: Gpus) -> Iterator[Recipe]:
     """Those that surely fit, the best first: to be planned by trace until one does."""
     for recipe in candidates(model, gpus):
-        if unknown(recipe, config, gpus) is None and estimate(recipe, config, gpus).upper <= gpus.memory:
+        if unsupported(recipe, config, gpus) is None and estimate(recipe, config, gpus).upper <= gpus.memory:
             yield recipe
 
 
@@ -95,7 +95,7 @@ def smallest(model: str, config: Mapping[str, Any], gpus: Gpus) -> int:
 
 
 def _by_need(model: str, config: Mapping[str, Any], gpus: Gpus) -> list[tuple[int, Recipe]]:
-    known = [recipe for recipe in candidates(model, gpus) if unknown(recipe, config, gpus) is None]
+    known = [recipe for recipe in candidates(model, gpus) if unsupported(recipe, config, gpus) is None]
     return sorted(((estimate(recipe, config, gpus).needed, recipe) for recipe in known), key=lambda pair: pair[0])
 
 

@@ -24,10 +24,10 @@ from finetune.planner.constants import CUDA_CONTEXT, NCCL_BUFFERS
 from finetune.planner.depth.caching_allocator import NoMemory, replay
 from finetune.planner.depth.extrapolate import SHALLOW, depths, extrapolate, layers_kept_gathered, with_layers
 from finetune.planner.depth.fork import run_in_forks
-from finetune.planner.depth.repeat_layers import Change, add_unlayered_storage, repeat_layers
+from finetune.planner.depth.repeat_layers import StorageChange, add_unlayered_storage, repeat_layers
 from finetune.planner.roofline import Layout
-from finetune.planner.trace.fake_device import NAME
-from finetune.planner.trace.flops import StepWork, at_depth, of_ddp, per_step
+from finetune.planner.trace.fake_device import DEVICE_NAME
+from finetune.planner.trace.flops import StepWork, per_step, with_ddp_reductions, work_at_depth
 from finetune.planner.trace.timeline import Peak, PhaseMemory, Timeline
 from finetune.planner.trace.trace import STEPS, trace
 from finetune.recipe.gpus import Gpus
@@ -105,7 +105,7 @@ def plan_recipe(
         found = _traced(job, config, Path(folder), whole=exact)
     work = found.work
     if strategy.kind == "ddp":
-        work = of_ddp(work, found.phases["step"].peak.parts["gradients"])
+        work = with_ddp_reductions(work, found.phases["step"].peak.parts["gradients"])
     layout = _layout(recipe, strategy, shown, ranks, node, int(config["num_hidden_layers"]))
     planned = Planned(found.phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes), work, layout)
     if gpus is None:
@@ -123,7 +123,7 @@ def _with_share(planned: Planned, share: float) -> Planned:
     return dataclasses.replace(planned, reserved=(allocated, most), upper=most + sum(planned.outside.values()))
 
 
-def _with_allocator(planned: Planned, changes: Sequence[Change], room: int) -> Planned:
+def _with_allocator(planned: Planned, changes: Sequence[StorageChange], room: int) -> Planned:
     """What the allocator reserves; with less room than that, whether it gets by when it gives back what it caches."""
     held = replay(changes)
     short = {name: phase.peak.nbytes - held[name].allocated for name, phase in planned.phases.items()}
@@ -156,7 +156,7 @@ class _Traced:
     phases: dict[str, PhaseMemory]
     work: StepWork
     host: dict[str, int] = field(default_factory=dict)  # these where a GPU is planned
-    changes: list[Change] = field(default_factory=list)  # of its memory, which make the phases up
+    changes: list[StorageChange] = field(default_factory=list)  # of its memory, which make the phases up
     share: float | None = None  # instead of them: how many times what it hands out its allocator reserves, at most
 
 
@@ -175,23 +175,23 @@ def _traced(job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool) 
                 timelines[depth], work[depth] = traced(depth)
             return timelines[depth]
 
-        def spliced_of(depth: int) -> list[Change]:
-            return list(repeat_layers(timeline_of(depth), NAME, depth, layers, every))
+        def spliced_of(depth: int) -> list[StorageChange]:
+            return list(repeat_layers(timeline_of(depth), DEVICE_NAME, depth, layers, every))
 
         if whole:
-            return _Traced(timeline_of(layers).phases("cpu"), at_depth(work, layers))
+            return _Traced(timeline_of(layers).phases("cpu"), work_at_depth(work, layers))
         grown = partial(extrapolate, timeline_of, layers, period=every, shallow=shallow)
         if not job.on_gpu:
-            return _Traced(grown("cpu"), at_depth(work, layers))
+            return _Traced(grown("cpu"), work_at_depth(work, layers))
         repeats = job.strategy.zero_stage != 3
         if job.most is not None and repeats:
             _refuse_larger(spliced_of(needed[0]), job.beside, job.most)
-        phases, host = grown(NAME), {name: phase.peak.nbytes for name, phase in grown("cpu").items()}
+        phases, host = grown(DEVICE_NAME), {name: phase.peak.nbytes for name, phase in grown("cpu").items()}
         if not repeats:
             # It fetches weights in an order that does not repeat from layer to layer, so fewer do not tell the changes.
             share = max(_share_reserved(timeline, count) for count, timeline in timelines.items())
-            return _Traced(phases, at_depth(work, layers), host, share=share)
-        return _Traced(phases, at_depth(work, layers), host, spliced_of(needed[0]))
+            return _Traced(phases, work_at_depth(work, layers), host, share=share)
+        return _Traced(phases, work_at_depth(work, layers), host, spliced_of(needed[0]))
 
 
 def _shallow(job: _Job, config: Mapping[str, Any], layers: int, folder: Path) -> tuple[Timeline, StepWork]:
@@ -203,7 +203,7 @@ def _shallow(job: _Job, config: Mapping[str, Any], layers: int, folder: Path) ->
     return done.timeline, per_step(done.operations, moved, steps=STEPS, micro_steps=steps, reduces_once=once)
 
 
-def _refuse_larger(changes: Sequence[Change], beside: int, most: int) -> None:
+def _refuse_larger(changes: Sequence[StorageChange], beside: int, most: int) -> None:
     try:
         replay(changes, most - beside)
     except NoMemory:
@@ -212,7 +212,7 @@ def _refuse_larger(changes: Sequence[Change], beside: int, most: int) -> None:
 
 
 def _share_reserved(timeline: Timeline, layers: int) -> float:
-    held = replay(repeat_layers(timeline, NAME, layers, layers)).values()
+    held = replay(repeat_layers(timeline, DEVICE_NAME, layers, layers)).values()
     return max(phase.reserved for phase in held) / max(phase.allocated for phase in held)
 
 

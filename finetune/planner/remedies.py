@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from finetune.errors import FinetuneError
-from finetune.planner.closed_form.estimate import estimate, unknown
-from finetune.planner.variants import Changes, Variant, changed, larger, smaller
+from finetune.planner.closed_form.estimate import estimate, unsupported
+from finetune.planner.variants import Changes, Variant, changed, larger_variants, smaller_variants
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe
 
@@ -18,7 +18,7 @@ REFINEMENTS = 4  # plans that a guess takes at most
 GRAIN = {LENGTH: 128, ROWS: 1}  # what a proposed value is a multiple of
 
 
-class Planned(Protocol):
+class PlanVerdict(Protocol):
     """What is asked of a plan: job.Planned."""
 
     @property
@@ -28,7 +28,7 @@ class Planned(Protocol):
     def fits(self) -> bool: ...
 
 
-Planner = Callable[[Recipe, Gpus], Planned]
+PlanFunction = Callable[[Recipe, Gpus], PlanVerdict]
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Remedy:
 
 
 def remedies(
-    recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, plan: Planner, *, most: int = 3, tries: int = 6
+    recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, plan: PlanFunction, *, most: int = 3, tries: int = 6
 ) -> list[Remedy]:
     """Changes that make it fit, the cheapest first, each planned by `plan`; the closed form says which are worth it.
 
     None holds another that is shown. `tries`: plans made at most, for each takes seconds.
     """
     found: list[Remedy] = []
-    for variant in smaller(recipe, gpus):
+    for variant in smaller_variants(recipe, gpus):
         if len(found) == most or not tries:
             break
         if any(_holds(variant.changes, shown.changes) for shown in found) or not _may_fit(variant, config, gpus):
@@ -72,9 +72,9 @@ def spare(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> list[Remedy]
     for each key."""
     longest = int(config.get("max_position_embeddings") or recipe.data.max_length)
     found: dict[str, Remedy] = {}
-    for variant in larger(recipe, gpus, longest):
+    for variant in larger_variants(recipe, gpus, longest):
         (key,) = variant.changes
-        if key not in found and unknown(variant.recipe, config, gpus) is None:
+        if key not in found and unsupported(variant.recipe, config, gpus) is None:
             upper = estimate(variant.recipe, config, gpus).upper
             if upper <= gpus.memory:
                 found[key] = Remedy(variant.words(), variant.changes, upper, variant.says)
@@ -87,12 +87,13 @@ def _holds(changes: Changes, other: Changes) -> bool:
 
 def _may_fit(variant: Variant, config: Mapping[str, Any], gpus: Gpus) -> bool:
     return (
-        unknown(variant.recipe, config, gpus) is None and estimate(variant.recipe, config, gpus).needed <= gpus.memory
+        unsupported(variant.recipe, config, gpus) is None
+        and estimate(variant.recipe, config, gpus).needed <= gpus.memory
     )
 
 
 def largest(
-    recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None, name: str, plan: Planner
+    recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None, name: str, plan: PlanFunction
 ) -> tuple[str, int, int]:
     """The largest `max_length` or `per_device_batch_size` that fits: key, value, and bytes needed, planned by `plan`.
 
@@ -104,9 +105,9 @@ def largest(
     if gpus is None:
         raise FinetuneError(f"--max: {name}: no GPU is named; add --gpus 4x24GB")
     room = gpus
-    plans: dict[int, Planned] = {}
+    plans: dict[int, PlanVerdict] = {}
 
-    def planned(value: int) -> Planned:
+    def planned(value: int) -> PlanVerdict:
         if value not in plans:
             plans[value] = plan(changed(recipe, {key: value}), room)
         return plans[value]
@@ -124,11 +125,11 @@ def _guess(
     gpus: Gpus,
     key: str,
     values: Sequence[int],
-    planned: Callable[[int], Planned],
+    planned: Callable[[int], PlanVerdict],
 ) -> int:
     """Index of the last value that should fit. By the closed form, times what a plan near the edge makes of it (the
     allocator's part); by plans alone where there is no closed form."""
-    if unknown(recipe, config, gpus) is not None:
+    if unsupported(recipe, config, gpus) is not None:
         return _last(values, lambda value: planned(value).fits)
 
     def closed(value: int) -> int:

@@ -66,7 +66,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Speed:
+class StepTime:
     """One optimizer step, in seconds."""
 
     layout: Layout
@@ -107,7 +107,7 @@ def compute_seconds(work: StepWork, chip: Chip, phase: str) -> float:
     )
 
 
-def speed(work: StepWork, chip: Chip, layout: Layout, traced: Layout) -> Speed:
+def step_time(work: StepWork, chip: Chip, layout: Layout, traced: Layout) -> StepTime:
     """A step of `layout`, from the work of a rank of `traced`: only what an update cuts depends on the ranks."""
     forward, backward, update = (compute_seconds(work, chip, phase) for phase in ("forward", "backward", "step"))
     if layout.shards_state:
@@ -121,16 +121,16 @@ def speed(work: StepWork, chip: Chip, layout: Layout, traced: Layout) -> Speed:
     )
     whole = layout.micro_steps * sent["forward"] + reductions * sent["backward"] + sent["step"]
     times = layout.micro_steps
-    return Speed(layout, times * forward, times * backward, update, whole, exposed)
+    return StepTime(layout, times * forward, times * backward, update, whole, exposed)
 
 
-def scaled(work: StepWork, chip: Chip, traced: Layout) -> Iterator[Speed]:
+def scaled_step_times(work: StepWork, chip: Chip, traced: Layout) -> Iterator[StepTime]:
     """The same recipe on 1 to 512 ranks, or of HSDP on 2 to 512 / `node` copies."""
     for ranks in SCALE:
         if traced.copies > 1 and ranks <= traced.node:
             continue  # one copy is no HSDP
         copies = ranks // traced.node if traced.copies > 1 else 1
-        yield speed(work, chip, replace(traced, ranks=ranks, copies=copies), traced)
+        yield step_time(work, chip, replace(traced, ranks=ranks, copies=copies), traced)
 
 
 def _ring_seconds(moved: Mapping[str, Moved], chip: Chip, layout: Layout) -> float:

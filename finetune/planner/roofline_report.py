@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from finetune.planner.plan_recipe import Planned
-from finetune.planner.roofline import CHIPS, Speed, scaled, speed
+from finetune.planner.roofline import CHIPS, StepTime, scaled_step_times, step_time
 
-PHASES = ("forward", "backward", "step")
+WORK_PHASES = ("forward", "backward", "step")
 ASSUMED = (
     "a bound, by makers' peaks: {half:.0f} TFLOP/s in 16 bits and {single:.0f} in 32, {memory:.2f} TB/s of memory, "
     "{link:.0f} GB/s to GPUs of the machine, {between:.1f} to others; no kernel reaches them"
 )
 
 
-def pace_json(planned: Planned) -> dict[str, Any]:
+def roofline_json(planned: Planned) -> dict[str, Any]:
     """`communication` and `arithmetic` of one rank, per micro-step and update, and `speed` on a named GPU."""
     work, layout = planned.work, planned.layout
     if work is None or layout is None:
@@ -26,23 +26,23 @@ def pace_json(planned: Planned) -> dict[str, Any]:
     }
     arithmetic = {
         f"{phase}_flops_per_token": (work.flops(phase, "product") + work.flops(phase, "attention")) / layout.tokens
-        for phase in PHASES[:2]
+        for phase in WORK_PHASES[:2]
     }
     arithmetic["attention_share"] = _attention_share(planned)
     return {"communication": moved, "arithmetic": arithmetic, "speed": _speeds(planned)}
 
 
-def pace_lines(planned: Planned) -> Iterator[str]:
+def roofline_lines(planned: Planned) -> Iterator[str]:
     """What one rank sends, computes, and how long that takes at best."""
     work, layout = planned.work, planned.layout
     if work is None or layout is None:
         return
-    for phase in PHASES:
+    for phase in WORK_PHASES:
         for name, each in work.moved.get(phase, {}).items():
             if each.payload_bytes >= 2**20:
                 once = "step" if phase == "step" or (phase == "backward" and layout.reduces_once) else "micro-step"
                 yield f"{phase}: {each.calls:,} x {name}, {each.payload_bytes / 2**30:.2f} GiB a {once}"
-    forward, backward = (work.flops(phase) / layout.tokens / 1e9 for phase in PHASES[:2])
+    forward, backward = (work.flops(phase) / layout.tokens / 1e9 for phase in WORK_PHASES[:2])
     share = _attention_share(planned)
     yield f"GFLOP a token: {forward:.2f} forward, {backward:.2f} backward, {share:.0%} of it attention"
     if (found := _speed(planned)) is not None:
@@ -51,26 +51,26 @@ def pace_lines(planned: Planned) -> Iterator[str]:
 
 def _attention_share(planned: Planned) -> float:
     assert planned.work is not None
-    both = [sum(planned.work.flops(phase, *kinds) for phase in PHASES[:2]) for kinds in (("attention",), ())]
+    both = [sum(planned.work.flops(phase, *kinds) for phase in WORK_PHASES[:2]) for kinds in (("attention",), ())]
     return both[0] / both[1]
 
 
-def _speed(planned: Planned) -> Speed | None:
+def _speed(planned: Planned) -> StepTime | None:
     """None where no GPU is named, or some of the work is done by the host."""
     if planned.gpus is None or planned.gpus.name not in CHIPS or "offload" in planned.strategy:
         return None
     assert planned.work is not None
     assert planned.layout is not None
-    return speed(planned.work, CHIPS[planned.gpus.name], planned.layout, planned.layout)
+    return step_time(planned.work, CHIPS[planned.gpus.name], planned.layout, planned.layout)
 
 
-def _scale(planned: Planned) -> list[Speed]:
+def _scale(planned: Planned) -> list[StepTime]:
     if _speed(planned) is None or planned.strategy == "single":
         return []
     assert planned.gpus is not None
     assert planned.work is not None
     assert planned.layout is not None
-    return list(scaled(planned.work, CHIPS[planned.gpus.name], planned.layout))
+    return list(scaled_step_times(planned.work, CHIPS[planned.gpus.name], planned.layout))
 
 
 def _speeds(planned: Planned) -> dict[str, Any] | None:
@@ -80,7 +80,7 @@ def _speeds(planned: Planned) -> dict[str, Any] | None:
     return {**found.as_json(), "scale": [each.as_json() for each in _scale(planned)]}
 
 
-def _speed_lines(planned: Planned, found: Speed) -> Iterator[str]:
+def _speed_lines(planned: Planned, found: StepTime) -> Iterator[str]:
     assert planned.gpus is not None
     chip = CHIPS[planned.gpus.name]
     yield (

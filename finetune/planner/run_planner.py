@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from finetune.planner.plan_recipe import Planned
     from finetune.tokens.batches import MicroBatch
 
-LOWEST = 19  # priority: a run on a CPU needs its cores
+LOWEST_PRIORITY = 19  # priority: a run on a CPU needs its cores
 TIGHT = 0.5  # of the memory there is: below it nobody asks what would take less
 
 
 def main(argv: Sequence[str]) -> int:
     """Answer into the file named; 0, also where the answer is that there is no plan."""
     die_with_parent(signal.SIGKILL)
-    os.nice(LOWEST)
-    question = read_question(json.load(sys.stdin))
+    os.nice(LOWEST_PRIORITY)
+    question = read_request(json.load(sys.stdin))
     file = Path(argv[0])
     plan, why, needed = planned(question)
     write_json(file, {"plan": plan, "why": why, "changes": None})
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def read_question(told: Mapping[str, Any]) -> PlanRequest:
+def read_request(told: Mapping[str, Any]) -> PlanRequest:
     """The question, from its JSON."""
     documents = tuple(tuple(tuple(row) for row in batch) for batch in told["documents"])
     return PlanRequest(**{**told, "documents": documents})
@@ -87,7 +87,7 @@ def changes(question: PlanRequest) -> list[dict[str, Any]]:
         from finetune.planner.remedies import remedies
 
         def plan(another: Recipe, _: Gpus) -> Planned:
-            return plan_run(asked_for(question, another))
+            return plan_run(request_for(question, another))
 
         config, _source = full_config(recipe.model.name_or_path, recipe.model.revision)
         return [found.as_json() for found in remedies(recipe, config, gpus_of_run(question), plan)]
@@ -97,13 +97,13 @@ def changes(question: PlanRequest) -> list[dict[str, Any]]:
     fitting = []
     for change in smaller(recipe):
         key, _, value = change.partition("=")
-        plan_there, _, nbytes = planned(asked_for(question, changed(recipe, {key: json.loads(value)})))
+        plan_there, _, nbytes = planned(request_for(question, changed(recipe, {key: json.loads(value)})))
         if plan_there is not None and nbytes <= question.memory:
             fitting.append({"change": change, "needed_bytes": nbytes})
     return fitting
 
 
-def asked_for(question: PlanRequest, recipe: Recipe) -> PlanRequest:
+def request_for(question: PlanRequest, recipe: Recipe) -> PlanRequest:
     """The question for another recipe, the run's rows dealt out and cut as it has them."""
     rows, length = recipe.training.per_device_batch_size, recipe.data.max_length
     documents = tuple(tuple(_cut(row, length) for row in batch[:rows]) for batch in question.documents)

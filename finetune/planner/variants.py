@@ -57,7 +57,7 @@ def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def smaller(recipe: Recipe, gpus: Gpus) -> list[Variant]:
+def smaller_variants(recipe: Recipe, gpus: Gpus) -> list[Variant]:
     """Every combination of what makes a recipe take less memory, the cheapest first; itself is not among them."""
     knobs = [list(knob) for knob in _knobs(recipe, gpus)]
     found = []
@@ -101,7 +101,7 @@ def _knobs(recipe: Recipe, gpus: Gpus) -> Iterator[list[Option]]:
     yield [NOTHING, *shorter[:1], *(replace(option, cost=48) for option in shorter[1:])]
 
 
-def larger(recipe: Recipe, gpus: Gpus, longest: int) -> Iterator[Variant]:
+def larger_variants(recipe: Recipe, gpus: Gpus, longest: int) -> Iterator[Variant]:
     """What spare memory could buy, one change each; of rows and lengths the largest first."""
     training, strategy = recipe.training, read_strategy(recipe.accelerate_config)
     every = int(training.activation_checkpointing)

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from finetune.planner.run_planner import LOWEST, asked_for, batches_of, changes, planned, read_question
+from finetune.planner.run_planner import LOWEST_PRIORITY, batches_of, changes, planned, read_request, request_for
 from finetune.recipe.schema import Recipe
 from finetune.train import main
 from finetune.training import planner_process
@@ -62,7 +62,7 @@ QUESTION = PlanRequest(
 
 
 def test_a_question_survives_its_way() -> None:
-    assert read_question(json.loads(json.dumps(asdict(QUESTION)))) == QUESTION
+    assert read_request(json.loads(json.dumps(asdict(QUESTION)))) == QUESTION
 
 
 def test_batches_are_the_runs_own_but_for_what_stands_in_them() -> None:
@@ -76,11 +76,11 @@ def test_batches_are_the_runs_own_but_for_what_stands_in_them() -> None:
 
 def test_another_recipe_has_the_runs_rows_as_it_deals_and_cuts_them(write: Write) -> None:
     recipe = Recipe.model_validate_json(write().read_text())
-    assert asked_for(QUESTION, recipe).documents == QUESTION.documents
+    assert request_for(QUESTION, recipe).documents == QUESTION.documents
     shorter = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": 10})})
-    assert asked_for(QUESTION, shorter).documents == (((7, 3), (9,)),)
+    assert request_for(QUESTION, shorter).documents == (((7, 3), (9,)),)
     fewer = recipe.training.model_copy(update={"per_device_batch_size": 1})
-    assert asked_for(QUESTION, recipe.model_copy(update={"training": fewer})).documents == (((7, 5),),)
+    assert request_for(QUESTION, recipe.model_copy(update={"training": fewer})).documents == (((7, 5),),)
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_no_planner_outlives_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert run.stdout is not None
         planner = psutil.Process(int(run.stdout.readline()))
         end = time.monotonic() + 60
-        while planner.nice() != LOWEST:  # it has begun, and asked the kernel for its end
+        while planner.nice() != LOWEST_PRIORITY:  # it has begun, and asked the kernel for its end
             assert time.monotonic() < end
             time.sleep(0.01)
         run.kill()

@@ -54,7 +54,7 @@ class Estimate:
         return int(self.needed * (1 + self.reserved))
 
 
-def unknown(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -> str | None:
+def unsupported(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -> str | None:
     """Why there is no closed form for this recipe; None where there is one."""
     strategy, training, lora = read_strategy(recipe.accelerate_config), recipe.training, recipe.lora
     if gpus is None:

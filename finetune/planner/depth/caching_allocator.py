@@ -17,7 +17,7 @@ import bisect
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from finetune.planner.depth.repeat_layers import Change
+from finetune.planner.depth.repeat_layers import StorageChange
 
 MIB = 2**20
 ROUND = 512
@@ -161,7 +161,7 @@ class AllocatorPeak:
         return AllocatorPeak(max(self.allocated, allocator.peak_allocated), max(self.reserved, allocator.peak_reserved))
 
 
-def replay(changes: Iterable[Change], capacity: int | None = None) -> dict[str, AllocatorPeak]:
+def replay(changes: Iterable[StorageChange], capacity: int | None = None) -> dict[str, AllocatorPeak]:
     """By phase, over all its runs. Raises NoMemory where `capacity` bytes are not enough."""
     allocator, found, running = CachingAllocator(capacity), dict[str, AllocatorPeak](), ""
     for storage, nbytes, phase, stream in changes:

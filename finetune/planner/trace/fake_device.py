@@ -18,7 +18,7 @@ import torch
 
 from finetune.planner.trace.cuda_dispatch import register_dispatch
 
-NAME = "pretend"
+DEVICE_NAME = "pretend"
 
 
 class _Event(torch.Event):
@@ -33,7 +33,7 @@ class _Stream(torch.Stream):
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
         """An event at this place of the stream."""
-        event = event or _Event(device=torch.device(NAME, 0))
+        event = event or _Event(device=torch.device(DEVICE_NAME, 0))
         event.record(self)
         return event
 
@@ -87,7 +87,7 @@ class _Module:
         return _stream(self.streams)
 
     def Event(self, *_: Any, **__: Any) -> torch.Event:  # noqa: N802  # torch.cuda's name
-        return _Event(device=torch.device(NAME, 0))
+        return _Event(device=torch.device(DEVICE_NAME, 0))
 
     def current_stream(self, *_: Any) -> torch.Stream:
         return _stream(self.current)
@@ -102,7 +102,7 @@ class _Module:
 
 
 def _stream(number: int) -> torch.Stream:
-    device = torch.Stream(device=torch.device(NAME, 0))
+    device = torch.Stream(device=torch.device(DEVICE_NAME, 0))
     return _Stream(stream_id=number, device_index=0, device_type=device.device_type)
 
 
@@ -116,10 +116,10 @@ def stream_in_use() -> int:
 
 def pretend_device() -> torch.device:
     """The device; registers it, and what CUDA's dispatch would do on it, on first use."""
-    if not hasattr(torch, NAME):
+    if not hasattr(torch, DEVICE_NAME):
         # torch's name for it is not public yet (2.11 to 2.13); tests/planner/test_fake_device.py watches it.
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as register
 
-        register(NAME, backend_module=_module)
-        register_dispatch(NAME)
-    return torch.device(NAME, 0)
+        register(DEVICE_NAME, backend_module=_module)
+        register_dispatch(DEVICE_NAME)
+    return torch.device(DEVICE_NAME, 0)

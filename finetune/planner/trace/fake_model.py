@@ -123,7 +123,7 @@ def dataless_build(recipe: Recipe, *, dtype: torch.dtype | None = None) -> Calla
         plain_quantized_weights(model)
 
     def build(_: Recipe, device: torch.device, each: Each | None = None, **__: Any) -> nn.Module:
-        fill(model, device, each)
+        fill_with_fakes(model, device, each)
         if quantization is not None and quantization.load_in_4bit and quantization.bnb_4bit_use_double_quant:
             # bitsandbytes keeps the code book that it quantised scales by, for good, beside each layer's copy.
             model.scales_code_book = torch.empty(256, device=device)
@@ -132,7 +132,7 @@ def dataless_build(recipe: Recipe, *, dtype: torch.dtype | None = None) -> Calla
     return build
 
 
-def fill(model: nn.Module, device: torch.device, each: Each | None = None) -> None:
+def fill_with_fakes(model: nn.Module, device: torch.device, each: Each | None = None) -> None:
     """Tensors without data on `device`, in place of those on meta."""
     with ties_kept(model):
         for name, parameter in list(model.named_parameters()):
@@ -167,7 +167,7 @@ def host_pages() -> Iterator[None]:
         yield
 
 
-def without_data(mode: FakeTensorMode, batch: MicroBatch) -> MicroBatch:
+def fake_batch(mode: FakeTensorMode, batch: MicroBatch) -> MicroBatch:
     """The batch's shapes and formats, and what of it is no tensor."""
     made: Any = {
         key: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for key, value in batch.items()

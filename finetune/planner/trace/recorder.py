@@ -19,7 +19,7 @@ from finetune.planner.trace.timeline import Event, Timeline, layer_of
 # Made by an operation of these libraries, whatever module calls it.
 BY_NAMESPACE = {"fsdp": "communication buffers", "bitsandbytes": "quantisation workspace"}
 COLLECTIVES = ("c10d", "_c10d_functional")
-WEIGHTS = ("parameters", "gathered layers")
+WEIGHT_COMPONENTS = ("parameters", "gathered layers")
 
 
 class Recorder:
@@ -82,7 +82,7 @@ class Recorder:
         elif namespace == "fsdp" and "chunk_cat" in str(operation):
             self.mark(tensors_in(args[0]), "unsharded gradients", certain=False)
         elif str(operation) == "aten._to_copy.default":
-            self.of_weights = self.component(args[0]) in WEIGHTS
+            self.of_weights = self.component(args[0]) in WEIGHT_COMPONENTS
 
     @contextmanager
     def modules(self, whole: nn.Module, head: nn.Module | None) -> Iterator[None]:

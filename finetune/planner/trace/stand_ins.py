@@ -98,7 +98,7 @@ def as_on_gpus(accelerator: Accelerator) -> None:
             zero[what]["pin_memory"] = True
 
 
-def cut(accelerator: Accelerator, *, adapters: bool) -> Callable[[nn.Parameter], None]:
+def partitioner(accelerator: Accelerator, *, adapters: bool) -> Callable[[nn.Parameter], None]:
     """What stage 3 does to each parameter as it is loaded: this rank keeps its part. Adapters are made afterwards and
     cut by the engine."""
     import deepspeed

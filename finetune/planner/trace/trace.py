@@ -26,11 +26,18 @@ from finetune.model.build import decoder_parts
 from finetune.model.optimizer import unwrap_optimizer
 from finetune.planner.constants import CUBLAS_WORKSPACE_HOPPER
 from finetune.planner.trace.fake_device import pretend_device
-from finetune.planner.trace.fake_model import dataless_build, has_joined_documents, host_pages, no_data, without_data
-from finetune.planner.trace.flops import Operation, Work
+from finetune.planner.trace.fake_model import dataless_build, fake_batch, has_joined_documents, host_pages, no_data
+from finetune.planner.trace.flops import Operation, OperationCounter
 from finetune.planner.trace.kernel_workspaces import Workspaces
 from finetune.planner.trace.recorder import Recorder, Tagging
-from finetune.planner.trace.stand_ins import Replica, as_on_gpus, cut, engine_parts, engine_without_ranks, without_disks
+from finetune.planner.trace.stand_ins import (
+    Replica,
+    as_on_gpus,
+    engine_parts,
+    engine_without_ranks,
+    partitioner,
+    without_disks,
+)
 from finetune.planner.trace.timeline import Timeline
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
@@ -88,12 +95,12 @@ def trace(
     device = _device(gpu)
     with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
         if strategy.zero_stage == 3:
-            build = _cutting(build, accelerator, adapters=recipe.lora is not None)
+            build = _partitioning_build(build, accelerator, adapters=recipe.lora is not None)
         mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
         inside.enter_context(_stand_ins(strategy, paged=recipe.training.optim.startswith("paged")))
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
-        work = Work(recorder.phases, mode)
+        work = OperationCounter(recorder.phases, mode)
         with Workspaces(recorder, device, cublas) if gpu else nullcontext(), Tagging(recorder, gloo=not gpu), work:
             with recorder.phases("load"):
                 # Each rank's number, which torch's mesh keeps in host memory.
@@ -113,10 +120,10 @@ def trace(
         return Traced(recorder.timeline, recorder.phases.take(), work.operations)
 
 
-def _cutting(build: Build, accelerator: Accelerator, *, adapters: bool) -> Build:
+def _partitioning_build(build: Build, accelerator: Accelerator, *, adapters: bool) -> Build:
     """Each weight is cut as it is made, on the device: also a quantised one, which a run moves there from the host by
     itself, as tensors without data cannot."""
-    each = cut(accelerator, adapters=adapters)
+    each = partitioner(accelerator, adapters=adapters)
 
     def building(recipe: Recipe, _: torch.device, **options: Any) -> nn.Module:
         return build(recipe, accelerator.device, each=each, **options)
@@ -129,7 +136,7 @@ def _stream(
 ) -> Iterator[MicroBatch]:
     """A step's batches, which are its own. Where they are copied to a device, one is there at a time, or the next too;
     one CPU process, and DeepSpeed's, computes on those that the host holds for the step."""
-    made: Iterator[MicroBatch] = (without_data(mode, batch) for batch in batches)
+    made: Iterator[MicroBatch] = (fake_batch(mode, batch) for batch in batches)
     if strategy.kind in ("single", "deepspeed") or accelerator.device.type != "cpu":
         made = prefetch(list(made), accelerator.device, recipe.training.non_blocking)
     return made
