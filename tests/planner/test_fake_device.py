@@ -15,7 +15,7 @@ from finetune.planner.constants import CUBLAS_WORKSPACE
 from finetune.planner.depth.extrapolate import extrapolate, with_layers
 from finetune.planner.trace.cuda_dispatch import autocast_list
 from finetune.planner.trace.fake_device import DEVICE_NAME, pretend_device
-from finetune.planner.trace.kernel_workspaces import TABLE
+from finetune.planner.trace.kernel_workspaces import WORKSPACES
 from finetune.planner.trace.timeline import PhaseMemory, Timeline
 from finetune.planner.trace.trace import trace
 from finetune.recipe.strategy import read_strategy
@@ -101,7 +101,7 @@ def test_workspaces_by_hand() -> None:
     """Llama 3 8B: 32 heads, 8 of keys, of 128; 4,000 tokens, of two documents."""
 
     def bytes_of(name: str, *args: Any) -> int:
-        return TABLE[name][0](*args)
+        return WORKSPACES[name][0](*args)
 
     with FakeTensorMode():
         q, k = tensor(1, 32, 4000, 128), tensor(1, 8, 4000, 128)
