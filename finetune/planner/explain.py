@@ -1,4 +1,4 @@
-"""The arithmetic of a plan in words and figures of one recipe: bytes a weight, Adam, ZeRO, recomputation, the loss."""
+"""The arithmetic of a plan with one recipe's figures: bytes per weight, Adam, ZeRO, recomputation, the loss."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from finetune.planner.variants import changed
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe
 
-NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # half a byte, a byte a block of 64, four bytes a block of 256 such
-WHOLE_LOSS = 12  # bytes a logit where all are held: bfloat16, float32, and float32 logarithms that turn into gradients
+NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: half, one per block of 64, four per 256 such blocks
+LOGIT_BYTES = 12  # bytes a logit where all are kept: bfloat16, float32, and float32 logarithms that turn into gradients
 
 
 def explain(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -> str:
-    """Paragraphs to be read after the plan. Raises KeyError for an architecture whose sizes are not known."""
+    """Paragraphs that follow the plan. Raises KeyError for an architecture whose sizes are not known."""
     shape = shape_of(recipe, config)
     ranks = gpus.count * gpus.nodes if gpus else 1
     trained = shape.total_weights if recipe.lora is None else shape.adapter_weights * shape.layers
@@ -55,7 +55,7 @@ def _adam(recipe: Recipe, trained: int) -> Iterator[str]:
     moments = each - 2 * width
     yield (
         f"AdamW: a trained weight takes {width} bytes, its gradient {width}, its two moments {moments} together: "
-        f"{each} bytes, {_gb(each * trained)} for all that this recipe trains."
+        f"{each} bytes, {_gb(each * trained)} for all weights that this recipe trains."
     )
 
 
@@ -83,7 +83,7 @@ def _recomputation(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Ite
         f"Activations: what {tokens:,} tokens leave for backward takes {_gb(kept[0])} without recomputation and "
         f"{_gb(kept[1])} with it (activation_checkpointing: true), which costs a third more compute."
     )
-    yield f"  All in all {_gb(needed[0])} a GPU without it, {_gb(needed[1])} with it."
+    yield f"  In total {_gb(needed[0])} a GPU without it, {_gb(needed[1])} with it."
 
 
 def _loss(recipe: Recipe, shape: Shape) -> Iterator[str]:
@@ -92,5 +92,5 @@ def _loss(recipe: Recipe, shape: Shape) -> Iterator[str]:
     chunk = min(logits, LOSS_CHUNK_BYTES // FLOAT32)
     yield (
         f"The loss: {tokens:,} tokens times {shape.vocabulary:,} words are {logits / 1e6:,.0f} million logits, "
-        f"{_gb(WHOLE_LOSS * logits)} if all were held at once; a chunk at a time they take {_gb(WHOLE_LOSS * chunk)}."
+        f"{_gb(LOGIT_BYTES * logits)} if all were kept at once; a chunk at a time they take {_gb(LOGIT_BYTES * chunk)}."
     )

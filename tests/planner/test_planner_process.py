@@ -14,7 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
-from finetune.planner.run_planner import LOWEST_PRIORITY, batches_of, changes, planned, read_request, request_for
+from finetune.planner.run_planner import (
+    LOWEST_PRIORITY,
+    batches_of,
+    fitting_changes,
+    planned,
+    read_request,
+    request_for,
+)
 from finetune.recipe.schema import Recipe
 from finetune.train import main
 from finetune.training import planner_process
@@ -88,10 +95,10 @@ def test_changes_are_planned_again(write: Write) -> None:
     recipe = write(training={"per_device_batch_size": 2})
     asks = replace(QUESTION, recipe=recipe.read_text(), documents=(((100,), (90,)),), memory=2**40)
     needed = planned(asks)[2]
-    found = {change["change"]: change["needed_bytes"] for change in changes(asks)}
+    found = {change["change"]: change["needed_bytes"] for change in fitting_changes(asks)}
     assert list(found) == ["training.per_device_batch_size=1", "data.max_length=64"], "all is recomputed already"
     assert all(0 < nbytes < needed for nbytes in found.values())
-    assert changes(replace(asks, memory=min(found.values()) - 1)) == []
+    assert fitting_changes(replace(asks, memory=min(found.values()) - 1)) == []
 
 
 def test_what_cannot_be_planned_is_an_answer() -> None:

@@ -75,9 +75,7 @@ class Timeline:
     places: list[tuple[str, str]] = field(default_factory=list)  # phase ("" between phases) and module
     devices: list[str] = field(default_factory=list)  # of each storage
     components: list[str] = field(default_factory=list)  # of each storage
-    streams: dict[int, int] = field(
-        default_factory=dict
-    )  # of storages that were not allocated on a device's default stream
+    streams: dict[int, int] = field(default_factory=dict)  # of storages that are not on a device's default stream
     layers: dict[int, int] = field(default_factory=dict)  # the decoder layer of weights and optimizer states
 
     def replay(self, device: str) -> Iterator[Moment]:
