@@ -1,4 +1,4 @@
-"""Works in forked children: what comes back, what is raised, and when there is no fork."""
+"""Functions in forked children: their results, their errors, and when there is no fork."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROGRAM = """
 import json, os, sys, time
 from functools import partial
 import torch
-from finetune.planner.depth.fork import begun, can_fork
+from finetune.planner.depth.fork import can_fork, run_in_forks
 from finetune.planner.trace.fake_device import pretend_device
 
 def trained(times):
@@ -32,21 +32,21 @@ def spoilt():
     raise ValueError(f"in {os.getpid()}")
 
 said = {"here": os.getpid(), "before": can_fork()}
-with begun({2: partial(trained, 2), 5: partial(trained, 5)}) as result:
+with run_in_forks({2: partial(trained, 2), 5: partial(trained, 5)}) as result:
     said["first"], said["second"] = result(5), result(2)
-with begun({7: partial(trained, 7), 8: spoilt}) as result:
+with run_in_forks({7: partial(trained, 7), 8: spoilt}) as result:
     said["beside"] = result(7)
     try:
         result(8)
     except ValueError as error:
         said["error"] = str(error)
 began = time.monotonic()
-with begun({1: partial(time.sleep, 600), 2: os.getpid}) as result:
+with run_in_forks({1: partial(time.sleep, 600), 2: os.getpid}) as result:
     result(2)
 said["left"] = time.monotonic() - began < 300
 said["children"] = len(__import__("multiprocessing").active_children())
 said["still"] = can_fork()
-with begun({1: os.getpid}) as result:
+with run_in_forks({1: os.getpid}) as result:
     said["alone"] = result(1)
 trained(1)
 for _ in range(600):  # autograd's thread gives itself its name
@@ -54,7 +54,7 @@ for _ in range(600):  # autograd's thread gives itself its name
         break
     time.sleep(0.1)
 said["after"] = can_fork()
-with begun({2: partial(trained, 2), 5: partial(trained, 5)}) as result:
+with run_in_forks({2: partial(trained, 2), 5: partial(trained, 5)}) as result:
     said["serial"] = result(5)
 print(json.dumps(said))
 """
