@@ -1,12 +1,12 @@
-"""The errors a user can meet, each with its exit code.
+"""The errors that a user can meet, each with its exit code.
 
 FinetuneError            2   bad input: place, value, remedy
 ├── RecipeError          2   every mistake of a recipe at once
 ├── DataError            2   every mistake found in the data
 ├── NotFinite            2   a loss, a gradient or a trained tensor is NaN or infinite
-├── NothingTrained       2   a run's end found every trained tensor as it was at the start
-├── DoesNotFit           3   the plan or the device says no
-├── EnvironmentMismatch  4   what runs would not be what the recipe asks for
+├── NothingTrained       2   at the end of a run every trained tensor is as it was at its start
+├── DoesNotFit           3   more memory is needed than there is, by plan or by measurement
+├── EnvironmentMismatch  4   what would run is not what the recipe asks for
 │   ├── HubUnreachable   4   the Hub failed again and again, in a way that may pass
 │   └── NoRendezvous     4   the ranks did not find each other, or do not share the run's folder
 ├── RankLost             1   another rank died or froze
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 
 class FinetuneError(Exception):
-    """A user's mistake or a failed expectation: its text is shown as it is, without a traceback."""
+    """A user's mistake or a failed expectation: its text is printed without a traceback."""
 
     exit_code = 2
 
@@ -41,15 +41,15 @@ class DataError(FinetuneError):
 
 
 class NotFinite(FinetuneError):
-    """A loss, a gradient norm or a trained tensor is NaN or infinite; nothing of it was saved."""
+    """A loss, a gradient norm or a trained tensor is NaN or infinite; such tensors are never saved."""
 
 
 class NothingTrained(FinetuneError):
-    """Training reached its end and changed no bit of any trained tensor."""
+    """Training reached its end without changing a bit of any trained tensor."""
 
 
 class DoesNotFit(FinetuneError):
-    """The run needs more memory than there is: so many bytes on one GPU, where that is known."""
+    """The run needs more memory than there is: `needed` bytes on one GPU, 0 where that is not known."""
 
     exit_code = 3
 
@@ -69,7 +69,7 @@ class HubUnreachable(EnvironmentMismatch):
 
 
 class NoRendezvous(EnvironmentMismatch):
-    """The ranks did not find each other, or do not share the run's folder: each machine has its own story to tell."""
+    """The ranks did not find each other, or do not share the run's folder: each machine reports its own error."""
 
 
 class RankLost(FinetuneError):

@@ -1,7 +1,8 @@
-"""Files that are complete or absent: written aside, synced, renamed. No torch here, so that reports can read runs.
+"""Files that are complete or absent: written under a temporary name, synced, renamed. No torch here, so that reports
+can read runs.
 
-Whatever is written aside is named `.tmp-*`; a crash leaves such a name behind and nothing else, and the next start of
-the run clears it away (`clear_leftovers`).
+Temporary names begin with `.tmp-`. A crash leaves such a file or folder behind and nothing else, and the next start of
+the run deletes it (`clear_leftovers`).
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from safetensors import SafetensorError
 
 from finetune.errors import EnvironmentMismatch
 
-ASIDE = ".tmp-"
+TEMPORARY_PREFIX = ".tmp-"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces `path` by `text`, or leaves it as it was."""
-    aside = path.with_name(f"{ASIDE}{os.getpid()}-{path.name}")
+    """Replaces the file's content by `text`, or leaves it as it was. Raises EnvironmentMismatch where it cannot."""
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")
     with disk_errors(path):
-        with open(aside, "w", encoding="utf-8") as file:
+        with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(temporary, path)
         sync(path.parent)
 
 
@@ -52,20 +53,20 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def publish_folder(aside: Path, target: Path) -> None:
-    """Gives a folder that was written aside its name; a folder of that name makes way first.
+def publish_folder(temporary: Path, target: Path) -> None:
+    """Rename the folder `temporary` to `target`; a folder of that name is renamed first, then deleted.
 
-    A folder cannot be renamed over a full one, so between the two renames neither has the name: callers only replace
+    A folder cannot be renamed over one with files, so between the two renames none has the name: callers only replace
     what can be made again.
     """
-    for path in sorted(aside.rglob("*")):
+    for path in sorted(temporary.rglob("*")):
         sync(path)
-    sync(aside)
-    old = target.with_name(f"{ASIDE}old-{target.name}")
+    sync(temporary)
+    old = target.with_name(f"{TEMPORARY_PREFIX}old-{target.name}")
     if target.exists():
         remove_folder(old)
         os.rename(target, old)
-    os.rename(aside, target)
+    os.rename(temporary, target)
     sync(target.parent)
     remove_folder(old)
 
@@ -74,17 +75,17 @@ def remove_folder(path: Path) -> None:
     """Deletes a folder; a crash midway leaves only a `.tmp-` name, never half a folder under its own name."""
     if not path.exists():
         return
-    if not path.name.startswith(ASIDE):
-        aside = path.with_name(f"{ASIDE}gone-{path.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(path, aside)
-        path = aside
+    if not path.name.startswith(TEMPORARY_PREFIX):
+        temporary = path.with_name(f"{TEMPORARY_PREFIX}gone-{path.name}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.rename(path, temporary)
+        path = temporary
     shutil.rmtree(path)
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Deletes what a crash left written aside."""
-    for path in sorted(folder.glob(f"{ASIDE}*")):
+    """Deletes the temporary files and folders that a crash left behind."""
+    for path in sorted(folder.glob(f"{TEMPORARY_PREFIX}*")):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -92,7 +93,7 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Appends one JSON object a line in one write each, so that a reader sees whole lines.
+    """Appends one JSON object a line in one write each, so that a reader sees complete lines.
 
     Numbers keep their full precision; NaN and infinity, which JSON lacks, become null.
     """
@@ -109,19 +110,19 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSONL file; one that is still being written, or torn by a crash, ends the list."""
-    return [row for row, _ in _whole_lines(path)]
+    """The complete lines of a JSONL file; one that is still being written, or torn by a crash, ends the list."""
+    return [row for row, _ in _complete_lines(path)]
 
 
 def cut_lines(path: Path, last_step: int) -> None:
-    """Keeps, bit for bit, the lines up to `last_step`: what the checkpoint of that step had seen.
+    """Keeps, bit for bit, the lines up to `last_step`: those that were there when that step's checkpoint was written.
 
-    A line without a whole number `step` is kept. A torn line, and what follows it, goes: everything up to a checkpoint
-    was synced before it, so a tear is younger.
+    A line without an integer `step` is kept. A torn line and all after it are dropped: every line up to a checkpoint
+    was synced before it, so a torn line is younger.
     """
     if not path.exists():
         return
-    kept = [line for row, line in _whole_lines(path) if not _later(row, last_step)]
+    kept = [line for row, line in _complete_lines(path) if not _later(row, last_step)]
     content = b"".join(kept).decode("utf-8")
     if content != path.read_bytes().decode("utf-8", errors="replace"):
         write_text(path, content)
@@ -132,7 +133,7 @@ def _later(row: Mapping[str, Any], last_step: int) -> bool:
     return isinstance(step, int) and step > last_step
 
 
-def _whole_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+def _complete_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
     with open(path, "rb") as file:
         for line in file:
             try:
@@ -156,13 +157,14 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def disk_errors(path: Path, kept: str = "") -> Iterator[None]:
-    """Turns a full or unwritable disk into one line: what could not be written, what is `kept`, what to do."""
+    """Around writing `path`: a full or unwritable disk becomes EnvironmentMismatch, one line that also says what is
+    `kept` and what to do."""
     try:
         yield
     except OSError as error:
         raise EnvironmentMismatch(_disk_message(path, error.errno, error.strerror or str(error), kept)) from error
     except SafetensorError as error:
-        found = re.search(r"os error (\d+)", str(error))  # it carries the errno in its text alone
+        found = re.search(r"os error (\d+)", str(error))  # safetensors gives the errno in its text alone
         if found is None:
             raise
         number = int(found[1])
@@ -180,14 +182,14 @@ def _disk_message(path: Path, number: int | None, reason: str, kept: str) -> str
 
 
 def lock(path: Path, *, wait_seconds: float) -> int:
-    """Holds `path` for this process's life; returns the open descriptor.
+    """Locks `path` for the life of this process; returns the open descriptor.
 
-    A POSIX record lock: the kernel drops it with the process, also at SIGKILL, and a forked helper that lives on does
-    not inherit it (flock's would be). It does not guard a process against itself.
+    A POSIX record lock: the kernel drops it with the process, also at SIGKILL, and a forked child that outlives it does
+    not inherit the lock (flock's would be inherited). It does not exclude the process that holds it.
 
     Raises:
-        BlockingIOError: another living process holds it, still after `wait_seconds` (a run that was told to stop
-            saves first, and its launcher may have returned to the prompt before).
+        BlockingIOError: another living process still holds it after `wait_seconds` (a run that was asked to stop saves
+            first, and its launcher may have returned to the prompt before).
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     deadline = time.monotonic() + wait_seconds

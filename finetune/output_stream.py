@@ -1,7 +1,7 @@
-"""Standard output and error that never end a training: a closed pipe, a full disk or a narrow encoding loses lines.
+"""Standard output and error that never end a training: on a closed pipe or a full disk lines are lost instead.
 
-`train.py ... | head -1`, a `tee` that was killed, an ssh pipe that is gone, a log on a full disk: what could not be
-printed stands in metrics.jsonl all the same.
+`train.py ... | head -1`, a killed `tee`, a broken ssh connection, a log on a full disk: the figures of lines that could
+not be printed are in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, TextIO, cast
 
 
 class LastingStream:
-    """A text stream whose write and flush never raise; all else is the stream's own."""
+    """A text stream whose write and flush never raise; other attributes are those of the wrapped stream."""
 
     def __init__(self, stream: TextIO | None) -> None:
         """`stream` None: the process was started without one."""
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Writes what the stream takes; characters that its encoding lacks become question marks."""
+        """Write what the stream accepts; characters that its encoding lacks become question marks."""
         with suppress(OSError, ValueError):  # ValueError: closed
             try:
                 _write(self._stream, text)
@@ -47,13 +47,13 @@ def _write(stream: TextIO | None, text: str) -> None:
 
 
 def lasting(stream: TextIO | None) -> TextIO:
-    """The stream as one that never raises."""
+    """The stream, wrapped so that it never raises."""
     return cast(TextIO, stream if isinstance(stream, LastingStream) else LastingStream(stream))
 
 
 def keep_printing() -> None:
-    """Make this process's standard output and error lasting, for every library that prints.
+    """Wrap this process's standard output and error, for every library that prints.
 
-    Also at its end: Python flushes both once more when it leaves, and would answer a failure with exit code 120.
+    It holds at the process's end too: Python flushes both streams then, and would exit with 120 where that fails.
     """
     sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)

@@ -1,4 +1,4 @@
-"""Where the parts of this checkout are that are not Python modules."""
+"""Folders and files of this checkout that are used by their path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secrets in what is about to leave this machine: the ones known here, and whatever looks like one."""
+"""Redaction: secrets, by value where this machine knows them and by pattern, and the names of user, host and home."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-# What tokens look like by their makers' own prefixes; long enough that no word of a tokenizer's vocabulary is one.
-LOOKS: tuple[tuple[str, str], ...] = (
+# Patterns of tokens, by their issuers' prefixes; long enough that no word of a tokenizer's vocabulary matches.
+PATTERNS: tuple[tuple[str, str], ...] = (
     ("a Hugging Face token", r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}"),
     ("an API key", r"\bsk-[A-Za-z0-9_-]{20,}"),
     ("a GitHub token", r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{50,})"),
@@ -23,13 +23,13 @@ LOOKS: tuple[tuple[str, str], ...] = (
     ("a password in an address", r"\b[a-z][a-z0-9+.-]{0,20}://[^\s/:@'\"<>]{1,100}:[^\s/@'\"<>]{1,100}@"),
 )
 SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
-# A value beside a key that says what it is, in YAML or JSON: hub_token: ..., not max_new_tokens or pad_token: <pad>.
+# A value whose key names a secret, in YAML or JSON: hub_token: ..., but not max_new_tokens or pad_token: <pad>.
 NAMED = re.compile(
     r"""(?<![A-Za-z])((?:token|secret|passw(?:or)?d|api[_-]?key|credentials?)["']?[ \t]*[:=][ \t]*)"""
     r"""("[^"\n]{8,}"|'[^'\n]{8,}'|[^\s,\[\]{}#"'<$][^\s,\]}]{7,})""",
     re.IGNORECASE,
 )
-MIN_LENGTH = 8  # of an environment variable's value to be taken for a secret: TOKENIZERS_PARALLELISM says "false"
+MIN_LENGTH = 8  # letters of a variable's value to be taken for a secret: TOKENIZERS_PARALLELISM is "false"
 HIDDEN = "[hidden]"
 
 
@@ -47,14 +47,14 @@ def _stored_tokens() -> Iterable[str]:
             text = Path(path).read_text(encoding="utf-8", errors="replace")
         except OSError:
             continue
-        # One file holds the token alone, the other lines `hf_token = ...` under a name in brackets.
+        # The first file holds the token alone, the second lines `hf_token = ...` under names in brackets.
         yield from (line.rpartition("=")[2].strip() for line in text.splitlines() if not line.startswith("["))
 
 
 def find_secret(text: str, known: Iterable[str]) -> tuple[int, str] | None:
-    """Line number, from 1, and kind of the first secret in `text`; None where there is none. Never the secret."""
+    """Line number, from 1, and kind of the first secret in `text`; None where there is none. Never its value."""
     found = [(text.find(value), "a secret of this machine") for value in known if value in text]
-    for kind, look in LOOKS:
+    for kind, look in PATTERNS:
         match = re.search(look, text)
         found += [(match.start(), kind)] if match else []
     if not found:
@@ -79,9 +79,9 @@ def hide_secrets(text: str, known: Iterable[str]) -> str:
 
 
 def cover_secrets(text: str, known: Iterable[str]) -> str:
-    """A source text with every secret in it covered, lines and columns left as they are, to be quoted in parts.
+    """A source text with every secret covered by as many letters, so that lines and columns stay as they are.
 
-    What stands beside a key like `hub_token` is covered whatever it looks like.
+    The value of a key like `hub_token` is covered whatever it looks like.
     """
     return NAMED.sub(lambda found: found[1] + _covered(found[2]), _hidden(text, known, _covered))
 
@@ -98,7 +98,7 @@ def hide_in(value: Any, known: Iterable[str]) -> Any:
 def _hidden(text: str, known: Iterable[str], instead: Callable[[str], str]) -> str:
     for value in sorted(known, key=len, reverse=True):
         text = text.replace(value, instead(value))
-    for _, look in LOOKS:
+    for _, look in PATTERNS:
         text = re.sub(look, lambda found: instead(found[0]), text)
     return text
 
@@ -107,11 +107,11 @@ def _covered(secret: str) -> str:
     return re.sub(r"[^\r\n\x85\u2028\u2029]+", lambda part: f"{HIDDEN:*<{len(part[0])}}"[: len(part[0])], secret)
 
 
-_PLAIN = re.compile(r"[\w.,:=+-]{1,40}")  # of a variable: a number, a switch, a list of devices
+_PLAIN = re.compile(r"[\w.,:=+-]{1,40}")  # a variable's value: a number, a switch, a list of devices
 
 
 def redact(value: Any) -> Any:
-    """Texts, lists and mappings of texts with everything private replaced; what is no text as it is."""
+    """A document with secrets and the names of user, host and home replaced in its texts; other values unchanged."""
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, Mapping):
@@ -139,6 +139,6 @@ def _user() -> str:
 
 
 def variables(pattern: str) -> dict[str, str]:
-    """The environment's variables of these names; values that are not a plain word or number are only `set`."""
+    """Environment variables whose names match; a value that is not a plain word or number is shown as `set`."""
     found = {name: value for name, value in sorted(os.environ.items()) if re.fullmatch(pattern, name)}
     return {name: redact(value) if _PLAIN.fullmatch(value) else "set" for name, value in found.items()}

@@ -1,7 +1,7 @@
 """The trainer entrypoint: `accelerate launch finetune/train.py RECIPE [key=value ...]`.
 
-Reads the recipe, refuses what would not run as asked, prepares the data before any process group waits, builds, and
-hands over to the loop. Every path out of here leaves the run's folder telling how it ended.
+Reads the recipe, refuses what would not run as asked, prepares the data before any process group waits, and starts the
+session. However the run ends, run_state.json in its folder says how.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from finetune.recipe.loader import LoadedRecipe, load_recipe, resolved_yaml
 if TYPE_CHECKING:
     from finetune.run_folder.folder import Claim
 
-SECONDS_TO_SPEAK = 10  # ranks that share a busy machine come to the same refusal seconds apart
+RANK_0_SECONDS = 10  # ranks that share a busy machine reach the same error seconds apart
 USAGE = "usage: accelerate launch finetune/train.py RECIPE [key=value ...]"
 
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run_recipe(load_recipe(arguments[0], arguments[1:]))
     except FinetuneError as error:
-        # The ranks fail alike, and one of them speaks; where they did not find each other, one on each machine.
+        # All ranks fail alike, and one of them prints; where they did not find each other, one on each machine.
         which = "LOCAL_RANK" if isinstance(error, NoRendezvous) else "RANK"
         if int(os.environ.get(which, os.environ.get("SLURM_PROCID", "0"))) == 0:
             print(error, file=sys.stderr)
@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_recipe(loaded: LoadedRecipe) -> int:
     """Train to the end, or to a signal; returns 0 or 130. Raises FinetuneError."""
-    # Before torch loads: threads that wait sleep instead of spinning. On two cores shared with another program twenty
-    # passes of a small network took 4.8 s so, 18 s with spinning (docs/log.md).
+    # Before torch loads: waiting threads sleep instead of spinning. On two cores shared with another program twenty
+    # passes of a small network took 4.8 s, with spinning 18 s (docs/log.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from finetune.hub.around_training import check_before_training, push_after_training, refuse_secrets
     from finetune.launch.launcher import continue_command, read_launch, under_launcher
@@ -85,7 +85,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     prepared = prepare(recipe, tokenizer)
     flat = attention_name(recipe) == attention.NAME
     plan = plan_batches(recipe, len(prepared.train), world_size=launch.world_size, rank=launch.rank, flat=flat)
-    learning_rate_schedule(recipe.training, plan.total_steps)  # what it refuses is refused before the folder is made
+    learning_rate_schedule(recipe.training, plan.total_steps)  # raises before the folder is made
     claim = None
     if launch.is_main:
         identity = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint}
@@ -114,13 +114,13 @@ def _write_start(loaded: LoadedRecipe, claim: Claim) -> None:
         write_json(folder / "environment.json", environment())
 
 
-def _let_rank_0_speak(code: int) -> int:
-    """A launcher that sees one rank end kills the others, and rank 0 perhaps before it has said why."""
+def _wait_for_rank_0(code: int) -> int:
+    """Have other ranks end after rank 0: a launcher kills all ranks when one ends, and rank 0 prints the error."""
     if code not in (0, 130) and int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) != 0:
-        time.sleep(SECONDS_TO_SPEAK)
+        time.sleep(RANK_0_SECONDS)
     return code
 
 
 if __name__ == "__main__":
     keep_printing()
-    sys.exit(_let_rank_0_speak(main()))
+    sys.exit(_wait_for_rank_0(main()))

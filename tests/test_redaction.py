@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.redaction import HIDDEN, LOOKS, MIN_LENGTH, find_secret, hide_secrets, known_secrets, secret_key
+from finetune.redaction import HIDDEN, MIN_LENGTH, PATTERNS, find_secret, hide_secrets, known_secrets, secret_key
 
 HEAD = "-----BEGIN "
 # By kind: what is one, and what is none though nearly so. Letters are repeated: nobody's secret looks like that.
@@ -47,8 +47,8 @@ SAMPLES: dict[str, tuple[list[str], list[str]]] = {
 
 
 def test_each_rule_has_samples() -> None:
-    assert list(SAMPLES) == [kind for kind, _ in LOOKS]
-    assert len(SAMPLES) == len(LOOKS) == 8
+    assert list(SAMPLES) == [kind for kind, _ in PATTERNS]
+    assert len(SAMPLES) == len(PATTERNS) == 8
     assert all(found and missed for found, missed in SAMPLES.values())
 
 

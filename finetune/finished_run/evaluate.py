@@ -18,8 +18,8 @@ from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.finished_run.load import FinishedRun, fitting, load_adapted, load_whole
 from finetune.model import attention
 from finetune.model.build import attention_name, load_tokenizer
+from finetune.model.dtypes import COMPUTE
 from finetune.run_folder.facts import read_run
-from finetune.strategies.assemble import COMPUTE
 from finetune.tokens.dataset import prepare
 from finetune.training.loop import evaluate
 from finetune.training.run import plan_batches

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from peft import PeftModel
 from torch import nn
 
 from finetune.errors import DoesNotFit, FinetuneError
-from finetune.model.build import load_base
+from finetune.model.build import load_base, silenced_peft
 from finetune.model.loss import put_loss_into_forward
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
@@ -65,9 +64,7 @@ def load_adapted(run: FinishedRun, device: torch.device, *, with_loss: bool = Fa
     `with_loss`: its forward knows packed rows and `shift_labels`, as in training; else it is the library's.
     """
     base = _load(run.recipe, device, with_loss=with_loss)
-    with warnings.catch_warnings():
-        # peft 0.21 asks transformers 5.2x by a name that is deprecated there.
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+    with silenced_peft():
         return PeftModel.from_pretrained(base, str(run.product)).eval()
 
 

@@ -27,6 +27,7 @@ from finetune.finished_run.weight_files import (
     read_settings,
 )
 from finetune.model.build import structure_alone
+from finetune.model.dtypes import dtype_name
 from finetune.model.quantization import as_quantized, quantized_layers
 from finetune.recipe.schema import Recipe
 
@@ -171,7 +172,7 @@ def _write_settings(merge: Merge, folder: Path, dtype: torch.dtype) -> None:
     config = read_settings(section, "config.json")
     assert config is not None, "open_base has seen it"
     named = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-    config |= dict.fromkeys(named, str(dtype).removeprefix("torch."))
+    config |= dict.fromkeys(named, dtype_name(dtype))
     config.pop("_name_or_path", None)  # it is not that model any more
     if merge.unties:
         config["tie_word_embeddings"] = False

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from finetune.errors import FinetuneError
-from finetune.files import ASIDE, publish_folder, remove_folder, write_json
+from finetune.files import TEMPORARY_PREFIX, publish_folder, remove_folder, write_json
 from finetune.finished_run.agreement import Agreement, Question, Reference, ask_reference, compare, questions_of
 from finetune.finished_run.load import FinishedRun, best_device, finished_run, fitting, load_adapted, load_whole
 from finetune.finished_run.merge import Merge, plan_merge, write_merged
@@ -52,7 +52,7 @@ def merge_run(
     try:
         for kind in _candidates(run, base, compared=prompts > 0):
             log(f"merging into {_words(run, kind)}")
-            made[kind] = run_dir / f"{ASIDE}merged-{kind}"
+            made[kind] = run_dir / f"{TEMPORARY_PREFIX}merged-{kind}"
             remove_folder(made[kind])
             write_merged(merge, made[kind], getattr(torch, chosen), dequantized=kind == "dequantized", log=log)
         found = _verify(run, merge, made, prompts, log) if prompts else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from finetune.errors import FinetuneError
 from finetune.finished_run.load import takes_from_the_base
-from finetune.model.build import not_loaded
+from finetune.model.build import not_loaded, silenced_peft
 from finetune.model.packaged import in_hub_cache, resolve_model_path
 from finetune.recipe.schema import ModelSection
 
@@ -106,9 +105,7 @@ def _adapted(kind: type[nn.Linear | nn.Embedding], weight: Tensor, settings: Map
     with torch.device("meta"):
         layer = nn.Embedding(rows, width) if kind is nn.Embedding else nn.Linear(width, rows, bias=False)
     layer.weight = nn.Parameter(weight, requires_grad=False)
-    with warnings.catch_warnings():
-        # peft 0.21 asks transformers 5.2x by a name that is deprecated there.
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+    with silenced_peft():
         return get_peft_model(_Holder(layer), LoraConfig(target_modules=["layer"], **settings))
 
 

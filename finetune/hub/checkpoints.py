@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.files import ASIDE, remove_folder
+from finetune.files import TEMPORARY_PREFIX, remove_folder
 from finetune.hub.client import ensure_repository, retry
 from finetune.recipe.schema import Recipe
 from finetune.redaction import hide_secrets, known_secrets
@@ -93,7 +93,7 @@ class CheckpointPusher:
         self._sent = [name]
 
     def _staged(self, step: int) -> Path:
-        return self._run_dir / f"{ASIDE}push-{step}"
+        return self._run_dir / f"{TEMPORARY_PREFIX}push-{step}"
 
     def _stage(self, step: int) -> None:
         """Keep the files for the time of sending, however soon the checkpoint is pruned: links take no room."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.hub.base_model import BaseFacts
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.run_folder.facts import RunFacts
 
@@ -272,7 +273,8 @@ def _versions(run: RunFacts) -> Iterator[str]:
 
 def _was_used(library: str, run: RunFacts) -> bool:
     if library == "bitsandbytes":
-        return run.recipe.quantization is not None or "8bit" in run.recipe.training.optim
+        spec = OPTIMIZERS[run.recipe.training.optim]
+        return run.recipe.quantization is not None or spec.bitsandbytes_class is not None
     if library == "deepspeed":
         return str(run.receipt.get("strategy", "")).startswith("zero")
     return library != "peft" or run.recipe.lora is not None

@@ -8,6 +8,7 @@ from finetune.importers.foreign_config import ForeignConfig, positive_or_none, w
 from finetune.importers.shared import (
     batch,
     checkpointing,
+    chosen_strategy,
     data_set,
     every,
     held_out,
@@ -38,12 +39,12 @@ def convert(theirs: ForeignConfig) -> None:
         kernels = "liger" in plugin or "cut_cross_entropy" in plugin
         reason = "another way to compute the same" if kernels else "what it adds is not done here"
         theirs.leave("plugins", "same" if kernels else "differs", reason, plugin)
-    name = strategy(theirs)
+    strategy(theirs)
     _adapter(theirs)
     data(theirs)
     held_out(theirs, "val_set_size")
-    _training(theirs, name)
-    _precision(theirs, name)
+    _training(theirs)
+    _precision(theirs)
 
 
 def _adapter(theirs: ForeignConfig) -> None:
@@ -84,7 +85,7 @@ def _targets(theirs: ForeignConfig) -> None:
         theirs.write("lora.target_modules", ["q_proj", "v_proj"], "peft's default for Llama")
 
 
-def _training(theirs: ForeignConfig, strategy_name: str) -> None:
+def _training(theirs: ForeignConfig) -> None:
     micro, total = theirs.peek("micro_batch_size") or 1, theirs.get("batch_size")
     steps = total // micro if total and not theirs.peek("gradient_accumulation_steps") else None
     shared = ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size")
@@ -99,7 +100,7 @@ def _training(theirs: ForeignConfig, strategy_name: str) -> None:
     _schedule(theirs)
     theirs.carry("training.weight_decay", "weight_decay", default=0.0)
     theirs.carry("training.max_grad_norm", "max_grad_norm", default=1.0, change=positive_or_none)
-    optimizer(theirs, "optimizer", "adamw_torch_fused", sharded=strategy_name.startswith(("fsdp", "hsdp")))
+    optimizer(theirs, "optimizer", "adamw_torch_fused")
     checkpointing(theirs, "gradient_checkpointing", default=False)
     theirs.carry("training.seed", "seed", default=42)
     theirs.carry("training.early_stopping_patience", "early_stopping_patience")
@@ -128,7 +129,7 @@ def _schedule(theirs: ForeignConfig) -> None:
         theirs.write("training.warmup_ratio", 0.03, "axolotl's default, there at most 100 steps")
 
 
-def _precision(theirs: ForeignConfig, strategy_name: str) -> None:
+def _precision(theirs: ForeignConfig) -> None:
     """Weights are loaded in the format of the computation, and trained in it where no strategy keeps float32 ones."""
     said = {key: theirs.get(key) for key in ("bf16", "bfloat16", "fp16", "float16", "float32")}
     half = "fp16" if said["fp16"] or said["float16"] else "no"
@@ -137,7 +138,7 @@ def _precision(theirs: ForeignConfig, strategy_name: str) -> None:
     form = "bf16" if usual or said["bfloat16"] else half
     theirs.write("training.mixed_precision", form, key or "axolotl's default: bf16 where the GPU has it")
     whole_model = "lora" in theirs.carried  # as null
-    if form == "bf16" and whole_model and strategy_name in ("single", "ddp"):
+    if form == "bf16" and whole_model and not chosen_strategy(theirs).shards_optimizer_state:
         theirs.write("training.pure_bf16", True, "axolotl trains all weights in the format it loads them in")
     if form != "bf16":
         dtype = "float16" if form == "fp16" else "float32"

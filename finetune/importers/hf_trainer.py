@@ -39,7 +39,7 @@ def training(theirs: ForeignConfig, *, learning_rate: float, recompute: bool) ->
     theirs.carry("training.weight_decay", "weight_decay", default=DEFAULTS["weight_decay"])
     norm = DEFAULTS["max_grad_norm"]
     theirs.carry("training.max_grad_norm", "max_grad_norm", default=norm, change=positive_or_none)
-    optimizer(theirs, "optim", DEFAULTS["optim"], sharded=name.startswith(("fsdp", "hsdp")))
+    optimizer(theirs, "optim", DEFAULTS["optim"])
     keys = ("gradient_checkpointing", "activation_checkpointing")
     checkpointing(theirs, *keys, default=recompute)
     theirs.carry("training.seed", "seed", default=DEFAULTS["seed"])

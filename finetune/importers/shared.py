@@ -11,34 +11,31 @@ from typing import Any, get_args
 from finetune.importers.foreign_config import ForeignConfig, whole
 from finetune.importers.templates import TEMPLATES
 from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS
+from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES, OPTIMIZERS
 from finetune.recipe.schema import Scheduler
+from finetune.recipe.strategy import Strategy, read_strategy
 
-OPTIMIZERS = {
-    **dict.fromkeys(
-        "adamw adamw_hf adamw_torch adamw_torch_fused adamw_apex_fused adamw_torch_xla adamw_torch_npu_fused "
-        "AdamW".split(),
-        "adamw",
-    ),
-    **dict.fromkeys("adamw_8bit adamw_bnb_8bit AdamW8bit".split(), "adamw_8bit"),
-    **dict.fromkeys("paged_adamw_8bit PagedAdamW8bit".split(), "paged_adamw_8bit"),
-    **dict.fromkeys("paged_adamw paged_adamw_32bit PagedAdamW PagedAdamW32bit".split(), "paged_adamw_32bit"),
-}
 _SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
 _CONSTANTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 
 
-def optimizer(theirs: ForeignConfig, key: str, default: str, *, sharded: bool) -> None:
-    """training.optim, and the constants of AdamW that a recipe has no keys for."""
+def chosen_strategy(theirs: ForeignConfig) -> Strategy:
+    """The strategy that was written as accelerate_config."""
+    return read_strategy(theirs.carried["accelerate_config"][0])
+
+
+def optimizer(theirs: ForeignConfig, key: str, default: str) -> None:
+    """training.optim, and the constants of AdamW that a recipe has no keys for; after accelerate_config."""
     name = theirs.get(key)
-    ours = OPTIMIZERS.get(str(name or default))
+    ours = OPTIMIZER_NAMES.get(str(name or default))
     if ours is None:
         theirs.leave(key, "differs", "not offered; AdamW takes its place")
-        theirs.write("training.optim", "adamw", f"{key}: {name} is not offered")
-    elif sharded and ours != "adamw":
+        theirs.write("training.optim", DEFAULT, f"{key}: {name} is not offered")
+    elif chosen_strategy(theirs).shards_modules and not OPTIMIZERS[ours].works_on_shards:
         theirs.leave(
             key, "differs", "bitsandbytes updates whole tensors, this strategy has shards; adamw is sharded too"
         )
-        theirs.write("training.optim", "adamw", "sharded like the weights")
+        theirs.write("training.optim", DEFAULT, "sharded like the weights")
     elif name:
         theirs.write("training.optim", ours, f"{key}: {name}")
     else:
@@ -141,11 +138,11 @@ def strategy(theirs: ForeignConfig) -> str:
 
 def fit_quantization(theirs: ForeignConfig) -> None:
     """What a strategy asks of quantised weights: 4 bits in shards lie in the compute dtype; int8 has no shards."""
-    name = theirs.carried["accelerate_config"][0]
-    if name.startswith(("fsdp", "hsdp")) and "quantization.load_in_4bit" in theirs.carried:
+    chosen = chosen_strategy(theirs)
+    if chosen.shards_modules and "quantization.load_in_4bit" in theirs.carried:
         dtype = theirs.carried.get("quantization.bnb_4bit_compute_dtype", ("bfloat16",))[0]
         theirs.write("quantization.bnb_4bit_quant_storage", dtype, "shards need the compute dtype here")
-    if name.startswith(("fsdp", "hsdp", "zero3")) and "quantization.load_in_8bit" in theirs.carried:
+    if chosen.shards_parameters and "quantization.load_in_8bit" in theirs.carried:
         reason = "int8 weights are not cut into shards here; take accelerate_config: ddp, or 4 bits"
         theirs.leave("quantization.load_in_8bit", "look", reason, True)
 

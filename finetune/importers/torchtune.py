@@ -6,8 +6,9 @@ import re
 from typing import Any
 
 from finetune.importers.foreign_config import ForeignConfig, positive_or_none, whole
-from finetune.importers.shared import OPTIMIZERS, batch, data_set
+from finetune.importers.shared import batch, chosen_strategy, data_set
 from finetune.importers.templates import TEMPLATES
+from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES, OPTIMIZERS
 
 _LAYERS = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 _MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -155,7 +156,7 @@ def _training(theirs: ForeignConfig) -> None:
         theirs.write("training.max_steps", steps * epochs, f"max_steps_per_epoch x epochs {epochs}")
     else:
         theirs.write("training.num_train_epochs", float(epochs), "epochs")
-    _optimizer(theirs, sharded=sharded)
+    _optimizer(theirs)
     _schedule(theirs)
     clip = theirs.get("clip_grad_norm")
     theirs.write("training.max_grad_norm", positive_or_none(clip) if clip != "inf" else None, "clip_grad_norm")
@@ -168,13 +169,14 @@ def _training(theirs: ForeignConfig) -> None:
     theirs.carry("save_total_limit", "checkpointer.keep_last_n_checkpoints")
 
 
-def _optimizer(theirs: ForeignConfig, *, sharded: bool) -> None:
+def _optimizer(theirs: ForeignConfig) -> None:
     name = _last(theirs.get("optimizer._component_", "torch.optim.AdamW"))
-    ours = OPTIMIZERS.get(name)
-    if ours is None or (sharded and ours != "adamw"):
+    ours = OPTIMIZER_NAMES.get(name)
+    kept = ours and (OPTIMIZERS[ours].works_on_shards or not chosen_strategy(theirs).shards_modules)
+    if not kept:
         reason = "not offered; AdamW takes its place" if ours is None else "knows no shards; adamw is sharded too"
         theirs.leave("optimizer._component_", "differs", reason)
-    theirs.write("training.optim", ours if ours and not sharded else "adamw", f"optimizer: {name}")
+    theirs.write("training.optim", ours if kept else DEFAULT, f"optimizer: {name}")
     theirs.carry("training.learning_rate", "optimizer.lr", default=1e-3)
     theirs.carry("training.weight_decay", "optimizer.weight_decay", default=0.01)
     if "lora" in theirs.carried and theirs.carried.get("training.weight_decay", (0,))[0]:

@@ -1,4 +1,4 @@
-"""How ranks are started, meet and are told to stop.
+"""How ranks are started, how they meet, and how a signal stops them.
 
 May import: recipe, files, errors.
 """

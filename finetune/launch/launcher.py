@@ -1,7 +1,7 @@
-"""What started this process, and with which settings. Reads the process table and the environment; changes nothing.
+"""What started this process, and with which settings: read from the process table and the environment.
 
-The launchers hand over less than they were told: `accelerate launch --cpu --num_processes 2` runs one process without
-a word, a default config in the user's cache decides what a bare `accelerate launch` does, and no variable tells. The
+Launchers pass on less than they were given: `accelerate launch --cpu --num_processes 2` silently starts one process; a
+bare `accelerate launch` follows a default config in the user's cache; no environment variable reveals either. The
 launcher's own command line does.
 """
 
@@ -28,13 +28,13 @@ class Launch:
     asked_processes: int | None  # as written on the launcher's command line
     config_file: Path | None  # --config_file of accelerate launch
     threads_chosen: bool  # the user, not the launcher, set OMP_NUM_THREADS
-    world_size: int  # as the launcher tells the ranks; 1 without one
+    world_size: int  # from the launcher; 1 without one
     rank: int
-    on_cpu: bool  # the launcher was told to use the CPU
+    on_cpu: bool  # the launcher was asked to use the CPU
     local_rank: int = 0  # on its machine
     local_world_size: int = 1  # ranks of this machine
     nodes: int = 1
-    settings: tuple[str, ...] = ()  # PET_NAME=VALUE as the launcher saw them: torchrun's options by another way
+    settings: tuple[str, ...] = ()  # PET_NAME=VALUE in the launcher's environment: torchrun's options
 
     @property
     def by_accelerate(self) -> bool:
@@ -55,8 +55,8 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Look at the environment and at the processes above this one. Early, while the launcher lives."""
-    words, above = _find_launcher(environment)
+    """Read the environment and the parent process. To be called early, while the launcher lives."""
+    words, launcher_environment = _find_launcher(environment)
     options = _before_script(words)
     config = _option(options, "--config_file", "--config-file")
     by_srun = not words and "SLURM_PROCID" in environment and "RANK" in environment
@@ -64,27 +64,29 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     nodes = int(environment.get("GROUP_WORLD_SIZE", "1"))
     return Launch(
         words=tuple(words or [*(["srun"] if by_srun else []), "python", *sys.orig_argv[1:]]),
-        asked_processes=_asked_processes(options, above),
+        asked_processes=_asked_processes(options, launcher_environment),
         config_file=Path(config) if config else None,
-        threads_chosen="OMP_NUM_THREADS" in above,
+        threads_chosen="OMP_NUM_THREADS" in launcher_environment,
         world_size=world_size,
         rank=int(environment.get("RANK", "0")),
         on_cpu=_on_cpu(environment, config),
         local_rank=int(environment.get("LOCAL_RANK", "0")),
         local_world_size=int(environment.get("LOCAL_WORLD_SIZE", max(1, world_size // nodes))),
         nodes=nodes,
-        settings=tuple(f"{name}={value}" for name, value in sorted(above.items()) if name.startswith("PET_")),
+        settings=tuple(
+            f"{name}={value}" for name, value in sorted(launcher_environment.items()) if name.startswith("PET_")
+        ),
     )
 
 
 def _on_cpu(environment: Mapping[str, str], config: str | None) -> bool:
-    """Whether the CPU was asked for; `use_cpu` of a config for several processes Accelerate 1.15 does not pass on."""
+    """Whether the CPU was asked for. Accelerate 1.15 does not pass on `use_cpu` of a config for several processes."""
     if environment.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes"):
         return True
     try:
         settings = yaml.safe_load(Path(config).read_text("utf-8")) if config else None
     except (OSError, ValueError, yaml.YAMLError):
-        return False  # the launcher has read it, from a folder that is not this one
+        return False  # the launcher could read it: its path is relative to another folder
     return isinstance(settings, dict) and settings.get("use_cpu") is True
 
 
@@ -113,7 +115,7 @@ def _is_torchrun(words: Sequence[str]) -> bool:
 
 
 def arguments_of(process: int) -> list[str]:
-    """A process's command line; empty where it is gone or may not be read."""
+    """A process's command line; empty where the process has ended or may not be read."""
     try:
         return list(psutil.Process(process).cmdline())
     except psutil.Error:
@@ -121,9 +123,9 @@ def arguments_of(process: int) -> list[str]:
 
 
 def continue_command(launch: Launch, *, resume: str) -> str:
-    """What the user types, in the same folder, to continue this run.
+    """The command that continues this run, to be typed in the same folder.
 
-    `resume` is the recipe's training.resume: `never` was for this start, and would start over.
+    `resume` is the recipe's training.resume: `never` would start over, so the command overrides it.
     """
     words = [*(launch.settings if launch.by_torchrun else ()), *launch.words]
     if resume == "never":
@@ -132,7 +134,7 @@ def continue_command(launch: Launch, *, resume: str) -> str:
 
 
 def _find_launcher(environment: Mapping[str, str]) -> tuple[list[str], Mapping[str, str]]:
-    """The launcher's words and its environment; nothing and our own environment where there is none."""
+    """The launcher's command line and environment; without a launcher no words and our own environment."""
     words = launcher_words(arguments_of(os.getppid())) if under_launcher(environment) else []
     if not words:
         return [], environment
@@ -142,12 +144,12 @@ def _find_launcher(environment: Mapping[str, str]) -> tuple[list[str], Mapping[s
         return words, environment
 
 
-def _asked_processes(options: Sequence[str], above: Mapping[str, str]) -> int | None:
-    """Over all machines: accelerate's --num_processes is that number, torchrun counts the ranks of each machine."""
+def _asked_processes(options: Sequence[str], inherited: Mapping[str, str]) -> int | None:
+    """Processes of all machines: --num_processes of accelerate is their number, torchrun counts those of a machine."""
     total = _option(options, "--num_processes", "--num-processes")
     if total is None and _is_torchrun(options):
-        each = _option(options, "--nproc_per_node", "--nproc-per-node") or above.get("PET_NPROC_PER_NODE", "")
-        nodes = _option(options, "--nnodes") or above.get("PET_NNODES", "1")  # 1:4 is elastic: no number
+        each = _option(options, "--nproc_per_node", "--nproc-per-node") or inherited.get("PET_NPROC_PER_NODE", "")
+        nodes = _option(options, "--nnodes") or inherited.get("PET_NNODES", "1")  # 1:4 is elastic
         total = str(int(each) * int(nodes)) if each.isdigit() and nodes.isdigit() else None
     return int(total) if total and total.isdigit() else None
 
@@ -168,8 +170,19 @@ def _option(arguments: Sequence[str], *names: str) -> str | None:
     return None
 
 
+# Of launchers, schedulers and engines: what a child inherits of these would make it a rank of this run.
+_OF_A_RANK = tuple(
+    "RANK WORLD_SIZE LOCAL_ GROUP_ ROLE_ MASTER_ TORCHELASTIC_ PET_ SLURM_ ACCELERATE_ FSDP_ DS_".split()
+)
+
+
+def environment_for_child(**variables: str) -> dict[str, str]:
+    """The environment for a process that is not a rank of this run: without a rank's variables, with these."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_RANK)} | variables
+
+
 _WAIT_SECONDS = 60  # torchrun ends ranks that do not leave after 30
-_WHEN_IT_IS_GONE = f"""
+_PRINT_AFTER_LAUNCHER = f"""
 import os, select, sys
 try:
     launcher = os.pidfd_open(int(sys.argv[1]))
@@ -181,9 +194,9 @@ os.write(2, os.fsencode(sys.argv[2]))
 
 
 def print_after_launcher(line: str) -> None:
-    """Writes the line to standard error, and under a launcher once more when that has ended.
+    """Writes the line to standard error, and under a launcher once more after that has ended, below its own report.
 
-    A small process in a session of its own does the second: it holds this one's standard error for that long. Linux.
+    A small child process in its own session waits for the launcher's end and keeps standard error open. Linux only.
     """
     text = f"\n{line}\n"
     sys.stdout.flush()
@@ -192,7 +205,7 @@ def print_after_launcher(line: str) -> None:
     if not under_launcher() or not hasattr(os, "pidfd_open"):
         return
     subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _WHEN_IT_IS_GONE, str(os.getppid()), text],
+        [sys.executable, "-I", "-S", "-c", _PRINT_AFTER_LAUNCHER, str(os.getppid()), text],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # torchrun ends a rank's whole process group

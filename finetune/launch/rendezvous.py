@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other: are those here that were asked for, and by which network do they meet."""
+"""How the ranks of a run find each other: whether as many started as were asked for, and over which network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from finetune.errors import EnvironmentMismatch, NoRendezvous
 from finetune.launch.launcher import Launch
 from finetune.recipe.schema import Recipe
 
-_PATIENCE_SECONDS = 1800  # gloo's own; NCCL's would be 600
+_TIMEOUT_SECONDS = 1800  # gloo's default; NCCL's is 600
 _HINT_SECONDS = 60
 
 
@@ -38,7 +38,7 @@ def check_world(recipe: Recipe, launch: Launch, asked: int | None) -> None:
             f"launch: {asked} processes were asked for, {launch.world_size} run on {launch.nodes} machines; "
             "accelerate's --num_processes counts all machines and must be a multiple of --num_machines"
         )
-    _torchruns_variables(launch)
+    _check_torchrun_variables(launch)
     if launch.nodes < recipe.budget.nodes and not launch.on_cpu and torch.cuda.is_available():
         raise EnvironmentMismatch(
             f"budget: the recipe is made for {recipe.budget.nodes} machines, {launch.nodes} takes part; launch it on "
@@ -46,8 +46,8 @@ def check_world(recipe: Recipe, launch: Launch, asked: int | None) -> None:
         )
 
 
-def _torchruns_variables(launch: Launch) -> None:
-    """PET_NPROC_PER_NODE and its like are torchrun's; `accelerate launch` passes over them without a word."""
+def _check_torchrun_variables(launch: Launch) -> None:
+    """Refuse torchrun's variables (PET_NPROC_PER_NODE, ...) under `accelerate launch`, which silently ignores them."""
     if not launch.by_accelerate:
         return
     wanted = dict(setting.split("=", 1) for setting in launch.settings)
@@ -61,10 +61,10 @@ def _torchruns_variables(launch: Launch) -> None:
 
 
 def choose_interface(launch: Launch) -> str | None:
-    """Sets GLOO_SOCKET_IFNAME to the interface that leads to rank 0, where several machines meet and nobody chose.
+    """Sets GLOO_SOCKET_IFNAME to the interface that leads to rank 0, on several machines and where it is not set.
 
-    Gloo takes the address that the machine's own name stands for: 127.0.1.1 on a Debian, and the loopback where the
-    name is unknown, which no other machine can reach (torch 2.13). Returns the interface; None where nothing was set.
+    Gloo uses the address that the machine's host name resolves to: 127.0.1.1 on Debian, or the loopback where it does
+    not resolve. No other machine can reach either (torch 2.13). Returns the interface; None where nothing was set.
     """
     address = os.environ.get("MASTER_ADDR", "")
     if launch.nodes == 1 or not address or "GLOO_SOCKET_IFNAME" in os.environ:
@@ -76,7 +76,7 @@ def choose_interface(launch: Launch) -> str | None:
 
 
 def interface_towards(address: str) -> str | None:
-    """The interface whose address this machine would speak from to `address`; None where it is the loopback."""
+    """The interface from whose address this machine would send to `address`; None where it is the loopback."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -93,18 +93,18 @@ def interface_towards(address: str) -> str | None:
 def collective_timeout(recipe: Recipe) -> timedelta:
     """How long a rank waits in a collective for the others.
 
-    Longer than one of them may be busy alone, reading 140 GB of weights or writing them; who is dead or frozen is
-    found by other means (pulse.py).
+    Longer than one rank may be busy alone, reading or writing 140 GB of weights; dead and frozen ranks are found by
+    run_folder/watchdog.py.
     """
-    return timedelta(seconds=max(_PATIENCE_SECONDS, recipe.timeout_seconds))
+    return timedelta(seconds=max(_TIMEOUT_SECONDS, recipe.timeout_seconds))
 
 
 @contextmanager
 def rendezvous(launch: Launch) -> Iterator[None]:
-    """Around the making of the process group: says after a minute whom it waits for.
+    """Around the creation of the process group: prints after a minute which address it waits for.
 
     Raises:
-        NoRendezvous: the ranks did not find each other; names rank, place, reason and what to look at.
+        NoRendezvous: the ranks did not find each other; the message names rank, address, reason and what to check.
     """
     hint = threading.Timer(_HINT_SECONDS, lambda: print(f"still waiting: {_rendezvous_hint(launch)}", file=sys.stderr))
     hint.daemon = True

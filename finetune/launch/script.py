@@ -1,7 +1,7 @@
-"""`finetune launch`: the file that starts a recipe on its machines, to be read, submitted or run. No torch here.
+"""`finetune launch`: writes the file that starts a recipe on its machines, to be read, submitted or run. No torch here.
 
-The words in it are those that launcher.py, slurm.py and rendezvous.py read again in every rank, and what those and the
-strategy would refuse on the machines is refused here, before anything waits in a queue.
+launcher.py, slurm.py and rendezvous.py read the same options again in every rank. What they and the strategy would
+refuse on the machines is refused here, before a job waits in a queue.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ LAUNCHERS: tuple[str, ...] = get_args(Launcher)
 
 _PORT = 29500  # torch's own default
 _CORES_PER_RANK = 8
-_BEFORE_THE_END = 300  # seconds from Slurm's signal to the time limit: one optimizer step and one checkpoint
+_SAVE_SECONDS = 300  # from Slurm's signal to the time limit: for one optimizer step and one checkpoint
 _MARK = "# Made by: finetune launch "
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Who runs what where."""
+    """Which launcher starts how many ranks of what on which machines."""
 
     launcher: Launcher
     loaded: LoadedRecipe
@@ -40,7 +40,7 @@ class LaunchPlan:
     gpus: int  # of a node; 0: the CPU
     ranks: int  # of a node
     words: tuple[str, ...]  # the trainer, the recipe and its overrides
-    asked: str  # the verb's own words
+    verb_arguments: str  # of `finetune launch`, for the file's first line
 
     @property
     def world(self) -> int:
@@ -48,37 +48,37 @@ class LaunchPlan:
 
     @property
     def alone(self) -> bool:
-        """One process that needs no launcher; torchrun would make a distributed run of it."""
-        return self.strategy.kind == "single"
+        """Whether it is one process that needs no launcher; under torchrun it would be a distributed run."""
+        return not self.strategy.distributed
 
 
 def plan_launch(
     recipe: Path, overrides: Sequence[str], *, launcher: str, nodes: int | None = None, gpus_per_node: int | None = None
 ) -> LaunchPlan:
-    """The recipe on these machines; its own budget where no number is given.
+    """The launch of a recipe on these machines, or on those of its budget where no number is given.
 
-    On a CPU one machine has two ranks, several have one each, which uses all its cores. Raises RecipeError, and
+    On a CPU one machine has two ranks; of several machines each has one, which uses all cores. Raises RecipeError, and
     FinetuneError where the strategy does not fit the machines.
     """
     if launcher not in LAUNCHERS:
-        raise FinetuneError(f"--on: {printable(launcher)} is none of {', '.join(LAUNCHERS)}")
+        raise FinetuneError(f"--on: {printable(launcher)} is not one of {', '.join(LAUNCHERS)}")
     loaded = load_recipe(recipe, overrides)
     budget, strategy = loaded.recipe.budget, read_strategy(loaded.recipe.accelerate_config)
-    here = {"nodes": nodes or budget.nodes, "gpus": budget.gpus if gpus_per_node is None else gpus_per_node}
-    # The trainer holds the launch against the recipe's budget, so what differs is said to it.
-    told = [f"budget.{key}={value}" for key, value in here.items() if value != getattr(budget, key)]
-    on_cpu = 1 if strategy.kind == "single" or here["nodes"] > 1 else 2
-    ranks = here["gpus"] or on_cpu
+    machines = {"nodes": nodes or budget.nodes, "gpus": budget.gpus if gpus_per_node is None else gpus_per_node}
+    # The trainer checks the launch against the recipe's budget, so the command overrides what differs from it.
+    changed = [f"budget.{key}={value}" for key, value in machines.items() if value != getattr(budget, key)]
+    on_cpu = 1 if machines["nodes"] > 1 else strategy.rank_count(2)
+    ranks = machines["gpus"] or on_cpu
     options = [word for key, value in _options(nodes, gpus_per_node).items() for word in (key, str(value))]
     plan = LaunchPlan(
         launcher=launcher,  # type: ignore[arg-type]  # one of LAUNCHERS
         loaded=loaded,
         strategy=strategy,
-        nodes=here["nodes"],
-        gpus=here["gpus"],
+        nodes=machines["nodes"],
+        gpus=machines["gpus"],
         ranks=ranks,
-        words=(_from_here(TRAIN_SCRIPT), str(recipe), *overrides, *told),
-        asked=shlex.join([str(recipe), "--on", launcher, *options, *overrides]),
+        words=(_from_here(TRAIN_SCRIPT), str(recipe), *overrides, *changed),
+        verb_arguments=shlex.join([str(recipe), "--on", launcher, *options, *overrides]),
     )
     for problem in _misfits(plan):
         raise FinetuneError(problem)
@@ -91,24 +91,22 @@ def _options(nodes: int | None, gpus_per_node: int | None) -> dict[str, int]:
 
 
 def _misfits(plan: LaunchPlan) -> Iterator[str]:
-    """What the trainer would refuse on the machines, or what would leave ranks idle."""
+    """Why the trainer would refuse these machines, or which ranks would be idle."""
     strategy, world = plan.strategy, plan.world
     where = f"{plan.nodes} x {plan.gpus} GPUs" if plan.gpus else f"{plan.nodes} x {plan.ranks} CPU processes"
     named = f"accelerate_config: {strategy.name}"
     if strategy.only_where and plan.gpus:
         yield f"{named} runs on a CPU, not on {where}; set accelerate_config=ddp, or --gpus-per-node 0"
-    if strategy.kind == "single" and world > 1:
+    if plan.alone and world > 1:
         yield f"{named} runs one process, {where} are {world}; set accelerate_config=ddp, or take one GPU"
-    # Offload to host or disk is for one GPU as well.
-    if strategy.kind != "single" and world == 1 and not strategy.offloaded:
+    if strategy.needs_ranks and world == 1:
         yield f"{named} runs on several processes, {where} are one; set accelerate_config=single, or take more GPUs"
-    if strategy.replicas is not None:
-        copies = strategy.replicas or plan.nodes
-        if copies < 2 or world % copies or world == copies:
-            yield (
-                f"{named} shards within a node and repeats between nodes, {where} make {copies} such copies; "
-                "take several nodes of several GPUs, or set accelerate_config=fsdp2"
-            )
+    if strategy.replicates and not strategy.can_replicate(world, plan.ranks):
+        yield (
+            f"{named} shards within a node and repeats between nodes, {where} make "
+            f"{strategy.replica_count(world, plan.ranks)} such copies; take several nodes of several GPUs, or set "
+            "accelerate_config=fsdp2"
+        )
     rows = plan.loaded.recipe.training.global_batch_size
     if rows < world:
         idle = f"{rows} rows a step leave {world - rows} of {world} ranks without one"
@@ -123,9 +121,9 @@ def script(plan: LaunchPlan) -> str:
 
 
 def write_script(path: Path, text: str) -> None:
-    """Writes the file; only one that this verb made is replaced. Raises FinetuneError, EnvironmentMismatch."""
+    """Writes the file; an existing one only where this verb made it. Raises FinetuneError, EnvironmentMismatch."""
     if path.exists() and not (path.is_file() and _MARK.encode() in path.read_bytes()[:1000]):
-        raise FinetuneError(f"-o: {path}: exists and is no file of `finetune launch`; name another")
+        raise FinetuneError(f"-o: {path}: exists and was not made by `finetune launch`; name another file")
     write_text(path, text)
 
 
@@ -134,7 +132,7 @@ def _head(plan: LaunchPlan) -> list[str]:
     machines = f"{plan.nodes} machines with {what} each" if plan.nodes > 1 else f"one machine with {what}"
     of_them = "1 rank" if plan.world == 1 else f"{plan.world} ranks"
     return [
-        _MARK + printable(plan.asked),
+        _MARK + printable(plan.verb_arguments),
         f"# {plan.strategy.name} on {machines}, {of_them}. Paths are as seen from the folder where it is started.",
     ]
 
@@ -157,7 +155,7 @@ def _by_hand(plan: LaunchPlan) -> list[str]:
 
 
 def _starter(plan: LaunchPlan, *, machine: str = "", first: str = "", port: str = "") -> str:
-    """What starts the ranks of one machine, up to the trainer; `machine`, `first` and `port` are bash."""
+    """The command that starts the ranks of one machine, up to the trainer; `machine`, `first`, `port` are bash."""
     if plan.launcher == "accelerate":
         return _accelerate(plan, machine, first, port)
     if plan.alone:
@@ -175,15 +173,15 @@ def _accelerate(plan: LaunchPlan, machine: str, first: str, port: str) -> str:
     if plan.nodes > 1:
         options += f" --num_machines {plan.nodes} --machine_rank {machine}"
         options += f" --main_process_ip {first} --main_process_port {port}"
-        # Accelerate would else have one machine start the others by pdsh.
-        options += " --deepspeed_multinode_launcher standard" * (plan.strategy.kind == "deepspeed" and not on_cpu)
+        # Without it Accelerate would start the other machines from the first one by pdsh.
+        options += " --deepspeed_multinode_launcher standard" * (plan.strategy.uses_engine and not on_cpu)
     elif not plan.alone:
         options += " --main_process_port 0"
     return f"accelerate launch {options}"
 
 
 def _slurm_script(plan: LaunchPlan) -> str:
-    """A job of one task a node, which starts a rank for each GPU; ends, saved, before its time and queues again."""
+    """A job of one task a node that starts a rank for each GPU; it saves before its time limit and queues again."""
     settings = {
         "job-name": re.sub(r"[^\w.-]", "-", plan.loaded.path.stem),
         "nodes": plan.nodes,
@@ -192,7 +190,7 @@ def _slurm_script(plan: LaunchPlan) -> str:
         "cpus-per-task": _CORES_PER_RANK * plan.ranks,
         "mem": 0,
         "time": "24:00:00",
-        "signal": f"TERM@{_BEFORE_THE_END}",
+        "signal": f"TERM@{_SAVE_SECONDS}",
         "open-mode": "append",
         "output": "%x-%j.log",
     }
@@ -212,21 +210,21 @@ def _slurm_script(plan: LaunchPlan) -> str:
 
 
 def _slurm_place(plan: LaunchPlan) -> list[str]:
-    """Where the ranks meet, and how long they may take to save."""
+    """Where the ranks meet, and how many seconds they have to save."""
     meet = [
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "MASTER_PORT=$((20000 + 7 * SLURM_JOB_ID % 10000))  # alike on all nodes, another for each job",
         "export MASTER_ADDR MASTER_PORT",
     ]
-    save = f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={_BEFORE_THE_END - 30}  # torchrun kills ranks that save for longer"
+    save = f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={_SAVE_SECONDS - 30}  # torchrun kills ranks that save for longer"
     return [*(meet if plan.nodes > 1 else []), *([] if plan.alone else [save])]
 
 
 def _slurm_run(plan: LaunchPlan) -> list[str]:
     starter = _starter(plan, machine='"$SLURM_NODEID"', first='"$MASTER_ADDR"', port='"$MASTER_PORT"')
-    if plan.nodes > 1:  # bash, because a task learns the number of its node from its own environment
+    if plan.nodes > 1:  # in bash, because the number of a task's node is in that task's environment
         starter = f"bash -c \\\n  'exec {starter} \"$@\"' torchrun"
-    # A job that was queued again must not start over.
+    # A job that is queued again must resume.
     again = " ${SLURM_RESTART_COUNT:+training.resume=auto}" * (plan.loaded.recipe.training.resume == "never")
     return [
         f"state={shlex.quote(f'{plan.loaded.recipe.run_dir}/run_state.json')}",
@@ -241,7 +239,7 @@ def _slurm_run(plan: LaunchPlan) -> list[str]:
 
 def _slurm_again() -> list[str]:
     return [
-        f"# {_BEFORE_THE_END} s before the time limit Slurm tells the ranks to stop: they finish the step and save.",
+        f"# {_SAVE_SECONDS} s before the time limit Slurm tells the ranks to stop: they finish the step and save.",
         "# Where the run says that it did, the job queues again and goes on from there.",
         'after=$(cat "$state" 2>/dev/null)',
         'if [[ "$after" != "$before" && "$after" == *\'"state": "stopped"\'* ]]; then',
@@ -252,6 +250,6 @@ def _slurm_again() -> list[str]:
 
 
 def _from_here(path: Path) -> str:
-    """As seen from this folder where it is below it, so that the file serves another machine's copy too."""
-    absolute, here = path.absolute(), Path.cwd()
-    return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
+    """Relative to the current folder where it is inside, so that the file works in another machine's copy too."""
+    absolute, folder = path.absolute(), Path.cwd()
+    return str(absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute)

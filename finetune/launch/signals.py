@@ -2,14 +2,14 @@
 
 What reaches the trainer (read in torch 2.13's elastic agent and accelerate 1.15's launchers):
 
-- One process, `accelerate launch`: Ctrl-C reaches launcher and trainer; the launcher gives up after 0.25 s. SIGTERM and
-  SIGKILL reach the launcher alone. So the kernel is asked for a SIGTERM to us when the launcher dies.
-- Several processes (torchrun, `accelerate launch`): ranks live in sessions of their own. The agent passes SIGINT,
-  SIGTERM, SIGHUP on to every rank, a second Ctrl-C as SIGTERM, and kills what is left after 30 s
-  (TORCH_ELASTIC_SHUTDOWN_TIMEOUT). When one rank ends first, it sends the others SIGTERM: leave together, after a
-  barrier.
+- One process, `accelerate launch`: Ctrl-C reaches launcher and trainer; the launcher ends after 0.25 s. SIGTERM and
+  SIGKILL reach the launcher alone. So we ask the kernel to send us SIGTERM when the launcher dies.
+- Several processes (torchrun, `accelerate launch`): each rank has its own session. The agent passes SIGINT, SIGTERM
+  and SIGHUP on to every rank, a second Ctrl-C as SIGTERM, and kills the ranks that remain after 30 s
+  (TORCH_ELASTIC_SHUTDOWN_TIMEOUT). When one rank ends first, the agent sends the others SIGTERM: so ranks leave
+  together, after a barrier.
 
-Hence only a second SIGINT breaks off at once; any number of SIGTERMs means one thing.
+Hence only a second SIGINT ends the process at once; further SIGTERMs change nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 @dataclass
 class StopRequest:
-    """Truthy once a signal came; `signal_name` says which was first."""
+    """Truthy once a signal came; `signal_name` is that of the first one."""
 
     signal_name: str | None = None
 
@@ -42,15 +42,15 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[None]:
-    """Turns SIGINT, SIGTERM and SIGHUP into a flag while the block runs; the handlers before it come back after it.
+    """Turns SIGINT, SIGTERM and SIGHUP into a flag while the block runs; afterwards the earlier handlers are restored.
 
     A SIGHUP that is ignored (nohup) stays ignored. Outside the main thread, where Python allows no handlers, the flag
-    is never set. Not around the start of a process group: a rank that waits there for another inside a library never
-    gets to run a handler, so that only the default action ends it before the launcher's 30 s.
+    is never set. Do not enter it before the process group exists: a rank that waits for another inside a library
+    cannot run a Python handler, so that only the signal's default action ends it before the launcher's 30 s.
 
     Args:
         request: The flag.
-        announce: Say on standard error that the step is being finished; for one rank.
+        announce: Print on standard error that the step is being finished; for one rank.
 
     Raises:
         KeyboardInterrupt: at the second SIGINT.
@@ -64,7 +64,7 @@ def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[
         interrupted |= number == signal.SIGINT
         if announce and not request:
             # os.write, because a handler may interrupt a print that holds the stream's lock.
-            with suppress(OSError):  # standard error on a full disk is no reason to break off
+            with suppress(OSError):  # standard error may be a file on a full disk
                 os.write(2, b"\nstopping: finishing this step, then saving; Ctrl-C again breaks off without saving\n")
         request.signal_name = request.signal_name or signal.Signals(number).name
 
@@ -85,26 +85,26 @@ def _is_heard(number: signal.Signals) -> bool:
 
 
 def die_with_launcher() -> bool:
-    """Asks the kernel for a SIGTERM to this process when its launcher dies; returns whether that is in force.
+    """Asks the kernel to send this process SIGTERM when its launcher dies; returns whether the kernel agreed.
 
-    Only under `accelerate launch` or torchrun, which otherwise leave a trainer without its launcher (SIGTERM to the
-    launcher of one process, SIGKILL to any). Under a shell it would end a run that nohup protects. Linux only. Inside
-    `stop_on_signals` that signal saves, before it it ends the process; not inherited by child processes.
+    Only under `accelerate launch` or torchrun, whose trainer otherwise outlives its launcher (after SIGTERM to the
+    launcher of one process, SIGKILL to any). Under a shell it would end a run that nohup protects. Linux only. Within
+    `stop_on_signals` that signal saves, earlier it ends the process; child processes do not inherit it.
     """
     if not under_launcher() or not die_with_parent(signal.SIGTERM):
         return False
-    if _launcher_is_gone():  # it died before the kernel knew of our wish
+    if _launcher_is_gone():  # the launcher died before prctl() took effect
         os.kill(os.getpid(), signal.SIGTERM)
     return True
 
 
 def die_with_parent(number: signal.Signals) -> bool:
-    """Asks the kernel for this signal when the process dies that started this one; returns whether that is in force."""
+    """Asks the kernel to send this signal when the parent process dies; returns whether the kernel agreed."""
     if sys.platform != "linux":
         return False
     return bool(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) == 0)
 
 
 def _launcher_is_gone() -> bool:
-    """Whether an orphan's new parent has taken the launcher's place; in a container the launcher itself may be 1."""
+    """Whether our parent is no longer the launcher; in a container the launcher itself may be process 1."""
     return os.getppid() != _PARENT_AT_START or (os.getppid() == 1 and not launcher_words(arguments_of(1)))

@@ -1,8 +1,8 @@
-"""A rank that `srun` started without a launcher: its place among the ranks, from Slurm's own variables.
+"""Ranks that `srun` started without a launcher: torchrun's variables from Slurm's own.
 
-`srun python finetune/train.py RECIPE` starts every rank by itself; what torchrun would tell them (RANK, WORLD_SIZE,
-MASTER_ADDR, ...) follows from the step's variables (srun(1), "OUTPUT ENVIRONMENT VARIABLES"). `scontrol show hostnames`
-is not needed: it may be missing inside a container.
+Under `srun python finetune/train.py RECIPE` no torchrun sets RANK, WORLD_SIZE, MASTER_ADDR, ...; they follow from the
+step's variables (srun(1), "OUTPUT ENVIRONMENT VARIABLES"). `scontrol show hostnames` is not used: it may be missing
+inside a container.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _FIRST_PORT, _PORTS = 20_000, 10_000  # below Linux's ephemeral ports, which beg
 
 
 def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would have put into the environment of this task; empty where srun did not start it, or for one.
+    """The variables that torchrun would set for this task; empty where srun did not start it, or for a single task.
 
     A MASTER_ADDR or MASTER_PORT that is set already stays.
 
     Raises:
-        EnvironmentMismatch: the variables leave open who else takes part, or where rank 0 is.
+        EnvironmentMismatch: the variables do not determine the ranks, or where rank 0 is.
     """
     tasks = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") or 1
     rank = _number(environment, "SLURM_PROCID")
@@ -52,7 +52,7 @@ def expand_hosts(text: str) -> list[str]:
     """The hosts of a Slurm node list, in its order: `a[01-03,07],b` is a01, a02, a03, a07, b.
 
     Raises:
-        EnvironmentMismatch: it is no node list.
+        EnvironmentMismatch: it is not a node list.
     """
     names = [name for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text) for name in _expand(part, text)]
     if "".join(re.findall(r"[\[\]]", text)).replace("[]", ""):
@@ -61,7 +61,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _expand(part: str, text: str) -> Iterator[str]:
-    """One entry of the list; several brackets make every combination."""
+    """The hosts of one entry of the list; several brackets give every combination."""
     before, bracket, rest = part.partition("[")
     if not bracket:
         yield part
@@ -79,7 +79,7 @@ def _expand(part: str, text: str) -> Iterator[str]:
 
 def _unreadable(text: str) -> EnvironmentMismatch:
     return EnvironmentMismatch(
-        f"launch: SLURM_NODELIST={text} is no list of hosts; export MASTER_ADDR=HOST with the host of task 0"
+        f"launch: SLURM_NODELIST={text} is not a list of hosts; export MASTER_ADDR=HOST with the host of task 0"
     )
 
 
@@ -101,7 +101,7 @@ def _local_rank(environment: Mapping[str, str], rank: int, nodes: int) -> int:
 
 
 def _tasks_of_node(environment: Mapping[str, str], tasks: int, node: int, nodes: int) -> int:
-    """How many tasks share this node: the entry of `2(x3),1` that is ours, else an even share."""
+    """The number of tasks on this node: its entry in `2(x3),1`, else an even share."""
     text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "")
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -110,7 +110,7 @@ def _tasks_of_node(environment: Mapping[str, str], tasks: int, node: int, nodes:
 
 
 def _address(environment: Mapping[str, str], hosts: list[str]) -> str:
-    """Where task 0 is: Slurm deals tasks out from the first host on, unless they were placed by hand."""
+    """The host of task 0: Slurm places tasks from the first host on, unless they were placed by hand."""
     if len(hosts) == 1:
         return "127.0.0.1"  # needs no name service
     by_hand = environment.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
@@ -123,6 +123,6 @@ def _address(environment: Mapping[str, str], hosts: list[str]) -> str:
 
 
 def _port(environment: Mapping[str, str]) -> int:
-    """Alike for all tasks, and another one for each job and step that may share the host."""
+    """The same port for all tasks, and another one for each job and step that may share the host."""
     job, step = _number(environment, "SLURM_JOB_ID", "SLURM_JOBID") or 0, _number(environment, "SLURM_STEP_ID") or 0
     return _FIRST_PORT + (7 * job + step) % _PORTS

@@ -1,16 +1,17 @@
-"""Collectives and bytes, as torch's dispatcher sees them: counted, not estimated.
+"""Collectives and their bytes, as torch's dispatcher sees them: counted, not estimated.
 
-Every engine here speaks through torch's process groups, also from C++ (DDP's reducer), and each of its calls passes the
-dispatcher as an operation of `c10d`, or of `_c10d_functional` from DTensor. Three figures are kept apart. With N ranks
-in the group and `full` the whole tensor (all inputs of a reduce_scatter, all outputs of an all_gather):
+Every strategy here communicates through torch's process groups, also from C++ (DDP's reducer), and each of its calls
+passes the dispatcher as an operation of `c10d`, or of `_c10d_functional` from DTensor. Three figures are counted. With
+N ranks in the group and `full` the bytes of the unsharded tensor (all inputs of a reduce_scatter, all outputs of an
+all_gather):
 
     payload    full
     ring       what one rank sends in a ring: all_reduce 2 (N-1)/N full, the other collectives (N-1)/N full
     textbook   the ring for large N: 2 full and 1 full, in which DDP moves 2P a step and ZeRO-3 3P (Rajbhandari et al.,
                ZeRO, section 7), P being the bytes of the parameters
 
-What a backend does beneath is its own: gloo, for one, may carry out a reduce_scatter as an all_reduce. What an engine
-asks for is what is counted.
+A backend may implement a call by another: gloo carries out a reduce_scatter as an all_reduce. The call that the
+strategy made is counted.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class _Call(NamedTuple):
     collective: str
     payload: int  # position of the tensors of full size, -1 for none
     group: int  # position of the group: a boxed ProcessGroup, or its name
-    share: int = -1  # position of the number of ranks, where the payload argument is one rank's share of it
+    share: int = -1  # position of the number of ranks, where the payload argument is one rank's shard
 
 
 C10D = {
@@ -77,8 +78,8 @@ WEIGHT |= {"scatter": 1, "gather": 0, "send": 1, "recv": 0, "barrier": 0}
 
 
 @dataclass
-class Moved:
-    """The calls of one collective on one rank: how many, and their bytes in the three units of this module."""
+class CollectiveStats:
+    """The calls of one collective on one rank: their number, and their bytes by the module's three figures."""
 
     calls: int = 0
     payload_bytes: int = 0
@@ -90,11 +91,11 @@ class Traffic:
     """Counts collectives since the last `take`."""
 
     def __init__(self) -> None:
-        self._moved: dict[str, Moved] = {}
+        self._stats: dict[str, CollectiveStats] = {}
         self._calls: dict[Any, _Call | None] = {}
 
     def see(self, operation: Any, args: tuple[Any, ...]) -> None:
-        """Count this call if it is a collective; all others cost one look into a dict."""
+        """Count this call if it is a collective; any other call costs one dict lookup."""
         try:
             call = self._calls[operation]
         except KeyError:
@@ -102,27 +103,27 @@ class Traffic:
         if call is not None:
             self._count(call, args)
 
-    def take(self) -> dict[str, Moved]:
+    def take(self) -> dict[str, CollectiveStats]:
         """By collective, what was counted since the last call."""
-        moved, self._moved = self._moved, {}
-        return moved
+        stats, self._stats = self._stats, {}
+        return stats
 
     def _count(self, call: _Call, args: tuple[Any, ...]) -> None:
         ranks = _ranks(args[call.group])
         full = _bytes(args[call.payload]) if call.payload >= 0 else 0
         if call.share >= 0:
             full *= args[call.share]
-        moved = self._moved.setdefault(call.collective, Moved())
-        moved.calls += 1
-        moved.payload_bytes += full
-        if ranks > 1:  # a group of one moves nothing
-            alone = call.collective == "send"  # from one rank to another, whole
-            moved.ring_bytes += full if alone else WEIGHT[call.collective] * full * (ranks - 1) // ranks
-            moved.textbook_bytes += WEIGHT[call.collective] * full
+        stats = self._stats.setdefault(call.collective, CollectiveStats())
+        stats.calls += 1
+        stats.payload_bytes += full
+        if ranks > 1:  # a group of one rank sends nothing
+            to_one = call.collective == "send"  # all of the tensor goes to one other rank
+            stats.ring_bytes += full if to_one else WEIGHT[call.collective] * full * (ranks - 1) // ranks
+            stats.textbook_bytes += WEIGHT[call.collective] * full
 
 
 def _call_of(operation: Any) -> _Call | None:
-    """None where the operation moves nothing between ranks."""
+    """How to read its arguments; None for an operation that is not a collective."""
     namespace, _, name = str(operation).partition(".")
     return CALLS.get(namespace, {}).get(name.partition(".")[0])
 
@@ -135,9 +136,9 @@ def _bytes(values: Any) -> int:
 
 
 def _ranks(group: Any) -> int:
-    """How many ranks a collective's group has."""
+    """The number of ranks in a collective's group."""
     if isinstance(group, str):
-        # No public name turns a group's name into the group; tests/measure/test_collectives.py watches this one.
+        # torch has no public function for this; tests/measure/test_collectives.py watches that it stays.
         resolve: Any = getattr(distributed.distributed_c10d, "_resolve_process_group")  # noqa: B009
         return int(resolve(group).size())
     if isinstance(group, distributed.ProcessGroup):

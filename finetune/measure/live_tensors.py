@@ -1,7 +1,7 @@
-"""Bytes of the tensors that live, by device: a CPU's substitute for CUDA's allocator, exact and free of other programs.
+"""Bytes of live tensors by device: on a CPU the substitute for CUDA's allocator statistics, exact to the byte.
 
-Counted are storages, once each, however many tensors view them; not the resident set, in which the allocator's spare
-pages, libraries and Python itself drown a small model. Bytes that a kernel takes and gives back within one operation
+Each storage is counted once, however many tensors view it. The resident set would not do: the allocator's spare pages,
+libraries and Python itself are larger than a small model. Bytes that a kernel allocates and frees within one operation
 are not seen.
 """
 
@@ -18,33 +18,33 @@ from typing import Any
 import torch
 
 Key = int
-# Told of each change: the storage's number (counted from 0, never used again), its device, and its bytes from now on.
-# Number NONE says that a phase begins.
+# Called at each change with the storage's serial number (from 0, never reused), its device, and its bytes from now on;
+# with serial number NONE at the begin of a phase.
 NONE = -1
 Callback = Callable[[int, str, int], None]
 
 
 @dataclass
 class _Storage:
-    reference: weakref.ref[torch.UntypedStorage]  # kept, for its callback tells the end
+    reference: weakref.ref[torch.UntypedStorage]  # its callback notes the storage's end
     device: str
     nbytes: int
     serial: int
 
 
-class TensorBytes:
-    """A ledger of live storages. `see` what an operation took and gave; frees and resizes are seen by themselves.
+class LiveTensors:
+    """A ledger of live storages. `see` the inputs and outputs of each operation; frees are noticed without a call.
 
-    A storage has one Python object for as long as it lives (torch preserves it), so its identity is a key and a weak
-    reference to it ends with the storage, also when only C++ holds it: a tensor saved for backward, a gradient bucket.
+    torch keeps one Python object for a storage as long as the storage lives. So its `id` is a key, and a weak reference
+    to it ends with the storage, also where only C++ holds it: a tensor saved for backward, a gradient bucket.
     """
 
     def __init__(self, existing: Iterable[torch.Tensor] = (), callback: Callback | None = None) -> None:
-        self.fake_mode: Any = None  # a planner's: then its tensors are counted, and no others
+        self.fake_mode: Any = None  # set by the planner: only fake tensors of this mode are counted
         self._callback = callback
         self._seen = 0
         self._storages: dict[Key, _Storage] = {}
-        # Storages may end in any thread and in the middle of any line here, so their ends are queued, not booked.
+        # Storages may end in any thread and in the middle of any line here, so their ends are queued and booked later.
         self._ended: deque[Key] = deque()
         self._live: dict[str, int] = {}
         self._peak: dict[str, int] = {}
@@ -73,9 +73,9 @@ class TensorBytes:
 
     @contextmanager
     def watch_resizes(self) -> Iterator[None]:
-        """Book `UntypedStorage.resize_` while the block runs.
+        """Book each `UntypedStorage.resize_` while the block runs.
 
-        FSDP2 frees and refills its gathered parameters by it, and it is no operation that a dispatch mode sees.
+        FSDP2 frees and reallocates its gathered parameters by it, and a dispatch mode does not see it.
         """
         storage_class: Any = torch.UntypedStorage
         original = storage_class.resize_
@@ -97,7 +97,7 @@ class TensorBytes:
     def _walk(self, values: Any) -> None:
         if isinstance(values, torch.Tensor):
             for tensor in parts(values):
-                # DTensor asks fakes of its own what shapes an operation would give; those hold nothing.
+                # Ignore DTensor's own fake tensors, of which it infers shapes: they hold no memory.
                 if getattr(tensor, "fake_mode", None) is self.fake_mode:
                     self._count(tensor.untyped_storage(), tensor.device.type)
         elif isinstance(values, list | tuple):
@@ -108,8 +108,8 @@ class TensorBytes:
                 self._walk(value)
 
     def _count(self, storage: torch.UntypedStorage, device: str) -> None:
-        """`device` is the tensor's: the storage of a fake tensor is on meta, the tensor where it would be."""
-        if device == "meta":  # meta tensors hold nothing
+        """`device` is the tensor's: a fake tensor's storage is on meta, whatever device the tensor has."""
+        if device == "meta":  # meta tensors hold no memory
             return
         known = self._storages.get(id(storage))
         nbytes = storage.nbytes()
@@ -123,7 +123,7 @@ class TensorBytes:
             known.nbytes = nbytes
 
     def serial(self, storage: torch.UntypedStorage) -> int | None:
-        """The number of a live storage, None for one not seen yet."""
+        """The serial number of a live storage; None for one not seen yet."""
         known = self._storages.get(id(storage))
         return None if known is None else known.serial
 
@@ -135,10 +135,10 @@ class TensorBytes:
             self._callback(serial, device, nbytes)
 
     def book_ends(self) -> None:
-        """Take in which storages have ended by now."""
+        """Subtract the storages that have ended by now."""
         while self._ended:
-            gone = self._storages.pop(self._ended.popleft())
-            self._add(gone.serial, gone.device, -gone.nbytes, 0)
+            ended = self._storages.pop(self._ended.popleft())
+            self._add(ended.serial, ended.device, -ended.nbytes, 0)
 
 
 def _enqueue(queue: deque[Key], key: Key, _: weakref.ref[torch.UntypedStorage]) -> None:
@@ -146,7 +146,7 @@ def _enqueue(queue: deque[Key], key: Key, _: weakref.ref[torch.UntypedStorage]) 
 
 
 def parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors with storages of their own: of a wrapper (DTensor) its parts, of a sparse one none here."""
+    """The tensors with a storage in `tensor`: itself, or of a wrapper (DTensor) its parts; none of a sparse tensor."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         for name in names:

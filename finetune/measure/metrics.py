@@ -1,6 +1,6 @@
-"""What a run says of itself while it runs: lines of metrics.jsonl and the terminal.
+"""Progress of a run: the lines of metrics.jsonl and of the terminal.
 
-The step function hands over plain numbers, read from the device once a step; nothing here touches a tensor.
+The optimizer step gives plain numbers, read from the device once a step; this module touches no tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One finished optimizer step, as the loop saw it. Counts are over all ranks, seconds of this one."""
+    """The figures of one finished optimizer step. Counts are over all ranks, seconds of this rank."""
 
     step: int  # finished optimizer steps
     epoch: float
@@ -41,12 +41,12 @@ class StepRecord:
 
 @dataclass
 class Window:
-    """The steps since the last line of metrics: losses weighted by their tokens, seconds added up."""
+    """The steps since the last line of metrics, which averages losses over supervised tokens and adds up seconds."""
 
     records: list[StepRecord] = field(default_factory=list)
 
     def flush(self, device: torch.device) -> dict[str, Any]:
-        """The line of metrics.jsonl for these steps. With `logging_steps: 1` these are the last step's own figures."""
+        """The line of metrics.jsonl for these steps, which are dropped; of one step it has that step's own figures."""
         records, self.records = self.records, []
         last = records[-1]
         supervised = sum(record.supervised_tokens for record in records)
@@ -100,7 +100,7 @@ def duration(seconds: float) -> str:
 
 
 class Terminal:
-    """One live line on a tty, plain lines elsewhere; silent on every rank but the first."""
+    """One line that is redrawn on a tty, plain lines elsewhere; nothing where `silent`: on every rank but rank 0."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Terminal:
     ) -> None:
         self._total = total_steps
         self._silent = silent
-        self._stream = lasting(stream or sys.stdout)  # of the moment, not of the import
+        self._stream = lasting(stream or sys.stdout)  # sys.stdout of this moment, not of the import
         self._live = self._stream.isatty()
         self._losses: deque[float] = deque(maxlen=120)
         self._clock = clock
@@ -120,7 +120,7 @@ class Terminal:
         self._drawn = False
 
     def log(self, text: str) -> None:
-        """A line that stays; nothing for an empty text."""
+        """Print a line that stays; an empty text prints nothing."""
         if self._silent or not text:
             return
         self._erase()
@@ -162,6 +162,6 @@ class Terminal:
         return duration(seconds * (self._total - line["step"]))
 
     def _erase(self) -> None:
-        if self._drawn:  # keep the last live line above what is said
+        if self._drawn:  # keep the last redrawn line above the next one
             self._stream.write("\n")
             self._drawn = False

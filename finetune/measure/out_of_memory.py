@@ -1,6 +1,6 @@
-"""When memory ends: what ran, what was planned and measured, and what would take less, in the error that ends the run.
+"""Out of memory: the error names what ran, what was planned and measured, and which changes would take less.
 
-A run out of memory has written nothing: its checkpoints are what they were.
+A run that is out of memory has written nothing since: its checkpoints are intact.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from finetune.errors import DoesNotFit
 from finetune.measure.phases import GIB, peak_bytes
 from finetune.recipe.schema import Recipe
 
-# What allocators say in words alone: the host's, cuBLAS's, NCCL's.
+# The messages of allocators that raise plain RuntimeErrors: the host's, cuBLAS's, NCCL's.
 _WORDS = re.compile(r"out of memory|DefaultCPUAllocator|ALLOC_FAILED|Cannot allocate memory|Failed to CUDA (m|c)alloc")
-_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMG]iB)")
+_REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMG]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-SHOWN = 3  # changes named
+SHOWN = 3  # changes named in the message
 
 
 @dataclass(frozen=True)
 class Memory:
-    """One device's, in bytes."""
+    """Memory of one device, in bytes."""
 
     total: int
-    taken: int  # by this process; on a CPU by all
+    taken: int  # by this process; on a CPU by all processes
     peak: int  # of this process so far
     others: int = 0  # taken by other programs, where that is known
 
 
-def of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether this error is an allocation that failed, on a GPU or in host memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError | OSError) and bool(_WORDS.search(str(error)))
 
 
-def asked_bytes(error: BaseException) -> int | None:
-    """What the allocation wanted; None where the error does not tell."""
-    found = _ASKED.search(str(error))
+def requested_bytes(error: BaseException) -> int | None:
+    """Bytes of the allocation that failed; None where the error does not state them."""
+    found = _REQUESTED.search(str(error))
     return int(float(found[1]) * _UNITS[found[2]]) if found else None
 
 
 def memory_of(device: torch.device) -> Memory:
-    """The device's memory now."""
+    """The device's memory at this moment."""
     if device.type != "cuda":
         host = psutil.virtual_memory()
         return Memory(host.total, host.total - host.available, peak_bytes(device))
@@ -64,35 +64,35 @@ def does_not_fit(
     doing: str,
     phase: str,
     memory: Memory,
-    foretold: Mapping[str, Any],
+    planned: Mapping[str, Any],
     command: str,
     step: int,
 ) -> DoesNotFit:
     """The error to end with.
 
     Args:
-        doing: What the run was at: load, worst step first, training, ...
-        phase: Of the step: forward, backward, step; empty outside of one.
-        foretold: The planner's answer (foretold.py).
-        command: What continues the run after `step`.
+        doing: The phase of the run: load, worst step first, training, ...
+        phase: That of the step: forward, backward, step; empty outside of a step.
+        planned: The planner's result (training/planner_process.py).
+        command: The command that continues the run after `step`.
     """
     notes = ", ".join(getattr(error, "__notes__", ()))
-    asked = asked_bytes(error)
-    more = f", {asked / GIB:.2f} GiB more asked for" if asked else ""
+    requested = requested_bytes(error)
+    more = f", {requested / GIB:.2f} GiB more requested" if requested else ""
     where = f" in {phase}" if phase else ""
     lines = [
         f"{doing}: out of memory{where}{notes and f', {notes}'}: {memory.taken / GIB:.2f} of {memory.total / GIB:.1f} "
-        f"GiB taken{more}; {remedy(recipe, foretold)}",
-        f"  {_planned(foretold, phase)}; measured: {memory.peak / GIB:.2f} GiB at the peak",
+        f"GiB taken{more}; {remedy(recipe, planned)}",
+        f"  {_planned(planned, phase)}; measured: {memory.peak / GIB:.2f} GiB at the peak",
         *_others(memory),
         f"  {'nothing is lost: ' if step else ''}the run stands at step {step}; after the change: {command}",
     ]
     return DoesNotFit("\n".join(lines))
 
 
-def remedy(recipe: Recipe, foretold: Mapping[str, Any]) -> str:
-    """What would take less: with the bytes it was planned to take, where it was."""
-    changes = foretold.get("changes") or ()
+def remedy(recipe: Recipe, planned: Mapping[str, Any]) -> str:
+    """Changes that take less: those that fit by plan with their planned bytes, else what is known to help."""
+    changes = planned.get("changes") or ()
     if changes:
         shown = [f"{change['change']} ({change['needed_bytes'] / GIB:.2f} GiB)" for change in changes[:SHOWN]]
         return f"fits by plan: {', or '.join(shown)}"
@@ -100,7 +100,7 @@ def remedy(recipe: Recipe, foretold: Mapping[str, Any]) -> str:
 
 
 def smaller(recipe: Recipe) -> Iterator[str]:
-    """Changes that take less and leave the curve as it is, except the last: key=value, the cheapest first."""
+    """Changes that take less as key=value, the cheapest first; all but the last leave the loss curve as it is."""
     training = recipe.training
     if training.per_device_batch_size > 1:
         yield f"training.per_device_batch_size={training.per_device_batch_size // 2}"
@@ -109,21 +109,21 @@ def smaller(recipe: Recipe) -> Iterator[str]:
     yield f"data.max_length={recipe.data.max_length // 2}"
 
 
-def _planned(foretold: Mapping[str, Any], phase: str) -> str:
-    """The plan's figure for this phase, or for its largest, with the component that has most of it."""
-    plan = foretold.get("plan")
+def _planned(planned: Mapping[str, Any], phase: str) -> str:
+    """The planned peak of this phase, or else of the largest phase, with its largest component."""
+    plan = planned.get("plan")
     if not plan:
-        return f"not planned: {foretold.get('why')}"
+        return f"not planned: {planned.get('why')}"
     name = phase if phase in plan["phases"] else plan["peak"]["phase"]
-    found = plan["phases"][name]
-    component, most = max(found["parts"].items(), key=lambda part: part[1])
-    beside = sum(plan["outside_bytes"].values())
-    place = f", in {found['module']}" if found["module"] else ""
-    needed = (found["peak_bytes"] + beside) / GIB
+    peak = plan["phases"][name]
+    component, most = max(peak["parts"].items(), key=lambda part: part[1])
+    outside_allocator = sum(plan["outside_bytes"].values())
+    place = f", in {peak['module']}" if peak["module"] else ""
+    needed = (peak["peak_bytes"] + outside_allocator) / GIB
     return f"planned: {needed:.2f} GiB at the peak of {name}{place}, most of it {component}, {most / GIB:.2f} GiB"
 
 
 def _others(memory: Memory) -> Sequence[str]:
     if memory.others < 0.02 * memory.total:  # a context and what the driver keeps
         return ()
-    return (f"  {memory.others / GIB:.1f} GiB of this GPU are not this process's; nvidia-smi shows whose they are",)
+    return (f"  {memory.others / GIB:.1f} GiB of this GPU are used by other processes; nvidia-smi lists them",)

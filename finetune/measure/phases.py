@@ -1,7 +1,7 @@
-"""Memory, time and traffic per phase (load, forward, backward, step, save), on every rank; free when off.
+"""Memory, time and collectives of each phase (load, forward, backward, step, save), on every rank; free when off.
 
-CUDA reports its allocator's bytes, and the tensors in host memory are counted beside them: offloaded state is there.
-On a CPU all is host memory, counted by its tensors.
+On CUDA the allocator reports its bytes, and host tensors are counted too, since offloaded state is there. On a CPU all
+memory is host memory, counted by its tensors.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ import torch
 from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
 
-from finetune.measure.collectives import Moved, Traffic
-from finetune.measure.live_tensors import TensorBytes
+from finetune.measure.collectives import CollectiveStats, Traffic
+from finetune.measure.live_tensors import LiveTensors
 
 GIB = 2**30
 
 
 @dataclass
 class Phase:
-    """What one phase cost on this rank since the last `take`. `host` is CPU memory; on a CPU it is all there is."""
+    """The cost of one phase on this rank since the last `take`. `host` is CPU memory; on a CPU it equals the rest."""
 
     seconds: float = 0.0
     allocated_bytes: int = 0  # at the end of the phase, latest
     peak_bytes: int = 0
     host_allocated_bytes: int = 0
     host_peak_bytes: int = 0
-    moved: dict[str, Moved] = field(default_factory=dict)  # by collective
+    collectives: dict[str, CollectiveStats] = field(default_factory=dict)  # by name
 
-    def add(self, seconds: float, memory: dict[str, int], moved: dict[str, Moved]) -> None:
+    def add(self, seconds: float, memory: dict[str, int], collectives: dict[str, CollectiveStats]) -> None:
         """One more run of the phase."""
         self.seconds += seconds
         self.allocated_bytes, self.host_allocated_bytes = memory["allocated"], memory["host_allocated"]
         self.peak_bytes = max(self.peak_bytes, memory["peak"])
         self.host_peak_bytes = max(self.host_peak_bytes, memory["host_peak"])
-        for name, more in moved.items():
-            before = asdict(self.moved.get(name, Moved()))
-            self.moved[name] = Moved(**{key: before[key] + value for key, value in asdict(more).items()})
+        for name, more in collectives.items():
+            before = asdict(self.collectives.get(name, CollectiveStats()))
+            total = {key: before[key] + value for key, value in asdict(more).items()}
+            self.collectives[name] = CollectiveStats(**total)
 
     def as_json(self) -> dict[str, Any]:
         """The figures of its line in metrics.jsonl."""
@@ -53,34 +54,34 @@ class Phase:
             "peak_gib": self.peak_bytes / GIB,
             "host_allocated_gib": self.host_allocated_bytes / GIB,
             "host_peak_gib": self.host_peak_bytes / GIB,
-            "collectives": {name: moved.calls for name, moved in self.moved.items()},
-            "bytes": {name: moved.payload_bytes for name, moved in self.moved.items()},
-            "ring_bytes": sum(moved.ring_bytes for moved in self.moved.values()),
-            "textbook_bytes": sum(moved.textbook_bytes for moved in self.moved.values()),
+            "collectives": {name: stats.calls for name, stats in self.collectives.items()},
+            "bytes": {name: stats.payload_bytes for name, stats in self.collectives.items()},
+            "ring_bytes": sum(stats.ring_bytes for stats in self.collectives.values()),
+            "textbook_bytes": sum(stats.textbook_bytes for stats in self.collectives.values()),
         }
 
 
 class Phases:
-    """A stopwatch and a gauge; with `enabled=False` a `with` over it does nothing."""
+    """Measures named phases: `with phases("forward"): ...`. With `enabled=False` it only notes the current one."""
 
     def __init__(
         self,
         device: torch.device,
         enabled: bool,
         existing: Iterable[torch.Tensor] = (),
-        ledger: TensorBytes | None = None,
+        ledger: LiveTensors | None = None,
         *,
         watch: bool = True,
     ) -> None:
-        """`existing` are tensors made before the first phase, to be counted from its start; a planner brings a
-        `ledger` that tells it of each storage. Without `watch` nothing looks at each operation, so no host memory and
-        no traffic are counted: on CUDA, where the allocator knows the rest, that costs nothing."""
+        """`existing` are tensors made before the first phase, counted from its start; the planner passes a `ledger`
+        whose callback records each storage. Without `watch` operations are not examined, so host memory and
+        collectives are not counted; on CUDA, where the allocator counts the rest, that measures for free."""
         self.device = device
         self.enabled = enabled
-        self.current = ""  # the phase that runs, or that an error ended
+        self.current = ""  # the phase that runs, or in which an error was raised
         self._watch = watch
         self._seen: dict[str, Phase] = {}
-        self._storages = ledger or TensorBytes(existing if enabled else ())
+        self._storages = ledger or LiveTensors(existing if enabled else ())
         self._traffic = Traffic()
 
     @contextmanager
@@ -92,7 +93,7 @@ class Phases:
             self.current = ""
             return
         self._settle()
-        self._storages.book_ends()  # of what went since the last phase, in none
+        self._storages.book_ends()  # storages freed since the last phase belong to none
         self.current = name
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -116,9 +117,9 @@ class Phases:
         return seen
 
     def lines(self, step: int) -> list[dict[str, Any]]:
-        """Since the last call, a line of metrics for each rank and phase: on rank 0 of all ranks, elsewhere none.
+        """A line of metrics for each rank and phase since the last call: on rank 0 those of all ranks, elsewhere none.
 
-        A collective of its own, so every rank must call it; when off it is none, and there are no lines.
+        It is a collective, so every rank must call it; when off there is no collective and no line.
         """
         if not self.enabled:
             return []
@@ -149,12 +150,12 @@ class Phases:
 
 
 class _Watch(TorchDispatchMode):
-    """Shows each operation to the ledger of storages and to the count of collectives.
+    """Passes each operation to the ledger of storages and to the counter of collectives.
 
-    Autograd carries a mode into backward, DDP's C++ reducer included.
+    Autograd keeps a dispatch mode active in backward, also for DDP's C++ reducer.
     """
 
-    def __init__(self, storages: TensorBytes, traffic: Traffic) -> None:
+    def __init__(self, storages: LiveTensors, traffic: Traffic) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no constructor here
         self._storages = storages
         self._traffic = traffic
@@ -162,9 +163,9 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.prim.device.default:  # a plan's tensor is asked where it is; real ones are not by this way
+        if func is torch.ops.prim.device.default:  # of fake tensors alone; real ones do not dispatch it
             return args[0].fake_device
-        # A wrapper (DTensor) goes first: what it does to its parts comes back here, with its collectives.
+        # A wrapper (DTensor) handles the operation first: those on its parts, and its collectives, come back here.
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
         self._traffic.see(func, args)
@@ -175,7 +176,7 @@ class _Watch(TorchDispatchMode):
 
 @contextmanager
 def _loading_in_this_thread() -> Iterator[None]:
-    """transformers reads weights in threads of its own, which a dispatch mode does not reach, unless told not to."""
+    """Have transformers read weights in this thread: a dispatch mode does not see the operations of other threads."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -189,7 +190,7 @@ def _loading_in_this_thread() -> Iterator[None]:
 
 
 def _gather(value: Any) -> list[Any]:
-    """The value of each rank, on rank 0; nothing elsewhere."""
+    """The values of all ranks, on rank 0; empty elsewhere."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return [value]
     values: list[Any] | None = [None] * distributed.get_world_size() if distributed.get_rank() == 0 else None
@@ -198,7 +199,7 @@ def _gather(value: Any) -> list[Any]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most that CUDA's allocator handed out, else the largest resident set of this process, so far."""
+    """The peak of this process so far: of CUDA's allocated bytes, on a CPU of the resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB

@@ -7,8 +7,8 @@ quantized.py and in optimizer.py. A method (full, LoRA, QLoRA) is a way to build
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -245,6 +245,14 @@ def _adapters_as_elsewhere(adapted: nn.Module) -> None:
                     parameter.data = parameter.data.to(dtype)
 
 
+@contextmanager
+def silenced_peft() -> Iterator[None]:
+    """Within, no warning that peft 0.21 asks transformers 5.2x by a name that is deprecated there."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        yield
+
+
 def _add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool) -> nn.Module:
     from peft import LoraConfig, get_peft_model  # takes a second, with bitsandbytes: only where adapters are
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -256,9 +264,7 @@ def _add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool) -> nn.Mod
         settings["init_lora_weights"] = True
     config = LoraConfig(task_type="CAUSAL_LM", **settings)
     try:
-        with warnings.catch_warnings():
-            # peft 0.21 asks transformers 5.2x by a name that is deprecated there.
-            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        with silenced_peft():
             adapted = get_peft_model(model, config, autocast_adapter_dtype=not pure_bf16)
     except ValueError as error:
         raise FinetuneError(f"lora: {' '.join(str(error).split())}; correct the section") from error

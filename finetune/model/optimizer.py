@@ -14,41 +14,36 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from finetune.errors import EnvironmentMismatch, RecipeError
+from finetune.model.dtypes import dtype_name
+from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS, Optimizer
 from finetune.recipe.schema import Recipe, Training
 
-# The classes of bitsandbytes; 8 bits mean one byte a moment and weight, with a float32 maximum for each 256 of them.
-BITSANDBYTES = {
-    "adamw_8bit": "AdamW8bit",
-    "paged_adamw_8bit": "PagedAdamW8bit",
-    "paged_adamw_32bit": "PagedAdamW32bit",
-}
 
-
-def check_optimizer(name: str, *, on_cpu: bool, sharded: bool = False) -> None:
+def check_optimizer(name: Optimizer, *, on_cpu: bool, sharded: bool = False) -> None:
     """Refuse, before anything is loaded, an optimizer that would not be the one asked for. Raises EnvironmentMismatch.
 
     Pages are CUDA's managed memory: on a CPU bitsandbytes would take its plain classes, with one warning. Its plain
     8-bit AdamW has a CPU kernel since 0.50. Its kernels know no sharded tensors (0.50.2), and a maximum for each 256
     elements of one shard would not fit another number of ranks.
     """
-    if name not in BITSANDBYTES:
-        return
-    if sharded:
+    spec = OPTIMIZERS[name]
+    if sharded and not spec.works_on_shards:
         raise EnvironmentMismatch(
-            f"training.optim: {name} updates whole tensors, this strategy has shards; set training.optim=adamw, whose "
-            "state is sharded too, or accelerate_config=ddp"
+            f"training.optim: {name} updates whole tensors, this strategy has shards; set training.optim={DEFAULT}, "
+            "whose state is sharded too, or accelerate_config=ddp"
         )
+    if spec.bitsandbytes_class is None:
+        return
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
         raise EnvironmentMismatch(
             f"training.optim: {name} needs bitsandbytes; install it with: pip install 'finetune[qlora]'"
         ) from error
-    if on_cpu and name.startswith("paged_"):
-        plain = "adamw_8bit" if name.endswith("8bit") else "adamw"
+    if on_cpu and spec.paged:
         raise EnvironmentMismatch(
             f"training.optim: {name} pages its state between GPU and host, a CPU has no such pages; "
-            f"set training.optim={plain}"
+            f"set training.optim={spec.unpaged}"
         )
 
 
@@ -73,14 +68,15 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         "eps": 1e-8,
         "weight_decay": 0.0,
     }
-    if recipe.training.optim == "adamw":
-        # Fused: one kernel for all parameters; on a CPU too.
-        return torch.optim.AdamW(groups, **settings, fused=True)
-    return _from_bitsandbytes(recipe.training.optim, model, groups, settings)
+    spec = OPTIMIZERS[recipe.training.optim]
+    if spec.bitsandbytes_class is not None:
+        return _from_bitsandbytes(spec.bitsandbytes_class, model, groups, settings)
+    # Fused: one kernel for all parameters; on a CPU too.
+    return torch.optim.AdamW(groups, **settings, fused=True)
 
 
 def _from_bitsandbytes(
-    name: str, model: nn.Module, groups: list[dict[str, Any]], settings: dict[str, Any]
+    class_name: str, model: nn.Module, groups: list[dict[str, Any]], settings: dict[str, Any]
 ) -> torch.optim.Optimizer:
     """bitsandbytes' AdamW. Under 8 bits it keeps what has fewer than 4,096 elements in float32; we add every vector,
     for a norm of Llama 3 8B has 4,096, and embeddings, whose rows are as uneven as words (as transformers does)."""
@@ -97,7 +93,7 @@ def _from_bitsandbytes(
             manager.pid2config.pop(id(parameter), None)
     if in_float32:
         manager.override_config(in_float32, "optim_bits", 32)
-    optimizer: torch.optim.Optimizer = getattr(library, BITSANDBYTES[name])(groups, **settings)
+    optimizer: torch.optim.Optimizer = getattr(library, class_name)(groups, **settings)
     return optimizer
 
 
@@ -114,8 +110,28 @@ def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Par
                 inner.init_state(group, parameter, group_index, index)
 
 
+def allocate_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate the state that the first update would: 8 bytes a trained weight for AdamW's moments in float32.
+
+    torch's optimizers allocate within `step` alone, so this is an update with zero gradients at learning rate 0, which
+    changes no weight; step counts grow by one. An optimizer that has state already is left as it is.
+    """
+    inner = unwrap_optimizer(optimizer)
+    if inner.state:
+        return
+    rates = [group["lr"] for group in inner.param_groups]
+    for group in inner.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    inner.step()
+    inner.zero_grad()
+    for group, rate in zip(inner.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
 def call_after_first_step(optimizer: torch.optim.Optimizer, callback: Callable[[Counter[str]], None]) -> None:
-    """Call `callback` with `optimizer_state_elements` once a state exists: now if resumed, else after the first step."""
+    """Call `callback` with `optimizer_state_elements` once a state exists: now if resumed, else after a step."""
     if held := optimizer_state_elements(optimizer):
         callback(held)
         return
@@ -138,7 +154,7 @@ def optimizer_state_elements(optimizer: torch.optim.Optimizer) -> Counter[str]:
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.ndim:
                 local = value.to_local() if isinstance(value, DTensor) else value
-                count[str(value.dtype).removeprefix("torch.")] += local.numel()
+                count[dtype_name(value.dtype)] += local.numel()
     return count
 
 

@@ -92,6 +92,13 @@ def in_hub_cache(name: str, file: str, revision: str = "main") -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
+def weights_are_here(name: str, revision: str) -> bool:
+    """Whether the weights of `model.name_or_path` are on this machine: a folder, a package's, or in the Hub's cache."""
+    files = ("model.safetensors", "model.safetensors.index.json")
+    local = name.startswith(PREFIX) or Path(name).is_dir()
+    return local or any(in_hub_cache(name, file, revision) for file in files)
+
+
 def read_origin(model_path: str | Path) -> dict[str, Any] | None:
     """origin.json of a folder made here; None for any other model."""
     file = Path(model_path, "origin.json")

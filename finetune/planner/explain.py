@@ -10,6 +10,7 @@ from finetune.planner.closed_form.shape import Shape, shape_of
 from finetune.planner.constants import FLOAT32, HALF, LOSS_CHUNK_BYTES
 from finetune.planner.variants import changed
 from finetune.recipe.gpus import Gpus
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: half, one per block of 64, four per 256 such blocks
@@ -48,13 +49,12 @@ def _weights(recipe: Recipe, shape: Shape, trained: int) -> Iterator[str]:
 
 
 def _adam(recipe: Recipe, trained: int) -> Iterator[str]:
-    width = HALF if recipe.training.pure_bf16 else FLOAT32
-    each = 4 * width
-    if recipe.training.optim.endswith("8bit"):
-        each = 2 * width + 2
-    moments = each - 2 * width
+    width, spec = HALF if recipe.training.pure_bf16 else FLOAT32, OPTIMIZERS[recipe.training.optim]
+    moments = spec.state_bytes(width)
+    each = 2 * width + moments
+    state = "its two moments {} together" if len(spec.moments) == 2 else "its moment {}"
     yield (
-        f"AdamW: a trained weight takes {width} bytes, its gradient {width}, its two moments {moments} together: "
+        f"{spec.title}: a trained weight takes {width} bytes, its gradient {width}, {state.format(moments)}: "
         f"{each} bytes, {_gb(each * trained)} for all weights that this recipe trains."
     )
 

@@ -18,8 +18,6 @@ from finetune.errors import DoesNotFit
 from finetune.model import attention
 from finetune.model.build import attention_name
 from finetune.model.known_configs import full_config
-from finetune.model.optimizer import check_optimizer
-from finetune.model.quantization import check_sharded_quantization
 from finetune.planner.constants import CUDA_CONTEXT, NCCL_BUFFERS
 from finetune.planner.depth.caching_allocator import NoMemory, replay
 from finetune.planner.depth.extrapolate import SHALLOW, depths, extrapolate, layers_kept_gathered, with_layers
@@ -33,7 +31,7 @@ from finetune.planner.trace.trace import STEPS, trace
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, read_strategy
-from finetune.strategies.zero_requirements import require_engine
+from finetune.strategies.accelerator import check_combination
 from finetune.tokens.batches import MicroBatch
 
 
@@ -90,13 +88,13 @@ def plan_recipe(
         must_fit: Raise DoesNotFit as soon as it is certain, after about half of a plan's time.
     """
     strategy = read_strategy(recipe.accelerate_config)
-    _refuse_untrainable(recipe, strategy, on_cpu=gpus is None)
+    check_combination(recipe, strategy, on_cpu=gpus is None)
     config, source = full_config(recipe.model.name_or_path, recipe.model.revision)
     notes = [f"model: {source}"]
     if recipe.training.mixed_precision == "fp16":
         recipe = _changed(recipe, mixed_precision="bf16")
         notes.append("fp16 is planned as bf16, which has as many bytes")
-    ranks = 1 if strategy.kind == "single" else gpus.count * gpus.nodes if gpus else ranks or 1
+    ranks = strategy.rank_count(gpus.count * gpus.nodes if gpus else ranks or 1)
     node = gpus.count if gpus else node or ranks
     batches_traced, exact = batches or worst_batches(recipe, ranks), bool(batches) and gpus is None
     outside = {"CUDA context": CUDA_CONTEXT} | ({"NCCL": NCCL_BUFFERS} if ranks > 1 else {})
@@ -108,7 +106,7 @@ def plan_recipe(
         )
         deep = _trace_to_depth(request, config, Path(folder), full_depth=exact)
     work = deep.work
-    if strategy.kind == "ddp":
+    if strategy.gradient_buckets:
         work = with_ddp_reductions(work, deep.phases["step"].peak.parts["gradients"])
     layout = _layout(recipe, strategy, batches_traced, ranks, node, int(config["num_hidden_layers"]))
     planned = Planned(deep.phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes), work, layout)
@@ -170,7 +168,7 @@ def _trace_to_depth(request: _TraceRequest, config: Mapping[str, Any], folder: P
     """Trace shallow models and extrapolate to this one's depth, or trace it at `full_depth`."""
     layers, period = int(config["num_hidden_layers"]), max(1, int(request.recipe.training.activation_checkpointing))
     shallow = SHALLOW
-    if request.strategy.zero_stage == 3:
+    if not request.strategy.layers_repeat:
         shallow += layers_kept_gathered(config, _weights_an_element(request.recipe))
     few, more = depths(layers, period, shallow)
     needed = (layers,) if full_depth or layers <= more else (more, few)
@@ -191,7 +189,7 @@ def _trace_to_depth(request: _TraceRequest, config: Mapping[str, Any], folder: P
         phases_on = partial(extrapolate, timeline_of, layers, period=period, shallow=shallow)
         if not request.on_gpu:
             return _DeepTrace(phases_on("cpu"), work_at_depth(work, layers))
-        repeats = request.strategy.zero_stage != 3
+        repeats = request.strategy.layers_repeat
         if request.must_fit_bytes is not None and repeats:
             _refuse_if_larger(changes_of(needed[0]), request.outside_bytes, request.must_fit_bytes)
         phases, host = phases_on(DEVICE_NAME), {name: phase.peak.nbytes for name, phase in phases_on("cpu").items()}
@@ -210,8 +208,8 @@ def _trace_shallow(
     traced = trace(
         shallow, request.strategy, request.batches, ranks=request.ranks, node=request.node, gpu=request.on_gpu
     )
-    moved = {name: phase.moved for name, phase in traced.measured.items()}
-    steps, once = len(request.batches), _reduces_once(request.strategy)
+    moved = {name: phase.collectives for name, phase in traced.measured.items()}
+    steps, once = len(request.batches), request.strategy.reduces_once
     return traced.timeline, per_step(traced.operations, moved, steps=STEPS, micro_steps=steps, reduces_once=once)
 
 
@@ -235,11 +233,6 @@ def _weights_an_element(recipe: Recipe) -> int:
     return 2 * int(getattr(torch, recipe.quantization.bnb_4bit_quant_storage).itemsize)
 
 
-def _reduces_once(strategy: Strategy) -> bool:
-    """Whether gradients wait for a step's last micro-batch."""
-    return strategy.kind == "ddp" or strategy.zero_stage == 1
-
-
 def _layout(
     recipe: Recipe, strategy: Strategy, batches: Sequence[MicroBatch], ranks: int, node: int, layers: int
 ) -> Layout:
@@ -250,9 +243,9 @@ def _layout(
         tokens=max(batch["input_ids"].numel() for batch in batches),
         rows=math.ceil(training.global_batch_size / training.per_device_batch_size),
         layers=layers,
-        copies=1 if strategy.replicas is None else strategy.replicas or ranks // node,
-        reduces_once=_reduces_once(strategy),
-        shards_state=strategy.kind in ("fsdp", "deepspeed"),
+        copies=strategy.replica_count(ranks, node),
+        reduces_once=strategy.reduces_once,
+        shards_state=strategy.shards_optimizer_state,
     )
 
 
@@ -283,12 +276,3 @@ def _copied(value: Any) -> Any:
 
 def _changed(recipe: Recipe, **training: Any) -> Recipe:
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=training)})
-
-
-def _refuse_untrainable(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
-    """Raise what the trainer raises for this recipe under this strategy on any machine."""
-    if strategy.kind == "deepspeed":
-        require_engine(recipe, strategy, on_cpu=on_cpu)
-    if strategy.kind == "fsdp":
-        check_sharded_quantization(recipe)
-    check_optimizer(recipe.training.optim, on_cpu=on_cpu, sharded=strategy.kind == "fsdp")

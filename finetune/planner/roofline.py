@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from finetune.measure.collectives import WEIGHT, Moved
+from finetune.measure.collectives import WEIGHT, CollectiveStats
 from finetune.planner.trace.flops import StepWork
 
 NVLINK_MACHINE = 50e9  # bytes/s a GPU to other machines: 400 Gbit/s each
@@ -133,7 +133,7 @@ def scaled_step_times(work: StepWork, chip: Chip, traced: Layout) -> Iterator[St
         yield step_time(work, chip, replace(traced, ranks=ranks, copies=copies), traced)
 
 
-def _ring_seconds(moved: Mapping[str, Moved], chip: Chip, layout: Layout) -> float:
+def _ring_seconds(moved: Mapping[str, CollectiveStats], chip: Chip, layout: Layout) -> float:
     total = 0.0
     for name, each in moved.items():
         # Under HSDP shards are exchanged within a copy, and gradients are reduced between the copies.

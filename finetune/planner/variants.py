@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from finetune.planner.closed_form.rank import read_strategy
 from finetune.recipe.gpus import Gpus
+from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS
 from finetune.recipe.schema import Recipe
 
 Changes = dict[str, Any]  # dotted key -> value
@@ -88,8 +89,10 @@ def _knobs(recipe: Recipe, gpus: Gpus) -> Iterator[list[Option]]:
     yield [NOTHING, *(_set("training.activation_checkpointing", on, 4, "a third more compute") for on in checkpointing)]
     if gpus.count * gpus.nodes > 1:
         yield [NOTHING, *_sharding(recipe, strategy.name)]
-    if training.optim == "adamw" and recipe.lora is None and strategy.kind in ("single", "ddp"):
-        yield [NOTHING, _set("training.optim", "adamw_8bit", 7, "AdamW's moments in 8 bits")]
+    smaller = OPTIMIZERS[training.optim].smaller
+    if smaller and recipe.lora is None and not strategy.shards_optimizer_state:
+        title = OPTIMIZERS[training.optim].title
+        yield [NOTHING, _set("training.optim", smaller, 7, f"{title}'s moments in 8 bits")]
     if recipe.quantization is None:
         yield [NOTHING, _four_bit(recipe)]
     if not training.pure_bf16 and training.mixed_precision == "bf16":
@@ -105,7 +108,7 @@ def larger_variants(recipe: Recipe, gpus: Gpus, longest: int) -> Iterator[Varian
     """Uses of spare memory, one change each; of rows and lengths the largest first."""
     training, strategy = recipe.training, read_strategy(recipe.accelerate_config)
     every = int(training.activation_checkpointing)
-    ranks = 1 if strategy.kind == "single" else gpus.count * gpus.nodes
+    ranks = strategy.rank_count(gpus.count * gpus.nodes)
     most = -(-training.global_batch_size // ranks)
     options = [
         _set("training.activation_checkpointing", False, 0, "no recomputation: a quarter less compute"),
@@ -147,8 +150,8 @@ def _sharding(recipe: Recipe, now: str) -> Iterator[Option]:
     along: list[tuple[str, Any]] = []
     if recipe.quantization is not None and recipe.quantization.load_in_4bit:
         along.append(("quantization.bnb_4bit_quant_storage", recipe.quantization.bnb_4bit_compute_dtype))
-    if recipe.training.optim != "adamw":
-        along.append(("training.optim", "adamw"))
+    if not OPTIMIZERS[recipe.training.optim].works_on_shards:
+        along.append(("training.optim", DEFAULT))
     if now != "fsdp2_offload":
         if now != "fsdp2":
             yield Option((("accelerate_config", "fsdp2"), *along), 5, "weights travel twice a micro-batch")

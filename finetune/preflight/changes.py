@@ -6,7 +6,7 @@ The rest is the recipe's own: strategy, method, precision, packing, checkpointin
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,6 +17,7 @@ import yaml
 from finetune.data.sources import resolve
 from finetune.paths import CHECKOUT
 from finetune.preflight.shrink import Shrunk
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import DataSet, Recipe, Training
 from finetune.recipe.strategy import Strategy
 
@@ -37,9 +38,7 @@ class Change:
 
 def processes_of(strategy: Strategy, asked: int) -> int:
     """Ranks of a rehearsal: one for single, copies of shards for HSDP."""
-    if strategy.kind == "single":
-        return 1
-    return max(4, asked) if strategy.replicas is not None else max(2, asked)
+    return strategy.rank_count(max(4 if strategy.replicates else 2, asked))
 
 
 def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int, folder: Path) -> list[Change]:
@@ -77,20 +76,19 @@ def _device(recipe: Recipe, strategy: Strategy, processes: int, folder: Path) ->
     ranks = "one process" if processes == 1 else f"{processes} processes over gloo"
     told = f"device: {ranks} on the CPU instead of {there}" if gpus or processes > 1 else ""
     yield Change({"budget.gpus": 0, "budget.nodes": 1}, told)
-    if strategy.replicas is not None:
+    if strategy.replicates:
         config = folder / f"{strategy.name}.yaml"
         mesh = {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}
         config.write_text(yaml.safe_dump(strategy.settings | mesh), "utf-8")
         told = "accelerate_config: two copies, each sharded over half of the processes; else a copy is a node"
         yield Change({"accelerate_config": str(config)}, told)
-    section = strategy.settings.get("deepspeed_config") or {}
-    if "nvme" in (section.get("offload_optimizer_device"), section.get("offload_param_device")):
-        yield from _nvme(strategy, section, folder)
+    if "nvme" in strategy.offload_devices.values():
+        yield from _nvme(strategy, strategy.section("deepspeed_config"), folder)
     if recipe.training.non_blocking and budget.gpus:
         yield Change({}, "training.non_blocking: no pinned memory, no copies ahead; a CPU has nothing to copy to")
 
 
-def _nvme(strategy: Strategy, section: dict[str, Any], folder: Path) -> Iterator[Change]:
+def _nvme(strategy: Strategy, section: Mapping[str, Any], folder: Path) -> Iterator[Change]:
     """What NVMe offload writes goes to the rehearsal's own folder."""
     paths = [key for key in section if key.endswith("_nvme_path")]
     settings = {}
@@ -162,11 +160,10 @@ def _training(recipe: Recipe, strategy: Strategy, processes: int) -> Iterator[Ch
         },
         f"training: {STEPS} steps of {rows} rows, {each} at a time on each rank",
     )
-    if training.optim.startswith("paged_"):
-        plain = "adamw_8bit" if training.optim.endswith("8bit") else "adamw"
+    if plain := OPTIMIZERS[training.optim].unpaged:
         told = f"training.optim: {plain} instead of {training.optim}, whose pages are CUDA's"
         yield Change({"training.optim": plain}, told)
-    if training.mixed_precision == "fp16" and strategy.kind == "deepspeed":
+    if training.mixed_precision == "fp16" and strategy.uses_engine:
         yield from _bf16_for_fp16(recipe)
 
 

@@ -23,6 +23,7 @@ from finetune.files import read_lines, remove_folder, write_json
 from finetune.paths import TRAIN_SCRIPT
 from finetune.recipe.loader import CONFIG_FOLDER, load_recipe
 from finetune.recipe.schema import Training
+from finetune.recipe.strategy import read_strategy
 from finetune.training.planner_process import PLANNER_SWITCH
 
 PHASES = ("load", "forward", "backward", "step", "save")
@@ -105,7 +106,7 @@ def compare(comparison: Comparison, progress: Progress) -> dict[str, Any]:
 
 def job_command(comparison: Comparison, strategy: str) -> list[str]:
     """The launch of one strategy's job: what a user would type, with the keys that make jobs comparable."""
-    processes = 1 if strategy == "single" else comparison.processes
+    processes = read_strategy(strategy).rank_count(comparison.processes)
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     if comparison.device == "cpu":
         where = "single" if processes == 1 else "cpu_2proc"

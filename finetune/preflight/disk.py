@@ -9,10 +9,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune.model.packaged import weights_are_here
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 
 GIB = 2**30
-_OPTIMIZER_BYTES = {"adamw_8bit": 2, "paged_adamw_8bit": 2}  # two moments of a byte each
 _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -36,12 +37,12 @@ def need_of(recipe: Recipe) -> Need:
     total, trained = count_weights(recipe)
     training, frozen = recipe.training, _WIDTH[recipe.model.dtype]
     width = 2 if training.pure_bf16 else 4
-    state = _OPTIMIZER_BYTES.get(training.optim, 8 if training.optim == "paged_adamw_32bit" else 2 * width)
+    here = weights_are_here(recipe.model.name_or_path, recipe.model.revision)
     return Need(
-        checkpoint=trained * (width + state),
+        checkpoint=trained * (width + OPTIMIZERS[training.optim].state_bytes(width)),
         kept=recipe.save_total_limit,
         export=trained * width if recipe.lora else total * frozen,
-        download=0 if _is_here(recipe) else total * 2,  # published in 16 bits
+        download=0 if here else total * 2,  # published in 16 bits
     )
 
 
@@ -64,15 +65,6 @@ def count_weights(recipe: Recipe) -> tuple[int, int]:
         model = build_model(recipe.model_copy(update=changed), torch.device("meta"))
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, learns in sizes if learns)
-
-
-def _is_here(recipe: Recipe) -> bool:
-    from finetune.model.packaged import PREFIX, in_hub_cache
-
-    name = recipe.model.name_or_path
-    shards = ("model.safetensors", "model.safetensors.index.json")
-    here = name.startswith(PREFIX) or Path(name).is_dir()
-    return here or any(in_hub_cache(name, file, recipe.model.revision) for file in shards)
 
 
 def folders(recipe: Recipe | None) -> dict[str, Path]:

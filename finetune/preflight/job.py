@@ -17,14 +17,13 @@ from typing import Any
 import psutil
 
 from finetune.files import read_lines
+from finetune.launch.launcher import environment_for_child
 from finetune.paths import TRAIN_SCRIPT
 from finetune.preflight.compare import failure
 from finetune.recipe.loader import CONFIG_FOLDER
 from finetune.training.planner_process import PLANNER_SWITCH
 
 PATIENCE_SECONDS = 300  # for one start
-# What this process got from a launcher or a scheduler of its own is not for its children.
-FOREIGN = re.compile(r"SLURM_|PET_|ACCELERATE_|TORCHELASTIC_|FSDP_|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_")
 
 
 class StepFailed(Exception):
@@ -71,8 +70,7 @@ class Job:
 @contextmanager
 def started(job: Job) -> Iterator[subprocess.Popen[bytes]]:
     """The job in a session of its own; none of its processes outlives the block."""
-    environment = {key: value for key, value in os.environ.items() if not FOREIGN.match(key)}
-    environment |= {
+    environment = environment_for_child() | {
         "CUDA_VISIBLE_DEVICES": "",
         "FINETUNE_CACHE": str(job.folder / "cache"),
         PLANNER_SWITCH: "off",

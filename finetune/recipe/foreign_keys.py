@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from finetune.recipe.optimizers import OPTIMIZER_NAMES
+
 # Their key -> our dotted key.
 RENAMED: dict[str, str] = {
     # axolotl
@@ -170,10 +172,6 @@ OTHER_WORDS: dict[str, tuple[str, ...]] = {
     "flash_attn": ("varlen",),
     "flash_attention_3": ("varlen",),
     "xformers": ("varlen",),
-    "adamw_torch": ("adamw",),
-    "adamw_torch_fused": ("adamw",),
-    "adamw_bnb_8bit": ("adamw_8bit",),
-    "paged_adamw": ("paged_adamw_32bit",),
     "chatml": ("messages",),
     "openai": ("messages",),
     "chat_template": ("messages",),
@@ -184,6 +182,7 @@ OTHER_WORDS: dict[str, tuple[str, ...]] = {
     "wsd": ("warmup_stable_decay",),
     "last": ("completion",),
     "inputs": ("all",),
+    **{word: (name,) for word, name in OPTIMIZER_NAMES.items()},
 }
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS, SCHEDULER_SHAPES
+from finetune.recipe.optimizers import Optimizer
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Attention = Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"]
@@ -36,7 +37,6 @@ Scheduler = Literal[
 ]
 Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow"]
 INITS = "peft's initialisation: true, gaussian, orthogonal, olora, pissa."
-Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
 
 Count = Annotated[int, Field(ge=1)]
 WholeNumber = Annotated[int, Field(ge=0)]

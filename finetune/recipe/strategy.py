@@ -71,7 +71,11 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy as an Accelerate config file states it."""
+    """A strategy as an Accelerate config file states it, and what follows from it.
+
+    Whoever depends on the strategy asks one of these properties. `kind` itself is for those who build an Accelerator
+    and a model by it (strategies/accelerator.py, assemble.py), so that a new kind answers here and is built there.
+    """
 
     name: str
     path: Path
@@ -83,39 +87,105 @@ class Strategy:
     @property
     def zero_stage(self) -> int:
         """DeepSpeed's stage; 0 under other strategies."""
-        return int(self._of("deepspeed_config").get("zero_stage", 0))
+        return int(self.section("deepspeed_config").get("zero_stage", 0))
 
     @property
-    def sharded(self) -> bool:
-        """Whether a rank holds only a part of the weights: what reads them whole needs every rank."""
-        return self.kind == "fsdp" or self.zero_stage == 3
+    def distributed(self) -> bool:
+        """Whether ranks of a process group train together; else one process trains alone."""
+        return self.kind != "single"
+
+    @property
+    def needs_ranks(self) -> bool:
+        """Whether one rank is too few: offload to host memory or disk is of use to a single GPU too."""
+        return self.distributed and not self.offloaded
+
+    @property
+    def uses_engine(self) -> bool:
+        """Whether DeepSpeed's engine runs backward and the update, with float32 masters and weights in one dtype."""
+        return self.kind == "deepspeed"
+
+    @property
+    def shards_modules(self) -> bool:
+        """Whether parameters are DTensors over a mesh of ranks, sharded by rows, which the optimizer sees too."""
+        return self.kind == "fsdp"
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether a rank holds only a shard of the weights: reading a full tensor needs every rank."""
+        return self.shards_modules or self.zero_stage == 3
+
+    @property
+    def shards_optimizer_state(self) -> bool:
+        """Whether a rank updates only a shard of the trained weights, and holds the state of that."""
+        return self.shards_modules or self.uses_engine
+
+    @property
+    def reduces_in_float32(self) -> bool:
+        """Whether gradients are summed over the ranks in float32, whatever the number format of the weights."""
+        return self.shards_modules or self.uses_engine
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether gradients are reduced in the last micro-step of an optimizer step alone, not in each."""
+        return self.gradient_buckets or self.zero_stage == 1
+
+    @property
+    def gradient_buckets(self) -> bool:
+        """Whether gradients are views of DDP's buckets, which are allocated from the beginning to the end."""
+        return self.kind == "ddp"
+
+    @property
+    def layers_repeat(self) -> bool:
+        """Whether each layer gathers and frees what the one before it did; ZeRO-3 prefetches across layers."""
+        return self.zero_stage != 3
+
+    @property
+    def offload_devices(self) -> dict[str, str]:
+        """DeepSpeed: `optimizer` and `param` -> none, cpu or nvme."""
+        section = self.section("deepspeed_config")
+        return {what: section.get(f"offload_{what}_device") or "none" for what in ("optimizer", "param")}
 
     @property
     def offloaded(self) -> bool:
         """Whether weights or optimizer state live in host memory or on disk."""
-        devices = (
-            self._of("deepspeed_config").get(f"offload_{what}_device", "none") for what in ("optimizer", "param")
-        )
-        return bool(self._of("fsdp_config").get("fsdp_offload_params")) or any(device != "none" for device in devices)
+        by_fsdp = bool(self.section("fsdp_config").get("fsdp_offload_params"))
+        return by_fsdp or any(device != "none" for device in self.offload_devices.values())
 
     @property
     def reshard_after_forward(self) -> bool:
         """FSDP2: free gathered weights after forward and gather them again in backward."""
-        return bool(self._of("fsdp_config").get("fsdp_reshard_after_forward", True))
+        return bool(self.section("fsdp_config").get("fsdp_reshard_after_forward", True))
 
     @property
-    def replicas(self) -> int | None:
-        """HSDP: copies of the sharded model; 0 stands for one a node, None where there is no replication."""
-        if "parallelism_config" not in self.settings:
-            return None
-        return int(self._of("parallelism_config").get("parallelism_config_dp_replicate_size") or 0)
+    def replicates(self) -> bool:
+        """HSDP: whether there are several copies of the sharded model, whose gradients are reduced over the copies."""
+        return "parallelism_config" in self.settings
+
+    def rank_count(self, processes: int) -> int:
+        """Ranks where `processes` could run."""
+        return processes if self.distributed else 1
+
+    def replica_count(self, ranks: int, per_node: int) -> int:
+        """Copies of the sharded model on `ranks`, `per_node` on each node: one a node unless the file sets a number.
+
+        1 where nothing is replicated. Whether the ranks can be divided so, `can_replicate` answers.
+        """
+        if not self.replicates:
+            return 1
+        return int(self.section("parallelism_config").get("parallelism_config_dp_replicate_size") or ranks // per_node)
+
+    def can_replicate(self, ranks: int, per_node: int) -> bool:
+        """Whether HSDP makes two or more copies, each sharded over the same number of ranks, two or more."""
+        copies = self.replica_count(ranks, per_node)
+        return copies > 1 and ranks % copies == 0 and ranks > copies
 
     def plugin_settings(self) -> dict[str, Any]:
-        """What says how the weights are spread: `section.key` -> value."""
-        return {f"{section}.{key}": value for section in _SECTIONS for key, value in self._of(section).items()}
+        """The settings that decide how the weights are distributed: `section.key` -> value."""
+        return {f"{name}.{key}": value for name in _SECTIONS for key, value in self.section(name).items()}
 
-    def _of(self, section: str) -> Mapping[str, Any]:
-        return self.settings.get(section) or {}
+    def section(self, name: str) -> Mapping[str, Any]:
+        """A section of the file, as `fsdp_config`; empty where the file has none."""
+        return self.settings.get(name) or {}
 
 
 def read_strategy(name_or_path: str, *, strict: bool = True) -> Strategy:

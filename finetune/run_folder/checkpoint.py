@@ -1,13 +1,13 @@
-"""Checkpoints: tensors in safetensors, the rest in JSON, no pickle; complete and hashed, or absent.
+"""Checkpoints: tensors in safetensors, all else in JSON, no pickle; complete and hashed, or absent.
 
     checkpoints/step-00000100/
         model-00000.safetensors  optimizer-00000.safetensors   a file for each group of tensors and rank that has any
-        state.json                                              everything that is no tensor
+        state.json                                              everything that is not a tensor
         MANIFEST.json                                           which file holds which elements of which tensor;
                                                                 size and SHA-256 of each file, and its own; that
                                                                 all numbers are finite
 
-Each rank writes the pieces it holds (pieces.py), the first one all else.
+Each rank writes the pieces it holds (strategies/pieces.py), rank 0 all else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from finetune.errors import EnvironmentMismatch, NotFinite
-from finetune.files import ASIDE, disk_errors, publish_folder, remove_folder, sync, write_json
+from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, sync, write_json
+from finetune.model.dtypes import dtype_name
 from finetune.run_folder.tensor_checks import first_not_finite, not_finite
 from finetune.strategies.pieces import Piece, Ranks, Stored, covers, piece_to_write
 
@@ -38,7 +39,7 @@ Tensors = Mapping[str, Tensor | Piece]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose files were found complete and unchanged."""
+    """A checkpoint whose files are complete and unchanged."""
 
     path: Path
     step: int
@@ -47,7 +48,7 @@ class Checkpoint:
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint after `step` finished optimizer steps lies."""
+    """The folder of the checkpoint after `step` finished optimizer steps."""
     return run_dir / "checkpoints" / f"step-{step:08d}"
 
 
@@ -60,10 +61,10 @@ def write_checkpoint(
     keep: int,
     ranks: Ranks = Ranks(),  # noqa: B008  # frozen
 ) -> Path:
-    """Saves a checkpoint and prunes older ones: at any moment of a crash the old or the new one is whole.
+    """Saves a checkpoint and prunes older ones: whenever a crash comes, the old or the new one is complete.
 
     A valid checkpoint of the same step is left as it is: the same step of a run has the same state. Every rank calls
-    it, and leaves it when the checkpoint is there.
+    it; it returns when the checkpoint exists.
 
     Args:
         run_dir: The run's folder, which every rank sees; its metrics are synced first, so that they reach as far as
@@ -71,7 +72,7 @@ def write_checkpoint(
         step: Finished optimizer steps.
         tensors: Group -> name -> tensor, of any device, shape (0-dim too) and layout, or this rank's piece of it;
             shared ones are stored once.
-        state: What is no tensor, as JSON; no NaN or infinity.
+        state: Everything that is not a tensor, as JSON; no NaN or infinity.
         keep: Checkpoints to keep, at least 1; this one is always kept.
 
     Raises:
@@ -80,7 +81,7 @@ def write_checkpoint(
     """
     _refuse_not_finite(step, tensors, ranks)
     folder = step_folder(run_dir, step)
-    aside = folder.with_name(f"{ASIDE}{folder.name}")
+    temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
     first = ranks.rank == 0
     present = first and folder.exists() and isinstance(examine(folder), Checkpoint)
     if not ranks.gather(present)[0]:
@@ -88,17 +89,17 @@ def write_checkpoint(
             try:
                 if first:
                     folder.parent.mkdir(parents=True, exist_ok=True)
-                    remove_folder(aside)
-                    aside.mkdir()
-                facts = _written_by_all(aside, tensors, ranks)
+                    remove_folder(temporary)
+                    temporary.mkdir()
+                facts = _written_by_all(temporary, tensors, ranks)
                 if first:
-                    _write_rest(aside, step, {"step": step, **state}, facts)
+                    _write_rest(temporary, step, {"step": step, **state}, facts)
                     for lines in sorted(run_dir.glob("*.jsonl")):
                         sync(lines)
-                    publish_folder(aside, folder)
+                    publish_folder(temporary, folder)
             except Exception:
                 if first:
-                    remove_folder(aside)  # a full disk gets its space back
+                    remove_folder(temporary)  # a full disk gets its space back
                 raise
     if first:
         _prune(run_dir, step, keep)
@@ -117,13 +118,13 @@ def _refuse_not_finite(step: int, tensors: Mapping[str, Tensors], ranks: Ranks) 
         )
 
 
-def _written_by_all(aside: Path, tensors: Mapping[str, Tensors], ranks: Ranks) -> list[dict[str, Any]]:
-    """Each rank's files and pieces. When one rank cannot write, all of them raise."""
-    ranks.gather(None)  # the folder is there
+def _written_by_all(temporary: Path, tensors: Mapping[str, Tensors], ranks: Ranks) -> list[dict[str, Any]]:
+    """Every rank's files and pieces, for the manifest. When one rank cannot write, all of them raise."""
+    ranks.gather(None)  # rank 0 has made the folder
     failure: Exception | None = None
     facts: dict[str, Any] = {}
     try:
-        facts = {group: _write_group(aside, group, named, ranks.rank) for group, named in tensors.items()}
+        facts = {group: _write_group(temporary, group, named, ranks.rank) for group, named in tensors.items()}
     except Exception as error:
         failure = error
     everyone = ranks.gather((facts, failure and str(failure)))
@@ -131,18 +132,19 @@ def _written_by_all(aside: Path, tensors: Mapping[str, Tensors], ranks: Ranks) -
         raise failure
     for rank, (_, reason) in enumerate(everyone):
         if reason is not None:
-            raise EnvironmentMismatch(f"{aside}: rank {rank} could not write: {reason}; earlier checkpoints are intact")
+            problem = f"rank {rank} could not write: {reason}"
+            raise EnvironmentMismatch(f"{temporary}: {problem}; earlier checkpoints are intact")
     return [found for found, _ in everyone]
 
 
-def _write_group(aside: Path, group: str, named: Tensors, rank: int) -> dict[str, Any]:
-    """Write this rank's pieces of a group; what the manifest says of them."""
+def _write_group(temporary: Path, group: str, named: Tensors, rank: int) -> dict[str, Any]:
+    """Write this rank's pieces of a group; returns their entries of the manifest."""
     pieces = {name: piece for name, value in named.items() if (piece := piece_to_write(value, rank)) is not None}
     unique, aliases = _without_aliases({name: piece.tensor for name, piece in pieces.items()})
-    told = {
+    entries = {
         name: {
             "shape": pieces[name].shape,
-            "dtype": _dtype_name(tensor),
+            "dtype": dtype_name(tensor.dtype),
             "start": pieces[name].start,
             "n": tensor.numel(),
         }
@@ -150,23 +152,23 @@ def _write_group(aside: Path, group: str, named: Tensors, rank: int) -> dict[str
     }
     if not unique and rank:
         return {"pieces": {}, "aliases": aliases}
-    path = aside / f"{group}-{rank:05d}.safetensors"
+    path = temporary / f"{group}-{rank:05d}.safetensors"
     save_file(unique, path)
-    return {"pieces": told, "aliases": aliases, "file": path.name, "sha256": _sha256(path)}
+    return {"pieces": entries, "aliases": aliases, "file": path.name, "sha256": _sha256(path)}
 
 
-def _write_rest(aside: Path, step: int, state: Mapping[str, Any], facts: list[dict[str, Any]]) -> None:
-    """The first rank's part: state and manifest. Raises AssertionError where pieces do not make whole tensors."""
-    write_json(aside / "state.json", state)
+def _write_rest(temporary: Path, step: int, state: Mapping[str, Any], facts: list[dict[str, Any]]) -> None:
+    """Rank 0's part: state and manifest. Raises AssertionError where pieces do not cover their tensors."""
+    write_json(temporary / "state.json", state)
     hashes = {found["file"]: found["sha256"] for ranks in facts for found in ranks.values() if "file" in found}
-    hashes["state.json"] = _sha256(aside / "state.json")
-    files = {name: {"bytes": (aside / name).stat().st_size, "sha256": hashes[name]} for name in sorted(hashes)}
+    hashes["state.json"] = _sha256(temporary / "state.json")
+    files = {name: {"bytes": (temporary / name).stat().st_size, "sha256": hashes[name]} for name in sorted(hashes)}
     groups: dict[str, dict[str, Any]] = {group: {} for group in facts[0]}
     for rank_facts in facts:
         for group, found in rank_facts.items():
-            for name, told in found["pieces"].items():
-                entry = groups[group].setdefault(name, {"shape": told["shape"], "dtype": told["dtype"], "parts": []})
-                entry["parts"].append([found["file"], told["start"], told["n"]])
+            for name, piece in found["pieces"].items():
+                entry = groups[group].setdefault(name, {"shape": piece["shape"], "dtype": piece["dtype"], "parts": []})
+                entry["parts"].append([found["file"], piece["start"], piece["n"]])
     for group, named in groups.items():
         for name, entry in named.items():
             entry["parts"].sort(key=lambda part: (part[1], part[2]))
@@ -174,15 +176,11 @@ def _write_rest(aside: Path, step: int, state: Mapping[str, Any], facts: list[di
             assert whole, f"{group}: {name}: {entry} is not the whole tensor"
     aliases = {group: found["aliases"] for group, found in facts[0].items()}
     manifest = {"format": FORMAT, "step": step, "finite": True, "files": files, "groups": groups, "aliases": aliases}
-    write_json(aside / "MANIFEST.json", {**manifest, "sha256": _self_hash(manifest)})
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    write_json(temporary / "MANIFEST.json", {**manifest, "sha256": _self_hash(manifest)})
 
 
 def _without_aliases(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Splits tensors into distinct ones, contiguous and unshared, and names of the very same tensor."""
+    """Distinct tensors, contiguous and unshared, and for names of the same tensor the name under which it is kept."""
     unique: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
@@ -195,7 +193,7 @@ def _without_aliases(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
             aliases[name] = first[key]
             continue
         first[key] = name
-        # safetensors refuses views that overlap; a copy of a view is as good.
+        # safetensors refuses views of one storage, so those are copied.
         unique[name] = tensor.clone() if pointer in storages else tensor.contiguous()
         storages.add(pointer)
     return unique, aliases
@@ -211,7 +209,7 @@ def _self_hash(manifest: Mapping[str, Any]) -> str:
 
 
 def _folders(run_dir: Path) -> list[Path]:
-    """Folders with a checkpoint's name, newest first; whether they are whole is not looked at."""
+    """Folders with a checkpoint's name, newest first; their content is not examined."""
     found = [path for path in (run_dir / "checkpoints").glob("step-*") if path.is_dir() and _NAME.fullmatch(path.name)]
     return sorted(found, key=_step, reverse=True)
 
@@ -223,8 +221,8 @@ def _step(folder: Path) -> int:
 def _prune(run_dir: Path, step: int, keep: int) -> None:
     """Deletes all but the `keep` newest good checkpoints up to `step`, which was just written and is valid.
 
-    A bad one never takes a good one's place. Later ones can only be bad ones that the run was resumed before; it will
-    write them again.
+    Bad ones do not count towards `keep`. Those of later steps can only be bad ones, which the run passed over when it
+    resumed and will write again.
     """
     earlier = [path for path in _folders(run_dir) if _step(path) <= step]
     good = [path for path in earlier if isinstance(examine(path, hashes=False), Checkpoint)]
@@ -233,7 +231,7 @@ def _prune(run_dir: Path, step: int, keep: int) -> None:
 
 
 def examine(folder: Path, *, hashes: bool = True) -> Checkpoint | str:
-    """The checkpoint in `folder`, or what is wrong with it; reads and hashes every byte, or looks at sizes alone."""
+    """The checkpoint in `folder`, or what is wrong with it; without `hashes` only the sizes of files are compared."""
     match = _NAME.fullmatch(folder.name)
     if match is None:
         return "its name is not step-NNNNNNNN"
@@ -254,7 +252,7 @@ def examine(folder: Path, *, hashes: bool = True) -> Checkpoint | str:
         group: {name: _stored(folder, name, entry) for name, entry in named.items()}
         for group, named in manifest["groups"].items()
     }
-    if "finite" not in manifest:  # an earlier release's, which wrote what is not finite too
+    if "finite" not in manifest:  # written by an earlier release, which did not check
         stored = sorted(folder / name for name in manifest["files"] if name.endswith(".safetensors"))
         if bad := next((name for path in stored if (name := first_not_finite(path))), None):
             return f"not finite: {bad}"
@@ -267,7 +265,7 @@ def _stored(folder: Path, name: str, entry: Mapping[str, Any]) -> Stored:
 
 
 def newest_valid(run_dir: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
-    """The newest whole checkpoint, if any, and one line for each newer one that is damaged."""
+    """The newest valid checkpoint, if any, and a line for each newer one that is damaged."""
     damaged: list[str] = []
     for folder in _folders(run_dir):
         found = examine(folder)
@@ -278,7 +276,7 @@ def newest_valid(run_dir: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
 
 
 def read_checkpoint(checkpoint: Checkpoint) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """The tensors by group and name, whole, on the CPU, and the state that `write_checkpoint` was given."""
+    """The unsharded tensors by group and name, on the CPU, and the state that `write_checkpoint` was given."""
     groups: dict[str, dict[str, Tensor]] = {}
     for group, stored in checkpoint.groups.items():
         named = {name: entry.whole() for name, entry in stored.items()}
@@ -287,6 +285,6 @@ def read_checkpoint(checkpoint: Checkpoint) -> tuple[dict[str, dict[str, Tensor]
 
 
 def read_state_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What is no tensor."""
+    """The state that `write_checkpoint` was given."""
     state: dict[str, Any] = json.loads((checkpoint.path / "state.json").read_text(encoding="utf-8"))
     return state

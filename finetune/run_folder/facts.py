@@ -1,4 +1,4 @@
-"""A run's folder, read: what cards and reports tell of it. No torch here."""
+"""What model cards and reports show of a run, read from its folder. No torch here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from finetune.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run's folder, read."""
+    """The content of a run's folder."""
 
     recipe: Recipe
     receipt: Mapping[str, Any]
@@ -23,15 +23,15 @@ class RunFacts:
     samples: Sequence[Mapping[str, Any]]
     pictures: Sequence[str]
     state: Mapping[str, Any]
-    merged: Mapping[str, Any]  # merge.json where the merged model is what is told of; else empty
+    merged: Mapping[str, Any]  # merge.json where the merged model is described; else empty
 
     @property
     def is_adapter(self) -> bool:
-        """Whether what is told of needs its base beside it."""
+        """Whether the described model is an adapter, which needs its base model."""
         return self.recipe.lora is not None and not self.merged
 
     def evals(self) -> list[Mapping[str, Any]]:
-        """Held-out lines in the order of their steps; a loss that was no number is left out."""
+        """Evaluations in the order of their steps; those without a finite loss are left out."""
         lines = [line for line in self.metrics if line.get("kind") == "eval" and line.get("loss") is not None]
         return sorted(lines, key=lambda line: line["step"])
 
@@ -40,7 +40,7 @@ class RunFacts:
 
 
 def read_run(run_dir: Path, recipe: Recipe, *, merged: bool = False) -> RunFacts:
-    """What a finished run left; a file that is not there counts as empty. `merged`: told of its merged model."""
+    """Read a run's folder; a missing file counts as empty. `merged`: describe its merged model."""
 
     def document(name: str) -> dict[str, Any]:
         path = run_dir / name

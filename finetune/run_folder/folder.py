@@ -1,4 +1,4 @@
-"""A run's folder: who may write in it, where a run starts, how it ended, and what it leaves behind.
+"""A run's folder: which process may write in it, where a run starts, and how it ended.
 
 recipe.yaml  environment.json  receipt.json  run_state.json
 metrics.jsonl  samples.jsonl  checkpoints/  adapter/ or model/  hub.json
@@ -19,17 +19,18 @@ from typing import Any, Literal
 import torch
 
 from finetune.errors import FinetuneError
-from finetune.files import ASIDE, clear_leftovers, cut_lines, lock, sync, write_json
+from finetune.files import TEMPORARY_PREFIX, clear_leftovers, cut_lines, lock, sync, write_json
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.checkpoint import Checkpoint, newest_valid
 
 STATE = "run_state.json"
 LOCK = ".lock"
-# Steps from a checkpoint back to the last line that was there before it. Metrics of a step are written before its
-# checkpoint; of the samples, those of step 0 are, and those after the last step follow its checkpoint.
+# How many steps before a checkpoint's step the last line is that was written before it. Metrics of a step are written
+# before its checkpoint; so are samples of step 0, but those after the last step are written after its checkpoint.
 LINES = {"metrics.jsonl": 0, "samples.jsonl": 1}
 
-# What a resumed run may change: how often it reports, where and with what split it runs. Not the curve.
+# Keys that a resumed run may change: those of reporting, of the machines and of the split of a batch. None changes the
+# loss curve.
 FREE_TO_CHANGE = (
     "budget",
     "accelerate_config",
@@ -53,15 +54,15 @@ State = Literal["running", "stopped", "finished", "failed"]
 
 @dataclass(frozen=True)
 class Claim:
-    """What the owner of a run's folder does now."""
+    """How the process that owns a run's folder starts."""
 
     status: Literal["fresh", "resumed", "finished"]
     checkpoint: Checkpoint | None  # to start from; None when fresh
-    notes: tuple[str, ...]  # one line each, for the user: a folder moved aside, a damaged checkpoint
-    lock: int | None  # descriptor held for life; None when finished
+    notes: tuple[str, ...]  # lines for the user: a renamed folder, a damaged checkpoint
+    lock: int | None  # descriptor that stays open for the process's life; None when finished
 
     def release(self) -> None:
-        """Gives the folder free before the process ends."""
+        """Unlock the folder before the process ends."""
         if self.lock is not None:
             os.close(self.lock)
 
@@ -94,41 +95,41 @@ def claim_run_folder(
     command: str,
     wait_seconds: float = 10.0,
 ) -> Claim:
-    """Takes the folder for this process's life and decides where the run starts. For rank 0 alone.
+    """Locks the folder for this process's life and decides where the run starts. For rank 0 alone.
 
-    Afterwards the folder says `running`, nothing written aside is left, and metrics reach exactly to the checkpoint.
+    Afterwards the folder's state is `running`, temporary files are deleted, and metrics end exactly at the checkpoint.
 
     Args:
         run_dir: Made if missing.
-        resume: never: a run that is there already is moved aside as `<run_dir>.previous-N`; nothing is deleted.
+        resume: never: a run that is there already is renamed to `<run_dir>.previous-N`; nothing is deleted.
         identity: `curve_identity(recipe)` and what else the curve depends on (fingerprint of the data, ...), as JSON.
-        command: What the user types to continue.
-        wait_seconds: Patience with a process that is still saving.
+        command: The command that continues the run.
+        wait_seconds: How long to wait for a process that is still saving.
 
     Raises:
-        FinetuneError: another process trains here; the folder is no run; the run there has another identity; all its
-            checkpoints are damaged.
+        FinetuneError: another process trains here; the folder is not a run's; the run there has another identity; all
+            its checkpoints are damaged.
     """
     _refuse_foreign(run_dir)
-    held = _lock(run_dir, wait_seconds)
+    locked = _lock(run_dir, wait_seconds)
     notes: list[str] = []
     previous = read_state(run_dir)
     if previous is not None and resume == "never":
-        aside = _move_aside(run_dir)
-        notes.append(f"{run_dir}: resume is never: the run that was there is now {aside}")
-        os.close(held)
-        held, previous = _lock(run_dir, wait_seconds), None
+        renamed = _rename_previous(run_dir)
+        notes.append(f"{run_dir}: resume is never: the run that was there is now {renamed}")
+        os.close(locked)
+        locked, previous = _lock(run_dir, wait_seconds), None
     try:
         status, checkpoint, damaged = _start(run_dir, previous, json.loads(json.dumps(identity)))
         if status == "finished":
-            os.close(held)
+            os.close(locked)
             return Claim(status, checkpoint, (*notes, *damaged), None)
         _tidy(run_dir, checkpoint.step if checkpoint else None)
         _write_state(run_dir, "running", checkpoint.step if checkpoint else 0, command, identity)
     except BaseException:
-        os.close(held)
+        os.close(locked)
         raise
-    return Claim(status, checkpoint, (*notes, *damaged), held)
+    return Claim(status, checkpoint, (*notes, *damaged), locked)
 
 
 def _start(
@@ -137,14 +138,14 @@ def _start(
     checkpoint, damaged = newest_valid(run_dir)
     finished = previous is not None and previous["state"] == "finished"
     if checkpoint is None and damaged:
-        raise FinetuneError("\n".join([*damaged, f"{run_dir}: no checkpoint is left whole; {_START_OVER}"]))
+        raise FinetuneError("\n".join([*damaged, f"{run_dir}: none of its checkpoints is complete; {_START_OVER}"]))
     if previous is None or (checkpoint is None and not finished):
         return "fresh", None, ()
     _refuse_another_run(run_dir, previous["identity"], identity)
     return ("finished" if finished else "resumed"), checkpoint, damaged
 
 
-_START_OVER = "training.resume=never starts over (this folder is kept beside the new one)"
+_START_OVER = "training.resume=never starts over (this folder is renamed and kept)"
 
 
 def _refuse_foreign(run_dir: Path) -> None:
@@ -152,7 +153,9 @@ def _refuse_foreign(run_dir: Path) -> None:
         raise FinetuneError(f"{run_dir}: output_dir is a file; choose another output_dir")
     if not run_dir.exists() or (run_dir / STATE).exists():
         return
-    foreign = sorted(path.name for path in run_dir.iterdir() if path.name != LOCK and not path.name.startswith(ASIDE))
+    foreign = sorted(
+        path.name for path in run_dir.iterdir() if path.name != LOCK and not path.name.startswith(TEMPORARY_PREFIX)
+    )
     if foreign:
         shown = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
         raise FinetuneError(f"{run_dir}: output_dir holds other files ({shown}) and no run; choose another output_dir")
@@ -169,19 +172,19 @@ def _lock(run_dir: Path, wait_seconds: float) -> int:
         raise FinetuneError(f"{run_dir}: output_dir cannot be used: {error.strerror}; choose another") from None
 
 
-def _move_aside(run_dir: Path) -> Path:
+def _rename_previous(run_dir: Path) -> Path:
     number = 1
-    while (aside := run_dir.with_name(f"{run_dir.name}.previous-{number}")).exists():
+    while (renamed := run_dir.with_name(f"{run_dir.name}.previous-{number}")).exists():
         number += 1
-    os.rename(run_dir, aside)
+    os.rename(run_dir, renamed)
     sync(run_dir.parent)
-    return aside
+    return renamed
 
 
-def _refuse_another_run(run_dir: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    differing = [key for key in {**there, **here} if there.get(key, _UNSET) != here.get(key, _UNSET)]
+def _refuse_another_run(run_dir: Path, previous: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    differing = [key for key in {**previous, **now} if previous.get(key, _UNSET) != now.get(key, _UNSET)]
     if differing:
-        lines = [f"  {key}: {there.get(key, _UNSET)} there, {here.get(key, _UNSET)} now" for key in differing]
+        lines = [f"  {key}: {previous.get(key, _UNSET)} there, {now.get(key, _UNSET)} now" for key in differing]
         remedy = f"  set them back, choose another output_dir, or start over: {_START_OVER}"
         raise FinetuneError("\n".join([f"{run_dir}: holds a run of another recipe:", *lines, remedy]))
 
@@ -200,10 +203,10 @@ def _tidy(run_dir: Path, step: int | None) -> None:
 
 
 def read_state(run_dir: Path) -> dict[str, Any] | None:
-    """run_state.json, or None where no run ever was.
+    """run_state.json; None where there is none, so that no run was here.
 
     Raises:
-        FinetuneError: it is there and unreadable.
+        FinetuneError: the file exists and cannot be read.
     """
     try:
         state = json.loads((run_dir / STATE).read_text(encoding="utf-8"))
@@ -217,7 +220,7 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
 
 
 def mark_run(run_dir: Path, state: State, *, step: int) -> str:
-    """Writes how the run stands after `step`; returns the command that continues it."""
+    """Writes the run's state after `step`; returns the command that continues it."""
     known = read_state(run_dir)
     assert known is not None, "claim_run_folder comes first"
     _write_state(run_dir, state, step, known["command"], known["identity"])
@@ -225,7 +228,7 @@ def mark_run(run_dir: Path, state: State, *, step: int) -> str:
 
 
 def mark_failed(run_dir: Path, error: BaseException, *, phase: str, rank: int, step: int) -> None:
-    """Records a failure, from any rank. The first one stays: what other ranks meet then is its consequence."""
+    """Records a failure, from any rank. The first one stays: later failures of other ranks are its consequences."""
     known = read_state(run_dir)
     if known is None or known["state"] != "running":
         return
@@ -265,15 +268,15 @@ _LIBRARIES = (
 
 
 def environment() -> dict[str, Any]:
-    """What the run stands on, for environment.json: versions and devices. No variables, no names of people or hosts."""
+    """Versions and devices, for environment.json. No environment variables, no names of users or hosts."""
     versions: dict[str, str | None] = {}
     for name in _LIBRARIES:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = None
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    devices = [{"name": device.name, "memory_bytes": device.total_memory} for device in found]
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    devices = [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus]
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -1,7 +1,7 @@
-"""Signs of life: each rank locks a small file in the run's folder and writes into it where it is.
+"""Heartbeats: each rank locks a small file in the run's folder and writes into it where it is.
 
-The lock tells death: the kernel drops it with the process, between machines too. The content tells a freeze: a stopped
-process no longer writes. Neither needs the network, on which a dead rank may leave the others waiting.
+The lock shows death: the kernel drops it with the process, also for other machines. The content shows a freeze: a
+stopped process no longer writes. Neither needs the network, on which a dead rank may leave the others waiting.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Literal
 import psutil
 
 FOLDER = ".ranks"
-_BYTES = 1024  # each beat is as long as any other, so that one write replaces the last
+_BYTES = 1024  # every record is padded to this length, so that one write replaces the one before
 
 State = Literal["running", "ended", "failed", "left"]  # left: ended because of another rank
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What a rank last said of itself."""
+class HeartbeatRecord:
+    """One heartbeat: where a rank was."""
 
     rank: int
-    token: int  # of this start: an older file of the same name is none of ours
+    token: int  # of this start of the run: files of an earlier start have another
     host: str
-    machine: str  # which kernel and which numbering of processes, so that a process may be looked up
+    machine: str  # `this_machine()` of the rank: where it equals ours, the process may be looked up
     process: int
     state: State
     phase: str
@@ -38,12 +38,12 @@ class Beat:
     count: int
 
 
-def beat_file(run_dir: Path, rank: int) -> Path:
+def heartbeat_file(run_dir: Path, rank: int) -> Path:
     return run_dir / FOLDER / f"rank-{rank:05d}.json"
 
 
-def clear_beats(run_dir: Path) -> None:
-    """An empty folder for the beats. For rank 0, before the others begin."""
+def clear_heartbeats(run_dir: Path) -> None:
+    """Make the folder of heartbeats, or empty it. Rank 0 calls it before the others begin."""
     folder = run_dir / FOLDER
     folder.mkdir(exist_ok=True)
     for path in folder.iterdir():
@@ -51,19 +51,19 @@ def clear_beats(run_dir: Path) -> None:
 
 
 class Heartbeat:
-    """This rank's own beat. Nothing else in this process may open its file: closing that would drop the lock."""
+    """Writes this rank's heartbeats. Nothing else in this process may open its file: closing it would drop the lock."""
 
     def __init__(self, run_dir: Path, rank: int, token: int) -> None:
-        self._file = os.open(beat_file(run_dir, rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._file = os.open(heartbeat_file(run_dir, rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         fcntl.lockf(self._file, fcntl.LOCK_EX)
         self._rank, self._token, self._count = rank, token, 0
         self._one_at_a_time = threading.Lock()
 
-    def beat(self, state: State, phase: str, step: int, *, sync: bool = False) -> None:
-        """Writes the beat; with `sync` it also leaves this machine (NFS would keep it for half a minute)."""
+    def write(self, state: State, phase: str, step: int, *, sync: bool = False) -> None:
+        """Write a heartbeat; `sync` flushes it to other machines at once (NFS would keep it for half a minute)."""
         with self._one_at_a_time:
             self._count += 1
-            own = Beat(
+            record = HeartbeatRecord(
                 self._rank,
                 self._token,
                 socket.gethostname(),
@@ -74,24 +74,24 @@ class Heartbeat:
                 step,
                 self._count,
             )
-            os.pwrite(self._file, json.dumps(asdict(own)).encode().ljust(_BYTES), 0)
+            os.pwrite(self._file, json.dumps(asdict(record)).encode().ljust(_BYTES), 0)
         if sync:
             os.fdatasync(self._file)
 
 
-def read_beat(run_dir: Path, rank: int, token: int) -> Beat | None:
-    """A rank's last beat; None before its first, or when it was read in the middle of a write."""
+def last_heartbeat(run_dir: Path, rank: int, token: int) -> HeartbeatRecord | None:
+    """A rank's latest heartbeat; None before its first, or when it was read in the middle of a write."""
     try:
-        beat = Beat(**json.loads(beat_file(run_dir, rank).read_bytes()))
+        record = HeartbeatRecord(**json.loads(heartbeat_file(run_dir, rank).read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
-    return beat if beat.token == token else None
+    return record if record.token == token else None
 
 
 def holds_lock(run_dir: Path, rank: int) -> bool:
-    """Whether a living process holds that rank's file. Not for the own rank."""
+    """Whether a living process holds that rank's file. Not to be called for this process's own rank."""
     try:
-        with open(beat_file(run_dir, rank), "rb") as file:
+        with open(heartbeat_file(run_dir, rank), "rb") as file:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return True
@@ -100,16 +100,16 @@ def holds_lock(run_dir: Path, rank: int) -> bool:
     return False
 
 
-def process_is_gone(beat: Beat) -> bool:
-    """Whether the beat's process has ended, as far as this machine can tell."""
-    return beat.machine == this_machine() and not psutil.pid_exists(beat.process)
+def process_is_gone(record: HeartbeatRecord) -> bool:
+    """Whether the process that wrote it has ended; False also where it ran on another machine."""
+    return record.machine == this_machine() and not psutil.pid_exists(record.process)
 
 
 _machine: str | None = None
 
 
 def this_machine() -> str:
-    """Which running kernel this is, and which numbering of its processes (containers have their own)."""
+    """Identifies the running kernel and the process numbering (containers have their own) of this process."""
     global _machine
     if _machine is None:
         try:

@@ -1,4 +1,4 @@
-"""Between a run and its folder: checkpoints out and in, and what is handed over at the end."""
+"""Between a run and its folder: checkpoints written and read, and the export at the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from finetune.files import ASIDE, disk_errors, publish_folder, remove_folder, write_json
+from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, write_json
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -21,6 +21,7 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from finetune.errors import FinetuneError, NotFinite
+from finetune.model.dtypes import dtype_name
 from finetune.model.packaged import published_name
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.checkpoint import examine, read_state_of, step_folder, write_checkpoint
@@ -35,44 +36,44 @@ from finetune.strategies.zero_state import load_pieces, trained_pieces
 
 def save(recipe: Recipe, parts: Assembled, state: TrainState) -> None:
     """Write a checkpoint; every rank calls it and writes what it holds."""
-    tensors, keep = held(parts), recipe.save_total_limit
+    tensors, keep = checkpoint_tensors(parts), recipe.save_total_limit
     write_checkpoint(Path(recipe.run_dir), state.step, tensors, state.as_json(), keep=keep, ranks=all_ranks())
 
 
 def restore(recipe: Recipe, parts: Assembled, step: int) -> TrainState:
-    """The state to go on from; weights and optimizer are filled in place, on every rank from the same files.
+    """The state to resume from; weights and optimizer are filled in place, on every rank from the same files.
 
     Raises FinetuneError when this rank does not see the checkpoint, or it does not fit the model.
     """
     if step == 0:
         return TrainState()
-    # The first rank hashed every byte when it claimed the run folder.
+    # Rank 0 verified the hash of every byte when it claimed the run folder.
     return TrainState.from_json(_fill(parts, step_folder(Path(recipe.run_dir), step), hashes=False))
 
 
-def save_aside(recipe: Recipe, parts: Assembled) -> Path:
-    """Write the present weights and optimizer state where no run looks for them; every rank calls it."""
-    return write_checkpoint(_aside(recipe), 0, held(parts), {}, keep=1, ranks=all_ranks())
+def save_temporary(recipe: Recipe, parts: Assembled) -> Path:
+    """Write the present weights and optimizer state where no start looks for checkpoints; every rank calls it."""
+    return write_checkpoint(_temporary(recipe), 0, checkpoint_tensors(parts), {}, keep=1, ranks=all_ranks())
 
 
-def read_back(parts: Assembled, folder: Path) -> None:
-    """Verify what `save_aside` wrote and fill weights and optimizer from it; every rank calls it, and all have read."""
+def restore_temporary(parts: Assembled, folder: Path) -> None:
+    """Verify what `save_temporary` wrote and fill weights and optimizer from it; returns when every rank has read."""
     ranks = all_ranks()
     _fill(parts, folder, hashes=ranks.rank == 0)
     ranks.gather(None)
 
 
-def remove_aside(recipe: Recipe) -> None:
-    """Delete what `save_aside` wrote, whole or not; for one rank."""
-    remove_folder(_aside(recipe))
+def remove_temporary(recipe: Recipe) -> None:
+    """Delete what `save_temporary` wrote, complete or not; for one rank."""
+    remove_folder(_temporary(recipe))
 
 
-def _aside(recipe: Recipe) -> Path:
-    return Path(recipe.run_dir) / f"{ASIDE}worst-step"
+def _temporary(recipe: Recipe) -> Path:
+    return Path(recipe.run_dir) / f"{TEMPORARY_PREFIX}worst-step"
 
 
-def held(parts: Assembled) -> dict[str, Any]:
-    """What this rank would write: group -> name -> tensor or piece."""
+def checkpoint_tensors(parts: Assembled) -> dict[str, Any]:
+    """What this rank writes into a checkpoint: group -> name -> tensor or piece."""
     if parts.engine is not None:
         return trained_pieces(parts.engine)
     reshard(parts.unwrapped_model)
@@ -83,7 +84,7 @@ def held(parts: Assembled) -> dict[str, Any]:
 
 
 def _fill(parts: Assembled, folder: Path, *, hashes: bool) -> dict[str, Any]:
-    """Weights and optimizer from a checkpoint, in place; returns what in it is no tensor."""
+    """Weights and optimizer from a checkpoint, in place; returns its state.json."""
     checkpoint = examine(folder, hashes=hashes)
     if isinstance(checkpoint, str):
         raise FinetuneError(f"{folder}: {checkpoint}; every rank must see the run folder")
@@ -121,7 +122,7 @@ def export(recipe: Recipe, parts: Assembled, tokenizer: PreTrainedTokenizerBase,
 def export_adapter(
     model: PeftModel, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, run_dir: Path, *, base: str
 ) -> Path:
-    """Writes run_dir/adapter, which plain `PeftModel.from_pretrained` loads; written aside and renamed.
+    """Writes run_dir/adapter, complete or not at all; plain `PeftModel.from_pretrained` loads it.
 
     Args:
         model: Unwrapped, maybe sharded.
@@ -147,7 +148,7 @@ def export_model(
     *,
     dtype: torch.dtype,
 ) -> Path:
-    """Writes run_dir/model as safetensors; written aside and renamed.
+    """Writes run_dir/model as safetensors, complete or not at all.
 
     Args:
         model: Unwrapped, maybe sharded.
@@ -159,16 +160,16 @@ def export_model(
         model.save_pretrained(str(folder), state_dict=weights)
         # save_pretrained states the dtype of the model in memory, by which others would load the weights again.
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        write_json(folder / "config.json", config | {"dtype": str(dtype).removeprefix("torch.")})
+        write_json(folder / "config.json", config | {"dtype": dtype_name(dtype)})
         tokenizer.save_pretrained(str(folder))
 
     return _publish(run_dir / "model", write)
 
 
 def _publish(target: Path, write: Callable[[Path], None]) -> Path:
-    aside = target.with_name(f"{ASIDE}{target.name}")
-    remove_folder(aside)
+    temporary = target.with_name(f"{TEMPORARY_PREFIX}{target.name}")
+    remove_folder(temporary)
     with disk_errors(target, "checkpoints are intact; "):
-        write(aside)
-        publish_folder(aside, target)
+        write(temporary)
+        publish_folder(temporary, target)
     return target

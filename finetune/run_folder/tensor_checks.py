@@ -1,6 +1,6 @@
-"""What is read off trained tensors before they are believed: that they are finite, and whether training changed them.
+"""Checks of trained tensors: whether they are finite, and checksums that show whether training changed them.
 
-Both are answered for tensors that the ranks share out, from each rank's own piece.
+Sharded tensors are checked in place, each rank its own piece.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from finetune.strategies.pieces import Piece, Ranks, piece_to_write
 
-CHUNK = 2**22  # elements looked at together: 32 MiB of int64 beside the tensor
+CHUNK = 2**22  # elements of one pass: 32 MiB of int64 besides the tensor
 # 2^64 / golden ratio, and a second odd number (splitmix64's): spread neighbouring positions over all 64 bits.
 GOLDEN, MIXED = -7046029254386353131, -4658895280553007687
 
 
 def not_finite(tensors: Mapping[str, Tensor | Piece], rank: int) -> list[str]:
-    """Names of those whose piece on this rank holds a NaN or an infinity; integers hold none.
+    """Names of the tensors whose piece on this rank holds a NaN or an infinity; integers hold none.
 
-    `tensors` are whole, sharded, or pieces; of a whole one, rank 0 answers.
+    `tensors` are unsharded, sharded, or pieces; an unsharded one is checked on rank 0.
     """
     pieces = {name: piece_to_write(value, rank) for name, value in tensors.items()}
     return [name for name, piece in pieces.items() if piece is not None and not _finite(piece.tensor)]
@@ -35,9 +35,9 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def largest_magnitude(tensor: Tensor) -> Tensor | None:
-    """A scalar that is finite where all elements are: NaN wins over every number. None of integers and of nothing.
+    """The largest magnitude, [] : finite where all elements are, NaN where one is. None for integers and no elements.
 
-    One reduction and no copy of the tensor: a save takes it where memory is short.
+    One reduction without a copy of the tensor, because a save calls it when memory is nearly full.
     """
     if not tensor.is_floating_point() or not tensor.numel():
         return None
@@ -46,7 +46,7 @@ def largest_magnitude(tensor: Tensor) -> Tensor | None:
 
 
 def first_not_finite(path: Path) -> str | None:
-    """The first tensor of a safetensors file that holds a NaN or an infinity."""
+    """The name of the first tensor in a safetensors file that holds a NaN or an infinity; None where none does."""
     with safe_open(path, framework="pt") as file:
         names: list[str] = sorted(file.keys())
         return next((name for name in names if not_finite({name: file.get_tensor(name)}, 0)), None)
@@ -55,8 +55,8 @@ def first_not_finite(path: Path) -> str | None:
 def checksums(tensors: Mapping[str, Tensor | Piece], ranks: Ranks) -> dict[str, str]:
     """A checksum of each tensor's bits, 16 hexadecimal digits, the same for any number of ranks; every rank calls it.
 
-    The sum of each element's bits times an odd number that its position gives, modulo 2^64. One changed element always
-    changes it (an odd number divides no power of two); of two different tensors one pair in 2^64 agrees by chance.
+    The sum over elements of their bits times an odd number that follows from the position, modulo 2^64. A change of one
+    element always changes it (no odd number divides a power of two); of pairs of different tensors, one in 2^64 agrees.
     """
     sums = {}
     for name, value in tensors.items():
@@ -78,13 +78,13 @@ def _chunks(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The elements' bits as integers."""
+    """The elements' bits as integers of the same size."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().contiguous().view(integers[tensor.element_size()])
 
 
 def _weighed(bits: Tensor, first: int) -> Tensor:
-    """Sum of the integers times their position's odd number; int64 arithmetic wraps around, which is the modulo."""
+    """Sum of the integers times their positions' odd numbers, modulo 2^64: int64 arithmetic wraps around."""
     position = torch.arange(first + 1, first + 1 + bits.numel(), device=bits.device)
     mixed = position * GOLDEN
     mixed = (mixed ^ (mixed >> 29)) * MIXED | 1

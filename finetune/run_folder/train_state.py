@@ -1,4 +1,4 @@
-"""What a checkpoint keeps besides weights and optimizer: where the run is."""
+"""The state of a run that a checkpoint keeps besides weights and optimizer."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from finetune.measure.metrics import StepRecord, Window
 
 @dataclass
 class TrainState:
-    """Everything that a resumed run must know besides weights and optimizer."""
+    """Everything that a resumed run needs besides weights and optimizer."""
 
-    step: int = 0  # finished optimizer steps: the one integer that says where the run is
+    step: int = 0  # finished optimizer steps: rows, learning rate and dropout seeds follow from this integer
     best_eval_loss: float = math.inf
     worse_evaluations: int = 0
-    skipped_steps: int = 0  # whose fp16 gradients overflowed
-    loss_scaler: dict[str, Any] | None = None  # fp16's, as of the latest save
-    # Of each trained tensor before the first step; empty where an earlier release began the run.
+    skipped_steps: int = 0  # steps whose fp16 gradients overflowed
+    loss_scaler: dict[str, Any] | None = None  # that of fp16 at the latest save
+    # A checksum of each trained tensor before the first step; empty where an earlier release began the run.
     start_checksums: dict[str, str] = field(default_factory=dict)
     window: Window = field(default_factory=Window)
 
     def as_json(self) -> dict[str, Any]:
-        """For a checkpoint; JSON has no infinity, so no evaluation yet is null."""
+        """The state for a checkpoint; before the first evaluation the best loss is null, as JSON has no infinity."""
         best = self.best_eval_loss if math.isfinite(self.best_eval_loss) else None
         return {**asdict(self), "best_eval_loss": best}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> TrainState:
-        """The state that `as_json` gave."""
+        """The state from what `as_json` returned."""
         best = math.inf if saved["best_eval_loss"] is None else float(saved["best_eval_loss"])
         records = [StepRecord(**record) for record in saved["window"]["records"]]
         return cls(

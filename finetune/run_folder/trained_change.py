@@ -1,4 +1,4 @@
-"""Did training change what it trained? Checksums of the start, kept in every checkpoint, beside those of the end."""
+"""Did training change what it trained? Checksums of the start, kept in every checkpoint, compared with the end's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def unchanged_tensors(parts: Assembled, start: Mapping[str, str]) -> list[str] |
     """The trained tensors whose bits are those of the run's start; every rank calls it.
 
     None where that is not known: a run that an earlier release began has no checksums. Raises NothingTrained where all
-    are unchanged: whatever was computed, nothing was trained.
+    of them are unchanged.
     """
     if not start:
         return None
@@ -40,7 +40,7 @@ def unchanged_tensors(parts: Assembled, start: Mapping[str, str]) -> list[str] |
 
 
 def describe_change(unchanged: list[str] | None, start: Mapping[str, str]) -> str:
-    """A line that names tensors without change, or says that they are not known; empty where all changed."""
+    """A line that names the unchanged tensors, or says that they are not known; empty where all changed."""
     if unchanged is None:
         return "which tensors training changed is not known: an earlier release began this run, without checksums"
     if not unchanged:

@@ -1,4 +1,4 @@
-"""Trained weights and optimizer state by name: out of a model for a checkpoint, and into it again, bitwise."""
+"""Trained weights and optimizer state by name: read from a model for a checkpoint, and loaded again, bitwise."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from finetune.errors import FinetuneError
+from finetune.model.dtypes import dtype_name
 from finetune.model.optimizer import allocate_state
+from finetune.recipe.optimizers import MOMENTS
 from finetune.strategies.pieces import Stored, local_part
-
-# Entries of an optimizer's state that have their parameter's shape: torch's names and bitsandbytes'.
-MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")
 
 Readable = Mapping[str, Tensor | Stored]
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The trained parameters by name; frozen ones come from the base model again. Give the unwrapped model."""
+    """The trained parameters of the unwrapped model by name; frozen ones are loaded with the base model again."""
     return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def load_model(model: nn.Module, tensors: Readable) -> None:
     """Copies saved parameters into the trained parameters of the unwrapped model, in place and bitwise.
 
-    Of sharded parameters each rank reads its own part.
+    Of sharded parameters each rank reads its own shard.
 
     Raises:
         FinetuneError: missing, unexpected, wrong-shaped, wrong-typed or non-finite tensors, all of them named.
@@ -36,25 +35,25 @@ def load_model(model: nn.Module, tensors: Readable) -> None:
     mistakes += [f"unexpected: {name}" for name in tensors.keys() - parameters.keys()]
     parts: dict[str, Tensor] = {}
     for name in parameters.keys() & tensors.keys():
-        there, here = tensors[name], parameters[name]
-        if (tuple(there.shape), there.dtype) != (tuple(here.shape), here.dtype):
-            mistakes.append(f"{name}: {_kind(there)} in the checkpoint, {_kind(here)} in the model")
+        saved, parameter = tensors[name], parameters[name]
+        if (tuple(saved.shape), saved.dtype) != (tuple(parameter.shape), parameter.dtype):
+            mistakes.append(f"{name}: {_kind(saved)} in the checkpoint, {_kind(parameter)} in the model")
         else:
-            parts[name] = _part_for(here, there)
+            parts[name] = _shard_of(saved, parameter)
     _refuse("the checkpoint does not fit the model", [*sorted(mistakes), *_not_finite(parts)])
     with torch.no_grad():
         for name, parameter in parameters.items():
             local_part(parameter)[0].copy_(parts[name])
 
 
-def _part_for(here: Tensor, there: Tensor | Stored) -> Tensor:
-    """Of a saved tensor, the elements that this rank holds of the one here, in the shape they have here."""
-    local, start = local_part(here)
-    if isinstance(there, Stored):
+def _shard_of(saved: Tensor | Stored, parameter: Tensor) -> Tensor:
+    """The elements of a saved tensor that this rank holds of `parameter`, in the shape of its shard."""
+    local, start = local_part(parameter)
+    if isinstance(saved, Stored):
         if not local.numel():
-            return torch.empty(local.shape, dtype=there.dtype)
-        return there.read(start, local.numel()).view(local.shape)
-    return there.reshape(-1)[start : start + local.numel()].view(local.shape)
+            return torch.empty(local.shape, dtype=saved.dtype)
+        return saved.read(start, local.numel()).view(local.shape)
+    return saved.reshape(-1)[start : start + local.numel()].view(local.shape)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -71,15 +70,15 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
                 wide = torch.int64 if isinstance(value, int) else torch.float64
                 named[f"{name}:{key}:{type(value).__name__}"] = torch.tensor(value, dtype=wide)
             else:
-                raise AssertionError(f"optimizer state {key} of {name} is a {type(value).__name__}, no tensor")
+                raise AssertionError(f"optimizer state {key} of {name} is a {type(value).__name__}, not a tensor")
     return named
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Readable) -> None:
-    """Gives the optimizer the state that `optimizer_tensors` returned, bitwise; what it held before is dropped.
+    """Gives the optimizer the state that `optimizer_tensors` returned, bitwise; its present state is dropped.
 
-    Not through load_state_dict, which casts state to its parameter's number format. State of a sharded parameter and
-    of its shape is sharded alike.
+    Not through load_state_dict, which casts state to its parameter's number format. State in the shape of a sharded
+    parameter is sharded in the same way.
 
     Raises:
         FinetuneError: state of a parameter that is not optimized here, of another shape, or not finite.
@@ -113,16 +112,16 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
 
 
 def _state_for(parameter: nn.Parameter, value: Tensor | Stored) -> Tensor:
-    """This rank's part of a parameter's state: its rows where the state has the parameter's shape, else all of it."""
+    """This rank's shard of a parameter's state where the state has the parameter's shape, else all of the state."""
     if tuple(value.shape) == tuple(parameter.shape) and value.shape:
-        return _part_for(parameter, value)
+        return _shard_of(value, parameter)
     return value.whole() if isinstance(value, Stored) else value
 
 
 def _shaped_like(parameter: nn.Parameter, state: Tensor) -> Tensor:
-    """State of a sharded parameter as a sharded tensor, as the optimizer itself would have made it.
+    """State of a sharded parameter as a sharded tensor, as the optimizer itself would allocate it.
 
-    Not by `DTensor.from_local`, which takes the state of a shard in host memory to the device of its mesh, the GPU.
+    Not by `DTensor.from_local`, which would move state in host memory to the device of the mesh, the GPU.
     """
     if not isinstance(parameter, DTensor) or state.ndim != parameter.ndim:
         return state
@@ -139,13 +138,13 @@ def _optimized(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def _step_on_device(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Parameters whose step count torch wants beside them: fused and capturable kernels read it on the device."""
+    """Parameters whose step count must be on their device: fused and capturable kernels read it there."""
     groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
     return {id(parameter) for group in groups for parameter in group["params"]}
 
 
 def _kind(tensor: Tensor | Stored) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+    return f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
 
 
 def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -158,5 +157,5 @@ def _refuse(headline: str, mistakes: Iterable[str]) -> None:
     if not found:
         return
     rest = f"\n  and {len(found) - 5} more" if len(found) > 5 else ""
-    remedy = "\ntraining.resume=never starts over and keeps the old folder aside"
+    remedy = "\ntraining.resume=never starts over and keeps the old folder under another name"
     raise FinetuneError(f"{headline}:\n  " + "\n  ".join(found[:5]) + rest + remedy)

@@ -22,14 +22,14 @@ from finetune.errors import EnvironmentMismatch
 from finetune.launch.launcher import Launch
 from finetune.launch.rendezvous import check_world, collective_timeout
 from finetune.model.optimizer import check_optimizer
-from finetune.model.packaged import PREFIX, in_hub_cache
+from finetune.model.packaged import weights_are_here
 from finetune.model.quantization import check_sharded_quantization
 from finetune.recipe.schema import Recipe
-from finetune.recipe.strategy import Strategy, read_strategy
+from finetune.recipe.strategy import KIND_OF_TYPE, Strategy, read_strategy
 from finetune.strategies.gpu_needs import check_gpus
 from finetune.strategies.loss_scaling import scale_losses_on_cpu
 from finetune.strategies.zero import zero_environment, zero_plugin
-from finetune.strategies.zero_requirements import require_deepspeed, silenced_deepspeed
+from finetune.strategies.zero_requirements import compile_engine, require_engine, silenced_deepspeed
 
 Hold = Callable[[], AbstractContextManager[Any]]
 # What a launcher sets, for one process without one: engines that shard have a group of ranks also for a single one.
@@ -91,23 +91,18 @@ def _agree(recipe_side: Strategy, launch_side: Strategy, path: Path, *, stray: b
 
 
 def _right_number_of_processes(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
-    if strategy.kind == "single" and launch.world_size > 1:
+    if not strategy.distributed and launch.world_size > 1:
         raise EnvironmentMismatch(
             f"accelerate_config: single runs one process, the launcher started {launch.world_size}; "
             "set accelerate_config=ddp, or launch with --num_processes 1"
         )
-    if strategy.kind != "single" and launch.world_size == 1 and not _alone_on_purpose(strategy):
+    if strategy.needs_ranks and launch.world_size == 1:
         wanted = max(2, recipe.budget.gpus * recipe.budget.nodes)
         raise EnvironmentMismatch(
             f"accelerate_config: {strategy.name} runs on several processes, the launcher started one; launch with "
             f"`accelerate launch --multi_gpu --num_processes {wanted}`, on a CPU with `--config_file "
             "accelerate_configs/cpu_2proc.yaml`, or set accelerate_config=single"
         )
-
-
-def _alone_on_purpose(strategy: Strategy) -> bool:
-    """Offload to host or disk is for one GPU as well."""
-    return strategy.offloaded
 
 
 def _right_device(recipe: Recipe, launch: Launch) -> None:
@@ -127,21 +122,27 @@ def _gpus(count: int) -> str:
 def _weights_missing(recipe: Recipe) -> str:
     """That the weights are not on this machine either; empty where they are."""
     name, revision = recipe.model.name_or_path, recipe.model.revision
-    shards = ("model.safetensors", "model.safetensors.index.json")
-    if name.startswith(PREFIX) or Path(name).is_dir() or any(in_hub_cache(name, file, revision) for file in shards):
+    if weights_are_here(name, revision):
         return ""
     return f", nor the weights of {name} in its cache (`hf download {name}`; if gated, first `hf auth login`)"
 
 
 def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
     on_cpu = launch.on_cpu or not torch.cuda.is_available()
-    if strategy.kind == "deepspeed":
-        require_deepspeed(recipe, strategy, on_cpu=on_cpu)
-    if strategy.kind == "fsdp":
-        check_sharded_quantization(recipe)
+    check_combination(recipe, strategy, on_cpu=on_cpu)
+    if strategy.uses_engine:
+        compile_engine(strategy, on_cpu=on_cpu)
     if not on_cpu:
         check_gpus(recipe, launch)
-    check_optimizer(recipe.training.optim, on_cpu=on_cpu, sharded=strategy.kind == "fsdp")
+
+
+def check_combination(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
+    """Refuse settings that this strategy cannot train with, on any machine. Raises EnvironmentMismatch."""
+    if strategy.uses_engine:
+        require_engine(recipe, strategy, on_cpu=on_cpu)
+    if strategy.shards_modules:
+        check_sharded_quantization(recipe)
+    check_optimizer(recipe.training.optim, on_cpu=on_cpu, sharded=strategy.shards_optimizer_state)
 
 
 def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Accelerator:
@@ -152,15 +153,15 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
     """
     on_cpu = launch.on_cpu or not torch.cuda.is_available()
     process_group = InitProcessGroupKwargs(timeout=collective_timeout(recipe))
-    if strategy.kind in ("fsdp", "deepspeed"):
+    if strategy.shards_optimizer_state:
         for key, value in ALONE.items():
             os.environ.setdefault(key, value)
-    if strategy.kind == "fsdp" and on_cpu:
+    if strategy.shards_modules and on_cpu:
         _let_accelerate_shard_on_cpu(process_group)
-    if strategy.kind == "fsdp" and strategy.offloaded and not on_cpu:
+    if strategy.shards_modules and strategy.offloaded and not on_cpu:
         process_group.backend = "cpu:gloo,cuda:nccl"  # the norm of gradients in host memory is reduced there
     zero = None
-    if strategy.kind == "deepspeed":
+    if strategy.uses_engine:
         zero_environment(on_cpu)
         process_group.backend = "gloo" if on_cpu else None
         zero = zero_plugin(recipe, strategy, world_size=launch.world_size, on_cpu=on_cpu)
@@ -169,7 +170,7 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
             mixed_precision=recipe.training.mixed_precision,
             # An engine on gloo ranks is no CPU run to Accelerate, which would drop the plugin.
             cpu=zero is None and on_cpu,
-            fsdp_plugin=_fsdp_plugin(strategy) if strategy.kind == "fsdp" else None,
+            fsdp_plugin=_fsdp_plugin(strategy) if strategy.shards_modules else None,
             deepspeed_plugin=zero,
             kwargs_handlers=[
                 DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
@@ -207,13 +208,8 @@ def _let_accelerate_shard_on_cpu(process_group: InitProcessGroupKwargs) -> None:
 
 def _compare(recipe: Recipe, strategy: Strategy, launch: Launch, accelerator: Accelerator) -> None:
     """Hold what Accelerate made of it against what was asked for."""
-    kinds: dict[DistributedType, str] = {
-        DistributedType.NO: "single",
-        DistributedType.FSDP: "fsdp",
-        DistributedType.DEEPSPEED: "deepspeed",
-    }
     in_force = {
-        "strategy": kinds.get(accelerator.distributed_type, "ddp"),
+        "strategy": KIND_OF_TYPE.get(accelerator.distributed_type.value, "ddp"),  # MULTI_CPU among others
         "world size": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
         "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
@@ -237,7 +233,7 @@ def accumulation_context(accelerator: Accelerator, strategy: Strategy, model: nn
     Whole gradients wait for the last and are reduced once. Sharded ones are reduced each time: kept whole they would
     take 15 GiB more on each of 8 GPUs for an 8B model.
     """
-    own_way = strategy.sharded or strategy.kind == "deepspeed"  # whose engine is told with each backward
+    own_way = strategy.shards_parameters or strategy.uses_engine  # whose engine is told with each backward
     return nullcontext if own_way else lambda: accelerator.no_sync(model)
 
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from finetune.errors import FinetuneError
 from finetune.launch.launcher import Launch
 from finetune.model.build import build_model, decoder_parts, structure_alone
+from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import make_optimizer
 from finetune.model.quantization import plain_quantized_weights
 from finetune.recipe.schema import Recipe
@@ -29,7 +30,6 @@ from finetune.strategies.zero_state import full_weights
 
 # How long ranks wait for one that quantises: longer than any takes. Should it die, pulse.py ends the job.
 WAITING = timedelta(days=7)
-COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ def assemble(
     A planner brings a `build` of its own, which gives the same model on tensors without data, and the ranks' `mesh`,
     which cannot be made of such. The `launch` tells the cores that quantising may take; None: no more than it has.
     """
-    if strategy.kind == "fsdp":
+    if strategy.shards_modules:
         mesh = mesh or make_mesh(strategy, accelerator.device)
         return _sharded(recipe, strategy, accelerator, _build_on_rank_0(recipe, build, launch), mesh)
-    if strategy.kind == "deepspeed":
+    if strategy.uses_engine:
         return _under_zero(recipe, strategy, accelerator, build, launch)
     unwrapped = build(recipe, accelerator.device)
     model, optimizer = prepare_silenced(accelerator, unwrapped, make_optimizer(unwrapped, recipe))
@@ -111,7 +111,7 @@ def _under_zero(
     plugin = accelerator.state.deepspeed_plugin
     dtype = engine_dtype(plugin.deepspeed_config)
     fit_swap(plugin, lambda: structure_alone(recipe, dtype), accelerator.num_processes)
-    on_host = strategy.zero_stage == 3 and recipe.quantization is not None
+    on_host = strategy.shards_parameters and recipe.quantization is not None
     device = torch.device("cpu") if on_host else accelerator.device
     if on_host:
         ranks = 1 if launch is None else launch.local_world_size

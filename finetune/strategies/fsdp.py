@@ -33,10 +33,11 @@ def make_mesh(strategy: Strategy, device: torch.device) -> DeviceMesh:
     Raises EnvironmentMismatch when the ranks cannot be laid out so.
     """
     world = dist.get_world_size()
-    if strategy.replicas is None:
+    if not strategy.replicates:
         return init_device_mesh(device.type, (world,), mesh_dim_names=(SHARDS,))
-    copies = strategy.replicas or world // int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    if copies < 2 or world % copies or world == copies:
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    copies = strategy.replica_count(world, per_node)
+    if not strategy.can_replicate(world, per_node):
         raise EnvironmentMismatch(
             f"accelerate_config: {strategy.name} shards within a node and repeats between nodes; {world} ranks make "
             f"{copies} such copies; launch on several nodes, set parallelism_config_dp_replicate_size, or take fsdp2"

@@ -19,15 +19,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import EnvironmentMismatch
 from finetune.model.build import attention_name, decoder_parts
+from finetune.model.dtypes import COMPUTE, dtype_name
 from finetune.model.optimizer import formats
 from finetune.model.quantization import frozen_weights, quantized_layers
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import reduced_in
 from finetune.strategies.zero_state import local_shard, master_dtype, whole_numel
-
-AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "no": None}
 
 
 def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, strategy: Strategy) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "attention": decoder_parts(whole).config._attn_implementation,
         "sharding": sharding_facts(whole),
         "dtypes": {
-            "master": _dtypes(trained) if parts.engine is None else _short(master_dtype(parts.engine)),
+            "master": _dtypes(trained) if parts.engine is None else dtype_name(master_dtype(parts.engine)),
             "frozen": _dtypes(frozen),
             "compute": _compute_dtype(accelerator, parts)
             or _dtypes(parameter for parameter in frozen or trained if id(parameter) not in packed),
@@ -106,13 +106,14 @@ def add_optimizer_state(
 
     Raises EnvironmentMismatch where the number format, or the share under a strategy that cuts it, is not as asked for.
     """
-    training, dtypes = recipe.training, formats(held)
-    asked = {"adamw": "bfloat16" if training.pure_bf16 else "float32"}.get(training.optim, "float32")
-    fits = {asked} | ({"uint8"} if training.optim.endswith("8bit") else set())
-    if not set(dtypes.split(", ")) <= fits:
-        raise EnvironmentMismatch(f"training.optim: state of {training.optim} in {asked} was asked for, it is {dtypes}")
-    share = held.total() / (2 * receipt["parameters"]["trained"])  # AdamW keeps two moments of each
-    if strategy.zero_stage and ranks > 1 and share > 0.9:
+    training, dtypes, spec = recipe.training, formats(held), OPTIMIZERS[recipe.training.optim]
+    asked = spec.state_dtypes("bfloat16" if training.pure_bf16 else "float32")
+    if not set(dtypes.split(", ")) <= set(asked):
+        raise EnvironmentMismatch(
+            f"training.optim: state of {training.optim} in {' or '.join(asked)} was asked for, it is {dtypes}"
+        )
+    share = held.total() / (len(spec.moments) * receipt["parameters"]["trained"])
+    if strategy.uses_engine and ranks > 1 and share > 0.9:
         raise EnvironmentMismatch(
             f"accelerate_config: {strategy.name} cuts optimizer state, this rank holds {share:.0%}"
         )
@@ -123,27 +124,23 @@ def add_optimizer_state(
 def _compute_dtype(accelerator: Accelerator, parts: Assembled) -> str | None:
     """The number format that weights are gathered in, or that autocast has in a forward, where it is on."""
     if parts.gathered_in is not None:
-        return str(parts.gathered_in).removeprefix("torch.")
+        return dtype_name(parts.gathered_in)
     with accelerator.autocast():
         device = accelerator.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+    return None if dtype is None else dtype_name(dtype)
 
 
 def _reduced_in(parts: Assembled, trained: list[nn.Parameter]) -> str:
     """The number format that gradients are summed over the ranks in: their weights', unless an engine has its own."""
     if parts.engine is not None:
-        return _short(parts.engine.communication_data_type)
-    return ", ".join(sorted(map(_short, reduced_in(parts.unwrapped_model)))) or _dtypes(trained)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        return dtype_name(parts.engine.communication_data_type)
+    return ", ".join(sorted(map(dtype_name, reduced_in(parts.unwrapped_model)))) or _dtypes(trained)
 
 
 def _dtypes(parameters: Iterable[torch.Tensor]) -> str:
     """The number formats of these parameters, most frequent first."""
-    count = Counter(str(parameter.dtype).removeprefix("torch.") for parameter in parameters)
+    count = Counter(dtype_name(parameter.dtype) for parameter in parameters)
     return ", ".join(name for name, _ in count.most_common()) or "none"
 
 
@@ -164,11 +161,11 @@ def _adapted_modules(model: nn.Module) -> dict[str, int]:
 def _checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Place in the recipe, what it asks for there, and what runs."""
     every = int(recipe.training.activation_checkpointing)
-    own_reduction = strategy.kind in ("fsdp", "deepspeed")
     expected_master = "bfloat16" if recipe.training.pure_bf16 else "float32"
     precision = recipe.training.mixed_precision
-    computes = AUTOCAST[precision] or receipt["dtypes"]["compute"]
-    reduces = "float32" if own_reduction else receipt["dtypes"]["reduce"]
+    compute = COMPUTE[precision]
+    computes = receipt["dtypes"]["compute"] if compute is None else dtype_name(compute)
+    reduces = "float32" if strategy.reduces_in_float32 else receipt["dtypes"]["reduce"]
     return [
         ("training.mixed_precision: number format of the computation", computes, receipt["dtypes"]["compute"]),
         ("training.mixed_precision: number format of the reduction", reduces, receipt["dtypes"]["reduce"]),
@@ -177,7 +174,11 @@ def _checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> list
         ("training.pure_bf16: number format of trained weights", expected_master, receipt["dtypes"]["master"]),
         ("lora: layers with an adapter", recipe.lora is not None, receipt["adapted_layers"] > 0),
         ("lora.target_modules: weights are trained", True, receipt["parameters"]["trained"] > 0),
-        ("accelerate_config: weights sharded", strategy.sharded, receipt["sharding"]["sharded_parameters"] > 0),
+        (
+            "accelerate_config: weights sharded",
+            strategy.shards_parameters,
+            receipt["sharding"]["sharded_parameters"] > 0,
+        ),
         ("quantization: kinds of quantised layers", _asked_layers(recipe), list(receipt["quantized_layers"])),
         (
             "training.activation_checkpointing: layers recomputed",

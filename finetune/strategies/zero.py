@@ -24,7 +24,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
-from finetune.strategies.zero_requirements import offload_devices, silenced_deepspeed
+from finetune.strategies.zero_requirements import silenced_deepspeed
 from finetune.strategies.zero_state import load_masters, whole_numel, whole_shape
 
 # Elements of one reduction: below, latency rules; above, nothing gets faster.
@@ -76,12 +76,12 @@ def _zero_section(recipe: Recipe, strategy: Strategy, on_cpu: bool) -> dict[str,
         # ZeRO-1 and 2 moved 3P a step, half as much again as DDP (measured by `finetune compare`).
         "use_multi_rank_bucket_allreduce": False,
     }
-    for what, device in offload_devices(strategy).items():
+    for what, device in strategy.offload_devices.items():
         if device == "none":
             continue
         kept: dict[str, Any] = {"device": device, "pin_memory": not on_cpu}
         if device == "nvme":
-            folder = strategy.settings["deepspeed_config"].get(f"offload_{what}_nvme_path") or swap_folder(recipe)
+            folder = strategy.section("deepspeed_config").get(f"offload_{what}_nvme_path") or swap_folder(recipe)
             kept |= {"nvme_path": str(folder)}
         zero[f"offload_{what}"] = kept
     return zero

@@ -19,18 +19,18 @@ import torch
 from filelock import FileLock
 
 from finetune.errors import EnvironmentMismatch
+from finetune.recipe.optimizers import DEFAULT
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 
 OLD_LOCK = 20.0  # seconds; who finds it all compiled holds torch's lock for milliseconds
 
 
-def require_deepspeed(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
-    """Refuse, before anything is loaded, what this engine cannot do here or what it would do otherwise.
+def compile_engine(strategy: Strategy, *, on_cpu: bool) -> None:
+    """Compile, before anything is loaded, what DeepSpeed would compile later within its process group.
 
-    Raises EnvironmentMismatch with the line to install, or with the setting to change.
+    Raises EnvironmentMismatch with the line that installs a missing compiler or header.
     """
-    require_engine(recipe, strategy, on_cpu=on_cpu)
     # pip puts ninja beside python, where an environment that is not activated does not look.
     os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
     _require_disk_access(strategy, on_cpu)
@@ -39,7 +39,10 @@ def require_deepspeed(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> No
 
 
 def require_engine(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
-    """As `require_deepspeed`, but for what is compiled: enough for a plan."""
+    """Refuse, before anything is loaded, what this engine cannot do here or would do otherwise.
+
+    Raises EnvironmentMismatch with the line to install, or with the setting to change.
+    """
     if importlib.util.find_spec("deepspeed") is None:
         raise _missing(strategy, "DeepSpeed is not installed", "DS_BUILD_OPS=0 pip install 'finetune[deepspeed]'")
     for reason in _unsuitable(recipe, strategy, on_cpu):
@@ -47,7 +50,7 @@ def require_engine(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
 
 
 def _require_disk_access(strategy: Strategy, on_cpu: bool) -> None:
-    if "nvme" not in offload_devices(strategy).values():
+    if "nvme" not in strategy.offload_devices.values():
         return  # CPU offload runs torch's own fused AdamW, which needs no compiler
     if shutil.which("g++") is None or shutil.which("ninja") is None:
         what = "DeepSpeed compiles its NVMe access with g++ and ninja"
@@ -69,8 +72,8 @@ def _unsuitable(recipe: Recipe, strategy: Strategy, on_cpu: bool) -> Iterator[st
         yield f"{name}: on a machine with GPUs DeepSpeed takes them; hide them with CUDA_VISIBLE_DEVICES="
     if half == "fp16" and on_cpu:
         yield "training.mixed_precision: DeepSpeed has no fp16 on a CPU; set bf16 or no"
-    if training.optim != "adamw":
-        yield f"training.optim: {training.optim}: ZeRO cuts state by elements, not by its blocks; set adamw"
+    if training.optim != DEFAULT:  # zero_state.py knows the state of no other
+        yield f"training.optim: {training.optim}: ZeRO cuts state by elements, not by its blocks; set {DEFAULT}"
     if training.pure_bf16 and strategy.offloaded:
         yield f"training.pure_bf16: {name} keeps float32 state in host memory; set training.pure_bf16=false"
     if half == "no" and recipe.lora and recipe.model.dtype != "float32":
@@ -84,10 +87,10 @@ def _unsuitable_quantization(recipe: Recipe, strategy: Strategy) -> Iterator[str
     assert quantization is not None
     if half == "no":
         yield "training.mixed_precision: no: the engine takes no quantised weights beside float32; set bf16"
-    if quantization.load_in_8bit and strategy.zero_stage == 3:
+    if quantization.load_in_8bit and strategy.shards_parameters:
         yield f"quantization.load_in_8bit: {strategy.name} cannot cut int8 weights; set accelerate_config=zero2"
     compute = {"bf16": "bfloat16", "fp16": "float16"}.get(half)
-    if quantization.load_in_4bit and strategy.zero_stage == 3 and quantization.bnb_4bit_quant_storage != compute:
+    if quantization.load_in_4bit and strategy.shards_parameters and quantization.bnb_4bit_quant_storage != compute:
         yield f"quantization.bnb_4bit_quant_storage: weights are cut in the format they compute in; set {compute}"
 
 
@@ -127,12 +130,6 @@ def _own_builds() -> Path:
 
     environment = f"{sys.prefix} {torch.__version__} {version('deepspeed')}"
     return Path(get_default_build_root()) / f"finetune-{hashlib.sha256(environment.encode()).hexdigest()[:12]}"
-
-
-def offload_devices(strategy: Strategy) -> dict[str, str]:
-    """What is kept where: optimizer and param -> none, cpu or nvme."""
-    section = strategy.settings.get("deepspeed_config") or {}
-    return {what: section.get(f"offload_{what}_device") or "none" for what in ("optimizer", "param")}
 
 
 @contextmanager

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS
 from finetune.strategies.pieces import Piece, Stored
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam, in the shape of the parameter
+MOMENTS = OPTIMIZERS[DEFAULT].moments  # of the only optimizer that zero_requirements.py lets through
 
 
 class _Owned(NamedTuple):

@@ -1,7 +1,7 @@
-"""What a run's data come to, in one line before weights are loaded; below it what is odd, with the value that mends it.
+"""The size of a run in one line, printed before weights are loaded, and a line for each thing that looks wrong.
 
-A training of three steps, of idle ranks, or of documents longer than the model's positions runs to its end without an
-error and teaches little. Every line here is told before the minutes are spent.
+A training of three steps, with idle ranks, or of documents longer than the model's positions runs to its end without
+an error and teaches little. Each line names the value that would help, before the minutes are spent.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from finetune.recipe.schema import Recipe
 from finetune.tokens.dataset import Prepared
 from finetune.training.run import BatchPlan
 
-FEW = 20  # steps; below them warmup and decay leave few steps at the rate that was asked for
+FEW = 20  # steps; in fewer, warmup and decay leave few steps at the recipe's learning rate
 
 
 def batch_notes(recipe: Recipe, prepared: Prepared, plan: BatchPlan) -> list[str]:
-    """The line, and a line for each thing that is odd. Reads the model's configuration, and no weights."""
+    """The line about the data, and one for each thing that looks wrong. Reads the model's configuration, no weights."""
     return [
         data_line(recipe, prepared, plan),
         *few_steps(recipe, plan),
@@ -34,7 +34,7 @@ def batch_notes(recipe: Recipe, prepared: Prepared, plan: BatchPlan) -> list[str
 
 
 def data_line(recipe: Recipe, prepared: Prepared, plan: BatchPlan) -> str:
-    """Rows, tokens, steps, tokens of a step, steps of warming up."""
+    """Rows, tokens, steps, tokens of a step, steps of the warmup."""
     tokens, each = prepared.facts["tokens"], min(plan.global_batch_size, plan.total_rows)
     longest = recipe.data.max_length if recipe.data.packing else int(prepared.train.lengths.max())
     warming = warmup_steps(recipe.training, plan.total_steps)
@@ -47,7 +47,7 @@ def data_line(recipe: Recipe, prepared: Prepared, plan: BatchPlan) -> str:
 
 
 def few_steps(recipe: Recipe, plan: BatchPlan) -> Iterator[str]:
-    """Fewer than 20 steps: why, and the settings that give 20."""
+    """A line for fewer than 20 steps: why, and the settings that give 20."""
     training = recipe.training
     if plan.total_steps >= FEW:
         return
@@ -57,11 +57,11 @@ def few_steps(recipe: Recipe, plan: BatchPlan) -> Iterator[str]:
         return
     epochs = f"{training.num_train_epochs:g} epoch{'s' * (training.num_train_epochs != 1)}"
     why = f"{few}: {_rows(plan.rows)} x {epochs}, {_rows(plan.global_batch_size)} a step"
-    most = (plan.total_rows - 1) // (FEW - 1)  # rows of a step with which there still are 20
+    most = (plan.total_rows - 1) // (FEW - 1)  # the largest step, in rows, that still gives 20 steps
     if most >= plan.world_size:
         yield f"training.global_batch_size: {why}; for {FEW} or more set {_rows_a_step(plan, most)}"
         return
-    # Also with one row a step on every rank the rows are too few.
+    # Even steps of one row a rank would be too few.
     batch = min(plan.global_batch_size, plan.world_size)
     settings = [_rows_a_step(plan, batch)] if batch < plan.global_batch_size else []
     settings.append(f"training.num_train_epochs={(FEW - 1) * batch // plan.rows + 1}")
@@ -69,10 +69,10 @@ def few_steps(recipe: Recipe, plan: BatchPlan) -> Iterator[str]:
 
 
 def idle_ranks(plan: BatchPlan) -> Iterator[str]:
-    """More ranks than rows of a step."""
-    ranks, asked = plan.world_size, plan.global_batch_size
-    if asked < ranks:
-        idle = f"{_rows(asked)} a step leave {ranks - asked} of {ranks} ranks without one"
+    """A line for more ranks than rows of a step."""
+    ranks, rows = plan.world_size, plan.global_batch_size
+    if rows < ranks:
+        idle = f"{_rows(rows)} a step leave {ranks - rows} of {ranks} ranks without one"
         yield f"training.global_batch_size: {idle}; set training.global_batch_size={ranks}, or take fewer ranks"
     elif plan.total_rows < ranks:
         idle = f"{_rows(plan.total_rows)} in all leave {ranks - plan.total_rows} of {ranks} ranks without one"
@@ -80,7 +80,7 @@ def idle_ranks(plan: BatchPlan) -> Iterator[str]:
 
 
 def large_micro_batch(plan: BatchPlan) -> Iterator[str]:
-    """More rows in one forward of all ranks than a step has."""
+    """A line for more rows in one forward of all ranks than a step has."""
     rows, ranks, batch = plan.per_device_batch_size, plan.world_size, plan.global_batch_size
     if rows > 1 and rows * ranks > batch:
         on = f" on each of {ranks} ranks are {rows * ranks}" if ranks > 1 else ""
@@ -89,7 +89,7 @@ def large_micro_batch(plan: BatchPlan) -> Iterator[str]:
 
 
 def beyond_positions(recipe: Recipe, prepared: Prepared, positions: int | None) -> Iterator[str]:
-    """Documents, or rows, longer than the positions that the model was made for. They are counted within a document."""
+    """A line for documents, or rows, longer than the model's positions, which count within a document."""
     data, pool = recipe.data, prepared.pool
     used = np.union1d(prepared.split.train, prepared.split.held_out)
     at = int(used[np.argmax(pool.lengths[used])])
@@ -111,7 +111,7 @@ def beyond_positions(recipe: Recipe, prepared: Prepared, positions: int | None) 
 
 
 def positions_of(recipe: Recipe) -> int | None:
-    """How many positions the model was made for, its own extension of them included; None where it does not say."""
+    """The model's number of positions, with an extension of its own; None where its configuration has none."""
     section = recipe.model
     try:
         loaded: Any = AutoConfig.from_pretrained(
@@ -120,19 +120,19 @@ def positions_of(recipe: Recipe) -> int | None:
             trust_remote_code=section.trust_remote_code,
         )
     except (OSError, ValueError):
-        return None  # loading the model, a moment later, says it with a remedy
+        return None  # loading the model, a moment later, raises it with a remedy
     config = loaded.get_text_config()
-    found = getattr(config, "max_position_embeddings", None)
-    if not isinstance(found, int) or found <= 0:
+    positions = getattr(config, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions <= 0:
         return None
-    # YaRN may be added to a configuration that keeps the number it was trained with, as Qwen's pages say.
+    # A configuration with YaRN may state the number that the model was trained with, as Qwen's model cards do.
     rope = getattr(config, "rope_parameters", None) or {}
     factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
-    return max(found, int(factor * original)) if factor and original else found
+    return max(positions, int(factor * original)) if factor and original else positions
 
 
 def _rows_a_step(plan: BatchPlan, most: int) -> str:
-    """The settings for at most so many rows a step, as many on each rank; `most` is at least one for each."""
+    """The settings for at most `most` rows a step, the same number on each rank; `most` is at least one a rank."""
     ranks, rows = plan.world_size, min(plan.per_device_batch_size, most // plan.world_size)
     settings = f"training.global_batch_size={most - most % (ranks * rows)}"
     return settings if rows == plan.per_device_batch_size else f"{settings} training.per_device_batch_size={rows}"
@@ -147,5 +147,5 @@ def _steps(count: int) -> str:
 
 
 def _three_figures(count: float) -> int:
-    """12,345 as 12,300: a mean over rows is not known better."""
+    """12,345 as 12,300: a mean over rows has no more than three certain figures."""
     return round(round(count), 2 - math.floor(math.log10(count))) if count >= 1000 else round(count)

@@ -1,8 +1,8 @@
 """The training: one optimizer step, one evaluation, one loop around them.
 
 An optimizer step is the unit of every log, schedule, checkpoint and claim. Its loss is the sum over its supervised
-tokens on all ranks and micro-batches, over their number. A method is a way to build a model and a strategy a way to
-build an Accelerator; neither shows here.
+tokens on all ranks and micro-batches, divided once by their number. A method (full, LoRA, QLoRA) is a way to build a
+model and a strategy (DDP, FSDP2, ZeRO) a way to build an Accelerator; this file branches on neither.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from finetune.training.run import BatchPlan, Run
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step gives back to the host, read from the device once."""
+    """The figures of one optimizer step, read from the device once."""
 
     loss: float  # mean over the step's supervised tokens of all ranks
     grad_norm: float  # before clipping
-    stop: bool  # some rank was asked to stop
+    stop: bool  # some rank received a signal to stop
     loss_scale: float | None  # of this step, under fp16
     skipped: bool  # an fp16 gradient overflowed: no update, and the next step has half the loss scale
 
@@ -58,11 +58,12 @@ def optimizer_step(
 ) -> StepResult:
     """Forward and backward of `micro_steps` micro-batches, one clip, one update.
 
-    `supervised_tokens` is the step's count over all ranks, known to each from the tokenised rows. Every rank reduces
-    gradients to a mean over ranks, hence the factor. `hold` keeps a strategy that reduces once from reducing before the
-    last micro-batch. One collective beside the strategy's own: loss, count and stop flag together. Raises NotFinite
-    before the update if the loss or the gradient norm of any rank is not finite; under fp16 gradients may overflow
-    until the loss scale is down at 1, and the step is skipped instead.
+    `supervised_tokens` is the step's count over all ranks, which each rank knows from the tokenised rows. Strategies
+    reduce gradients to a mean over ranks, hence the factor `num_processes`. `skip_gradient_sync` is entered for every
+    micro-batch but the last: a strategy that reduces once a step does not reduce there. One collective besides the
+    strategy's own: loss, count and stop flag together. Raises NotFinite before the update if the loss or the gradient
+    norm of any rank is not finite; under fp16 gradients may overflow until the loss scale has come down to 1, and the
+    step is skipped instead.
     """
     scale = accelerator.num_processes / supervised_tokens
     tally = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss sum, supervised tokens, stop flags
@@ -78,15 +79,15 @@ def optimizer_step(
             tally[0] += loss.detach()
             tally[1] += len(batch["supervised"])
             with phases("backward"):
-                # 0 * inf and 0 * nan are nan: a bad loss on one rank spoils the reduced gradients of all of them,
-                # so that the one check below speaks for every rank, without a collective of its own.
+                # 0 * inf and 0 * nan are nan: a loss that is not finite on one rank makes the reduced gradients of all
+                # ranks nan, so the one check below covers every rank without another collective.
                 accelerator.backward(loss * (scale + 0.0 * loss.detach()))
-            del loss  # what its graph still holds is not to be there in the next forward
+            del loss  # free its graph before the next forward allocates
     with phases("step"):
         norm = accelerator.clip_grad_norm_(model.parameters(), math.inf if max_grad_norm is None else max_grad_norm)
         tally = accelerator.reduce(tally, reduction="sum")  # [3]
-        # The step's one wait for the device.
-        facts = [tally, _whole(norm).double().reshape(1).to(tally), loss_scale(accelerator)]
+        # The step's one wait for the device: five numbers in one read.
+        facts = [tally, _unsharded(norm).double().reshape(1).to(tally), loss_scale(accelerator)]
         loss_sum, counted, stops, grad_norm, scaled_by = torch.cat(facts).tolist()
         assert counted == supervised_tokens, f"{counted} supervised tokens seen, {supervised_tokens} planned"
         loss, fp16_scale = loss_sum / supervised_tokens, scaled_by if accelerator.scaler is not None else None
@@ -95,7 +96,7 @@ def optimizer_step(
             raise NotFinite(fault)
         skipped = not math.isfinite(grad_norm)
         if skipped:
-            # Not left to optimizer.step(): Accelerate does not notice that a fused AdamW was skipped.
+            # We skip the update ourselves: Accelerate does not notice when the scaler skips a fused AdamW.
             accelerator.scaler.update()
         else:
             optimizer.step()
@@ -104,7 +105,10 @@ def optimizer_step(
 
 
 def _not_finite_reason(loss: float, grad_norm: float, loss_scale: float | None) -> str | None:
-    """What forbids to go on. Gradients that overflow fp16 do not while a smaller loss scale is left to be tried."""
+    """Why the run must end here; None where it may continue.
+
+    Gradients that overflow fp16 are no reason while a smaller loss scale is left to try.
+    """
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return None
     if loss_scale is None or not math.isfinite(loss):
@@ -114,13 +118,13 @@ def _not_finite_reason(loss: float, grad_norm: float, loss_scale: float | None) 
     return None
 
 
-def _whole(norm: torch.Tensor) -> torch.Tensor:
-    """A norm over sharded gradients comes as a sharded tensor."""
+def _unsharded(norm: torch.Tensor) -> torch.Tensor:
+    """The gradient norm as a plain tensor: of sharded gradients it is a DTensor."""
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _seed_dropout(device: torch.device, seed: int) -> None:
-    """torch.manual_seed for the device in use alone: for each absent kind that one queues a call, with its stack."""
+    """torch.manual_seed for the CPU and this device alone: that one also queues a call for every absent accelerator."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -134,7 +138,7 @@ def evaluate(accelerator: Accelerator, model: nn.Module, rows: Rows, plan: Batch
     tally = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
     model.eval()
     with torch.no_grad():
-        for batch in prefetch(_in_order(rows, plan), accelerator.device, non_blocking=True):
+        for batch in prefetch(plan.batches_of_all(rows), accelerator.device, non_blocking=True):
             tally[0] += model(**batch)
             tally[1] += len(batch["supervised"])
     model.train()
@@ -149,13 +153,14 @@ def evaluate(accelerator: Accelerator, model: nn.Module, rows: Rows, plan: Batch
 def train(run: Run, state: TrainState) -> bool:
     """Train from `state.step` to the end, or to a signal. Returns whether the end was reached.
 
-    Everything is saved when it returns. Raises NotFinite naming the step and its rows.
+    When it returns, a checkpoint of the last step exists. Raises NotFinite, which names the step and its rows.
     """
     recipe, plan = run.recipe, run.plan
-    batches = prefetch(_stream(run, state.step), run.accelerator.device, recipe.training.non_blocking)
+    remaining = plan.batches_from(state.step, run.train_rows)
+    batches = prefetch(remaining, run.accelerator.device, recipe.training.non_blocking)
     stopped = False
     while not (stopped or _finished(run, state)):
-        stopped = _step_and_record(run, state, batches)
+        stopped = step_and_record(run, state, batches)
         last = state.step == plan.total_steps
         logging = last or state.step % recipe.logging_steps == 0
         if logging:
@@ -173,7 +178,7 @@ def train(run: Run, state: TrainState) -> bool:
 
 
 def _finished(run: Run, state: TrainState) -> bool:
-    """Whether no step is left, or early stopping ended the run: known from the state alone, so also after a resume."""
+    """Whether no step is left, or early stopping ended the run: it follows from the state, so also after a resume."""
     return state.step == run.plan.total_steps or _early_stopped(run, state)
 
 
@@ -182,34 +187,21 @@ def _early_stopped(run: Run, state: TrainState) -> bool:
     return patience is not None and state.worse_evaluations >= patience
 
 
-def _stream(run: Run, first_step: int) -> Iterator[MicroBatch]:
-    """This rank's micro-batches from a step on, to the end of the run."""
-    for step in range(first_step, run.plan.total_steps):
-        yield from run.plan.micro_batches(run.train_rows, run.plan.rows_of(step))
-
-
-def _in_order(rows: Rows, plan: BatchPlan) -> Iterator[MicroBatch]:
-    """This rank's micro-batches of all rows, one at a time."""
-    share = plan.per_device_batch_size * plan.world_size
-    for first in range(0, len(rows), share):
-        yield from plan.micro_batches(rows, np.arange(first, min(first + share, len(rows))))
-
-
-def _step_and_record(run: Run, state: TrainState, batches: Iterator[MicroBatch]) -> bool:
-    """One optimizer step with its learning rate; returns whether a rank was asked to stop."""
+def step_and_record(run: Run, state: TrainState, batches: Iterator[MicroBatch]) -> bool:
+    """One optimizer step at its learning rate, recorded in `state`; returns whether a rank was asked to stop."""
     plan, began = run.plan, time.perf_counter()
     indices = plan.rows_of(state.step)
     rate = run.learning_rate(state.step)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
     supervised = int(run.train_rows.supervised[indices].sum())
-    wait = _Waiting(batches)
+    timed = _Timed(batches)
     try:
         result = optimizer_step(
             run.accelerator,
             run.model,
             run.optimizer,
-            wait,
+            timed,
             micro_steps=plan.micro_steps(len(indices)),
             supervised_tokens=supervised,
             max_grad_norm=run.recipe.training.max_grad_norm,
@@ -232,7 +224,7 @@ def _step_and_record(run: Run, state: TrainState, batches: Iterator[MicroBatch])
             supervised_tokens=supervised,
             tokens=int(run.train_rows.lengths[indices].sum()),
             seconds=time.perf_counter() - began,
-            data_wait_seconds=wait.seconds,
+            data_wait_seconds=timed.seconds,
             loss_scale=result.loss_scale,
             skipped_steps=state.skipped_steps,
         )
@@ -240,7 +232,7 @@ def _step_and_record(run: Run, state: TrainState, batches: Iterator[MicroBatch])
     return result.stop
 
 
-class _Waiting:
+class _Timed:
     """An iterator that adds up the seconds its source takes."""
 
     def __init__(self, source: Iterator[MicroBatch]) -> None:
@@ -259,15 +251,16 @@ class _Waiting:
 
 
 def _step_seed(plan: BatchPlan, step: int) -> int:
-    """A seed for this step and rank; micro-steps add their index, so steps are far apart."""
+    """A seed for this step and rank; micro-steps add their index to it, so steps take seeds that are far apart."""
     return int(np.random.SeedSequence([plan.seed, step, plan.rank]).generate_state(1, np.uint64)[0] >> np.uint64(2))
 
 
-def _name_rows(run: Run, step: int, indices: Sequence[int] | np.ndarray, what: str) -> str:
+def _name_rows(run: Run, step: int, indices: Sequence[int] | np.ndarray, reason: str) -> str:
+    """The message of a step that was not finite: where its rows come from, and what to change."""
     places = [place for index in indices for place in run.train_rows.places(int(index))]
     shown = ", ".join(places[:16]) + (f" and {len(places) - 16} more" if len(places) > 16 else "")
     return (
-        f"step {step + 1}: {what}: not finite; the weights are those of step {step}; look at its rows, {shown}, "
+        f"step {step + 1}: {reason}: not finite; the weights are those of step {step}; look at its rows, {shown}, "
         "lower training.learning_rate, or lengthen the warmup"
     )
 

@@ -1,4 +1,4 @@
-"""A run's memory, planned beside measured: question and receipt, and what is said when memory ends."""
+"""A run's memory, planned and measured: the request to the planner, the receipt's section, the out-of-memory error."""
 
 from __future__ import annotations
 
@@ -8,30 +8,29 @@ from typing import Any
 
 import torch
 
-from finetune.launch.launcher import Launch
-from finetune.measure.out_of_memory import does_not_fit, memory_of, of_memory
+from finetune.launch.launcher import continue_command
+from finetune.measure.out_of_memory import does_not_fit, is_out_of_memory, memory_of
 from finetune.measure.phases import GIB, Phase, Phases, peak_bytes
-from finetune.recipe.schema import Recipe
 from finetune.run_folder.watchdog import Progress
-from finetune.tokens.mixture import Rows
 from finetune.training.planner_process import PlannerProcess, PlanRequest
-from finetune.training.run import BatchPlan
+from finetune.training.start import Start
 from finetune.training.worst_step import longest_rows, micro_steps_to_try
 
 MEASURED = ("load", "forward", "backward", "step", "save")
-PATIENCE = 60  # seconds for a planner that has not answered when the run ends
+PLANNER_TIMEOUT = 60  # seconds for a planner that has not answered when the run ends
 
 
-def question(recipe: Recipe, launch: Launch, plan: BatchPlan, rows: Rows) -> PlanRequest:
-    """What rank 0 asks of the planner: its worst step, on its own device."""
-    mine = longest_rows(rows, plan)[:: launch.world_size]
-    documents = tuple(tuple(len(ids) for ids, _ in rows.documents(int(row))) for row in mine)
+def plan_request(start: Start) -> PlanRequest:
+    """Rank 0's worst step, on its own device."""
+    launch, rows = start.launch, start.prepared.train
+    of_rank_0 = longest_rows(rows, start.plan)[:: launch.world_size]
+    documents = tuple(tuple(len(ids) for ids, _ in rows.documents(int(row))) for row in of_rank_0)
     on_cpu = launch.on_cpu or not torch.cuda.is_available()
     device = torch.device("cpu") if on_cpu else torch.device("cuda", launch.local_rank)
     return PlanRequest(
-        recipe=recipe.model_dump_json(),
-        documents=(documents,) * micro_steps_to_try(plan),
-        flat=plan.flat,
+        recipe=start.recipe.model_dump_json(),
+        documents=(documents,) * micro_steps_to_try(start.plan),
+        flat=start.plan.flat,
         nodes=launch.nodes,
         ranks_of_node=launch.local_world_size,
         device="cpu" if on_cpu else torch.cuda.get_device_name(device),
@@ -39,17 +38,17 @@ def question(recipe: Recipe, launch: Launch, plan: BatchPlan, rows: Rows) -> Pla
     )
 
 
-def memory_facts(answer: Mapping[str, Any], phases: Mapping[str, Phase], device: torch.device) -> dict[str, Any]:
-    """The receipt's `memory`: the plan, or why there is none, beside what rank 0 measured; all in bytes.
+def memory_facts(planned: Mapping[str, Any], phases: Mapping[str, Phase], device: torch.device) -> dict[str, Any]:
+    """The receipt's `memory`: the plan, or why there is none, and what rank 0 measured; all in bytes.
 
-    Measured by phase are CUDA's allocated bytes, on a CPU the bytes of all tensors. A process's peak on a CPU is its
-    resident set, libraries and all, which no plan foretells.
+    `planned` is the planner's result. Measured by phase are CUDA's allocated bytes, on a CPU the bytes of all tensors.
+    The process's peak on a CPU is its resident set, which includes the libraries that no plan covers.
     """
     on_gpu = device.type == "cuda"
     measured = {name: phase for name, phase in phases.items() if name in MEASURED}
     return {
-        "planned": answer["plan"],
-        "why": answer["why"],
+        "planned": planned["plan"],
+        "why": planned["why"],
         "measured": {
             "by": "CUDA's allocator" if on_gpu else "live tensors",
             "phases": {
@@ -63,38 +62,39 @@ def memory_facts(answer: Mapping[str, Any], phases: Mapping[str, Phase], device:
 
 
 def describe_memory(facts: Mapping[str, Any]) -> str:
-    """The largest measured phase beside the plan of it, in one line."""
+    """The phase with the largest measured peak and the plan for it, in one line."""
     phases = facts["measured"]["phases"]
-    name, found = max(phases.items(), key=lambda entry: entry[1]["peak_bytes"])
-    measured = f"memory: {found['peak_bytes'] / GIB:.3f} GiB at the peak of {name}"
+    name = max(phases, key=lambda phase: phases[phase]["peak_bytes"])
+    measured = phases[name]["peak_bytes"]
+    line = f"memory: {measured / GIB:.3f} GiB at the peak of {name}"
     if facts["planned"] is None:
-        return f"{measured}; not planned: {facts['why']}"
+        return f"{line}; not planned: {facts['why']}"
     planned = facts["planned"]["phases"][name]["peak_bytes"]
-    return f"{measured}, planned {planned / GIB:.3f} ({planned / found['peak_bytes'] - 1:+.2%})"
+    return f"{line}, planned {planned / GIB:.3f} ({planned / measured - 1:+.2%})"
 
 
 @contextmanager
-def memory_told(
-    recipe: Recipe, device: torch.device, progress: Progress, phases: Phases, foretold: PlannerProcess, command: str
+def out_of_memory_explained(
+    start: Start, progress: Progress, phases: Phases, planner: PlannerProcess
 ) -> Iterator[None]:
     """Around a training: an allocation that fails becomes DoesNotFit, with plan, measurement and what would take less.
 
-    Where other ranks wait for this one, its watch goes on beating meanwhile.
+    It may wait a minute for the planner; this rank's heartbeat continues meanwhile.
     """
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
-        if not of_memory(error):
+        if not is_out_of_memory(error):
             raise
-        memory = memory_of(device)
-        answer = foretold.settled(wait_seconds=PATIENCE)
+        memory = memory_of(phases.device)
+        planned = planner.result(PLANNER_TIMEOUT, with_changes=True)
         raise does_not_fit(
-            recipe,
+            start.recipe,
             error,
             doing=progress.phase,
             phase=phases.current,
             memory=memory,
-            foretold=answer,
-            command=command,
+            planned=planned,
+            command=continue_command(start.launch, resume=start.recipe.training.resume),
             step=progress.step,
         ) from error

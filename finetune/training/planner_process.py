@@ -1,9 +1,10 @@
-"""What the planner says of the run that is about to start: asked before the first process group, answered beside it.
+"""`finetune plan` of the run that is about to start, in a process of its own beside rank 0.
 
-The planner makes and unmakes process-wide state (Accelerate's, process groups, a pretend device), so it has no place in
-a process that trains; and its seconds would be the user's. So rank 0 starts it as a process of its own, at the lowest
-priority and without a GPU, while the ranks meet and read weights. Its answer lies in the run's folder: at first the
-plan, later also what would take less. Whatever becomes of it, the run goes on; why there is no plan is then the answer.
+The planner creates and destroys process-wide state (Accelerate's, process groups, a fake device), so it cannot run
+inside a process that trains, and its seconds would be the user's. Rank 0 starts it before the process group, at the
+lowest priority and without a GPU; it plans while the ranks meet and read weights. It writes its result into the run's
+folder: first the plan, later the changes that would take less memory. Training never depends on it: a planner that
+fails leaves a result that says why there is no plan.
 """
 
 from __future__ import annotations
@@ -19,19 +20,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.files import ASIDE
+from finetune.files import TEMPORARY_PREFIX
+from finetune.launch.launcher import environment_for_child
 
-ANSWER = f"{ASIDE}plan.json"  # in the run's folder: the next start clears it away
+RESULT_FILE = f"{TEMPORARY_PREFIX}plan.json"  # in the run's folder; should it stay behind, the next start deletes it
 PLANNER_SWITCH = "FINETUNE_PLANNER"  # off: no planner beside the run
-# Of the launchers, which would make the planner a rank; a GPU's context alone is half a GB.
-NOT_ITS_OWN = tuple(
-    "RANK WORLD_SIZE LOCAL_ GROUP_ ROLE_ MASTER_ TORCHELASTIC_ PET_ ACCELERATE_ FSDP_ SLURM_ DS_".split()
-)
+POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A run as it will be: everything its memory depends on."""
+    """Everything that the memory of a run depends on."""
 
     recipe: str  # JSON
     documents: tuple[tuple[tuple[int, ...], ...], ...]  # tokens, by micro-batch of the worst step, row and document
@@ -43,76 +42,78 @@ class PlanRequest:
 
 
 class PlannerProcess:
-    """The planner's answer, when it has come."""
+    """The planner of one run. Until `start`, only a result that is in the folder already is read: another rank's."""
 
-    def __init__(
-        self, folder: Path = Path(), process: subprocess.Popen[bytes] | None = None, why: str = "nobody asked"
-    ) -> None:
-        """`why` there is no planner, where there is none: then only an answer that is there already is read."""
-        self._file, self._process, self._why = folder / ANSWER, process, why
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / RESULT_FILE
+        self._process: subprocess.Popen[bytes] | None = None
+        self._why = "the planner of rank 0 has left no result here"
 
-    def answer(self, *, wait_seconds: float = 0.0) -> Mapping[str, Any]:
-        """`plan`: finetune plan's JSON, or null and `why`; `changes`: key=value and bytes of what would take less,
-        null until they are known. Never raises."""
-        end = time.monotonic() + wait_seconds
+    def start(self, request: PlanRequest) -> None:
+        """Start it, unless FINETUNE_PLANNER=off. Never raises: why it could not be started becomes its result."""
+        if os.environ.get(PLANNER_SWITCH) == "off":
+            self._why = f"{PLANNER_SWITCH}=off"
+            return
+        # One thread and no GPU: a CUDA context alone takes half a GB of the memory that is planned for.
+        paths = os.pathsep.join(filter(None, sys.path))
+        environment = environment_for_child(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONPATH=paths)
+        command = [sys.executable, "-W", "ignore", "-m", "finetune.planner.run_planner", str(self._file.absolute())]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the run
+            )
+        except OSError as error:
+            self._why = f"the planner could not be started: {error}"
+            return
+        assert self._process.stdin is not None
+        with suppress(OSError), self._process.stdin as pipe:  # a planner that has died already is noticed by `result`
+            pipe.write(json.dumps(asdict(request)).encode())
+
+    def result(self, timeout: float = 0.0, *, with_changes: bool = False) -> Mapping[str, Any]:
+        """Waits up to `timeout` seconds for the plan; `with_changes` for the changes too. Never raises.
+
+        `plan`: the JSON of finetune plan, or null and `why`; `changes`: key=value and bytes of each change that would
+        take less, null until they are known.
+        """
+        deadline = time.monotonic() + timeout
         while True:
-            ended = self._process is None or self._process.poll() is not None
-            with suppress(OSError, ValueError):
-                return dict(json.loads(self._file.read_text("utf-8")))
-            if ended or time.monotonic() >= end:
-                return {"plan": None, "why": self._reason(ended), "changes": None}
-            time.sleep(0.05)
+            running = self._process is not None and self._process.poll() is None  # looked at before its file is
+            result = self._read()
+            if not running or time.monotonic() >= deadline or (result is not None and not with_changes):
+                return result or {"plan": None, "why": self._no_result(running), "changes": None}
+            time.sleep(POLL_SECONDS)
 
-    def settled(self, *, wait_seconds: float) -> Mapping[str, Any]:
-        """The answer with its changes, as far as they come within that time."""
-        end = time.monotonic() + wait_seconds
-        answer = self.answer(wait_seconds=wait_seconds)
-        while self._process is not None and self._process.poll() is None and time.monotonic() < end:
-            time.sleep(0.05)
-            answer = self.answer()
-        return answer
-
-    def close(self) -> None:
-        """End the planner, if it still plans, and take its answer away."""
+    def stop(self) -> None:
+        """Kill the planner, should it still run, and delete its result."""
         if self._process is not None:
             with suppress(OSError):
                 self._process.kill()
             self._process.wait()
             self._file.unlink(missing_ok=True)
 
-    def _reason(self, ended: bool) -> str:
+    def _read(self) -> dict[str, Any] | None:
+        with suppress(OSError, ValueError):
+            return dict(json.loads(self._file.read_text("utf-8")))
+        return None
+
+    def _no_result(self, running: bool) -> str:
         if self._process is None:
             return self._why
-        return f"the planner ended with {self._process.returncode}" if ended else "the planner has not answered yet"
+        return "the planner has not answered yet" if running else f"the planner ended with {self._process.returncode}"
 
 
 @contextmanager
-def asked(question: PlanRequest | None, folder: Path) -> Iterator[PlannerProcess]:
-    """Ask while the block runs; without a question (another rank asks) only what is in the folder can be read.
-
-    Never raises: a planner that cannot be started is an answer.
-    """
-    foretold = _ask(question, folder)
+def planner_process(request: PlanRequest | None, folder: Path) -> Iterator[PlannerProcess]:
+    """A planner while the block runs; started where there is a `request`: on rank 0."""
+    planner = PlannerProcess(folder)
+    if request is not None:
+        planner.start(request)
     try:
-        yield foretold
+        yield planner
     finally:
-        foretold.close()
-
-
-def _ask(question: PlanRequest | None, folder: Path) -> PlannerProcess:
-    if question is None:
-        return PlannerProcess(folder, why="rank 0 asks")
-    if os.environ.get(PLANNER_SWITCH) == "off":
-        return PlannerProcess(folder, why=f"{PLANNER_SWITCH}=off")
-    own = {name: value for name, value in os.environ.items() if not name.startswith(NOT_ITS_OWN)}
-    own |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-W", "ignore", "-m", "finetune.planner.run_planner", str((folder / ANSWER).absolute())]
-    quiet: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    try:  # in a session of its own: Ctrl-C is for the run
-        process = subprocess.Popen(command, env=own, start_new_session=True, **quiet)
-    except OSError as error:
-        return PlannerProcess(folder, why=f"the planner could not be started: {error}")
-    assert process.stdin is not None
-    with suppress(OSError), process.stdin as pipe:  # if it is gone, that is found when its answer is asked for
-        pipe.write(json.dumps(asdict(question)).encode())
-    return PlannerProcess(folder, process)
+        planner.stop()

@@ -1,9 +1,9 @@
-"""What a run is: its arithmetic, its parts, and the little that changes while it goes on."""
+"""A run as the loop sees it: the arithmetic of its batches, and the parts that it trains with."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +60,17 @@ class BatchPlan:
             flat=self.flat,
         )
 
+    def batches_from(self, first_step: int, rows: Documents) -> Iterator[MicroBatch]:
+        """This rank's micro-batches from step `first_step` to the end of the run."""
+        for step in range(first_step, self.total_steps):
+            yield from self.micro_batches(rows, self.rows_of(step))
+
+    def batches_of_all(self, rows: Rows) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of all rows, each row once and in order: an evaluation's."""
+        share = self.per_device_batch_size * self.world_size
+        for first in range(0, len(rows), share):
+            yield from self.micro_batches(rows, np.arange(first, min(first + share, len(rows))))
+
     def micro_steps(self, rows: int) -> int:
         """Forwards of one rank for this many rows."""
         return math.ceil(rows / (self.per_device_batch_size * self.world_size))
@@ -99,7 +110,7 @@ def plan_batches(recipe: Recipe, rows: int, *, world_size: int, rank: int, flat:
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a run, put together by train.py."""
+    """What the loop trains with; training/session.py builds it."""
 
     recipe: Recipe
     accelerator: Accelerator

@@ -8,36 +8,30 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from finetune.files import append_lines
 from finetune.measure.metrics import eval_line
 from finetune.model.generate import answer, answering
 from finetune.tokens.encoder import SamplePrompt
 from finetune.training.loop import evaluate
 from finetune.training.run import Run
+from finetune.training.run_output import RunOutput
 from finetune.training.start import Start
 
 
-def look_before(start: Start, run: Run, whole: nn.Module) -> None:
-    write_samples(start, whole, "before", 0)
+def look_before(start: Start, run: Run, model: nn.Module, output: RunOutput) -> None:
+    """Answers and held-out loss of the `model` that training starts from; `model` is unwrapped."""
+    write_samples(start, model, output, when="before", step=0)
     if run.eval_rows is not None:
         line = eval_line(0, evaluate(run.accelerator, run.model, run.eval_rows, run.plan))
         run.write_metrics(line)
         run.terminal.log(f"before training: held-out loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f}")
 
 
-def write_samples(start: Start, model: nn.Module, when: str, step: int) -> None:
-    """Rank 0 writes; where weights are sharded, every rank computes the same answers along with it."""
-    if not (start.launch.is_main or start.strategy.sharded):
-        return
-    length = start.recipe.samples.max_new_tokens
-    answers = samples(model, start.tokenizer, start.prepared.prompts, max_new_tokens=length, when=when, step=step)
-    lines = []
-    for line in answers:
-        if start.launch.is_main:
-            append_lines(start.run_dir / "samples.jsonl", [line])
-            lines.append(line)
-    if start.trackers is not None:
-        start.trackers.log_samples(lines)
+def write_samples(start: Start, model: nn.Module, output: RunOutput, *, when: str, step: int) -> None:
+    """Rank 0 writes the answers; where weights are sharded, every rank takes part in computing them."""
+    if start.launch.is_main or start.strategy.shards_parameters:
+        length = start.recipe.samples.max_new_tokens
+        answers = samples(model, start.tokenizer, start.prepared.prompts, max_new_tokens=length, when=when, step=step)
+        output.write_samples(answers)
 
 
 def samples(

@@ -1,7 +1,7 @@
 """Metrics, answers and the report to trackers, through Accelerate's own classes.
 
-A tracker serves the training, never the other way round: one that fails is told of once and let go. Nothing goes to
-the network that the user's own settings do not send there: wandb without a key stays offline, the others write files.
+No training ends because of a tracker: a failing tracker is reported once and disabled. Nothing goes to the network
+unless the user's own settings send it there: wandb without a key stays offline, the others write files.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate.tracking import GeneralTracker, MLflowTracker, TensorBoardTracker, TrackioTracker, WandBTracker
+from accelerate.tracking import MLflowTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
 from finetune.errors import EnvironmentMismatch
 from finetune.files import write_json
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Recipe, Tracker
 
 PROJECT = "finetune"
-MEMORY = "trackers.json"  # in the run's folder: names by which a resumed run is continued
-SECTIONS = {"train": "train", "eval": "eval"}
-LEFT_OUT = ("kind", "step")
+IDENTITIES = "trackers.json"  # in the run's folder: the trackers' names of the run, by which a resumed one continues
+NO_METRICS = ("kind", "step")
+REPORT = ("report.html", "loss.png", "memory.png")
 Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TrackedRun:
     """Which run is tracked."""
 
     folder: Path
     first_step: int  # 0: not resumed
-    names: dict[str, str]  # of an earlier start
+    identities: dict[str, str]  # by tracker
 
     @property
     def name(self) -> str:
@@ -45,69 +45,68 @@ class _Place:
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Whether all that the recipe reports to is installed. Raises EnvironmentMismatch."""
+    """Refuse a tracker that is not installed. Raises EnvironmentMismatch."""
     for name in recipe.report_to:
         if importlib.util.find_spec(name) is None:
-            raise EnvironmentMismatch(f"report_to: {name} is not installed; pip install {name}, or take it away")
+            raise EnvironmentMismatch(
+                f"report_to: {name} is not installed; pip install {name}, or remove it from report_to"
+            )
 
 
 class Trackers:
-    """Those of a recipe, on the main process."""
+    """The trackers of a recipe, on the main process; a failing one is reported by `log` and disabled."""
 
     def __init__(self, recipe: Recipe, log: Log = print) -> None:
         self._recipe = recipe
         self._log = log
-        self._live: dict[str, GeneralTracker] = {}
+        self._open: dict[str, _Tracker] = {}
 
     def start(self, first_step: int) -> None:
-        """Open them; after the Accelerator is made, because they ask it for the main process."""
+        """Open them; after the Accelerator is made, because Accelerate's classes ask it for the main process."""
         if not self._recipe.report_to:
             return
         folder = Path(self._recipe.run_dir)
-        place = _Place(folder, first_step, _remembered(folder) if first_step else {})
+        run = _TrackedRun(folder, first_step, _saved_identities(folder) if first_step else {})
         settings = dict(_flat(self._recipe.model_dump(mode="json")))
         for name in self._recipe.report_to:
             with self._guarded(name):
-                tracker = OPEN[name](place)
-                tracker.start()
-                self._live[name] = tracker
+                self._open[name] = tracker = _open(name, run)
                 if not first_step:
-                    tracker.store_init_configuration(settings)
-                if name == "mlflow":
-                    place.names[name] = tracker.tracker.info.run_id
-        write_json(folder / MEMORY, place.names)
+                    tracker.accelerate.store_init_configuration(settings)
+        write_json(folder / IDENTITIES, run.identities)
 
     def log(self, line: Mapping[str, Any]) -> None:
         """A line of metrics.jsonl: its numbers as train/loss, eval/loss, memory/forward_peak_gib."""
-        values = dict(_numbers(line))
+        values = dict(metric_values(line))
         if values:
-            self._each(lambda name, tracker: tracker.log(values, step=int(line["step"])))
+            self._each(lambda tracker: tracker.accelerate.log(values, step=int(line["step"])))
 
     def log_samples(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Lines of samples.jsonl, all of one moment."""
         if lines:
-            self._each(lambda name, tracker: SAMPLES[name](tracker, lines, Path(self._recipe.run_dir)))
+            self._each(lambda tracker: tracker.log_samples(lines, int(lines[0]["step"])))
 
     def finish(self) -> None:
-        """Hand over the report and close them."""
-        folder = Path(self._recipe.run_dir)
-        self._each(lambda name, tracker: REPORT[name](tracker, folder))
-        self._each(lambda name, tracker: tracker.finish())
-        self._live.clear()
+        """Log the run's report and close them."""
+        files = [file for name in REPORT if (file := Path(self._recipe.run_dir) / name).is_file()]
+        self._each(lambda tracker: tracker.log_report(files))
+        self._each(lambda tracker: tracker.accelerate.finish())
+        self._open.clear()
 
-    def _each(self, do: Callable[[str, GeneralTracker], object]) -> None:
-        for name, tracker in list(self._live.items()):
+    def _each(self, call: Callable[[_Tracker], object]) -> None:
+        for name, tracker in list(self._open.items()):
             with self._guarded(name):
-                do(name, tracker)
+                call(tracker)
 
     @contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
         try:
-            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # trackio tells of itself
+            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # trackio prints advertisements
                 yield
-        except Exception as error:  # theirs to raise what they like
-            self._live.pop(name, None)
-            self._log(f"report_to: {name} failed and is left out from here on: {type(error).__name__}: {error}")
+        except Exception as error:  # trackers may raise anything
+            self._open.pop(name, None)
+            problem = f"{type(error).__name__}: {error}"
+            self._log(f"report_to: {name} failed and is disabled for the rest of this run: {problem}")
 
 
 def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str | int | float | bool]]:
@@ -120,50 +119,99 @@ def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str 
             yield name, value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
 
 
-def _numbers(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def metric_values(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a line of metrics.jsonl, named train/loss; of phases, the peak of rank 0."""
     if line["kind"] == "phase":
         if line["rank"] == 0:
             yield f"memory/{line['phase']}_peak_gib", float(line["peak_gib"])
         return
     for key, value in line.items():
-        if key not in LEFT_OUT and isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield f"{SECTIONS.get(line['kind'], line['kind'])}/{key}", float(value)
+        if key not in NO_METRICS and isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield f"{line['kind']}/{key}", float(value)
 
 
-def _remembered(folder: Path) -> dict[str, str]:
-    file = folder / MEMORY
+def _saved_identities(folder: Path) -> dict[str, str]:
+    file = folder / IDENTITIES
     return dict(json.loads(file.read_text("utf-8"))) if file.is_file() else {}
 
 
-def _tensorboard(place: _Place) -> GeneralTracker:
-    # What a killed run wrote after the checkpoint it resumes from is written again.
-    again = {"purge_step": place.first_step + 1} if place.first_step else {}
-    return TensorBoardTracker("tensorboard", str(place.folder), **again)
+class _TensorBoard:
+    """Event files beside the metrics."""
+
+    def __init__(self, run: _TrackedRun) -> None:
+        # Steps after the checkpoint that a killed run resumes from are written again.
+        purge = {"purge_step": run.first_step + 1} if run.first_step else {}
+        self.accelerate: Any = TensorBoardTracker("tensorboard", str(run.folder), **purge)
+        self.accelerate.start()
+
+    def log_samples(self, lines: Sequence[Mapping[str, Any]], step: int) -> None:
+        texts = [f"**{line['prompt']}**\n\n{line['answer']}" for line in lines]
+        self.accelerate.log({f"samples/{index}": text for index, text in enumerate(texts)}, step=step)
+
+    def log_report(self, files: Sequence[Path]) -> None:
+        from matplotlib.image import imread
+
+        for file in files:
+            if file.suffix == ".png":
+                image = imread(file)[None, :, :, :3]  # [1, height, width, RGB]
+                self.accelerate.log_images({f"report/{file.stem}": image}, step=0, dataformats="NHWC")
 
 
-def _trackio(place: _Place) -> GeneralTracker:
-    resume = "allow" if place.first_step else "never"
-    return TrackioTracker(PROJECT, name=place.name, resume=resume, embed=False, auto_log_cpu=False, auto_log_gpu=False)
+class _Trackio:
+    """A database in the user's Hugging Face cache."""
+
+    def __init__(self, run: _TrackedRun) -> None:
+        resume = "allow" if run.first_step else "never"
+        quiet = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+        self.accelerate: Any = TrackioTracker(PROJECT, name=run.name, resume=resume, **quiet)
+        self.accelerate.start()
+
+    def log_samples(self, lines: Sequence[Mapping[str, Any]], step: int) -> None:
+        import pandas
+        import trackio
+
+        frame = pandas.DataFrame([{"prompt": line["prompt"], "answer": line["answer"]} for line in lines])
+        self.accelerate.log({f"samples/{lines[0]['when']}": trackio.Table(dataframe=frame)}, step=step)
+
+    def log_report(self, files: Sequence[Path]) -> None:
+        import trackio
+
+        for file in files:
+            if file.suffix == ".png":
+                self.accelerate.log({f"report/{file.stem}": trackio.Image(str(file))})
 
 
-def _wandb(place: _Place) -> GeneralTracker:
-    import wandb
+class _Wandb:
+    """Offline files, unless the user has a key or set WANDB_MODE."""
 
-    identity = place.names.setdefault("wandb", secrets.token_hex(4))
-    offline = {} if os.environ.get("WANDB_MODE") or _wandb_key() else {"mode": "offline"}
-    settings = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True)
-    return WandBTracker(
-        os.environ.get("WANDB_PROJECT", PROJECT),
-        name=place.name,
-        id=identity,
-        resume="allow" if place.first_step else None,
-        dir=str(place.folder),
-        settings=settings,
-        **offline,
-    )
+    def __init__(self, run: _TrackedRun) -> None:
+        import wandb
+
+        offline = {} if os.environ.get("WANDB_MODE") or _has_wandb_key() else {"mode": "offline"}
+        self.accelerate: Any = WandBTracker(
+            os.environ.get("WANDB_PROJECT", PROJECT),
+            name=run.name,
+            id=run.identities.setdefault("wandb", secrets.token_hex(4)),
+            resume="allow" if run.first_step else None,
+            dir=str(run.folder),
+            settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
+            **offline,
+        )
+        self.accelerate.start()
+
+    def log_samples(self, lines: Sequence[Mapping[str, Any]], step: int) -> None:
+        rows = [[line["prompt"], line["answer"]] for line in lines]
+        self.accelerate.log_table(f"samples/{lines[0]['when']}", columns=["prompt", "answer"], data=rows, step=step)
+
+    def log_report(self, files: Sequence[Path]) -> None:
+        import wandb
+
+        for file in files:
+            media = wandb.Html(str(file)) if file.suffix == ".html" else wandb.Image(str(file))
+            self.accelerate.log({f"report/{file.stem}": media})
 
 
-def _wandb_key() -> bool:
+def _has_wandb_key() -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
     try:
@@ -172,94 +220,39 @@ def _wandb_key() -> bool:
         return False
 
 
-def _mlflow(place: _Place) -> GeneralTracker:
-    folder = place.folder.resolve()
-    os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{folder / 'mlflow.db'}")
-    # Accelerate makes the experiment when it is new; where the user's own server keeps files is its affair.
-    ours = str(folder) in os.environ["MLFLOW_TRACKING_URI"]
-    files = (folder / "mlflow").as_uri() if ours else None
-    logging.getLogger("mlflow").setLevel(logging.WARNING)
-    return MLflowTracker(PROJECT, logging_dir=files, run_id=place.names.get("mlflow"), run_name=place.name)
+class _MLflow:
+    """A database in the run's folder, unless MLFLOW_TRACKING_URI names a server."""
+
+    def __init__(self, run: _TrackedRun) -> None:
+        self._folder = run.folder.resolve()
+        os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{self._folder / 'mlflow.db'}")
+        # Accelerate creates a new experiment with this place for its files; a user's own server chooses its own.
+        local = str(self._folder) in os.environ["MLFLOW_TRACKING_URI"]
+        files = (self._folder / "mlflow").as_uri() if local else None
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        known = run.identities.get("mlflow")
+        self.accelerate: Any = MLflowTracker(PROJECT, logging_dir=files, run_id=known, run_name=run.name)
+        self.accelerate.start()
+        run.identities["mlflow"] = self.accelerate.tracker.info.run_id
+
+    def log_samples(self, lines: Sequence[Mapping[str, Any]], step: int) -> None:
+        self.accelerate.log_artifact(str(self._folder / "samples.jsonl"))
+
+    def log_report(self, files: Sequence[Path]) -> None:
+        for file in files:
+            self.accelerate.log_artifact(str(file))
 
 
-def _text(line: Mapping[str, Any]) -> str:
-    return f"**{line['prompt']}**\n\n{line['answer']}"
+_Tracker = _TensorBoard | _Trackio | _Wandb | _MLflow
 
 
-def _samples_as_text(tracker: GeneralTracker, lines: Sequence[Mapping[str, Any]], _: Path) -> None:
-    texts = {f"samples/{index}": _text(line) for index, line in enumerate(lines)}
-    tracker.log(texts, step=int(lines[0]["step"]))
-
-
-def _samples_as_table(tracker: Any, lines: Sequence[Mapping[str, Any]], _: Path) -> None:
-    rows = [[line["prompt"], line["answer"]] for line in lines]
-    tracker.log_table(
-        f"samples/{lines[0]['when']}", columns=["prompt", "answer"], data=rows, step=int(lines[0]["step"])
-    )
-
-
-def _samples_to_trackio(tracker: GeneralTracker, lines: Sequence[Mapping[str, Any]], _: Path) -> None:
-    import pandas
-    import trackio
-
-    frame = pandas.DataFrame([{"prompt": line["prompt"], "answer": line["answer"]} for line in lines])
-    tracker.log({f"samples/{lines[0]['when']}": trackio.Table(dataframe=frame)}, step=int(lines[0]["step"]))
-
-
-def _samples_as_file(tracker: Any, _: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    tracker.log_artifact(str(folder / "samples.jsonl"))
-
-
-def _existing(folder: Path) -> list[Path]:
-    return [folder / name for name in ("report.html", "loss.png", "memory.png") if (folder / name).is_file()]
-
-
-def _report_as_files(tracker: Any, folder: Path) -> None:
-    for file in _existing(folder):
-        tracker.log_artifact(str(file))
-
-
-def _report_to_wandb(tracker: Any, folder: Path) -> None:
-    import wandb
-
-    for file in _existing(folder):
-        kind = wandb.Html(str(file)) if file.suffix == ".html" else wandb.Image(str(file))
-        tracker.log({f"report/{file.stem}": kind})
-
-
-def _report_as_pictures(tracker: Any, folder: Path) -> None:
-    from matplotlib.image import imread
-
-    pictures = {
-        f"report/{file.stem}": imread(file)[None, :, :, :3] for file in _existing(folder) if file.suffix == ".png"
-    }
-    for name, picture in pictures.items():
-        tracker.log_images({name: picture}, step=0, dataformats="NHWC")
-
-
-def _report_to_trackio(tracker: GeneralTracker, folder: Path) -> None:
-    import trackio
-
-    for file in _existing(folder):
-        if file.suffix == ".png":
-            tracker.log({f"report/{file.stem}": trackio.Image(str(file))})
-
-
-OPEN: dict[str, Callable[[_Place], GeneralTracker]] = {
-    "tensorboard": _tensorboard,
-    "trackio": _trackio,
-    "wandb": _wandb,
-    "mlflow": _mlflow,
-}
-SAMPLES: dict[str, Callable[[GeneralTracker, Sequence[Mapping[str, Any]], Path], None]] = {
-    "tensorboard": _samples_as_text,
-    "trackio": _samples_to_trackio,
-    "wandb": _samples_as_table,
-    "mlflow": _samples_as_file,
-}
-REPORT: dict[str, Callable[[GeneralTracker, Path], None]] = {
-    "tensorboard": _report_as_pictures,
-    "trackio": _report_to_trackio,
-    "wandb": _report_to_wandb,
-    "mlflow": _report_as_files,
-}
+def _open(name: Tracker, run: _TrackedRun) -> _Tracker:
+    match name:
+        case "tensorboard":
+            return _TensorBoard(run)
+        case "trackio":
+            return _Trackio(run)
+        case "wandb":
+            return _Wandb(run)
+        case "mlflow":
+            return _MLflow(run)

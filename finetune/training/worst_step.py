@@ -1,7 +1,7 @@
-"""Worst step first: what must fail fails in the first minute, not in the tenth hour.
+"""Worst step first: a run that would fail for memory, disk or data fails in its first minute, not in its tenth hour.
 
 One optimizer step on the longest rows, one evaluation of the longest held-out rows, one checkpoint written, verified
-and read back. Reading it back is also what takes everything to the exact initial state again.
+and read. Reading that checkpoint also restores weights and optimizer to what they were, to the bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 
 from finetune.errors import NotFinite
 from finetune.measure.phases import GIB, Phase, Phases, peak_bytes
-from finetune.model.optimizer import unwrap_optimizer
+from finetune.model.optimizer import allocate_optimizer_state
 from finetune.strategies.loss_scaling import load_scaler_state, scaler_state
 from finetune.tokens.batches import prefetch
 from finetune.tokens.mixture import Rows
@@ -44,12 +44,12 @@ class WorstStep:
         )
 
 
-def worst_step_first(run: Run, save: Callable[[], Path], read_back: Callable[[Path], None]) -> WorstStep:
-    """Try the step that takes most memory, then go back to the state before it, to the bit. Every rank calls it.
+def worst_step_first(run: Run, save: Callable[[], Path], restore: Callable[[Path], None]) -> WorstStep:
+    """Try the step that takes most memory, then restore the state before it, to the bit. Every rank calls it.
 
     Args:
-        save: Writes the present state and returns where.
-        read_back: Verifies what was written and fills weights and optimizer from it.
+        save: Writes a checkpoint of the present state and returns its folder.
+        restore: Verifies that checkpoint and fills weights and optimizer from it.
 
     Raises:
         NotFinite: the loss or its gradient is not finite.
@@ -57,27 +57,30 @@ def worst_step_first(run: Run, save: Callable[[], Path], read_back: Callable[[Pa
     """
     began = time.perf_counter()
     scaler = scaler_state(run.accelerator)
-    where = save()
+    folder = save()
     saved = time.perf_counter()
     device = run.accelerator.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout seeds the generators
         with _measured(run.phases) as phases:
             with run.phases("state"):
-                _make_optimizer_state(run)
+                # The moments are resident during every later step, so allocate them here too. DeepSpeed's engines
+                # have theirs from the start.
+                if run.accelerator.distributed_type != DistributedType.DEEPSPEED:
+                    allocate_optimizer_state(run.optimizer)
             tokens = _step(run)
         if run.eval_rows is not None:
             _evaluate(run, run.eval_rows)
     stepped = time.perf_counter()
-    read_back(where)
+    restore(folder)
     load_scaler_state(run.accelerator, scaler)
-    read = time.perf_counter()
+    restored = time.perf_counter()
     peak = max(peak_bytes(device), *(phase.peak_bytes for phase in phases.values()))
-    return WorstStep(tokens, stepped - saved, (saved - began) + (read - stepped), peak, phases)
+    return WorstStep(tokens, stepped - saved, (saved - began) + (restored - stepped), peak, phases)
 
 
 @contextmanager
 def _measured(phases: Phases) -> Iterator[dict[str, Phase]]:
-    """The phases of the block, filled in at its end, whether or not all of the run's are measured."""
+    """The phases of the block, filled in at its end; measured even where the run does not measure its phases."""
     enabled, phases.enabled = phases.enabled, True
     measured: dict[str, Phase] = {}
     yield measured
@@ -85,32 +88,15 @@ def _measured(phases: Phases) -> Iterator[dict[str, Phase]]:
     phases.enabled = enabled
 
 
-def _make_optimizer_state(run: Run) -> None:
-    """An update that changes nothing, of gradients that are zero: from the run's second step on its moments, 8 bytes a
-    trained weight, lie beside all of a step, and so they shall here. DeepSpeed's engines make theirs by themselves."""
-    optimizer = unwrap_optimizer(run.optimizer)
-    if optimizer.state or run.accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-
-
 def longest_rows(rows: Rows, plan: BatchPlan) -> np.ndarray:
-    """The rows of the micro-batch with most tokens, dealt out to the ranks as any other."""
+    """The rows of the micro-batch with most tokens over all ranks, longest first."""
     order = np.argsort(-np.asarray(rows.lengths), kind="stable")
     return np.asarray(order[: plan.per_device_batch_size * plan.world_size])
 
 
 @dataclass(frozen=True)
 class AllTokensSupervised:
-    """Rows whose every token is learned, prompts too: the head is applied to no more of any row."""
+    """Rows whose every token is supervised, prompts too: the most logits that the head can compute of them."""
 
     rows: Rows
 
@@ -119,7 +105,8 @@ class AllTokensSupervised:
 
 
 def micro_steps_to_try(plan: BatchPlan) -> int:
-    """How often the worst step takes its micro-batch: twice where steps accumulate, for gradients wait beside it."""
+    """How often the worst step runs its micro-batch: twice where steps accumulate, since the second forward runs while
+    the first one's gradients are resident."""
     return min(2, plan.micro_steps(min(plan.global_batch_size, plan.total_rows)))
 
 
@@ -136,7 +123,7 @@ def _step(run: Run) -> int:
             run.optimizer,
             prefetch(batches, run.accelerator.device, run.recipe.training.non_blocking),
             micro_steps=times,
-            supervised_tokens=times * (tokens - documents),  # a document's last predicts nothing
+            supervised_tokens=times * (tokens - documents),  # a document's last token predicts nothing
             max_grad_norm=run.recipe.training.max_grad_norm,
             seed=plan.seed,
             stop=False,
@@ -167,6 +154,6 @@ def _evaluate(run: Run, rows: Rows) -> None:
         run.model.train()
 
 
-def _name_what_ran(error: BaseException, run: Run, tokens: int, what: str) -> None:
-    """For out_of_memory.py, which makes one line of it."""
-    error.add_note(f"{what} on {run.recipe.training.per_device_batch_size} rows of {tokens:,} tokens")
+def _name_what_ran(error: BaseException, run: Run, tokens: int, doing: str) -> None:
+    """A note for measure/out_of_memory.py, which puts it into its message."""
+    error.add_note(f"{doing} on {run.recipe.training.per_device_batch_size} rows of {tokens:,} tokens")

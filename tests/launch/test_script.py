@@ -203,7 +203,7 @@ def test_what_does_not_fit_is_refused(
 
 @pytest.mark.parametrize(
     ("words", "word"),
-    [(["--on", "pbs"], "none of slurm, torchrun, accelerate"), (["training.sed=1"], "training.sed")],
+    [(["--on", "pbs"], "one of slurm, torchrun, accelerate"), (["training.sed=1"], "training.sed")],
 )
 def test_mistakes_of_the_command(words: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", str(RECIPE), *words]) == 2
@@ -217,7 +217,7 @@ def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path, capsys: pytest.
         assert file.read_text() == capsys.readouterr().out
     file.write_text("mine\n")
     assert main(["launch", str(RECIPE), "--on", "slurm", "-o", str(file)]) == 2
-    assert "is no file of `finetune launch`" in capsys.readouterr().err
+    assert "was not made by `finetune launch`" in capsys.readouterr().err
     assert file.read_text() == "mine\n"
     assert main(["launch", str(RECIPE), "--on", "slurm", "--json", "-o", str(tmp_path / "b.sh")]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -13,7 +13,7 @@ from torch.nn.functional import relu
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from finetune.measure.live_tensors import TensorBytes
+from finetune.measure.live_tensors import LiveTensors
 from finetune.measure.phases import GIB, Phase, Phases
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def test_a_storage_has_one_python_object_for_its_life() -> None:
 
 def test_storages_are_counted_once() -> None:
     whole = torch.zeros(256)
-    ledger = TensorBytes([whole, whole[:10], whole.view(16, 16), whole.detach()])
+    ledger = LiveTensors([whole, whole[:10], whole.view(16, 16), whole.detach()])
     assert ledger.live("cpu") == KB
     ledger.see({"more": [(torch.zeros(256, dtype=torch.bfloat16),)], "meta": torch.zeros(256, device="meta")})
     assert ledger.live("cpu") == KB  # the bfloat16 one is gone already
@@ -45,7 +45,7 @@ def test_storages_are_counted_once() -> None:
 
 def test_a_view_keeps_its_storage_alive() -> None:
     whole = torch.zeros(256)
-    ledger = TensorBytes([whole])
+    ledger = LiveTensors([whole])
     row = whole[0:1]
     del whole
     assert ledger.live("cpu") == KB
@@ -55,7 +55,7 @@ def test_a_view_keeps_its_storage_alive() -> None:
 
 def test_an_end_in_another_thread_is_booked() -> None:
     held = [torch.zeros(256)]
-    ledger = TensorBytes(held)
+    ledger = LiveTensors(held)
     thread = threading.Thread(target=held.clear)
     thread.start()
     thread.join()
@@ -65,7 +65,7 @@ def test_an_end_in_another_thread_is_booked() -> None:
 def test_resizes_are_booked_while_watched() -> None:
     """As FSDP2 frees and refills its gathered parameters."""
     tensor = torch.zeros(256)
-    ledger = TensorBytes([tensor])
+    ledger = LiveTensors([tensor])
     before = torch.UntypedStorage.resize_
     with ledger.watch_resizes():
         tensor.untyped_storage().resize_(0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from finetune.measure.out_of_memory import Memory, asked_bytes, does_not_fit, of_memory, smaller
+from finetune.measure.out_of_memory import Memory, does_not_fit, is_out_of_memory, requested_bytes, smaller
 from finetune.recipe.schema import Data, DataSet, ModelSection, Recipe, Training
 from finetune.run_folder.checkpoint import newest_valid
 from finetune.train import main
@@ -48,32 +48,32 @@ def real_failure() -> None:
 
 
 def test_what_is_of_memory() -> None:
-    assert of_memory(torch.OutOfMemoryError(CUDA))
-    assert of_memory(MemoryError())
-    assert of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
-    assert not of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not of_memory(ValueError("out of memory"))
+    assert is_out_of_memory(torch.OutOfMemoryError(CUDA))
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("out of memory"))
     with pytest.raises(RuntimeError) as real:
         real_failure()
-    assert of_memory(real.value)
-    assert asked_bytes(real.value) == 2**61
-    assert asked_bytes(torch.OutOfMemoryError(CUDA)) == int(2.5 * GIB)
-    assert asked_bytes(MemoryError()) is None
+    assert is_out_of_memory(real.value)
+    assert requested_bytes(real.value) == 2**61
+    assert requested_bytes(torch.OutOfMemoryError(CUDA)) == int(2.5 * GIB)
+    assert requested_bytes(MemoryError()) is None
 
 
 def told(
-    foretold: dict[str, Any], *, phase: str = "backward", error: BaseException | None = None, others: int = 0
+    planned: dict[str, Any], *, phase: str = "backward", error: BaseException | None = None, others: int = 0
 ) -> list[str]:
     memory = Memory(total=24 * GIB, taken=22 * GIB, peak=21 * GIB, others=others)
     failure = error or torch.OutOfMemoryError(CUDA)
-    how = {"memory": memory, "foretold": foretold, "command": "accelerate launch again"}
+    how = {"memory": memory, "planned": planned, "command": "accelerate launch again"}
     return str(does_not_fit(RECIPE, failure, doing="training", phase=phase, step=7, **how)).splitlines()  # type: ignore[arg-type]
 
 
 def test_it_says_phase_component_plan_measurement_and_what_fits() -> None:
     changes = [{"change": f"data.max_length={n}", "needed_bytes": n * 2**20} for n in (4096, 2048, 1024, 512)]
     assert told({"plan": PLAN, "why": None, "changes": changes}) == [
-        "training: out of memory in backward: 22.00 of 24.0 GiB taken, 2.50 GiB more asked for; fits by plan: "
+        "training: out of memory in backward: 22.00 of 24.0 GiB taken, 2.50 GiB more requested; fits by plan: "
         "data.max_length=4096 (4.00 GiB), or data.max_length=2048 (2.00 GiB), or data.max_length=1024 (1.00 GiB)",
         "  planned: 8.00 GiB at the peak of backward, in model.layers.3, most of it activations, 4.00 GiB; "
         "measured: 21.00 GiB at the peak",
@@ -91,7 +91,7 @@ def test_without_a_plan_it_says_why_and_what_to_try() -> None:
         "or a strategy that shards more"
     )
     assert lines[1].startswith("  not planned: no such model; measured: 21.00 GiB")
-    assert lines[2].startswith("  9.0 GiB of this GPU are not this process's")
+    assert lines[2].startswith("  9.0 GiB of this GPU are used by other processes")
 
 
 def test_another_phase_is_told_by_the_largest() -> None:
@@ -140,7 +140,7 @@ def test_in_the_middle_of_a_run(
 ) -> None:
     """At the third step of six; the same command then goes on to the end of the same curve."""
     backward, calls = Accelerator.backward, []
-    monkeypatch.setattr(PlannerProcess, "answer", lambda *_, **__: {"plan": PLAN, "why": None, "changes": None})
+    monkeypatch.setattr(PlannerProcess, "result", lambda *_, **__: {"plan": PLAN, "why": None, "changes": None})
 
     def fail(self: Accelerator, loss: torch.Tensor, **options: Any) -> None:
         calls.append(1)

@@ -14,13 +14,16 @@ import torch
 from torch import nn
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model.optimizer import BITSANDBYTES, call_after_first_step, check_optimizer, make_optimizer, state_dtypes
+from finetune.model.optimizer import call_after_first_step, check_optimizer, make_optimizer, state_dtypes
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.run_folder.checkpoint import newest_valid, read_checkpoint, write_checkpoint
 from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
 from finetune.train import main
 from tests.proofs.test_one_curve import write_recipe
 from tests.support.tiny import write_chats
 from tests.training.test_loop import recipe
+
+BITSANDBYTES = [name for name, spec in OPTIMIZERS.items() if spec.bitsandbytes_class]
 
 
 class Network(nn.Module):
@@ -204,5 +207,7 @@ def test_a_run_says_what_its_state_is(optim: str, state: str, tiny_llama: Path, 
 
 def test_bitsandbytes_has_the_classes() -> None:
     """Names that only a GPU would else look up."""
-    for name in BITSANDBYTES.values():
-        assert issubclass(getattr(bitsandbytes.optim, name), torch.optim.Optimizer)
+    for name in BITSANDBYTES:
+        spec = OPTIMIZERS[name]
+        assert spec.bitsandbytes_class is not None
+        assert issubclass(getattr(bitsandbytes.optim, spec.bitsandbytes_class), torch.optim.Optimizer)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.measure.collectives import Moved
+from finetune.measure.collectives import CollectiveStats
 from finetune.measure.phases import Phases
 from finetune.planner.roofline import Chip, Layout, scaled_step_times, step_time
 from finetune.planner.trace.flops import Operation, OperationCounter, StepWork, per_step, work_at_depth
@@ -125,7 +125,7 @@ WORK = StepWork(
         Operation("backward", "product", 1000, 10, 4): 1.0,  # ten: float32
         Operation("step", "other", 0, 40, 4): 1.0,
     },
-    {"forward": {"all_gather": Moved(4, 64)}, "backward": {"reduce_scatter": Moved(4, 64)}},
+    {"forward": {"all_gather": CollectiveStats(4, 64)}, "backward": {"reduce_scatter": CollectiveStats(4, 64)}},
 )
 LAYOUT = Layout(ranks=2, node=4, tokens=10, rows=6, layers=4)
 
@@ -153,7 +153,9 @@ def test_the_scale() -> None:
 
 def test_copies_speak_over_the_slow_link_and_shards_do_not() -> None:
     hybrid = Layout(**{**vars(LAYOUT), "ranks": 8, "copies": 2})
-    between = StepWork(WORK.operations, {"backward": {"all_reduce": Moved(1, 32), "reduce_scatter": Moved(1, 64)}})
+    between = StepWork(
+        WORK.operations, {"backward": {"all_reduce": CollectiveStats(1, 32), "reduce_scatter": CollectiveStats(1, 64)}}
+    )
     found = step_time(between, CHIP, hybrid, hybrid)
     assert found.communication == pytest.approx(2 * 32 / 2 / 2 + 64 * 3 / 4 / 8)
     assert [each.layout.copies for each in scaled_step_times(between, CHIP, hybrid)] == [2, 4, 8, 16, 32, 64, 128]

@@ -11,7 +11,6 @@ from torch.nn import functional
 from finetune.planner.trace.stand_ins import without_disks
 from finetune.planner.trace.trace import trace
 from finetune.recipe.strategy import read_strategy
-from finetune.strategies.zero_requirements import offload_devices
 from tests.support.planned import Case, differences, models, planned, tracked_on_ranks
 
 SOME = [
@@ -86,5 +85,5 @@ def test_what_each_stage_cuts(strategy: str, stage: int, folder: Path) -> None:
 @NEEDS_DEEPSPEED
 def test_a_plan_writes_no_disk() -> None:
     kept = without_disks(read_strategy("zero3_nvme"))
-    assert set(offload_devices(kept).values()) == {"cpu"}
+    assert set(kept.offload_devices.values()) == {"cpu"}
     assert without_disks(read_strategy("zero2")).settings == read_strategy("zero2").settings

@@ -24,9 +24,8 @@ from finetune.planner.run_planner import (
 )
 from finetune.recipe.schema import Recipe
 from finetune.train import main
-from finetune.training import planner_process
 from finetune.training.memory_report import describe_memory
-from finetune.training.planner_process import ANSWER, PLANNER_SWITCH, PlanRequest, asked
+from finetune.training.planner_process import PLANNER_SWITCH, RESULT_FILE, PlanRequest, planner_process
 from tests.support.tiny import write_chats
 
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")
@@ -63,37 +62,37 @@ def receipt(recipe: Path) -> dict[str, Any]:
     return dict(json.loads((recipe.parent / "run" / "receipt.json").read_text("utf-8")))
 
 
-QUESTION = PlanRequest(
+REQUEST = PlanRequest(
     recipe="{}", documents=(((7, 5), (9,)),), flat=True, nodes=1, ranks_of_node=1, device="cpu", memory=2**30
 )
 
 
-def test_a_question_survives_its_way() -> None:
-    assert read_request(json.loads(json.dumps(asdict(QUESTION)))) == QUESTION
+def test_a_request_survives_json() -> None:
+    assert read_request(json.loads(json.dumps(asdict(REQUEST)))) == REQUEST
 
 
 def test_batches_are_the_runs_own_but_for_what_stands_in_them() -> None:
-    (flat,) = batches_of(QUESTION)
+    (flat,) = batches_of(REQUEST)
     assert flat["document_lengths"] == (7, 5, 9)
     assert flat["position_ids"].tolist() == [[*range(7), *range(5), *range(9)]]
-    (padded,) = batches_of(replace(QUESTION, flat=False))
+    (padded,) = batches_of(replace(REQUEST, flat=False))
     assert padded["input_ids"].shape == (2, 12)
     assert "cu_seq_lens" not in padded
 
 
 def test_another_recipe_has_the_runs_rows_as_it_deals_and_cuts_them(write: Write) -> None:
     recipe = Recipe.model_validate_json(write().read_text())
-    assert request_for(QUESTION, recipe).documents == QUESTION.documents
+    assert request_for(REQUEST, recipe).documents == REQUEST.documents
     shorter = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": 10})})
-    assert request_for(QUESTION, shorter).documents == (((7, 3), (9,)),)
+    assert request_for(REQUEST, shorter).documents == (((7, 3), (9,)),)
     fewer = recipe.training.model_copy(update={"per_device_batch_size": 1})
-    assert request_for(QUESTION, recipe.model_copy(update={"training": fewer})).documents == (((7, 5),),)
+    assert request_for(REQUEST, recipe.model_copy(update={"training": fewer})).documents == (((7, 5),),)
 
 
 @pytest.mark.slow
 def test_changes_are_planned_again(write: Write) -> None:
     recipe = write(training={"per_device_batch_size": 2})
-    asks = replace(QUESTION, recipe=recipe.read_text(), documents=(((100,), (90,)),), memory=2**40)
+    asks = replace(REQUEST, recipe=recipe.read_text(), documents=(((100,), (90,)),), memory=2**40)
     needed = planned(asks)[2]
     found = {change["change"]: change["needed_bytes"] for change in fitting_changes(asks)}
     assert list(found) == ["training.per_device_batch_size=1", "data.max_length=64"], "all is recomputed already"
@@ -102,7 +101,7 @@ def test_changes_are_planned_again(write: Write) -> None:
 
 
 def test_what_cannot_be_planned_is_an_answer() -> None:
-    plan, why, needed = planned(QUESTION)
+    plan, why, needed = planned(REQUEST)
     assert plan is None
     assert needed == 0
     assert why is not None
@@ -111,12 +110,12 @@ def test_what_cannot_be_planned_is_an_answer() -> None:
 
 def test_a_planner_that_dies_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLANNER_SWITCH, "on")
-    monkeypatch.setattr(planner_process.sys, "executable", "false")
-    with asked(QUESTION, tmp_path) as answer:
-        assert answer.answer(wait_seconds=60) == {"plan": None, "why": "the planner ended with 1", "changes": None}
-    monkeypatch.setattr(planner_process.sys, "executable", str(tmp_path / "nothing"))
-    with asked(QUESTION, tmp_path) as answer:
-        assert "could not be started: " in answer.answer()["why"]
+    monkeypatch.setattr(sys, "executable", "false")
+    with planner_process(REQUEST, tmp_path) as planner:
+        assert planner.result(60) == {"plan": None, "why": "the planner ended with 1", "changes": None}
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    with planner_process(REQUEST, tmp_path) as planner:
+        assert "could not be started: " in planner.result()["why"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -125,32 +124,32 @@ def test_one_that_is_not_done_is_not_waited_for(tmp_path: Path, monkeypatch: pyt
     slow.write_text("#!/bin/sh\nsleep 60\n")
     slow.chmod(0o755)
     monkeypatch.setenv(PLANNER_SWITCH, "on")
-    monkeypatch.setattr(planner_process.sys, "executable", str(slow))
+    monkeypatch.setattr(sys, "executable", str(slow))
     began = time.monotonic()
-    with asked(QUESTION, tmp_path) as answer:
-        assert answer.answer()["why"] == "the planner has not answered yet"
-        assert answer.settled(wait_seconds=0.1)["plan"] is None
+    with planner_process(REQUEST, tmp_path) as planner:
+        assert planner.result()["why"] == "the planner has not answered yet"
+        assert planner.result(0.1, with_changes=True)["plan"] is None
     assert time.monotonic() - began < 5
 
 
 def test_it_can_be_turned_off_and_other_ranks_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLANNER_SWITCH, "off")
-    with asked(QUESTION, tmp_path) as answer:
-        assert answer.answer()["why"] == "FINETUNE_PLANNER=off"
-    (tmp_path / ANSWER).write_text('{"plan": {"fits": true}, "why": null, "changes": []}')
-    with asked(None, tmp_path) as answer:
-        assert answer.answer()["plan"] == {"fits": True}
-    assert (tmp_path / ANSWER).exists(), "it is rank 0's to take away"
+    with planner_process(REQUEST, tmp_path) as planner:
+        assert planner.result()["why"] == "FINETUNE_PLANNER=off"
+    (tmp_path / RESULT_FILE).write_text('{"plan": {"fits": true}, "why": null, "changes": []}')
+    with planner_process(None, tmp_path) as planner:
+        assert planner.result()["plan"] == {"fits": True}
+    assert (tmp_path / RESULT_FILE).exists(), "it is rank 0's to take away"
 
 
 TRAINER = """
 import sys, time
 from pathlib import Path
-from finetune.training.planner_process import Question, asked
-question = Question("{}", (((7,),),), True, 1, 1, "cpu", 1)
-with asked(question, Path(sys.argv[1])) as answer:
-    print(answer._process.pid, flush=True)
-    time.sleep(600)
+import psutil
+from finetune.training.planner_process import PlannerProcess, PlanRequest
+PlannerProcess(Path(sys.argv[1])).start(PlanRequest("{}", (((7,),),), True, 1, 1, "cpu", 1))
+print(psutil.Process().children()[0].pid, flush=True)
+time.sleep(600)
 """
 
 
@@ -195,4 +194,4 @@ def test_the_plan_is_the_run_to_the_byte(
         there, here = memory["measured"]["phases"][name], memory["planned"]["phases"][name]
         assert (here["peak_bytes"], here["end_bytes"]) == (there["peak_bytes"], there["end_bytes"]), name
     assert describe_memory(memory).endswith("(+0.00%)")
-    assert not (recipe.parent / "run" / ANSWER).exists()
+    assert not (recipe.parent / "run" / RESULT_FILE).exists()

@@ -70,7 +70,7 @@ def test_what_tells_the_sharded_ones_apart() -> None:
         "hsdp": True,
     }
     assert [name for name, strategy in told.items() if strategy.offloaded] == ["fsdp2_offload"]
-    assert [name for name, strategy in told.items() if strategy.replicas is not None] == ["hsdp"]
+    assert [name for name, strategy in told.items() if strategy.replicates] == ["hsdp"]
 
 
 GOOD = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}

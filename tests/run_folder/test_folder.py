@@ -122,7 +122,12 @@ REFUSALS: list[tuple[Callable[[Path], object], str, dict[str, Any], str]] = [
     (foreign, "never", {}, r"holds other files \(thesis.tex\)"),
     (lambda path: path.write_text(""), "auto", {}, "is a file"),
     (unreadable, "auto", {}, "run_state.json: unreadable"),
-    (all_damaged, "auto", {}, r"(?s)step-00000002: damaged.*step-00000001: damaged.*no checkpoint is left whole"),
+    (
+        all_damaged,
+        "auto",
+        {},
+        r"(?s)step-00000002: damaged.*step-00000001: damaged.*none of its checkpoints is complete",
+    ),
     (lambda path: run(path, steps=2), "auto", {"lora.r": 8}, "lora.r: 16 there, 8 now"),
     (lambda path: run(path, steps=2, end="finished"), "auto", {"lora.r": 8}, "lora.r: 16 there, 8 now"),
     (lambda path: run(path, steps=2), "auto", {"data": "xyz"}, "data: abc there, xyz now"),

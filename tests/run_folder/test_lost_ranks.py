@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from finetune.run_folder.folder import claim_run_folder
-from finetune.run_folder.heartbeat import clear_beats
+from finetune.run_folder.heartbeat import clear_heartbeats
 from tests.launch.test_launches import (
     ACCELERATE,
     REPOSITORY,
@@ -32,7 +32,7 @@ from tests.launch.test_launches import (
 from tests.support.soak_resume import fingerprint, write_recipe
 
 pytestmark = pytest.mark.slow
-TIMEOUT = 15  # three quarters of it without a beat is a freeze, on a machine that does other things too
+TIMEOUT = 15  # three quarters of it without a heartbeat is a freeze, on a machine that does other things too
 SLACK = 30  # for launchers and interpreters to end
 OVERRIDES = {"training.max_steps": 60, "save_steps": 5, "eval_steps": 30, "timeout_seconds": TIMEOUT}
 LAUNCHERS = {"accelerate": ACCELERATE, "torchrun": [*TORCHRUN, "--nproc-per-node", "2"]}
@@ -96,7 +96,7 @@ def test_the_last_line_names_it_and_continues(
 
 FAILING = """
 import os, sys
-from finetune import loop, worst_step  # which keeps the real step: those counted here are the training's
+from finetune.training import loop, worst_step  # which keeps the real step: those counted here are the training's
 from finetune.errors import EnvironmentMismatch
 from finetune.train import main
 whole, calls = loop.optimizer_step, []
@@ -129,14 +129,14 @@ import sys, time
 from pathlib import Path
 from finetune.run_folder.heartbeat import Heartbeat
 from finetune.launch.launcher import Launch
-from finetune.run_folder.watchdog import Progress, Watch
+from finetune.run_folder.watchdog import Progress, Watchdog
 run_dir, rank = Path(sys.argv[1]), int(sys.argv[2])
-heart = Heartbeat(run_dir, rank, 11)
-heart.beat("running", "training", 7)
+heartbeat = Heartbeat(run_dir, rank, 11)
+heartbeat.write("running", "training", 7)
 while not (run_dir / ".ranks" / f"rank-{1 - rank:05d}.json").exists():
     time.sleep(0.01)
 launch = Launch((), None, None, True, 2, rank, True)
-watch = Watch(run_dir, launch, Progress("training", 7), heart, 11, 600, "again")
+Watchdog(run_dir, launch, Progress("training", 7), heartbeat, 11, 600, "again").start()
 print("waiting", flush=True)
 time.sleep(600)
 """
@@ -155,7 +155,7 @@ def waiting_rank(run_dir: Path, rank: int) -> Iterator[subprocess.Popen[str]]:
 def test_a_rank_that_waits_in_a_collective_forever_ends_too(tmp_path: Path) -> None:
     """As under NCCL, which does not notice that its peer is gone."""
     claim_run_folder(tmp_path, resume="auto", identity={}, command="again")
-    clear_beats(tmp_path)
+    clear_heartbeats(tmp_path)
     with ExitStack() as open_now:
         ranks = [open_now.enter_context(waiting_rank(tmp_path, rank)) for rank in range(2)]
         for rank in ranks:

@@ -1,4 +1,4 @@
-"""Beats: the lock tells death, the content a freeze; and what a watch makes of them."""
+"""Heartbeats: the lock shows death, the content a freeze; and what the watchdog concludes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,14 +22,14 @@ from finetune.launch.launcher import print_after_launcher
 from finetune.run_folder import watchdog
 from finetune.run_folder.folder import claim_run_folder, read_state
 from finetune.run_folder.heartbeat import (
-    Beat,
     Heartbeat,
+    HeartbeatRecord,
     State,
-    beat_file,
-    clear_beats,
+    clear_heartbeats,
+    heartbeat_file,
     holds_lock,
+    last_heartbeat,
     process_is_gone,
-    read_beat,
 )
 from finetune.run_folder.watchdog import Progress, Watchdog
 from tests.strategies.test_accelerator import ALONE
@@ -39,20 +40,20 @@ OTHER = """
 import sys, time
 from pathlib import Path
 from finetune.run_folder.heartbeat import Heartbeat
-heart = Heartbeat(Path(sys.argv[1]), 1, 11)
-heart.beat(sys.argv[2], "training", 7)
+heartbeat = Heartbeat(Path(sys.argv[1]), 1, 11)
+heartbeat.write(sys.argv[2], "training", 7)
 print("beating", flush=True)
 while True:
     time.sleep(0.05)
     if sys.argv[2] == "running":
-        heart.beat("running", "training", 7)
+        heartbeat.write("running", "training", 7)
 """
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     claim_run_folder(tmp_path, resume="auto", identity={}, command="again")
-    clear_beats(tmp_path)
+    clear_heartbeats(tmp_path)
     return tmp_path
 
 
@@ -72,44 +73,42 @@ def other_rank(run_dir: Path, state: State = "running") -> Iterator[subprocess.P
 
 @contextmanager
 def watch(run_dir: Path, seconds: int = 8) -> Iterator[Watchdog]:
-    """Rank 0 of two; its thread, which would end the process, is at rest."""
+    """Rank 0 of two; its thread, which would end the process, is not started."""
     own = Watchdog(
         run_dir, replace(ALONE, world_size=2), Progress(), Heartbeat(run_dir, 0, TOKEN), TOKEN, seconds, "again"
     )
-    own._stop.set()
-    own._thread.join()
     yield own
-    own.close(ended=True)
+    own.close("ended")
 
 
-def another_beat(run_dir: Path) -> None:
-    """When it returns the other rank has beaten once more."""
-    before = read_beat(run_dir, 1, TOKEN)
-    while read_beat(run_dir, 1, TOKEN) in (before, None):
+def another_heartbeat(run_dir: Path) -> None:
+    """When it returns the other rank has written one more."""
+    before = last_heartbeat(run_dir, 1, TOKEN)
+    while last_heartbeat(run_dir, 1, TOKEN) in (before, None):
         time.sleep(0.01)
 
 
 def stop(process: subprocess.Popen[str]) -> None:
-    """When it returns the process no longer beats."""
+    """When it returns the process no longer writes."""
     process.send_signal(signal.SIGSTOP)
     while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
 
 
-def test_a_beat_is_read_back_and_an_older_start_is_not(run_dir: Path) -> None:
-    heart = Heartbeat(run_dir, 3, TOKEN)
-    assert read_beat(run_dir, 3, TOKEN) is None
-    heart.beat("running", "load", 0)
-    heart.beat("running", "training", 12, sync=True)
-    beat = read_beat(run_dir, 3, TOKEN)
-    assert beat is not None
-    assert (beat.rank, beat.state, beat.phase, beat.step, beat.count) == (3, "running", "training", 12, 2)
-    assert beat.process == os.getpid()
-    assert read_beat(run_dir, 3, TOKEN + 1) is None
-    beat_file(run_dir, 3).write_bytes(beat_file(run_dir, 3).read_bytes()[:40])
-    assert read_beat(run_dir, 3, TOKEN) is None, "torn"
-    clear_beats(run_dir)
-    assert read_beat(run_dir, 3, TOKEN) is None
+def test_a_heartbeat_is_read_back_and_an_older_start_s_is_not(run_dir: Path) -> None:
+    heartbeat = Heartbeat(run_dir, 3, TOKEN)
+    assert last_heartbeat(run_dir, 3, TOKEN) is None
+    heartbeat.write("running", "load", 0)
+    heartbeat.write("running", "training", 12, sync=True)
+    last = last_heartbeat(run_dir, 3, TOKEN)
+    assert last is not None
+    assert (last.rank, last.state, last.phase, last.step, last.count) == (3, "running", "training", 12, 2)
+    assert last.process == os.getpid()
+    assert last_heartbeat(run_dir, 3, TOKEN + 1) is None
+    heartbeat_file(run_dir, 3).write_bytes(heartbeat_file(run_dir, 3).read_bytes()[:40])
+    assert last_heartbeat(run_dir, 3, TOKEN) is None, "torn"
+    clear_heartbeats(run_dir)
+    assert last_heartbeat(run_dir, 3, TOKEN) is None
 
 
 def test_the_lock_ends_with_the_process(run_dir: Path) -> None:
@@ -117,86 +116,86 @@ def test_the_lock_ends_with_the_process(run_dir: Path) -> None:
         assert holds_lock(run_dir, 1)
         process.send_signal(signal.SIGSTOP)
         assert holds_lock(run_dir, 1)
-        beat = read_beat(run_dir, 1, TOKEN)
+        last = last_heartbeat(run_dir, 1, TOKEN)
         process.kill()
         process.wait()
         assert not holds_lock(run_dir, 1)
-    assert isinstance(beat, Beat)
-    assert process_is_gone(beat)
-    assert not process_is_gone(replace(beat, machine="another"))
+    assert isinstance(last, HeartbeatRecord)
+    assert process_is_gone(last)
+    assert not process_is_gone(replace(last, machine="another"))
     assert not holds_lock(run_dir, 5), "never there"
 
 
-def test_a_rank_that_beats_is_not_lost_and_a_dead_one_is(run_dir: Path) -> None:
+def test_a_rank_that_writes_is_not_lost_and_a_dead_one_is(run_dir: Path) -> None:
     with other_rank(run_dir) as process, watch(run_dir) as own:
-        assert own._look_at(1, 0.0) is None
-        another_beat(run_dir)
-        assert own._look_at(1, 1000.0) is None, "its count has grown"
+        assert own.examine(1, 0.0) is None
+        another_heartbeat(run_dir)
+        assert own.examine(1, 1000.0) is None, "its count has grown"
         stop(process)
-        assert own._look_at(1, 1001.0) is None
-        assert own._look_at(1, 1006.0) is None
-        frozen = own._look_at(1, 1008.0)
+        assert own.examine(1, 1001.0) is None
+        assert own.examine(1, 1006.0) is None
+        frozen = own.examine(1, 1008.0)
         assert frozen is not None
-        assert (frozen.what, frozen.beat.rank, frozen.beat.step) == ("froze", 1, 7)
+        assert (frozen.how, frozen.heartbeat.rank, frozen.heartbeat.step) == ("froze", 1, 7)
         process.kill()
         process.wait()
-        died = own._look_at(1, 1009.0)
+        died = own.examine(1, 1009.0)
         assert died is not None
-        assert (died.what, died.beat.process) == ("died", process.pid)
+        assert (died.how, died.heartbeat.process) == ("died", process.pid)
 
 
 @pytest.mark.parametrize(("state", "what"), [("ended", None), ("failed", "failed"), ("left", "failed")])
-def test_the_last_word_counts(run_dir: Path, state: State, what: str | None) -> None:
+def test_the_final_heartbeat_counts(run_dir: Path, state: State, what: str | None) -> None:
     with other_rank(run_dir, state) as process, watch(run_dir) as own:
         process.kill()
         process.wait()
-        lost = own._look_at(1, 0.0)
-        assert (lost and lost.what) == what
+        lost = own.examine(1, 0.0)
+        assert (lost and lost.how) == what
 
 
 def test_where_locks_do_not_travel_a_living_rank_is_not_lost(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "holds_lock", lambda run_dir, rank: False)
     with other_rank(run_dir), watch(run_dir) as own:
-        assert own._look_at(1, 0.0) is None
+        assert own.examine(1, 0.0) is None
 
 
 def test_another_machine_is_believed_dead_by_lock_and_silence(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "process_is_gone", lambda beat: False)
+    monkeypatch.setattr(watchdog, "process_is_gone", lambda record: False)
     with other_rank(run_dir) as process, watch(run_dir) as own:
         process.kill()
         process.wait()
-        assert own._look_at(1, 0.0) is None
-        assert own._look_at(1, 2.0) is None
-        for lost in (own._look_at(1, 4.0), own._look_at(1, 0.0, broken=True)):
+        assert own.examine(1, 0.0) is None
+        assert own.examine(1, 2.0) is None
+        for lost in (own.examine(1, 4.0), own.examine(1, 0.0, broken=True)):
             assert lost is not None
-            assert lost.what == "died"
+            assert lost.how == "died"
 
 
 def test_who_was_stopped_itself_starts_counting_anew(run_dir: Path) -> None:
     with other_rank(run_dir) as process, watch(run_dir, seconds=80) as own:
         stop(process)
-        assert own._look([1]) is None
-        own._looked -= 100
-        own._seen[1] = (own._seen[1][0], own._seen[1][1] - 100)
-        assert own._look([1]) is None
-        own._seen[1] = (own._seen[1][0], own._seen[1][1] - 100)
-        assert own._look([1]) is not None
+        began = time.monotonic()
+        assert own.first_lost([1], began) is None
+        assert own.first_lost([1], began + 100) is None, "this process was stopped meanwhile"
+        assert own.first_lost([1], began + 130) is None
+        assert own.first_lost([1], began + 160) is None
+        assert own.first_lost([1], began + 175) is not None
 
 
 def test_the_record_names_the_first_cause(run_dir: Path) -> None:
     with other_rank(run_dir) as process, watch(run_dir) as own:
         process.kill()
         process.wait()
-        lost = own._look_at(1, 0.0)
+        lost = own.examine(1, 0.0)
         assert lost is not None
-        line = own._record(lost)
+        line = own.record(lost)
         assert line.startswith(f"rank 1 died on {os.uname().nodename} (process {process.pid})")
         assert line.endswith("it was at step 7, training")
         state = read_state(run_dir)
         assert state is not None
         assert (state["state"], state["rank"], state["phase"], state["step"]) == ("failed", 1, "training", 7)
-        other = replace(lost, beat=replace(lost.beat, rank=0))
-        assert own._record(other) == line, "what other ranks meet then is its consequence"
+        other = replace(lost, heartbeat=replace(lost.heartbeat, rank=0))
+        assert own.record(other) == line, "what other ranks meet then is its consequence"
 
 
 class Ended(BaseException):
@@ -232,17 +231,24 @@ def test_the_thread_ends_this_process_when_another_rank_dies(
         own = Watchdog(
             run_dir, replace(ALONE, world_size=2), Progress(), Heartbeat(run_dir, 0, TOKEN), TOKEN, 8, "again"
         )
-        monkeypatch.setattr(os, "_exit", lambda code: (ends.append(code), own._stop.set()))
+        ended = threading.Event()
+
+        def end(code: int) -> None:
+            ends.append(code)
+            ended.set()
+
+        monkeypatch.setattr(os, "_exit", end)
+        own.start()
         process.kill()
         process.wait()
-        own._thread.join(60)
+        assert ended.wait(60)
     assert ends == [RankLost.exit_code]
     assert capfd.readouterr().err == last_line(process)
-    state, beat = read_state(run_dir), read_beat(run_dir, 0, TOKEN)
+    state, last = read_state(run_dir), last_heartbeat(run_dir, 0, TOKEN)
     assert state is not None
     assert (state["state"], state["rank"]) == ("failed", 1)
-    assert beat is not None
-    assert beat.state == "left", "so that nobody takes this rank for the first cause"
+    assert last is not None
+    assert last.state == "left", "so that nobody takes this rank for the first cause"
 
 
 @pytest.mark.parametrize("words", ["[gloo] Connection closed by peer", "NCCL error: remote process exited"])
@@ -262,13 +268,13 @@ def test_a_broken_collective_ends_it_too_and_one_rank_speaks(
 def test_a_frozen_rank_is_killed(run_dir: Path, ends: list[int], capfd: pytest.CaptureFixture[str]) -> None:
     """Its launcher would wait for it."""
     with other_rank(run_dir) as process, watch(run_dir) as own:
-        another_beat(run_dir)
+        another_heartbeat(run_dir)
         stop(process)
-        own._look_at(1, 0.0)
-        lost = own._look_at(1, 7.0)
+        own.examine(1, 0.0)
+        lost = own.examine(1, 7.0)
         assert lost is not None
         with pytest.raises(Ended):
-            own._end(lost)
+            own.end_process(lost)
         assert process.wait(60) == -signal.SIGKILL
     assert "rank 1 froze on" in capfd.readouterr().err
     assert ends == [RankLost.exit_code]
@@ -279,11 +285,11 @@ def test_an_error_of_our_own_is_left_to_us(run_dir: Path) -> None:
         began = time.monotonic()
         own.explain(ValueError("timed out"))
         own.explain(RuntimeError("CUDA out of memory"))
-        assert time.monotonic() - began < watchdog._GRACE_SECONDS
+        assert time.monotonic() - began < watchdog.GRACE_SECONDS
 
 
 def test_a_wait_without_a_loss_says_where_everybody_is(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.2)
     error = RuntimeError("[gloo] Timed out waiting 1800000ms for recv operation to complete")
     with other_rank(run_dir), watch(run_dir) as own:
         own.explain(error)
@@ -312,8 +318,8 @@ def test_without_a_launcher_it_is_said_once(capfd: pytest.CaptureFixture[str], m
     assert capfd.readouterr().err == "\nrank 1 died\n"
 
 
-def test_beats_are_as_long_as_each_other(run_dir: Path) -> None:
-    heart = Heartbeat(run_dir, 0, TOKEN)
-    heart.beat("running", "looking before", 10**9)
-    heart.beat("ended", "x", 0)
-    assert json.loads(beat_file(run_dir, 0).read_text())["state"] == "ended"
+def test_heartbeats_are_as_long_as_each_other(run_dir: Path) -> None:
+    heartbeat = Heartbeat(run_dir, 0, TOKEN)
+    heartbeat.write("running", "looking before", 10**9)
+    heartbeat.write("ended", "x", 0)
+    assert json.loads(heartbeat_file(run_dir, 0).read_text())["state"] == "ended"

@@ -152,9 +152,9 @@ def test_a_session_tells_that_its_strategy_is_offloaded(monkeypatch: pytest.Monk
     monkeypatch.setattr(session, "use_all_cores", shared_out)
     offloaded = ("fsdp2_offload", "zero2_offload", "zero3_offload", "zero3_nvme")
     for name in (*offloaded, "single", "fsdp2", "zero3"):
-        start = SimpleNamespace(recipe=recipe(), launch=ALONE, strategy=read_strategy(name), claim=None, run_dir=Path())
-        with pytest.raises(InterruptedError):
-            session.train_claimed(start)  # type: ignore[arg-type]
+        start = SimpleNamespace(recipe=recipe(), launch=ALONE, strategy=read_strategy(name))
+        with pytest.raises(InterruptedError), session.process_group(start):  # type: ignore[arg-type]
+            raise AssertionError("not reached")
     assert told == [True] * 4 + [False] * 3
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from finetune.errors import EnvironmentMismatch
 from finetune.model.build import build_model, decoder_parts
 from finetune.recipe.strategy import read_strategy
-from finetune.run_folder.save_restore import held, read_back, save_aside
+from finetune.run_folder.save_restore import checkpoint_tensors, restore_temporary, save_temporary
 from finetune.run_folder.trained_change import trained_checksums
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import is_first_copy, make_mesh, row_range, shard_model
@@ -53,7 +53,7 @@ def whole(tensor: Any) -> Tensor:
 
 
 def checkpointed(parts: Assembled) -> dict[str, Tensor]:
-    found = held(parts)
+    found = checkpoint_tensors(parts)
     return {f"{group} {name}": whole(tensor) for group in found for name, tensor in found[group].items()}
 
 
@@ -84,10 +84,10 @@ def test_what_is_read_after_an_evaluation_is_what_the_optimizer_holds(
 
 def test_what_was_saved_is_read_back_after_an_evaluation(sharded: OneRank) -> None:
     sharded.step([flat_batch(seed=0)])
-    folder, expected = save_aside(sharded.recipe, sharded.parts), checkpointed(sharded.parts)
+    folder, expected = save_temporary(sharded.recipe, sharded.parts), checkpointed(sharded.parts)
     sharded.step([flat_batch(seed=1)])
     look(sharded)
-    read_back(sharded.parts, folder)
+    restore_temporary(sharded.parts, folder)
     found = checkpointed(sharded.parts)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 

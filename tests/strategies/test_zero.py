@@ -24,7 +24,7 @@ from finetune.strategies.zero import LARGEST_BUCKET, SMALLEST_BUCKET, buckets
 from tests.proofs.test_one_curve import LENGTHS, curve_of, reference, write_recipe
 from tests.proofs.test_strategies import checkpointed
 from tests.support.cells import launch
-from tests.support.curve_table import TOLERANCE, skip_where_missing, worst
+from tests.support.curve_table import TOLERANCE, require_deepspeed, skip_where_missing, worst
 from tests.support.tiny import save_tiny, tiny_model, write_chats
 
 ALONE = {"training": {"per_device_batch_size": 1}}
@@ -241,7 +241,7 @@ def test_what_is_missing_is_told_with_the_line_to_install(
     monkeypatch.setattr(shutil, "which", lambda found: None if found == missing else which(found) or found)
     monkeypatch.setattr(zero_requirements, "_links", lambda *_: missing != "libaio")
     with pytest.raises(EnvironmentMismatch, match="install it with") as caught:
-        zero_requirements.require_deepspeed(recipe, read_strategy(name), on_cpu=True)
+        require_deepspeed(recipe, name)
     assert str(caught.value).endswith(line)
     assert caught.value.exit_code == 4
     assert f"accelerate_config: {name}: " in str(caught.value)

@@ -18,7 +18,7 @@ import pytest
 from finetune.errors import EnvironmentMismatch
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
-from finetune.strategies.zero_requirements import require_deepspeed
+from finetune.strategies.zero_requirements import compile_engine, require_engine
 from tests.proofs.test_one_curve import LENGTHS, curve_of, reference, write_recipe
 from tests.support.cells import ROOT, launch
 from tests.support.reference import Step
@@ -95,11 +95,17 @@ class Cell:
         return self.loss <= method.loss and self.norm <= method.norm
 
 
+def require_deepspeed(recipe: Recipe, strategy: str) -> None:
+    """Raise EnvironmentMismatch where DeepSpeed cannot run the strategy on this machine's CPU."""
+    require_engine(recipe, read_strategy(strategy), on_cpu=True)
+    compile_engine(read_strategy(strategy), on_cpu=True)
+
+
 def skip_where_missing(strategy: str) -> None:
     """Skip a test where an engine's packages are not installed, with the line that installs them."""
     if strategy in ZERO:
         try:
-            require_deepspeed(Recipe.model_validate(ANY), read_strategy(strategy), on_cpu=True)
+            require_deepspeed(Recipe.model_validate(ANY), strategy)
         except EnvironmentMismatch as missing:
             pytest.skip(str(missing))
 

@@ -12,7 +12,6 @@ from typing import Any
 from finetune.model.known_configs import full_config
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, read_strategy
-from finetune.strategies.zero_requirements import offload_devices
 
 GB = 1e9
 CHUNK = 2 * 256 * 2**20  # a chunk of float32 logits and its logarithms: loss.py
@@ -87,7 +86,7 @@ def parts(recipe: Recipe) -> dict[str, float]:
     if not recipe.budget.gpus:
         found["Python and libraries"] = PYTHON
     else:
-        groups = 0 if recipe.budget.gpus * recipe.budget.nodes == 1 else 1 if strategy.replicas is None else 2
+        groups = 0 if recipe.budget.gpus * recipe.budget.nodes == 1 else 2 if strategy.replicates else 1
         found["CUDA"] = CUDA + groups * COMMUNICATOR
     return {name: size for name, size in found.items() if size}
 
@@ -97,7 +96,7 @@ def host_bytes(recipe: Recipe) -> float:
     strategy, shape = read_strategy(recipe.accelerate_config), shape_of(recipe)
     if not strategy.offloaded:
         return 0
-    devices, nodes = offload_devices(strategy), recipe.budget.nodes
+    devices, nodes = strategy.offload_devices, recipe.budget.nodes
     trained = shape.total if recipe.lora is None else shape.adapters(recipe.lora.r)
     if strategy.kind == "fsdp":
         return ((0 if recipe.lora is None else _base(recipe, shape)[0]) + 16 * trained) / nodes
@@ -107,13 +106,13 @@ def host_bytes(recipe: Recipe) -> float:
 
 def disk_bytes(recipe: Recipe) -> float:
     """Bytes on the disk of one node: masters and two moments."""
-    nvme = offload_devices(read_strategy(recipe.accelerate_config))["optimizer"] == "nvme"
+    nvme = read_strategy(recipe.accelerate_config).offload_devices["optimizer"] == "nvme"
     return 12 * shape_of(recipe).total / recipe.budget.nodes if nvme else 0
 
 
 def _shards(recipe: Recipe, strategy: Strategy) -> int:
     """Over how many GPUs what is sharded is cut."""
-    nodes = 1 if strategy.replicas is not None else recipe.budget.nodes
+    nodes = 1 if strategy.replicates else recipe.budget.nodes
     return max(1, recipe.budget.gpus * nodes)
 
 
@@ -150,7 +149,7 @@ def _under_zero(
     strategy: Strategy, base: float, trained: float, shards: int, base_bytes: float = 2
 ) -> dict[str, float]:
     """DeepSpeed's 16-bit weights, float32 gradients (kept, and copied for the step), masters and moments."""
-    devices, stage = offload_devices(strategy), strategy.zero_stage
+    devices, stage = strategy.offload_devices, strategy.zero_stage
     weights = base_bytes * base / (shards if stage == 3 else 1)
     found = {"weights": 0.0 if devices["param"] != "none" else weights}
     if devices["optimizer"] == "none":

@@ -75,7 +75,7 @@ def every_collective() -> dict[str, object]:
         if rank == 1:
             distributed.recv(part, src=0)
         distributed.barrier()
-    return {name: asdict(moved) for name, moved in phases.take()["it"].moved.items()}
+    return {name: asdict(stats) for name, stats in phases.take()["it"].collectives.items()}
 
 
 def main() -> None:

@@ -21,9 +21,9 @@ from tests.support.cells import main
 
 
 def train_and_spoil(run: Run, state: TrainState) -> bool:
-    batches = loop.prefetch(loop._stream(run, 0), run.accelerator.device, False)
+    batches = loop.prefetch(run.plan.batches_from(0, run.train_rows), run.accelerator.device, False)
     for _ in range(2):
-        loop._step_and_record(run, state, batches)
+        loop.step_and_record(run, state, batches)
     before, whole = trained_pieces(run.model), full_weights(run.model, dtype=None, keep=True)
     facts: dict[str, Any] = {"refused": _refuses_a_spoilt_step(run)}
     after = trained_pieces(run.model)
@@ -36,7 +36,7 @@ def train_and_spoil(run: Run, state: TrainState) -> bool:
     again = full_weights(run.model, dtype=None, keep=True)
     facts["moved"] += [name for name, tensor in whole.items() if not torch.equal(tensor, again[name])]
     facts["pieces"] = len(before["model"])
-    loop._step_and_record(run, state, batches)  # nothing of the spoilt gradients is left
+    loop.step_and_record(run, state, batches)  # nothing of the spoilt gradients is left
     facts["next_norm"] = state.window.records[-1].grad_norm
     folder = Path(run.recipe.run_dir)
     facts["swapped_bytes"] = sum(file.stat().st_size for file in folder.rglob("*.swp"))

@@ -23,7 +23,7 @@ from finetune.run_folder.checkpoint import (
     write_checkpoint,
 )
 from finetune.train import main
-from finetune.training import loop, samples, session
+from finetune.training import loop, run_output, samples
 from tests.hub.test_around_training import start
 from tests.support.cells import launch
 from tests.support.hub import running_hub
@@ -255,7 +255,7 @@ class TestNothingTrained:
             def close(self, *, wait: bool) -> None:
                 pass
 
-        monkeypatch.setattr(session, "CheckpointPusher", Pusher)
+        monkeypatch.setattr(run_output, "CheckpointPusher", Pusher)
         monkeypatch.setattr(around_training, "check_before_training", lambda recipe: ())
         words = ["hub.checkpoints=steps", "hub.repo_id=me/devils", f"training.learning_rate={rate}"]
         assert main([str(recipe), *words]) == (0 if pushed else 2)

@@ -1,4 +1,4 @@
-"""Trackers get what metrics.jsonl says; one that fails is told of and left out, and the training goes on."""
+"""Trackers get what metrics.jsonl says; a failing one is reported and disabled, and the training continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from finetune.errors import EnvironmentMismatch
 from finetune.recipe.loader import load_recipe
 from finetune.train import main
-from finetune.training.trackers import _flat, _numbers, check_trackers
+from finetune.training.trackers import _flat, check_trackers, metric_values
 from tests.support.tiny import write_chats
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,7 +94,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_the_run_goes_on(
     (tmp_path / "run" / "tensorboard").write_text("in the way", "utf-8")
     assert main([str(recipe), "report_to=[tensorboard]"]) == 0
     said = capsys.readouterr().out
-    assert said.count("report_to: tensorboard failed and is left out from here on: FileExistsError") == 1
+    assert said.count("report_to: tensorboard failed and is disabled for the rest of this run: FileExistsError") == 1
     assert list(metrics(tmp_path / "run", "train", "loss")) == [1, 2, 3, 4]
 
 
@@ -111,10 +111,10 @@ def test_what_is_not_installed_is_one_line_before_anything_is_read(recipe: Path)
 
 def test_lines_become_numbers_under_their_kind() -> None:
     line = {"kind": "train", "step": 3, "loss": 1.5, "grad_norm": None, "tokens": 7, "skipped": True}
-    assert dict(_numbers(line)) == {"train/loss": 1.5, "train/tokens": 7.0}
+    assert dict(metric_values(line)) == {"train/loss": 1.5, "train/tokens": 7.0}
     phase = {"kind": "phase", "step": 3, "rank": 0, "phase": "forward", "peak_gib": 2.0, "seconds": 1.0}
-    assert dict(_numbers(phase)) == {"memory/forward_peak_gib": 2.0}
-    assert dict(_numbers(phase | {"rank": 1})) == {}
+    assert dict(metric_values(phase)) == {"memory/forward_peak_gib": 2.0}
+    assert dict(metric_values(phase | {"rank": 1})) == {}
 
 
 def test_settings_are_flat() -> None:

@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.files import ASIDE
+from finetune.files import TEMPORARY_PREFIX
 from finetune.run_folder import checkpoint
 from finetune.run_folder.train_state import TrainState
 from finetune.run_folder.trained_tensors import model_tensors, optimizer_tensors
@@ -158,9 +159,13 @@ def test_a_resumed_run_too(write: Write, monkeypatch: pytest.MonkeyPatch) -> Non
     recipe = write("run", mixed_precision="fp16")
     whole = write("whole", mixed_precision="fp16")
     assert main([str(whole)]) == 0
-    stop_at_2 = worst_step_stop(monkeypatch)
-    assert main([str(recipe)]) == 130
-    monkeypatch.setattr(session, "_stop_requested", stop_at_2)
+
+    def stopped_after_2(run: Run, state: TrainState) -> bool:
+        return spy(replace(run, stop_requested=lambda: state.step == 1), state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "train", stopped_after_2)
+        assert main([str(recipe)]) == 130
     torch.manual_seed(1)
     assert main([str(recipe)]) == 0
     assert [step for step, _ in begun] == [0, 0, 2]
@@ -168,23 +173,12 @@ def test_a_resumed_run_too(write: Write, monkeypatch: pytest.MonkeyPatch) -> Non
     assert left_by(recipe) == left_by(whole)
 
 
-def worst_step_stop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Ask for a stop within the second step; returns what was there before."""
-    real = session._stop_requested
-
-    def asked(start: Any, progress: Any, state: TrainState) -> Callable[[], bool]:
-        return lambda: real(start, progress, state)() or state.step == 1
-
-    monkeypatch.setattr(session, "_stop_requested", asked)
-    return real
-
-
 WITHOUT = """
 import sys
 from pathlib import Path
-from finetune import session
+from finetune.training import session
 from finetune.training.worst_step import WorstStep
-from tests import cells
+from tests.support import cells
 def skip(*arguments):
     with Path(__file__).with_suffix(".skipped").open("a") as file:
         file.write("skipped")
@@ -216,7 +210,7 @@ def test_it_takes_the_longest_rows_an_evaluation_and_a_save(
 ) -> None:
     seen: list[Any] = []
     prefetch = worst_step.prefetch
-    real_save, real_read = session.save_aside, session.read_back
+    real_save, real_read = session.save_temporary, session.restore_temporary
 
     def batches(found: list[Any], *arguments: Any, **options: Any) -> Any:
         seen.append([int((batch["shift_labels"] != -100).numel()) for batch in found])
@@ -238,8 +232,8 @@ def test_it_takes_the_longest_rows_an_evaluation_and_a_save(
         return worst_step.worst_step_first(run, *arguments)
 
     monkeypatch.setattr(worst_step, "prefetch", batches)
-    monkeypatch.setattr(session, "save_aside", save)
-    monkeypatch.setattr(session, "read_back", read)
+    monkeypatch.setattr(session, "save_temporary", save)
+    monkeypatch.setattr(session, "restore_temporary", read)
     monkeypatch.setattr(session, "worst_step_first", first)
     assert main([str(write("run", per_device_batch_size=per_device))]) == 0
     files = ["MANIFEST.json", "model-00000.safetensors", "optimizer-00000.safetensors", "state.json"]
@@ -260,7 +254,7 @@ def assert_it_failed_cleanly(recipe: Path, code: int, wanted: int, said: str, wo
     assert "Traceback" not in said
     assert "; " in lines[0], "a remedy"
     names = in_folder(recipe)
-    assert not {name for name in names if name.startswith(ASIDE)}, names
+    assert not {name for name in names if name.startswith(TEMPORARY_PREFIX)}, names
     assert names <= {"recipe.yaml", "environment.json", "receipt.json", "run_state.json", "metrics.jsonl", ".lock"}
     state = json.loads((recipe.parent / "run" / "run_state.json").read_text("utf-8"))
     assert (state["state"], state["phase"], state["step"]) == ("failed", "worst step first", 0)

@@ -23,6 +23,7 @@ from finetune.planner.closed_form.rank import RankSizes, read_strategy
 from finetune.planner.closed_form.shape import FAMILIES
 from finetune.planner.constants import COMMUNICATION_BUFFERS, CUDA_CONTEXT, GRADIENTS, HALF, NCCL_BUFFERS, PARAMETERS
 from finetune.recipe.gpus import Gpus
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 
 # What the allocator may reserve besides what is needed, as a share of that: the most that it reserved in the replays of
@@ -61,13 +62,13 @@ def unsupported(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) ->
         return "on a CPU"
     if config.get("model_type") not in FAMILIES:
         return f"the architecture {config.get('model_type')}"
-    if strategy.kind == "deepspeed" or strategy.offloaded:
+    if strategy.kind not in RESERVED or strategy.offloaded:
         return f"accelerate_config: {strategy.name}"
     if training.mixed_precision == "no":
         return "training.mixed_precision: no"
     if recipe.model.attention != "auto":
         return f"model.attention: {recipe.model.attention}"
-    if training.optim != "adamw":
+    if OPTIMIZERS[training.optim].moment_bytes is not None:
         return f"training.optim: {training.optim}"
     if recipe.quantization is not None and recipe.quantization.load_in_8bit:
         return "quantization.load_in_8bit"

@@ -25,6 +25,7 @@ from finetune.planner.constants import (
     PARAMETERS,
 )
 from finetune.recipe.gpus import Gpus
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.recipe.strategy import read_strategy as _read
@@ -50,30 +51,27 @@ class RankSizes:
 
     @cached_property
     def sharded(self) -> bool:
-        return self.strategy.kind == "fsdp"
+        return self.strategy.shards_parameters
 
     @cached_property
     def data_parallel(self) -> bool:
         """Whether DDP keeps a copy of the model on each rank."""
-        return self.strategy.kind == "ddp"
+        return self.strategy.gradient_buckets
 
     @cached_property
     def ranks(self) -> int:
-        return 1 if self.strategy.kind == "single" else self.gpus.count * self.gpus.nodes
+        return self.strategy.rank_count(self.gpus.count * self.gpus.nodes)
 
     @cached_property
     def shards(self) -> int:
         """Ranks that share one copy of the model."""
-        if not self.sharded:
-            return 1
-        replicas = self.strategy.replicas
-        return self.ranks if replicas is None else self.ranks // (replicas or self.gpus.nodes)
+        return self.ranks // self.strategy.replica_count(self.ranks, self.gpus.count) if self.sharded else 1
 
     @cached_property
     def keeps_all_reduce_buffers(self) -> bool:
         """Whether gradients that are reduced over shards are reduced again over HSDP's replicas, in buffers that stay
         until backward ends. A float32 gradient that is the first of its weight is this buffer itself."""
-        return self.strategy.replicas is not None and (self.micro_steps > 1 or self.trained_weight_bytes == HALF)
+        return self.strategy.replicates and (self.micro_steps > 1 or self.trained_weight_bytes == HALF)
 
     @cached_property
     def base_trained(self) -> bool:
@@ -224,9 +222,9 @@ class RankSizes:
 
     @cached_property
     def static(self) -> dict[str, int]:
-        """What is there all through a training: weights, AdamW's two moments, cuBLAS' workspaces of the two threads
+        """What is there all through a training: weights, the optimizer's moments, cuBLAS' workspaces of the two threads
         that multiply matrices (forward's and backward's), and DDP's buckets."""
-        moments = 2 * self.trained_weight_bytes * self.trained_weights
+        moments = OPTIMIZERS[self.recipe.training.optim].state_bytes(self.trained_weight_bytes) * self.trained_weights
         workspaces = 2 * CUBLAS_WORKSPACE_HOPPER
         return {PARAMETERS: self.parameter_bytes, OPTIMIZER_STATE: moments, OTHER: workspaces} | self.ddp_buckets
 

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
 from torch.utils.flop_counter import flop_registry
 
-from finetune.measure.collectives import CALLS, Moved
+from finetune.measure.collectives import CALLS, CollectiveStats
 from finetune.measure.phases import Phases
 from finetune.planner.constants import DDP_BUCKET, DDP_FIRST_BUCKET
 from finetune.planner.trace.recorder import tensors_in
@@ -49,7 +49,7 @@ class StepWork:
     """What one rank computes and sends in one forward, one backward and one update."""
 
     operations: Mapping[Operation, float]  # how often
-    moved: Mapping[str, Mapping[str, Moved]] = field(default_factory=dict)  # by phase and collective
+    moved: Mapping[str, Mapping[str, CollectiveStats]] = field(default_factory=dict)  # by phase and collective
 
     def flops(self, phase: str, *kinds: str) -> float:
         """Floating-point operations of a phase; of these kinds, or of all."""
@@ -146,7 +146,7 @@ def _size(tensor: torch.Tensor) -> int:
 
 def per_step(
     operations: Mapping[Operation, float],
-    moved: Mapping[str, Mapping[str, Moved]],
+    moved: Mapping[str, Mapping[str, CollectiveStats]],
     *,
     steps: int,
     micro_steps: int,
@@ -174,7 +174,10 @@ def with_ddp_reductions(work: StepWork, gradient_bytes: int) -> StepWork:
     buckets = 1 + math.ceil(max(0, gradient_bytes - DDP_FIRST_BUCKET) / DDP_BUCKET)
     return StepWork(
         work.operations,
-        {"backward": {"all_reduce": Moved(buckets, gradient_bytes)}, "step": {"all_reduce": Moved(1, STEP_SUMS_BYTES)}},
+        {
+            "backward": {"all_reduce": CollectiveStats(buckets, gradient_bytes)},
+            "step": {"all_reduce": CollectiveStats(1, STEP_SUMS_BYTES)},
+        },
     )
 
 
@@ -194,20 +197,21 @@ def _extrapolated(shallow: StepWork, more: StepWork, times: float) -> StepWork:
     }
     moved = {
         phase: {
-            name: _line(shallow.moved.get(phase, {}).get(name, Moved()), each, times) for name, each in found.items()
+            name: _line(shallow.moved.get(phase, {}).get(name, CollectiveStats()), each, times)
+            for name, each in found.items()
         }
         for phase, found in more.moved.items()
     }
     return StepWork(operations, moved)
 
 
-def _scaled(moved: Moved, share: float) -> Moved:
-    return Moved(*(round(value / share) for value in _figures(moved)))
+def _scaled(moved: CollectiveStats, share: float) -> CollectiveStats:
+    return CollectiveStats(*(round(value / share) for value in _figures(moved)))
 
 
-def _line(here: Moved, there: Moved, times: float) -> Moved:
-    return Moved(*(round(a + times * (b - a)) for a, b in zip(_figures(here), _figures(there), strict=True)))
+def _line(here: CollectiveStats, there: CollectiveStats, times: float) -> CollectiveStats:
+    return CollectiveStats(*(round(a + times * (b - a)) for a, b in zip(_figures(here), _figures(there), strict=True)))
 
 
-def _figures(moved: Moved) -> tuple[int, int, int, int]:
+def _figures(moved: CollectiveStats) -> tuple[int, int, int, int]:
     return moved.calls, moved.payload_bytes, moved.ring_bytes, moved.textbook_bytes

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
 
-from finetune.measure.live_tensors import NONE, TensorBytes, parts
+from finetune.measure.live_tensors import NONE, LiveTensors, parts
 from finetune.measure.phases import Phases
 from finetune.planner.trace.fake_device import stream_in_use
 from finetune.planner.trace.timeline import Event, Timeline, layer_of
@@ -32,7 +32,7 @@ class Recorder:
 
     def __init__(self, device: torch.device, fake_mode: Any = None) -> None:
         self.timeline = Timeline()
-        self.ledger = TensorBytes(callback=self._changed)
+        self.ledger = LiveTensors(callback=self._changed)
         self.ledger.fake_mode = fake_mode
         self.phases = Phases(device, enabled=True, ledger=self.ledger)
         self.operation: Any = None

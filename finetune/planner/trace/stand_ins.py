@@ -83,7 +83,9 @@ def _computing_on(device: torch.device) -> Any:
 
 def without_disks(strategy: Strategy) -> Strategy:
     """The strategy with NVMe offload replaced by host memory: a plan writes no files."""
-    section = strategy.settings.get("deepspeed_config") or {}
+    if "nvme" not in strategy.offload_devices.values():
+        return strategy
+    section = strategy.section("deepspeed_config")
     kept = {key: "cpu" if value == "nvme" else value for key, value in section.items() if "nvme_path" not in key}
     return replace(strategy, settings={**strategy.settings, "deepspeed_config": kept})
 

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # torch's documentatio
 from finetune.launch.launcher import Launch
 from finetune.measure.phases import Phase
 from finetune.model.build import decoder_parts
+from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import unwrap_optimizer
 from finetune.planner.constants import CUBLAS_WORKSPACE_HOPPER
 from finetune.planner.trace.fake_device import pretend_device
@@ -39,12 +40,13 @@ from finetune.planner.trace.stand_ins import (
     without_disks,
 )
 from finetune.planner.trace.timeline import Timeline
+from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
-from finetune.run_folder.save_restore import held
+from finetune.run_folder.save_restore import checkpoint_tensors
 from finetune.run_folder.tensor_checks import largest_magnitude
 from finetune.strategies.accelerator import accumulation_context, build_accelerator
-from finetune.strategies.assemble import COMPUTE, Assembled, assemble
+from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.fsdp import make_mesh
 from finetune.strategies.zero_state import local_shard
 from finetune.tokens.batches import MicroBatch, prefetch
@@ -86,18 +88,17 @@ def trace(
             everything is on the CPU.
         cublas: Bytes of a workspace of cuBLAS, where `gpu`.
     """
-    if strategy.kind == "deepspeed":
-        strategy = without_disks(strategy)
+    strategy = without_disks(strategy)
     # ZeRO's engine has one number format; its third stage partitions each weight as it is loaded.
     build = dataless_build(recipe, dtype=_engine_dtype(recipe, strategy))
     supervised = sum(len(batch["supervised"]) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
     device = _device(gpu)
     with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
-        if strategy.zero_stage == 3:
+        if strategy.uses_engine and strategy.shards_parameters:
             build = _partitioning_build(build, accelerator, adapters=recipe.lora is not None)
-        mesh = make_mesh(strategy, accelerator.device) if strategy.kind == "fsdp" else None
-        inside.enter_context(_stand_ins(strategy, paged=recipe.training.optim.startswith("paged")))
+        mesh = make_mesh(strategy, accelerator.device) if strategy.shards_modules else None
+        inside.enter_context(_stand_ins(strategy, paged=OPTIMIZERS[recipe.training.optim].paged))
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
         work = OperationCounter(recorder.phases, mode)
@@ -137,7 +138,7 @@ def _step_batches(
     """The batches of one step. Where they are copied to a device, one or two are there at a time; a single CPU process,
     and DeepSpeed's, computes on those that the host holds for the step."""
     on_host: Iterator[MicroBatch] = (fake_batch(mode, batch) for batch in batches)
-    if strategy.kind in ("single", "deepspeed") or accelerator.device.type != "cpu":
+    if not strategy.distributed or strategy.uses_engine or accelerator.device.type != "cpu":
         return prefetch(list(on_host), accelerator.device, recipe.training.non_blocking)
     return on_host
 
@@ -149,7 +150,7 @@ def _stand_ins(strategy: Strategy, *, paged: bool) -> Iterator[None]:
         stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", Replica))
         # There are no other ranks to broadcast to, and the pickled object would be counted as memory.
         stack.enter_context(mock.patch.object(dist, "broadcast_object_list"))
-        if strategy.kind != "deepspeed":
+        if not strategy.uses_engine:
             # Else Accelerate imports DeepSpeed, where it is installed, for an isinstance check: a second.
             stack.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
         if paged:
@@ -199,7 +200,7 @@ def _step(
 
 
 def _engine_dtype(recipe: Recipe, strategy: Strategy) -> torch.dtype | None:
-    return (COMPUTE[recipe.training.mixed_precision] or torch.float32) if strategy.kind == "deepspeed" else None
+    return (COMPUTE[recipe.training.mixed_precision] or torch.float32) if strategy.uses_engine else None
 
 
 def _weights(parts: Assembled) -> Iterator[torch.Tensor]:
@@ -226,7 +227,7 @@ def _save(parts: Assembled) -> None:
     """Allocate what a checkpoint does: a scalar that says whether a tensor is finite, and the copies in host memory
     that safetensors makes of a group before it writes it."""
     groups = []
-    for tensors in held(parts).values():
+    for tensors in checkpoint_tensors(parts).values():
         pieces = (getattr(value, "tensor", value) for value in tensors.values())
         groups.append([getattr(tensor, "_local_tensor", tensor) for tensor in pieces])
     for local in groups:
@@ -242,21 +243,20 @@ def _accelerator(
     recipe: Recipe, strategy: Strategy, ranks: int, node: int, device: torch.device
 ) -> Iterator[Accelerator]:
     """The trainer's Accelerator for rank 0 of `ranks`, in a process group without communication."""
-    single = strategy.kind == "single"
     before = dict(os.environ)
     for name in PLUGIN_SETTINGS:
         os.environ.pop(name, None)
     AcceleratorState._reset_state(reset_partial_state=True)  # as accelerate's own tests do
-    ranks = 1 if single else ranks
-    if not single:
+    ranks = strategy.rank_count(ranks)
+    if strategy.distributed:
         _pretend_ranks(ranks, node, device)
     launch = Launch((), None, None, True, ranks, 0, on_cpu=True, local_world_size=node)
     try:
         # Else Accelerate imports DeepSpeed, where it is installed, for an isinstance check: a second.
         no_engine = mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False)
-        with engine_without_ranks(device) if strategy.kind == "deepspeed" else no_engine:
+        with engine_without_ranks(device) if strategy.uses_engine else no_engine:
             accelerator = build_accelerator(recipe, strategy, launch)
-            if strategy.kind == "deepspeed" and device.type != "cpu":
+            if strategy.uses_engine and device.type != "cpu":
                 as_on_gpus(accelerator)
             # On CPU ranks it is "cpu:0", which fake tensors do not treat as "cpu".
             PartialState().device = accelerator.state.device = device

@@ -1,0 +1,62 @@
+"""The optimizers a recipe can name, and what the kit has to know of each. No torch here.
+
+A new optimizer is an entry in OPTIMIZERS and a word of `Optimizer`; model/optimizer.py builds those that are not
+bitsandbytes'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """What is known of an optimizer before it is built."""
+
+    moments: tuple[str, ...]  # entries of its state that have their parameter's shape
+    moment_bytes: int | None  # of an element of a moment; None: as wide as the trained weight
+    works_on_shards: bool  # updates DTensors, element by element
+    bitsandbytes_class: str | None = None  # None: torch's
+    unpaged: Optimizer | None = None  # of one with its state in CUDA's managed memory: the same without
+    smaller: Optimizer | None = None  # the same with smaller moments
+    other_names: str = ""  # in the configurations of other tools, besides its own
+    title: str = "AdamW"  # for messages
+
+    @property
+    def paged(self) -> bool:
+        """Whether its state is in CUDA's managed memory, which a CPU does not have."""
+        return self.unpaged is not None
+
+    def state_bytes(self, weight_bytes: int) -> int:
+        """Bytes of the moments of one trained weight that is `weight_bytes` wide."""
+        return len(self.moments) * (self.moment_bytes or weight_bytes)
+
+    def state_dtypes(self, weight_dtype: str) -> tuple[str, ...]:
+        """Number formats that the moments may have; with 8 bits, float32 for those of fewer than 4,096 elements."""
+        return {None: (weight_dtype,), 1: ("float32", "uint8")}.get(self.moment_bytes, ("float32",))
+
+
+def _bitsandbytes(
+    class_name: str, moment_bytes: int, other_names: str, unpaged: Optimizer | None = None
+) -> OptimizerSpec:
+    """Its kernels update full tensors alone, in blocks of 256 elements (bitsandbytes 0.50)."""
+    names = f"{class_name} {other_names}"
+    return OptimizerSpec(("state1", "state2"), moment_bytes, False, class_name, unpaged, other_names=names)
+
+
+_TORCH = "AdamW adamw_hf adamw_torch adamw_torch_fused adamw_apex_fused adamw_torch_xla adamw_torch_npu_fused"
+OPTIMIZERS: dict[Optimizer, OptimizerSpec] = {
+    "adamw": OptimizerSpec(("exp_avg", "exp_avg_sq"), None, True, smaller="adamw_8bit", other_names=_TORCH),
+    "adamw_8bit": _bitsandbytes("AdamW8bit", 1, "adamw_bnb_8bit"),
+    "paged_adamw_8bit": _bitsandbytes("PagedAdamW8bit", 1, "", "adamw_8bit"),
+    "paged_adamw_32bit": _bitsandbytes("PagedAdamW32bit", 4, "paged_adamw PagedAdamW", "adamw"),
+}
+DEFAULT: Optimizer = "adamw"  # takes the place of one that is not offered, or that cannot update shards
+OPTIMIZER_NAMES: dict[str, Optimizer] = {
+    word: name for name, spec in OPTIMIZERS.items() for word in (name, *spec.other_names.split())
+}
+# In whatever state: entries of their parameter's shape.
+MOMENTS = frozenset(entry for spec in OPTIMIZERS.values() for entry in spec.moments)
