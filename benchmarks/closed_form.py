@@ -2,19 +2,16 @@
 
 python benchmarks/closed_form.py [--points 240] [--again]      (half an hour on two cores, kept point by point)
 
-Points are drawn with a fixed seed from all combinations below; one that was traced before is not traced again, unless
---again says so, but its closed form is computed anew. `tests/planner/test_closed_form.py` does so too and traces a few
-of them.
+Points are drawn with a fixed seed (tests/support/closed_form_points.py). One that was traced before is not traced
+again, unless --again says so, but its closed form is computed anew. `tests/planner/test_closed_form.py` does so too and
+traces a few of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
-import time
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,90 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import RESULTS, write_result
 from finetune.model.known_configs import full_config
-from finetune.planner.closed_form.estimate import estimate, unsupported
-from finetune.planner.command import plan_by_trace
-from finetune.recipe.gpus import Gpus, read_gpus
-from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
+from finetune.planner.closed_form.estimate import unsupported
+from tests.support.closed_form_points import closed, key_of, points, recipe_of, traced
 
 NAME = "closed_form"
-MODELS = (
-    "meta-llama/Llama-3.2-1B",
-    "meta-llama/Llama-3.2-3B",
-    "meta-llama/Llama-3.1-8B",
-    "meta-llama/Llama-3.3-70B",
-    "mistralai/Mistral-7B-v0.3",
-    "Qwen/Qwen3-4B",
-    "HuggingFaceTB/SmolLM2-360M",
-)
-METHODS = ("full", "full pure", "lora", "lora pure", "qlora")
-PLACES = (
-    ("single", "80GB", 1),
-    ("ddp", "4x80GB", 1),
-    ("fsdp2", "2x24GB", 1),
-    ("fsdp2", "8x80GB", 1),
-    ("fsdp2", "8x80GB", 8),
-    ("fsdp2_grad_op", "8x80GB", 1),
-    ("hsdp", "8x80GB", 2),
-)
-LENGTHS = (512, 2048, 8192)
-ROWS = (1, 4)
-CHECKPOINTING: tuple[bool | int, ...] = (False, 2, True)
-
-
-def points(count: int) -> list[tuple[Any, ...]]:
-    """So many of all combinations, the same each time."""
-    every = list(product(MODELS, METHODS, PLACES, LENGTHS, ROWS, CHECKPOINTING))
-    return random.Random(0).sample(every, count)
-
-
-def recipe_of(point: tuple[Any, ...]) -> tuple[Recipe, Gpus]:
-    model, method, (strategy, gpus, nodes), length, rows, every = point
-    four_bit = Quantization(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16") if method == "qlora" else None
-    recipe = Recipe(
-        accelerate_config=strategy,
-        model=ModelSection(name_or_path=model),
-        quantization=four_bit,
-        lora=None if method.startswith("full") else Lora(),
-        data=Data(train=[DataSet(path="json", data_files="unused.jsonl")], max_length=length),
-        training=Training(
-            global_batch_size=256,
-            per_device_batch_size=rows,
-            pure_bf16=method.endswith("pure"),
-            activation_checkpointing=every,
-        ),
-    )
-    return recipe, read_gpus(gpus, nodes)
-
-
-def key_of(point: tuple[Any, ...]) -> str:
-    model, method, (strategy, gpus, nodes), length, rows, every = point
-    return f"{model} {method} {strategy} {nodes}x{gpus} {rows}x{length} checkpointing={every}"
-
-
-def traced(point: tuple[Any, ...]) -> dict[str, Any]:
-    recipe, gpus = recipe_of(point)
-    begun = time.perf_counter()
-    planned = plan_by_trace(recipe, gpus)
-    return {
-        "traced_bytes": planned.needed,
-        "traced_peaks": {name: phase.peak.nbytes for name, phase in planned.phases.items()},
-        "traced_reserved": planned.reserved,
-        "traced_upper": planned.upper,
-        "trace_seconds": round(time.perf_counter() - begun, 2),
-    }
-
-
-def closed(point: tuple[Any, ...]) -> dict[str, Any]:
-    recipe, gpus = recipe_of(point)
-    config = full_config(recipe.model.name_or_path)[0]
-    begun = time.perf_counter()
-    found = estimate(recipe, config, gpus)
-    return {
-        "closed_bytes": found.needed,
-        "closed_peaks": found.peaks,
-        "closed_upper": found.upper,
-        "closed_milliseconds": round(1000 * (time.perf_counter() - begun), 2),
-    }
 
 
 def known() -> dict[str, dict[str, Any]]:

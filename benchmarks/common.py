@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import hashlib
 import importlib.metadata
 import io
 import json
@@ -29,8 +28,8 @@ from finetune.run_folder.train_state import TrainState
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.training.loop import train
 from finetune.training.run import Run, plan_batches
+from tests.support.recipe_results import RESULTS
 
-RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "trl")
 
 
@@ -110,22 +109,3 @@ def run_ours(recipe: Recipe, prepared: Prepared, write_metrics: Callable[[dict[s
         save=lambda state: None,
     )
     assert train(run, TrainState())
-
-
-def recipes() -> dict[str, Path]:
-    """Every recipe of recipes/ by its name."""
-    return {path.stem: path for path in sorted((RESULTS.parent.parent / "recipes").glob("*.yaml"))}
-
-
-def sha256_of(path: Path) -> str:
-    """Of a file's bytes."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def known(name: str) -> dict[str, dict[str, Any]]:
-    """A benchmark's results so far by recipe, of those recipes that there still are."""
-    try:
-        rows = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))["recipes"]
-    except (FileNotFoundError, ValueError):
-        return {}
-    return {recipe: row for recipe, row in rows.items() if recipe in recipes()}

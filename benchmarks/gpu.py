@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.common import RESULTS, write_result
 from finetune.files import read_lines
 from finetune.model.known_configs import full_config
-from finetune.preflight.compare import failure
+from finetune.preflight.job_failure import failure_reason
 from finetune.preflight.shrink import sample_texts, shrink_model, shrunken_config, train_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
@@ -141,7 +141,7 @@ def train(
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "FINETUNE_CACHE": str(folder / "cache")}
     command += ["finetune/train.py", str(path), *words]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    return run_dir, failure(run_dir, done.stdout + done.stderr) if done.returncode else None
+    return run_dir, failure_reason(run_dir, done.stdout + done.stderr) if done.returncode else None
 
 
 def _memory_gb() -> float:

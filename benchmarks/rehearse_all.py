@@ -20,16 +20,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import PACKAGES, known, recipes, sha256_of, version_of, write_result
+from benchmarks.common import PACKAGES, version_of, write_result
+from tests.support.recipe_results import known, recipes, sha256_of, stands
 
 ROOT = Path(__file__).resolve().parent.parent
-LONGEST_SECONDS = 120
 NAME = "rehearse"
-
-
-def stands(row: dict[str, Any] | None, path: Path) -> bool:
-    """Whether a result is of this very text, went well and was quick enough."""
-    return bool(row and row["ok"] and row["seconds"] < LONGEST_SECONDS and row["sha256"] == sha256_of(path))
 
 
 def rehearse(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Fixtures that several test files share, how many tests run at once, and a process of its own for what traces."""
+"""Fixtures that several test files share, how many tests run at once, and a pytest of its own for tests that trace."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ import pytest
 # suite took 446 s with two, beside another program).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A planner beside each of the suite's hundreds of runs would be most of the suite; tests of it turn it on.
+# Planning each of the suite's hundreds of runs would take most of its time; tests of the planner process turn it on.
 os.environ.setdefault("FINETUNE_PLANNER", "off")
 
 from tests.support.tiny import save_tiny
 
+LONG = ("test_strategies.py", "test_shipped_batches.py")  # ten seconds and more a test
 # A trace's device has to be there before a process's first backward, which then starts threads for it; a process that
 # has them cannot fork ranks. So tests/planner/ is run by another pytest, when the other tests are over.
-LONG = ("test_strategies.py", "test_shipped_batches.py")  # ten seconds and more a test
 TRACING = Path(__file__).parent / "planner"
 ASKED, LEFT_OUT = pytest.StashKey[list[str]](), pytest.StashKey[list[str]]()
 
 
 def _traces(path: Path) -> bool:
-    return path.parent == TRACING
+    return TRACING in (path, path.parent)
 
 
-def _apart(config: pytest.Config) -> list[str]:
-    """What traces of all that this pytest was asked for, beside others."""
+def _left_out(config: pytest.Config) -> list[str]:
+    """What this pytest was asked for and leaves to another: tests that trace, where it was asked for others too."""
     asked = {arg: (config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args}
     if all(map(_traces, asked.values())):
         return []
-    found = [arg for arg, path in asked.items() if _traces(path)]
-    folders = [path for path in asked.values() if path.is_dir()]
-    return found + [str(file) for folder in folders for file in sorted(folder.rglob("test_*.py")) if _traces(file)]
+    if any(TRACING.is_relative_to(path) and path != TRACING for path in asked.values()):
+        return [*filter(lambda arg: _traces(asked[arg]), asked), str(TRACING)]
+    return [arg for arg, path in asked.items() if _traces(path)]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -48,7 +48,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[ASKED], config.stash[LEFT_OUT] = list(config.args), _apart(config)
+    config.stash[ASKED], config.stash[LEFT_OUT] = list(config.args), _left_out(config)
     # A file that is named is collected, whatever pytest_ignore_collect says of it.
     config.args[:] = [arg for arg in config.args if arg not in config.stash[LEFT_OUT]]
 
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Whatever test comes first: it may train, and the next one trace."""
+    """The trace's device is made before the first test: that one may train, and the next one trace."""
     if any(_traces(item.path) for item in session.items):
         from finetune.planner.trace.fake_device import pretend_device
 
@@ -93,7 +93,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def forget_the_last_run() -> Iterator[None]:
-    """A process has one mixed precision to Accelerate, until it is told to forget, as its own tests do."""
+    """Accelerate keeps a process's first mixed precision for good; its own tests reset it so too."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -27,13 +27,13 @@ def preview(
         from rich.console import Console
 
         from finetune.report.preview import preview as look
-        from finetune.report.preview_views import as_page, show
+        from finetune.report.preview_views import as_page, print_preview
 
         found = look(loaded, rows)
         if html is not None:
             write_text(html, as_page(found, recipe.name))
         if not as_json:
-            show(found, Console())
+            print_preview(found, Console())
         return found.as_json() | ({} if found.ok else {"exit_code": 2})
 
     run_verb(work, as_json=as_json)
@@ -74,11 +74,11 @@ def doctor(
     """Is this machine fit for a run? Fit to paste into a bug report: no names, no token. Exit code 4 if it is not."""
 
     def work() -> dict[str, Any]:
-        from finetune.preflight.doctor import as_text, examine
+        from finetune.preflight.doctor import as_text, examine_machine
 
         loaded = load_recipe(recipe).recipe if recipe else None
         found = []
-        for finding in examine(loaded, online=online):
+        for finding in examine_machine(loaded, online=online):
             found.append(finding)
             if not as_json:
                 typer.echo(as_text(finding))

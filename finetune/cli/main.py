@@ -124,10 +124,10 @@ def rehearse(
     """The whole run, small and on the CPU: train, kill, resume, export, load back; under two minutes, no download."""
 
     def work() -> dict[str, Any]:
+        from finetune.preflight.rehearse import checklist_printer
         from finetune.preflight.rehearse import rehearse as run
-        from finetune.preflight.rehearse import show
 
-        with show(quiet=as_json) as log:
+        with checklist_printer(quiet=as_json) as log:
             return run(recipe, overrides or [], processes=processes, log=log)
 
     run_verb(work, as_json=as_json)

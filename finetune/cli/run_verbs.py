@@ -58,15 +58,14 @@ def report(
 
     def work() -> dict[str, Any]:
         from finetune.report.curves import read_runs, summary
-        from finetune.report.run_page import NAME, PICTURES, write_report
+        from finetune.report.run_page import PAGE_NAME, PICTURES, write_pictures, write_report
 
         found = read_runs(runs)
         folder = output or (runs[0] if len(runs) == 1 else Path("report"))
         folder.mkdir(parents=True, exist_ok=True)
-        write_report(found, folder / NAME)
-        for name, draw in PICTURES.items():
-            draw(found, folder / name)
-        files = [str(folder / name) for name in (NAME, *PICTURES)]
+        write_report(found, folder / PAGE_NAME)
+        write_pictures(found, folder)
+        files = [str(folder / name) for name in (PAGE_NAME, *PICTURES)]
         if not as_json:
             typer.echo("\n".join(files))
         return {"ok": True, "files": files, "runs": {run.name: summary(run) for run in found}}
@@ -152,15 +151,15 @@ def push(
     """The adapter or model to the Hub, with tokenizer, recipe and card; private unless told."""
 
     def work() -> dict[str, Any]:
-        from finetune.hub.push import chosen_destination, describe, prepare
+        from finetune.hub.push import chosen_destination, describe_upload, prepare_upload
         from finetune.hub.push import push as send
 
         to = chosen_destination(run, repo, public=public, revision=revision, base=base, merged=merged)
         log: Callable[[str], None] = (lambda text: typer.echo(text, err=True)) if as_json else typer.echo
         if dry_run:
-            upload = prepare(run, to)
+            upload = prepare_upload(run, to)
             if not as_json:
-                typer.echo(describe(upload, to))
+                typer.echo(describe_upload(upload, to))
             return {"ok": True, "dry_run": True, "repo_id": to.repo_id, "card": upload.card, **upload.as_json()}
         done = send(run, to, message=message, log=log)
         if not as_json:

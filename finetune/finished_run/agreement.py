@@ -25,17 +25,17 @@ KEPT_BYTES = 2**30
 
 
 @dataclass(frozen=True)
-class Question:
-    """A document up to its last answer token that is asked about, and where the next token is looked at."""
+class ComparedDocument:
+    """A document up to its last compared answer token, and the positions whose next token is compared."""
 
     ids: Tensor  # int64 [1, tokens]
-    positions: Tensor  # int64 [asked], ascending
-    targets: Tensor  # int64 [asked], the data's own next tokens
+    positions: Tensor  # int64 [compared], ascending
+    targets: Tensor  # int64 [compared], the data's own next tokens
 
 
 @dataclass
 class Agreement:
-    """Sums over questions; figures by `as_json`."""
+    """Sums over documents; figures by `as_json`."""
 
     tokens: int = 0
     same_top: int = 0
@@ -44,7 +44,7 @@ class Agreement:
     loss: float = 0.0
 
     def add(self, wanted: Tensor, found: Tensor, targets: Tensor) -> None:
-        """Logits [asked, vocabulary] of the adapter model and of the one held against it."""
+        """Logits [compared, vocabulary] of the adapter model and of the compared one."""
         wanted, found = wanted.double(), found.double()
         log_wanted, log_found = wanted.log_softmax(-1), found.log_softmax(-1)
         self.tokens += len(targets)
@@ -65,57 +65,58 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the adapter model said."""
+    """The adapter model's logits, which the others are compared with."""
 
-    questions: Sequence[Question]
-    logits: list[Tensor] = field(repr=False)  # float32 [asked, vocabulary] each, on the host
+    documents: Sequence[ComparedDocument]
+    logits: list[Tensor] = field(repr=False)  # float32 [compared, vocabulary] each, on the host
     adapter: Agreement = field(default_factory=Agreement)
 
     @property
     def tokens(self) -> int:
-        return sum(len(question.targets) for question in self.questions)
+        return sum(len(document.targets) for document in self.documents)
 
 
-def questions_of(prepared: Prepared, count: int, vocabulary: int) -> list[Question]:
+def documents_to_compare(prepared: Prepared, count: int, vocabulary: int) -> list[ComparedDocument]:
     """The first held-out documents, or where none are held out, of those trained on; tokens spread over the answers."""
     split = prepared.split
     documents = split.held_out if len(split.held_out) else np.unique(split.train)
     chosen = documents[:count].tolist()
     each = max(1, KEPT_BYTES // (4 * vocabulary * max(1, len(chosen))))
-    return [_question(*prepared.pool.document(index), each) for index in chosen]
+    return [compared_document(*prepared.pool.document(index), each) for index in chosen]
 
 
-def _question(ids: np.ndarray, labels: np.ndarray, most: int) -> Question:
+def compared_document(ids: np.ndarray, labels: np.ndarray, most: int) -> ComparedDocument:
+    """At most `most` positions, evenly spread over the answer tokens, the first and the last among them."""
     learned = np.flatnonzero(labels[1:] != IGNORE)
     picked = learned[np.unique(np.linspace(0, len(learned) - 1, min(most, len(learned))).round().astype(int))]
     tokens = torch.from_numpy(np.ascontiguousarray(ids[: picked[-1] + 1]))[None]
-    return Question(tokens, torch.from_numpy(picked), torch.from_numpy(labels[picked + 1]))
+    return ComparedDocument(tokens, torch.from_numpy(picked), torch.from_numpy(labels[picked + 1]))
 
 
-def ask_reference(adapted: nn.Module, questions: Sequence[Question]) -> Reference:
-    """`adapted` is peft's model, or any other that the others are to be held against."""
-    reference = Reference(questions, [])
+def run_reference(adapted: nn.Module, documents: Sequence[ComparedDocument]) -> Reference:
+    """`adapted` is peft's model, or any other that the others are to be compared with."""
+    reference = Reference(documents, [])
     with computing_in_float32(adapted):
-        for question in questions:
-            wanted = _answer(adapted, question)
-            reference.adapter.add(wanted, wanted, question.targets)
+        for document in documents:
+            wanted = _answer(adapted, document)
+            reference.adapter.add(wanted, wanted, document.targets)
             reference.logits.append(wanted)
     return reference
 
 
-def compare(model: nn.Module, reference: Reference) -> Agreement:
+def agreement_with(model: nn.Module, reference: Reference) -> Agreement:
     """The agreement of a plain model with the adapter model."""
     found = Agreement()
     with computing_in_float32(model):
-        for question, wanted in zip(reference.questions, reference.logits, strict=True):
-            found.add(wanted, _answer(model, question), question.targets)
+        for document, wanted in zip(reference.documents, reference.logits, strict=True):
+            found.add(wanted, _answer(model, document), document.targets)
     return found
 
 
-def _answer(model: nn.Module, question: Question) -> Tensor:
+def _answer(model: nn.Module, document: ComparedDocument) -> Tensor:
     device = next(model.buffers()).device
     with torch.no_grad():
-        output = model(input_ids=question.ids.to(device), logits_to_keep=question.positions.to(device), use_cache=False)
+        output = model(input_ids=document.ids.to(device), logits_to_keep=document.positions.to(device), use_cache=False)
     logits: Tensor = output.logits[0]
     return logits.float().cpu()
 

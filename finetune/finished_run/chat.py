@@ -24,7 +24,7 @@ WHO: dict[str, Who] = {"/base": "base", "/tuned": "tuned", "/both": "both"}
 HELP = """\
 /base /tuned /both   who answers
 /seed N              the same answers again, where the temperature is above 0; /seed alone: others each time
-/history             what was said, as each of them remembers it
+/history             the conversation, as each model remembers it
 /save FILE           that, as rows which a recipe can train on (JSONL)
 /reset               forget it
 /quit, Ctrl-D        end; Ctrl-C stops an answer"""
@@ -32,7 +32,7 @@ HELP = """\
 
 @dataclass
 class GenerationSettings:
-    """How is answered."""
+    """How answers are sampled."""
 
     max_new_tokens: int
     temperature: float  # 0 is greedy
@@ -41,7 +41,7 @@ class GenerationSettings:
 
 @dataclass
 class Participant:
-    """One side of the talk with its own memory of it."""
+    """A model in the conversation, with its own history."""
 
     name: str
     model: nn.Module
@@ -62,16 +62,16 @@ class ChatSession:
         return {"base": [self.base], "tuned": [self.tuned], "both": [self.base, self.tuned]}[who]
 
     def reply(self, speaker: Participant, text: str, settings: GenerationSettings, streamer: Any = None) -> str:
-        """The speaker's answer to `text` after what was said before; both are remembered, or after an error neither."""
-        asked = [*speaker.history, {"role": "user", "content": text}]
+        """The speaker's answer to `text` after its history; both are remembered, or after an error neither."""
+        messages = [*speaker.history, {"role": "user", "content": text}]
         try:
-            prompt = self.encoder.prompt_ids(asked)
+            prompt = self.encoder.prompt_ids(messages)
         except BadRow as error:
             raise FinetuneError(f"the chat template refuses this conversation: {error}") from error
         if settings.seed is not None:
             torch.manual_seed(settings.seed)
         with answering(speaker.model), speaker.turn_off_adapter():
-            said = answer(
+            text_of_answer = answer(
                 speaker.model,
                 self.tokenizer,
                 prompt,
@@ -79,8 +79,8 @@ class ChatSession:
                 temperature=settings.temperature,
                 streamer=streamer,
             )
-        speaker.history[:] = [*asked, {"role": "assistant", "content": said}]
-        return said
+        speaker.history[:] = [*messages, {"role": "assistant", "content": text_of_answer}]
+        return text_of_answer
 
 
 def open_run(run_dir: Path) -> ChatSession:
@@ -133,7 +133,7 @@ def _stream_answer(
 
 
 def _run_command(session: ChatSession, settings: GenerationSettings, command: str, argument: str) -> str:
-    """What a command says when it is done."""
+    """Run a slash command; returns what to print."""
     match command:
         case "/reset":
             session.base.history.clear()
@@ -144,7 +144,7 @@ def _run_command(session: ChatSession, settings: GenerationSettings, command: st
             greedy = "; answers are greedy, so it changes nothing: start with --temperature 0.8"
             return f"seed: {argument or 'none'}" + ("" if settings.temperature > 0 else greedy)
         case "/history":
-            return "\n".join(_remembered(session)) or "nothing was said yet"
+            return "\n".join(_remembered(session)) or "nothing to show yet"
         case "/save" if argument:
             return _save(session, Path(argument).expanduser())
     return HELP
@@ -159,7 +159,7 @@ def _remembered(session: ChatSession) -> Iterator[str]:
 def _save(session: ChatSession, path: Path) -> str:
     rows = [{"who": one.name, "messages": one.history} for one in session.speakers("both") if one.history]
     if not rows:
-        return "nothing was said yet"
+        return "nothing to show yet"
     try:
         with path.open("x", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -174,13 +174,13 @@ def answers_to(
     session: ChatSession, prompts: Iterable[str], who: Who, settings: GenerationSettings
 ) -> list[dict[str, str]]:
     """The answers of each speaker to each prompt, each a conversation of its own."""
-    said = []
+    answers = []
     for prompt in prompts:
         for speaker in session.speakers(who):
             speaker.history.clear()
             text = session.reply(speaker, prompt, settings)
-            said.append({"prompt": prompt, "who": speaker.name, "answer": text})
-    return said
+            answers.append({"prompt": prompt, "who": speaker.name, "answer": text})
+    return answers
 
 
 def typed_lines(prompt: str = "\nyou: ") -> Iterator[str]:

@@ -112,15 +112,19 @@ def task_figures(
     tokenizer = AutoTokenizer.from_pretrained(run.product)
     figures = {}
     for which, model in models_of(run, device, with_loss=False):
-        asked = HFLM(pretrained=model, tokenizer=tokenizer, device=str(device))
+        language_model = HFLM(pretrained=model, tokenizer=tokenizer, device=str(device))
         with fitting(device):
             try:
                 found = simple_evaluate(
-                    asked, tasks=manager.match_tasks(list(tasks)), task_manager=manager, limit=limit, log_samples=False
+                    language_model,
+                    tasks=manager.match_tasks(list(tasks)),
+                    task_manager=manager,
+                    limit=limit,
+                    log_samples=False,
                 )
             except (OSError, ValueError) as error:
                 reason = " ".join(str(error).split())[:300]
-                raise EnvironmentMismatch(f"--tasks: lm-eval could not ask {', '.join(tasks)}: {reason}") from error
+                raise EnvironmentMismatch(f"--tasks: lm-eval could not run {', '.join(tasks)}: {reason}") from error
         figures[which] = {task: _numbers(values) for task, values in found["results"].items()}
     return figures
 

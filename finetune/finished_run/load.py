@@ -46,7 +46,7 @@ def finished_run(run_dir: Path) -> FinishedRun:
     """Raises FinetuneError when the folder holds no finished run."""
     resolved = run_dir / "recipe.yaml"
     if not resolved.is_file():
-        raise FinetuneError(f"{run_dir}: no run is here (recipe.yaml is missing); name a run's output_dir")
+        raise FinetuneError(f"{run_dir}: not a run folder (recipe.yaml is missing); name a run's output_dir")
     run = FinishedRun(run_dir, recipe_from_resolved(resolved))
     if not run.product.is_dir():
         raise FinetuneError(f"{run_dir}: this run has not finished: {run.product.name}/ is not there; resume it first")

@@ -1,7 +1,7 @@
 """A run's adapter merged into its base: safetensors that plain transformers loads, written one shard at a time.
 
 Of the base one tensor is read at a time, merged by peft in float32, and kept in the number format of the result until
-its shard is full. Beyond that nothing is held, so that a model that no memory here would take can be merged.
+its shard is full. Nothing else is kept in memory, so that a model larger than this machine's memory can be merged.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
 def write_merged(
     merge: Merge, folder: Path, dtype: torch.dtype, *, dequantized: bool, log: Callable[[str], None]
 ) -> None:
-    """Weights, config and tokenizer into `folder`, which is made."""
+    """Weights, config and tokenizer into `folder`, which is created."""
     folder.mkdir(parents=True)
     with disk_errors(folder):
         _write_weights(merge, folder, dtype, dequantized=dequantized, log=log)

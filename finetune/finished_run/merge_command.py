@@ -12,7 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from finetune.errors import FinetuneError
 from finetune.files import TEMPORARY_PREFIX, publish_folder, remove_folder, write_json
-from finetune.finished_run.agreement import Agreement, Question, Reference, ask_reference, compare, questions_of
+from finetune.finished_run.agreement import (
+    Agreement,
+    ComparedDocument,
+    Reference,
+    agreement_with,
+    documents_to_compare,
+    run_reference,
+)
 from finetune.finished_run.load import FinishedRun, best_device, finished_run, fitting, load_adapted, load_whole
 from finetune.finished_run.merge import Merge, plan_merge, write_merged
 from finetune.model.build import load_tokenizer
@@ -48,20 +55,20 @@ def merge_run(
     device = best_device()
     merge = plan_merge(run.recipe, run_dir, device)
     chosen: Dtype = dtype or run.recipe.model.dtype
-    made: dict[Base, Path] = {}
+    merged: dict[Base, Path] = {}
     try:
         for kind in _candidates(run, base, compared=prompts > 0):
             log(f"merging into {_words(run, kind)}")
-            made[kind] = run_dir / f"{TEMPORARY_PREFIX}merged-{kind}"
-            remove_folder(made[kind])
-            write_merged(merge, made[kind], getattr(torch, chosen), dequantized=kind == "dequantized", log=log)
-        found = _verify(run, merge, made, prompts, log) if prompts else None
-        best = next(iter(made)) if found is None else _nearest(found["candidates"])
-        facts = {"base": best, "dtype": chosen, "agreement": found, **_sizes(made[best])}
-        write_json(made[best] / "merge.json", facts)
-        publish_folder(made[best], run_dir / "merged")
+            merged[kind] = run_dir / f"{TEMPORARY_PREFIX}merged-{kind}"
+            remove_folder(merged[kind])
+            write_merged(merge, merged[kind], getattr(torch, chosen), dequantized=kind == "dequantized", log=log)
+        agreement = _verify(run, merge, merged, prompts, log) if prompts else None
+        best = next(iter(merged)) if agreement is None else _nearest(agreement["candidates"])
+        facts = {"base": best, "dtype": chosen, "agreement": agreement, **_sizes(merged[best])}
+        write_json(merged[best] / "merge.json", facts)
+        publish_folder(merged[best], run_dir / "merged")
     finally:
-        for folder in made.values():
+        for folder in merged.values():
             remove_folder(folder)
     return {"folder": str(run_dir / "merged"), **facts}
 
@@ -89,18 +96,18 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _verify(
-    run: FinishedRun, merge: Merge, made: Mapping[Base, Path], prompts: int, log: Callable[[str], None]
+    run: FinishedRun, merge: Merge, merged: Mapping[Base, Path], prompts: int, log: Callable[[str], None]
 ) -> dict[str, Any]:
     """The figures of each candidate, and of the base without the adapter, by the same documents."""
     prepared = prepare(run.recipe, load_tokenizer(run.recipe))
     vocabulary = merge.shapes().get(merge.head, merge.shapes()[merge.embedding])[0]
-    questions = questions_of(prepared, prompts, vocabulary)
-    log(f"comparing over {len(questions)} documents")
+    documents = documents_to_compare(prepared, prompts, vocabulary)
+    log(f"comparing over {len(documents)} documents")
     with fitting(merge.device):
-        reference, without = _beside(run, questions, merge.device)
-        candidates = {kind: _compared(folder, reference, merge.device) for kind, folder in made.items()}
+        reference, without = _beside(run, documents, merge.device)
+        candidates = {kind: _compared(folder, reference, merge.device) for kind, folder in merged.items()}
     return {
-        "documents": len(questions),
+        "documents": len(documents),
         "held_out": bool(len(prepared.split.held_out)),
         "tokens": reference.tokens,
         "adapter": reference.adapter.as_json(),
@@ -109,17 +116,19 @@ def _verify(
     }
 
 
-def _beside(run: FinishedRun, questions: Sequence[Question], device: torch.device) -> tuple[Reference, Agreement]:
+def _beside(
+    run: FinishedRun, documents: Sequence[ComparedDocument], device: torch.device
+) -> tuple[Reference, Agreement]:
     """What the adapter beside its base says, and how far the base alone is from that."""
     adapted: Any = load_adapted(run, device)
-    reference = ask_reference(adapted, questions)
+    reference = run_reference(adapted, documents)
     if run.base_is_inside:
         with adapted.disable_adapter():
-            without = compare(adapted, reference)
+            without = agreement_with(adapted, reference)
     del adapted
     gc.collect()  # peft's model refers to itself in circles, and the next one needs its memory
     if not run.base_is_inside:
-        without = compare(load_whole(run, device, tuned=False), reference)
+        without = agreement_with(load_whole(run, device, tuned=False), reference)
     return reference, without
 
 
@@ -132,7 +141,7 @@ def _compared(folder: Path, reference: Reference, device: torch.device) -> Agree
     wrong = sorted(str(name) for names in info.values() for name in names)
     if wrong:
         raise FinetuneError(f"{folder}: plain transformers misses or finds too much: {', '.join(wrong[:3])}")
-    return compare(model.to(device).eval(), reference)
+    return agreement_with(model.to(device).eval(), reference)
 
 
 def _nearest(candidates: Mapping[Base, Mapping[str, float]]) -> Base:

@@ -19,9 +19,9 @@ from finetune.model.build import not_loaded, silenced_peft
 from finetune.model.packaged import in_hub_cache, resolve_model_path
 from finetune.recipe.schema import ModelSection
 
-PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 # The settings of an adapter that its forward depends on; the recipe knows no others.
-SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora")
+ADAPTER_SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class AdapterFile:
         tensors = self.layers[layer]
         kind = nn.Embedding if any(name.startswith("embedding") for name in tensors) else nn.Linear
         adapted = _adapted(kind, weight, self.settings)
-        state = {f"{PREFIX}layer.lora_{name}": self.read(key) for name, key in tensors.items()}
+        state = {f"{PEFT_PREFIX}layer.lora_{name}": self.read(key) for name, key in tensors.items()}
         try:
             result: Any = set_peft_model_state_dict(adapted, state)
         except (RuntimeError, KeyError) as error:
@@ -83,13 +83,13 @@ def open_adapter(folder: Path) -> AdapterFile:
     path, replaced = folder / "adapter_model.safetensors", {}
     layers: dict[str, dict[str, str]] = {}
     with safe_open(path, framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118  # it is no dict
-            layer, lora, name = key.removeprefix(PREFIX).partition(".lora_")
+        for key in file.keys():  # noqa: SIM118  # not a dict
+            layer, lora, name = key.removeprefix(PEFT_PREFIX).partition(".lora_")
             if lora:
                 layers.setdefault(layer, {})[name] = key
             else:
                 replaced[layer] = key
-    return AdapterFile({name: config[name] for name in SETTINGS}, init, path, layers, replaced)
+    return AdapterFile({name: config[name] for name in ADAPTER_SETTINGS}, init, path, layers, replaced)
 
 
 class _Holder(nn.Module):
@@ -129,8 +129,8 @@ class BaseWeights:
 def open_base(section: ModelSection) -> BaseWeights:
     """The recipe's base; what of it is not on this machine is fetched from the Hub.
 
-    Raises FinetuneError when it has no safetensors or is stored quantised, EnvironmentMismatch when the Hub has to be
-    asked and does not answer.
+    Raises FinetuneError when it has no safetensors or is stored quantised, EnvironmentMismatch when a file is only on
+    the Hub and the Hub does not answer.
     """
     config = read_settings(section, "config.json")
     if config is None:
@@ -159,7 +159,7 @@ def _open(files: Iterable[Path]) -> BaseWeights:
     for path in files:
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  # it is no dict
+                for name in file.keys():  # noqa: SIM118  # not a dict
                     places[name], shapes[name] = path, tuple(file.get_slice(name).get_shape())
         except SafetensorError as error:
             raise FinetuneError(f"{path}: is no whole safetensors file ({error}); fetch it again") from error
@@ -183,7 +183,7 @@ def base_file(section: ModelSection, name: str) -> Path | None:
     cached = in_hub_cache(section.name_or_path, name, section.revision)
     try:
         return cached or Path(hf_hub_download(section.name_or_path, name, revision=section.revision))
-    except EntryNotFoundError:  # also where the Hub cannot be asked and the file was never fetched
+    except EntryNotFoundError:  # also offline, where the file was never fetched
         return None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise not_loaded(name, section.name_or_path, error) from error

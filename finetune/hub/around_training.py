@@ -1,4 +1,4 @@
-"""What `hub.push: true` adds to a training: a look before it, so that no hours end in a refusal, and the push after."""
+"""What `hub.push: true` adds to a training: a permission check before it, and the push after it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ATTEMPTS_BEFORE = 2
 
 
 def refuse_secrets(recipe: Recipe) -> None:
-    """Raises RecipeError for a token in the recipe: the run's folder would keep it, and a push would carry it away.
+    """Raises RecipeError for a token in the recipe: the run folder would keep it, and a push would publish it.
 
-    Without a push, what merely equals a secret variable's value is let through: it may be a plain word.
+    Without a push, a value that merely equals a secret environment variable's is accepted: it may be a plain word.
     """
     found = secret_key(
         recipe.model_dump(mode="json"), known_secrets() if recipe.hub.push or recipe.hub.checkpoints else ()
@@ -32,10 +32,9 @@ def refuse_secrets(recipe: Recipe) -> None:
 
 
 def check_before_training(recipe: Recipe, *, pause: Callable[[float], None] = time.sleep) -> tuple[str, ...]:
-    """Whether the push at the end can work; returns a note where the Hub cannot be asked now.
+    """Check that the push at the end can work; returns a note where the Hub cannot be reached now.
 
-    Raises FinetuneError: it is known that it cannot (no token, no right to write, a public repository, no network by
-    HF_HUB_OFFLINE).
+    Raises FinetuneError where it cannot: no token, no right to write, a public repository, or HF_HUB_OFFLINE set.
     """
     from huggingface_hub import HfApi
 
@@ -45,30 +44,30 @@ def check_before_training(recipe: Recipe, *, pause: Callable[[float], None] = ti
     refuse_offline()
     name, api = check_repository(to.repo_id, "hub.repo_id"), HfApi()
 
-    def look() -> None:
+    def check() -> None:
         check_permission(api, name)
         check_visibility(api, name, public=to.public)
 
     try:
-        retry(look, attempts=ATTEMPTS_BEFORE, pause=pause, log=lambda _: None)
+        retry(check, attempts=ATTEMPTS_BEFORE, pause=pause, log=lambda _: None)
     except HubUnreachable as error:
-        return (f"hub.push: {_hidden(error)}; training goes on, the push is tried at its end",)
+        return (f"hub.push: {_hidden(error)}; training continues, and the push is tried at its end",)
     except FinetuneError as error:
         raise type(error)(f"hub.push: {_hidden(error)}") from error.__cause__
     return ()
 
 
 def push_after_training(recipe: Recipe) -> None:
-    """Pushes a finished run that is not there yet. A failed push is no failed training: it is told, and no more."""
+    """Push a finished run that is not on the Hub yet. A failed push is printed and does not fail the training."""
     to, run_dir = destination_of(recipe), Path(recipe.run_dir)
     if not recipe.hub.push or to is None or _is_pushed(run_dir, to):
         return
     try:
-        done = push(run_dir, to)
+        record = push(run_dir, to)
     except FinetuneError as error:
         print(f"the training is finished and saved; the push failed:\n{error}", file=sys.stderr)
     else:
-        print(f"pushed: {done['url']} ({'private' if done['private'] else 'public'}, {len(done['files'])} files)")
+        print(f"pushed: {record['url']} ({'private' if record['private'] else 'public'}, {len(record['files'])} files)")
 
 
 def _is_pushed(run_dir: Path, to: Destination) -> bool:
@@ -76,8 +75,8 @@ def _is_pushed(run_dir: Path, to: Destination) -> bool:
         record = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    there = {"state": "pushed", "repo_id": to.repo_id, "revision": to.revision, "merged": to.merged}
-    return bool(there.items() <= ({"merged": False} | record).items())
+    expected = {"state": "pushed", "repo_id": to.repo_id, "revision": to.revision, "merged": to.merged}
+    return bool(expected.items() <= ({"merged": False} | record).items())
 
 
 def _hidden(error: FinetuneError) -> str:

@@ -28,16 +28,16 @@ class BaseFacts:
     """The base model as a card names it."""
 
     shown: str  # a name, never a path
-    repository: str | None  # on the Hub; None when nobody knows
+    repository: str | None  # on the Hub; None where it is not known
     revision: str
-    licence: Mapping[str, str]  # of LICENCE_KEYS; empty when nobody knows
+    licence: Mapping[str, str]  # of LICENCE_KEYS; empty where it is not known
 
 
 def read_base(section: ModelSection, *, repository: str | None = None) -> BaseFacts:
-    """The facts as far as this machine knows them; nothing is asked of the Hub.
+    """The facts as far as this machine knows them; sends nothing to the Hub.
 
-    A name on the Hub tells itself; a folder by its place in the Hub's cache or by its config.json; a `package:` model
-    by the package. `repository` wins over all of it.
+    A name on the Hub is its own answer; a folder is recognised by its place in the Hub's cache or by its config.json,
+    a `package:` model by the package. `repository` overrides all of them.
     """
     name = section.name_or_path
     folder = Path(resolve_model_path(name)) if name.startswith(PREFIX) else Path(name)
@@ -53,7 +53,7 @@ def read_base(section: ModelSection, *, repository: str | None = None) -> BaseFa
         card = in_hub_cache(name, "README.md", section.revision)
         licence = _licence_in(card) if card else {}
     best = repository or found
-    # A folder's revision is its own; a branch of the Hub is another thing.
+    # A folder has no revision; a branch of the Hub's repository may differ from it.
     revision = "main" if folder.is_dir() else section.revision
     return BaseFacts(best or shown, best, revision, licence)
 
@@ -64,7 +64,7 @@ def ask_licence(base: BaseFacts, api: HfApi) -> BaseFacts:
         return base
     try:
         card: Any = api.model_info(base.repository).card_data
-    except Exception:  # whatever is wrong with the Hub, the card then says that the licence is not known
+    except Exception:  # the card then says that the licence is not known
         return base
     return replace(base, licence=_licence_of(card.to_dict() if card else {}))
 
@@ -100,10 +100,10 @@ def _licence_of(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_repository(name: str, place: str) -> str:
-    """The name, when it is one of the Hub's. Raises FinetuneError."""
+    """The name, if the Hub would accept it. Raises FinetuneError otherwise."""
     owner, _, own = name.partition("/")
     whole = all(re.fullmatch(r"(?!.*(?:--|\.\.))[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?", part) for part in (owner, own))
     if not whole or len(name) > MAX_NAME or name.endswith(".git"):
         rules = "letters, digits, - _ . and not -- .. or .git at the end"
-        raise FinetuneError(f"{place}: {name!r} is no name of the Hub; write owner/name ({rules})")
+        raise FinetuneError(f"{place}: {name!r} is not a valid name on the Hub; write owner/name ({rules})")
     return name

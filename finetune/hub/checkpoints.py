@@ -1,8 +1,8 @@
-"""Checkpoints to a branch of the Hub while the training goes on.
+"""Push checkpoints to a branch of the Hub during training.
 
-One is sent at a time, by a thread that mostly waits for the network; when the next is saved meanwhile, only the newest
-is sent after it. The branch holds one checkpoint: each commit takes the one before away. What fails is told and tried
-again with the next checkpoint; the training does not notice.
+A thread that mostly waits for the network sends one checkpoint at a time; of those saved meanwhile only the newest is
+sent after it. The branch holds one checkpoint: each commit deletes the previous one. A failure is logged, and the next
+checkpoint is another attempt; the training is not disturbed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from finetune.recipe.schema import Recipe
 from finetune.redaction import hide_secrets, known_secrets
 from finetune.run_folder.checkpoint import step_folder
 
-ATTEMPTS = 3  # the next checkpoint is another chance
+CHECKPOINT_ATTEMPTS = 3  # the next checkpoint is another chance
 
 
 class CheckpointPusher:
-    """Of the main process; does nothing where the recipe names no branch."""
+    """Used by the main process; does nothing where the recipe names no branch."""
 
     def __init__(
         self,
@@ -40,15 +40,15 @@ class CheckpointPusher:
         self._log, self._endpoint, self._pause = log, endpoint, pause
         self._lock = threading.Lock()
         self._next: int | None = None
-        self._sent: list[str] = []  # folders on the branch that this process put there
+        self._sent: list[str] = []  # folders on the branch that this process pushed
         self._thread: threading.Thread | None = None
 
     def push(self, step: int) -> None:
-        """A checkpoint is complete: send it now, or after the one that is being sent."""
+        """Send a complete checkpoint now, or after the one that is being sent."""
         if self._hub.checkpoints is None:
             return
         with self._lock:
-            self._drop()
+            self._drop_waiting()
             self._stage(step)
             self._next = step
             if self._thread is None:
@@ -56,7 +56,7 @@ class CheckpointPusher:
                 self._thread.start()
 
     def close(self, *, wait: bool) -> None:
-        """No more checkpoints come; `wait` for those that are not there yet."""
+        """No more checkpoints follow; `wait` for those that are not on the Hub yet."""
         thread = self._thread
         if thread is not None and wait:
             self._log(f"waiting for the last checkpoint to reach {self._hub.repo_id}, branch {self._hub.checkpoints}")
@@ -70,11 +70,11 @@ class CheckpointPusher:
                     self._thread = None
                     return
             try:
-                retry(lambda: self._send(step), attempts=ATTEMPTS, pause=self._pause, log=lambda _: None)  # noqa: B023  # called at once
-            except Exception as error:  # no error of a network's is worth a training
+                retry(lambda: self._send(step), attempts=CHECKPOINT_ATTEMPTS, pause=self._pause, log=lambda _: None)  # noqa: B023  # called at once
+            except Exception as error:  # a failed upload must not end a training
                 text = hide_secrets(str(error), known_secrets())
                 kind = "" if isinstance(error, FinetuneError) else f"{type(error).__name__}: "
-                self._log(f"hub.checkpoints: step {step} was not pushed: {kind}{text}; the training goes on")
+                self._log(f"hub.checkpoints: step {step} was not pushed: {kind}{text}; the training continues")
             finally:
                 remove_folder(self._staged(step))
 
@@ -96,7 +96,7 @@ class CheckpointPusher:
         return self._run_dir / f"{TEMPORARY_PREFIX}push-{step}"
 
     def _stage(self, step: int) -> None:
-        """Keep the files for the time of sending, however soon the checkpoint is pruned: links take no room."""
+        """Keep the files while they are sent, even if the checkpoint is pruned: hard links take no space."""
         staged = self._staged(step)
         staged.mkdir(exist_ok=True)
         for file in step_folder(self._run_dir, step).iterdir():
@@ -105,8 +105,8 @@ class CheckpointPusher:
             except OSError:  # a file system without hard links
                 shutil.copyfile(file, staged / file.name)
 
-    def _drop(self) -> None:
-        """The one that was waiting is overtaken."""
+    def _drop_waiting(self) -> None:
+        """Discard the checkpoint that waits: a newer one replaces it."""
         if self._next is not None:
-            self._log(f"hub.checkpoints: step {self._next} is overtaken by the next; it is not pushed")
+            self._log(f"hub.checkpoints: step {self._next} is replaced by the next one and is not pushed")
             remove_folder(self._staged(self._next))

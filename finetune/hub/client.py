@@ -1,4 +1,4 @@
-"""The Hub as this kit calls it: what an error means, when to try again, who may write, and who would see it."""
+"""Calls to the Hub: what an error means, when to retry, who may write, and whether a repository is public."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from finetune.errors import EnvironmentMismatch, FinetuneError, HubUnreachable
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-ATTEMPTS = 5
+PUSH_ATTEMPTS = 5
 FIRST_WAIT_SECONDS = 2.0  # doubled each time
 LONGEST_WAIT_SECONDS = 300.0
-# 409 and 412: somebody else changed the repository meanwhile.
+# 409 and 412: another client changed the repository in between.
 TRANSIENT = frozenset((408, 409, 412, 425, 429, 500, 502, 503, 504))
-NETWORK = frozenset(("httpx", "httpx2", "httpcore", "hf_xet"))  # packages whose errors are a connection's
+NETWORK = frozenset(("httpx", "httpx2", "httpcore", "hf_xet"))  # packages that raise connection errors
 TOKENS_PAGE = "https://huggingface.co/settings/tokens"
 WRITING_ROLES = ("admin", "write", "contributor")
 
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class HubError:
-    """A failed call, understood."""
+    """What a failed call means."""
 
     reason: str
     transient: bool
@@ -36,44 +36,44 @@ class HubError:
 
 
 def classify_error(error: BaseException) -> HubError | None:
-    """What a failed call of the client means; None for an error that is no call's."""
+    """What a failed call of the client means; None for an error that does not come from a call."""
     chain = list(_chain(error))
     for link in chain:
         response = getattr(link, "response", None)
         if response is not None and hasattr(response, "status_code"):
-            # A large file's 400 says that it arrived spoilt; the client wraps it in a RuntimeError.
-            spoilt = response.status_code == 400 and isinstance(error, RuntimeError)
-            return _answered(response, transient=spoilt or response.status_code in TRANSIENT)
-        # The Xet client is no Python: its errors carry the status in their text alone.
-        if (told := re.search(r"HTTP status \w+ error \((\d{3})[^)]*\)", str(link))) is not None:
-            status = int(told[1])
+            # 400 for a large file means that it arrived damaged; the client wraps it in a RuntimeError.
+            damaged = response.status_code == 400 and isinstance(error, RuntimeError)
+            return _answered(response, transient=damaged or response.status_code in TRANSIENT)
+        # The Xet client is written in Rust: its errors carry the status only in their text.
+        if (match := re.search(r"HTTP status \w+ error \((\d{3})[^)]*\)", str(link))) is not None:
+            status = int(match[1])
             return HubError(f"the Hub's file store answered {status}", status in TRANSIENT, status)
     for link in chain:
-        # A proxy's page where JSON was expected counts as a broken line too.
+        # A proxy's page where JSON was expected counts as a broken connection too.
         broken = isinstance(link, (ConnectionError, TimeoutError, json.JSONDecodeError))
         if broken or type(link).__module__.partition(".")[0] in NETWORK:
             return HubError(f"the connection broke ({type(link).__name__}: {_first_line(link)})", True)
-    if isinstance(error, (RuntimeError, OSError)):  # the Xet client's have no type of their own
+    if isinstance(error, (RuntimeError, OSError)):  # the Xet client has no exception types of its own
         return HubError(_first_line(error), True)
     return HubError(" ".join(str(error).split()), False) if isinstance(error, ValueError) else None
 
 
 def _answered(response: Any, *, transient: bool) -> HubError:
-    said = response.headers.get("X-Error-Message") or _said(response)
+    message = response.headers.get("X-Error-Message") or _message_in(response)
     after = re.fullmatch(r"\d+", response.headers.get("Retry-After", ""))
     wait = min(float(after[0]), LONGEST_WAIT_SECONDS) if after else None
-    return HubError(f"the Hub answered {response.status_code} ({said})", transient, response.status_code, wait)
+    return HubError(f"the Hub answered {response.status_code} ({message})", transient, response.status_code, wait)
 
 
-def _said(response: Any) -> str:
+def _message_in(response: Any) -> str:
     try:
         return str(json.loads(response.content)["error"])
-    except Exception:  # an answer that was not read, or is no JSON: then its status says it all
-        return "it says no more"
+    except Exception:  # an answer that was not read or is not JSON: the status alone has to do
+        return "no further message"
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["it says no more"])[0]
+    return (str(error).strip().splitlines() or ["no further message"])[0]
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -85,9 +85,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def retry(
     work: Callable[[], Result], *, attempts: int, pause: Callable[[float], None], log: Callable[[str], None]
 ) -> Result:
-    """The result of `work`, tried again with longer and longer waits while its failures may pass.
+    """The result of `work`, retried with doubled waits while its failures are transient.
 
-    Raises EnvironmentMismatch for an answer that will not change, HubUnreachable after the last attempt.
+    Raises EnvironmentMismatch for a failure that a retry cannot mend, HubUnreachable after the last attempt.
     """
     for attempt in range(1, attempts + 1):
         try:
@@ -95,26 +95,26 @@ def retry(
         except FinetuneError:
             raise
         except Exception as error:
-            trouble = classify_error(error)
-            if trouble is None:
+            hub_error = classify_error(error)
+            if hub_error is None:
                 raise
-            if not trouble.transient:
-                raise EnvironmentMismatch(f"{trouble.reason}; {_remedy(trouble)}") from error
+            if not hub_error.transient:
+                raise EnvironmentMismatch(f"{hub_error.reason}; {_remedy(hub_error)}") from error
             if attempt == attempts:
-                raise HubUnreachable(f"{trouble.reason}, {attempts} times; try again later") from error
-            wait = trouble.wait_seconds
+                raise HubUnreachable(f"{hub_error.reason}, {attempts} times; try again later") from error
+            wait = hub_error.wait_seconds
             wait = FIRST_WAIT_SECONDS * 2 ** (attempt - 1) if wait is None else wait
-            log(f"{trouble.reason}; trying again in {wait:g} s ({attempt} of {attempts})")
+            log(f"{hub_error.reason}; trying again in {wait:g} s ({attempt} of {attempts})")
             pause(wait)
     raise AssertionError("attempts is at least 1")
 
 
-def _remedy(trouble: HubError) -> str:
-    if trouble.status == 401:
-        return f"the token is not valid; make one with write access at {TOKENS_PAGE}, then: hf auth login"
-    if trouble.status == 403:
-        return f"the token may not do this; make one that may write there at {TOKENS_PAGE}, then: hf auth login"
-    return "push again when that is set right"
+def _remedy(hub_error: HubError) -> str:
+    if hub_error.status == 401:
+        return f"the token is not valid; create one with write access at {TOKENS_PAGE}, then: hf auth login"
+    if hub_error.status == 403:
+        return f"the token may not do this; create one that may write there at {TOKENS_PAGE}, then: hf auth login"
+    return "push again once that is corrected"
 
 
 def check_permission(api: HfApi, repo_id: str) -> None:
@@ -124,18 +124,18 @@ def check_permission(api: HfApi, repo_id: str) -> None:
     try:
         user = api.whoami()
     except LocalTokenNotFoundError:
-        text = f"no token is here; make one with write access at {TOKENS_PAGE}, then: hf auth login"
+        text = f"no token on this machine; create one with write access at {TOKENS_PAGE}, then: hf auth login"
         raise EnvironmentMismatch(text) from None
     owner = repo_id.split("/")[0]
     token = user.get("auth", {}).get("accessToken", {})
     orgs = {org["name"]: org.get("roleInOrg") for org in user.get("orgs", [])}
     if owner != user["name"] and owner not in orgs:
         known = ", ".join([user["name"], *orgs])
-        raise EnvironmentMismatch(f"{repo_id}: this token may write for {known}, not for {owner}; choose one of them")
+        raise EnvironmentMismatch(f"{repo_id}: this token may write for {known}, not for {owner}; choose one of those")
     if owner in orgs and orgs[owner] not in (None, *WRITING_ROLES):
         raise EnvironmentMismatch(f"{repo_id}: your role in {owner} is {orgs[owner]}; ask there for the right to write")
     if token.get("role") == "read" or (token.get("role") == "fineGrained" and not _scoped(token, repo_id)):
-        remedy = f"make one with write access at {TOKENS_PAGE}, then: hf auth login"
+        remedy = f"create one with write access at {TOKENS_PAGE}, then: hf auth login"
         raise EnvironmentMismatch(f"{repo_id}: this token may not write there; {remedy}")
 
 
@@ -147,9 +147,9 @@ def _scoped(token: Mapping[str, Any], repo_id: str) -> bool:
 
 
 def check_visibility(api: HfApi, repo_id: str, *, public: bool) -> bool | None:
-    """True: it is there and private; False: public, as asked for; None: it is not there.
+    """True: the repository is private; False: public, as requested; None: it does not exist.
 
-    Raises FinetuneError for a public repository where nobody asked for one.
+    Raises FinetuneError for a public repository where a private one was requested.
     """
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -159,16 +159,16 @@ def check_visibility(api: HfApi, repo_id: str, *, public: bool) -> bool | None:
         return None
     if not private and not public:
         raise FinetuneError(
-            f"{repo_id}: is public, and nobody asked for that; push to another name, or say --public "
+            f"{repo_id}: is public, which was not requested; push to another name, or add --public "
             "(in a recipe: hub.private: false)"
         )
     return private
 
 
 def ensure_repository(api: HfApi, repo_id: str, *, public: bool) -> bool:
-    """Makes the repository where it is not there; returns whether it is private.
+    """Create the repository if it does not exist; returns whether it is private.
 
-    Looks before anything is sent, also at one it has just made: an organisation's own rule may have made it public.
+    Checks before anything is sent, also a repository just created: an organisation's rule may have made it public.
     """
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -181,11 +181,11 @@ def ensure_repository(api: HfApi, repo_id: str, *, public: bool) -> bool:
     except HfHubHTTPError as error:
         if error.response.status_code != 409:
             raise
-        taken = error  # made meanwhile, or being made
+        taken = error  # created in between, or being created
     private = check_visibility(api, repo_id, public=public)
     if private is not None:
         return private
     if taken is not None:
         raise taken
-    text = f"{repo_id}: was made, and the Hub does not show it to this token"
-    raise EnvironmentMismatch(f"{text}; make one that may read and write at {TOKENS_PAGE}, then: hf auth login")
+    text = f"{repo_id}: was created, and the Hub does not show it to this token"
+    raise EnvironmentMismatch(f"{text}; create one that may read and write at {TOKENS_PAGE}, then: hf auth login")

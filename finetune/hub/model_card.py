@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +14,40 @@ from finetune.recipe.schema import DataSet, Recipe
 from finetune.run_folder.facts import RunFacts
 
 LOCAL_KINDS = ("json", "csv", "parquet", "text")
-SAMPLES_SHOWN = 4
+CARD_SAMPLES = 4
 SAMPLE_LETTERS = 600  # of a prompt or an answer; longer ones end in an ellipsis
 PRECISIONS = {"bf16": "bf16 mixed", "fp16": "fp16 mixed, with loss scaling", "no": "float32"}
 TASK = "text-generation"
-BUILT_WITH_LLAMA = "Built with Llama. The licence of Llama asks for this line, and that the name begins with Llama."
+CARD_TEMPLATE = "model_card.md.jinja"
 
 
 def card_text(repo_id: str, run: RunFacts, base: BaseFacts) -> str:
-    """The whole README.md. The metadata pass `huggingface_hub.ModelCard`'s parsing and the Hub's own validation."""
-    sections = (
-        _opening(repo_id, run, base),
-        _use(repo_id, run, base),
-        _training(run),
-        _samples(run),
-        _evaluation(run),
-        _not_evaluated(run),
-        _versions(run),
-        _licence(base),
+    """The whole README.md: the facts here, its text in model_card.md.jinja.
+
+    The metadata pass `huggingface_hub.ModelCard`'s parsing and the Hub's own validation.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters |= {"cell": _cell, "fenced": _fenced}
+    lora = run.recipe.lora
+    return environment.get_template(CARD_TEMPLATE).render(
+        repo_id=repo_id,
+        name=repo_id.split("/")[1],
+        run=run,
+        base=base,
+        metadata=_metadata(repo_id, run, base),
+        base_link=_base_link(base),
+        adapter=f"LoRA adapter (rank {lora.r})" if lora else None,
+        hyperparameters=[(name, value) for name, value in _hyperparameters(run) if value is not None],
+        data_sets=[_data_line(entry) for entry in run.recipe.data.train],
+        samples=_samples(run),
+        evaluations=_evaluations(run),
+        versions=_versions(run),
     )
-    body = "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines)
-    return f"---\n{_metadata(repo_id, run, base)}\n---\n\n{body}\n"
 
 
 def _metadata(repo_id: str, run: RunFacts, base: BaseFacts) -> str:
@@ -97,59 +110,10 @@ def _data_name(entry: DataSet) -> str:
     return ", ".join(Path(file).name for file in files) if files else entry.path
 
 
-def _opening(repo_id: str, run: RunFacts, base: BaseFacts) -> Iterator[str]:
-    lora, where = run.recipe.lora, f"[{base.shown}](https://huggingface.co/{base.repository})"
-    name = where if base.repository else f"`{base.shown}`, a model that is not on the Hub"
-    adapter = f"LoRA adapter (rank {lora.r})" if lora else None
-    kind = f"A {adapter} for" if run.is_adapter else "All weights of"
-    more = "" if run.is_adapter else f", with a {adapter} merged into them" if adapter else ", fine-tuned"
-    yield f"# {repo_id.split('/')[1]}"
-    yield ""
-    yield f"{kind} {name}{more}. `recipe.yaml` in this repository is the whole recipe, every value resolved."
-    if _llama(base):
-        yield ""
-        yield BUILT_WITH_LLAMA
-
-
-def _llama(base: BaseFacts) -> bool:
-    return f"{base.licence.get('license')} {base.licence.get('license_name')}".lower().count("llama") > 0
-
-
-def _use(repo_id: str, run: RunFacts, base: BaseFacts) -> Iterator[str]:
-    yield "## How to use it"
-    yield ""
-    yield "```python"
-    if run.is_adapter:
-        revision = f', revision="{base.revision}"' if base.revision != "main" else ""
-        yield "from peft import PeftModel"
-        yield "from transformers import AutoModelForCausalLM, AutoTokenizer"
-        yield ""
-        yield f'base = AutoModelForCausalLM.from_pretrained("{base.shown}"{revision})'
-        yield f'model = PeftModel.from_pretrained(base, "{repo_id}")'
-    else:
-        yield "from transformers import AutoModelForCausalLM, AutoTokenizer"
-        yield ""
-        yield f'model = AutoModelForCausalLM.from_pretrained("{repo_id}", dtype="auto")'
-    yield f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")'
-    yield "```"
-
-
-def _training(run: RunFacts) -> Iterator[str]:
-    yield "## How it was trained"
-    yield ""
-    yield from _table(("what", "value"), [(name, value) for name, value in _hyperparameters(run) if value is not None])
-    if "loss.png" in run.pictures:
-        yield ""
-        yield "![The loss of every step](loss.png)"
-    yield ""
-    yield "Data:"
-    yield ""
-    for entry in run.recipe.data.train:
-        yield f"- {_data_line(entry)}"
-    data = run.receipt.get("data", {})
-    if data:
-        learned = f"{data['supervised_tokens']:,} of {data['tokens']:,} tokens are learned"
-        yield f"- {data['documents']:,} documents in all; {learned} in one pass"
+def _base_link(base: BaseFacts) -> str:
+    if base.repository:
+        return f"[{base.shown}](https://huggingface.co/{base.repository})"
+    return f"`{base.shown}`, a model that is not on the Hub"
 
 
 def _data_line(entry: DataSet) -> str:
@@ -193,82 +157,41 @@ def _hardware(run: RunFacts) -> str | None:
     return f"{count} x {name}" if count else None
 
 
-def _samples(run: RunFacts) -> Iterator[str]:
-    answers: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for line in run.samples:
-        answers.setdefault(str(line.get("prompt")), {})[str(line.get("when"))] = line
-    pairs = [(prompt, said) for prompt, said in answers.items() if {"before", "after"} <= said.keys()]
-    if not pairs:
-        return
-    yield "## Before and after"
-    yield ""
-    yield "The first prompts that were asked, not the best ones. Answers are greedy and may be cut off by their length."
-    for prompt, said in pairs[:SAMPLES_SHOWN]:
-        yield from _quoted("Prompt", prompt)
-        for when in ("before", "after"):
-            yield from _quoted(when.capitalize(), str(said[when]["answer"]))
+def _samples(run: RunFacts) -> list[tuple[str, dict[str, Mapping[str, Any]]]]:
+    """The first prompts that were answered both before and after training."""
+    answered = [item for item in run.samples_by_prompt().items() if {"before", "after"} <= item[1].keys()]
+    return answered[:CARD_SAMPLES]
 
 
-def _quoted(name: str, text: str) -> Iterator[str]:
-    """A fence that nothing in the text can end; letters that are none are shown as such."""
+def _fenced(text: object) -> str:
+    """A code block that nothing in the text can end; unprintable characters become the replacement character."""
+    text = str(text)
     cut = text if len(text) <= SAMPLE_LETTERS else text[:SAMPLE_LETTERS] + " …"
     shown = "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in cut)
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", shown)), default=0))
-    yield from ("", f"{name}:", "", f"{fence}text")
-    yield shown
-    yield fence
+    return f"{fence}text\n{shown}\n{fence}"
 
 
-def _evaluation(run: RunFacts) -> Iterator[str]:
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def _evaluations(run: RunFacts) -> list[tuple[str, int, str, str]]:
+    """(when, step, loss, perplexity) before training, at the lowest loss, and after training."""
     evals = run.evals()
     if not evals:
-        return
-    documents = run.receipt.get("data", {}).get("eval_documents")
+        return []
     last, best = evals[-1], min(evals, key=lambda line: line["loss"])
     rows = [("before training", evals[0])] if evals[0]["step"] == 0 else []
     rows += [("lowest loss", best)] if best["step"] not in (0, last["step"]) else []
     rows += [("after training", last)]
-    yield "## Evaluation"
-    yield ""
-    yield f"On {f'{documents:,}' if documents else 'the'} held-out documents, over the tokens that would be learned:"
-    yield ""
-    numbers = [(what, line["step"], f"{line['loss']:.4f}", f"{line['perplexity']:.2f}") for what, line in rows]
-    yield from _table(("when", "step", "loss", "perplexity"), numbers)
-    if run.merged:
-        yield ""
-        yield from _merged(run.merged)
+    return [(when, line["step"], f"{line['loss']:.4f}", f"{line['perplexity']:.2f}") for when, line in rows]
 
 
-def _merged(facts: Mapping[str, Any]) -> Iterator[str]:
-    """How far the merged weights are from what was evaluated."""
-    found = facts.get("agreement")
-    if not found:
-        yield f"This was measured with the adapter; the merged weights ({facts['dtype']}) were not compared with it."
-        return
-    figures = found["candidates"][facts["base"]]
-    documents = f"{found['documents']} {'held-out' if found['held_out'] else 'training'} documents"
-    yield "This was measured with the adapter beside its base. The merged weights were compared with it over"
-    yield f"{found['tokens']:,} answer tokens of {documents}: the same most likely token at {figures['top1']:.2%}, mean"
-    yield f"KL divergence {figures['kl']:.1e} nats, loss {figures['loss']:.4f} (with the adapter"
-    yield f"{found['adapter']['loss']:.4f}, the base {found['base']['loss']:.4f})."
-
-
-def _not_evaluated(run: RunFacts) -> Iterator[str]:
-    held_out = "beyond the held-out loss above" if run.evals() else "at all: no rows were held out"
-    yield "## What was not evaluated"
-    yield ""
-    yield f"Nothing was measured {held_out}. In particular there was no benchmark, no comparison with other models and"
-    yield "no human judgement, and truthfulness, safety, bias, other languages than the data's and longer texts than"
-    yield "the training's were not looked at. What is known of the base model's limits holds for this model too."
-
-
-def _versions(run: RunFacts) -> Iterator[str]:
+def _versions(run: RunFacts) -> list[tuple[str, object]]:
     versions = run.environment.get("versions", {})
     used = [(name, version) for name, version in versions.items() if version and _was_used(name, run)]
-    if used:
-        yield "## Versions"
-        yield ""
-        yield from _table(("library", "version"), [("python", run.environment.get("python")), *used])
+    return [("python", run.environment.get("python")), *used] if used else []
 
 
 def _was_used(library: str, run: RunFacts) -> bool:
@@ -278,23 +201,3 @@ def _was_used(library: str, run: RunFacts) -> bool:
     if library == "deepspeed":
         return str(run.receipt.get("strategy", "")).startswith("zero")
     return library != "peft" or run.recipe.lora is not None
-
-
-def _licence(base: BaseFacts) -> Iterator[str]:
-    yield "## Licence"
-    yield ""
-    name = base.licence.get("license_name") or base.licence.get("license")
-    if name is None:
-        yield f"The licence of {base.shown} is not known here; it holds for this model as well. Look it up before use."
-    else:
-        link = base.licence.get("license_link", "")
-        shown = f"[{name}]({link})" if link.startswith("https://") else name
-        yield f"That of the base model: {shown}. The data may have terms of their own."
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield f"|{'---|' * len(head)}"
-    for row in rows:
-        cells = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in row)
-        yield f"| {' | '.join(cells)} |"

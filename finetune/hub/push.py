@@ -1,4 +1,4 @@
-"""Push a run's adapter or model to the Hub, with tokenizer, recipe and card: private unless told, and repeatable."""
+"""Push a run's adapter or model to the Hub, with tokenizer, recipe and card: private by default, and repeatable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
 from finetune.files import write_json
 from finetune.hub.base_model import BaseFacts, ask_licence, check_repository, read_base
-from finetune.hub.client import ATTEMPTS, check_permission, ensure_repository, retry
+from finetune.hub.client import PUSH_ATTEMPTS, check_permission, ensure_repository, retry
 from finetune.hub.model_card import card_text
 from finetune.hub.upload_files import Outgoing, check_no_secrets, collect, product_folder
 from finetune.recipe.loader import recipe_from_resolved
@@ -29,13 +29,13 @@ RECORD = "hub.json"  # in the run's folder: how the last push ended
 
 @dataclass(frozen=True)
 class Destination:
-    """Where to, and who may see it."""
+    """The repository, and who may see it."""
 
     repo_id: str
     public: bool = False
     revision: str = "main"
-    base: str | None = None  # the base model's name on the Hub, where the run does not know it
-    merged: bool = False  # the merged model in the place of the adapter
+    base: str | None = None  # the base model's name on the Hub, where the run folder does not have it
+    merged: bool = False  # push the merged model instead of the adapter
 
     def command(self, run_dir: Path) -> str:
         """What the user types to push again."""
@@ -63,7 +63,7 @@ class Upload:
 
 
 def destination_of(recipe: Recipe) -> Destination | None:
-    """Where the recipe says; None when it names no repository."""
+    """The recipe's own destination; None where it names no repository."""
     hub = recipe.hub
     return Destination(hub.repo_id, not hub.private, hub.revision) if hub.repo_id else None
 
@@ -71,18 +71,18 @@ def destination_of(recipe: Recipe) -> Destination | None:
 def chosen_destination(
     run_dir: Path, repo_id: str | None, *, public: bool, revision: str | None, base: str | None, merged: bool = False
 ) -> Destination:
-    """What was typed, and where nothing was, what the run's recipe says. Raises FinetuneError."""
+    """The command line's destination, completed from the run's recipe. Raises FinetuneError."""
     product_folder(run_dir, merged=merged)
     hub = recipe_from_resolved(run_dir / "recipe.yaml").hub
     name = repo_id or hub.repo_id
     if name is None:
         raise FinetuneError(f"{run_dir}: its recipe has no hub.repo_id; name the repository: owner/name")
-    # The recipe's leave to be public is for the recipe's own repository.
-    leave = public or (not hub.private and name == hub.repo_id)
-    return Destination(name, leave, revision or hub.revision, base, merged)
+    # hub.private: false holds for the recipe's own repository only.
+    is_public = public or (not hub.private and name == hub.repo_id)
+    return Destination(name, is_public, revision or hub.revision, base, merged)
 
 
-def describe(upload: Upload, to: Destination) -> str:
+def describe_upload(upload: Upload, to: Destination) -> str:
     """A dry run's page: the files with their bytes, what stays here, notes, and the card."""
     where = f"{to.repo_id}, branch {to.revision}, {'public' if to.public else 'private'}"
     lines = [f"would be pushed to {where}; nothing was sent:"]
@@ -92,10 +92,10 @@ def describe(upload: Upload, to: Destination) -> str:
     return "\n".join([*lines, "", "README.md:", upload.card])
 
 
-def prepare(run_dir: Path, to: Destination, *, api: HfApi | None = None) -> Upload:
-    """Everything that would be sent, cleaned and searched; nothing is sent.
+def prepare_upload(run_dir: Path, to: Destination, *, api: HfApi | None = None) -> Upload:
+    """Everything that would be sent, with local paths removed and searched for secrets; sends nothing.
 
-    Raises FinetuneError when the run is not finished, the name is none, or a secret or a local path is left in a file.
+    Raises FinetuneError when the run is not finished, the name is not valid, or a file holds a secret or a local path.
     """
     check_repository(to.repo_id, "the repository")
     product_folder(run_dir, merged=to.merged)
@@ -114,7 +114,7 @@ def _notes(to: Destination, base: BaseFacts) -> list[str]:
     if base.repository is None:
         notes.append(f"the base model {base.shown} has no name on the Hub; if it has one: --base owner/name")
     elif not base.licence:
-        notes.append(f"the licence of {base.repository} is not known here; the card says so")
+        notes.append(f"the licence of {base.repository} is not known; the card says so")
     licence = str(base.licence.get("license", "")).lower()
     if licence.startswith("llama") and not to.repo_id.split("/")[1].lower().startswith("llama"):
         notes.append(f"the licence of {base.repository} asks that the name begins with Llama")
@@ -127,33 +127,33 @@ def push(
     *,
     message: str | None = None,
     endpoint: str | None = None,
-    attempts: int = ATTEMPTS,
+    attempts: int = PUSH_ATTEMPTS,
     pause: Callable[[float], None] = time.sleep,
     log: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Push a finished run; returns what the record hub.json says of it.
+    """Push a finished run; returns the record hub.json and the uploaded files.
 
-    Every attempt begins anew and sends only what is not there yet. Nothing in the run's folder changes but the record.
+    Every attempt starts over and sends only what is not on the Hub yet. In the run folder only the record changes.
 
     Args:
         message: Of the commit.
         endpoint: The Hub's address; None: HF_ENDPOINT's, or the Hub itself.
-        pause: Waits so many seconds.
+        pause: Sleeps for a number of seconds.
 
     Raises:
-        FinetuneError: bad input; EnvironmentMismatch: the Hub says no, or failed each time. With the command that
-            repeats the push.
+        FinetuneError: bad input; EnvironmentMismatch: the Hub refuses, or failed at each attempt. The
+            message ends with the command that repeats the push.
     """
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=endpoint)
     try:
         refuse_offline()
-        upload = prepare(run_dir, to, api=api)
+        upload = prepare_upload(run_dir, to, api=api)
         for note in upload.notes:
             log(f"note: {note}")
         title = message or f"{run_dir.resolve().name}: {product_folder(run_dir, merged=to.merged).name}"
-        sent = retry(lambda: _attempt(api, upload, to, title), attempts=attempts, pause=pause, log=_told(log))
+        sent = retry(lambda: _attempt(api, upload, to, title), attempts=attempts, pause=pause, log=_redacted(log))
     except FinetuneError as error:
         text = hide_secrets(str(error), known_secrets())
         _record(run_dir, to, {"state": "failed", "error": text})
@@ -170,7 +170,7 @@ def _with_remedy(error: FinetuneError, text: str, remedy: str) -> tuple[Any]:
     return ([*text.split("\n"), remedy],) if isinstance(error, RecipeError) else (f"{text}\n{remedy}",)
 
 
-def _told(log: Callable[[str], None]) -> Callable[[str], None]:
+def _redacted(log: Callable[[str], None]) -> Callable[[str], None]:
     return lambda text: log(hide_secrets(text, known_secrets()))
 
 
@@ -189,10 +189,10 @@ def _attempt(api: HfApi, upload: Upload, to: Destination, title: str) -> dict[st
     if to.revision != "main":
         api.create_branch(to.repo_id, branch=to.revision, exist_ok=True)
     adds = [CommitOperationAdd(file.path, _payload(file.content)) for file in upload.files]
-    made = api.create_commit(to.repo_id, list(adds), commit_message=title, revision=to.revision)
-    _verify(api, to.repo_id, made.oid, adds)
+    commit = api.create_commit(to.repo_id, list(adds), commit_message=title, revision=to.revision)
+    _verify(api, to.repo_id, commit.oid, adds)
     url = f"{api.endpoint}/{to.repo_id}" + (f"/tree/{to.revision}" if to.revision != "main" else "")
-    return {"commit": made.oid, "url": url, "private": private}
+    return {"commit": commit.oid, "url": url, "private": private}
 
 
 def _payload(content: Path | bytes) -> str | bytes:
@@ -200,11 +200,11 @@ def _payload(content: Path | bytes) -> str | bytes:
 
 
 def _verify(api: HfApi, repo_id: str, commit: str, adds: Sequence[CommitOperationAdd]) -> None:
-    """Holds the hashes that the Hub states against the files here. Raises ConnectionError: it is worth another try."""
+    """Compare the hashes that the Hub reports with the files sent. Raises ConnectionError, which `retry` retries."""
     listed = api.get_paths_info(repo_id, [add.path_in_repo for add in adds], revision=commit)
-    there = {entry.path: entry for entry in listed}
+    entries = {entry.path: entry for entry in listed}
     for add in adds:
-        entry: Any = there.get(add.path_in_repo)
+        entry: Any = entries.get(add.path_in_repo)
         if entry is None:
             raise ConnectionError(f"{add.path_in_repo} did not arrive")
         if entry.lfs is not None:

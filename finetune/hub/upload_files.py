@@ -1,4 +1,4 @@
-"""What of a run's folder may leave this machine: an allowlist, cleaned of local paths, searched for secrets."""
+"""Files of a run folder that may leave this machine: an allowlist, local paths removed, searched for secrets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WHOLE_MODEL = (
     "model.safetensors.index.json",
 )
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-WEIGHTS = {"adapter": ADAPTER, "model": WHOLE_MODEL, "merged": WHOLE_MODEL}
+WEIGHT_FILES = {"adapter": ADAPTER, "model": WHOLE_MODEL, "merged": WHOLE_MODEL}
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -36,17 +36,17 @@ TOKENIZER = (
     "additional_chat_templates/*.jinja",
 )
 RUN = ("recipe.yaml", "receipt.json", "metrics.jsonl", "report.html", "loss.png", "memory.png")
-# Of these every word is a token: one that looks like a path is none.
+# Every word of these is a token: one that looks like a path is not a path.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
-# What models say is quoted here, and they may speak of anybody's folders.
+# These quote answers of models, which may name anybody's folders.
 QUOTING = ("README.md", "report.html")
 SOMEBODYS_HOME = re.compile(r"(?<![\w.~])(?:/home/|/Users/|/root/|[A-Za-z]:\\{1,2}Users\\)[\w.-]*")
-SHARD_HEADER = 8  # bytes that say how long a safetensors file's JSON header is
+SHARD_HEADER = 8  # bytes at the start of a safetensors file: the length of its JSON header
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """One file of the upload; its content is a file on disk, or bytes where it was cleaned."""
+    """One file of the upload; its content is a file on disk, or bytes where local paths were removed."""
 
     path: str  # in the repository
     content: Path | bytes
@@ -59,7 +59,7 @@ class Outgoing:
         return self.content if isinstance(self.content, bytes) else self.content.read_bytes()
 
     def text(self) -> str:
-        """What of it is text: all, or a safetensors file's header. Pictures have none."""
+        """The text to search: everything, a safetensors file's header, nothing of a picture."""
         if self.path.endswith(".png"):
             return ""
         if isinstance(self.content, Path) and self.path.endswith(".safetensors"):
@@ -69,9 +69,9 @@ class Outgoing:
 
 
 def product_folder(run_dir: Path, *, merged: bool = False) -> Path:
-    """run_dir/adapter, run_dir/model of a fully trained run, or run_dir/merged where that is asked for.
+    """run_dir/adapter, run_dir/model of a fully trained run, or with `merged` run_dir/merged.
 
-    Raises FinetuneError when it is not there.
+    Raises FinetuneError where it does not exist.
     """
     for name in ("merged",) if merged else ("adapter", "model"):
         if (run_dir / name).is_dir():
@@ -81,22 +81,22 @@ def product_folder(run_dir: Path, *, merged: bool = False) -> Path:
     if merged and (run_dir / "model").is_dir():
         raise FinetuneError(f"{run_dir}: all weights were trained, there is nothing to merge; push it without --merged")
     if not (run_dir / "recipe.yaml").is_file():
-        raise FinetuneError(f"{run_dir}: no run is here (recipe.yaml is missing); name a run's output_dir")
-    raise FinetuneError(f"{run_dir}: this run has not finished: neither adapter/ nor model/ is there; resume it first")
+        raise FinetuneError(f"{run_dir}: not a run folder (recipe.yaml is missing); name a run's output_dir")
+    raise FinetuneError(f"{run_dir}: this run has not finished: neither adapter/ nor model/ exists; resume it first")
 
 
 def collect(
     run_dir: Path, recipe: Recipe, *, base: str, card: str, merged: bool = False
 ) -> tuple[list[Outgoing], list[str]]:
-    """The files of the upload, by their paths, and the names of those of the product that stay here.
+    """The files of the upload, by their paths, and the names of the product's files that are not uploaded.
 
     Args:
         base: The base model's name for adapter_config.json.
         card: The README.md.
-        merged: The merged model in the place of the adapter.
+        merged: The merged model instead of the adapter.
     """
     product, short = product_folder(run_dir, merged=merged), path_replacements(recipe, run_dir)
-    wanted = _matching(product, (*WEIGHTS[product.name], *TOKENIZER))
+    wanted = _matching(product, (*WEIGHT_FILES[product.name], *TOKENIZER))
     files = [Outgoing("README.md", _shortened(card, short).encode())]
     for folder, names in ((product, wanted), (run_dir, _matching(run_dir, RUN))):
         files += [Outgoing(name, _cleaned(name, folder / name, short, base)) for name in names]

@@ -1,4 +1,4 @@
-"""What a rehearsal changes of a recipe, and why: each change is a few overrides and a line that tells it.
+"""What a rehearsal changes of a recipe, and why: each change is a few overrides and a line that explains it.
 
 The rest is the recipe's own: strategy, method, precision, packing, checkpointing, save path, schedule, seed.
 """
@@ -29,66 +29,66 @@ SAMPLE_CHAT = CHECKOUT / "data" / "sample_chat.jsonl"
 
 
 @dataclass(frozen=True)
-class Change:
-    """Settings that differ from the recipe's, and the line that says so; without a line it is bookkeeping."""
+class RecipeChange:
+    """Settings that differ from the recipe's, and a note that says so; an empty note means bookkeeping."""
 
     settings: dict[str, Any]
-    told: str = ""
+    note: str = ""
 
 
-def processes_of(strategy: Strategy, asked: int) -> int:
+def processes_of(strategy: Strategy, requested: int) -> int:
     """Ranks of a rehearsal: one for single, copies of shards for HSDP."""
-    return strategy.rank_count(max(4 if strategy.replicates else 2, asked))
+    return strategy.rank_count(max(4 if strategy.replicates else 2, requested))
 
 
-def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int, folder: Path) -> list[Change]:
+def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int, folder: Path) -> list[RecipeChange]:
     """Everything that the rehearsal sets; `folder` takes what it writes besides the model."""
     found = [
         *_device(recipe, strategy, processes, folder),
         *_model(recipe, model),
         *_data(recipe),
         *_training(recipe, strategy, processes),
-        *_told_to_others(recipe),
+        *_hub_and_trackers(recipe),
         *_schedule(recipe.training),
-        Change({"logging_steps": 1, "eval_steps": SAVED_AFTER, "measure_phases": False}),
-        Change({"save_steps": SAVED_AFTER, "save_total_limit": max(2, recipe.save_total_limit)}),
-        Change({"timeout_seconds": max(300, recipe.timeout_seconds)}),  # ranks share a core here
+        RecipeChange({"logging_steps": 1, "eval_steps": SAVED_AFTER, "measure_phases": False}),
+        RecipeChange({"save_steps": SAVED_AFTER, "save_total_limit": max(2, recipe.save_total_limit)}),
+        RecipeChange({"timeout_seconds": max(300, recipe.timeout_seconds)}),  # ranks share a core here
     ]
-    return [change for change in found if change.settings or change.told]
+    return [change for change in found if change.settings or change.note]
 
 
-def _told_to_others(recipe: Recipe) -> Iterator[Change]:
+def _hub_and_trackers(recipe: Recipe) -> Iterator[RecipeChange]:
     pushes = recipe.hub.push or recipe.hub.checkpoints is not None
     silent = {"hub.push": False, "hub.checkpoints": None}
-    yield Change(silent, "hub: nothing is pushed" if pushes else "")
-    yield Change({"report_to": []}, "report_to: nothing is tracked" if recipe.report_to else "")
+    yield RecipeChange(silent, "hub: nothing is pushed" if pushes else "")
+    yield RecipeChange({"report_to": []}, "report_to: nothing is tracked" if recipe.report_to else "")
 
 
-def overrides(found: list[Change]) -> list[str]:
+def overrides(found: list[RecipeChange]) -> list[str]:
     """The changes as the command line takes them, `dotted.key=value`."""
     return [f"{key}={json.dumps(value)}" for change in found for key, value in change.settings.items()]
 
 
-def _device(recipe: Recipe, strategy: Strategy, processes: int, folder: Path) -> Iterator[Change]:
+def _device(recipe: Recipe, strategy: Strategy, processes: int, folder: Path) -> Iterator[RecipeChange]:
     budget = recipe.budget
     gpus = budget.gpus * budget.nodes
     there = f"{gpus} GPUs over NCCL" if gpus > 1 else "a GPU" if gpus else "as many as are launched"
     ranks = "one process" if processes == 1 else f"{processes} processes over gloo"
-    told = f"device: {ranks} on the CPU instead of {there}" if gpus or processes > 1 else ""
-    yield Change({"budget.gpus": 0, "budget.nodes": 1}, told)
+    note = f"device: {ranks} on the CPU instead of {there}" if gpus or processes > 1 else ""
+    yield RecipeChange({"budget.gpus": 0, "budget.nodes": 1}, note)
     if strategy.replicates:
         config = folder / f"{strategy.name}.yaml"
         mesh = {"parallelism_config": {"parallelism_config_dp_replicate_size": 2}}
         config.write_text(yaml.safe_dump(strategy.settings | mesh), "utf-8")
-        told = "accelerate_config: two copies, each sharded over half of the processes; else a copy is a node"
-        yield Change({"accelerate_config": str(config)}, told)
+        note = "accelerate_config: two copies, each sharded over half of the processes; else a copy is a node"
+        yield RecipeChange({"accelerate_config": str(config)}, note)
     if "nvme" in strategy.offload_devices.values():
         yield from _nvme(strategy, strategy.section("deepspeed_config"), folder)
     if recipe.training.non_blocking and budget.gpus:
-        yield Change({}, "training.non_blocking: no pinned memory, no copies ahead; a CPU has nothing to copy to")
+        yield RecipeChange({}, "training.non_blocking: no pinned memory, no copies ahead; a CPU has nothing to copy to")
 
 
-def _nvme(strategy: Strategy, section: Mapping[str, Any], folder: Path) -> Iterator[Change]:
+def _nvme(strategy: Strategy, section: Mapping[str, Any], folder: Path) -> Iterator[RecipeChange]:
     """What NVMe offload writes goes to the rehearsal's own folder."""
     paths = [key for key in section if key.endswith("_nvme_path")]
     settings = {}
@@ -97,57 +97,63 @@ def _nvme(strategy: Strategy, section: Mapping[str, Any], folder: Path) -> Itera
         kept = {key: value for key, value in section.items() if key not in paths}
         config.write_text(yaml.safe_dump(strategy.settings | {"deepspeed_config": kept}), "utf-8")
         settings = {"accelerate_config": str(config)}
-    yield Change(
-        settings, "accelerate_config: what is kept on NVMe lies in the temporary folder, whatever disk that is"
+    yield RecipeChange(
+        settings, "accelerate_config: what is kept on NVMe is in the temporary folder, on whatever disk that is"
     )
 
 
-def _model(recipe: Recipe, model: Shrunk) -> Iterator[Change]:
+def _model(recipe: Recipe, model: Shrunk) -> Iterator[RecipeChange]:
     full, small = model.full, model.small
-    yield Change(
+    yield RecipeChange(
         {"model.name_or_path": str(model.folder), "model.revision": "main", "model.trust_remote_code": False},
         f"model: {small['layers']} layers of {small['hidden_size']} with random weights instead of {full['layers']} of "
         f"{full['hidden_size']} ({model.source})",
     )
-    yield Change(
+    yield RecipeChange(
         {}, f"tokenizer: {model.vocabulary} tokens learned from the rows, a ChatML template, instead of the model's own"
     )
     attention = recipe.model.attention
     if attention.startswith("flash"):
-        yield Change({"model.attention": "auto"}, f"model.attention: documents by torch's own kernel, no {attention}")
+        yield RecipeChange(
+            {"model.attention": "auto"}, f"model.attention: documents by torch's own kernel, no {attention}"
+        )
     elif attention == "auto" and recipe.budget.gpus:
-        yield Change({}, "model.attention: documents by torch's CPU kernel instead of variable-length flash attention")
+        yield RecipeChange(
+            {}, "model.attention: documents by torch's CPU kernel instead of variable-length flash attention"
+        )
 
 
-def _data(recipe: Recipe) -> Iterator[Change]:
+def _data(recipe: Recipe) -> Iterator[RecipeChange]:
     data = recipe.data
     yield from _data_sets("data.train", data.train)
     if isinstance(data.eval, list):
         yield from _data_sets("data.eval", data.eval)
     if data.max_length > LONGEST_ROW:
-        told = f"data.max_length: rows of {LONGEST_ROW} tokens instead of {data.max_length:,}"
-        yield Change({"data.max_length": LONGEST_ROW}, told)
+        note = f"data.max_length: rows of {LONGEST_ROW} tokens instead of {data.max_length:,}"
+        yield RecipeChange({"data.max_length": LONGEST_ROW}, note)
     if data.truncation != "right":
-        told = f"data.truncation: longer documents are cut, where the recipe says {data.truncation}"
-        yield Change({"data.truncation": "right"}, told)
+        note = f"data.truncation: longer documents are cut, where the recipe says {data.truncation}"
+        yield RecipeChange({"data.truncation": "right"}, note)
 
 
-def _data_sets(key: str, entries: list[DataSet]) -> Iterator[Change]:
+def _data_sets(key: str, entries: list[DataSet]) -> Iterator[RecipeChange]:
     for index, entry in enumerate(entries):
         source = resolve(entry)
         if source.kind == "hub":
             stand_in = {"path": "json", "data_files": str(SAMPLE_CHAT), "format": "messages", "weight": entry.weight}
-            yield Change({f"{key}.{index}": stand_in}, f"{key}: data/sample_chat.jsonl in the place of {entry.path}")
+            yield RecipeChange(
+                {f"{key}.{index}": stand_in}, f"{key}: data/sample_chat.jsonl in the place of {entry.path}"
+            )
         elif "[" not in entry.split and any(islice(source.rows(), FEW_ROWS, None)):
             cut = {f"{key}.{index}.split": f"{entry.split}[:{FEW_ROWS}]"}
-            yield Change(cut, f"{key}: the first {FEW_ROWS} rows of {source.name}")
+            yield RecipeChange(cut, f"{key}: the first {FEW_ROWS} rows of {source.name}")
 
 
-def _training(recipe: Recipe, strategy: Strategy, processes: int) -> Iterator[Change]:
+def _training(recipe: Recipe, strategy: Strategy, processes: int) -> Iterator[RecipeChange]:
     training = recipe.training
     each = min(2, training.per_device_batch_size)
     rows = each * processes * (MICRO_STEPS if training.global_batch_size > each * processes else 1)
-    yield Change(
+    yield RecipeChange(
         {
             "training.max_steps": STEPS,
             "training.global_batch_size": rows,
@@ -161,13 +167,13 @@ def _training(recipe: Recipe, strategy: Strategy, processes: int) -> Iterator[Ch
         f"training: {STEPS} steps of {rows} rows, {each} at a time on each rank",
     )
     if plain := OPTIMIZERS[training.optim].unpaged:
-        told = f"training.optim: {plain} instead of {training.optim}, whose pages are CUDA's"
-        yield Change({"training.optim": plain}, told)
+        note = f"training.optim: {plain} instead of {training.optim}, whose pages are CUDA's"
+        yield RecipeChange({"training.optim": plain}, note)
     if training.mixed_precision == "fp16" and strategy.uses_engine:
         yield from _bf16_for_fp16(recipe)
 
 
-def _schedule(training: Training) -> Iterator[Change]:
+def _schedule(training: Training) -> Iterator[RecipeChange]:
     """Numbers of steps that would outlast the four, or end before them at rate 0: what is stable takes what is left."""
     arguments = dict(training.lr_scheduler_kwargs)
     stable = arguments.pop("num_stable_steps", None)
@@ -179,10 +185,10 @@ def _schedule(training: Training) -> Iterator[Change]:
         settings["training.lr_scheduler_kwargs"] = arguments | dict.fromkeys(steps, 1)
     named = [key.rpartition(".")[2] for key in settings]
     if settings:
-        yield Change(settings, f"training: {' and '.join(named)}: each number of steps is 1")
+        yield RecipeChange(settings, f"training: {' and '.join(named)}: each number of steps is 1")
 
 
-def _bf16_for_fp16(recipe: Recipe) -> Iterator[Change]:
+def _bf16_for_fp16(recipe: Recipe) -> Iterator[RecipeChange]:
     settings = {"training.mixed_precision": "bf16"}
     base = recipe.quantization
     if base is not None and base.load_in_4bit:
@@ -193,5 +199,5 @@ def _bf16_for_fp16(recipe: Recipe) -> Iterator[Change]:
         }
     if recipe.model.dtype == "float16":
         settings |= {"model.dtype": "bfloat16"}
-    told = "training.mixed_precision: bf16 instead of fp16 with loss scaling, which DeepSpeed has not on a CPU"
-    yield Change(settings, told)
+    note = "training.mixed_precision: bf16 instead of fp16 with loss scaling, which DeepSpeed does not have on a CPU"
+    yield RecipeChange(settings, note)

@@ -1,4 +1,4 @@
-"""`finetune compare`: the same steps of one recipe under several strategies, one after another, each a job of its own.
+"""`finetune compare`: the same steps of one recipe under several strategies, one after another, each as its own job.
 
 A strategy that fails, or that this machine refuses, is a row with its reason. What the jobs train is thrown away;
 their figures and logs stay.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -21,19 +20,20 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.files import read_lines, remove_folder, write_json
 from finetune.paths import TRAIN_SCRIPT
+from finetune.preflight.job_failure import failure_reason
 from finetune.recipe.loader import CONFIG_FOLDER, load_recipe
 from finetune.recipe.schema import Training
 from finetune.recipe.strategy import read_strategy
 from finetune.training.planner_process import PLANNER_SWITCH
 
 PHASES = ("load", "forward", "backward", "step", "save")
-MEMORY = ("peak", "allocated", "host_peak", "host_allocated")
-# How far final losses may lie apart, relative, by the number format of the computation: another order of summation in
+MEMORY_KEYS = ("peak", "allocated", "host_peak", "host_allocated")
+# Largest relative difference of final losses, by the number format of the computation: another order of summation in
 # 20 steps of float32 stays below the first; of the other formats one rounding is 0.4 % (bf16), 0.05 % (fp16).
 LOSS_TOLERANCE = {"no": 1e-4, "bf16": 2e-2, "fp16": 1e-2}
 
 Row = dict[str, Any]
-Progress = Callable[[str, int | None], None]  # strategy and its finished steps; None: it ended
+StepCallback = Callable[[str, int | None], None]  # strategy and its finished steps; None: it ended
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def plan_comparison(
     run_dir = Path(loaded.run_dir)
     folder = folder or run_dir.with_name(f"{run_dir.name}_compare")
     if folder.exists() and any(folder.iterdir()) and not (folder / "compare.json").is_file():
-        raise FinetuneError(f"{folder}: holds something that is no comparison; name another folder with -o")
+        raise FinetuneError(f"{folder}: is not a comparison's folder and not empty; name another folder with -o")
     device, count = _devices()
     precision = loaded.training.mixed_precision
     shortened = _shortened(loaded.training, steps)
@@ -94,8 +94,8 @@ def _shortened(training: Training, steps: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def compare(comparison: Comparison, progress: Progress) -> dict[str, Any]:
-    """Run every strategy and write compare.json; returns what stands in it."""
+def compare(comparison: Comparison, progress: StepCallback) -> dict[str, Any]:
+    """Run every strategy and write compare.json; returns its content."""
     comparison.folder.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     for strategy in comparison.strategies:
@@ -142,7 +142,7 @@ def _devices() -> tuple[str, int]:
     return "cpu", 2
 
 
-def _run(comparison: Comparison, strategy: str, progress: Progress) -> Row:
+def _run(comparison: Comparison, strategy: str, progress: StepCallback) -> Row:
     folder, log = comparison.job_folder(strategy), comparison.log(strategy)
     if folder.exists():
         remove_folder(folder)
@@ -158,7 +158,7 @@ def _run(comparison: Comparison, strategy: str, progress: Progress) -> Row:
     if code == 0:
         row |= figures(read_lines(folder / "metrics.jsonl"), json.loads((folder / "receipt.json").read_text("utf-8")))
     else:
-        row["reason"] = failure(folder, log.read_text("utf-8", errors="replace"))
+        row["reason"] = failure_reason(folder, log.read_text("utf-8", errors="replace"))
     progress(strategy, _steps_done(folder))
     progress(strategy, None)
     for trained in ("checkpoints", "model", "adapter"):
@@ -211,37 +211,10 @@ def figures(lines: Sequence[dict[str, Any]], receipt: dict[str, Any]) -> Row:
 
 def _phase(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     last = [line for line in lines if line["step"] == lines[-1]["step"]]
-    memory = {f"{key}_bytes": max(round(line[f"{key}_gib"] * 2**30) for line in lines) for key in MEMORY}
+    memory = {f"{key}_bytes": max(round(line[f"{key}_gib"] * 2**30) for line in lines) for key in MEMORY_KEYS}
     busiest = max(last, key=lambda line: line["ring_bytes"])
     moved = {key: busiest[key] for key in ("collectives", "bytes", "ring_bytes", "textbook_bytes")}
     return {**memory, "seconds": max(line["seconds"] for line in last), **moved}
-
-
-def failure(folder: Path, log: str) -> str:
-    """Why a job ended, in one line: what the run recorded, else the last it said before the launcher's traceback."""
-    state = folder / "run_state.json"
-    recorded = json.loads(state.read_text("utf-8")) if state.is_file() else {}
-    if "error" in recorded:
-        return f"{_one_line(recorded['error'])} ({recorded['phase']}, rank {recorded['rank']})"
-    lines = [line for line in _without_launcher(log).splitlines() if line.strip() and "WARNING" not in line]
-    said = _one_line(lines[-1]) if lines else "it said nothing"
-    # The rank that fell first; torchrun then ends the others by a signal of its own.
-    killed = re.search(r"(?s)Root Cause.*exitcode +: -(\d+)|died with <Signals\.(\w+)", log)
-    return f"killed by signal {killed[1] or killed[2]}; the last it said: {said}" if killed else said
-
-
-def _without_launcher(log: str) -> str:
-    """The log up to the launcher's own report: torchrun's, or the traceback of `accelerate launch` itself."""
-    report = re.search(r"^[EWI]\d{4} .*torch/distributed/elastic", log, flags=re.M)
-    if report:
-        return log[: report.start()]
-    before, _, traceback = log.rpartition("Traceback (most recent call last)")
-    return before if "CalledProcessError" in traceback else log
-
-
-def _one_line(text: str, width: int = 300) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def _write(comparison: Comparison, rows: list[Row]) -> dict[str, Any]:
@@ -270,7 +243,7 @@ def loss_agreement(rows: Sequence[Row], mixed_precision: str) -> dict[str, Any]:
 
 def notes(comparison: Comparison) -> list[str]:
     """What a reader of the figures must know."""
-    told = [
+    lines = [
         "Memory: highest of all ranks and steps; peak within the phase / allocated at its end.",
         "Seconds: without the first step, with the gauges on, which cost about 20 us an operation.",
         "Traffic: of one rank in one step, in textbook bytes: an all_reduce counts twice.",
@@ -278,8 +251,8 @@ def notes(comparison: Comparison) -> list[str]:
         "FSDP2 gathers the head once, the rest twice; ZeRO-3 keeps two layers gathered.",
     ]
     if comparison.shortened:
-        told.append(f"The schedule is fitted into {comparison.steps} steps: {' '.join(comparison.shortened)}.")
+        lines.append(f"The schedule is fitted into {comparison.steps} steps: {' '.join(comparison.shortened)}.")
     if comparison.device == "cpu":
-        told.append("On a CPU all memory is host memory: what is offloaded stays in the same figure.")
-        told.append("gloo carries out a reduce_scatter as an all_reduce: twice as much on the wire.")
-    return told
+        lines.append("On a CPU all memory is host memory: what is offloaded stays in the same figure.")
+        lines.append("gloo carries out a reduce_scatter as an all_reduce: twice as much on the wire.")
+    return lines

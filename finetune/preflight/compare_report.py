@@ -12,23 +12,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from finetune.errors import EnvironmentMismatch
-from finetune.preflight.compare import Comparison, compare
+from finetune.preflight.compare import Comparison, Row, compare
 from finetune.report.pictures import new_figure
 
-SHOWN = ("load", "forward", "backward", "step")
+SHOWN_PHASES = ("load", "forward", "backward", "step")
 MOVING = ("forward", "backward", "step")  # traffic while loading is paid once
-COLOURS = {"load": "#7f7f7f", "forward": "#4c78a8", "backward": "#f58518", "step": "#54a24b"}
-
-Row = dict[str, Any]
+PHASE_COLOURS = {"load": "#7f7f7f", "forward": "#4c78a8", "backward": "#f58518", "step": "#54a24b"}
 
 
 def run_and_report(comparison: Comparison, *, quiet: bool) -> dict[str, Any]:
     """Run the comparison, show its progress on standard error, write table and picture.
 
-    Raises EnvironmentMismatch: before the first job, without matplotlib; after all is written, when no strategy ran
-    or final losses do not agree.
+    Raises EnvironmentMismatch after all is written, when no strategy ran or final losses do not agree.
     """
-    new_figure("compare")  # before the jobs: without matplotlib their picture would be missing at the end
     result = _run_with_progress(comparison)
     if not quiet:
         print_tables(result, Console())
@@ -94,12 +90,12 @@ def _memory_table(rows: Sequence[Row], device: str, *, host: bool) -> tuple[str,
     title = f"Memory of a rank in {unit}, peak / allocated ({device})"
     table = Table(box=SIMPLE_HEAD)
     table.add_column("strategy")
-    for phase in SHOWN:
+    for phase in SHOWN_PHASES:
         table.add_column(phase, justify="right")
     if host:
         table.add_column("host", justify="right")
     for row in rows:
-        cells = [_memory_cell(row["phases"].get(phase), size) for phase in SHOWN]
+        cells = [_memory_cell(row["phases"].get(phase), size) for phase in SHOWN_PHASES]
         if host:
             cells.append(_short(max(entry["host_peak_bytes"] for entry in row["phases"].values()) / size))
         table.add_row(row["strategy"], *cells)
@@ -145,11 +141,11 @@ def _multiple(row: Row) -> str:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """The picture: memory per phase, seconds, traffic. Raises EnvironmentMismatch without matplotlib."""
+    """The picture: memory per phase, seconds, traffic."""
     rows = [row for row in result["rows"] if row["ok"]]
     if not rows:
         return
-    figure = new_figure("compare", figsize=(max(9.0, 2.5 + 1.5 * len(rows)), 11))
+    figure = new_figure(figsize=(max(9.0, 2.5 + 1.5 * len(rows)), 11))
     memory, seconds, traffic = figure.subplots(3, 1, height_ratios=[2.2, 1, 1.3])
     figure.suptitle(
         f"{Path(result['recipe']).stem}: {result['processes']} x {result['device']}, {result['steps']} steps",
@@ -167,13 +163,13 @@ def draw(result: dict[str, Any], file: Path) -> None:
 def _draw_memory(axes: Any, rows: Sequence[Row]) -> None:
     """Grouped bars: a phase's peak, pale, and in it what stays allocated at its end."""
     unit, size = unit_of(max(entry["peak_bytes"] for row in rows for entry in row["phases"].values()))
-    width = 0.8 / len(SHOWN)
-    for position, phase in enumerate(SHOWN):
-        places = [index + (position - (len(SHOWN) - 1) / 2) * width for index in range(len(rows))]
+    width = 0.8 / len(SHOWN_PHASES)
+    for position, phase in enumerate(SHOWN_PHASES):
+        places = [index + (position - (len(SHOWN_PHASES) - 1) / 2) * width for index in range(len(rows))]
         entries = [row["phases"].get(phase, {"peak_bytes": 0, "allocated_bytes": 0}) for row in rows]
         peaks = [entry["peak_bytes"] / size for entry in entries]
         kept = [entry["allocated_bytes"] / size for entry in entries]
-        colour = COLOURS[phase]
+        colour = PHASE_COLOURS[phase]
         axes.bar(places, peaks, width * 0.92, color=_pale(colour))
         axes.bar(places, kept, width * 0.92, color=colour, label=phase)
         for place, peak in zip(places, peaks, strict=True):
@@ -181,7 +177,7 @@ def _draw_memory(axes: Any, rows: Sequence[Row]) -> None:
                 _short(peak), (place, peak), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=8
             )
     _finish(axes, rows, f"{unit} on one rank", "Memory per phase: peak (pale) and allocated at the end (full)")
-    axes.legend(ncols=len(SHOWN), loc="upper center", bbox_to_anchor=(0.5, -0.08), frameon=False)
+    axes.legend(ncols=len(SHOWN_PHASES), loc="upper center", bbox_to_anchor=(0.5, -0.08), frameon=False)
 
 
 def _draw_seconds(axes: Any, rows: Sequence[Row]) -> None:
@@ -197,7 +193,7 @@ def _draw_traffic(axes: Any, rows: Sequence[Row]) -> None:
     bottom = [0.0] * len(rows)
     for phase in MOVING:
         heights = [row["phases"][phase]["textbook_bytes"] / size for row in rows]
-        axes.bar(range(len(rows)), heights, 0.5, bottom=bottom, color=COLOURS[phase], label=phase)
+        axes.bar(range(len(rows)), heights, 0.5, bottom=bottom, color=PHASE_COLOURS[phase], label=phase)
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
     for index, (row, top) in enumerate(zip(rows, bottom, strict=True)):
         calls = sum(sum(row["phases"][phase]["collectives"].values()) for phase in MOVING)

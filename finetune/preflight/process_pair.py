@@ -17,13 +17,13 @@ from finetune.paths import CHECKOUT
 
 ELEMENTS = 2**20  # float32: 4 MiB
 ROUNDS = 5
-PATIENCE_SECONDS = 120
+PAIR_TIMEOUT_SECONDS = 120
 
 
-def pair_test(*, gpus: int, patience: float = PATIENCE_SECONDS) -> dict[str, Any]:
+def pair_test(*, gpus: int, patience: float = PAIR_TIMEOUT_SECONDS) -> dict[str, Any]:
     """Backend and median seconds of one sum over two processes.
 
-    Raises EnvironmentMismatch with what the first of them said when they cannot, or not within `patience` seconds.
+    Raises EnvironmentMismatch with the last line of the first process that fails, or after `patience` seconds.
     """
     backend = "nccl" if gpus > 1 else "gloo"
     package = str(CHECKOUT)
@@ -42,10 +42,10 @@ def pair_test(*, gpus: int, patience: float = PATIENCE_SECONDS) -> dict[str, Any
             for process in ranks:
                 process.kill()
                 process.wait()
-            said = [_last_line(log) for log in logs]
+            last_lines = [_last_line(log) for log in logs]
         if codes != [0, 0]:
-            raise EnvironmentMismatch(_failure(backend, codes, said, patience))
-        return {"backend": backend, **json.loads(said[0])}
+            raise EnvironmentMismatch(_failure(backend, codes, last_lines, patience))
+        return {"backend": backend, **json.loads(last_lines[0])}
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> list[int | None]:
@@ -65,12 +65,12 @@ def _last_line(log: IO[str]) -> str:
     return lines[-1] if lines else ""
 
 
-def _failure(backend: str, codes: list[int | None], said: list[str], patience: float) -> str:
+def _failure(backend: str, codes: list[int | None], last_lines: list[str], patience: float) -> str:
     remedy = "name the network interface by GLOO_SOCKET_IFNAME" if backend == "gloo" else "look at NCCL_DEBUG=INFO"
     failed = next((rank for rank, code in enumerate(codes) if code), None)
     if failed is None:
         return f"{backend}: two processes did not meet within {patience:g} s; {remedy}"
-    return f"{backend}: process {failed} ended with {codes[failed]}: {said[failed][:200]}; {remedy}"
+    return f"{backend}: process {failed} ended with {codes[failed]}: {last_lines[failed][:200]}; {remedy}"
 
 
 def main(backend: str, folder: str, rank: int) -> int:

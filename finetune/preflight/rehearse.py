@@ -1,7 +1,7 @@
-"""`finetune rehearse`: the recipe from the first line to the adapter in the hand, small and on the CPU.
+"""`finetune rehearse`: the recipe end to end, small and on the CPU.
 
-Trains four steps; is killed before the last of them is saved; is started again, goes on from the middle, and must see
-the same losses and gradient norms to the bit; loads back what was exported.
+It trains four steps, is killed before the last of them is saved, resumes, must repeat losses and gradient norms
+bitwise, and loads the export with the plain libraries.
 """
 
 from __future__ import annotations
@@ -24,19 +24,27 @@ from rich.text import Text
 from finetune.errors import FinetuneError
 from finetune.files import remove_folder
 from finetune.preflight.changes import SAVED_AFTER, STEPS, changes, overrides, processes_of
-from finetune.preflight.job import Job, StepFailed, ended_by_signals, kill_all, started, wait_for_end, wait_until
+from finetune.preflight.job import (
+    StepFailed,
+    TrainingJob,
+    ended_by_signals,
+    kill_all,
+    started,
+    wait_for_end,
+    wait_until,
+)
 from finetune.preflight.load_back import load_back
 from finetune.preflight.shrink import shrink_model
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
 
-ATTEMPTS = 3  # on a busy machine the whole run may be over before the kill
+KILL_ATTEMPTS = 3  # on a busy machine the whole run may be over before the kill
 
 
 @dataclass
 class Checklist:
-    """What was looked at so far: name, whether it held, seconds, what was seen."""
+    """The steps so far: name, whether it passed, seconds, what was seen."""
 
     log: Callable[[dict[str, Any]], None]
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -64,7 +72,7 @@ class Checklist:
 def rehearse(
     recipe: Path, given: Sequence[str], *, processes: int = 2, log: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Rehearse and return the report; `tell` gets each line of it when it is known.
+    """Rehearse and return the report; `log` gets each line of it when it is known.
 
     The report's `exit_code` is 0, or that of the step that failed. Raises RecipeError for a wrong recipe.
     """
@@ -84,10 +92,10 @@ def rehearse(
                 settings = (*given, *overrides(found))
                 small = load_recipe(recipe, settings).recipe
                 step["seen"] = f"{model.architecture} of {model.parameters:,} parameters"
-            report["differs"] = [change.told for change in found if change.told]
-            for told in report["differs"]:
-                log({"differs": told})
-            report["receipt"] = _perform(Job(recipe, settings, ranks, folder), small, checklist)
+            report["differs"] = [change.note for change in found if change.note]
+            for note in report["differs"]:
+                log({"differs": note})
+            report["receipt"] = _perform(TrainingJob(recipe, settings, ranks, folder), small, checklist)
         except StepFailed:
             pass
     return report | {
@@ -98,7 +106,7 @@ def rehearse(
     }
 
 
-def _perform(job: Job, recipe: Recipe, checklist: Checklist) -> dict[str, Any]:
+def _perform(job: TrainingJob, recipe: Recipe, checklist: Checklist) -> dict[str, Any]:
     receipt, uninterrupted = train_and_kill(job, checklist)
     with checklist.line("resumed the same") as step:
         with started(job) as process:
@@ -111,9 +119,9 @@ def _perform(job: Job, recipe: Recipe, checklist: Checklist) -> dict[str, Any]:
     return receipt
 
 
-def train_and_kill(job: Job, checklist: Checklist) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
+def train_and_kill(job: TrainingJob, checklist: Checklist) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
     """Kill every process of the job when the last step is logged; returns the receipt and the curve up to there."""
-    for left in reversed(range(ATTEMPTS)):
+    for left in reversed(range(KILL_ATTEMPTS)):
         with started(job) as process:
             with checklist.line(f"trains {STEPS} steps") as step:
                 known = wait_until(lambda: len(job.curve()) == STEPS, job, process)
@@ -127,7 +135,7 @@ def train_and_kill(job: Job, checklist: Checklist) -> tuple[dict[str, Any], list
                     step["seen"] = f"SIGKILL to {killed} processes; step {SAVED_AFTER} was saved"
                     return receipt, curve
                 if not left:
-                    raise StepFailed(f"the run was over before the kill, {ATTEMPTS} times")
+                    raise StepFailed(f"the run was over before the kill, {KILL_ATTEMPTS} times")
                 step["seen"] = "the run was over before; once more"
         remove_folder(job.run_dir)
     raise AssertionError("the last attempt returns or raises")
@@ -138,7 +146,7 @@ def is_finished(run_dir: Path) -> bool:
     return bool(json.loads((run_dir / "run_state.json").read_text("utf-8"))["state"] == "finished")
 
 
-def _as_if_unsaved(job: Job) -> list[tuple[Any, ...]]:
+def _as_if_unsaved(job: TrainingJob) -> list[tuple[Any, ...]]:
     """The curve up to the kill. A checkpoint that was written meanwhile goes: the last steps are to be done again."""
     saved, last = (job.run_dir / "checkpoints" / f"step-{step:08d}" for step in (SAVED_AFTER, STEPS))
     if not saved.is_dir():
@@ -181,7 +189,7 @@ def exported(run_dir: Path) -> str:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """What libraries say while small models are made and loaded is not about the recipe; errors still come through."""
+    """Discard what libraries print while small models are built and loaded; exceptions still pass."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -192,7 +200,7 @@ def silenced() -> Iterator[None]:
 
 
 @contextmanager
-def show(*, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
+def checklist_printer(*, quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     """A function that prints each line of a rehearsal; the block's end prints the sum. Quiet: prints nothing."""
     console, began = Console(quiet=quiet, soft_wrap=True), time.monotonic()
     failed: list[str] = []

@@ -29,7 +29,7 @@ VOCABULARY = 1024
 SAMPLED_ROWS = 300  # that the tokenizer learns from
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TEMPLATE = (
+CHAT_TEMPLATE = (
     "{%- if tools %}{{ '<|im_start|>tools\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
     "{%- for message in messages %}"
     "{{- '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}"
@@ -199,6 +199,6 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         pad_token="<|endoftext|>",
         eos_token="<|im_end|>",
-        chat_template=TEMPLATE,
+        chat_template=CHAT_TEMPLATE,
         model_max_length=2048,
     )

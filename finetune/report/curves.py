@@ -1,4 +1,4 @@
-"""What a run's metrics draw: curves over its steps, memory by phase, and the row of a table."""
+"""Charts of a run's metrics: curves over its steps, memory by phase, and the row of a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.recipe.loader import recipe_from_resolved
-from finetune.report.html import Line
+from finetune.report.pictures import Chart, Series
 from finetune.run_folder.facts import RunFacts, read_run
 
 PHASES = ("load", "forward", "backward", "step", "save")
@@ -34,7 +34,7 @@ class ReportedRun:
 
 
 def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
-    """The runs of these folders; a comparison's folder stands for its jobs. Raises FinetuneError for no run."""
+    """The runs of these folders; of a comparison's folder, its jobs. Raises FinetuneError where there is no run."""
     found = [job for folder in folders for job in _jobs(folder)]
     names = _names(found)
     return [_read(folder, name) for folder, name in zip(found, names, strict=True)]
@@ -44,12 +44,12 @@ def _jobs(folder: Path) -> list[Path]:
     if (folder / "compare.json").is_file():
         return sorted(job for job in (folder / "jobs").iterdir() if (job / "metrics.jsonl").is_file())
     if not (folder / "recipe.yaml").is_file():
-        raise FinetuneError(f"{folder}: no run is here (recipe.yaml is missing); name a run's output_dir")
+        raise FinetuneError(f"{folder}: not a run folder (recipe.yaml is missing); name a run's output_dir")
     return [folder]
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Last words of the paths; as many of them as it takes to tell them apart."""
+    """The last parts of the paths, as many as make the names distinct."""
     for words in range(1, 1 + max(len(folder.resolve().parts) for folder in folders)):
         names = ["/".join(folder.resolve().parts[-words:]) for folder in folders]
         if len(set(names)) == len(names):
@@ -61,21 +61,47 @@ def _read(folder: Path, name: str) -> ReportedRun:
     return ReportedRun(name, folder, read_run(folder, recipe_from_resolved(folder / "recipe.yaml")))
 
 
-def loss_lines(runs: Sequence[ReportedRun]) -> list[Line]:
+def loss_chart(runs: Sequence[ReportedRun]) -> Chart:
     """Training losses as curves, held-out ones as dots."""
     alone = len(runs) == 1
-    lines = []
+    series = []
     for run in runs:
-        lines.append(Line("training" if alone else run.name, _points(run.facts.trained(), "loss")))
+        series.append(Series("training" if alone else run.name, _points(run.facts.trained(), "loss")))
         held_out = _points(run.facts.evals(), "loss")
         if held_out:
-            lines.append(Line("held out" if alone else f"{run.name}, held out", held_out, dots=True))
-    return lines
+            series.append(Series("held out" if alone else f"{run.name}, held out", held_out, dots=True))
+    return Chart("Loss", series)
 
 
-def curve(runs: Sequence[ReportedRun], key: str, factor: float = 1.0) -> list[Line]:
-    """One value of the training lines, a curve a run."""
-    return [Line(run.name, _points(run.facts.trained(), key, factor)) for run in runs]
+def curve(runs: Sequence[ReportedRun], title: str, key: str, factor: float = 1.0) -> Chart:
+    """One value of the training lines, a curve for each run."""
+    return Chart(title, [Series(run.name, _points(run.facts.trained(), key, factor)) for run in runs])
+
+
+def curves(runs: Sequence[ReportedRun]) -> list[Chart]:
+    """Everything that is drawn over the optimizer steps."""
+    charts = [loss_chart(runs), *(curve(runs, *each) for each in CURVES)]
+    return [chart for chart in charts if chart.shown]
+
+
+def phase_chart(runs: Sequence[ReportedRun]) -> Chart:
+    """Peak memory of each phase, planned and measured, as bars."""
+    peaks: dict[str, dict[str, float]] = {}
+    for run in runs:
+        prefix = "" if len(runs) == 1 else f"{run.name}, "
+        peaks |= {f"{prefix}planned": planned_peaks(run), f"{prefix}measured": phase_peaks(run)}
+    phases = [phase for phase in PHASES if any(phase in each for each in peaks.values())]
+    series = [
+        Series(name, [(phases.index(phase), gib) for phase, gib in each.items()])
+        for name, each in peaks.items()
+        if each
+    ]
+    return Chart("Peak memory of a rank by phase, GiB", series, phases)
+
+
+def memory_chart(runs: Sequence[ReportedRun]) -> Chart:
+    """`phase_chart` where a run measured its phases, else the peak over the steps."""
+    return phase_chart(runs) if any(map(phase_peaks, runs)) else curve(runs, *CURVES[-1])
 
 
 def _points(lines: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> list[tuple[float, float]]:
@@ -93,13 +119,13 @@ def phase_peaks(run: ReportedRun) -> dict[str, float]:
 
 
 def planned_peaks(run: ReportedRun) -> dict[str, float]:
-    """What `finetune plan` foretold of each phase, GiB; empty when the run's receipt has no plan."""
+    """What the planner expected of each phase, GiB; empty where the run's receipt has no plan."""
     return _gib(run, "planned")
 
 
 def _gib(run: ReportedRun, which: str) -> dict[str, float]:
-    told = (run.facts.receipt.get("memory") or {}).get(which) or {}
-    return _in_order({name: phase["peak_bytes"] / 2**30 for name, phase in told.get("phases", {}).items()})
+    section = (run.facts.receipt.get("memory") or {}).get(which) or {}
+    return _in_order({name: phase["peak_bytes"] / 2**30 for name, phase in section.get("phases", {}).items()})
 
 
 def _in_order(peaks: Mapping[str, float]) -> dict[str, float]:
@@ -107,7 +133,7 @@ def _in_order(peaks: Mapping[str, float]) -> dict[str, float]:
 
 
 def summary(run: ReportedRun) -> dict[str, str]:
-    """One row of a table: how it ran, and what came of it."""
+    """One row of a table: how the run ran, and its results."""
     trained, evals, receipt = run.facts.trained(), run.facts.evals(), run.facts.receipt
     seconds = [line["step_seconds"] for line in (trained[1:] or trained)]  # the first step warms up
     parameters = receipt.get("parameters", {})

@@ -53,7 +53,7 @@ class Preview:
     """Rows to look at, and the whole of the data in figures."""
 
     rows: list[ShownRow]
-    findings: list[Finding]
+    findings: list[Oddity]
     facts: dict[str, Any]  # empty when the data is refused
     roles: dict[str, int]  # messages of each role in all data sets
     histogram: list[tuple[int, int, int]]  # (from, below, training documents), tokens
@@ -76,12 +76,12 @@ def preview(recipe: Recipe, rows: int) -> Preview:
     """
     tokenizer = load_tokenizer(recipe)
     encoder = Encoder(tokenizer, recipe.data)
-    refused: list[Finding] = []
+    refused: list[Oddity] = []
     prepared: Prepared | None = None
     try:
         prepared = prepare(recipe, tokenizer)
     except DataError as error:
-        refused = [Finding("error", mistake) for mistake in error.mistakes]
+        refused = [Oddity("error", mistake) for mistake in error.mistakes]
     shown = list(islice(_readable(recipe.data, encoder), rows))
     roles = _all_roles(recipe.data)
     if prepared is None:
@@ -177,7 +177,7 @@ PLACES = 3  # shown of each finding
 
 
 @dataclass(frozen=True)
-class Finding:
+class Oddity:
     """One thing to know; an error is refused by training, a warning is trained on as it is."""
 
     severity: Literal["error", "warning", "note"]
@@ -188,7 +188,7 @@ class Finding:
         return asdict(self) | {"places": list(self.places)}
 
 
-def find_oddities(prepared: Prepared, data: Data, *, begin: int | None, special: Collection[int]) -> list[Finding]:
+def find_oddities(prepared: Prepared, data: Data, *, begin: int | None, special: Collection[int]) -> list[Oddity]:
     """Findings over all data sets.
 
     Args:
@@ -200,7 +200,7 @@ def find_oddities(prepared: Prepared, data: Data, *, begin: int | None, special:
         odd = dict(_by_store(store, data, begin, special))
         found += [_warning(pool, index, members, text) for text, members in odd.items() if len(members)]
     found += list(_copies(prepared))
-    found += [Finding("note", note) for note in prepared.notes]
+    found += [Oddity("note", note) for note in prepared.notes]
     return found
 
 
@@ -238,22 +238,22 @@ def unfinished(store: StoredDocuments, special: Collection[int], max_length: int
     return np.unique(documents[cut]), np.unique(documents[~cut])
 
 
-def _warning(pool: DocumentPool, store: int, members: np.ndarray, text: str) -> Finding:
+def _warning(pool: DocumentPool, store: int, members: np.ndarray, text: str) -> Oddity:
     name = pool.stores[store].names[0]
     several = pool.group(store)[members[:PLACES]].tolist()
-    return Finding(
+    return Oddity(
         "warning", f"{len(members):,} documents of {name} {text}", tuple(pool.place(index) for index in several)
     )
 
 
-def _copies(prepared: Prepared) -> Iterator[Finding]:
+def _copies(prepared: Prepared) -> Iterator[Oddity]:
     """Documents that are the same as an earlier one of the training set."""
     pool, trained = prepared.pool, np.unique(prepared.split.train)
     _, first = np.unique(pool.digests[trained], return_index=True)
     again = np.delete(trained, first)
     if len(again):
         places = tuple(pool.place(index) for index in again[:PLACES].tolist())
-        yield Finding("warning", f"{len(again):,} training documents are copies of another one", places)
+        yield Oddity("warning", f"{len(again):,} training documents are copies of another one", places)
 
 
 def length_histogram(lengths: np.ndarray, max_length: int, bins: int = 12) -> list[tuple[int, int, int]]:

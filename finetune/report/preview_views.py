@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from html import escape
 
 from rich.console import Console, Group
 from rich.text import Text
 
-from finetune.report.html import histogram, page
+from finetune.report.html import render_page
+from finetune.report.pictures import Chart, Series
 from finetune.report.preview import Preview, ShownRow, TokenText
 
 HEAD, TAIL = 500, 150  # tokens of a long row shown on the terminal
 BAR = 40  # characters of the longest bar
-COLOURS = {"error": "bold red", "warning": "yellow", "note": "dim"}
+SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
-def show(preview: Preview, console: Console) -> None:
+def print_preview(preview: Preview, console: Console) -> None:
     """Print it: learned tokens green, control tokens magenta; where there is no colour, ⟦learned⟧."""
     for row in preview.rows:
         console.print(Text(_heading(row), style="bold"))
@@ -28,7 +28,7 @@ def show(preview: Preview, console: Console) -> None:
         console.print(Text("\n".join(_bars(preview))))
     for finding in preview.findings:
         places = f" ({', '.join(finding.places)})" if finding.places else ""
-        console.print(Text(f"{finding.severity}: {finding.text}{places}", style=COLOURS[finding.severity]))
+        console.print(Text(f"{finding.severity}: {finding.text}{places}", style=SEVERITY_STYLES[finding.severity]))
 
 
 def _heading(row: ShownRow) -> str:
@@ -87,26 +87,14 @@ def _bars(preview: Preview) -> Iterator[str]:
 
 def as_page(preview: Preview, recipe: str) -> str:
     """The same as one HTML page, with all tokens of each row."""
-    body: list[str] = []
-    if preview.findings:
-        body.append("<h2>Findings</h2><ul>")
-        for finding in preview.findings:
-            places = f" <span class=faint>{escape(', '.join(finding.places))}</span>" if finding.places else ""
-            word = f"<b class={finding.severity}>{finding.severity}</b>"
-            body.append(f"<li>{word}: {escape(finding.text)}{places}</li>")
-        body.append("</ul>")
-    if preview.facts:
-        body.append("<h2>The data</h2>")
-        body.append("<ul>" + "".join(f"<li>{escape(line)}</li>" for line in facts_lines(preview)) + "</ul>")
-        body.append(histogram(preview.histogram, f"tokens of a training document; max_length {preview.max_length:,}"))
-    body.append("<h2>Rows as the model sees them</h2>")
-    body.append("<p class=faint>A line ends each token; <span class='l'>learned tokens</span> have this ground, ")
-    body.append("<span class='s'>control tokens</span> this colour.</p>")
-    for row in preview.rows:
-        body.append(f"<h3>{escape(_heading(row))}</h3><pre>{''.join(map(_marked, row.pieces))}</pre>")
-    return page(f"Preview of {recipe}", "What the model will be given, and which part of it is learned.", body)
-
-
-def _marked(piece: TokenText) -> str:
-    kinds = "t" + " l" * piece.learned + " s" * piece.special
-    return f'<span class="{kinds}">{escape(piece.text)}</span>'
+    lengths = Series("documents", [(index, count) for index, (*_, count) in enumerate(preview.histogram)])
+    title = f"Tokens of a training document; max_length {preview.max_length:,}"
+    return render_page(
+        "preview.html.jinja",
+        title=f"Preview of {recipe}",
+        lead="What the model will be given, and which part of it is learned.",
+        preview=preview,
+        facts=facts_lines(preview) if preview.facts else [],
+        lengths=Chart(title, [lengths], [f"{low:,}" for low, *_ in preview.histogram]),
+        rows=[(_heading(row), row.pieces) for row in preview.rows],
+    )

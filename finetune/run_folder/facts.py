@@ -38,6 +38,13 @@ class RunFacts:
     def trained(self) -> list[Mapping[str, Any]]:
         return [line for line in self.metrics if line.get("kind") == "train"]
 
+    def samples_by_prompt(self) -> dict[str, dict[str, Mapping[str, Any]]]:
+        """prompt -> {"before": line, "after": line} of samples.jsonl, in the order in which prompts were asked."""
+        answers: dict[str, dict[str, Mapping[str, Any]]] = {}
+        for line in self.samples:
+            answers.setdefault(str(line.get("prompt")), {})[str(line.get("when"))] = line
+        return answers
+
 
 def read_run(run_dir: Path, recipe: Recipe, *, merged: bool = False) -> RunFacts:
     """Read a run's folder; a missing file counts as empty. `merged`: describe its merged model."""

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from finetune.cli.main import app, main
 from finetune.recipe.loader import load_recipe
 from finetune.train import main as train
-from tests.support.soak_resume import write_recipe
+from tests.support.soak_resume import write_resume_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -128,7 +128,7 @@ def test_what_is_run_elsewhere_is_run_there(command: str) -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as a clone is after README's first command, but for the size of its run."""
     folder = tmp_path_factory.mktemp("clone")
-    recipe = write_recipe(folder, steps=4, dropout=0.0)
+    recipe = write_resume_recipe(folder, steps=4, dropout=0.0)
     for name in ("quickstart", "a", "b"):
         assert train([str(recipe), f"output_dir={folder / 'runs' / name}"]) == 0
     for name in ("recipes", "accelerate_configs", "data", "finetune"):

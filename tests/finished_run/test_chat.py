@@ -152,7 +152,7 @@ def test_a_saved_talk_can_be_trained_on(
     session: ChatSession, tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "talk.jsonl"
-    assert talk(session, f"/save {file}", "/history") == ["nothing was said yet"] * 2
+    assert talk(session, f"/save {file}", "/history") == ["nothing to show yet"] * 2
     assert talk(session, ASKED, "/tuned", "why", f"/save {file}")[-1] == f"saved: {file} (2 conversations)"
     base, tuned = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
     assert (base["who"], tuned["who"]) == ("base", "tuned")
@@ -212,4 +212,4 @@ def test_the_verb(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert told["answers"][1]["answer"] in shown
     assert main(["chat", str(run), "--who", "nobody"]) == 2
     assert main(["chat", str(tmp_path), "--prompt", ASKED]) == 2
-    assert "no run is here" in capsys.readouterr().err
+    assert "not a run folder" in capsys.readouterr().err

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM
 
 from finetune.cli.main import main
 from finetune.train import main as train
 from tests.support.finished import finished_run
+from tests.support.recipes import tiny_lora, write_recipe
 from tests.support.tiny import write_chats
+
+pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35]
 
@@ -27,34 +28,8 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(folder: Path, base: Path, chats: Path) -> Path:
-    content = {
-        "model": {"name_or_path": str(base), "dtype": "float32"},
-        "lora": {"r": 4},
-        "data": {
-            "train": [{"path": "json", "data_files": str(chats)}],
-            "eval": {"fraction": 0.4},
-            "max_length": 128,
-        },
-        "training": {
-            "global_batch_size": 2,
-            "max_steps": 2,
-            "learning_rate": 1e-2,
-            "mixed_precision": "no",
-            "activation_checkpointing": False,
-        },
-        "samples": {"count": 0},
-        "output_dir": str(folder / "run"),
-    }
-    path = folder / "recipe.yaml"
-    path.write_text(json.dumps(content), encoding="utf-8")
-    return path
-
-
-@pytest.fixture(autouse=True)
-def fresh_accelerator() -> Iterator[None]:
-    """Accelerate keeps one state a process, and its number format with it."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+    held_out: dict[str, Any] = {"data": {"eval": {"fraction": 0.4}}, "training": {"max_steps": 2}}
+    return write_recipe(folder, tiny_lora(base, chats, **held_out, output_dir=str(folder / "run")))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +95,7 @@ def test_without_held_out_rows(tmp_path: Path, tiny_llama: Path, capsys: pytest.
 
 def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(tmp_path)]) == 2
-    assert "no run is here" in capsys.readouterr().err
+    assert "not a run folder" in capsys.readouterr().err
 
 
 def local_task(folder: Path) -> Path:

@@ -206,10 +206,10 @@ def test_many_shards_are_one_model(run: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_what_cannot_be_merged_is_one_line(tmp_path: Path, bases: dict[str, Path], run: Path) -> None:
     def refused(folder: Path, words: str, **options: Any) -> None:
         with pytest.raises(FinetuneError, match=words) as caught:
-            merge_run(folder, **({"dtype": None, "base": None, "prompts": 0, "tell": print} | options))
+            merge_run(folder, **({"dtype": None, "base": None, "prompts": 0, "log": print} | options))
         assert "\n" not in str(caught.value)
 
-    refused(tmp_path, "no run is here")
+    refused(tmp_path, "not a run folder")
     full = finished_run(tmp_path / "full", bases["untied"], lora=None)
     refused(full, "is the whole model already")
     refused(run, "was not quantised", base="dequantized")
@@ -246,11 +246,11 @@ def test_questions_are_spread_over_the_answers(monkeypatch: pytest.MonkeyPatch) 
 
     ids, labels = np.arange(20), np.full(20, -100)
     labels[5:15] = ids[5:15]
-    question = agreement._question(ids, labels, 4)
-    assert question.positions.tolist() == [4, 7, 10, 13]  # the first and the last answer token among them
-    assert question.targets.tolist() == [5, 8, 11, 14]
-    assert question.ids.tolist() == [list(range(14))]
-    assert agreement._question(ids, labels, 100).positions.tolist() == list(range(4, 14))
+    document = agreement.compared_document(ids, labels, 4)
+    assert document.positions.tolist() == [4, 7, 10, 13]  # the first and the last answer token among them
+    assert document.targets.tolist() == [5, 8, 11, 14]
+    assert document.ids.tolist() == [list(range(14))]
+    assert agreement.compared_document(ids, labels, 100).positions.tolist() == list(range(4, 14))
 
 
 def test_layers_compute_in_float32_and_are_as_before_afterwards() -> None:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.hub import Hub, running_hub
+from tests.support.hub import Hub
+from tests.support.hub.processes import run_python
 from tests.support.hub.server import TOKEN
 from tests.support.tiny import save_tiny, write_chats
 
 pytestmark = pytest.mark.slow
-REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCH = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_2proc.yaml"]
 READ = """
 import sys, torch
@@ -36,12 +32,6 @@ card = ModelCard.load("me/devils")
 card.validate()
 print(card.data.base_model, card.data.license, card.data.datasets)
 """
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with running_hub() as running:
-        yield running
 
 
 @pytest.fixture
@@ -64,27 +54,19 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def start(hub: Hub, words: list[str], home: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    environment |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_XET": "1"}
-    environment |= {"PYTHONPATH": str(REPOSITORY), "WANDB_API_KEY": "a-key-of-another-house", **more}
-    words = [sys.executable, *words]
-    return subprocess.run(words, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400)
-
-
 def everything_written(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
 def test_it_arrives_and_a_fresh_process_gets_the_same_logits(recipe: Path, hub: Hub, tmp_path: Path) -> None:
-    done = start(hub, [*LAUNCH, "finetune/train.py", str(recipe), "accelerate_config=ddp"], tmp_path)
+    done = run_python(hub, [*LAUNCH, "finetune/train.py", str(recipe), "accelerate_config=ddp"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"pushed: {hub.url}/me/devils (private, " in done.stdout
     assert hub.calls().count("commit") == 1, "one rank pushes"
     calls = [call for call in hub.calls() if call != "harnesses"]
     assert calls[:2] == ["whoami", "info"], "asked before the training"
     assert "unknown" not in calls
-    read = start(hub, ["-c", READ, str(tmp_path / "base"), str(tmp_path / "run")], tmp_path)
+    read = run_python(hub, ["-c", READ, str(tmp_path / "base"), str(tmp_path / "run")], tmp_path)
     assert read.returncode == 0, read.stderr
     assert read.stdout.strip() == "acme/tiny apache-2.0 None"
     told = done.stdout + done.stderr + everything_written(tmp_path / "run").decode(errors="replace")
@@ -98,12 +80,12 @@ def test_a_refused_push_is_no_failed_training_and_the_told_command_completes_it(
     recipe: Path, hub: Hub, tmp_path: Path
 ) -> None:
     hub.fail("commit", status=403)
-    done = start(hub, ["finetune/train.py", str(recipe)], tmp_path)
+    done = run_python(hub, ["finetune/train.py", str(recipe)], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "the training is finished and saved; the push failed" in done.stderr
     assert json.loads((tmp_path / "run" / "run_state.json").read_text())["state"] == "finished"
     command = next(line for line in done.stderr.splitlines() if line.strip().startswith("finetune push"))
-    again = start(hub, ["-m", "finetune.cli.main", *shlex.split(command)[1:]], tmp_path)
+    again = run_python(hub, ["-m", "finetune.cli.main", *shlex.split(command)[1:]], tmp_path)
     assert again.returncode == 0, again.stderr
     assert "pushed: " in again.stdout
     assert hub.content("me/devils", "adapter_model.safetensors")
@@ -123,7 +105,7 @@ def test_what_cannot_work_is_said_before_the_training(
 ) -> None:
     hub.users[TOKEN] = dict(hub.users[TOKEN])
     prepare(hub)
-    done = start(hub, ["finetune/train.py", str(recipe)], tmp_path)
+    done = run_python(hub, ["finetune/train.py", str(recipe)], tmp_path)
     assert done.returncode in (2, 4)
     assert told in done.stderr
     assert "Traceback" not in done.stderr
@@ -131,6 +113,6 @@ def test_what_cannot_work_is_said_before_the_training(
 
 
 def test_offline_is_said_before_the_training(recipe: Path, hub: Hub, tmp_path: Path) -> None:
-    done = start(hub, ["finetune/train.py", str(recipe)], tmp_path, HF_HUB_OFFLINE="1")
+    done = run_python(hub, ["finetune/train.py", str(recipe)], tmp_path, HF_HUB_OFFLINE="1")
     assert (done.returncode, done.stderr.strip().splitlines()[-1][:14]) == (4, "HF_HUB_OFFLINE")
     assert hub.log == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,18 +14,9 @@ from finetune.hub.checkpoints import CheckpointPusher
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.train import main as train
-from tests.support.hub import Hub, running_hub
+from tests.support.hub import Hub
 from tests.support.hub.server import TOKEN
 from tests.support.tiny import write_chats
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    # The client reads HF_HUB_DISABLE_XET and HF_ENDPOINT once, when it is imported.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with running_hub() as running:
-        yield running
 
 
 @pytest.fixture
@@ -102,7 +92,7 @@ def test_what_is_overtaken_is_told_and_only_the_newest_sent(recipe: Recipe, hub:
     go_on.set()
     pusher.close(wait=True)
     assert on_branch(hub) == names(6)
-    assert said[0] == "hub.checkpoints: step 4 is overtaken by the next; it is not pushed"
+    assert said[0] == "hub.checkpoints: step 4 is replaced by the next one and is not pushed"
     assert hub.calls().count("commit") == 3, "step 2 twice, step 6"
 
 

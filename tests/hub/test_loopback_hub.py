@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,7 @@ LARGE = bytes(range(256)) * 800
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    with running_hub() as running:
-        yield running
-
-
-@pytest.fixture
-def api(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> HfApi:
-    # The client reads the variable once, when it is imported; its own switch is public for what came after.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+def api(hub: Hub) -> HfApi:
     return HfApi(endpoint=hub.url, token=TOKEN)
 
 

@@ -24,7 +24,7 @@ from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch, FinetuneError, HubUnreachable, RecipeError
 from finetune.files import append_lines, write_json
 from finetune.hub.around_training import check_before_training, push_after_training, refuse_secrets
-from finetune.hub.push import Destination, chosen_destination, prepare, push
+from finetune.hub.push import Destination, chosen_destination, prepare_upload, push
 from finetune.model.known_configs import full_config
 from finetune.preflight.changes import changes, overrides
 from finetune.preflight.compare import Comparison, job_command
@@ -91,15 +91,6 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    # The client reads HF_HUB_DISABLE_XET and HF_ENDPOINT once, when it is imported.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with running_hub() as running:
-        yield running
-
-
 def send(run: Path, hub: Hub, to: Destination = ME, **options: Any) -> tuple[dict[str, Any], list[float], list[str]]:
     """Result, waits and words of a push that does not really wait."""
     waits: list[float] = []
@@ -161,7 +152,7 @@ class TestWhatArrives:
 
     def test_never_to_a_public_repository_unasked(self, run: Path, hub: Hub) -> None:
         hub.add("me/devils", private=False)
-        with pytest.raises(FinetuneError, match=r"is public, and nobody asked") as caught:
+        with pytest.raises(FinetuneError, match=r"is public, which was not requested") as caught:
             send(run, hub, PLAIN)
         assert caught.value.exit_code == 2
         assert hub.calls() == ["whoami", "info"]
@@ -207,7 +198,7 @@ class TestWhatArrives:
 
 class TestCard:
     def test_its_metadata_are_what_the_hub_wants(self, run: Path, tiny_llama: Path) -> None:
-        card = ModelCard(prepare(run, ME).card)
+        card = ModelCard(prepare_upload(run, ME).card)
         data = card.data.to_dict()
         assert data["base_model"] == "acme/tiny-llama"
         assert data["library_name"] == "peft"
@@ -244,11 +235,11 @@ class TestCard:
         (base / "config.json").write_text(json.dumps(config | {"_name_or_path": "acme/original"}))
         recipe = (run / "recipe.yaml").read_text().replace(str(tiny_llama), str(base))
         (run / "recipe.yaml").write_text(recipe)
-        data = ModelCard(prepare(run, Destination("me/devils")).card).data
+        data = ModelCard(prepare_upload(run, Destination("me/devils")).card).data
         assert (data.base_model, data.license, data.license_name) == ("acme/original", "other", "mine")
 
     def test_it_tells_what_a_reader_must_know(self, run: Path) -> None:
-        card = prepare(run, ME).card
+        card = prepare_upload(run, ME).card
         assert 'PeftModel.from_pretrained(base, "me/devils")' in card
         assert "![The loss of every step](loss.png)" in card
         assert "| after training | 2 | 4.0000 |" in card
@@ -257,9 +248,18 @@ class TestCard:
         assert "chats.jsonl, split `train`" in card
         assert "````text\n``` after\n````" in card  # an answer cannot break out of its fence
 
+    def test_what_a_model_answers_is_text_and_never_a_template(self, run: Path) -> None:
+        answer = "{{ run.environment }} {% if %} {# gone #}"
+        lines = [{"when": when, "prompt": "{{ 6 * 7 }}", "answer": answer} for when in ("before", "after")]
+        (run / "samples.jsonl").unlink()
+        append_lines(run / "samples.jsonl", lines)
+        card = prepare_upload(run, ME).card
+        assert card.count(f"```text\n{answer}\n```") == 2
+        assert "{{ 6 * 7 }}" in card
+
     def test_without_held_out_rows_it_says_so(self, run: Path) -> None:
         (run / "metrics.jsonl").unlink()
-        card = prepare(run, ME).card
+        card = prepare_upload(run, ME).card
         assert "no rows were held out" in card
         assert "model-index" not in card
 
@@ -387,7 +387,7 @@ class TestPermission:
     def test_no_token(self, run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv("HF_TOKEN")
         monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
-        with pytest.raises(EnvironmentMismatch, match=r"no token is here"):
+        with pytest.raises(EnvironmentMismatch, match=r"no token on this machine"):
             send(run, hub)
 
 
@@ -415,7 +415,7 @@ class TestSecrets:
         weights = run / "adapter" / "adapter_model.safetensors"
         save_file(load_file(weights), weights, metadata={"note": TOKEN})
         with pytest.raises(FinetuneError, match=r"adapter_model.safetensors:1: holds a"):
-            prepare(run, ME)
+            prepare_upload(run, ME)
 
     def test_what_a_server_says_is_told_without_them(self, run: Path, hub: Hub) -> None:
         hub.fail("whoami", status=403, message=f"bad {TOKEN}")
@@ -461,7 +461,7 @@ class TestCommand:
 
     def test_a_folder_without_a_finished_run(self, run: Path, tmp_path: Path, capsys: Any) -> None:
         assert main(["push", str(tmp_path / "nowhere"), "me/x"]) == 2
-        assert "no run is here" in capsys.readouterr().err
+        assert "not a run folder" in capsys.readouterr().err
         shutil.rmtree(run / "adapter")
         assert main(["push", str(run), "me/x"]) == 2
         assert "has not finished" in capsys.readouterr().err
@@ -533,7 +533,7 @@ class TestTraining:
     def test_a_hub_that_is_down_is_a_note(self, recipe: Any, hub: Hub) -> None:
         hub.fail("whoami", status=503, times=9)
         (note,) = check_before_training(recipe, pause=lambda _: None)
-        assert "training goes on" in note
+        assert "training continues" in note
 
     def test_a_failed_push_is_told_and_a_second_one_completes_it(
         self, recipe: Any, hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,21 +13,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.cli.main import main
 from finetune.errors import FinetuneError
 from finetune.hub.around_training import push_after_training
-from finetune.hub.push import Destination, chosen_destination, prepare
+from finetune.hub.push import Destination, chosen_destination, prepare_upload
 from finetune.recipe.loader import recipe_from_resolved
 from tests.support.finished import finished_run
-from tests.support.hub import Hub, running_hub
-from tests.support.hub.server import TOKEN
+from tests.support.hub import Hub
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    # The client reads HF_HUB_DISABLE_XET and HF_ENDPOINT once, when it is imported.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with running_hub() as running:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", running.url)
-        yield running
+def hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    return hub
 
 
 def test_the_merged_model_arrives_whole(
@@ -69,13 +63,13 @@ def test_the_card_tells_of_the_agreement(tmp_path: Path, tiny_llama: Path) -> No
     (run / "metrics.jsonl").write_text('{"kind": "eval", "step": 2, "loss": 4.0, "perplexity": 54.6}\n')
     assert main(["merge", str(run), "--dtype", "bfloat16", "--verify", "2"]) == 0
     figures = json.loads((run / "merged" / "merge.json").read_text())["agreement"]["candidates"]["own"]
-    card = prepare(run, Destination("me/merged", base="acme/tiny-llama", merged=True)).card
+    card = prepare_upload(run, Destination("me/merged", base="acme/tiny-llama", merged=True)).card
     assert f"the same most likely token at {figures['top1']:.2%}, mean" in card
     assert f"KL divergence {figures['kl']:.1e} nats" in card
     assert main(["merge", str(run), "--verify", "0"]) == 0
-    card = prepare(run, Destination("me/merged", base="acme/tiny-llama", merged=True)).card
+    card = prepare_upload(run, Destination("me/merged", base="acme/tiny-llama", merged=True)).card
     assert "the merged weights (float32) were not compared with it" in card
-    beside = prepare(run, Destination("me/devils", base="acme/tiny-llama"))
+    beside = prepare_upload(run, Destination("me/devils", base="acme/tiny-llama"))
     assert "merged" not in beside.card
     assert {"adapter_model.safetensors"} == {file.path for file in beside.files if file.path.endswith(".safetensors")}
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +14,22 @@ import psutil
 import pytest
 
 from finetune.files import read_lines
-from tests.support.soak_resume import write_recipe
+from tests.support.launching import (
+    ACCELERATE,
+    TORCHRUN,
+    Started,
+    beat,
+    last_line,
+    running,
+    said,
+    until_step,
+    wait_all,
+)
+from tests.support.soak_resume import write_resume_recipe
 from tests.support.two_hosts import Host, two_hosts, why_not
 
 pytestmark = pytest.mark.slow
-REPOSITORY = Path(__file__).resolve().parents[2]
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_2proc.yaml"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 FIRST, PORT = "10.77.0.1", "29511"
-
-
-@dataclass(frozen=True)
-class Started:
-    """One launcher, or one rank without a launcher."""
-
-    words: list[str]
-    host: int | None = None  # None: on this machine
-    environment: dict[str, str] = field(default_factory=dict)
 
 
 def by_accelerate(machine: int, ranks: int = 2) -> Started:
@@ -79,50 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recipe(folder: Path) -> Path:
-    return write_recipe(folder, steps=5, dropout=0.0)
-
-
-@contextmanager
-def running(
-    launch: Sequence[Started],
-    recipe: Path,
-    run_dir: Path,
-    hosts: Sequence[Host],
-    script: str = "finetune/train.py",
-    **overrides: Any,
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """The processes of a launch; what they say is in run_dir's name with .0.log, .1.log."""
-    arguments = [script, str(recipe), f"output_dir={run_dir}", "accelerate_config=ddp"]
-    arguments += [f"{key}={value}" for key, value in overrides.items()]
-    started = []
-    try:
-        for index, part in enumerate(launch):
-            words = [*part.words, *arguments]
-            command = words if part.host is None else hosts[part.host].command(words)
-            plain = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PET_", "GLOO_"))}
-            environment = plain | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
-            environment |= part.environment
-            with open(run_dir.with_suffix(f".{index}.log"), "w") as log:
-                started.append(
-                    subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log, text=True)
-                )
-        yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-
-
-def said(run_dir: Path, index: int) -> str:
-    return run_dir.with_suffix(f".{index}.log").read_text()
-
-
-def wait_all(processes: Sequence[subprocess.Popen[str]], run_dir: Path, seconds: float = 400) -> list[int]:
-    end = time.monotonic() + seconds
-    while any(process.poll() is None for process in processes):
-        assert time.monotonic() < end, "\n".join(said(run_dir, index)[-3000:] for index in range(len(processes)))
-        time.sleep(0.05)
-    return [process.wait() for process in processes]
+    return write_resume_recipe(folder, steps=5, dropout=0.0)
 
 
 def curve(run_dir: Path) -> list[tuple[float, ...]]:
@@ -212,30 +164,3 @@ def trainer_below(process: int) -> psutil.Process:
     """The one rank among a process and its descendants."""
     family = [psutil.Process(process), *psutil.Process(process).children(recursive=True)]
     return next(one for one in family[::-1] if "finetune/train.py" in one.cmdline() and one.name().startswith("python"))
-
-
-def beat(run_dir: Path, rank: int) -> dict[str, Any]:
-    while True:
-        try:
-            found = json.loads((run_dir / ".ranks" / f"rank-{rank:05d}.json").read_text())
-        except ValueError:  # read in the middle of a write
-            continue
-        assert isinstance(found, dict)
-        return found
-
-
-def last_line(run_dir: Path) -> str:
-    """What stands last when all is over; said by a process that outlives the launcher by a moment."""
-    end = time.monotonic() + 30
-    while True:
-        last = said(run_dir, 0).strip().splitlines()[-1]
-        if last.startswith("rank ") or time.monotonic() > end:
-            return last
-        time.sleep(0.1)
-
-
-def until_step(run_dir: Path, step: int, seconds: float = 300) -> None:
-    end, metrics = time.monotonic() + seconds, run_dir / "metrics.jsonl"
-    while max((line["step"] for line in (read_lines(metrics) if metrics.exists() else ())), default=0) < step:
-        assert time.monotonic() < end, said(run_dir, 0)[-3000:]
-        time.sleep(0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -15,8 +16,10 @@ from finetune.errors import EnvironmentMismatch, NoRendezvous
 from finetune.launch import rendezvous as rendezvous_module
 from finetune.launch.launcher import Launch
 from finetune.launch.rendezvous import check_world, collective_timeout, interface_towards, rendezvous
-from tests.strategies.test_accelerator import ALONE, recipe
+from tests.support.launching import ALONE
+from tests.support.recipes import least_recipe
 
+recipe = partial(least_recipe, lora=None)
 TWO_HOSTS = replace(ALONE, world_size=2, rank=1, nodes=2, on_cpu=True)
 GLOO = (
     "Gloo connectFullMesh failed with [/__w/pytorch/pair.cc:152] timed out connecting: SO_ERROR: Connection refused, "

@@ -20,7 +20,7 @@ from finetune.launch import launcher
 from finetune.launch.script import plan_launch, script
 from finetune.launch.slurm import slurm_ranks
 from tests.support.cells import free_ports
-from tests.support.soak_resume import write_recipe
+from tests.support.soak_resume import write_resume_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "llama3_fsdp.yaml"  # 4 GPUs of one machine
@@ -295,7 +295,7 @@ def state_of(run_dir: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(("on", "nodes"), [("torchrun", 1), ("torchrun", 2), ("accelerate", 2)])
 def test_the_file_runs(on: str, nodes: int, tmp_path: Path) -> None:
-    recipe, run_dir, file = write_recipe(tmp_path, steps=4, dropout=0.0), tmp_path / "run", tmp_path / "start.sh"
+    recipe, run_dir, file = write_resume_recipe(tmp_path, steps=4, dropout=0.0), tmp_path / "run", tmp_path / "start.sh"
     words = [str(recipe), "--on", on, "--nodes", str(nodes), "-o", str(file)]
     assert main(["launch", *words, f"output_dir={run_dir}", "accelerate_config=fsdp2"]) == 0
     # Other tests of this machine may have the usual one.
@@ -309,7 +309,7 @@ def test_the_file_runs(on: str, nodes: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_slurm_job_stops_before_its_time_queues_again_and_ends(tmp_path: Path) -> None:
-    recipe, run_dir, file = write_recipe(tmp_path, steps=60, dropout=0.0), tmp_path / "run", tmp_path / "job.sh"
+    recipe, run_dir, file = write_resume_recipe(tmp_path, steps=60, dropout=0.0), tmp_path / "run", tmp_path / "job.sh"
     words = [str(recipe), "--on", "slurm", "--nodes", "2", "-o", str(file)]
     assert main(["launch", *words, f"output_dir={run_dir}", "accelerate_config=ddp", "eval_steps=60"]) == 0
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):

@@ -17,6 +17,7 @@ from finetune.run_folder.checkpoint import newest_valid
 from finetune.train import main
 from finetune.training import loop, session
 from finetune.training.planner_process import PlannerProcess
+from tests.support.recipes import tiny, write_recipe
 from tests.support.soak_resume import MEASURED
 from tests.support.tiny import write_chats
 
@@ -109,18 +110,15 @@ def write(tmp_path: Path, tiny_llama: Path) -> Callable[[str], Path]:
     chats = write_chats(tmp_path / "chats.jsonl", [30, 45, 60, 80, 25, 100])
 
     def written(name: str) -> Path:
-        content = {
-            "model": {"name_or_path": str(tiny_llama), "dtype": "float32"},
+        content: dict[str, Any] = {
             "lora": {"r": 4},
-            "data": {"train": [{"path": "json", "data_files": str(chats)}], "max_length": 128},
-            "training": {"global_batch_size": 2, "max_steps": 6, "mixed_precision": "no"},
+            "data": {"max_length": 128},
+            "training": {"global_batch_size": 2, "max_steps": 6},
             "samples": {"count": 0},
             "save_steps": 2,
             "output_dir": str(tmp_path / name),
         }
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(json.dumps(content), "utf-8")
-        return path
+        return write_recipe(tmp_path, tiny(tiny_llama, chats, **content), f"{name}.yaml")
 
     return written
 

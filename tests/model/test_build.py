@@ -16,14 +16,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.build import build_model, decoder_parts, load_tokenizer, refuse_early
 from finetune.recipe.schema import Recipe
+from tests.support.recipes import least_recipe
 from tests.support.tiny import FAMILIES, flat_batch, save_tiny
 
 CPU = torch.device("cpu")
 
 
 def recipe(folder: Path | str, *, model: dict[str, Any] | None = None, **changes: Any) -> Recipe:
-    section = {"name_or_path": str(folder), "dtype": "float32", **(model or {})}
-    return Recipe.model_validate({"model": section, "data": {"train": [{"path": "json"}]}, **changes})
+    return least_recipe(folder, model={"dtype": "float32", **(model or {})}, **changes)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

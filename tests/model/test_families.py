@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from benchmarks.families import HEAD, PAGE, line_of
 from finetune.errors import FinetuneError
 from finetune.model import families, trial
 from finetune.model.build import build_model, refuse_early
 from finetune.model.families import refuse_unsuitable
 from finetune.recipe.schema import Recipe
 from tests.support.architectures import ARCHITECTURES, WAYS, Way, config_of, outcomes, recipe_of, save_shaken
+from tests.support.families_page import HEAD, PAGE, line_of
+from tests.support.recipes import least_recipe
 from tests.support.tiny import save_tiny
 
 # Of each kind of outcome one or more; all of them are slow (four minutes).
@@ -64,8 +65,7 @@ def test_right_or_refused_in_a_line(name: str, tmp_path: Path) -> None:
 
 
 def recipe(folder: Path, attention: str = "auto", **changes: Any) -> Recipe:
-    section = {"name_or_path": str(folder), "dtype": "float32", "attention": attention}
-    return Recipe.model_validate({"model": section, "data": {"train": [{"path": "json"}]}, "lora": None, **changes})
+    return least_recipe(folder, model={"dtype": "float32", "attention": attention}, lora=None, **changes)
 
 
 def test_refused_before_weights_are_read(tmp_path: Path) -> None:

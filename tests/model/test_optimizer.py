@@ -19,9 +19,9 @@ from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.run_folder.checkpoint import newest_valid, read_checkpoint, write_checkpoint
 from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
 from finetune.train import main
-from tests.proofs.test_one_curve import write_recipe
+from tests.support.one_curve import write_curve_recipe
+from tests.support.stepping import float32_recipe
 from tests.support.tiny import write_chats
-from tests.training.test_loop import recipe
 
 BITSANDBYTES = [name for name, spec in OPTIMIZERS.items() if spec.bitsandbytes_class]
 
@@ -48,7 +48,7 @@ def train(network: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed
 
 def made(optim: str, folder: Path) -> tuple[Network, torch.optim.Optimizer]:
     network = Network()
-    return network, make_optimizer(network, recipe(folder, optim=optim, learning_rate=1e-2, weight_decay=0.1))
+    return network, make_optimizer(network, float32_recipe(folder, optim=optim, learning_rate=1e-2, weight_decay=0.1))
 
 
 def formats(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -92,7 +92,7 @@ def test_exceptions_of_another_run_are_forgotten(tmp_path: Path) -> None:
     network, _ = made("adamw_8bit", tmp_path)
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
     manager.override_config(list(network.parameters()), "optim_bits", 32)  # as if identities were used again
-    optimizer = make_optimizer(network, recipe(tmp_path, optim="adamw_8bit"))
+    optimizer = make_optimizer(network, float32_recipe(tmp_path, optim="adamw_8bit"))
     train(network, optimizer, 1, seed=0)
     assert formats(network, optimizer)["large.weight"] == "torch.uint8"
 
@@ -199,7 +199,7 @@ def test_the_state_is_told_once_it_is_there(tmp_path: Path) -> None:
 def test_a_run_says_what_its_state_is(optim: str, state: str, tiny_llama: Path, tmp_path: Path) -> None:
     chats = write_chats(tmp_path / "chats.jsonl", [40, 50, 60, 70])
     changes: dict[str, Any] = {"optim": optim, "max_steps": 2, "global_batch_size": 2, "per_device_batch_size": 2}
-    path = write_recipe(tmp_path, tiny_llama, chats, "full", {"training": changes})
+    path = write_curve_recipe(tmp_path, tiny_llama, chats, "full", {"training": changes})
     assert main([str(path)]) == 0
     receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())
     assert receipt["dtypes"]["optimizer_state"] == state

@@ -30,9 +30,9 @@ from finetune.model.quantization import (
     quantized_layers,
 )
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.schema import Recipe
 from finetune.run_folder.save_restore import export_adapter
 from finetune.strategies.assemble import Assembled
+from tests.support.quantised import dequantised, quantised_recipe
 from tests.support.tiny import flat_batch, save_tiny, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -59,46 +59,8 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe(folder: Path, quantization: dict[str, Any] | None, dtype: str = "float32", **lora: Any) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "model": {"name_or_path": str(folder), "dtype": dtype},
-            "data": {"train": [{"path": "json"}]},
-            "quantization": quantization,
-            "lora": {"r": 4, **lora},
-            "training": {"activation_checkpointing": 2, "mixed_precision": "no"},
-        }
-    )
-
-
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-# NF4's sixteen numbers as published (Dettmers et al. 2023, appendix E), and FP4's by sign, exponent and mantissa.
-NF4_CODE = [
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-]  # fmt: skip
-FP4_CODE = [0.0, 0.0052083333, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4]
-FP4_CODE += [-number for number in FP4_CODE]
-
-
-def dequantised(layer: Any) -> Tensor:
-    """The weight [out, in] that a layer stands for, written from the formats' definitions."""
-    if hasattr(layer.weight, "CB"):  # one scale a row, in 127ths
-        scales = layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
-        return layer.weight.data.float() * scales[:, None] / 127
-    state = layer.weight.quant_state
-    packed = layer.weight.data.flatten().view(torch.uint8)
-    codes = torch.stack([packed >> 4, packed & 15], dim=1).flatten().long()  # [out * in], the high half first
-    scales = state.absmax
-    if state.nested:
-        second = state.state2.absmax.repeat_interleave(256)[: len(scales)]
-        scales = state.state2.code[scales.long()] * second + state.offset
-    code = torch.tensor(NF4_CODE if state.quant_type == "nf4" else FP4_CODE)
-    return (code[codes] * scales.repeat_interleave(64)).view(state.shape)
 
 
 def over_dequantised(model: nn.Module, folder: Path) -> nn.Module:
@@ -115,7 +77,7 @@ def over_dequantised(model: nn.Module, folder: Path) -> nn.Module:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_are_those_of_the_dequantised_weights(kind: str, biased: Path) -> None:
-    model = build_model(recipe(biased, KINDS[kind]), CPU).train()
+    model = build_model(quantised_recipe(biased, KINDS[kind]), CPU).train()
     for parameter in trained(model).values():  # B is zero at first, and A's gradient with it
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     plain = over_dequantised(model, biased)
@@ -131,7 +93,7 @@ def test_loss_and_gradients_are_those_of_the_dequantised_weights(kind: str, bias
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_layers_between_embeddings_and_head_are_quantised(kind: str, tiny_llama: Path) -> None:
-    model = build_model(recipe(tiny_llama, KINDS[kind], dtype="bfloat16"), CPU)
+    model = build_model(quantised_recipe(tiny_llama, KINDS[kind], dtype="bfloat16"), CPU)
     layers = list(quantized_layers(model))
     assert {type(layer).__name__ for layer in layers} == {"Linear8bitLt" if kind == "int8" else "Linear4bit"}
     assert len(layers) == 14
@@ -140,13 +102,13 @@ def test_only_layers_between_embeddings_and_head_are_quantised(kind: str, tiny_l
         assert type(end) in (nn.Embedding, nn.Linear)
         assert end.weight.dtype == torch.bfloat16, "not cast up to float32, 2.1 GB for Llama 3 8B"
     assert {parameter.dtype for parameter in trained(model).values()} == {torch.float32}
-    whole = build_model(recipe(tiny_llama, None), CPU)
+    whole = build_model(quantised_recipe(tiny_llama, None), CPU)
     assert frozen_weights(model, torch.numel) == frozen_weights(whole, torch.numel) > 100_000
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_tied_head_is_left_alone(tied: bool, tmp_path: Path) -> None:
-    model = build_model(recipe(save_tiny(tmp_path, tie_word_embeddings=tied), NF4), CPU)
+    model = build_model(quantised_recipe(save_tiny(tmp_path, tie_word_embeddings=tied), NF4), CPU)
     assert type(decoder_parts(model).get_output_embeddings()) is nn.Linear
 
 
@@ -158,7 +120,7 @@ def packed(model: nn.Module) -> list[Tensor]:
 def test_int8_layers_keep_no_input_of_checkpointed_layers(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def after_forward() -> tuple[int, dict[str, Tensor]]:
         """How many inputs of int8 layers are alive between forward and backward, and the gradients."""
-        model, inputs = build_model(recipe(tiny_llama, KINDS["int8"]), CPU).train(), []
+        model, inputs = build_model(quantised_recipe(tiny_llama, KINDS["int8"]), CPU).train(), []
         for layer in quantized_layers(decoder_parts(model).model.layers[0]):
             layer.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
         loss = model(**flat_batch())
@@ -177,7 +139,7 @@ def test_int8_layers_keep_no_input_of_checkpointed_layers(tiny_llama: Path, monk
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluation_leaves_the_weights_as_they_are(kind: str, tiny_llama: Path) -> None:
-    model, batch = build_model(recipe(tiny_llama, KINDS[kind]), CPU).train(), flat_batch()
+    model, batch = build_model(quantised_recipe(tiny_llama, KINDS[kind]), CPU).train(), flat_batch()
     loss, before = model(**batch).item(), packed(model)
     model.eval()
     with torch.no_grad():
@@ -191,7 +153,7 @@ def test_evaluation_leaves_the_weights_as_they_are(kind: str, tiny_llama: Path) 
 @pytest.mark.skipif(not has_avx512bf16(), reason="bitsandbytes repacks on CPUs with AVX512-BF16 alone")
 def test_bitsandbytes_would_repack_them_for_good(tiny_llama: Path) -> None:
     """When this turns red, _keep_quantized_weights_bitwise can lose its first half."""
-    model = build_model(recipe(tiny_llama, NF4), CPU).eval()
+    model = build_model(quantised_recipe(tiny_llama, NF4), CPU).eval()
     before = packed(model)
     for layer in quantized_layers(model):
         layer.support_avx512bf16_for_cpu = True
@@ -202,7 +164,7 @@ def test_bitsandbytes_would_repack_them_for_good(tiny_llama: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_adapter_loads_on_a_plain_base(kind: str, tiny_llama: Path, tmp_path: Path) -> None:
-    asked = recipe(tiny_llama, KINDS[kind])
+    asked = quantised_recipe(tiny_llama, KINDS[kind])
     model = build_model(asked, CPU)
     for parameter in trained(model).values():
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
@@ -250,7 +212,7 @@ def test_what_libraries_cannot_do_is_a_recipe_error(changes: list[str], words: s
 def test_what_cannot_be_sharded_is_refused(
     quantization: dict[str, Any] | None, lora: dict[str, Any], words: str | None, tmp_path: Path
 ) -> None:
-    asked = recipe(tmp_path, quantization, **lora)
+    asked = quantised_recipe(tmp_path, quantization, **lora)
     if words is None:
         check_sharded_quantization(asked)
         return
@@ -266,7 +228,7 @@ FOUR_BIT = [kind for kind in KINDS if kind != "int8"]
 def test_plain_weights_compute_the_same(kind: str, biased: Path) -> None:
     losses, gradients = [], []
     for plain in (False, True):
-        model = build_model(recipe(biased, KINDS[kind]), CPU).train()
+        model = build_model(quantised_recipe(biased, KINDS[kind]), CPU).train()
         assert sum(layer.bias is not None for layer in quantized_layers(model)) == 6
         if plain:
             plain_quantized_weights(model)
@@ -283,7 +245,7 @@ def test_plain_weights_compute_the_same(kind: str, biased: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_weight_becomes_is_what_its_layer_stands_for(kind: str, dtype: str, tiny_llama: Path) -> None:
     """Of each layer of a loaded model; that is what is merged when the adapter was trained beside it."""
-    asked = recipe(tiny_llama, KINDS[kind], dtype)
+    asked = quantised_recipe(tiny_llama, KINDS[kind], dtype)
     assert asked.quantization is not None
     whole = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=getattr(torch, dtype))
     model = decoder_parts(build_model(asked, CPU))
@@ -309,7 +271,7 @@ def test_plain_weights_may_go_between_forward_and_backward(kind: str, tiny_llama
     """As under ZeRO-3, which gathers them again for the backward pass."""
     gradients: list[dict[str, Tensor]] = []
     for gathered_again in (False, True):
-        model = build_model(recipe(tiny_llama, KINDS[kind]), CPU).train()
+        model = build_model(quantised_recipe(tiny_llama, KINDS[kind]), CPU).train()
         plain_quantized_weights(model)
         loss = model(**flat_batch())
         if gathered_again:
@@ -325,7 +287,7 @@ def test_plain_weights_may_go_between_forward_and_backward(kind: str, tiny_llama
 
 @pytest.mark.parametrize("kind", FOUR_BIT)
 def test_a_model_on_meta_has_the_structure_of_the_real_one(kind: str, tiny_llama: Path) -> None:
-    asked = recipe(tiny_llama, KINDS[kind], dtype="bfloat16")
+    asked = quantised_recipe(tiny_llama, KINDS[kind], dtype="bfloat16")
     real = build_model(asked, CPU)
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_llama), dtype=torch.bfloat16)
@@ -342,7 +304,7 @@ def test_a_model_on_meta_has_the_structure_of_the_real_one(kind: str, tiny_llama
 
 def test_the_buffers_are_all_of_the_state(tiny_llama: Path) -> None:
     """A tensor that bitsandbytes adds to its state would be lost on the other ranks."""
-    model = build_model(recipe(tiny_llama, NF4), CPU)
+    model = build_model(quantised_recipe(tiny_llama, NF4), CPU)
     state = next(quantized_layers(model)).weight.quant_state
     inner = {f"state2.{key}" for key, value in vars(state.state2).items() if isinstance(value, Tensor)}
     assert {key for key, value in vars(state).items() if isinstance(value, Tensor)} | inner == set(TENSORS.values())
@@ -357,7 +319,7 @@ def train_sharded(rank: int, port: int, folder: Path, quantization: dict[str, An
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     dist.init_process_group("gloo")
     dtype = quantization["bnb_4bit_compute_dtype"]
-    model = build_model(recipe(folder, quantization, dtype), CPU).train()
+    model = build_model(quantised_recipe(folder, quantization, dtype), CPU).train()
     compute = getattr(torch, dtype)
     plain_quantized_weights(model)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -411,6 +373,6 @@ def test_plain_weights_are_sharded_by_fsdp2(dtype: str, tiny_llama: Path) -> Non
     for process in ranks:
         process.join(120)
     assert [process.exitcode for process in ranks] == [0, 0]
-    alone = build_model(recipe(tiny_llama, quantization, dtype), CPU).train()
+    alone = build_model(quantised_recipe(tiny_llama, quantization, dtype), CPU).train()
     # Both ranks see the same batch, so their mean gradient is one's.
     assert losses.get() == pytest.approx(four_steps(alone, getattr(torch, dtype)), rel=1e-6)

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.closed_form import closed, key_of, points, recipe_of, traced
 from finetune.model.known_configs import full_config
-from finetune.planner.closed_form.estimate import RESERVED, estimate, unknown
+from finetune.planner.closed_form.estimate import RESERVED, estimate, unsupported
 from finetune.planner.closed_form.rank import RankSizes, read_strategy
 from finetune.planner.closed_form.shape import shape_of
 from finetune.planner.constants import LOSS_CHUNK_BYTES
 from finetune.recipe.gpus import read_gpus
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
+from tests.support.closed_form_points import closed, key_of, points, recipe_of, traced
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "closed_form.json"
@@ -122,7 +122,7 @@ def test_components_and_phases_are_the_plans_own() -> None:
 )
 def test_what_has_no_closed_form_says_so(keys: dict[str, Any], reason: str) -> None:
     job = recipe(**keys)
-    assert reason in (unknown(job, full_config(job.model.name_or_path)[0], read_gpus("24GB")) or "")
+    assert reason in (unsupported(job, full_config(job.model.name_or_path)[0], read_gpus("24GB")) or "")
 
 
 def test_it_takes_no_time() -> None:

@@ -14,28 +14,25 @@ from finetune.planner.trace.flops import StepWork
 from finetune.recipe.loader import load_recipe
 from finetune.training.planner_process import PLANNER_SWITCH
 from tests.support.cells import launch
+from tests.support.recipes import tiny, write_recipe
 from tests.support.tiny import save_tiny, write_chats
 
 MICRO_STEPS = 2
 
 
-def write_recipe(folder: Path) -> Path:
-    save_tiny(folder / "model", num_hidden_layers=3)
-    content = {
-        "model": {"name_or_path": str(folder / "model"), "dtype": "float32"},
+def write_measured(folder: Path) -> Path:
+    """A training of three bfloat16 steps that measures its phases."""
+    model = save_tiny(folder / "model", num_hidden_layers=3)
+    chats = write_chats(folder / "chats.jsonl", [90, 95, 100, 85] * 4)
+    content: dict[str, Any] = {
         "lora": None,
-        "data": {
-            "train": [{"path": "json", "data_files": str(write_chats(folder / "chats.jsonl", [90, 95, 100, 85] * 4))}],
-            "max_length": 128,
-        },
+        "data": {"max_length": 128},
         "training": {"global_batch_size": 2 * MICRO_STEPS, "max_steps": 3, "mixed_precision": "bf16"},
         "samples": {"count": 0},
         "measure_phases": True,
         "output_dir": str(folder / "run"),
     }
-    path = folder / "recipe.yaml"
-    path.write_text(json.dumps(content), "utf-8")
-    return path
+    return write_recipe(folder, tiny(model, chats, **content))
 
 
 def counted(run: Path) -> dict[str, dict[str, tuple[int, int]]]:
@@ -64,7 +61,7 @@ def sent(work: StepWork, times: dict[str, int]) -> dict[str, dict[str, tuple[int
 
 PROGRAM = """
 import sys
-from tests import cells, planned
+from tests.support import cells, planned
 planned.let_go_at_once()
 sys.exit(cells.main(sys.argv[1:]))
 """
@@ -74,7 +71,7 @@ sys.exit(cells.main(sys.argv[1:]))
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_grad_op", "ddp"])
 def test_the_plan_is_the_run(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLANNER_SWITCH, "on")
-    recipe = write_recipe(tmp_path)
+    recipe = write_measured(tmp_path)
     words = [f"accelerate_config={strategy}"]
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -26,6 +26,7 @@ from finetune.recipe.schema import Recipe
 from finetune.train import main
 from finetune.training.memory_report import describe_memory
 from finetune.training.planner_process import PLANNER_SWITCH, RESULT_FILE, PlanRequest, planner_process
+from tests.support.recipes import merged, tiny, write_recipe
 from tests.support.tiny import write_chats
 
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")
@@ -38,22 +39,15 @@ def write(tmp_path: Path, tiny_llama: Path) -> Write:
     """Writes a recipe whose run folder is beside it."""
 
     def written(**changed: Any) -> Path:
-        content: dict[str, Any] = {
-            "model": {"name_or_path": str(tiny_llama), "dtype": "float32"},
+        plain: dict[str, Any] = {
             "lora": {"r": 4},
-            "data": {
-                "train": [{"path": "json", "data_files": str(write_chats(tmp_path / "chats.jsonl", LENGTHS))}],
-                "max_length": 128,
-            },
-            "training": {"global_batch_size": 4, "max_steps": 2, "mixed_precision": "no", "per_device_batch_size": 2},
+            "data": {"max_length": 128},
+            "training": {"global_batch_size": 4, "max_steps": 2, "per_device_batch_size": 2},
             "samples": {"count": 0},
             "output_dir": str(tmp_path / "run"),
         }
-        for key, value in changed.items():
-            content[key] = content[key] | value if isinstance(value, dict) else value
-        path = tmp_path / "recipe.yaml"
-        path.write_text(json.dumps(content), "utf-8")
-        return path
+        chats = write_chats(tmp_path / "chats.jsonl", LENGTHS)
+        return write_recipe(tmp_path, merged(tiny(tiny_llama, chats, **plain), changed))
 
     return written
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.public_memory import POINTS, compared, summary, table
+from tests.support.public_memory import POINTS, compared, summary, table
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "public_memory.json"
 

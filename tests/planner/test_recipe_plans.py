@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.plan_recipes import NAME, in_readme, known, plan, recipes, sha256_of, table
 from finetune.model.known_configs import full_config
 from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.recipe.gpus import gpus_of
 from finetune.recipe.loader import load_recipe
+from tests.support.recipe_plans import NAME, in_readme, plan, table
+from tests.support.recipe_results import known, recipes, sha256_of
 
 PLANNED = known(NAME)
 NEAR = 0.01

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +17,11 @@ from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch, FinetuneError, RecipeError
 from finetune.model.optimizer import learning_rate_schedule
 from finetune.preflight import compare_report
-from finetune.preflight.compare import Comparison, failure, figures, job_command, loss_agreement, notes, plan_comparison
+from finetune.preflight.compare import Comparison, figures, job_command, loss_agreement, notes, plan_comparison
 from finetune.preflight.compare_report import draw, moved_per_step, print_tables, run_and_report
+from finetune.preflight.job_failure import failure_reason
 from finetune.recipe.loader import load_recipe
+from tests.support.recipes import tiny, write_recipe
 from tests.support.tiny import save_tiny, write_chats
 
 GIB = 2**30
@@ -35,21 +36,13 @@ TORCHRUN = (
 def recipe(tiny_llama: Path, tmp_path: Path) -> Path:
     """Four rows a step, one micro-step on two ranks; full fine-tuning in float32."""
     chats = write_chats(tmp_path / "chats.jsonl", [20, 30, 40, 50])
-    values = {
-        "model": {"name_or_path": str(tiny_llama), "dtype": "float32"},
+    content: dict[str, Any] = {
         "lora": None,
-        "data": {"train": [{"path": "json", "data_files": str(chats)}], "packing": False, "max_length": 64},
-        "training": {
-            "global_batch_size": 4,
-            "per_device_batch_size": 2,
-            "mixed_precision": "no",
-            "learning_rate": 1e-3,
-        },
+        "data": {"packing": False, "max_length": 64},
+        "training": {"global_batch_size": 4, "per_device_batch_size": 2, "learning_rate": 1e-3},
         "output_dir": str(tmp_path / "run"),
     }
-    file = tmp_path / "recipe.yaml"
-    file.write_text(json.dumps(values), "utf-8")
-    return file
+    return write_recipe(tmp_path, tiny(tiny_llama, chats, **content))
 
 
 def comparison(recipe: Path, **changes: Any) -> Comparison:
@@ -147,14 +140,14 @@ def test_losses_must_agree() -> None:
             "ValueError: odd",
         ),
         ("step 3/20\n" + TORCHRUN.replace("exitcode  : 4", "exitcode  : -9"), "killed by signal 9; .* step 3/20"),
-        ("", "it said nothing"),
+        ("", "it printed nothing"),
     ],
 )
 def test_the_reason_of_a_failure(log: str, reason: str, tmp_path: Path) -> None:
-    assert re.match(reason, failure(tmp_path, log))
-    assert "\n" not in failure(tmp_path, log)
+    assert re.match(reason, failure_reason(tmp_path, log))
+    assert "\n" not in failure_reason(tmp_path, log)
     (tmp_path / "run_state.json").write_text(json.dumps({"error": "NotFinite: x\ny", "phase": "training", "rank": 1}))
-    assert failure(tmp_path, log) == "NotFinite: x y (training, rank 1)"
+    assert failure_reason(tmp_path, log) == "NotFinite: x y (training, rank 1)"
 
 
 def test_tables_name_every_row() -> None:
@@ -176,12 +169,6 @@ def test_the_picture(tmp_path: Path) -> None:
     assert len(content) > 20_000
     draw(result(REFUSED), tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
-
-
-def test_without_matplotlib_nothing_is_started(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(EnvironmentMismatch, match=r"pip install 'finetune\[report\]'"):
-        run_and_report(comparison(recipe), quiet=True)
 
 
 def test_differing_losses_end_in_an_error(

@@ -21,7 +21,7 @@ from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch
 from finetune.preflight import disk, doctor
 from finetune.preflight.disk import GIB, count_weights, free_bytes, need_of
-from finetune.preflight.doctor import Finding, as_text, examine, scope
+from finetune.preflight.doctor import Finding, as_text, examine_machine, scope
 from finetune.preflight.process_pair import pair_test
 from finetune.recipe.loader import load_recipe
 from finetune.redaction import redact, variables
@@ -122,21 +122,21 @@ def test_a_pair_that_does_not_meet_leaves_nobody_behind() -> None:
 def test_a_library_out_of_range_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.51.0" if name == "transformers" else real(name))
-    found = list(doctor._libraries())
+    found = list(doctor.check_libraries())
     assert ("libraries", "bad") in states(found)
     assert [each.remedy for each in found if each.state == "bad"] == ["pip install 'transformers>=5.17'"]
 
 
 def test_the_installed_libraries_are_in_range() -> None:
-    assert states(doctor._libraries()) == [("libraries", "ok")]
+    assert states(doctor.check_libraries()) == [("libraries", "ok")]
 
 
 def test_an_extra_that_does_not_load_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         doctor, "EXTRAS", {"json": ("json", "x"), "gone": ("no_such_module", "x"), "absent": ("y", "z")}
     )
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "absent" else "1.0")
-    found = list(doctor._extras())
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None if name == "absent" else "1.0")
+    found = list(doctor.check_extras())
     assert states(found) == [("extras", "ok"), ("extras", "bad"), ("extras", "look")]
     assert "ModuleNotFoundError: No module named 'no_such_module'" in found[1].seen
     assert found[2].remedy == "for z"
@@ -157,7 +157,7 @@ def test_the_wheel_against_the_driver(
         pytest.skip("a driver is here")
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(shutil, "which", lambda name: driver)
-    wheels = [found for found in doctor._devices() if found.name == "wheels"]
+    wheels = [found for found in doctor.check_devices() if found.name == "wheels"]
     assert [found.state for found in wheels] == [state]
     assert words in wheels[0].seen
 
@@ -220,7 +220,7 @@ def test_the_need_is_what_a_real_run_writes(tiny_llama: Path, tmp_path: Path) ->
 
 def test_too_little_disk_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "free_bytes", lambda folder: GIB)
-    found = list(doctor._disk(recipe_of(tmp_path, LLAMA, "save_total_limit=5")))
+    found = list(doctor.check_disk(recipe_of(tmp_path, LLAMA, "save_total_limit=5")))
     assert states(found) == [("disk", "ok"), ("disk", "bad"), ("disk", "bad")]
     assert "6 checkpoints of 0.5" in found[1].seen
     assert free_bytes(tmp_path / "not" / "there" / "yet") > 0
@@ -228,13 +228,13 @@ def test_too_little_disk_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "may_write", lambda folder: folder != Path.cwd())
-    bad = [found for found in doctor._disk(None) if found.state == "bad"]
+    bad = [found for found in doctor.check_disk(None) if found.state == "bad"]
     assert [found.seen for found in bad] == ["the run folder cannot be written"]
     assert disk.may_write(tmp_path / "new")
 
 
 def test_a_model_that_nobody_knows_is_to_look_at(tmp_path: Path) -> None:
-    found = list(doctor._disk(recipe_of(tmp_path, LLAMA.replace("Llama-3.1-8B-Instruct", "Llama-99"))))
+    found = list(doctor.check_disk(recipe_of(tmp_path, LLAMA.replace("Llama-3.1-8B-Instruct", "Llama-99"))))
     assert states(found) == [("disk", "ok"), ("disk", "look")]
 
 
@@ -257,28 +257,35 @@ def test_no_network_without_being_asked(monkeypatch: pytest.MonkeyPatch) -> None
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    assert "none here" in next(doctor._token(None, online=True)).seen
+    assert "none; gated models" in next(doctor.check_token(None, online=True)).seen
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: PLANTED)
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda *_, **__: pytest.fail("the Hub was asked"))
-    found = next(doctor._token(None, online=False))
+    found = next(doctor.check_token(None, online=False))
     assert (found.state, PLANTED in found.seen) == ("ok", False)
 
 
 def test_what_is_bad_ends_with_exit_code_4(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     well, ill = Finding("python", "ok", "3.14"), Finding("pair", "bad", "gloo: no", "name it")
-    monkeypatch.setattr(doctor, "examine", lambda *_, **__: iter([well, ill]))
+    monkeypatch.setattr(doctor, "examine_machine", lambda *_, **__: iter([well, ill]))
     assert main(["doctor"]) == 4
     assert capsys.readouterr().out == f"{as_text(well)}\n{as_text(ill)}\n"
     assert as_text(ill).endswith("gloo: no\n                name it")
     assert main(["doctor", "--json"]) == 4
     assert json.loads(capsys.readouterr().out)["ok"] is False
-    monkeypatch.setattr(doctor, "examine", lambda *_, **__: iter([well]))
+    monkeypatch.setattr(doctor, "examine_machine", lambda *_, **__: iter([well]))
     assert main(["doctor"]) == 0
 
 
 def test_a_finding_is_shown_without_what_is_private(jane: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_libraries", "_extras", "_devices", "_pair", "_accelerate", "_variables"):
+    for name in (
+        "check_libraries",
+        "check_extras",
+        "check_devices",
+        "check_pair",
+        "check_accelerate",
+        "check_variables",
+    ):
         monkeypatch.setattr(doctor, name, lambda: iter([Finding("x", "bad", f"in {jane}", f"{PLANTED} jane")]))
-    told = [as_text(found) for found in examine()]
+    told = [as_text(found) for found in examine_machine()]
     assert len(told) >= 8
     assert not [line for line in told if "jane" in line or PLANTED in line]

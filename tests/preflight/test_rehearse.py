@@ -20,14 +20,13 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.rehearse_all import LONGEST_SECONDS, NAME, recipes, stands
 from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.known_configs import CONFIGS, HUB_NAMES, full_config
 from finetune.model.optimizer import learning_rate_schedule
 from finetune.preflight import rehearse as rehearsals
 from finetune.preflight.changes import LONGEST_ROW, SAVED_AFTER, STEPS, changes, overrides, processes_of
-from finetune.preflight.job import Job, StepFailed, kill_all, wait_until
+from finetune.preflight.job import StepFailed, TrainingJob, kill_all, wait_until
 from finetune.preflight.load_back import load_back
 from finetune.preflight.rehearse import Checklist, exported, rehearse, same_curve, sharding
 from finetune.preflight.shrink import LARGEST, Shrunk, shrink_model, shrunken_config
@@ -36,6 +35,7 @@ from finetune.recipe.schema import Data, Recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.run_folder.checkpoint import write_checkpoint
 from finetune.run_folder.save_restore import export_adapter
+from tests.support.recipe_results import LONGEST_SECONDS, RESULTS, recipes, stands
 from tests.support.tiny import save_tiny, tiny_model, tiny_tokenizer, write_chats
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,7 +145,7 @@ def rehearsed(file: Path, *given: str) -> tuple[Recipe, Recipe, list[str]]:
     strategy = read_strategy(before.accelerate_config)
     found = changes(before, strategy, SHRUNK, processes=processes_of(strategy, 2), folder=file.parent)
     after = load_recipe(file, [*given, *overrides(found)]).recipe
-    return before, after, [change.told for change in found if change.told]
+    return before, after, [change.note for change in found if change.note]
 
 
 class TestChanges:
@@ -262,10 +262,10 @@ class TestWhatIsSeen:
     ) -> None:
         """The processes were there to be killed, but only to write the run's pages."""
         starts = []
-        job = Job(tmp_path / "recipe.yaml", (), 1, tmp_path)
+        job = TrainingJob(tmp_path / "recipe.yaml", (), 1, tmp_path)
 
         @contextmanager
-        def begun(job: Job) -> Iterator[None]:
+        def begun(job: TrainingJob) -> Iterator[None]:
             starts.append(1)
             for step in (SAVED_AFTER, STEPS):
                 (job.run_dir / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
@@ -398,7 +398,7 @@ def family() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_kill_all_leaves_none(family: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    job = Job(Path("r.yaml"), (), 1, tmp_path)
+    job = TrainingJob(Path("r.yaml"), (), 1, tmp_path)
     known: list[psutil.Process] = []
 
     def grown() -> bool:
@@ -413,7 +413,7 @@ def test_kill_all_leaves_none(family: subprocess.Popen[bytes], tmp_path: Path) -
 
 def test_every_recipe_was_rehearsed() -> None:
     """benchmarks/rehearse_all.py, after the last change of a recipe."""
-    results = json.loads((ROOT / "benchmarks" / "results" / f"{NAME}.json").read_text("utf-8"))["recipes"]
+    results = json.loads((RESULTS / "rehearse.json").read_text("utf-8"))["recipes"]
     every = recipes()
     assert set(results) == set(every)
     again = "run python benchmarks/rehearse_all.py"

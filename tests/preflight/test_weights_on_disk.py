@@ -13,17 +13,16 @@ import torch
 from torch import nn
 
 from finetune.model.build import structure_alone
+from finetune.model.known_configs import CONFIGS
 from finetune.recipe.loader import CONFIG_FOLDER
 from finetune.recipe.schema import Recipe
 from finetune.strategies.zero import fit_swap, swap_buffers
-from tests.proofs.test_one_curve import LENGTHS, curve_of, reference
-from tests.strategies.test_zero import written
 from tests.support.cells import launch
 from tests.support.curve_table import TOLERANCE, skip_where_missing, worst
+from tests.support.one_curve import LENGTHS, curve_of, reference, write_curve_recipe
 from tests.support.tiny import save_tiny, write_chats
 
 METHODS = ("full", "lora")
-CONFIGS = Path(__file__).resolve().parents[2] / "finetune" / "model" / "configs"
 
 
 def structure(name: str, folder: Path) -> nn.Module:
@@ -110,7 +109,8 @@ def test_a_run_with_its_weights_on_a_disk(tmp_path: Path) -> None:
     config.write_text(re.sub("offload_param_device: cpu", "offload_param_device: nvme", shipped), "utf-8")
     chats = write_chats(tmp_path / "chats.jsonl", LENGTHS)
     wide = save_tiny(tmp_path / "wide", hidden_size=1024, intermediate_size=2048, head_dim=128)
-    recipes = [written(tmp_path / method, wide, chats, method, accelerate_config=str(config)) for method in METHODS]
+    settings = {"accelerate_config": str(config), "training": {"per_device_batch_size": 1}}
+    recipes = [write_curve_recipe(tmp_path / method, wide, chats, method, settings) for method in METHODS]
     assert launch(recipes, ranks=2, timeout=400) == [0, 0]
     for recipe in recipes:
         assert worst(curve_of(recipe), reference(wide, chats, recipe.parent.name)) <= TOLERANCE

@@ -149,6 +149,44 @@ def test_a_circle_is_seen() -> None:
     assert {"recipe.schema", "recipe.loader"} <= set(found)
 
 
+def unshared(modules: dict[str, ast.Module]) -> list[str]:
+    """What a test file or a benchmark takes from another one: what two of them need is in tests/support.
+
+    A test of tests/benchmarks/ is of one benchmark script, which it imports.
+    """
+    wrong = []
+    for module, tree in modules.items():
+        for name in named(ast.walk(tree)):
+            is_test = name.startswith("tests.") and not name.startswith("tests.support.")
+            script = name.startswith("benchmarks") and not module.startswith(("benchmarks.", "tests.benchmarks."))
+            if is_test or script:
+                wrong.append(f"{module} imports {name}")
+    return sorted(wrong)
+
+
+def test_tests_and_benchmarks_share_through_support_alone() -> None:
+    files = [path for folder in ("tests", "benchmarks") for path in (PACKAGE.parent / folder).rglob("*.py")]
+    names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in files]
+    assert unshared({name: ast.parse(path.read_text()) for name, path in zip(names, files, strict=True)}) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "seen"),
+    [
+        ("tests.model.test_loss", "from tests.training.test_loop import Bench", True),
+        ("tests.support.tiny", "from tests.training import test_loop", True),
+        ("tests.model.test_loss", "def test(): from benchmarks.common import RESULTS", True),
+        ("tests.support.tiny", "import benchmarks.common", True),
+        ("benchmarks.head", "from tests.model.test_loss import inputs", True),
+        ("benchmarks.head", "from tests.support.tiny import save_tiny", False),
+        ("benchmarks.head", "from benchmarks.common import write_result", False),
+        ("tests.benchmarks.test_head", "from benchmarks import head", False),
+    ],
+)
+def test_a_test_that_takes_from_another_is_seen(module: str, line: str, seen: bool) -> None:
+    assert bool(unshared({module: ast.parse(line)})) == seen
+
+
 def listed(module: str) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in LIGHT)
 

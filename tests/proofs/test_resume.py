@@ -22,7 +22,7 @@ from finetune.files import read_lines
 from finetune.run_folder.folder import read_state
 from finetune.training import session
 from tests.support.curve_table import RANKS
-from tests.support.soak_resume import fingerprint, write_recipe
+from tests.support.soak_resume import fingerprint, write_resume_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOAK = Path(__file__).resolve().parents[1] / "support" / "soak_resume.py"
@@ -101,7 +101,7 @@ def test_a_signal_to_the_launcher_saves_and_the_printed_command_continues(
     tmp_path: Path, ranks: int, name: str
 ) -> None:
     steps = 200
-    recipe = write_recipe(tmp_path, steps=steps, dropout=0.1)
+    recipe = write_resume_recipe(tmp_path, steps=steps, dropout=0.1)
     rewrite(recipe, save_steps=1000, eval_steps=1000, logging_steps=1)  # only the signal saves
     run_dir = tmp_path / "run"
     with launched(recipe, run_dir, ranks) as launcher:
@@ -129,7 +129,7 @@ def test_a_signal_to_the_launcher_saves_and_the_printed_command_continues(
 
 @pytest.mark.slow
 def test_a_refusal_of_rank_0_ends_both_ranks_at_once(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, steps=5, dropout=0.1)
+    recipe = write_resume_recipe(tmp_path, steps=5, dropout=0.1)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "thesis.tex").write_text("")
@@ -156,7 +156,7 @@ def run(recipe: Path, run_dir: Path) -> int:
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_failure_is_recorded_and_the_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = write_recipe(tmp_path, steps=4, dropout=0.1)
+    recipe = write_resume_recipe(tmp_path, steps=4, dropout=0.1)
     rewrite(recipe, save_steps=2)
     assert run(recipe, tmp_path / "whole") == 0
 
@@ -179,7 +179,7 @@ def test_a_failure_is_recorded_and_the_run_continues(tmp_path: Path, monkeypatch
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_run_that_stopped_early_does_not_train_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = write_recipe(tmp_path, steps=20, dropout=0.1)
+    recipe = write_resume_recipe(tmp_path, steps=20, dropout=0.1)
     training = yaml.safe_load(recipe.read_text())["training"]
     # At such a rate weights move by 1e-30: the second evaluation is no better than the first.
     training |= {"learning_rate": 1e-30, "early_stopping_patience": 1}

@@ -23,8 +23,8 @@ from finetune.training.batch_notes import batch_notes
 from finetune.training.run import plan_batches
 from tests.support.cells import ROOT, launch
 from tests.support.curve_table import skip_where_missing
+from tests.support.recipes import SETTING
 from tests.support.tiny import WORDS, save_tiny
-from tests.training.test_batch_notes import SETTING
 
 RECIPES = {"llama3_qlora": 1, "llama3_ddp": 2, "llama3_fsdp": 2, "llama3_full": 2, "llama3_zero3": 2}  # gloo ranks
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")

@@ -14,23 +14,24 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from benchmarks.one_curve import PAGE, lines
 from finetune.model.build import build_model
 from finetune.recipe.loader import load_recipe
-from tests.proofs.test_one_curve import LENGTHS, curve_of, reference, write_recipe
 from tests.support.cells import ROOT, launch
 from tests.support.curve_table import (
     METHODS,
+    PAGE,
     RANKS,
     SPLITS,
     TOLERANCE,
     Cell,
+    page_lines,
     receipt_of,
     references,
     skip_where_missing,
     trained_cells,
     worst,
 )
+from tests.support.one_curve import LENGTHS, checkpointed, curve_of, reference, write_curve_recipe
 from tests.support.reference import Step
 from tests.support.tiny import save_tiny, write_chats
 
@@ -72,7 +73,7 @@ def test_the_table() -> None:
     assert [(cell.strategy, cell.method, cell.split) for cell in cells] == expected
     assert [cell for cell in cells if not cell.holds] == []
     assert all(cell.reason is None for cell in cells if cell.method in HERE)
-    assert PAGE.read_text("utf-8") == "\n".join(lines(cells, list(RANKS), list(METHODS))) + "\n"
+    assert PAGE.read_text("utf-8") == "\n".join(page_lines(cells, list(RANKS), list(METHODS))) + "\n"
 
 
 def assert_the_model_is_what_was_trained(folder: Path) -> None:
@@ -105,19 +106,11 @@ def assert_the_adapter_is_what_was_trained(folder: Path) -> None:
     assert (logits[0] - untrained).abs().max() > 1e-3
 
 
-def checkpointed(run: Path) -> dict[str, torch.Tensor]:
-    from finetune.run_folder.checkpoint import newest_valid, read_checkpoint
-
-    checkpoint, _ = newest_valid(run)
-    assert checkpoint is not None
-    return read_checkpoint(checkpoint)[0]["model"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_tied_heads_and_other_families(family: str, chats: Path, tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model", family, tie_word_embeddings=True)
-    recipe = write_recipe(tmp_path, model, chats, "full", SPLITS["accumulated"])
+    recipe = write_curve_recipe(tmp_path, model, chats, "full", SPLITS["accumulated"])
     assert launch([recipe], ranks=2, words=["accelerate_config=fsdp2"]) == [0]
     assert worst(curve_of(recipe), reference(model, chats, "full")) <= TOLERANCE
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", dtype=torch.float32)
@@ -129,9 +122,7 @@ def test_tied_heads_and_other_families(family: str, chats: Path, tmp_path: Path)
 def test_resume_on_another_number_of_ranks(
     before: int, after: int, curves: dict[str, list[Step]], tiny_llama: Path, chats: Path, tmp_path: Path
 ) -> None:
-    recipe = write_recipe(tmp_path, tiny_llama, chats, "lora", SPLITS["accumulated"])
-    content = json.loads(recipe.read_text("utf-8")) | {"save_steps": 3}
-    recipe.write_text(json.dumps(content), "utf-8")
+    recipe = write_curve_recipe(tmp_path, tiny_llama, chats, "lora", SPLITS["accumulated"], save_steps=3)
     named = {1: "single", 2: "fsdp2", 4: "fsdp2"}
     assert launch([recipe], ranks=before, words=[f"accelerate_config={named[before]}"]) == [0]
     run = tmp_path / "run"

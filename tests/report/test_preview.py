@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import yaml
 from finetune.cli.main import main
 from finetune.model.build import load_tokenizer
 from finetune.recipe.loader import load_recipe
-from finetune.report.preview import doubled_begin, length_histogram, pieces, preview, unfinished
+from finetune.report.preview import Oddity, doubled_begin, length_histogram, pieces, preview, unfinished
+from finetune.report.preview_views import as_page
 from finetune.tokens.cache import StoredDocuments
 from finetune.tokens.encoder import Encoder
 from tests.support.tiny import SPECIAL_TOKENS, save_tiny
@@ -136,6 +139,26 @@ def test_page_and_terminal_show_the_same_rows(tmp_path: Path, model: Path, capsy
     assert "&lt;|im_end|&gt;" in html
     assert "<script" not in html
     assert "http" not in html.replace("http-equiv", "")
+
+
+def test_nothing_of_the_data_becomes_markup(tmp_path: Path, model: Path) -> None:
+    evil = "</pre><script>x</script>{{ title }}"
+    found = preview(load_recipe(write(tmp_path, model, [chat(evil)])).recipe, 1)
+    place = Oddity("warning", evil, (evil,))
+    html = as_page(dataclasses.replace(found, findings=[place]), evil)
+    assert "<script" not in html
+    assert html.count("&lt;script&gt;") == 4  # title twice, finding, place; the row's tokens are cut smaller
+    assert "".join(re.findall(r'<span class="t[^>]*>([^<]*)</span>', html)).count("{{ title }}") == 1
+
+
+def test_the_lengths_are_drawn_once_each(tmp_path: Path, model: Path) -> None:
+    found = preview(load_recipe(write(tmp_path, model, [chat("one " * count) for count in (1, 5, 9)])).recipe, 0)
+    html = as_page(found, "r")
+    assert html.count("<svg") == 1
+    assert f"max_length {found.max_length}" in html
+    for low, _, count in found.histogram:
+        assert f">{low}</text>" in html
+        assert count == 0 or f">{count}</text>" in html
 
 
 def test_words_keep_their_spaces_where_decoding_one_token_drops_them(model: Path, tmp_path: Path) -> None:

@@ -13,13 +13,14 @@ import yaml
 
 from finetune.cli.main import main as cli
 from finetune.report.curves import read_runs, summary
-from finetune.report.html import HEIGHT, Line, bar_chart, line_chart, thinned, ticks
+from finetune.report.pictures import Chart, Series, inline_svg, number_label, save_png, thinned
 from finetune.report.run_page import report, write_page, write_pages
 from finetune.train import main
+from tests.support.recipes import tiny, write_recipe
 from tests.support.tiny import write_chats
 
-VOID = {"meta", "img", "line", "circle", "rect", "polyline", "br"}
-NETWORK = re.compile(r"<script|<link|https?:|src=|@import|url\(")
+VOID = {"meta", "path", "use", "rect"}
+NETWORK = re.compile(r"<script|<link|https?:|src=|@import|url\((?!#)|href=\"(?!#)")
 
 
 class WellFormed(HTMLParser):
@@ -119,7 +120,7 @@ def test_several_runs_lie_over_each_other(tmp_path: Path, capsys: pytest.Capture
     assert list(told["runs"]) == ["a/run", "b/run"]
     html = (tmp_path / "out" / "report.html").read_text("utf-8")
     loss_chart = html[html.index('aria-label="Loss"') : html.index("</svg>")]
-    assert (loss_chart.count("<polyline"), loss_chart.count("<circle")) == (2, 4)
+    assert (len(curves_of(loss_chart)), loss_chart.count("<use")) == (2, 4)
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert text_of(html).count("a/run") > 1
 
@@ -140,7 +141,7 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
 
 def test_no_run_and_the_same_run_twice_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["report", str(tmp_path)]) == 2
-    assert "no run is here" in capsys.readouterr().err
+    assert "not a run folder" in capsys.readouterr().err
     run = write_run(tmp_path / "one", steps=1)
     assert cli(["report", str(run), str(run)]) == 2
     assert "name each once" in capsys.readouterr().err
@@ -158,28 +159,20 @@ def test_what_fails_is_told_and_disturbs_nothing(tmp_path: Path) -> None:
 
 def test_training_writes_it_at_each_evaluation_and_at_the_end(tmp_path: Path, tiny_llama: Path) -> None:
     chats = write_chats(tmp_path / "chats.jsonl", [30, 45, 60, 80])
-    recipe = {
-        "model": {"name_or_path": str(tiny_llama), "dtype": "float32"},
+    sections: dict[str, Any] = {
         "lora": {"r": 2},
-        "data": {"train": [{"path": "json", "data_files": str(chats)}], "eval": {"fraction": 0.3}, "max_length": 128},
-        "training": {"global_batch_size": 1, "max_steps": 2, "mixed_precision": "no"},
+        "data": {"eval": {"fraction": 0.3}, "max_length": 128},
+        "training": {"global_batch_size": 1, "max_steps": 2},
         "samples": {"count": 1, "max_new_tokens": 2},
         "eval_steps": 1,
         "output_dir": str(tmp_path / "run"),
     }
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe), "utf-8")
-    assert main([str(tmp_path / "recipe.yaml")]) == 0
+    assert main([str(write_recipe(tmp_path, tiny(tiny_llama, chats, **sections)))]) == 0
     text = text_of((tmp_path / "run" / "report.html").read_text("utf-8"))
     assert "finished" in text
     assert "single on 1 x cpu" in text
     for picture in ("loss.png", "memory.png"):
         assert (tmp_path / "run" / picture).read_bytes().startswith(b"\x89PNG")
-
-
-def test_ticks_are_round_and_cover() -> None:
-    assert ticks(0.13, 0.97) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    assert ticks(3, 3)[0] < 3 < ticks(3, 3)[-1]
-    assert ticks(-4, 17) == [-5, 0, 5, 10, 15, 20]
 
 
 def test_thinned_keeps_the_mean_and_the_end() -> None:
@@ -190,17 +183,81 @@ def test_thinned_keeps_the_mean_and_the_end() -> None:
     assert sum(value for _, value in fewer[:-1]) / len(fewer[:-1]) == pytest.approx(3.0, abs=0.01)
 
 
+def curves_of(svg: str) -> list[list[tuple[float, float]]]:
+    """The points of each curve, in the picture's units: y grows downwards."""
+    paths = re.findall(r'<path d="([^"]+)"[^>]*stroke-width: 1.4', svg)
+    return [[(float(x), float(y)) for x, y in re.findall(r"[ML] ([\d.]+) ([\d.]+)", path)] for path in paths]
+
+
+def labels_of(svg: str) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+
+
 def test_a_line_is_drawn_where_its_values_are() -> None:
-    chart = line_chart("t", [Line("x", [(0, 0.0), (5, 1.0), (10, float("nan")), (10, 0.5)])])
-    (path,) = re.findall(r'polyline points="([^"]+)"', chart)
-    heights = [float(pair.split(",")[1]) for pair in path.split()]
-    assert len(heights) == 3
-    assert heights[1] < heights[2] < heights[0] <= HEIGHT
-    assert line_chart("t", [Line("x", [])]) == ""
+    chart = Chart("t", [Series("x", [(0, 0.0), (5, 1.0), (10, float("nan")), (10, 0.5)])])
+    ((left, middle, right),) = curves_of(inline_svg(chart))
+    assert middle[0] - left[0] == pytest.approx(right[0] - middle[0], abs=0.03)
+    assert left[1] - right[1] == pytest.approx(right[1] - middle[1], abs=0.03)
+    assert labels_of(inline_svg(chart)) == ["0", "2", "4", "6", "8", "10", "0", "0.2", "0.4", "0.6", "0.8", "1"]
+    assert inline_svg(Chart("t", [Series("x", []), Series("y", [(1, float("inf"))])])) == ""
 
 
 def test_bars_leave_a_gap_for_what_was_not_measured() -> None:
-    chart = bar_chart("t", ["load", "step"], [("planned", [1.0, 2.0]), ("measured", [None, 4.0])])
-    tall = [float(height) for height in re.findall(r'<rect [^>]*height="([\d.]+)"', chart)]
-    assert len(tall) == 3
-    assert tall[2] == pytest.approx(2 * tall[1], rel=0.01) == pytest.approx(4 * tall[0], rel=0.01)
+    bars = [Series("planned", [(0, 1.0), (1, 2.0)]), Series("measured", [(1, 4.0)])]
+    svg = inline_svg(Chart("t", bars, ["load", "step"]))
+    corners = re.findall(r"M [\d.]+ ([\d.]+) \nL [\d.]+ [\d.]+ \nL [\d.]+ ([\d.]+) \n", svg)
+    planned, more, measured = (float(foot) - float(top) for foot, top in corners)
+    assert measured == pytest.approx(2 * more, rel=0.01) == pytest.approx(4 * planned, rel=0.01)
+    assert labels_of(svg)[-3:] == ["1", "2", "4"]
+
+
+def test_numbers_of_an_axis_are_short() -> None:
+    assert [number_label(value) for value in (12000, 0.0002, 2e-5, 0.0, -3.5)] == [
+        "12,000",
+        "0.0002",
+        "2e-05",
+        "0",
+        "-3.5",
+    ]
+
+
+def test_an_inlined_chart_takes_its_colours_from_the_page() -> None:
+    chart = Chart("t", [Series("curve", [(1, 1.0), (2, 3.0)]), Series("dots", [(1, 2.0)], dots=True)])
+    svg = inline_svg(chart)
+    assert not re.search(r"<style|<!|<\?|<image|@font-face|font-family|xmlns|#000|#fff|white|black", svg)
+    assert not re.search(r"<text[^>]*fill", svg)
+    assert len(svg) < 6000
+
+
+def test_charts_of_a_page_share_no_id_and_are_the_same_each_time(tmp_path: Path) -> None:
+    runs = read_runs([write_run(tmp_path / "one", steps=9, phases=True, plan=True)])
+    html = report(runs)
+    ids = re.findall(r' id="([^"]+)"', html)
+    assert len(ids) >= 7
+    assert len(set(ids)) == len(ids)
+    assert set(re.findall(r"url\(#([^)]+)\)", html)) | set(re.findall(r'href="#([^"]+)"', html)) == set(ids)
+    assert report(runs) == html
+
+
+def test_nothing_of_a_runs_data_becomes_markup(tmp_path: Path) -> None:
+    evil = "</pre><script>alert(1)</script><img src=x onerror=y>{{ title }}$x_1$&amp;\"'"
+    folder = write_run(tmp_path / "<b onclick=z>", steps=3)
+    for file in ("receipt.json", "run_state.json", "environment.json"):
+        (folder / file).write_text(json.dumps({"error": evil, "strategy": evil, evil: evil}), "utf-8")
+    lines = [{"when": when, "prompt": evil, "answer": evil, "reference": evil} for when in ("before", "after")]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text("utf-8"))
+    recipe["model"]["name_or_path"] = evil
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), "utf-8")
+    for runs in ([folder], [folder, write_run(tmp_path / "other" / "{{ 6 * 7 }}", steps=3)]):
+        html = report(read_runs(runs))
+        assert not re.search(r"<script|<img|<b onclick", html)
+        assert evil in text_of(html)
+    assert "{{ 6 * 7 }}" in text_of(html)
+
+
+def test_a_runs_name_is_no_formula_in_a_picture(tmp_path: Path) -> None:
+    names = ("costs $1 or \\$2 $", "_hidden")
+    chart = Chart("t", [Series(name, [(1, 1.0), (2, 2.0)]) for name in names])
+    save_png(chart, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

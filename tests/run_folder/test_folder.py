@@ -25,6 +25,7 @@ from finetune.run_folder.folder import (
     mark_run,
     read_state,
 )
+from tests.support.recipes import least_recipe
 
 IDENTITY = {"training.seed": 42, "training.learning_rate": 2e-4, "lora.r": 16, "data": "abc"}
 
@@ -249,12 +250,7 @@ def test_an_unusable_folder_is_one_line(tmp_path: Path) -> None:
 
 
 def recipe(**changes: Any) -> Recipe:
-    body: dict[str, Any] = {
-        "model": {"name_or_path": "m"},
-        "data": {"train": [{"path": "json"}]},
-        "output_dir": "runs/a",
-    }
-    return Recipe.model_validate({**body, **changes})
+    return least_recipe("m", **{"output_dir": "runs/a", **changes})
 
 
 def test_the_identity_is_what_the_curve_depends_on() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from finetune.run_folder.folder import claim_run_folder
 from finetune.run_folder.heartbeat import clear_heartbeats
-from tests.launch.test_launches import (
+from tests.support.launching import (
     ACCELERATE,
     REPOSITORY,
     TORCHRUN,
@@ -29,7 +29,7 @@ from tests.launch.test_launches import (
     until_step,
     wait_all,
 )
-from tests.support.soak_resume import fingerprint, write_recipe
+from tests.support.soak_resume import fingerprint, write_resume_recipe
 
 pytestmark = pytest.mark.slow
 TIMEOUT = 15  # three quarters of it without a heartbeat is a freeze, on a machine that does other things too
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recipe(folder: Path) -> Path:
-    return write_recipe(folder, steps=60, dropout=0.1)
+    return write_resume_recipe(folder, steps=60, dropout=0.1)
 
 
 @pytest.fixture(scope="module")

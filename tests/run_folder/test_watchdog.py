@@ -32,7 +32,7 @@ from finetune.run_folder.heartbeat import (
     process_is_gone,
 )
 from finetune.run_folder.watchdog import Progress, Watchdog
-from tests.strategies.test_accelerator import ALONE
+from tests.support.launching import ALONE
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOKEN = 11

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,27 +16,14 @@ from accelerate.commands.config import config_args
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.launch.launcher import Launch
 from finetune.recipe.loader import CONFIG_FOLDER
-from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.strategies.accelerator import check_launch, cores_for, launch_notes, use_all_cores
 from finetune.training import session
+from tests.support.launching import ALONE
+from tests.support.recipes import least_recipe
 
-ALONE = Launch(
-    words=("accelerate", "launch"),
-    asked_processes=None,
-    config_file=None,
-    threads_chosen=True,
-    world_size=1,
-    rank=0,
-    on_cpu=False,
-)
+recipe = partial(least_recipe, lora=None)
 TWO = replace(ALONE, world_size=2, on_cpu=True)
-
-
-def recipe(**changes: Any) -> Recipe:
-    return Recipe.model_validate(
-        {"model": {"name_or_path": "x"}, "data": {"train": [{"path": "json"}]}, "lora": None, **changes}
-    )
 
 
 @pytest.fixture(autouse=True)

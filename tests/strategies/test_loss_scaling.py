@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -28,17 +28,11 @@ from finetune.model.optimizer import make_optimizer
 from finetune.strategies.loss_scaling import load_scaler_state, loss_scale, scale_losses_on_cpu, scaler_state
 from finetune.training import session
 from finetune.training.loop import NotFinite, StepResult, optimizer_step
-from tests.support.soak_resume import fingerprint, fork_ranks, wait_all, write_recipe
+from tests.support.soak_resume import fingerprint, fork_ranks, wait_all, write_resume_recipe
+from tests.support.stepping import CPU, CountReads, float32_recipe, weights
 from tests.support.tiny import flat_batch
-from tests.training.test_loop import CPU, CountReads, recipe, weights
 
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> Iterator[None]:
-    """Accelerate keeps the first mixed precision of a process for good."""
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 
 
 class Bench:
@@ -47,7 +41,7 @@ class Bench:
     def __init__(self, folder: Path, scale: float = 2.0**16) -> None:
         self.accelerator = Accelerator(cpu=True, mixed_precision="fp16")
         scale_losses_on_cpu(self.accelerator)
-        asked = recipe(folder, mixed_precision="fp16")
+        asked = float32_recipe(folder, mixed_precision="fp16")
         model: nn.Module = build_model(asked, CPU)
         self.model, self.optimizer = self.accelerator.prepare(model.train(), make_optimizer(model, asked))
         fresh = self.accelerator.scaler.state_dict()
@@ -193,7 +187,7 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("restless")
 def test_a_resumed_fp16_run_is_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = write_recipe(tmp_path, steps=14, dropout=0.1)
+    asked = write_resume_recipe(tmp_path, steps=14, dropout=0.1)
     body = yaml.safe_load(asked.read_text())
     body["training"]["mixed_precision"] = "fp16"
     body |= {"save_steps": 3, "logging_steps": 1}
@@ -231,7 +225,7 @@ def test_a_resumed_fp16_run_is_the_run(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_ranks_skip_together(strategy: str, tmp_path: Path) -> None:
     """A rank that skipped alone would part from the other for good."""
-    asked = write_recipe(tmp_path, steps=10, dropout=0.0)
+    asked = write_resume_recipe(tmp_path, steps=10, dropout=0.0)
     body = yaml.safe_load(asked.read_text())
     body["training"]["mixed_precision"] = "fp16"
     body["samples"] = {"count": 0}

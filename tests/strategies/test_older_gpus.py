@@ -11,23 +11,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.errors import EnvironmentMismatch
-from finetune.launch.launcher import Launch
 from finetune.model import attention
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.schema import Recipe
 from finetune.strategies.accelerator import check_launch
 from finetune.strategies.gpu_needs import check_gpus
+from tests.support import launching
+from tests.support.recipes import least_recipe
 
 LENGTHS = (5, 20, 1, 13)
-ALONE = Launch(
-    words=("python",),
-    asked_processes=None,
-    config_file=None,
-    threads_chosen=True,
-    world_size=1,
-    rank=0,
-    on_cpu=False,
-)
+ALONE = replace(launching.ALONE, words=("python",))
 FP16 = {"mixed_precision": "fp16"}
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}
 
@@ -41,10 +33,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found[torch.device(device).index])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Card {torch.device(device).index}")
     return found
-
-
-def recipe(**changes: Any) -> Recipe:
-    return Recipe.model_validate({"model": {"name_or_path": "x"}, "data": {"train": [{"path": "json"}]}} | changes)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +65,7 @@ def test_bfloat16_is_refused_where_it_would_be_emulated(
 ) -> None:
     gpus.append((7, 5))
     with pytest.raises(EnvironmentMismatch) as caught:
-        check_launch(recipe(**changes), ALONE)
+        check_launch(least_recipe(**changes), ALONE)
     text = str(caught.value)
     assert caught.value.exit_code == 4
     assert "Card 0" in text
@@ -85,7 +73,7 @@ def test_bfloat16_is_refused_where_it_would_be_emulated(
     assert text.partition("; set ")[2].split() == remedies
     assert "\n" not in text
     gpus[0] = (8, 0)
-    assert check_launch(recipe(**changes), ALONE).kind == "single"
+    assert check_launch(least_recipe(**changes), ALONE).kind == "single"
 
 
 def test_the_gpus_of_this_machines_ranks_are_asked(gpus: list[tuple[int, int]]) -> None:
@@ -94,15 +82,15 @@ def test_the_gpus_of_this_machines_ranks_are_asked(gpus: list[tuple[int, int]]) 
     two = replace(ALONE, world_size=2, local_world_size=2)
     for rank in (0, 1):
         with pytest.raises(EnvironmentMismatch, match=r"Card 1.*7\.5"):
-            check_launch(recipe(accelerate_config="ddp"), replace(two, rank=rank, local_rank=rank))
-    assert check_launch(recipe(), ALONE).kind == "single"  # on the first alone
+            check_launch(least_recipe(accelerate_config="ddp"), replace(two, rank=rank, local_rank=rank))
+    assert check_launch(least_recipe(), ALONE).kind == "single"  # on the first alone
     gpus[:] = [(8, 0)]  # each rank sees its own, as under srun
-    assert check_launch(recipe(accelerate_config="ddp"), replace(two, rank=1, local_rank=1)).kind == "ddp"
+    assert check_launch(least_recipe(accelerate_config="ddp"), replace(two, rank=1, local_rank=1)).kind == "ddp"
 
 
 def test_a_cpu_is_not_asked_for_its_compute_capability(gpus: list[tuple[int, int]]) -> None:
     gpus.append((7, 5))
-    assert check_launch(recipe(), replace(ALONE, on_cpu=True)).kind == "single"
+    assert check_launch(least_recipe(), replace(ALONE, on_cpu=True)).kind == "single"
 
 
 @pytest.mark.parametrize("name", ["llama3_3b_lora_1x16gb", "llama3_8b_qlora_1x16gb"])

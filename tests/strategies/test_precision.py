@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import yaml
 from accelerate.state import AcceleratorState
 
 from finetune.files import read_lines
@@ -24,9 +23,7 @@ from finetune.model.build import build_model
 from finetune.model.quantization import quantized_layers
 from finetune.train import main
 from finetune.training import session
-from tests.model.test_quantization import dequantised
-from tests.model.test_quantization import recipe as quantised_recipe
-from tests.proofs.test_one_curve import (
+from tests.support.one_curve import (
     LENGTHS,
     MAX_GRAD_NORM,
     STEPS,
@@ -35,11 +32,14 @@ from tests.proofs.test_one_curve import (
     base_model,
     documents,
     learning_rates,
-    write_recipe,
+    write_curve_recipe,
 )
+from tests.support.quantised import dequantised, quantised_recipe
 from tests.support.reference import reference_run
 from tests.support.soak_resume import fork_ranks, wait_all
 from tests.support.tiny import write_chats
+
+pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 
 
 class Case(NamedTuple):
@@ -108,14 +108,6 @@ SPLITS: dict[str, dict[str, dict[str, Any]]] = {
 TWO_RANKS: dict[str, dict[str, Any]] = {"training": {"per_device_batch_size": 1}}
 
 
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> Iterator[None]:
-    """Accelerate keeps the first mixed precision of a process for good."""
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
-
-
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", LENGTHS)
@@ -143,13 +135,7 @@ def wholes(tiny_llama: Path, chats: Path, tmp_path_factory: pytest.TempPathFacto
 def trained(
     folder: Path, model: Path, chats: Path, case: Case, split: dict[str, Any], strategy: str = "single"
 ) -> Trained:
-    folder.mkdir(exist_ok=True)
-    path = write_recipe(folder, model, chats, case.method, {})
-    body = json.loads(path.read_text())
-    for changes in (case.changes, split):
-        for section, values in changes.items():
-            body[section] = body.get(section, {}) | values if isinstance(values, dict) else values
-    path.write_text(yaml.safe_dump(body))
+    path = write_curve_recipe(folder, model, chats, case.method, case.changes, split)
     AcceleratorState._reset_state(True)
     if strategy == "single":
         assert main([str(path)]) == 0

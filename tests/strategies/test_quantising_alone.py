@@ -21,25 +21,15 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.strategies import assemble as assembling
 from finetune.strategies.assemble import assemble
+from tests.support.launching import ALONE
+from tests.support.recipes import least_recipe
 
 CORES, OWN = 6, 1  # of the machine; of a rank at other times
 WAYS = ("fsdp2", "zero3", "fails")
 PATIENCE_SECONDS, WORK_SECONDS = 1.0, 2.5
-LAUNCH = Launch(
-    words=("python",),
-    asked_processes=None,
-    config_file=None,
-    threads_chosen=False,
-    world_size=2,
-    rank=0,
-    on_cpu=True,
-    local_world_size=2,
-)
+RANKS = {"world_size": 2, "local_world_size": 2, "on_cpu": True}
+LAUNCH = replace(ALONE, words=("python",), threads_chosen=False, **RANKS)
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}
-
-
-def recipe(**changes: Any) -> Recipe:
-    return Recipe.model_validate({"model": {"name_or_path": "x"}, "data": {"train": [{"path": "json"}]}} | changes)
 
 
 def rank_main(rank: int, folder: Path, told: Any) -> None:
@@ -83,7 +73,7 @@ def _load(way: str, build: Any, launch: Launch, patched: pytest.MonkeyPatch) -> 
     patched.setattr(assembling, "_sharded", lambda *_: None)
     patched.setattr(assembling, "make_optimizer", lambda *_: None)
     patched.setattr(assembling, "prepare_zero", lambda *_: (dist.barrier(), None))  # an engine begins by meeting
-    quantised = recipe(quantization=NF4)
+    quantised = least_recipe(quantization=NF4)
     formats = {key: {"enabled": key == "bf16"} for key in ("bf16", "fp16")}
     plugin = SimpleNamespace(deepspeed_config=formats | {"zero_optimization": {}})
     plugin.set_deepspeed_weakref = lambda: None
@@ -134,7 +124,7 @@ def test_who_quantises_has_the_cores(way: str, tmp_path: Path, monkeypatch: pyte
 def test_without_quantisation_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", lambda _: pytest.fail("cores were taken"))
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: pytest.fail("a group was made"))
-    with assembling.quantising(recipe(), LAUNCH, working=1) as waiting:
+    with assembling.quantising(least_recipe(), LAUNCH, working=1) as waiting:
         assert waiting is None
-    with assembling.quantising(recipe(quantization=NF4), None, working=1) as waiting:
+    with assembling.quantising(least_recipe(quantization=NF4), None, working=1) as waiting:
         assert waiting is None

@@ -25,6 +25,7 @@ from finetune.recipe.strategy import Strategy, read_strategy
 from finetune.strategies import fsdp
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.receipt import _checks, add_optimizer_state, write_receipt
+from tests.support.recipes import least_recipe
 
 CPU = torch.device("cpu")
 LORA = {"r": 4, "target_modules": "all-linear"}
@@ -34,9 +35,7 @@ class Built:
     """A run as it is after assembling, every part of it as the recipe asks; to be spoilt."""
 
     def __init__(self, folder: Path, **changes: Any) -> None:
-        self.recipe = Recipe.model_validate(
-            {"model": {"name_or_path": str(folder)}, "data": {"train": [{"path": "json"}]}, "lora": LORA} | changes
-        )
+        self.recipe = least_recipe(folder, **{"lora": LORA} | changes)
         self.strategy: Strategy = read_strategy("single")
         self.unwrapped_model: nn.Module = build_model(self.recipe, CPU)
         self.scaler: object | None = None

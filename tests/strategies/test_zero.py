@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,10 +20,9 @@ from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.strategies import zero_requirements
 from finetune.strategies.zero import LARGEST_BUCKET, SMALLEST_BUCKET, buckets
-from tests.proofs.test_one_curve import LENGTHS, curve_of, reference, write_recipe
-from tests.proofs.test_strategies import checkpointed
 from tests.support.cells import launch
 from tests.support.curve_table import TOLERANCE, require_deepspeed, skip_where_missing, worst
+from tests.support.one_curve import LENGTHS, checkpointed, curve_of, reference, write_curve_recipe
 from tests.support.tiny import save_tiny, tiny_model, write_chats
 
 ALONE = {"training": {"per_device_batch_size": 1}}
@@ -43,16 +41,6 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """1.4M parameters: what is under a megabyte on a rank, NVMe offload keeps in memory."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     return save_tiny(tmp_path_factory.mktemp("wide"), **sizes)
-
-
-def written(folder: Path, base: Path, chats: Path, method: str, **changes: Any) -> Path:
-    folder.mkdir()
-    recipe = write_recipe(folder, base, chats, method, ALONE)
-    content = json.loads(recipe.read_text("utf-8"))
-    for key, value in changes.items():
-        content[key] = content[key] | value if isinstance(content.get(key), dict) else value
-    recipe.write_text(json.dumps(content), "utf-8")
-    return recipe
 
 
 def to_step_3(run: Path) -> None:
@@ -75,7 +63,10 @@ def tensors_at_the_end(run: Path) -> dict[str, dict[str, torch.Tensor]]:
 @KINDS
 def test_a_resumed_run_is_the_run_bitwise(names: tuple[str, ...], wide: Path, chats: Path, tmp_path: Path) -> None:
     skip_where_missing(names[-1])
-    recipes = [written(tmp_path / name, wide, chats, "full", accelerate_config=name, save_steps=3) for name in names]
+    recipes = [
+        write_curve_recipe(tmp_path / name, wide, chats, "full", ALONE, accelerate_config=name, save_steps=3)
+        for name in names
+    ]
     assert launch(recipes, ranks=2, timeout=400) == [0] * len(names)
     curves = {recipe: curve_of(recipe) for recipe in recipes}
     ends = {recipe: tensors_at_the_end(recipe.parent / "run") for recipe in recipes}
@@ -113,7 +104,7 @@ def test_resumed_under_another_strategy(
     before: tuple[int, str], after: tuple[int, str], wide: Path, chats: Path, tmp_path: Path
 ) -> None:
     skip_where_missing(after[1])
-    recipe = written(tmp_path / "r", wide, chats, "lora", save_steps=3)
+    recipe = write_curve_recipe(tmp_path / "r", wide, chats, "lora", ALONE, save_steps=3)
     assert launch([recipe], ranks=before[0], words=[f"accelerate_config={before[1]}"]) == [0]
     to_step_3(tmp_path / "r" / "run")
     assert launch([recipe], ranks=after[0], words=[f"accelerate_config={after[1]}"]) == [0]
@@ -126,9 +117,12 @@ def test_a_step_that_is_not_finite_leaves_everything_alone(
     names: tuple[str, ...], wide: Path, chats: Path, tmp_path: Path
 ) -> None:
     skip_where_missing(names[-1])
-    recipes = [written(tmp_path / name, wide, chats, "full", accelerate_config=name) for name in names]
+    recipes = [
+        write_curve_recipe(tmp_path / name, wide, chats, "full", ALONE, accelerate_config=name) for name in names
+    ]
     half = [
-        written(tmp_path / f"{name}_bf16", wide, chats, "full", accelerate_config=name, training=HALF) for name in names
+        write_curve_recipe(tmp_path / f"{name}_bf16", wide, chats, "full", ALONE, accelerate_config=name, training=HALF)
+        for name in names
     ]
     assert launch([*recipes, *half], ranks=2, timeout=400, program="tests/support/zero_spoilt.py") == [130] * 2 * len(
         names
@@ -147,7 +141,7 @@ def test_a_step_that_is_not_finite_leaves_everything_alone(
 @pytest.mark.slow
 def test_tied_heads(chats: Path, tmp_path: Path) -> None:
     tied = save_tiny(tmp_path / "tied", tie_word_embeddings=True)
-    recipe = written(tmp_path / "run_of_tied", tied, chats, "full", accelerate_config="zero3")
+    recipe = write_curve_recipe(tmp_path / "run_of_tied", tied, chats, "full", ALONE, accelerate_config="zero3")
     assert launch([recipe], ranks=2) == [0]
     assert worst(curve_of(recipe), reference(tied, chats, "full")) <= TOLERANCE
     assert "lm_head.weight" not in checkpointed(recipe.parent / "run")

@@ -22,6 +22,7 @@ from finetune.errors import FinetuneError
 from finetune.model.build import build_model, refuse_early
 from finetune.recipe.schema import Recipe
 from finetune.tokens.batches import micro_batches
+from tests.support.recipes import least_recipe
 
 # Settings by transformers' names; an architecture takes those that it knows.
 SMALL: dict[str, Any] = {
@@ -174,14 +175,9 @@ class _Rows:
 
 
 def recipe_of(folder: Path, way: Way, *, checkpointing: bool) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "model": {"name_or_path": str(folder), "dtype": "float32", "attention": way.attention},
-            "lora": None,
-            "data": {"train": [{"path": "json"}], "packing": way.packing},
-            "training": {"activation_checkpointing": checkpointing, "per_device_batch_size": 2},
-        }
-    )
+    model, data = {"dtype": "float32", "attention": way.attention}, {"packing": way.packing}
+    training = {"activation_checkpointing": checkpointing, "per_device_batch_size": 2}
+    return least_recipe(folder, model=model, data=data, lora=None, training=training)
 
 
 def ours(folder: Path, way: Way) -> Trained:

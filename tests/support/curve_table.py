@@ -19,10 +19,22 @@ from finetune.errors import EnvironmentMismatch
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.strategies.zero_requirements import compile_engine, require_engine
-from tests.proofs.test_one_curve import LENGTHS, curve_of, reference, write_recipe
 from tests.support.cells import ROOT, launch
+from tests.support.one_curve import LENGTHS, curve_of, reference, write_curve_recipe
 from tests.support.reference import Step
 
+PAGE = ROOT / "docs" / "one_curve.md"
+HEAD = """# One curve: strategy x method x split
+
+Written by `python benchmarks/one_curve.py`. Each figure comes from four trainings of six steps: each rank's rows at
+once, accumulated one by one, packed into three rows, and with every layer recomputed. It is the largest relative
+difference in the loss of any step / in the gradient norm of any step, over the four. In float32, full and LoRA are
+compared with a loop of its own that takes one document at a time and shares no code with the program
+(tests/support/reference.py); the others with their own run over the whole batch in one process. Two gloo ranks on a
+CPU, four for hsdp.
+
+A cell counts only if the run's receipt showed the engine asked for in the storage of weights and optimizer state.
+"""
 ZERO = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
 FSDP = ("fsdp2", "fsdp2_grad_op", "fsdp2_offload", "hsdp")
 RANKS = {"single": 1, "ddp": 2} | dict.fromkeys(FSDP, 2) | {"hsdp": 4} | dict.fromkeys(ZERO, 2)
@@ -150,16 +162,9 @@ def trained_cells(
 
 
 def _written(folder: Path, model: Path, chats: Path, method: str, split: str) -> Path:
-    folder.mkdir()
     kind, dtype, changes, *_ = METHODS[method]
-    path = write_recipe(folder, model, chats, kind, SPLITS[split])
-    recipe = json.loads(path.read_text("utf-8"))
     in_dtype = {"model": {"dtype": dtype}, "training": {"mixed_precision": SHORT[dtype]}}
-    for settings in (in_dtype, changes):
-        for section, values in settings.items():
-            recipe[section] = recipe.get(section, {}) | values
-    path.write_text(json.dumps(recipe), "utf-8")
-    return path
+    return write_curve_recipe(folder, model, chats, kind, SPLITS[split], in_dtype, changes)
 
 
 def config_of(strategy: str, folder: Path) -> str:
@@ -208,3 +213,34 @@ def assert_it_ran(strategy: str, method: Method, receipt: Mapping[str, Any]) -> 
     assert dtypes["compute"] == method.dtype
     assert dtypes["master"] == ("bfloat16" if pure else "float32")
     assert sum(receipt["quantized_layers"].values()) == (14 if "quantization" in method.changes else 0)
+
+
+def page_lines(cells: Sequence[Cell], strategies: Sequence[str], methods: Sequence[str]) -> Iterator[str]:
+    """The page: a table with a column for each method, and below it what was refused, and why."""
+    found: Mapping[tuple[str, str], list[Cell]] = {
+        (strategy, method): [cell for cell in cells if (cell.strategy, cell.method) == (strategy, method)]
+        for strategy in strategies
+        for method in methods
+    }
+    reasons = list(dict.fromkeys(cell.reason for cell in cells if cell.reason))
+    yield HEAD
+    yield "| strategy | " + " | ".join(methods) + " |"
+    yield "|---|" + "---|" * len(methods)
+    for strategy in strategies:
+        row = [_figure(found[strategy, method], reasons) for method in methods]
+        yield f"| {strategy} | " + " | ".join(row) + " |"
+    bounds = [f"{METHODS[name].loss:.1e} / {METHODS[name].norm:.1e}" for name in methods]
+    yield "| *bound* | " + " | ".join(bounds) + " |"
+    yield f"\n{len(cells)} cells, {sum(cell.reason is None for cell in cells)} trained, the others refused:\n"
+    for number, reason in enumerate(reasons, 1):
+        yield f"{number}. {reason}"
+
+
+def _figure(cells: Sequence[Cell], reasons: Sequence[str]) -> str:
+    assert len(cells) == len(SPLITS)
+    refused = [cell.reason for cell in cells if cell.reason]
+    if refused:
+        assert refused == [refused[0]] * len(cells)
+        return f"refused ({reasons.index(refused[0]) + 1})"
+    loss, norm = (max(getattr(cell, key) for cell in cells) for key in ("loss", "norm"))
+    return f"{loss:.1e} / {norm:.1e}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from finetune.recipe.loader import load_recipe, resolved_yaml
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.save_restore import export_adapter, export_model
 from finetune.strategies.assemble import Assembled
+from tests.support.recipes import merged, tiny, write_recipe
 from tests.support.tiny import write_chats
 
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
@@ -22,20 +22,13 @@ def finished_run(folder: Path, base: Path, *, move: float = 0.1, **sections: Any
     """A run's folder with adapter/ or model/; `sections` are the recipe's, over float32 throughout."""
     folder.mkdir(parents=True, exist_ok=True)
     chats = write_chats(folder / "chats.jsonl", LENGTHS)
-    content: dict[str, Any] = {
-        "model": {"name_or_path": str(base), "dtype": "float32"},
+    plain: dict[str, Any] = {
         "lora": {"r": 4},
-        "data": {
-            "train": [{"path": "json", "data_files": str(chats)}],
-            "eval": {"fraction": 0.3},
-            "max_length": 128,
-        },
-        "training": {"mixed_precision": "no", "activation_checkpointing": False},
+        "data": {"eval": {"fraction": 0.3}, "max_length": 128},
+        "training": {"activation_checkpointing": False},
         "output_dir": str(folder / "run"),
     }
-    for name, values in sections.items():
-        content[name] = content.get(name, {}) | values if isinstance(values, dict) else values
-    (folder / "recipe.yaml").write_text(json.dumps(content), "utf-8")
+    write_recipe(folder, merged(tiny(base, chats, **plain), sections))
     loaded = load_recipe(folder / "recipe.yaml")
     run = Path(loaded.recipe.run_dir)
     run.mkdir()

@@ -1,7 +1,7 @@
 """The arithmetic behind the `about N GB (arithmetic)` of every recipe's header: bytes on one GPU, part by part.
 
 Closed forms, with each part at its own peak and all of them added: they err on the safe side. Published shapes come
-from finetune/configs; what is not here (fragmentation, cuBLAS workspaces) is what the spare tenth is for.
+from finetune/model/configs; what is not here (fragmentation, cuBLAS workspaces) is what the spare tenth is for.
 """
 
 from __future__ import annotations

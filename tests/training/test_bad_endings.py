@@ -24,9 +24,10 @@ from finetune.run_folder.checkpoint import (
 )
 from finetune.train import main
 from finetune.training import loop, run_output, samples
-from tests.hub.test_around_training import start
 from tests.support.cells import launch
 from tests.support.hub import running_hub
+from tests.support.hub.processes import run_python
+from tests.support.recipes import tiny_lora, write_recipe
 from tests.support.tiny import save_tiny, write_chats
 
 Spoil = Callable[[Any, int], None]
@@ -39,29 +40,8 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path: Path, tiny_llama: Path, chats: Path) -> Path:
-    content = {
-        "model": {"name_or_path": str(tiny_llama), "dtype": "float32"},
-        "lora": {"r": 4},
-        "data": {
-            "train": [{"path": "json", "data_files": str(chats)}],
-            "eval": {"fraction": 0.2},
-            "max_length": 128,
-        },
-        "training": {
-            "global_batch_size": 2,
-            "max_steps": 4,
-            "learning_rate": 1e-2,
-            "mixed_precision": "no",
-            "activation_checkpointing": False,
-        },
-        "samples": {"count": 0},
-        "eval_steps": 100,
-        "save_steps": 2,
-        "output_dir": str(tmp_path / "run"),
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(json.dumps(content), encoding="utf-8")
-    return path
+    steps: dict[str, Any] = {"training": {"max_steps": 4}, "eval_steps": 100, "save_steps": 2}
+    return write_recipe(tmp_path, tiny_lora(tiny_llama, chats, **steps, output_dir=str(tmp_path / "run")))
 
 
 def after_each_step(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> None:
@@ -358,7 +338,7 @@ def test_nothing_is_pushed(words: list[str], tmp_path: Path) -> None:
         "hub: {repo_id: me/devils, push: true, checkpoints: checkpoints}\n"
     )
     with running_hub() as hub:
-        done = start(hub, ["finetune/train.py", str(path), *words], tmp_path)
+        done = run_python(hub, ["finetune/train.py", str(path), *words], tmp_path)
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
         assert "commit" not in hub.calls()

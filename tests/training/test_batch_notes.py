@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +14,13 @@ from finetune.recipe.schema import Recipe
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.training.batch_notes import FEW, batch_notes, few_steps, idle_ranks, large_micro_batch, positions_of
 from finetune.training.run import BatchPlan, plan_batches
+from tests.support.recipes import SETTING, least, write_recipe
 from tests.support.tiny import save_tiny, write_chats
-
-SETTING = re.compile(r"[a-z_]+\.[a-z_]+=[\w.]+")
 
 
 def recipe_with(model: Path, chats: Path, *words: str, **training: Any) -> Recipe:
-    content = {
-        "model": {"name_or_path": str(model)},
-        "data": {"train": [{"path": "json", "data_files": str(chats)}], "max_length": 128},
-        "training": training,
-    }
-    file = chats.with_name("recipe.yaml")
-    file.write_text(json.dumps(content), "utf-8")
-    return load_recipe(str(file), list(words)).recipe
+    data = {"train": [{"path": "json", "data_files": str(chats)}], "max_length": 128}
+    return load_recipe(write_recipe(chats.parent, least(model, data=data, training=training)), list(words)).recipe
 
 
 def plan_of(recipe: Recipe, rows: int, ranks: int = 1) -> BatchPlan:

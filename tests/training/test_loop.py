@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
@@ -16,30 +15,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from finetune.measure.metrics import StepRecord, Terminal
 from finetune.measure.phases import Phases
 from finetune.model.build import build_model
-from finetune.recipe.schema import Recipe
 from finetune.run_folder.train_state import TrainState
 from finetune.training.loop import NotFinite, StepResult, evaluate, optimizer_step, train
 from finetune.training.run import BatchPlan, Run, plan_batches
+from tests.support.stepping import CPU, CountReads, float32_recipe, weights
 from tests.support.tiny import Documents, flat_batch
-
-CPU = torch.device("cpu")
-READS = {"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero"}
-
-
-def recipe(folder: Path, **training: Any) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "model": {"name_or_path": str(folder), "dtype": "float32"},
-            "data": {"train": [{"path": "json"}]},
-            "lora": None,
-            "training": {"mixed_precision": "no", "activation_checkpointing": False, **training},
-        }
-    )
 
 
 class Bench:
@@ -47,7 +31,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.accelerator = Accelerator(cpu=True, mixed_precision="no")
-        model: nn.Module = build_model(recipe(folder), CPU)
+        model: nn.Module = build_model(float32_recipe(folder), CPU)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         self.model, self.optimizer = self.accelerator.prepare(model.train(), optimizer)
 
@@ -69,20 +53,6 @@ class Bench:
 @pytest.fixture
 def bench(tiny_llama: Path) -> Bench:
     return Bench(tiny_llama)
-
-
-class CountReads(TorchFunctionMode):
-    """Counts what would wait for a device: values read to the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: Counter[str] = Counter()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in READS:
-            self.reads[name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2, 5])
@@ -107,10 +77,6 @@ def test_one_reduction_a_step(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(bench.accelerator, "reduce", lambda *a, **k: (calls.append(a), reduce(*a, **k))[1])
     bench.step(3)
     assert len(calls) == 1
-
-
-def weights(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def spoil_gradient(model: nn.Module) -> None:
@@ -171,7 +137,7 @@ def test_the_stop_flag_comes_back(bench: Bench) -> None:
 def test_the_arithmetic_of_a_run(
     tmp_path: Path, training: dict[str, Any], rows: int, steps: int, total_rows: int
 ) -> None:
-    plan = plan_batches(recipe(tmp_path, **training), rows, world_size=2, rank=0, flat=True)
+    plan = plan_batches(float32_recipe(tmp_path, **training), rows, world_size=2, rank=0, flat=True)
     assert (plan.total_steps, plan.total_rows) == (steps, total_rows)
     seen = [row for step in range(plan.total_steps) for row in plan.rows_of(step).tolist()]
     assert len(seen) == total_rows
@@ -219,7 +185,7 @@ class SeesSeeds(nn.Module):
 
 def seeds_of_a_run(folder: Path, seed: int, rank: int, first_step: int = 0) -> list[int]:
     """Of one of three ranks in four steps of two micro-batches, each of one row a rank."""
-    asked = recipe(folder, global_batch_size=6, per_device_batch_size=1, max_steps=4, seed=seed)
+    asked = float32_recipe(folder, global_batch_size=6, per_device_batch_size=1, max_steps=4, seed=seed)
     rows, model = Documents([5] * 6), SeesSeeds()
     accelerator = Accelerator(cpu=True, mixed_precision="no")
     accelerator.reduce = lambda tally, reduction: 3 * tally  # the ranks' rows are alike

@@ -18,6 +18,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.recipe.loader import load_recipe
 from finetune.train import main
 from finetune.training.trackers import _flat, check_trackers, metric_values
+from tests.support.recipes import tiny, write_recipe
 from tests.support.tiny import write_chats
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,18 +27,16 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def recipe(tmp_path: Path, tiny_llama: Path) -> Path:
     chats = write_chats(tmp_path / "chats.jsonl", [30, 45, 60, 80, 25])
-    content = {
-        "model": {"name_or_path": str(tiny_llama), "dtype": "float32"},
+    content: dict[str, Any] = {
         "lora": {"r": 2},
-        "data": {"train": [{"path": "json", "data_files": str(chats)}], "eval": {"fraction": 0.2}, "max_length": 128},
-        "training": {"global_batch_size": 2, "max_steps": 4, "mixed_precision": "no"},
+        "data": {"eval": {"fraction": 0.2}, "max_length": 128},
+        "training": {"global_batch_size": 2, "max_steps": 4},
         "samples": {"count": 1, "max_new_tokens": 3},
         "eval_steps": 2,
         "save_steps": 2,
         "output_dir": str(tmp_path / "run"),
     }
-    (tmp_path / "recipe.yaml").write_text(json.dumps(content), "utf-8")
-    return tmp_path / "recipe.yaml"
+    return write_recipe(tmp_path, tiny(tiny_llama, chats, **content))
 
 
 def metrics(run: Path, kind: str, key: str) -> dict[int, float]:

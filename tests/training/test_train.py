@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.cli.main import main as cli
 from finetune.train import main
 from finetune.training import loop
+from tests.support.recipes import tiny_lora, write_recipe
 from tests.support.tiny import write_chats
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,29 +32,9 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path: Path, tiny_llama: Path, chats: Path) -> Path:
-    content = {
-        "model": {"name_or_path": str(tiny_llama), "dtype": "float32"},
-        "lora": {"r": 4},
-        "data": {
-            "train": [{"path": "json", "data_files": str(chats)}],
-            "eval": {"fraction": 0.2},
-            "max_length": 128,
-        },
-        "training": {
-            "global_batch_size": 2,
-            "max_steps": 6,
-            "learning_rate": 1e-2,
-            "mixed_precision": "no",
-            "activation_checkpointing": False,
-        },
-        "samples": {"count": 2, "max_new_tokens": 4},
-        "eval_steps": 2,
-        "save_steps": 4,
-        "output_dir": str(tmp_path / "run"),
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(json.dumps(content), encoding="utf-8")
-    return path
+    steps: dict[str, Any] = {"training": {"max_steps": 6}, "eval_steps": 2, "save_steps": 4}
+    rest = {"samples": {"count": 2, "max_new_tokens": 4}, "output_dir": str(tmp_path / "run")}
+    return write_recipe(tmp_path, tiny_lora(tiny_llama, chats, **steps, **rest))
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from finetune.training import session, worst_step
 from finetune.training.run import Run
 from finetune.training.worst_step import WorstStep
 from tests.support.cells import launch
+from tests.support.recipes import tiny, write_recipe
 from tests.support.soak_resume import MEASURED
 from tests.support.tiny import write_chats
 
@@ -47,15 +48,10 @@ def write(tmp_path: Path, tiny_llama: Path, chats: Path) -> Write:
     """Writes a recipe whose run folder is beside it; keyword arguments go into `training`."""
 
     def written(name: str, *, lora: dict[str, Any] | None = None, **training: Any) -> Path:
-        plain = {"global_batch_size": 4, "max_steps": 4, "learning_rate": 1e-2, "mixed_precision": "no"}
-        content = {
-            "model": {"name_or_path": str(tiny_llama), "dtype": "float32"},
+        plain = {"global_batch_size": 4, "max_steps": 4, "learning_rate": 1e-2}
+        content: dict[str, Any] = {
             "lora": lora,
-            "data": {
-                "train": [{"path": "json", "data_files": str(chats)}],
-                "eval": {"fraction": 0.2},
-                "max_length": 128,
-            },
+            "data": {"eval": {"fraction": 0.2}, "max_length": 128},
             "training": plain | training,
             "samples": {"count": 1, "max_new_tokens": 4},
             "logging_steps": 1,
@@ -63,10 +59,8 @@ def write(tmp_path: Path, tiny_llama: Path, chats: Path) -> Write:
             "save_steps": 2,
             "output_dir": str(tmp_path / name / "run"),
         }
-        path = tmp_path / name / "recipe.yaml"
-        path.parent.mkdir()
-        path.write_text(json.dumps(content), "utf-8")
-        return path
+        (tmp_path / name).mkdir()
+        return write_recipe(tmp_path / name, tiny(tiny_llama, chats, **content))
 
     return written
 

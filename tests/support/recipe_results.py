@@ -1,0 +1,38 @@
+"""What benchmarks have found of the recipes of recipes/, and whether it is of their present text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.support.cells import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+LONGEST_SECONDS = 120  # of a rehearsal that stands
+
+
+def recipes() -> dict[str, Path]:
+    """Every recipe of recipes/ by its name."""
+    return {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file's bytes."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def known(name: str) -> dict[str, dict[str, Any]]:
+    """A benchmark's results so far by recipe, of those recipes that there still are."""
+    try:
+        rows = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))["recipes"]
+    except (FileNotFoundError, ValueError):
+        return {}
+    return {recipe: row for recipe, row in rows.items() if recipe in recipes()}
+
+
+def stands(row: dict[str, Any] | None, path: Path) -> bool:
+    """Whether a rehearsal's result is of this very text, went well and was quick enough."""
+    return bool(row and row["ok"] and row["seconds"] < LONGEST_SECONDS and row["sha256"] == sha256_of(path))
