@@ -27,6 +27,11 @@ from finetune.errors import EnvironmentMismatch
 TEMPORARY_PREFIX = ".tmp-"
 
 
+def cache_folder() -> Path:
+    """$FINETUNE_CACHE, or ~/.cache/finetune: converted models and tokenised data sets."""
+    return Path(os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
+
+
 def write_text(path: Path, text: str) -> None:
     """Replaces the file's content by `text`, or leaves it as it was. Raises EnvironmentMismatch where it cannot."""
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{path.name}")

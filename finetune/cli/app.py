@@ -1,4 +1,4 @@
-"""What all verbs of `finetune` share: the application, its arguments, and how a user's mistake is told."""
+"""What all verbs of `finetune` share: the application, its arguments, and how a user's mistake is reported."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A finished run's
 
 
 def one_of(option: str, value: str | None, choices: Sequence[str]) -> None:
-    """Raises typer's own error for a value that is none of the choices; None is no value."""
+    """Raise typer's own error for a value that is not one of the choices; None means no value was given."""
     if value is not None and value not in choices:
-        raise typer.BadParameter(f"{value} is none of {', '.join(choices)}", param_hint=option)
+        raise typer.BadParameter(f"{value} is not one of {', '.join(choices)}", param_hint=option)
 
 
 def run_verb(work: Callable[[], dict[str, Any]], *, as_json: bool) -> None:
     """Do the work and leave with its `exit_code`, if any; a user's mistake becomes text and code, never a traceback."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # speaks of kernels it would like to download
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # logs missing optional kernels
     try:
         result = work()
     except FinetuneError as error:

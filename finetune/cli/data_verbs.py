@@ -29,19 +29,21 @@ def preview(
         from finetune.report.preview import preview as look
         from finetune.report.preview_views import as_page, print_preview
 
-        found = look(loaded, rows)
+        result = look(loaded, rows)
         if html is not None:
-            write_text(html, as_page(found, recipe.name))
+            write_text(html, as_page(result, recipe.name))
         if not as_json:
-            print_preview(found, Console())
-        return found.as_json() | ({} if found.ok else {"exit_code": 2})
+            print_preview(result, Console())
+        return result.as_json() | ({} if result.ok else {"exit_code": 2})
 
     run_verb(work, as_json=as_json)
 
 
 def import_recipe(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Another tool's YAML.", show_default=False)],
-    gpus: Annotated[str, typer.Option(help="That it was made for: 4, or 4x80GB.")] = "1",
+    gpus: Annotated[
+        str | None, typer.Option(help="That it was made for: 4x24GB, 2x8xH100, cpu; one GPU.", show_default=False)
+    ] = None,
     tool: Annotated[
         str | None, typer.Option(help="axolotl, llamafactory, trl or torchtune.", show_default="by its keys")
     ] = None,
@@ -54,12 +56,12 @@ def import_recipe(
         from finetune.importers.convert import convert, known_tool, write_recipe
         from finetune.importers.recipe_writer import listed
 
-        made = convert(config, tool=known_tool(tool), gpus=gpus)
+        imported = convert(config, tool=known_tool(tool), gpus=gpus)
         if output is not None:
-            write_recipe(output, made.text)
+            write_recipe(output, imported.text)
         if not as_json:
-            typer.echo("\n".join(listed(made.left_out)) if output else made.text, nl=output is not None)
-        return {"ok": True, "file": output and str(output), **made.as_json()}
+            typer.echo("\n".join(listed(imported.left_out)) if output else imported.text, nl=output is not None)
+        return {"ok": True, "file": output and str(output), **imported.as_json()}
 
     run_verb(work, as_json=as_json)
 
@@ -77,13 +79,13 @@ def doctor(
         from finetune.preflight.doctor import as_text, examine_machine
 
         loaded = load_recipe(recipe).recipe if recipe else None
-        found = []
+        findings = []
         for finding in examine_machine(loaded, online=online):
-            found.append(finding)
+            findings.append(finding)
             if not as_json:
                 typer.echo(as_text(finding))
-        bad = any(finding.state == "bad" for finding in found)
+        bad = any(finding.state == "bad" for finding in findings)
         code = {"exit_code": EnvironmentMismatch.exit_code} if bad else {}
-        return {"ok": not bad, "findings": [vars(finding) for finding in found], **code}
+        return {"ok": not bad, "findings": [vars(finding) for finding in findings], **code}
 
     run_verb(work, as_json=as_json)

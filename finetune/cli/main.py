@@ -25,7 +25,7 @@ def verbs() -> None:
 
 @app.command("list")
 def list_recipes(
-    gpus: Annotated[str | None, typer.Option(help="What you have: 2x24GB, 2x8x80GB, cpu.", show_default=False)] = None,
+    gpus: Annotated[str | None, typer.Option(help="Yours: 2x24GB, 2x8x80GB, 4xL4, cpu.", show_default=False)] = None,
     model: Annotated[str | None, typer.Option(help="A model's name or size: 8b.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -39,8 +39,8 @@ def list_recipes(
             typer.echo(reason, err=True)
         if not as_json:
             typer.echo(found.hint or as_table(found.recipes))
-        told = {"left_out": found.left_out, "hint": found.hint}
-        return {"ok": True, "recipes": [listed.as_json() for listed in found.recipes], **told}
+        result = {"left_out": found.left_out, "hint": found.hint}
+        return {"ok": True, "recipes": [listed.as_json() for listed in found.recipes], **result}
 
     run_verb(work, as_json=as_json)
 
@@ -96,7 +96,7 @@ def compare(
         int | None, typer.Option(min=1, help="Ranks; all GPUs, or 2 on a CPU.", show_default=False)
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Where to; beside the run folder.", show_default=False)
+        Path | None, typer.Option("-o", "--output", help="Output folder; next to the run folder.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -141,8 +141,12 @@ def plan(
             metavar="[RECIPE]... [KEY=VALUE]...", help="A recipe, or several to compare.", show_default=False
         ),
     ] = None,
-    gpus: Annotated[str | None, typer.Option(help="4x24GB, H100:8; the recipe's budget.", show_default=False)] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines with so many GPUs each.")] = 1,
+    gpus: Annotated[
+        str | None, typer.Option(help="2x24GB, 2x8x80GB, 8xH100, cpu; the recipe's budget.", show_default=False)
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Machines with these GPUs each; 1.", show_default=False)
+    ] = None,
     largest: Annotated[
         str | None,
         typer.Option("--max", help="max_length or per_device_batch_size: how far it goes.", show_default=False),
@@ -164,14 +168,14 @@ def plan(
 
         options = PlanOptions(gpus, nodes, largest, explain)
         if audit:
-            told, text = audit_in_words([Path(word) for word in words or []])
+            result, text = audit_in_words([Path(word) for word in words or []])
         elif pick:
-            told, text = pick_in_words(model, options, file)
+            result, text = pick_in_words(model, options, file)
         else:
-            told, text = plan_in_words(words or [], options)
+            result, text = plan_in_words(words or [], options)
         if not as_json:
             typer.echo(text)
-        return told
+        return result
 
     run_verb(work, as_json=as_json)
 
@@ -226,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def console() -> NoReturn:
     """The console script."""
     code = main()
-    if sys.argv[1:2] == ["plan"]:  # it leaves a million objects, which Python takes apart one by one for a second
+    if sys.argv[1:2] == ["plan"]:  # Python would free its million objects one by one, for a second
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -11,7 +11,7 @@ from typing import Any
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.model.packaged import ONLINE_REPOSITORIES, PREFIX
 from finetune.paths import CHECKOUT
-from finetune.recipe.gpus import parse_gpus
+from finetune.recipe.gpus import budget_of, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Budget, Recipe
 
@@ -20,11 +20,11 @@ RECIPE_FOLDER = CHECKOUT / "recipes"
 
 @dataclass(frozen=True)
 class Listed:
-    """What one reads of a recipe to choose it."""
+    """The facts of a recipe by which it is chosen."""
 
     name: str
     path: Path
-    model: str  # as it is called, without its publisher and -Instruct
+    model: str  # its name, without publisher and -Instruct
     method: str
     strategy: str
     budget: Budget
@@ -36,27 +36,27 @@ class Listed:
 
 @dataclass(frozen=True)
 class Found:
-    """The recipes asked for, in the order to show them; for each file that is no right recipe, why."""
+    """The recipes asked for, in the order to show them; for each invalid file, why it is left out."""
 
     recipes: list[Listed]
     left_out: list[str]
-    hint: str = ""  # where nothing was found: what there is
+    hint: str = ""  # where no recipe was found: which there are
 
 
 def find_recipes(gpus: str | None = None, model: str | None = None, folder: Path = RECIPE_FOLDER) -> Found:
     """The recipes of a folder that fit into `gpus` and are of `model`, whose name or size is enough.
 
-    Those with GPUs to fit into come nearest first, which is largest first; others smallest first. Raises RecipeError
-    for GPUs that are none, and EnvironmentMismatch where the recipes are not beside the package.
+    Those with GPUs to fit into come nearest first, which is largest first; others smallest first. Raises FinetuneError
+    for a text that does not name GPUs, and EnvironmentMismatch where the package was installed without its recipes.
     """
-    room = None if gpus is None else parse_gpus(gpus)
+    room = None if gpus is None else budget_of(parse_gpus(gpus))
     every, left_out = _read_all(folder)
     of_model = [listed for listed in every if model is None or _is_called(listed, model)]
-    found = [listed for listed in of_model if room is None or _fits(listed.budget, room)]
-    found.sort(key=lambda listed: listed.name)
-    found.sort(key=_size, reverse=room is not None)
+    fitting = [listed for listed in of_model if room is None or _fits(listed.budget, room)]
+    fitting.sort(key=lambda listed: listed.name)
+    fitting.sort(key=_size, reverse=room is not None)
     none_at_all = "" if every else f"no recipes in {folder}"
-    return Found(found, left_out, none_at_all or ("" if found else _hint(every, of_model, gpus, model)))
+    return Found(fitting, left_out, none_at_all or ("" if fitting else _hint(every, of_model, gpus, model)))
 
 
 def _read_all(folder: Path) -> tuple[list[Listed], list[str]]:
@@ -119,7 +119,7 @@ def _model(name_or_path: str) -> str:
 
 
 def _is_called(listed: Listed, model: str) -> bool:
-    """Whether a part of the model's or the recipe's name is this; 3b is no part of 13b, nor 1 of 3.1."""
+    """Whether a part of the model's or the recipe's name is this; 3b is not a part of 13b, nor 1 of 3.1."""
     part = re.compile(rf"(?<![0-9.]){re.escape(model.strip())}(?![0-9.])", re.IGNORECASE)
     return any(part.search(name) for name in (listed.model, listed.name))
 
@@ -137,7 +137,7 @@ def _size(listed: Listed) -> tuple[float, int]:
 
 
 def _hint(every: Sequence[Listed], of_model: Sequence[Listed], gpus: str | None, model: str | None) -> str:
-    """What there is where nothing was found."""
+    """Which recipes there are, where none was found."""
     if not of_model:
         return f"no recipe for a model called {model}; there are: {', '.join(sorted({each.model for each in every}))}"
     least = min(of_model, key=_size)

@@ -60,15 +60,15 @@ def report(
         from finetune.report.curves import read_runs, summary
         from finetune.report.run_page import PAGE_NAME, PICTURES, write_pictures, write_report
 
-        found = read_runs(runs)
+        reported = read_runs(runs)
         folder = output or (runs[0] if len(runs) == 1 else Path("report"))
         folder.mkdir(parents=True, exist_ok=True)
-        write_report(found, folder / PAGE_NAME)
-        write_pictures(found, folder)
+        write_report(reported, folder / PAGE_NAME)
+        write_pictures(reported, folder)
         files = [str(folder / name) for name in (PAGE_NAME, *PICTURES)]
         if not as_json:
             typer.echo("\n".join(files))
-        return {"ok": True, "files": files, "runs": {run.name: summary(run) for run in found}}
+        return {"ok": True, "files": files, "runs": {run.name: summary(run) for run in reported}}
 
     run_verb(work, as_json=as_json)
 
@@ -89,18 +89,16 @@ def evaluate(
         from finetune.finished_run.load import best_device, finished_run
 
         opened, device = finished_run(run), best_device()
-        told: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         if tasks is None or opened.recipe.data.eval is not None:
-            told["held_out"] = evaluate.held_out_figures(opened, device)
+            result["held_out"] = evaluate.held_out_figures(opened, device)
             if not as_json:
-                typer.echo(evaluate.held_out_in_words(told["held_out"]))
+                typer.echo(evaluate.held_out_in_words(result["held_out"]))
         if tasks is not None:
-            from finetune.finished_run import evaluate
-
-            told["tasks"] = evaluate.task_figures(opened, device, tasks.split(","), include=include, limit=limit)
+            result["tasks"] = evaluate.task_figures(opened, device, tasks.split(","), include=include, limit=limit)
             if not as_json:
-                typer.echo(evaluate.tasks_in_words(told["tasks"]))
-        return {"ok": True, **told}
+                typer.echo(evaluate.tasks_in_words(result["tasks"]))
+        return {"ok": True, **result}
 
     run_verb(work, as_json=as_json)
 
@@ -148,7 +146,7 @@ def push(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The adapter or model to the Hub, with tokenizer, recipe and card; private unless told."""
+    """The adapter or model to the Hub, with tokenizer, recipe and card; private unless --public."""
 
     def work() -> dict[str, Any]:
         from finetune.hub.push import chosen_destination, describe_upload, prepare_upload

@@ -27,7 +27,7 @@ class Mistakes:
         self.count = 0
 
     def add(self, mistake: str) -> None:
-        """Note one more."""
+        """Count a mistake, and keep it if it is to be shown."""
         self.count += 1
         if len(self.shown) < SHOWN:
             self.shown.append(mistake)
@@ -39,37 +39,32 @@ class Mistakes:
             raise DataError([*self.shown, *more])
 
     def take(self, error: DataError) -> None:
-        """Add the mistakes of an error; one that was cut short counts what it left out."""
+        """Add the mistakes of an error; an error that left some out counts those too."""
         *_, last = error.mistakes
-        found = _MORE.fullmatch(last)
-        for mistake in error.mistakes[:-1] if found else error.mistakes:
+        match = _MORE.fullmatch(last)
+        for mistake in error.mistakes[:-1] if match else error.mistakes:
             self.add(mistake)
-        self.count += int(found[1]) if found else 0
+        self.count += int(match[1]) if match else 0
 
 
 class FormatOfSource:
-    """The layout of a data set's rows: the entry's own, or found from the first good row and then held to."""
+    """The layout of a data set's rows: the entry's own, or that of its first good row, which all must have."""
 
     def __init__(self, entry: DataSet) -> None:
-        self.found: RowFormat = entry.format
+        self.format: RowFormat = entry.format
 
     def of(self, row: SourceRow) -> RowFormat:
         """The layout to read this row by. Raises BadRow."""
         assert row.values is not None
-        if self.found == "auto":
-            self.found = detect_format(row.values)
-        return self.found
-
-
-def data_entries(data: Data) -> list[DataSet]:
-    """All data sets of a data section, training first."""
-    return [*data.train, *(data.eval if isinstance(data.eval, list) else [])]
+        if self.format == "auto":
+            self.format = detect_format(row.values)
+        return self.format
 
 
 def check_rows(data: Data) -> dict[str, int]:
     """Check every local row; returns how many rows each data set has. Raises DataError with every mistake."""
     mistakes, counts = Mistakes(), {}
-    for entry in data_entries(data):
+    for entry in data.sets:
         try:
             source = resolve(entry)
         except DataError as error:

@@ -15,7 +15,7 @@ from finetune.data.readers import BadRow, json_kind
 from finetune.recipe.schema import RowFormat
 
 KnownFormat = Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"]
-# In the order of preference where a row has the columns of several: a chat tells more than its rendering.
+# In the order of preference where a row has the columns of several: a chat holds more than its rendering.
 COLUMNS: dict[KnownFormat, tuple[str, ...]] = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -60,7 +60,7 @@ def detect_format(row: Mapping[str, Any]) -> KnownFormat:
     for columns in COLUMNS.values():
         missing = [column for column in columns if row.get(column) is None]
         if len(missing) < len(columns):
-            raise BadRow(f"the field {missing[0]!r} is missing beside {_other(columns, missing[0])!r}; add it")
+            raise BadRow(f"the field {missing[0]!r} is missing next to {_other(columns, missing[0])!r}; add it")
     has = ", ".join(map(repr, list(row)[:8])) or "none"
     raise BadRow(f"no known layout: the columns are {has}; name them messages, text, or prompt and completion")
 
@@ -70,7 +70,7 @@ def _other(columns: tuple[str, ...], missing: str) -> str:
 
 
 def read_row(row: Mapping[str, Any], layout: RowFormat) -> Chat | Passage:
-    """The row in its common form, checked strictly. Raises BadRow: what is wrong; remedy."""
+    """The row in its common form, checked strictly. Raises BadRow (mistake; remedy)."""
     known = detect_format(row) if layout == "auto" else layout
     _check_columns(row, known)
     match known:
@@ -160,13 +160,13 @@ def _chat(row: Mapping[str, Any], messages: Any, column: str) -> Chat:
         raise BadRow(f'{column!r} must be a list of messages, this is {json_kind(messages)}; write [{{"role": ...}}]')
     if not messages:
         raise BadRow(f"{column!r} is an empty list; give it a user and an assistant turn")
-    made, learned = [], []
+    messages, learned = [], []
     for index, message in enumerate(messages):
         where = f"{column}[{index}]"
-        made.append(read_message(message, where))
+        messages.append(read_message(message, where))
         learned.append(is_learned(message, where))
-    _check_turns(made)
-    return Chat(made, read_tools(row.get("tools")), learned)
+    _check_turns(messages)
+    return Chat(messages, read_tools(row.get("tools")), learned)
 
 
 def _check_turns(messages: list[dict[str, Any]]) -> None:

@@ -49,7 +49,7 @@ class JsonArray:
             raise json.JSONDecodeError("Extra data", self._text, self._at)
 
     def _end_of_element(self, cut: json.JSONDecoder) -> int:
-        """Where the element ends that begins here; reads on, twice as much each time, until it is whole."""
+        """The end of the element at the current position; reads twice as much each time until it is complete."""
         wanted = _CHUNK
         while True:
             try:

@@ -34,20 +34,20 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise BadRow(f'{where} must be an object, this is {json_kind(message)}; write {{"role": ...}}')
     role = _role(message, where)
-    made = {key: value for key, value in message.items() if value is not None and key != "weight"}
-    for key in made:
+    kept = {key: value for key, value in message.items() if value is not None and key != "weight"}
+    for key in kept:
         if key not in MESSAGE_KEYS and (near := nearest(key, MESSAGE_KEYS, cutoff=0.75)) and near not in message:
             raise BadRow(f"{where}: unknown key {key!r}; did you mean {near!r}?")
-    if not made.get("tool_calls"):
-        made.pop("tool_calls", None)  # an empty list makes some templates write an empty call
+    if not kept.get("tool_calls"):
+        kept.pop("tool_calls", None)  # an empty list makes some templates write an empty call
     else:
         if role != "assistant":
             raise BadRow(f"{where}: tool_calls on a {role} turn; only the assistant calls tools")
-        made["tool_calls"] = _tool_calls(made["tool_calls"], f"{where}.tool_calls")
+        kept["tool_calls"] = _tool_calls(kept["tool_calls"], f"{where}.tool_calls")
     for key in REASONING:
-        if key in made:
-            made[key] = checked_text(made[key], f"{where}.{key}", may_be_empty=True)
-    return made | {"content": _content(message, where, may_be_empty="tool_calls" in made or role == "tool")}
+        if key in kept:
+            kept[key] = checked_text(kept[key], f"{where}.{key}", may_be_empty=True)
+    return kept | {"content": _content(message, where, may_be_empty="tool_calls" in kept or role == "tool")}
 
 
 def _role(message: Mapping[str, Any], where: str) -> str:
@@ -82,28 +82,28 @@ def _join_parts(parts: list[Any], where: str) -> str:
     for index, part in enumerate(parts):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = repr(part.get("type")) if isinstance(part, dict) else json_kind(part)
-            raise BadRow(f"{where}[{index}]: {kind} instead of a text part; only text is learned here: take it away")
+            raise BadRow(f"{where}[{index}]: {kind} instead of a text part; only text is trained on: take it away")
     return "".join(part["text"] for part in parts)
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise BadRow(f'{where} must be a list, this is {json_kind(calls)}; write [{{"type": "function", ...}}]')
-    made = []
+    calls_read = []
     for index, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise BadRow(f'{where}[{index}]: a call needs a function name; write {{"function": {{"name": ...}}}}')
         arguments = function.get("arguments", {})
-        if isinstance(arguments, str):  # OpenAI's way; templates want the object
+        if isinstance(arguments, str):  # as OpenAI; templates want the object
             arguments = json_text(arguments or "{}", f"{where}[{index}]: arguments")
         if not isinstance(arguments, dict):
             raise BadRow(f"{where}[{index}]: arguments must be an object, not {json_kind(arguments)}; write {{...}}")
         _check_inside(arguments, f"{where}[{index}]: arguments")
         checked_text(function["name"], f"{where}[{index}]: name")
         kept = {key: value for key, value in call.items() if key not in ("name", "arguments") and value is not None}
-        made.append({"type": "function", **kept, "function": {**function, "arguments": arguments}})
-    return made
+        calls_read.append({"type": "function", **kept, "function": {**function, "arguments": arguments}})
+    return calls_read
 
 
 def read_tools(tools: Any) -> list[dict[str, Any]] | None:
@@ -147,9 +147,9 @@ def checked_text(value: Any, where: str, *, may_be_empty: bool = False) -> str:
         raise BadRow(f"{where} is empty; give it a text, or take the row away")
     if "\x00" in value:
         raise BadRow(f"{where} holds the character NUL at position {value.index(chr(0))}; take it out")
-    if not value.isascii() and (found := _LONE_SURROGATE.search(value)):
+    if not value.isascii() and (match := _LONE_SURROGATE.search(value)):
         raise BadRow(
-            f"{where} holds half a character (\\u{ord(found.group()):04x}) at position {found.start()}; "
+            f"{where} holds half a character (\\u{ord(match.group()):04x}) at position {match.start()}; "
             "escape both halves of the pair, or write the character itself"
         )
     return value
@@ -157,5 +157,5 @@ def checked_text(value: Any, where: str, *, may_be_empty: bool = False) -> str:
 
 def nearest(word: str, among: Iterable[str], cutoff: float = 0.7) -> str | None:
     """The name most like `word`, for "did you mean"."""
-    found = difflib.get_close_matches(word.lower(), list(among), 1, cutoff)
-    return found[0] if found else None
+    near = difflib.get_close_matches(word.lower(), list(among), 1, cutoff)
+    return near[0] if near else None

@@ -1,7 +1,7 @@
 """Rows of local files exactly as the files say, one at a time, each with its place.
 
 Our own readers, because a data library guesses: mixed columns change type, dates are parsed, misspelt fields load,
-and a wrong byte surfaces when its row is read in the middle of training. Here a mistake is a row of its own, with file
+and a wrong byte surfaces when its row is read in the middle of training. Here a mistake is its own row, with file
 and line, and memory holds one row (JSON, CSV) or one batch of 1,000 (Parquet).
 """
 
@@ -24,7 +24,7 @@ WIDE_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
 class SourceRow(NamedTuple):
-    """One row of a file, or what is wrong with it."""
+    """A row of a file, or the mistake in it."""
 
     file: str
     line: int  # from 1; the line where the row begins, for Parquet and Hub data sets the row's number
@@ -62,7 +62,7 @@ def _open_bytes(file: Path) -> Iterator[IO[bytes]]:
 
 
 def _read_json(file: Path) -> Iterator[SourceRow]:
-    """JSON Lines, or one JSON array of objects, told apart by the first character."""
+    """JSON Lines, or one JSON array of objects, distinguished by the first character."""
     with _open_bytes(file) as stream:
         head = stream.read(64)
         for mark, name in WIDE_MARKS.items():
@@ -145,12 +145,12 @@ def _too_deep() -> str:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise BadRow(f"the key {twice!r} stands twice in one object; keep one")
-    return made
+        raise BadRow(f"the key {twice!r} appears twice in one object; keep one")
+    return values
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -225,7 +225,7 @@ def _read_csv(file: Path) -> Iterator[SourceRow]:
             except (csv.Error, BadRow) as error:
                 remedy = "" if isinstance(error, BadRow) else "; put quotes around texts with commas or line breaks"
                 yield SourceRow(str(file), line, None, f"{error}{remedy}")
-                return  # quoting is lost: what follows cannot be told apart
+                return  # quoting is lost: the columns that follow are not known
             if not values:
                 continue
             problem = _check_header(values) if names is None else _check_width(values, names)
@@ -248,9 +248,9 @@ def _csv_lines(stream: IO[bytes], offset: int) -> Iterator[str]:
 def _check_header(names: list[str]) -> str | None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        return f"the column {twice[0]!r} stands twice in the header; rename one"
-    if len(names) == 1 and (found := next((mark for mark in ";\t|" if mark in names[0]), None)):
-        return f"the columns are separated by {found!r}; save the file with commas"
+        return f"the column {twice[0]!r} appears twice in the header; rename one"
+    if len(names) == 1 and (separator := next((mark for mark in ";\t|" if mark in names[0]), None)):
+        return f"the columns are separated by {separator!r}; save the file with commas"
     if not all(name.strip() for name in names):
         return "a column of the header has no name; the first line of a CSV file names the columns"
     return None

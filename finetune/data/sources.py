@@ -33,7 +33,7 @@ class Source:
     files: tuple[Path, ...]
 
     def rows(self) -> Iterator[SourceRow]:
-        """Every row of the split, in the order of the files, or what is wrong with it."""
+        """Every row of the split, in the order of the files; unreadable rows as mistakes."""
         if self.kind == "hub":
             return self._hub_rows()
         return islice(self._file_rows(), *self._bounds()) if self._slice() else self._file_rows()
@@ -56,10 +56,10 @@ class Source:
             yield from read_rows(file, self.kind)
 
     def _slice(self) -> tuple[str | None, str | None] | None:
-        found = _SPLIT.fullmatch(self.entry.split)
-        if found is None:
+        match = _SPLIT.fullmatch(self.entry.split)
+        if match is None:
             raise DataError([f"data: split: {self.entry.split!r} is not readable; write train, or train[:1000]"])
-        first, last = found["first"], found["last"]
+        first, last = match["first"], match["last"]
         return None if first is None and last is None else (first, last)
 
     def _bounds(self) -> tuple[int, int]:
@@ -120,13 +120,13 @@ def resolve(entry: DataSet) -> Source:
 def _expand(patterns: list[str]) -> tuple[Path, ...]:
     files: list[Path] = []
     for pattern in patterns:
-        found = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))] if glob.has_magic(pattern) else []
-        found = found or [Path(pattern)]
-        for file in found:
+        matches = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))] if glob.has_magic(pattern) else []
+        matches = matches or [Path(pattern)]
+        for file in matches:
             if not file.is_file():
                 reason = "is a folder" if file.is_dir() else "no such file"
                 raise DataError([f"{file}: {reason}; data_files are relative to the working folder ({Path.cwd()})"])
-        files += found
+        files += matches
     return tuple(files)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from finetune.hub.base_model import BaseFacts
 from finetune.recipe.optimizers import OPTIMIZERS
-from finetune.recipe.schema import DataSet, Recipe
+from finetune.recipe.schema import DataSet
+from finetune.recipe.yaml_text import shorten
 from finetune.run_folder.facts import RunFacts
 
 LOCAL_KINDS = ("json", "csv", "parquet", "text")
@@ -65,17 +66,12 @@ def _metadata(repo_id: str, run: RunFacts, base: BaseFacts) -> str:
         base_model_relation=("adapter" if run.is_adapter else "finetune") if base.repository else None,
         library_name="peft" if run.is_adapter else "transformers",
         pipeline_tag=TASK,
-        datasets=list(dict.fromkeys(entry.path for entry in _data_sets(recipe) if _on_hub(entry))) or None,
+        datasets=list(dict.fromkeys(entry.path for entry in recipe.data.sets if _on_hub(entry))) or None,
         tags=["finetune", "sft", *method, "transformers"],
         model_name=repo_id.split("/")[1],
         eval_results=_eval_results(run) or None,
     )
     return str(data.to_yaml(line_break="\n"))
-
-
-def _data_sets(recipe: Recipe) -> list[DataSet]:
-    held_out = recipe.data.eval if isinstance(recipe.data.eval, list) else []
-    return [*recipe.data.train, *held_out]
 
 
 def _on_hub(entry: DataSet) -> bool:
@@ -89,7 +85,7 @@ def _eval_results(run: RunFacts) -> list[Any]:
     evals = run.evals()
     if not evals:
         return []
-    entry = next(iter(run.recipe.data.eval if isinstance(run.recipe.data.eval, list) else run.recipe.data.train))
+    entry = (run.recipe.data.eval_sets or run.recipe.data.train)[0]
     return [
         EvalResult(
             task_type=TASK,
@@ -165,9 +161,8 @@ def _samples(run: RunFacts) -> list[tuple[str, dict[str, Mapping[str, Any]]]]:
 
 def _fenced(text: object) -> str:
     """A code block that nothing in the text can end; unprintable characters become the replacement character."""
-    text = str(text)
-    cut = text if len(text) <= SAMPLE_LETTERS else text[:SAMPLE_LETTERS] + " …"
-    shown = "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in cut)
+    letters = shorten(str(text), SAMPLE_LETTERS, " …")
+    shown = "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in letters)
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", shown)), default=0))
     return f"{fence}text\n{shown}\n{fence}"
 

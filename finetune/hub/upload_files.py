@@ -8,10 +8,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Data, Recipe
 from finetune.redaction import find_secret
 
 WHOLE_MODEL = (
@@ -128,7 +127,7 @@ def path_replacements(recipe: Recipe, run_dir: Path) -> dict[str, str]:
     """Absolute paths of this machine -> what others read instead; the longest first."""
     values = recipe.model_dump(mode="json")
     paths = [values["output_dir"], values["model"]["name_or_path"], values["accelerate_config"]]
-    paths += [values["data"]["chat_template"] or "", *_data_paths(values["data"])]
+    paths += [values["data"]["chat_template"] or "", *_data_paths(recipe.data)]
     names = {path: Path(path).name for path in paths if path and os.path.isabs(path) and "\n" not in path}
     names |= {str(run_dir.resolve()): run_dir.name}
     folders = {str(Path.cwd()): ".", str(Path.home()): "~"}
@@ -136,11 +135,10 @@ def path_replacements(recipe: Recipe, run_dir: Path) -> dict[str, str]:
     return dict(sorted(names.items(), key=lambda entry: -len(entry[0])))
 
 
-def _data_paths(data: Mapping[str, Any]) -> Iterator[str]:
-    entries = [*data["train"], *(data["eval"] if isinstance(data["eval"], list) else [])]
-    for entry in entries:
-        files = entry["data_files"] or []
-        yield from [entry["path"], *([files] if isinstance(files, str) else files)]
+def _data_paths(data: Data) -> Iterator[str]:
+    for entry in data.sets:
+        files = entry.data_files or []
+        yield from [entry.path, *([files] if isinstance(files, str) else files)]
 
 
 def check_no_secrets(files: Iterable[Outgoing], known: Iterable[str]) -> None:

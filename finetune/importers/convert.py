@@ -1,4 +1,4 @@
-"""`finetune import`: another tool's configuration into a recipe of ours; what cannot be carried over is listed."""
+"""`finetune import`: another tool's configuration into a recipe; what cannot be carried over is listed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from finetune.importers.foreign_config import ForeignConfig, LeftOut
 from finetune.importers.left_out import reason_for
 from finetune.importers.recipe_writer import page, written
 from finetune.importers.shared import fit_quantization
-from finetune.recipe.gpus import parse_gpus
+from finetune.recipe.gpus import budget_of, parse_gpus
 from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Budget
 from finetune.recipe.yaml_text import MAX_BYTES, parse
 
 Tool = Literal["axolotl", "llamafactory", "trl", "torchtune"]
@@ -28,13 +29,13 @@ _CONVERT: dict[Tool, Callable[[ForeignConfig], None]] = {
     "trl": trl.convert,
     "torchtune": torchtune.convert,
 }
-_CALLED = {"axolotl": "axolotl", "llamafactory": "LLaMA-Factory", "trl": "TRL", "torchtune": "torchtune"}
+_TITLES = {"axolotl": "axolotl", "llamafactory": "LLaMA-Factory", "trl": "TRL", "torchtune": "torchtune"}
 _MARK = "# Made by `finetune import` from "
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A recipe's text, and the account of how it came about."""
+    """A recipe's text, the values it carries over and the keys that were left out."""
 
     tool: Tool
     text: str
@@ -50,39 +51,40 @@ class Imported:
         }
 
 
-def convert(file: Path, *, tool: Tool | None = None, gpus: str = "1") -> Imported:
-    """The recipe that trains as `file` does on so many GPUs (`4`, or `4x80GB`).
+def convert(file: Path, *, tool: Tool | None = None, gpus: str | None = None) -> Imported:
+    """The recipe that trains as `file` does on these GPUs (`4x80GB`, as every `--gpus`); None: on one of any size.
 
-    Raises RecipeError for a file that cannot be read, is no known tool's, or describes another kind of training.
+    Raises RecipeError for a file that cannot be read, is not a known tool's, or describes another kind of training.
     """
     values = _read(file)
     tool = tool or _tool_of(file, values)
-    count, budget = _gpus(gpus)
-    theirs = ForeignConfig(_CALLED[tool], values, count, budget.get("nodes", 1), file.parent)
+    budget = Budget(gpus=1) if gpus is None else budget_of(parse_gpus(gpus))
+    machine = "one GPU" if gpus is None else f"--gpus {gpus}"
+    foreign = ForeignConfig(_TITLES[tool], values, max(1, budget.gpus * budget.nodes), budget.nodes, file.parent)
     try:
-        _CONVERT[tool](theirs)
-        fit_quantization(theirs)
+        _CONVERT[tool](foreign)
+        fit_quantization(foreign)
     except RecipeError as error:
         raise RecipeError([f"{file}: {mistake}" for mistake in error.mistakes]) from None
     except (AttributeError, TypeError, ValueError, KeyError) as error:
-        # A section where a word belongs, or a word in the place of a number: theirs to tell, place by place.
-        text = f"{file}: is no configuration that {_CALLED[tool]} would read ({error}); correct it, or say --tool"
+        # A section in place of a word, or a word in place of a number; the tool itself names the place.
+        text = f"{file}: {_TITLES[tool]} cannot read it ({error}); correct it, or name its tool by --tool"
         raise RecipeError([text]) from error
-    for key, value in theirs.unread():
+    for key, value in foreign.unread():
         level, reason = reason_for(key, value)
-        theirs.leave(key, level, reason, value)
-    theirs.write("budget", budget, f"--gpus {gpus}")
-    text = page(_title(file, tool, gpus), theirs.carried, theirs.left_out)
-    _check(file, text, theirs)
-    return Imported(tool, text, theirs.carried, tuple(theirs.left_out))
+        foreign.leave(key, level, reason, value)
+    foreign.write("budget", budget.model_dump(exclude_defaults=True) or {"gpus": 0}, machine)
+    text = page(_title(file, tool, machine), foreign.carried, foreign.left_out)
+    _check(file, text, foreign)
+    return Imported(tool, text, foreign.carried, tuple(foreign.left_out))
 
 
 def known_tool(name: str | None) -> Tool | None:
     """The tool of this name, None for none. Raises FinetuneError."""
-    found = next((tool for tool in TOOLS if name and tool == name.lower().replace("-", "").replace("_", "")), None)
-    if name and found is None:
+    match = next((tool for tool in TOOLS if name and tool == name.lower().replace("-", "").replace("_", "")), None)
+    if name and match is None:
         raise FinetuneError(f"--tool: {name}: write one of {', '.join(TOOLS)}")
-    return found
+    return match
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -96,7 +98,7 @@ def _read(file: Path) -> dict[str, Any]:
     if parsed.flaws:
         raise RecipeError([f"{file}:{flaw.place.line}:{flaw.place.column}: {flaw.problem}" for flaw in parsed.flaws])
     if not isinstance(parsed.value, dict):
-        raise RecipeError([f"{file}: is no page of key: value; name a tool's configuration"])
+        raise RecipeError([f"{file}: is not a mapping of key: value; name a tool's configuration"])
     return {key: _interpolated(value, parsed.value) for key, value in parsed.value.items()}
 
 
@@ -111,12 +113,12 @@ def _interpolated(value: Any, top: Mapping[str, Any], depth: int = 0) -> Any:
     alone = re.fullmatch(r"\$\{(\w+)\}", value)
     if alone:
         return _interpolated(top.get(alone[1]), top, depth + 1)
-    text = re.sub(r"\$\{(\w+)\}", lambda found: str(top.get(found[1], found[0])), value)
+    text = re.sub(r"\$\{(\w+)\}", lambda match: str(top.get(match[1], match[0])), value)
     return _interpolated(text, top, depth + 1)
 
 
 def _tool_of(file: Path, values: Mapping[str, Any]) -> Tool:
-    """Whose configuration this is, by keys that only one of them has."""
+    """The tool that a configuration belongs to, by keys that only this tool has."""
     if any(isinstance(value, dict) and "_component_" in value for value in values.values()):
         return "torchtune"
     if "base_model" in values:
@@ -126,54 +128,49 @@ def _tool_of(file: Path, values: Mapping[str, Any]) -> Tool:
     if "model_name_or_path" in values:
         return "trl"
     if "model" in values and "data" in values:
-        raise RecipeError([f"{file}: is a recipe already; look at it by: finetune check {file}"])
-    raise RecipeError([f"{file}: is no configuration of {', '.join(_CALLED.values())}; say whose by --tool"])
+        raise RecipeError([f"{file}: is already a recipe; check it by: finetune check {file}"])
+    raise RecipeError([f"{file}: is not a configuration of {', '.join(_TITLES.values())}; name the tool by --tool"])
 
 
-def _gpus(text: str) -> tuple[int, dict[str, Any]]:
-    if re.fullmatch(r"[1-9]\d{0,4}", text):
-        return int(text), {"gpus": int(text)}
-    budget = parse_gpus(text)
-    count = max(1, budget.gpus * budget.nodes)
-    return count, budget.model_dump(exclude_defaults=True) or {"gpus": 0}
-
-
-def _title(file: Path, tool: Tool, gpus: str) -> list[str]:
+def _title(file: Path, tool: Tool, machine: str) -> list[str]:
     return [
-        f"{_MARK.removeprefix('# ')}{file.name} ({_CALLED[tool]}), --gpus {gpus}.",
+        f"{_MARK.removeprefix('# ')}{file.name} ({_TITLES[tool]}), {machine}.",
         "Behind each line is the key it came from. Rows come in another order, from other random numbers.",
     ]
 
 
-def _check(file: Path, text: str, theirs: ForeignConfig) -> None:
-    """The recipe must be right, and say what was carried; a value that it refuses is told by their key."""
+def _check(file: Path, text: str, foreign: ForeignConfig) -> None:
+    """The recipe must be valid and hold what was carried; a refused value is reported by the tool's own key."""
     with tempfile.TemporaryDirectory(prefix="finetune-import-") as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(text, "utf-8")
         try:
             recipe = load_recipe(path).recipe.model_dump(mode="json")
         except RecipeError as error:
-            told = [
-                _by_their_key(file, mistake.splitlines()[0].removeprefix(f"{path}:"), theirs)
+            mistakes = [
+                _by_their_key(file, mistake.splitlines()[0].removeprefix(f"{path}:"), foreign)
                 for mistake in error.mistakes
             ]
-            raise RecipeError(told) from None
-    for key, (value, _) in theirs.carried.items():
-        found: Any = recipe
+            raise RecipeError(mistakes) from None
+    for key, (value, _) in foreign.carried.items():
+        loaded: Any = recipe
         for part in key.split("."):
-            found = found[part]
-        assert isinstance(value, (dict, list)) or found == value, f"{key}: {written(value)} became {written(found)}"
+            loaded = loaded[part]
+        assert isinstance(value, (dict, list)) or loaded == value, f"{key}: {written(value)} became {written(loaded)}"
 
 
-def _by_their_key(file: Path, mistake: str, theirs: ForeignConfig) -> str:
+def _by_their_key(file: Path, mistake: str, foreign: ForeignConfig) -> str:
     text = re.sub(r"^\d+:\d+: ", "", mistake)
-    ours = text.partition(": ")[0]
-    why = theirs.carried.get(ours, (None, ""))[1]
+    recipe_key = text.partition(": ")[0]
+    why = foreign.carried.get(recipe_key, (None, ""))[1]
     return f"{file}: {f'{why}: ' if why else ''}{text}"
 
 
 def write_recipe(path: Path, text: str) -> None:
-    """Writes the recipe; only one that this verb made is replaced. Raises FinetuneError, EnvironmentMismatch."""
+    """Write the recipe; an existing file is replaced only if this verb made it.
+
+    Raises FinetuneError, EnvironmentMismatch.
+    """
     if path.exists() and not (path.is_file() and path.read_bytes().startswith(_MARK.encode())):
         raise FinetuneError(f"-o: {path}: exists and was not made by `finetune import`; name another")
     write_text(path, text)

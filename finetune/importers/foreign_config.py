@@ -1,6 +1,6 @@
-"""Another tool's configuration on its way into a recipe: what was read of it, what became of it, what was left out.
+"""Another tool's configuration while it is converted: its values, the recipe so far, and the keys left out.
 
-Every key that says something ends in one of two places: a line of the recipe, or the list of what was left out.
+Every key with a value ends in one of two places: a line of the recipe, or the list of what was left out.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.errors import RecipeError
+from finetune.recipe.flat import leaves
 from finetune.recipe.schema import Lora, Quantization, Recipe
-from finetune.recipe.yaml_text import shown
+from finetune.recipe.yaml_text import dotted, shown
 
-# differs: the training is another one without it; look: only a person can say; same: nothing is learned otherwise.
+# differs: without the key the training differs; look: a person must decide; same: the training is the same.
 Level = Literal["differs", "look", "same"]
 _SECRET = re.compile(r"(hub_token|auth_token|api_key|password|secret|webhook_url)$", re.IGNORECASE)
-NOTHING: Any = object()
+NOT_GIVEN: Any = object()
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A key of theirs that is not in the recipe, or not as it stood, and why."""
+    """A key of the tool that is not in the recipe, or with another value, and why."""
 
     key: str
     value: Any
@@ -34,19 +35,19 @@ class LeftOut:
 
 @dataclass
 class ForeignConfig:
-    """Their values, and the recipe that grows from them: dotted keys of ours, each with its value and its origin."""
+    """A tool's values, and the recipe made of them: dotted recipe keys, each with its value and its origin."""
 
     tool: str
     values: Mapping[str, Any]
     gpus: int  # of all machines
     nodes: int
-    folder: Path  # of their file: what it names may lie beside it
+    folder: Path  # of the configuration file, which may name files in it
     carried: dict[str, tuple[Any, str]] = field(default_factory=dict)
     left_out: list[LeftOut] = field(default_factory=list)
     _read: set[str] = field(default_factory=set)
 
     def peek(self, key: str) -> Any:
-        """The value at a dotted key, None where it says nothing; it does not count as read."""
+        """The value at a dotted key, None where it is missing or empty; it does not count as read."""
         value: Any = self.values
         for part in key.split("."):
             if isinstance(value, list) and part.isdigit() and int(part) < len(value):
@@ -64,62 +65,50 @@ class ForeignConfig:
         return default if value is None else value
 
     def first(self, *keys: str) -> tuple[str, Any]:
-        """The first of several spellings that says something, and its value; the last one and None."""
-        found = [(key, value) for key in keys if (value := self.get(key)) is not None]
-        for key, value in found[1:]:
-            self.leave(key, "look", f"{found[0][0]} says it already", value)
-        return found[0] if found else (keys[-1], None)
+        """The first of several spellings that has a value, and the value; else the last spelling and None."""
+        given = [(key, value) for key in keys if (value := self.get(key)) is not None]
+        for key, value in given[1:]:
+            self.leave(key, "look", f"{given[0][0]} says it already", value)
+        return given[0] if given else (keys[-1], None)
 
-    def write(self, ours: str, value: Any, why: str) -> None:
+    def write(self, recipe_key: str, value: Any, why: str) -> None:
         """A line of the recipe."""
-        self.carried[ours] = (value, why)
+        self.carried[recipe_key] = (value, why)
 
-    def default(self, ours: str, value: Any, why: str = "") -> None:
-        """What the other tool does where nothing is said: a line of the recipe where ours would do something else."""
-        if value != our_default(ours):
-            self.write(ours, value, why or f"{self.tool}'s default")
+    def default(self, recipe_key: str, value: Any, why: str = "") -> None:
+        """The tool's default: a line of the recipe where the recipe's own default differs."""
+        if value != recipe_default(recipe_key):
+            self.write(recipe_key, value, why or f"{self.tool}'s default")
 
     def carry(
-        self, ours: str, *theirs: str, default: Any = NOTHING, change: Callable[[Any], Any] = lambda value: value
+        self, recipe_key: str, *keys: str, default: Any = NOT_GIVEN, change: Callable[[Any], Any] = lambda value: value
     ) -> Any:
-        """A key of theirs under our name; returns its value there, or the default's."""
-        key, value = self.first(*theirs)
+        """One of the tool's keys under the recipe's name; returns the value written, or the default."""
+        key, value = self.first(*keys)
         if value is None:
-            if default is not NOTHING:
-                self.default(ours, default)
-            return None if default is NOTHING else default
-        self.write(ours, change(value), key)
+            if default is not NOT_GIVEN:
+                self.default(recipe_key, default)
+            return None if default is NOT_GIVEN else default
+        self.write(recipe_key, change(value), key)
         return change(value)
 
-    def leave(self, key: str, level: Level, reason: str, value: Any = NOTHING) -> None:
+    def leave(self, key: str, level: Level, reason: str, value: Any = NOT_GIVEN) -> None:
         """A line of the list of what was left out."""
         self._read.add(key)
-        value = self.peek(key) if value is NOTHING else value
-        told = "[hidden]" if _SECRET.search(key) else value
-        self.left_out.append(LeftOut(key, told, level, reason))
+        value = self.peek(key) if value is NOT_GIVEN else value
+        printed = "[hidden]" if _SECRET.search(key) else value
+        self.left_out.append(LeftOut(key, printed, level, reason))
 
     def unread(self) -> Iterator[tuple[str, Any]]:
-        """What nobody has looked at, leaf by leaf."""
-        for key, value in _leaves(self.values, ""):
-            parts = key.split(".")
-            if not any(".".join(parts[:end]) in self._read for end in range(1, len(parts) + 1)):
-                yield key, value
+        """The leaves that say something and that no converter has read."""
+        for path, value in leaves(self.values):
+            above = (dotted(path[:end]) for end in range(1, len(path) + 1))
+            if value not in (None, "", [], {}) and not any(key in self._read for key in above):
+                yield dotted(path), value
 
     def refuse(self, key: str, reason: str) -> None:
-        """Raises RecipeError: there is no recipe for what they do."""
+        """Raises RecipeError: no recipe can do the same."""
         raise RecipeError([f"{key}: is {shown(self.peek(key))}; {reason}"])
-
-
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    pairs: list[tuple[str, Any]] = []
-    if isinstance(value, Mapping):
-        pairs = [(str(name), inner) for name, inner in value.items()]
-    elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):
-        pairs = [(str(index), inner) for index, inner in enumerate(value)]
-    elif value not in (None, "", []):
-        yield key, value
-    for name, inner in pairs:
-        yield from _leaves(inner, f"{key}.{name}" if key else name)
 
 
 @cache
@@ -131,15 +120,15 @@ def _defaults() -> dict[str, Any]:
     return values
 
 
-def our_default(key: str) -> Any:
-    """What a recipe says at a dotted key where it says nothing."""
+def recipe_default(key: str) -> Any:
+    """The recipe's default at a dotted key."""
     value: Any = _defaults()
     for part in key.split("."):
         value = value[part]
     return value
 
 
-def whole(value: Any) -> Any:
+def as_count(value: Any) -> Any:
     """2.0 as 2: a count that was written as a fraction. Anything else as it is, for the recipe's own check."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from finetune.importers.foreign_config import LeftOut, Level
 from finetune.recipe.schema import Budget, Data, Hub, Lora, ModelSection, Quantization, Recipe, Training
-from finetune.recipe.yaml_text import plain_scalar, printable
+from finetune.recipe.yaml_text import plain_scalar, printable, shorten
 
-_WIDTH = 100  # a comment that would end beyond stands on a line of its own
+_WIDTH = 100  # a comment that would reach further gets its own line
 _SECTIONS: dict[str, Any] = {
     "budget": Budget,
     "model": ModelSection,
@@ -46,17 +46,17 @@ def page(title: Sequence[str], carried: Mapping[str, tuple[Any, str]], left_out:
 
 
 def listed(left_out: Sequence[LeftOut]) -> Iterator[str]:
-    """What was left out, under its headings, what matters most first; what has no effect, gathered by its reason."""
+    """The keys left out, by effect on the training, the strongest first; those without effect grouped by reason."""
     for level, heading in HEADINGS.items():
-        found = [entry for entry in left_out if entry.level == level]
-        if found:
+        entries = [entry for entry in left_out if entry.level == level]
+        if entries:
             yield heading
         if level != "same":
-            yield from (f"  {entry.key}: {_short(entry.value)} ({entry.reason})" for entry in found)
+            yield from (f"  {entry.key}: {_short(entry.value)} ({entry.reason})" for entry in entries)
             continue
-        for reason in dict.fromkeys(entry.reason for entry in found):
+        for reason in dict.fromkeys(entry.reason for entry in entries):
             yield f"  {reason}:"
-            keys = [f"{entry.key}: {_short(entry.value)}" for entry in found if entry.reason == reason]
+            keys = [f"{entry.key}: {_short(entry.value)}" for entry in entries if entry.reason == reason]
             yield from _filled(keys)
 
 
@@ -72,8 +72,7 @@ def _filled(words: Sequence[str]) -> Iterator[str]:
 
 
 def _short(value: Any) -> str:
-    text = printable(written(value))
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shorten(printable(written(value)), 60)
 
 
 def _line(indent: str, key: str, value: Any, why: str) -> Iterator[str]:

@@ -14,7 +14,7 @@ def _each(turn: str, after: str, before: str = "{{ bos_token }}") -> str:
 
 
 def _llama3(user: str) -> str:
-    """Llama 3's turns; `user` is what stands in a user's."""
+    """Llama 3's turns; `user` is the content of a user's."""
     head = _LLAMA3_TURN.replace("{role}", "{{ message['role'] }}")
     words = f"{{% if message['role'] == 'user' %}}{user}{{% else %}}{{{{ message['content'] | trim }}}}{{% endif %}}"
     plain = "{{ message['content'] | trim }}"

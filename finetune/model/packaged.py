@@ -15,7 +15,6 @@ import importlib.metadata
 import importlib.util
 import io
 import json
-import os
 import shutil
 import sys
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from typing import Any
 from filelock import FileLock
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.files import cache_folder
 
 PREFIX = "package:"
 CONVERSION = 1  # part of the cache key: raise it when the folder's content would change
@@ -65,7 +65,7 @@ def resolve_model_path(name_or_path: str) -> str:
     if not name_or_path.startswith(PREFIX):
         return name_or_path
     gguf_path, origin = _find(name_or_path.removeprefix(PREFIX).strip())
-    folder = _cache_dir() / "models" / origin.folder_name
+    folder = cache_folder() / "models" / origin.folder_name
     if not folder.is_dir():
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -103,10 +103,6 @@ def read_origin(model_path: str | Path) -> dict[str, Any] | None:
     """origin.json of a folder made here; None for any other model."""
     file = Path(model_path, "origin.json")
     return json.loads(file.read_text("utf-8")) if file.is_file() else None
-
-
-def _cache_dir() -> Path:
-    return Path(os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
 
 
 def _find(package: str) -> tuple[Path, Origin]:

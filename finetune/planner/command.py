@@ -18,7 +18,7 @@ from finetune.planner import pick, remedies
 from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.planner.constants import GIB
 from finetune.planner.explain import explain
-from finetune.recipe.gpus import Gpus, gpus_of, read_gpus
+from finetune.recipe.gpus import Gpus, gpus_of, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 
@@ -35,9 +35,17 @@ class PlanOptions:
     """The options of the command line."""
 
     gpus: str | None = None
-    nodes: int = 1
+    nodes: int | None = None
     largest: str | None = None
     explain: bool = False
+
+    def gpus_for(self, recipe: Recipe) -> Gpus | None:
+        """The GPUs of `--gpus`, without it the recipe's; None for a CPU. Raises FinetuneError."""
+        if self.gpus is not None:
+            return parse_gpus(self.gpus, self.nodes)
+        if self.nodes is not None:
+            raise FinetuneError(f"--nodes: {self.nodes}: of which GPUs? add --gpus 8xH100, the GPUs of each node")
+        return gpus_of(recipe.budget)
 
 
 @contextmanager
@@ -83,7 +91,7 @@ def plan_in_words(words: Sequence[str], options: PlanOptions) -> Output:
     if len(recipes) > 1:
         return _compare([Path(word) for word in recipes], overrides, options)
     loaded = load_recipe(Path(recipes[0]), overrides).recipe
-    gpus = read_gpus(options.gpus, options.nodes) if options.gpus else gpus_of(loaded.budget)
+    gpus = options.gpus_for(loaded)
     if options.largest is not None:
         return _largest(loaded, gpus, options.largest)
     return _plan_one(loaded, gpus, explained=options.explain)
@@ -149,7 +157,7 @@ def _compare(recipes: Sequence[Path], overrides: Sequence[str], options: PlanOpt
 
 def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions) -> dict[str, Any]:
     recipe = load_recipe(path, overrides).recipe
-    gpus = read_gpus(options.gpus, options.nodes) if options.gpus else gpus_of(recipe.budget)
+    gpus = options.gpus_for(recipe)
     row: dict[str, Any] = {"recipe": path.stem, "gpu_bytes": gpus.memory if gpus else None}
     config = full_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and unsupported(recipe, config, gpus) is None:
@@ -170,7 +178,10 @@ def pick_in_words(model: str | None, options: PlanOptions, file: Path | None) ->
     """
     if model is None or options.gpus is None:
         raise FinetuneError("--pick: needs a model and GPUs; add --model meta-llama/Llama-3.1-8B --gpus 2x24GB")
-    gpus, (config, source) = read_gpus(options.gpus, options.nodes), full_config(model)
+    gpus = parse_gpus(options.gpus, options.nodes)
+    if gpus is None:
+        raise FinetuneError("--pick: finds recipes for GPUs, not for a CPU; add --gpus 2x24GB")
+    config, source = full_config(model)
     certain = islice(pick.fitting_recipes(model, config, gpus), TRIES)
     least = pick.smallest(model, config, gpus)
     for recipe in chain(certain, pick.last_resorts(model, config, gpus), pick.offloaded(model, gpus)):

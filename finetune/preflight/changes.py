@@ -126,8 +126,7 @@ def _model(recipe: Recipe, model: Shrunk) -> Iterator[RecipeChange]:
 def _data(recipe: Recipe) -> Iterator[RecipeChange]:
     data = recipe.data
     yield from _data_sets("data.train", data.train)
-    if isinstance(data.eval, list):
-        yield from _data_sets("data.eval", data.eval)
+    yield from _data_sets("data.eval", data.eval_sets)
     if data.max_length > LONGEST_ROW:
         note = f"data.max_length: rows of {LONGEST_ROW} tokens instead of {data.max_length:,}"
         yield RecipeChange({"data.max_length": LONGEST_ROW}, note)

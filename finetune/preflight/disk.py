@@ -9,6 +9,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune.files import cache_folder
 from finetune.model.packaged import weights_are_here
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
@@ -70,8 +71,6 @@ def count_weights(recipe: Recipe) -> tuple[int, int]:
 def folders(recipe: Recipe | None) -> dict[str, Path]:
     """Where a run writes, by what is there."""
     from huggingface_hub import constants
-
-    from finetune.tokens.cache import cache_folder
 
     run = Path(recipe.run_dir) if recipe else Path.cwd()
     return {"run folder": run, "model cache": Path(constants.HF_HUB_CACHE), "token cache": cache_folder()}

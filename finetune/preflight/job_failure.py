@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+from finetune.recipe.yaml_text import shorten
+
 
 def failure_reason(run_dir: Path, log: str) -> str:
     """One line: what the run recorded, else the last line that it printed before the launcher's own report."""
@@ -30,5 +32,4 @@ def _without_launcher(log: str) -> str:
 
 
 def _one_line(text: str, width: int = 300) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= width else text[: width - 1] + "…"
+    return shorten(" ".join(text.split()), width, "…")

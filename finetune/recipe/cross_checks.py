@@ -1,6 +1,21 @@
-"""The shapes of the learning rate's schedule, and the arguments of each."""
+"""Checks over several values of a recipe: those that pydantic, which sees one value at a time, does not make.
+
+Sections of schema.py call these when their own values are valid. Each raises one pydantic error that holds every
+CrossCheck found; mistakes.py places them in the file.
+"""
 
 from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pydantic_core import PydanticCustomError
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Lora, Quantization, Recipe, Training
 
 # The arguments that each shape of the schedule knows, by transformers' names.
 SCHEDULER_ARGUMENTS: dict[str, tuple[str, ...]] = {
@@ -22,4 +37,103 @@ SCHEDULER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-SCHEDULER_SHAPES = ("linear", "cosine", "1-sqrt")  # of warmup_type and decay_type
+CURVE_SHAPES = ("linear", "cosine", "1-sqrt")  # of the arguments warmup_type and decay_type
+
+
+@dataclass(frozen=True)
+class CrossCheck:
+    """Two values that contradict each other; `key` is the dotted path, below its section, of the one to point at."""
+
+    key: str
+    problem: str
+    remedy: str
+
+
+def refuse(checks: Iterable[CrossCheck]) -> None:
+    """Raise all of these as one error of their section; nothing where there are none."""
+    if found := list(checks):
+        text = "; ".join(f"{check.key}: {check.problem}; {check.remedy}" for check in found)
+        raise PydanticCustomError("cross_check", "{text}", {"text": text, "found": found})
+
+
+def check_width(quantization: Quantization) -> None:
+    """Exactly one of 4 and 8 bits."""
+    if quantization.load_in_4bit == quantization.load_in_8bit:
+        problem = "exactly one of load_in_4bit and load_in_8bit must be true"
+        refuse([CrossCheck("load_in_4bit", problem, "set one of them, or quantization: null for a 16-bit base")])
+
+
+def check_target_modules(lora: Lora) -> None:
+    """A misspelt all-linear would be a pattern that matches no layer."""
+    if lora.target_modules != "all-linear" and re.fullmatch(r"all[-_ ]?linear", str(lora.target_modules), re.I):
+        refuse([CrossCheck("target_modules", f"is {lora.target_modules}, the name of no layer", "write all-linear")])
+
+
+def check_schedule(training: Training) -> None:
+    """The schedule's arguments are those that its shape knows, and the ones it needs are there."""
+    refuse(_schedule_mistakes(training))
+
+
+def _schedule_mistakes(training: Training) -> Iterator[CrossCheck]:
+    shape, arguments = training.lr_scheduler_type, training.lr_scheduler_kwargs
+    known = SCHEDULER_ARGUMENTS[shape]
+    for name, value in arguments.items():
+        key = f"lr_scheduler_kwargs.{name}"
+        if name not in known:
+            remedy = f"its arguments are {', '.join(known)}" if known else "it has none; remove them"
+            yield CrossCheck(key, f"{shape} has no argument {name}", remedy)
+        elif name.endswith("_type"):
+            if value not in CURVE_SHAPES:
+                yield CrossCheck(key, "is not a shape of a curve", f"choose one of {', '.join(CURVE_SHAPES)}")
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            yield CrossCheck(key, "is not a number", "write a number")
+    if shape == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(arguments)) != 1:
+        remedy = "add lr_scheduler_kwargs: {min_lr_rate: 0.1}"
+        yield CrossCheck("lr_scheduler_type", "cosine_with_min_lr needs one of min_lr and min_lr_rate", remedy)
+    if shape == "warmup_stable_decay" and "num_decay_steps" not in arguments:
+        remedy = "add lr_scheduler_kwargs: {num_decay_steps: 100}"
+        yield CrossCheck("lr_scheduler_type", "warmup_stable_decay needs num_decay_steps", remedy)
+
+
+def check_sections(recipe: Recipe) -> None:
+    """Values of different sections agree with each other."""
+    refuse([*_quantization_mistakes(recipe), *_training_mistakes(recipe), *_hub_mistakes(recipe)])
+
+
+def _training_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
+    training = recipe.training
+    if training.early_stopping_patience and recipe.data.eval is None:
+        key, remedy = "training.early_stopping_patience", "add data.eval: {fraction: 0.05}"
+        yield CrossCheck(key, "early stopping needs held-out rows", remedy)
+    if training.pure_bf16 and training.mixed_precision != "bf16":
+        key, remedy = "training.pure_bf16", "set mixed_precision: bf16, or pure_bf16: false"
+        yield CrossCheck(key, "pure_bf16 needs mixed_precision: bf16", remedy)
+
+
+def _hub_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
+    hub = recipe.hub
+    for key, wanted in (("hub.push", hub.push), ("hub.checkpoints", hub.checkpoints)):
+        if wanted and hub.repo_id is None:
+            yield CrossCheck(key, "hub.repo_id is not set", "add hub.repo_id: owner/name")
+    if hub.repo_id and not re.fullmatch(r"[\w.-]+/[\w.-]+", hub.repo_id):
+        yield CrossCheck("hub.repo_id", "is not a repository name", "write owner/name")
+    if hub.checkpoints == hub.revision:
+        problem = "is also hub.revision, the branch of the result"
+        yield CrossCheck("hub.checkpoints", problem, "name another, for example checkpoints")
+
+
+def _quantization_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
+    base, lora = recipe.quantization, recipe.lora
+    if base is None:
+        return
+    if lora is None:
+        remedy = "add lora: {}, or quantization: null"
+        yield CrossCheck("quantization", "quantised weights cannot be trained", remedy)
+    elif str(lora.init_lora_weights).startswith(("pissa", "orthogonal")):
+        problem = f"{lora.init_lora_weights} needs base weights that are not quantised"
+        yield CrossCheck("lora.init_lora_weights", problem, "set it to true, or quantization: null")
+    elif lora.use_dora and base.load_in_8bit:
+        yield CrossCheck("lora.use_dora", "peft has no DoRA over 8-bit weights", "set quantization.load_in_4bit")
+    if base.load_in_4bit and recipe.training.mixed_precision == "fp16" and base.bnb_4bit_compute_dtype == "bfloat16":
+        key, problem = "quantization.bnb_4bit_compute_dtype", "is bfloat16 while the rest computes in fp16"
+        yield CrossCheck(key, problem, "set it to float16")

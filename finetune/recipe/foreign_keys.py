@@ -126,12 +126,12 @@ RENAMED: dict[str, str] = {
 REPLACED: dict[str, str] = {
     "gradient_accumulation_steps": "accumulation is derived: set training.global_batch_size, the rows of one step",
     "group_by_length": "rows are packed instead: data.packing: true",
-    "pad_to_sequence_len": "nothing is padded: documents lie end to end in one row",
+    "pad_to_sequence_len": "nothing is padded: rows hold documents end to end",
     "device_map": "the strategy places the model: accelerate_config",
     "strict": "a recipe is always strict; take the key away",
     "wandb_project": "write report_to: [wandb]; the project is WANDB_PROJECT in the environment",
     "tf32": "number formats follow training.mixed_precision; take the key away",
-    "torch_compile": "there is no such step here; take the key away",
+    "torch_compile": "not offered; take the key away",
     "dataloader_num_workers": "tokenised rows are read from memory-mapped files; take the key away",
     "preprocessing_num_workers": "rows are tokenised once, into a cache; take the key away",
     "remove_unused_columns": "columns that the format does not know are ignored; take the key away",
@@ -146,7 +146,7 @@ REPLACED: dict[str, str] = {
 
 
 def answer_for(key: str) -> str | None:
-    """What to write instead of another tool's key, or None when it is nobody's."""
+    """What to write instead of another tool's key, or None where no tool has it."""
     if key in RENAMED:
         return f"write {RENAMED[key]}"
     return REPLACED.get(key)

@@ -1,83 +1,97 @@
-"""GPUs as people name them: `4x24GB`, `H100:8`, `2xL4`."""
+"""GPUs as people name them, in every verb that takes `--gpus`: `4x24GB`, `2x8xH100`, `H100:8`, `24GB`, `cpu`."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from finetune.errors import FinetuneError, RecipeError
+from finetune.errors import FinetuneError
 from finetune.recipe.schema import Budget
 
-# What nvidia-smi gives as total, in MiB, of which the driver keeps some.
-NAMED = {
-    "T4": 15_360,
-    "L4": 23_034,
-    "A10G": 23_028,
-    "RTX3090": 24_576,
-    "RTX4090": 24_564,
-    "L40S": 46_068,
-    "A100-40GB": 40_960,
-    "A100": 81_920,
-    "H100": 81_559,
-    "H200": 143_771,
+
+class _Model(NamedTuple):
+    """A GPU's memory: as its maker states it, and the total that nvidia-smi shows."""
+
+    gb: float
+    mib: int
+
+
+MODELS = {
+    "T4": _Model(16, 15_360),
+    "L4": _Model(24, 23_034),
+    "A10G": _Model(24, 23_028),
+    "RTX3090": _Model(24, 24_576),
+    "RTX4090": _Model(24, 24_564),
+    "L40S": _Model(48, 46_068),
+    "A100-40GB": _Model(40, 40_960),
+    "A100": _Model(80, 81_920),
+    "H100": _Model(80, 81_559),
+    "H200": _Model(141, 143_771),
 }
-DRIVER = 0.99  # the share of it that programs get
-FORMS = "write 4x24GB, H100:8 or 8xH100"
+PROGRAM_SHARE = 0.99  # of nvidia-smi's total; the driver keeps the rest
+FORMS = "write 2x24GB, 2x8x80GB (nodes x GPUs x memory), 4xL4, 2x8xH100, H100:8, 24GB or cpu"
+# Numbers before the memory or the name: GPUs of one node, or nodes and GPUs of each. GiB is read as GB.
+_FORM = re.compile(
+    r"(?:(\d{1,5})X)?(?:(\d{1,5})X)?(?:(\d{1,5}(?:\.\d+)?)GI?B|([A-Z][A-Z0-9-]*)(?::(\d{1,5}))?)", re.ASCII
+)
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """GPUs of each machine, and the bytes one of them gives to a program."""
+    """GPUs of each node, and the bytes that one of them gives to a program."""
 
     count: int
     memory: int
     name: str
     nodes: int = 1
 
+    @property
+    def gb(self) -> float:
+        """Memory of one GPU in GB as its maker states it, which recipes' budgets say too."""
+        return MODELS[self.name].gb if self.name in MODELS else self.memory / 1e9
 
-def read_gpus(text: str, nodes: int = 1) -> Gpus:
-    """Parse `4x24GB`, `24GB`, `H100:8`, `8xH100`. GB as makers state them: 10^9 bytes. Raises FinetuneError."""
+
+def parse_gpus(text: str, nodes: int | None = None) -> Gpus | None:
+    """GPUs by memory (in GB of 10^9 bytes, as makers state it) or by name; None for `cpu`.
+
+    `nodes`: of `--nodes`, where it was given. Raises FinetuneError for another text, for an unknown name, for 0 of
+    anything, and where `nodes` contradicts the text.
+    """
     words = text.strip().upper().replace(" ", "")
-    by_size = re.fullmatch(r"(?:(\d+)X)?(\d+(?:\.\d+)?)GI?B", words)
-    by_name = re.fullmatch(r"(?:(\d+)X)?([A-Z][A-Z0-9-]*?)(?::(\d+))?", words)
-    if by_size:
-        count, memory, name = int(by_size[1] or 1), int(float(by_size[2]) * 1e9), f"{by_size[2]} GB"
-    elif by_name and by_name[2] in NAMED:
-        count, name = int(by_name[1] or by_name[3] or 1), by_name[2]
-        memory = int(NAMED[name] * 2**20 * DRIVER)
-    else:
-        raise FinetuneError(f"--gpus: {text}: is no GPU known here; {FORMS}, of {', '.join(NAMED)}")
-    if count < 1 or nodes < 1:
-        raise FinetuneError(f"--gpus: {text}: no GPU is named; {FORMS}")
-    return Gpus(count, memory, name, nodes)
+    if words == "CPU":
+        if nodes is not None:
+            raise FinetuneError(f"--nodes: {nodes}: --gpus cpu is one machine without GPUs; leave --nodes out")
+        return None
+    if re.fullmatch(r"(?:\d+X)*\d+(?:\.\d+)?", words, re.ASCII):
+        raise FinetuneError(f"--gpus: {text}: a number alone may be GPUs or GB; {FORMS}")
+    match = _FORM.fullmatch(words)
+    if match is None or (match[1] and match[5]):
+        raise FinetuneError(f"--gpus: {text!r} does not name GPUs; {FORMS}")
+    first, second, gb, name, last = match.groups()
+    if name and name not in MODELS:
+        raise FinetuneError(f"--gpus: {text}: not a GPU known here ({', '.join(MODELS)}); {FORMS}")
+    if not all(float(number) for number in (first or 1, second or 1, gb or 1, last or 1)):
+        raise FinetuneError(f"--gpus: {text}: each number must be above 0; {FORMS}")
+    if nodes is not None and second and nodes != int(first):
+        raise FinetuneError(f"--nodes: {nodes}: --gpus {text} says {first} nodes; leave --nodes out")
+    count, machines = int(second or first or last or 1), int(first) if second else nodes or 1
+    if name:
+        return Gpus(count, int(MODELS[name].mib * 2**20 * PROGRAM_SHARE), name, machines)
+    return _of_size(count, float(gb), machines)
+
+
+def _of_size(count: int, gb: float, nodes: int) -> Gpus:
+    return Gpus(count, round(gb * 1e9), f"{gb:g} GB", nodes)
 
 
 def gpus_of(budget: Budget) -> Gpus | None:
-    """What the recipe is made for; None where that is a CPU."""
+    """The GPUs that a recipe is made for; None where that is a CPU."""
     if not budget.gpus or not budget.gpu_memory_gb:
         return None
-    return Gpus(budget.gpus, int(budget.gpu_memory_gb * 1e9), f"{budget.gpu_memory_gb:g} GB", budget.nodes)
+    return _of_size(budget.gpus, budget.gpu_memory_gb, budget.nodes)
 
 
-# 2x24GB, 24gb (one GPU), 2x8x80 (two nodes of eight), cpu.
-_GPUS = re.compile(r"(?:(?:(?P<nodes>\d{1,5})x)?(?P<gpus>\d{1,5})x)?(?P<gb>\d{1,5}(?:\.\d+)?)(?:gb)?|cpu", re.ASCII)
-
-
-def parse_gpus(text: str) -> Budget:
-    """`2x24GB` as a budget; one number alone is one GPU, three are nodes, GPUs of each and memory, `cpu` is none.
-
-    Raises RecipeError for anything else, and where one of the numbers is 0.
-    """
-    match = _GPUS.fullmatch(text.strip().lower().replace(" ", ""))
-    if match is None:
-        raise _no_budget(text)
-    if match["gb"] is None:
-        return Budget()
-    nodes, gpus, gb = int(match["nodes"] or 1), int(match["gpus"] or 1), float(match["gb"])
-    if not nodes or not gpus or not gb:
-        raise _no_budget(text)
-    return Budget(gpus=gpus, gpu_memory_gb=gb, nodes=nodes)
-
-
-def _no_budget(text: str) -> RecipeError:
-    return RecipeError([f"--gpus: {text!r} is no budget; write 2x24GB, 2x8x80GB for two nodes of eight, or cpu"])
+def budget_of(gpus: Gpus | None) -> Budget:
+    """The section of a recipe that says these GPUs."""
+    return Budget() if gpus is None else Budget(gpus=gpus.count, gpu_memory_gb=gpus.gb, nodes=gpus.nodes)

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from finetune.errors import RecipeError
 from finetune.paths import CHECKOUT
+from finetune.recipe.flat import leaves
 from finetune.recipe.mistakes import IN_QUOTES, Mistake, explain
 from finetune.recipe.schema import Recipe
 from finetune.recipe.yaml_text import (
@@ -34,7 +35,7 @@ from finetune.redaction import cover_secrets, hide_secrets, known_secrets
 
 CONFIG_FOLDER = CHECKOUT / "accelerate_configs"
 COMMAND_LINE = "command line"
-MAX_MISTAKES = 50  # shown; nobody reads more at once
+MAX_MISTAKES = 50  # shown at once
 # Other places and spellings of one key, accepted.
 CHECKPOINTING: Path = ("training", "activation_checkpointing")
 ALIASES: tuple[Path, ...] = (("gradient_checkpointing",), ("training", "gradient_checkpointing"))
@@ -42,7 +43,7 @@ ALIASES: tuple[Path, ...] = (("gradient_checkpointing",), ("training", "gradient
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe that is right, and where its values came from."""
+    """A valid recipe, and where its values came from."""
 
     recipe: Recipe
     origins: dict[str, str]  # dotted key -> default | recipe | command line
@@ -57,12 +58,12 @@ class _Source:
     text: str
     parsed: Parsed
     overridden: set[Path] = field(default_factory=set)
-    said: set[Path] = field(default_factory=set)  # every key that an override's value holds
+    set_keys: set[Path] = field(default_factory=set)  # every key that an override's value holds
     unexplained: int = 0  # mistakes beyond those worth explaining
     mistakes: list[tuple[Place | None, str]] = field(default_factory=list)  # no place: an override's
 
     def report(self, path: Path, text: str, *, at_key: bool) -> None:
-        """Add a mistake at a key of the recipe, or at the nearest section that stands in the file."""
+        """Add a mistake at a key of the recipe, or at the nearest section that is in the file."""
         if any(path[: len(over)] == over or over[: len(path)] == path for over in self.overridden):
             # A shell takes one pair of quotes away.
             shell = f"; in a shell: '{dotted(path)}=\"...\"'" if IN_QUOTES in text else ""
@@ -84,12 +85,12 @@ class _Source:
         known = known_secrets()
         source = cover_secrets(self.text, known)
         ordered = sorted(self.mistakes, key=lambda m: (m[0].line, m[0].column) if m[0] else (math.inf, 0))
-        told = [
+        shown_mistakes = [
             "\n".join([hide_secrets(text, known), *(excerpt(source, place) if place else ())])
             for place, text in ordered[:MAX_MISTAKES]
         ]
         more = len(ordered) - MAX_MISTAKES + self.unexplained
-        return RecipeError([*told, *([f"{self.path}: and {more} more mistakes"] if more > 0 else [])])
+        return RecipeError([*shown_mistakes, *([f"{self.path}: and {more} more mistakes"] if more > 0 else [])])
 
     def _place(self, path: Path, *, at_key: bool) -> Place:
         order = (self.parsed.keys, self.parsed.values) if at_key else (self.parsed.values, self.parsed.keys)
@@ -97,7 +98,7 @@ class _Source:
             for places in order:
                 if path[:depth] in places:
                     return places[path[:depth]]
-            order = (self.parsed.keys, self.parsed.values)  # of what lies above, the key says more than its value
+            order = (self.parsed.keys, self.parsed.values)  # of a section above, point at its key
         return Place(1, 1)
 
 
@@ -117,8 +118,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         _override(source, value, override)
     if not isinstance(source.parsed.value, dict):
         if not source.parsed.flaws:
-            what = "is empty" if source.parsed.value is None else f"is {shown(source.parsed.value)}"
-            problem = f"a recipe is a page of key: value, this one {what}; begin with model: and data:"
+            kind = "is empty" if source.parsed.value is None else f"is {shown(source.parsed.value)}"
+            problem = f"a recipe is a page of key: value, this one {kind}; begin with model: and data:"
             source.add(source.parsed.values.get((), Place(1, 1)), "", problem)
         raise source.error()
     _rename_aliases(source, value)  # an override may be a whole section
@@ -140,16 +141,16 @@ def _read(file: pathlib.Path) -> str:
             raise RecipeError([f"{file}: is larger than 1 MiB; a recipe is a page, data are named by data.train"])
         return read.decode("utf-8-sig")
     except FileNotFoundError:
-        beside = {path.stem: path for folder in ("recipes", file.parent) for path in _recipes_in(folder)}
-        close = difflib.get_close_matches(file.stem, beside, 1, 0.5)
-        hint = f"did you mean {beside[close[0]]}?" if close else "name a recipe file"
+        recipes = {path.stem: path for folder in ("recipes", file.parent) for path in _recipes_in(folder)}
+        close = difflib.get_close_matches(file.stem, recipes, 1, 0.5)
+        hint = f"did you mean {recipes[close[0]]}?" if close else "name a recipe file"
         raise RecipeError([f"{file}: no such recipe; {hint}"]) from None
     except UnicodeDecodeError as error:
         raise RecipeError([f"{file}: is not UTF-8 at byte {error.start}; save it as UTF-8"]) from None
     except OSError as error:
         raise RecipeError([f"{file}: cannot be read ({error.strerror}); name a readable recipe"]) from None
     except ValueError:
-        raise RecipeError([f"{printable(str(file))}: is no file name; name a recipe file"]) from None
+        raise RecipeError([f"{printable(str(file))}: is not a file name; name a recipe file"]) from None
 
 
 def _recipes_in(folder: str | pathlib.Path) -> list[pathlib.Path]:
@@ -166,7 +167,7 @@ def _override(source: _Source, value: dict[str, Any], override: str) -> None:
     # Five digits: more rows than a recipe holds, and int() refuses thousands.
     path: Path = tuple(int(p) if p.isascii() and p.isdigit() and len(p) < 6 else p for p in name.strip().split("."))
     if not equals or "" in path:
-        source.add_override(override, "is no override; write key=value, for example training.seed=1")
+        source.add_override(override, "is not an override; write key=value, for example training.seed=1")
         return
     path = CHECKPOINTING if path in ALIASES else path
     parsed = parse(text)
@@ -174,12 +175,13 @@ def _override(source: _Source, value: dict[str, Any], override: str) -> None:
     if problem:
         source.add_override(dotted(path), problem)
         return
-    source.said = {p for p in source.said if p[: len(path)] != path} | {(*path, *inner) for inner in parsed.values}
+    kept = {key for key in source.set_keys if key[: len(path)] != path}
+    source.set_keys = kept | {(*path, *inner) for inner in parsed.values}
     source.overridden.add(path)
 
 
 def _put(value: dict[str, Any], path: Path, new: Any) -> str | None:
-    """Set the value at a path, making sections on the way; returns what is in the way, if anything."""
+    """Set the value at a path and create the sections above it; returns what prevents it, None where nothing does."""
     current: Any = value
     for index, part in enumerate(path):
         last = index == len(path) - 1
@@ -187,7 +189,7 @@ def _put(value: dict[str, Any], path: Path, new: Any) -> str | None:
             if not isinstance(part, int) or part >= len(current):
                 return f"{dotted(path[:index])} is a list of {len(current)}; name one by number, from 0"
         elif not isinstance(current, dict):
-            return f"{dotted(path[:index])} is {shown(current)}, no section; give the section first"
+            return f"{dotted(path[:index])} is {shown(current)}, not a section; give the section first"
         elif not last and current.get(str(part)) is None:
             current[str(part)] = {}
         key = part if isinstance(current, list) else str(part)
@@ -212,7 +214,7 @@ def _rename_aliases(source: _Source, value: dict[str, Any]) -> None:
         for places in (source.parsed.keys, source.parsed.values):
             if alias in places:
                 places[CHECKPOINTING] = places[alias]
-        source.said |= {CHECKPOINTING} if alias in source.said else set()
+        source.set_keys |= {CHECKPOINTING} if alias in source.set_keys else set()
 
 
 def _validate(source: _Source, value: dict[str, Any]) -> Recipe | None:
@@ -247,25 +249,14 @@ def _strategy_mistakes(name: Any) -> Iterator[Mistake]:
 
 
 def _origins(source: _Source, recipe: Recipe) -> dict[str, str]:
-    """For each leaf of the resolved recipe: who said it."""
-    found = {}
-    for path, _ in _leaves(recipe.model_dump(mode="json"), ()):
+    """Where each value of the resolved recipe comes from."""
+    origins = {}
+    for path, _ in leaves(recipe.model_dump(mode="json")):
         if any(path[: len(over)] == over for over in source.overridden):
-            found[dotted(path)] = COMMAND_LINE if path in source.said else "default"
+            origins[dotted(path)] = COMMAND_LINE if path in source.set_keys else "default"
         else:
-            found[dotted(path)] = "recipe" if path in source.parsed.values else "default"
-    return found
-
-
-def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _leaves(inner, (*path, key))
-    elif isinstance(value, list) and value and isinstance(value[0], dict):
-        for index, inner in enumerate(value):
-            yield from _leaves(inner, (*path, index))
-    else:
-        yield path, value
+            origins[dotted(path)] = "recipe" if path in source.parsed.values else "default"
+    return origins
 
 
 def resolved_yaml(loaded: LoadedRecipe) -> str:
@@ -276,18 +267,19 @@ def resolved_yaml(loaded: LoadedRecipe) -> str:
 def _written(value: dict[str, Any], path: Path, origins: dict[str, str], item: bool = False) -> Iterator[str]:
     indent = "  " * sum(1 for part in path if isinstance(part, str)) + "  " * sum(isinstance(p, int) for p in path)
     for index, (key, inner) in enumerate(value.items()):
-        here = (*path, key)
+        inner_path = (*path, key)
         lead = indent[:-2] + "- " if item and index == 0 else indent
         if isinstance(inner, dict) and inner:
             yield f"{lead}{key}:"
-            yield from _written(inner, here, origins)
+            yield from _written(inner, inner_path, origins)
         elif isinstance(inner, list) and inner and isinstance(inner[0], dict):
             yield f"{lead}{key}:"
             for number, entry in enumerate(inner):
-                yield from _written(entry, (*here, number), origins, item=True)
+                yield from _written(entry, (*inner_path, number), origins, item=True)
         else:
             text = yaml.dump(inner, Dumper=_Writer, default_flow_style=True, width=2**30, allow_unicode=True)
-            yield f"{lead}{key}: {text.removesuffix(chr(10)).removesuffix('...').strip()}  # {origins[dotted(here)]}"
+            text = text.removesuffix("\n").removesuffix("...").strip()
+            yield f"{lead}{key}: {text}  # {origins[dotted(inner_path)]}"
 
 
 class _Writer(yaml.SafeDumper):

@@ -1,6 +1,6 @@
-"""What a person is told about a wrong recipe: place, key, what is wrong, remedy.
+"""The messages about an invalid recipe: place, key, what is wrong, remedy.
 
-pydantic finds the mistakes; its words name types and branches of unions, ours name what to write.
+pydantic finds the mistakes; its messages name types and branches of unions, these name what to write.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from finetune.recipe.foreign_keys import answer_for, other_word_for
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.recipe.yaml_text import Path, dotted, number_trap, shown
 
-# What each key that takes several kinds of value wants.
+# The values that a key of several kinds takes.
 EITHER = {
     "data.eval": "{fraction: 0.05}, a list of data sets, or null",
     "data_files": "a file or a list of files",
@@ -28,7 +28,7 @@ EITHER = {
     "activation_checkpointing": "true, false, or n for every n-th layer",
     "init_lora_weights": "true, gaussian, orthogonal, olora or pissa",
 }
-# What certain sections want, by example; also what to add where one is missing.
+# Examples of certain sections and keys; also what to add where one is missing.
 EXAMPLES = {
     "model": "{name_or_path: ...}",
     "model.name_or_path": "a Hub repository or a folder",
@@ -70,7 +70,7 @@ TRUTH_WORDS = {
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake and the value or key it stands at."""
+    """One mistake, and the value or key that it is about."""
 
     path: Path
     text: str  # what is wrong; remedy
@@ -78,13 +78,13 @@ class Mistake:
 
 
 def explain(errors: Sequence[ErrorDetails], value: Any) -> list[Mistake]:
-    """One mistake for each thing that is wrong, in the order of the recipe's sections."""
-    found: dict[tuple[Path, str], Mistake] = {}
+    """One message for each mistake, in the order of the recipe's sections."""
+    mistakes: dict[tuple[Path, str], Mistake] = {}
     for error in errors:
         path, branches = _real_path(error, value)
         for check in error.get("ctx", {}).get("found", ()):
             keyed = (*path, *check.key.split("."))
-            found[keyed, check.problem] = Mistake(keyed, f"{check.problem}; {check.remedy}", at_key=False)
+            mistakes[keyed, check.problem] = Mistake(keyed, f"{check.problem}; {check.remedy}", at_key=False)
         if error["type"] == "cross_check":
             continue
         if branches and not _right_branch(branches, _at(value, path[: branches[0].depth])):
@@ -92,21 +92,21 @@ def explain(errors: Sequence[ErrorDetails], value: Any) -> list[Mistake]:
             mistake = Mistake(path, _wants(path, _either(path), _at(value, path)), at_key=False)
         else:
             mistake = _mistake(error, path, value)
-        found.setdefault((mistake.path, mistake.text), mistake)
+        mistakes.setdefault((mistake.path, mistake.text), mistake)
     # A union whose right branch has its own mistake needs no second one at the union itself.
-    own = [mistake.path for mistake in found.values() if not _is_either(mistake)]
-    kept = [m for m in found.values() if not (_is_either(m) and any(p[: len(m.path)] == m.path for p in own))]
+    own = [mistake.path for mistake in mistakes.values() if not _is_either(mistake)]
+    kept = [m for m in mistakes.values() if not (_is_either(m) and any(p[: len(m.path)] == m.path for p in own))]
     return [m for m in kept if not _is_misspelt_elsewhere(m, kept)]
 
 
 def _is_misspelt_elsewhere(missing: Mistake, others: Sequence[Mistake]) -> bool:
-    """Whether a missing key is there under a wrong name, which is already said."""
+    """Whether a missing key is there under a wrong name, about which another message is."""
     named = re.compile(rf"(did you mean|write) {re.escape(dotted(missing.path))}(?![.\w])")
     return missing.text.startswith(MISSING) and any(other.at_key and named.search(other.text) for other in others)
 
 
 def unknown_key(path: Path) -> str:
-    """What to say of a key that no section has here."""
+    """The message about a key that this section does not have."""
     name, section = str(path[-1]), path[:-1]
     known, everywhere = keys_of(section), list(_all_paths(Recipe, ()))
     elsewhere = [dotted(p) for p in everywhere if p[-1] == name]
@@ -131,7 +131,7 @@ def keys_of(section: Path) -> list[str]:
 
 
 def _section_at(path: Path) -> type[BaseModel]:
-    """The section at a path; where a key takes a section or a list of sections, the path's number tells."""
+    """The section at a path; where a key takes a section or a list of sections, the path's number decides."""
     model: type[BaseModel] = Recipe
     for index, part in enumerate(path):
         if isinstance(part, str) and part in model.model_fields:
@@ -167,14 +167,14 @@ def _all_paths(model: type[BaseModel], above: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class _Branch:
-    """A union's branch in pydantic's location, and how deep in the recipe the union stands."""
+    """A union's branch in pydantic's location, and the depth of the union in the recipe."""
 
     label: str
     depth: int
 
 
 def _real_path(error: ErrorDetails, value: Any) -> tuple[Path, list[_Branch]]:
-    """pydantic's location without the names of union branches, which stand in no recipe."""
+    """pydantic's location without the names of union branches, which no recipe has."""
     path: list[str | int] = []
     branches: list[_Branch] = []
     current = value
@@ -249,7 +249,7 @@ def _mistake(error: ErrorDetails, path: Path, value: Any) -> Mistake:
 
 
 def _wants(path: Path, wanted: str, given: Any) -> str:
-    """`is X; it must be Y`, and what to write where that can be told."""
+    """`is X; it must be Y`, and what to write where that is clear."""
     if given is None:
         info = _section_at(path[:-1]).model_fields.get(str(path[-1]))
         default = "" if info is None or info.is_required() else ", or take the line away for the default"
@@ -264,7 +264,7 @@ def _hint(path: Path, wanted: str, given: Any) -> str | None:
     if wanted.startswith("true") and str(given).lower() in TRUTH_WORDS:
         if str(given).lower() in ("true", "false"):
             return "take the quotes away"
-        return f"{shown(given)} is no truth value here, write {TRUTH_WORDS[str(given).lower()]}"
+        return f"{shown(given)} is not a truth value, write {TRUTH_WORDS[str(given).lower()]}"
     if wanted == "text" and isinstance(given, (bool, int, float)):
         return f'{IN_QUOTES} "{shown(given)}"'
     if "number" in wanted and isinstance(given, str):

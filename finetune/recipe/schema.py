@@ -7,16 +7,11 @@ Schema are generated from them.
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
-from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS, SCHEDULER_SHAPES
+from finetune.recipe import cross_checks
 from finetune.recipe.optimizers import Optimizer
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -41,22 +36,6 @@ INITS = "peft's initialisation: true, gaussian, orthogonal, olora, pissa."
 Count = Annotated[int, Field(ge=1)]
 WholeNumber = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-@dataclass(frozen=True)
-class CrossCheck:
-    """Two values that do not go together; `key` is the dotted path, below its section, of the one to point at."""
-
-    key: str
-    problem: str
-    remedy: str
-
-
-def _refuse(found: Sequence[CrossCheck]) -> None:
-    """Raise what a section's cross-checks found, all of it in one error."""
-    if found:
-        text = "; ".join(f"{check.key}: {check.problem}; {check.remedy}" for check in found)
-        raise PydanticCustomError("cross_check", "{text}", {"text": text, "found": list(found)})
 
 
 class Section(BaseModel):
@@ -98,10 +77,7 @@ class Quantization(Section):
 
     @model_validator(mode="after")
     def one_width(self) -> Quantization:
-        if self.load_in_4bit == self.load_in_8bit:
-            problem = "exactly one of load_in_4bit and load_in_8bit must be true"
-            remedy = "set one of them, or quantization: null for a 16-bit base"
-            _refuse([CrossCheck("load_in_4bit", problem, remedy)])
+        cross_checks.check_width(self)
         return self
 
 
@@ -122,10 +98,7 @@ class Lora(Section):
 
     @model_validator(mode="after")
     def layers_by_name(self) -> Lora:
-        # A word that is nearly all-linear is a pattern that matches no layer.
-        if self.target_modules != "all-linear" and re.fullmatch(r"all[-_ ]?linear", str(self.target_modules), re.I):
-            problem = f"is {self.target_modules}, which no layer is called"
-            _refuse([CrossCheck("target_modules", problem, "write all-linear")])
+        cross_checks.check_target_modules(self)
         return self
 
 
@@ -159,6 +132,16 @@ class Data(Section):
     chat_template: str | None = Field(None, description="Jinja text or a file; null: the tokenizer's own.")
     date_string: str = Field("26 Jul 2024", description="The day that templates print as today's.")
 
+    @property
+    def eval_sets(self) -> list[DataSet]:
+        """The data sets of held-out rows; none where `eval` is null or a share of the training rows."""
+        return self.eval if isinstance(self.eval, list) else []
+
+    @property
+    def sets(self) -> list[DataSet]:
+        """All data sets, those of training first."""
+        return [*self.train, *self.eval_sets]
+
 
 class Training(Section):
     """The training itself: the same for every strategy and number of GPUs."""
@@ -187,28 +170,8 @@ class Training(Section):
 
     @model_validator(mode="after")
     def known_schedule(self) -> Training:
-        _refuse(list(self._schedule_mistakes()))
+        cross_checks.check_schedule(self)
         return self
-
-    def _schedule_mistakes(self) -> Iterator[CrossCheck]:
-        shape, given = self.lr_scheduler_type, self.lr_scheduler_kwargs
-        known = SCHEDULER_ARGUMENTS[shape]
-        for name, value in given.items():
-            key = f"lr_scheduler_kwargs.{name}"
-            if name not in known:
-                remedy = f"it knows {', '.join(known)}" if known else "it takes none; take them away"
-                yield CrossCheck(key, f"{shape} has no argument {name}", remedy)
-            elif name.endswith("_type"):
-                if value not in SCHEDULER_SHAPES:
-                    yield CrossCheck(key, "is no shape of a curve", f"choose one of {', '.join(SCHEDULER_SHAPES)}")
-            elif isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                yield CrossCheck(key, "is no number", "write a number")
-        if shape == "cosine_with_min_lr" and len({"min_lr", "min_lr_rate"} & set(given)) != 1:
-            remedy = "add lr_scheduler_kwargs: {min_lr_rate: 0.1}"
-            yield CrossCheck("lr_scheduler_type", "cosine_with_min_lr needs one of min_lr and min_lr_rate", remedy)
-        if shape == "warmup_stable_decay" and "num_decay_steps" not in given:
-            remedy = "add lr_scheduler_kwargs: {num_decay_steps: 100}"
-            yield CrossCheck("lr_scheduler_type", "warmup_stable_decay needs num_decay_steps", remedy)
 
 
 class Samples(Section):
@@ -255,43 +218,9 @@ class Recipe(Section):
     output_dir: str | None = Field(None, min_length=1, description="Run folder; null: runs/ and the recipe's name.")
 
     @model_validator(mode="after")
-    def cross_checks(self) -> Recipe:
-        training, found = self.training, list(self._quantization_mistakes())
-        if training.early_stopping_patience and self.data.eval is None:
-            key, remedy = "training.early_stopping_patience", "add data.eval: {fraction: 0.05}"
-            found.append(CrossCheck(key, "early stopping needs held-out rows", remedy))
-        if training.pure_bf16 and training.mixed_precision != "bf16":
-            key, remedy = "training.pure_bf16", "set one or take the other away"
-            found.append(CrossCheck(key, "pure_bf16 needs mixed_precision: bf16", remedy))
-        found += self._hub_mistakes()
-        _refuse(found)
+    def sections_agree(self) -> Recipe:
+        cross_checks.check_sections(self)
         return self
-
-    def _hub_mistakes(self) -> Iterator[CrossCheck]:
-        hub = self.hub
-        for key, wanted in (("hub.push", hub.push), ("hub.checkpoints", hub.checkpoints)):
-            if wanted and hub.repo_id is None:
-                yield CrossCheck(key, "nobody said where to", "add hub.repo_id: owner/name")
-        if hub.repo_id and not re.fullmatch(r"[\w.-]+/[\w.-]+", hub.repo_id):
-            yield CrossCheck("hub.repo_id", "is no name of the Hub", "write owner/name")
-        if hub.checkpoints == hub.revision:
-            yield CrossCheck("hub.checkpoints", "is the branch of the result", "name another, for example checkpoints")
-
-    def _quantization_mistakes(self) -> Iterator[CrossCheck]:
-        base, lora = self.quantization, self.lora
-        if base is None:
-            return
-        if lora is None:
-            remedy = "add lora: {}, or quantization: null"
-            yield CrossCheck("quantization", "quantised weights cannot be trained", remedy)
-        elif str(lora.init_lora_weights).startswith(("pissa", "orthogonal")):
-            problem = f"{lora.init_lora_weights} starts from weights that are not quantised"
-            yield CrossCheck("lora.init_lora_weights", problem, "set it to true, or quantization: null")
-        elif lora.use_dora and base.load_in_8bit:
-            yield CrossCheck("lora.use_dora", "peft has no DoRA over 8-bit weights", "set quantization.load_in_4bit")
-        if base.load_in_4bit and self.training.mixed_precision == "fp16" and base.bnb_4bit_compute_dtype == "bfloat16":
-            key, problem = "quantization.bnb_4bit_compute_dtype", "is bfloat16 while the rest computes in fp16"
-            yield CrossCheck(key, problem, "set it to float16")
 
     @property
     def run_dir(self) -> str:

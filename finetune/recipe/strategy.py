@@ -1,7 +1,7 @@
 """A strategy as an Accelerate config file states it, read strictly: a misspelt key is an error.
 
 Accelerate itself ignores unknown keys inside `fsdp_config` and `deepspeed_config`, and several that it knows have no
-effect under FSDP2. So each key is one that has an effect here, or it is refused.
+effect under FSDP2. So a key that has no effect here is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from finetune.recipe.loader import CONFIG_FOLDER
 Kind = Literal["single", "ddp", "fsdp", "deepspeed"]
 KIND_OF_TYPE: dict[str, Kind] = {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
 
-# What may stand in the file, by section; the values of those that are given are held to the set, where there is one.
+# The keys that a file may have, by section; where a set is given, the value must be in it.
 # `accelerate config` writes some that say what is so anyway; they may stay.
 _LAUNCH_KEYS = (
     "compute_environment distributed_type num_processes num_machines machine_rank main_process_ip main_process_port "
@@ -60,7 +60,7 @@ _ZERO: dict[str, frozenset[Any]] = {
 _MESH: dict[str, frozenset[Any]] = {"parallelism_config_dp_replicate_size": ANY}
 _SECTIONS = {"fsdp_config": _FSDP, "deepspeed_config": _ZERO, "parallelism_config": _MESH}
 _REQUIRED = {"fsdp": ("fsdp_config", "fsdp_version"), "deepspeed": ("deepspeed_config", "zero_stage")}
-# Why a value is refused, where the key alone does not tell.
+# Why a value is refused, where the key alone does not show it.
 _REASONS = {
     "mixed_precision": "the recipe owns it: training.mixed_precision; take the line away",
     "fsdp_version": "this kit shards by FSDP2; set fsdp_version: 2",
@@ -204,7 +204,7 @@ def read_strategy(name_or_path: str, *, strict: bool = True) -> Strategy:
     kind = KIND_OF_TYPE.get(str(settings.get("distributed_type", "NO")) if isinstance(settings, dict) else "")
     if kind is None:
         known = ", ".join(KIND_OF_TYPE)
-        raise RecipeError([f"accelerate_config: {path}: distributed_type is none of {known}; correct that file"])
+        raise RecipeError([f"accelerate_config: {path}: distributed_type is not one of {known}; correct that file"])
     mistakes = [f"accelerate_config: {path}: {mistake}" for mistake in _mistakes(settings, kind)]
     if mistakes and strict:
         raise RecipeError(mistakes)
@@ -225,7 +225,7 @@ def _mistakes(settings: Mapping[str, Any], kind: Kind) -> Iterator[str]:
         if isinstance(section, dict):
             yield from _in_section(f"{name}.", section, allowed)
         elif section is not None and section != {}:
-            yield f"{name}: is no section; write its keys below it"
+            yield f"{name}: is not a section; write its keys below it"
     if kind in _REQUIRED:
         section, key = _REQUIRED[kind]
         if not isinstance(settings.get(section), dict) or key not in settings[section]:

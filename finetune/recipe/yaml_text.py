@@ -1,4 +1,4 @@
-"""YAML text to plain values, each with its place; strict where YAML is kind.
+"""YAML text to plain values, each with its place; strict where YAML is lenient.
 
 YAML 1.1 reads `1e-4` as text, `no` as false, `010` as eight, lets a later key overwrite an earlier one and a page of
 aliases unfold into gigabytes. Here numbers are numbers, only true and false are truth values, the rest is text.
@@ -26,7 +26,7 @@ FLOAT = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 INTEGER = re.compile(r"[-+]?(0|[1-9][\d_]*)")
 LINE_END = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # as PyYAML counts lines
 SHOWN_COLUMNS = 100  # of a source line
-# What PyYAML says -> what it means and what to do, for the mistakes that people make.
+# PyYAML's message -> what is wrong and what to do, for common mistakes.
 PLAIN_WORDS = {
     "'\\t'": "a tab cannot indent in YAML; use spaces",
     "mapping values are not allowed here": "a second `key:` in one line; begin a new line, or quote the value",
@@ -36,9 +36,9 @@ PLAIN_WORDS = {
     "found undefined alias": "an alias (*name) without its anchor (&name); write the value out",
     "unknown escape character": "this backslash means nothing in double quotes; use single quotes, or write two",
 }
-# The same, where the place to look at is the one before: where something was opened.
+# The same, for mistakes whose place is where a bracket or quote was opened.
 OPENED_WORDS = {
-    "could not find expected ':'": "this line is no `key: value`; add the colon and a space",
+    "could not find expected ':'": "this line is not `key: value`; add the colon and a space",
     "expected ',' or ']'": "this bracket is not closed, or a comma or quotes are missing inside; complete it, add ]",
     "expected ',' or '}'": "this bracket is not closed, or a comma or quotes are missing inside; complete it, add }",
     "unexpected end of stream": "a quote opened here is never closed; close it",
@@ -65,7 +65,7 @@ class Flaw:
 
 @dataclass
 class Parsed:
-    """The value of a text, and where its keys and values stand."""
+    """The value of a text, and the places of its keys and values."""
 
     value: Any = None
     keys: dict[Path, Place] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse(text: str) -> Parsed:
-    """Read one YAML document. Whatever is wrong is a flaw; the rest is still read."""
+    """Read one YAML document. Each mistake is a flaw; the rest is still read."""
     parsed = Parsed()
     try:
         flaw = _limits(text)
@@ -112,7 +112,7 @@ def dotted(path: Path) -> str:
 
 
 def _limits(text: str) -> Flaw | None:
-    """Depth, values and number of documents, found without building anything."""
+    """The first limit exceeded (depth, values, documents), found without building anything."""
     depth, documents, nodes = 0, 0, 0
     for event in yaml.parse(text, Loader=_Loader):
         nodes += isinstance(event, yaml.NodeEvent)
@@ -170,25 +170,25 @@ def _value(node: yaml.Node, path: Path, parsed: Parsed) -> Any:
 
 def _mapping(node: yaml.MappingNode, path: Path, parsed: Parsed) -> dict[str, Any]:
     _refuse_tag(node, "map", path, parsed)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key_node, value_node in node.value:
         name, place = str(key_node.value), _place(key_node.start_mark)
         if not isinstance(key_node, yaml.ScalarNode):
             problem = "a key must be a word; write key: value, or put a value that begins with a bracket in quotes"
             parsed.flaws.append(Flaw(place, dotted(path), problem, path))
             continue
-        here = (*path, name)
+        inner_path = (*path, name)
         if name == "<<":
-            parsed.flaws.append(Flaw(place, dotted(here), "merge keys are not read; write the keys out"))
+            parsed.flaws.append(Flaw(place, dotted(inner_path), "merge keys are not read; write the keys out"))
             continue
-        if name in found:
-            first = parsed.keys[here].line
-            problem = f"stands twice, first in line {first}; keep one of them"
-            parsed.flaws.append(Flaw(place, dotted(here), problem))
+        if name in values:
+            first = parsed.keys[inner_path].line
+            problem = f"appears twice, first in line {first}; keep one of them"
+            parsed.flaws.append(Flaw(place, dotted(inner_path), problem))
             continue
-        parsed.keys[here] = place
-        found[name] = _value(value_node, here, parsed)
-    return found
+        parsed.keys[inner_path] = place
+        values[name] = _value(value_node, inner_path, parsed)
+    return values
 
 
 def _refuse_tag(node: yaml.Node, standard: str, path: Path, parsed: Parsed) -> None:
@@ -199,7 +199,7 @@ def _refuse_tag(node: yaml.Node, standard: str, path: Path, parsed: Parsed) -> N
 
 def _scalar(node: yaml.ScalarNode, path: Path, parsed: Parsed) -> Any:
     _refuse_tag(node, "str", path, parsed)
-    # JSON spells a letter beyond 16 bits as two escapes; PyYAML leaves the halves apart.
+    # JSON spells a letter beyond 16 bits as two escapes; PyYAML does not join them.
     text = str(node.value).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if "\0" in text or text.count("\N{REPLACEMENT CHARACTER}") > node.value.count("\N{REPLACEMENT CHARACTER}"):
         problem = "holds a character that no file name or text can hold; take its escape away"
@@ -224,7 +224,7 @@ def plain_scalar(text: str) -> Any:
 
 
 def number_trap(text: str) -> str | None:
-    """What to write instead of a number that YAML 1.1, or a person, spells another way; None when it is none."""
+    """What to write instead of a number that YAML 1.1, or a person, spells another way; None for other text."""
     plain = text.replace("_", "")
     value: float
     if isinstance(plain_scalar(text), (int, float)):
@@ -248,12 +248,12 @@ def number_trap(text: str) -> str | None:
 
 
 def printable(text: str) -> str:
-    """The text with what a terminal would obey or hide made visible, one column for each character."""
+    """The text with characters that a terminal would obey or hide replaced, one column for each character."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def shown(value: Any) -> str:
-    """A value as YAML would show it, short. Secrets are hidden here, while each is whole and can be recognised."""
+    """A value as YAML would show it, short. Secrets are hidden before it is shortened, while they can be recognised."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
@@ -263,7 +263,12 @@ def shown(value: Any) -> str:
     text = hide_secrets(printable(str(value)), known_secrets())
     if not text.strip():
         return f'"{text}"'
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    return shorten(text, 40)
+
+
+def shorten(text: str, length: int, ellipsis: str = "...") -> str:
+    """The text, or as much of its beginning as leaves room for an ellipsis within `length` characters."""
+    return text if len(text) <= length else text[: length - len(ellipsis)] + ellipsis
 
 
 def excerpt(text: str, place: Place) -> Iterator[str]:

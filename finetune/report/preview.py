@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from finetune.data.check import FormatOfSource, data_entries
+from finetune.data.check import FormatOfSource
 from finetune.data.formats import Chat, read_row
 from finetune.data.readers import BadRow, SourceRow
 from finetune.data.sources import resolve
@@ -150,7 +150,7 @@ def _roles(row: SourceRow, format: RowFormat) -> dict[str, int]:
 def _all_roles(data: Data) -> dict[str, int]:
     """Messages of each role; rows that cannot be read have none."""
     counted: Counter[str] = Counter()
-    for entry in data_entries(data):
+    for entry in data.sets:
         layout = FormatOfSource(entry)
         for row in resolve(entry).rows():
             try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from finetune.files import write_text
+from finetune.recipe.flat import leaves
+from finetune.recipe.yaml_text import dotted
 from finetune.report.curves import ReportedRun, curves, loss_chart, memory_chart, phase_chart, read_runs, summary
 from finetune.report.html import render_page
 from finetune.report.pictures import Chart, save_png
@@ -68,7 +70,8 @@ def _memory_rows(chart: Chart) -> Iterator[list[str]]:
 
 
 def _receipt(run: ReportedRun) -> list[tuple[str, str]]:
-    return _flat({key: value for key, value in run.facts.receipt.items() if key != "memory"})
+    receipt = {key: value for key, value in run.facts.receipt.items() if key != "memory"}
+    return [(dotted(path), _cell(value)) for path, value in leaves(receipt, lists="none")]
 
 
 def _documents(run: ReportedRun) -> list[tuple[str, str]]:
@@ -78,14 +81,12 @@ def _documents(run: ReportedRun) -> list[tuple[str, str]]:
     ]
 
 
-def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
-    """Nested facts as rows: dtypes.master, float32."""
-    if isinstance(value, Mapping) and value:
-        return [row for key, inner in value.items() for row in _flat(inner, f"{path}.{key}" if path else str(key))]
+def _cell(value: Any) -> str:
     if isinstance(value, list):
-        value = ", ".join(map(str, value))
-    shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-    return [(path, "" if value in (None, {}) else shown)]
+        return ", ".join(map(str, value))
+    if value in (None, {}):
+        return ""
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def write_page(run_dir: Path, log: Callable[[str], None]) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from finetune.errors import FinetuneError
 from finetune.files import TEMPORARY_PREFIX, clear_leftovers, cut_lines, lock, sync, write_json
+from finetune.recipe.flat import leaves
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.checkpoint import Checkpoint, newest_valid
 
@@ -69,22 +70,17 @@ class Claim:
 
 def curve_identity(recipe: Recipe) -> dict[str, Any]:
     """Every key that the curve depends on, flat: dotted path -> value."""
-    flat = _flatten(recipe.model_dump(mode="json"), "")
-    return {key: value for key, value in flat.items() if not _is_free(key)}
+    flat = ((_key(path), value) for path, value in leaves(recipe.model_dump(mode="json"), lists="all"))
+    return {key: value for key, value in flat if not _is_free(key)}
+
+
+def _key(path: tuple[str | int, ...]) -> str:
+    """`data.train[0].path`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
 def _is_free(key: str) -> bool:
     return any(key == free or key.startswith((f"{free}.", f"{free}[")) for free in FREE_TO_CHANGE)
-
-
-def _flatten(value: Any, path: str) -> dict[str, Any]:
-    if isinstance(value, dict) and value:
-        entries = [(f"{path}.{key}" if path else key, entry) for key, entry in value.items()]
-    elif isinstance(value, list) and value:
-        entries = [(f"{path}[{index}]", entry) for index, entry in enumerate(value)]
-    else:
-        return {path: value}
-    return {key: leaf for name, entry in entries for key, leaf in _flatten(entry, name).items()}
 
 
 def claim_run_folder(

@@ -1,4 +1,4 @@
-"""Where a rendered chat holds what is learned, for any chat template, found by rendering.
+"""Which parts of a rendered chat are trained on, for any chat template, found by rendering.
 
 Templates with generation marks are rare, and wrong ones not, so marks are not used. Instead each message's texts are
 wrapped in private characters, the chat is rendered once more, and the characters show where every text went:
@@ -47,7 +47,7 @@ class Rendered:
 
 @dataclass(slots=True)
 class _Marked:
-    """Where the marks of each message stand in the plain text."""
+    """The positions of each message's marks in the plain text."""
 
     text: str
     first: dict[int, int] = field(default_factory=dict)
@@ -100,10 +100,10 @@ class SpanFinder:
         return marked.literals if marked else []
 
     def _refuse_literals(self, messages: Messages, tools: Tools) -> None:
-        found = next((token for part in _texts([messages, tools]) if (token := self.special.search(part))), None)
-        if found:
+        spelt = next((token for part in _texts([messages, tools]) if (token := self.special.search(part))), None)
+        if spelt:
             raise BadRow(
-                f"the text spells the control token {found.group()!r}, and the chat template changes it on its way; "
+                f"the text spells the control token {spelt.group()!r}, and the chat template changes it on its way; "
                 "take it out of the row"
             )
 
@@ -116,7 +116,7 @@ class SpanFinder:
             opening, closing = chr(block + 2 * index + 4), chr(block + 2 * index + 5)
 
             def mark(text: str) -> str:
-                core = text.strip()  # marks stand inside of the space that many templates trim
+                core = text.strip()  # marks are inside of the space that many templates trim
                 if not core:
                     return text
                 start = text.index(core)
@@ -155,7 +155,7 @@ class SpanFinder:
         is_own = index not in marked.opened and marked.text[:start].endswith(self._ends_of_headers)
         if marked.text[start:own].strip() and not is_own:
             raise BadRow(
-                f"cannot tell where the chat template's header ends before {marked.text[own : own + 40]!r}; "
+                f"cannot find where the chat template's header ends before {marked.text[own : own + 40]!r}; "
                 "give data.chat_template one whose generation prompt is how its assistant turns begin"
             )
         return start
@@ -179,13 +179,13 @@ class SpanFinder:
         return prompt + header if header.strip() else prompt
 
     def _end(self, text: str, after: int, limit: int | None) -> int:
-        found = self.special.search(text, after)
-        if found is None or (limit is not None and found.start() >= limit):
+        match = self.special.search(text, after)
+        if match is None or (limit is not None and match.start() >= limit):
             raise BadRow(
                 "the chat template writes no end-of-turn token after the assistant's text, so the model would not "
                 "learn to stop; give data.chat_template one that does, for example {{ eos_token }}"
             )
-        return found.end()
+        return match.end()
 
     def _turn_by_prefix(
         self, messages: Messages, tools: Tools, index: int, text: str, literals: Sequence[Span] = ()
@@ -194,10 +194,10 @@ class SpanFinder:
         prompt, turn = self._prompt(messages[:index], tools), self._render(messages[: index + 1], tools)
         if not (text.startswith(prompt) and text.startswith(turn)):
             raise BadRow(
-                f"cannot tell where turn {index + 1} stands in the chat template's text; "
+                f"cannot find turn {index + 1} in the chat template's text; "
                 "change the row, or give data.chat_template another"
             )
-        closing = [found.end() for found in self.special.finditer(turn, len(prompt)) if found.span() not in literals]
+        closing = [match.end() for match in self.special.finditer(turn, len(prompt)) if match.span() not in literals]
         return len(prompt), closing[-1] if closing else self._end(text, len(turn), None)
 
 
@@ -220,11 +220,11 @@ def _check_kept(messages: Messages, marked: _Marked) -> None:
 def _unmark(marked: str, block: int, size: int) -> _Marked:
     """The text without marks, and where they stood. Relative codes 0 and 1 fence literals, 4 up are messages'."""
     result, parts, position, done, fence_from = _Marked(""), [], 0, 0, 0
-    for found in re.finditer(f"[{chr(block)}-{chr(block + size - 1)}]", marked):
-        parts.append(marked[done : found.start()])
-        position += found.start() - done
-        done = found.end()
-        code = ord(found.group()) - block
+    for match in re.finditer(f"[{chr(block)}-{chr(block + size - 1)}]", marked):
+        parts.append(marked[done : match.start()])
+        position += match.start() - done
+        done = match.end()
+        code = ord(match.group()) - block
         if code == 0:
             fence_from = position
         elif code == 1:
@@ -240,18 +240,18 @@ def _unmark(marked: str, block: int, size: int) -> _Marked:
 
 def _mark_message(message: dict[str, Any], mark: Callable[[str], str]) -> dict[str, Any]:
     """Marks on content, reasoning, and the names and arguments of tool calls; ids and types stay as they are."""
-    made = dict(message)
+    marked = dict(message)
     for key in ("content", *REASONING):
-        if key in made:
-            made[key] = mark(made[key])
-    if "tool_calls" in made:
-        made["tool_calls"] = [
+        if key in marked:
+            marked[key] = mark(marked[key])
+    if "tool_calls" in marked:
+        marked["tool_calls"] = [
             call | {"function": call["function"] | {
                 "name": mark(call["function"]["name"]), "arguments": _map_texts(call["function"]["arguments"], mark)
             }}
-            for call in made["tool_calls"]
+            for call in marked["tool_calls"]
         ]  # fmt: skip
-    return made
+    return marked
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
@@ -265,9 +265,9 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _texts(value: Any) -> list[str]:
-    found: list[str] = []
-    _map_texts(value, lambda text: found.append(text) or text)  # type: ignore[func-returns-value]
-    return found
+    texts: list[str] = []
+    _map_texts(value, lambda text: texts.append(text) or text)  # type: ignore[func-returns-value]
+    return texts
 
 
 def _free_block(value: Any, size: int) -> int:

@@ -29,7 +29,7 @@ class MicroBatch(TypedDict, total=False):
     shift_labels: torch.Tensor  # int64, the target of each position; IGNORE at each document's last
     supervised: torch.Tensor  # int64, the positions whose target is not IGNORE, counted through all rows
     cu_seq_lens: torch.Tensor  # int32 [documents + 1], flat only
-    document_lengths: tuple[int, ...]  # the same on the host, so that attention reads nothing back; flat only
+    document_lengths: tuple[int, ...]  # the same on the host, which attention reads without a sync; flat only
 
 
 def rows_of_step(step: int, *, rows: int, global_batch_size: int, seed: int, total_rows: int) -> np.ndarray:
@@ -53,7 +53,7 @@ def _epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class Documents(Protocol):
-    """Rows, as far as batches are made of them."""
+    """What batches need of rows."""
 
     def documents(self, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """(input_ids, labels), int64, unshifted, of each document in a row."""
@@ -71,7 +71,7 @@ def micro_batches(
     """This rank's forwards for the rows of a step: as many on every rank.
 
     Rows are dealt out in turn, so that ranks differ by at most one row a micro-batch; a rank without a row gets a
-    batch of one token, of which nothing is learned, because its gradients must still be reduced.
+    batch of one unsupervised token, because its gradients must still be reduced.
     """
     share = per_device_batch_size * world_size
     dealt = [indices[at : at + share][rank::world_size] for at in range(0, len(indices), share)]

@@ -2,14 +2,13 @@
 
 The address covers everything that the tokens follow from: the bytes of the data, tokenizer, template, settings, and
 VERSION, which goes up when this code makes other tokens of the same row. A folder is written aside and renamed, under a
-lock, so that any number of processes may ask for it at once; one that does not read back whole is made again.
+lock, so that any number of processes may ask for it at once; one that cannot be read back completely is made again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import sys
 import time
@@ -27,12 +26,13 @@ from finetune.data.check import FormatOfSource, Mistakes
 from finetune.data.readers import SourceRow
 from finetune.data.sources import Source
 from finetune.errors import EnvironmentMismatch
+from finetune.files import cache_folder
 from finetune.recipe.schema import Data
 from finetune.tokens.encoder import IGNORE, Document, Encoder, RowError, Script
 
 VERSION = 1
-CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; memory holds so many rows
-SECONDS_BETWEEN_NOTES = 10.0  # once in the cache, the data is ready at once; until then, say that it goes on
+CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; memory holds this many rows
+SECONDS_BETWEEN_NOTES = 10.0  # data in the cache need no note; until then, report progress
 ARRAYS = {"tokens": "<i4", "learned": "|b1", "lengths": "<i8", "supervised": "<i8", "digests": "<u8", "lines": "<i8",
           "files": "<i4"}  # fmt: skip
 
@@ -42,7 +42,7 @@ class StoredDocuments:
     """The tokenised rows of one data set, memory-mapped."""
 
     tokens: np.ndarray  # int32 [all tokens]
-    learned: np.ndarray  # bool [all tokens]: labels are tokens here, IGNORE elsewhere
+    learned: np.ndarray  # bool [all tokens]: true where the label is the token, else IGNORE
     offsets: np.ndarray  # int64 [documents + 1]
     supervised: np.ndarray  # int64 [documents]: learned tokens
     digests: np.ndarray  # uint64 [documents]: equal documents have equal digests
@@ -63,11 +63,6 @@ class StoredDocuments:
     def place(self, index: int) -> str:
         """file:line of the row that the document was made of."""
         return f"{self.names[int(self.files[index])]}:{int(self.lines[index])}"
-
-
-def cache_folder() -> Path:
-    """$FINETUNE_CACHE, or ~/.cache/finetune."""
-    return Path(os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
 
 
 def content_key(parts: dict[str, Any]) -> str:
@@ -99,12 +94,12 @@ def stored_documents(source: Source, data: Data, encoder: Encoder) -> tuple[str,
 
 def _open_or_build(folder: Path, source: Source, data: Data, encoder: Encoder) -> StoredDocuments:
     names = tuple(str(file) for file in source.files) or (source.entry.path,)
-    found = _open(folder, names)
-    if found is None:
+    documents = _open(folder, names)
+    if documents is None:
         _build(folder, source, data, encoder)
-        found = _open(folder, names)
-        assert found is not None, f"{folder} does not read back"
-    return found
+        documents = _open(folder, names)
+        assert documents is not None, f"{folder} does not read back"
+    return documents
 
 
 def _open(folder: Path, names: tuple[str, ...]) -> StoredDocuments | None:
@@ -119,7 +114,7 @@ def _open(folder: Path, names: tuple[str, ...]) -> StoredDocuments | None:
 
 
 def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
-    aside = folder.with_suffix(".partial")  # the lock makes it ours; what is there, a killed process left
+    aside = folder.with_suffix(".partial")  # the lock makes it ours; its content is left from a killed process
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     writer = _Writer(aside, source)
@@ -270,10 +265,10 @@ def read_array(file: Path, digest: str) -> np.ndarray:
     """The array, memory-mapped and read-only. Raises OSError or ValueError when it is not what was written."""
     with file.open("rb") as stream:
         stream.seek(_HEADER_BYTES)
-        found = hashlib.blake2b(digest_size=16)
+        actual = hashlib.blake2b(digest_size=16)
         while piece := stream.read(2**20):
-            found.update(piece)
-    if found.hexdigest() != digest:
+            actual.update(piece)
+    if actual.hexdigest() != digest:
         raise ValueError(f"{file} is not what was written")
     if file.stat().st_size == _HEADER_BYTES:  # an empty file cannot be mapped
         empty: np.ndarray = np.load(file)

@@ -86,7 +86,7 @@ def pin_date(source: str, date_string: str) -> str:
     """The template with `strftime_now` replaced by the pinned day, in whatever format it asks for.
 
     A macro of that name hides the library's function (templates of Llama 3.2 call it; 3.1 takes `date_string`). The
-    macro stands on the template's first line, so line numbers in errors stay right.
+    macro is on the template's first line, so line numbers in errors stay right.
     """
     if "strftime_now" not in source:
         return source
@@ -100,7 +100,7 @@ def pin_date(source: str, date_string: str) -> str:
 
 
 def _in_format(date_string: str, form: str) -> str:
-    """The pinned day in another format; as it stands when it is no day in Llama's own format."""
+    """The pinned day in another format; unchanged when it is not a day in Llama's own format."""
     try:
         return datetime.strptime(date_string, "%d %b %Y").strftime(form)
     except ValueError:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.data.check import Mistakes, data_entries
+from finetune.data.check import Mistakes
 from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import Data, DataSet, EvalFraction, Recipe
@@ -34,13 +34,13 @@ class Prepared:
     @property
     def notes(self) -> list[str]:
         """What was done to the data that its owner should know, a line each; nothing goes missing silently."""
-        said = {
-            "dropped": "documents dropped: longer than data.max_length, or nothing learned was left of them",
+        notes = {
+            "dropped": "documents dropped: longer than data.max_length, or without a supervised token",
             "truncated": "documents cut at data.max_length",
             "eval_duplicates_left_out": "held-out documents left out: identical ones are trained on",
             "control_token_texts": "texts spell control tokens; they stay text",
         }
-        return [f"{self.facts[name]:,} {words}" for name, words in said.items() if self.facts[name]]
+        return [f"{self.facts[name]:,} {words}" for name, words in notes.items() if self.facts[name]]
 
 
 def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
@@ -50,7 +50,7 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     """
     data, seed = recipe.data, recipe.training.seed
     encoder = Encoder(tokenizer, data)
-    entries = data_entries(data)
+    entries = data.sets
     keys, stores = zip(*_store_all(entries, data, encoder), strict=True)
     pool = DocumentPool(stores)
     split = split_documents(pool, entries, len(data.train), data.eval, seed)

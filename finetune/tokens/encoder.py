@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["IGNORE", "Document", "Encoder", "RowError", "SamplePrompt", "Script"]
-TEXT_PROMPT_TOKENS = 32  # of a plain text, all of which is learned, given as its prompt
+TEXT_PROMPT_TOKENS = 32  # of a plain text, which is trained on completely, that serve as its prompt
 RowError = BadRow
 
 
@@ -49,7 +49,7 @@ class Encoder:
         self._template: ChatTemplate | None = None
 
     def encode(self, row: Mapping[str, Any], format: RowFormat) -> Document:
-        """One row. Raises RowError: what is wrong; remedy."""
+        """Encode a row. Raises RowError (mistake; remedy)."""
         document = self.texts.tokenise([self.script(row, format)])[0]
         if isinstance(document, RowError):
             raise document

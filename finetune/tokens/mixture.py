@@ -57,7 +57,7 @@ class DocumentPool:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one or more whole documents."""
+    """Rows of one or more complete documents."""
 
     lengths: np.ndarray  # int64 [rows]: tokens
     supervised: np.ndarray  # int64 [rows]: tokens that are learned
@@ -102,19 +102,19 @@ def split_documents(
     end = int(pool.starts[training_sets])
     train, held_out = np.arange(end), np.arange(end, len(pool.lengths))
     if not end:
-        raise DataError(["data.train: no document is left; look at data.max_length and data.truncation"])
+        raise DataError(["data.train: holds no document; check data.max_length and data.truncation"])
     if isinstance(evaluation, EvalFraction):
         if end < 2:
             raise DataError(["data.eval: one document cannot be split; give more rows, or eval: null"])
         order = seeded_order(end, seed, HOLD_OUT)
-        held = max(1, min(end - 1, round(evaluation.fraction * end)))
-        train, held_out = np.sort(order[held:]), np.sort(order[:held])
+        count = max(1, min(end - 1, round(evaluation.fraction * end)))
+        train, held_out = np.sort(order[count:]), np.sort(order[:count])
     known = np.isin(pool.digests[held_out], pool.digests[train])
     if len(held_out) and known.all():
         raise DataError(["data.eval: every held-out document is also a training one; name other rows, or eval: null"])
     weighed = [weigh(train, pool, store, entries[store].weight, seed) for store in range(training_sets)]
     held_groups = [held_out[~known]]
-    if isinstance(evaluation, list):
+    if training_sets < len(entries):
         held_groups = [
             weigh(held_groups[0], pool, store, entries[store].weight, seed)
             for store in range(training_sets, len(entries))
@@ -128,10 +128,10 @@ def split_documents(
 def weigh(documents: np.ndarray, pool: DocumentPool, store: int, weight: float, seed: int) -> np.ndarray:
     """Of one data set: floor(weight) copies of each document, and one more of a seeded share of them; ascending."""
     mine = documents[(documents >= pool.starts[store]) & (documents < pool.starts[store + 1])]
-    whole = int(weight)
-    extra = round((weight - whole) * len(mine))
+    copies = int(weight)
+    extra = round((weight - copies) * len(mine))
     chosen = mine[seeded_order(len(mine), seed, WEIGH, store)[:extra]]
-    return np.sort(np.concatenate([np.repeat(mine, whole), chosen]))
+    return np.sort(np.concatenate([np.repeat(mine, copies), chosen]))
 
 
 # The first part of a draw's key after the seed, so that two draws of one run are not the same draw.

@@ -41,7 +41,7 @@ class Script:
 
 
 class TextTokenizer:
-    """One tokenizer, asked in the one way that this package asks it. Needs no torch."""
+    """A tokenizer, always called with the same arguments. Needs no torch."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises FinetuneError for a tokenizer that is not a fast one."""
@@ -56,20 +56,20 @@ class TextTokenizer:
         ids = tokenizer.convert_tokens_to_ids(sorted(self.special))
         self.special_ids: set[int] = {ids} if isinstance(ids, int) else set(ids)
         # What the tokenizer puts before a text by itself: usually the begin-of-text token, or nothing.
-        plain, whole = self.call(["a"]).input_ids[0], tokenizer("a").input_ids
-        where = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
-        self.start_ids: list[int] = list(whole[:where])
+        plain, with_start = self.call(["a"]).input_ids[0], tokenizer("a").input_ids
+        where = next((at for at in range(len(with_start)) if with_start[at : at + len(plain)] == plain), 0)
+        self.start_ids: list[int] = list(with_start[:where])
         self._puts_space = self.call(["\na"]).input_ids[0][-len(plain) :] != plain
 
     def literals(self, text: str) -> list[Span]:
         """Where a text spells control tokens."""
-        return [found.span() for found in self._pattern.finditer(text)]
+        return [match.span() for match in self._pattern.finditer(text)]
 
     def tokenise(self, scripts: Sequence[Script]) -> list[Document | BadRow]:
         """Documents of many rows, or why not; one call of the tokenizer for all ordinary ones."""
         ordinary = [script for script in scripts if not script.literals]
         encodings = iter(self.call([script.text for script in ordinary]).encodings if ordinary else ())
-        made: list[Document | BadRow] = []
+        documents: list[Document | BadRow] = []
         for script in scripts:
             encoding = None if script.literals else next(encodings)
             try:
@@ -78,10 +78,10 @@ class TextTokenizer:
                     document = self.tokenise_cut(script)
                 else:
                     document = self._finish(script, encoding.ids, spans)
-                made.append(document)
+                documents.append(document)
             except BadRow as error:
-                made.append(error)
-        return made
+                documents.append(error)
+        return documents
 
     def call(self, texts: list[str], *, as_text: bool = False) -> Any:
         """The tokenizer's answer for many texts: nothing added, nothing cut; `as_text`: control tokens are text."""
@@ -97,14 +97,14 @@ class TextTokenizer:
         )
 
     def tokenise_cut(self, script: Script) -> Document:
-        """Tokens of a text cut at the edges of what is learned and around texts that spell control tokens."""
+        """Tokens of a text, split at the edges of supervised spans and around texts that spell control tokens."""
         text = script.text
-        apart = self._apart(script)
-        edges = sorted({0, len(text), *(edge for span in [*script.learned, *apart] for edge in span)})
+        literal = self._literal_spans(script)
+        edges = sorted({0, len(text), *(edge for span in [*script.learned, *literal] for edge in span)})
         ids: list[int] = []
         token_at = {0: 0}
         for start, end in pairwise(edges):
-            as_text = any(first <= start < last for first, last in apart)
+            as_text = any(first <= start < last for first, last in literal)
             piece = self._piece(text[start:end], as_text=as_text, first=start == 0)
             if as_text and (wrong := self.special_ids.intersection(piece)):
                 token = self._tokenizer.convert_ids_to_tokens(min(wrong))
@@ -114,11 +114,11 @@ class TextTokenizer:
         spans = [(token_at[start], token_at[end]) for start, end in script.learned]
         return self._finish(script, ids, spans)
 
-    def _apart(self, script: Script) -> list[Span]:
+    def _literal_spans(self, script: Script) -> list[Span]:
         """Stretches between the template's own control tokens that hold a text spelling one."""
         if not script.literals:
             return []
-        spelt = {found.span() for found in self._pattern.finditer(script.text)}
+        spelt = {match.span() for match in self._pattern.finditer(script.text)}
         own = sorted(spelt.difference(script.literals))
         begins, ends = [0, *(end for _, end in own)], [*(start for start, _ in own), len(script.text)]
         return [
@@ -128,7 +128,7 @@ class TextTokenizer:
         ]
 
     def _piece(self, text: str, *, as_text: bool, first: bool) -> list[int]:
-        """Tokens of a text that stands inside of another: no space is put before it."""
+        """Tokens of a text inside of another: without a space before it."""
         if self._puts_space and not first:
             line_break = self.call(["\n"]).input_ids[0]
             after_break: list[int] = self.call(["\n" + text], as_text=as_text).input_ids[0]
@@ -138,7 +138,7 @@ class TextTokenizer:
         return plain
 
     def _finish(self, script: Script, ids: list[int], spans: list[Span]) -> Document:
-        """The document, after checking that what is learned reads as it was rendered."""
+        """The document, after checking that its supervised tokens decode to the rendered text."""
         labels = [IGNORE] * len(ids)
         for (start, end), (first, last) in zip(script.learned, spans, strict=True):
             self._check_decoded(ids[first:last], script.text[start:end])
@@ -167,7 +167,7 @@ class TextTokenizer:
 
 
 def _token_spans(encoding: Any, learned: Sequence[Span]) -> list[Span] | None:
-    """Token spans of character spans; None where an edge lies inside of a token."""
+    """Token spans of character spans; None where an edge is inside of a token."""
     spans = []
     for start, end in learned:
         if start == end:

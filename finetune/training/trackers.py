@@ -22,7 +22,9 @@ from accelerate.tracking import MLflowTracker, TensorBoardTracker, TrackioTracke
 
 from finetune.errors import EnvironmentMismatch
 from finetune.files import write_json
+from finetune.recipe.flat import leaves
 from finetune.recipe.schema import Recipe, Tracker
+from finetune.recipe.yaml_text import dotted
 
 PROJECT = "finetune"
 IDENTITIES = "trackers.json"  # in the run's folder: the trackers' names of the run, by which a resumed one continues
@@ -109,14 +111,11 @@ class Trackers:
             self._log(f"report_to: {name} failed and is disabled for the rest of this run: {problem}")
 
 
-def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str | int | float | bool]]:
-    """Nested settings as training.learning_rate; what is no number is its JSON."""
-    for key, value in values.items():
-        name = f"{path}.{key}" if path else key
-        if isinstance(value, Mapping):
-            yield from _flat(value, name)
-        else:
-            yield name, value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, str | int | float | bool]]:
+    """Nested settings as training.learning_rate; a value that is neither a number nor text is its JSON."""
+    for path, value in leaves(values, lists="none"):
+        if value != {}:
+            yield dotted(path), value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
 
 
 def metric_values(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -122,8 +122,8 @@ def test_without_a_branch_nothing_is_asked_of_the_hub(recipe: Recipe, hub: Hub) 
 @pytest.mark.parametrize(
     ("hub_section", "told"),
     [
-        ("{checkpoints: steps}", "hub.checkpoints: nobody said where to; add hub.repo_id: owner/name"),
-        ("{repo_id: a/b, checkpoints: main}", "hub.checkpoints: is the branch of the result"),
+        ("{checkpoints: steps}", "hub.checkpoints: hub.repo_id is not set; add hub.repo_id: owner/name"),
+        ("{repo_id: a/b, checkpoints: main}", "hub.checkpoints: is also hub.revision, the branch of the result"),
     ],
 )
 def test_bad_sections_are_one_line(

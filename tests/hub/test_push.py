@@ -556,9 +556,9 @@ class TestTraining:
         assert hub.log == []
 
     def test_push_needs_a_name(self, run: Path) -> None:
-        with pytest.raises(RecipeError, match=r"hub.push: nobody said where to"):
+        with pytest.raises(RecipeError, match=r"hub.push: hub.repo_id is not set"):
             load_recipe(run / "recipe.yaml", ["hub.push=true"])
-        with pytest.raises(RecipeError, match=r"hub.repo_id: is no name"):
+        with pytest.raises(RecipeError, match=r"hub.repo_id: is not a repository name"):
             load_recipe(run / "recipe.yaml", ["hub.repo_id=devils"])
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import csv
 import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -15,9 +16,9 @@ import yaml
 from finetune.cli.main import main
 from finetune.errors import RecipeError
 from finetune.importers import hf_trainer, trl
-from finetune.importers.convert import Imported, convert, known_tool
-from finetune.importers.foreign_config import our_default
-from finetune.importers.left_out import UNKNOWN, reason_for
+from finetune.importers.convert import TOOLS, Imported, convert, known_tool
+from finetune.importers.foreign_config import Level, recipe_default
+from finetune.importers.left_out import TABLE, UNKNOWN, KnownKey, known_keys, reason_for
 from finetune.importers.recipe_writer import written
 from finetune.importers.templates import TEMPLATES
 from finetune.recipe.loader import load_recipe
@@ -49,7 +50,7 @@ SO_ANYWAY: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def imported(tmp_path: Path, values: Values, *, gpus: str = "1", tool: str | None = None) -> Imported:
+def imported(tmp_path: Path, values: Values, *, gpus: str | None = None, tool: str | None = None) -> Imported:
     file = tmp_path / "theirs.yaml"
     file.write_text(yaml.safe_dump(values, sort_keys=False), "utf-8")
     return convert(file, tool=known_tool(tool), gpus=gpus)
@@ -132,7 +133,7 @@ def test_whatever_stands_in_a_value_the_answer_is_a_recipe_or_one_line(name: str
 
 
 def test_the_recipe_says_what_its_comments_say(tmp_path: Path) -> None:
-    text = imported(tmp_path, AXOLOTL_LORA_8B, gpus="4").text
+    text = imported(tmp_path, AXOLOTL_LORA_8B, gpus="4x80GB").text
     assert "global_batch_size: 32  # micro_batch_size 2 x gradient_accumulation_steps 4 x 4 GPUs" in text
     assert "truncation: drop  # axolotl's default" in text
     assert "#   evals_per_epoch: 4 (set eval_steps when" in text
@@ -148,6 +149,38 @@ def test_the_defaults_written_out_are_those_of_the_installed_libraries() -> None
     assert ours == hf_trainer.DEFAULTS
     both = {**ModelConfig.__dataclass_fields__, **SFTConfig.__dataclass_fields__}
     assert {name: both[name].default for name in trl.DEFAULTS} == trl.DEFAULTS
+
+
+@pytest.mark.parametrize("known", known_keys(), ids=lambda known: known.key)
+def test_each_line_of_the_table_decides_about_its_own_key(known: KnownKey) -> None:
+    """Whatever the order of lines: where two match, as log_* and a key of its own, the more specific one decides."""
+    key = known.key.replace(".*", ".x").replace("*", "x")
+    assert reason_for(key, value=True) == (known.level, known.reason)
+
+
+def test_the_table_is_sorted_and_has_each_key_once() -> None:
+    _, *lines = csv.reader(TABLE.read_text("utf-8").splitlines())
+    assert lines == sorted(lines, key=lambda line: (line[2], line[3], line[0], line[1]))
+    assert len({key for _, key, _, _ in lines}) == len(lines) > 300
+    assert {level for _, _, level, _ in lines} == set(get_args(Level))
+    assert {tool for tool, _, _, _ in lines} == {*TOOLS, "transformers", "several", "older"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["transformers", "trl"])
+def test_the_installed_libraries_still_have_their_keys(tool: str) -> None:
+    """A line whose key was renamed upstream turns red, and then belongs to `older`."""
+    from transformers import TrainingArguments
+    from trl import ModelConfig, ScriptArguments, SFTConfig
+
+    kinds = [TrainingArguments] if tool == "transformers" else [SFTConfig, ModelConfig, ScriptArguments]
+    names = {name for kind in kinds for name in kind.__dataclass_fields__}
+    lines = [known for known in known_keys() if known.tool == tool]
+    assert len(lines) > 10
+    gone = [
+        known.key for known in lines if not any(known.matches(name) or known.matches(f"{name}.x") for name in names)
+    ]
+    assert gone == []
 
 
 @pytest.mark.slow
@@ -170,19 +203,23 @@ def test_every_argument_of_the_installed_trl_is_read_or_has_its_reason(tmp_path:
 @pytest.mark.parametrize(
     ("gpus", "said", "expected"),
     [
-        ("1", {}, "single"),
-        ("4", {}, "ddp"),
-        ("4", {"deepspeed": "deepspeed_configs/zero1.json"}, "zero1"),
-        ("4", {"deepspeed": "ds_z2_offload_config.json"}, "zero2_offload"),
-        ("4", {"deepspeed": "zero3_bf16_cpuoffload_all.json"}, "zero3_offload"),
-        ("1", {"deepspeed": "zero3_bf16_cpuoffload_all.json"}, "zero3_offload"),
-        ("1", {"deepspeed": "zero3_bf16.json"}, "single"),
-        ("4", {"deepspeed": "examples/deepspeed/ds_z0_config.json"}, "ddp"),
-        ("4", {"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}}, "zero3_nvme"),
-        ("4", {"fsdp": "full_shard auto_wrap"}, "fsdp2"),
-        ("4", {"fsdp": ["full_shard", "offload"]}, "fsdp2_offload"),
-        ("4", {"fsdp_config": {"reshard_after_forward": False}}, "fsdp2_grad_op"),
-        ("4", {"fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, "ddp"),
+        ("80GB", {}, "single"),
+        ("4x80GB", {}, "ddp"),
+        ("4x80GB", {"deepspeed": "deepspeed_configs/zero1.json"}, "zero1"),
+        ("4x80GB", {"deepspeed": "ds_z2_offload_config.json"}, "zero2_offload"),
+        ("4x80GB", {"deepspeed": "zero3_bf16_cpuoffload_all.json"}, "zero3_offload"),
+        ("80GB", {"deepspeed": "zero3_bf16_cpuoffload_all.json"}, "zero3_offload"),
+        ("80GB", {"deepspeed": "zero3_bf16.json"}, "single"),
+        ("4x80GB", {"deepspeed": "examples/deepspeed/ds_z0_config.json"}, "ddp"),
+        (
+            "4x80GB",
+            {"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}},
+            "zero3_nvme",
+        ),
+        ("4x80GB", {"fsdp": "full_shard auto_wrap"}, "fsdp2"),
+        ("4x80GB", {"fsdp": ["full_shard", "offload"]}, "fsdp2_offload"),
+        ("4x80GB", {"fsdp_config": {"reshard_after_forward": False}}, "fsdp2_grad_op"),
+        ("4x80GB", {"fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, "ddp"),
         ("2x8x80GB", {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "hsdp"),
         ("8x80GB", {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "fsdp2"),
     ],
@@ -195,7 +232,7 @@ def test_the_strategy(gpus: str, said: Values, expected: str, tmp_path: Path) ->
 def test_a_deepspeed_file_that_is_here_is_read(tmp_path: Path) -> None:
     settings = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     (tmp_path / "mine.json").write_text(json.dumps(settings))
-    made = imported(tmp_path, FACTORY_LLAMA | {"deepspeed": "mine.json"}, gpus="4")
+    made = imported(tmp_path, FACTORY_LLAMA | {"deepspeed": "mine.json"}, gpus="4x80GB")
     assert value(made, "accelerate_config") == "zero2_offload"
     assert "deepspeed" not in {entry.key for entry in made.left_out}
 
@@ -244,8 +281,8 @@ def test_llama_factorys_list_of_data_sets_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_one_key_more(values: Values, said: Values, key: str, expected: Any, tmp_path: Path) -> None:
-    assert value(imported(tmp_path, values, gpus="4"), key) != expected
-    assert value(imported(tmp_path, values | said, gpus="4"), key) == expected
+    assert value(imported(tmp_path, values, gpus="4x80GB"), key) != expected
+    assert value(imported(tmp_path, values | said, gpus="4x80GB"), key) == expected
 
 
 @pytest.mark.parametrize(
@@ -258,14 +295,14 @@ def test_one_key_more(values: Values, said: Values, key: str, expected: Any, tmp
         (AXOLOTL_LORA_8B, {"learning_rate": "fast"}, "learning_rate: training.learning_rate: "),
         (AXOLOTL_LORA_8B, {"micro_batch_size": "two"}, "micro_batch_size: is two; write a number above 0"),
         (FACTORY_LLAMA, {"stage": "ppo"}, "stage: is ppo; this kit does supervised fine-tuning"),
-        (FACTORY_LLAMA, {"finetuning_type": "freeze"}, "full and lora are known here"),
+        (FACTORY_LLAMA, {"finetuning_type": "freeze"}, "only full and lora are offered"),
         (FACTORY_LLAMA, {"quantization_bit": 3}, "quantization_bit: is 3; 4 and 8 are offered"),
         (FACTORY_LLAMA, {"lora_rank": {"a": 1}}, "lora_rank: lora.r: "),
         (TRL_SHORT, {"dataset_name": None}, "dataset_name: is None; a data set is needed"),
-        (TRL_SHORT, {"lr_scheduler_kwargs": "half"}, "is no configuration that TRL would read"),
+        (TRL_SHORT, {"lr_scheduler_kwargs": "half"}, "TRL cannot read it"),
         (TUNE_LORA, {"teacher_model": {"_component_": "x"}}, "teacher_model: is a section; this kit does"),
-        ({"model": {}, "data": {}}, {}, "is a recipe already; look at it by: finetune check"),
-        ({"learning_rate": 1.0}, {}, "say whose by --tool"),
+        ({"model": {}, "data": {}}, {}, "is already a recipe; check it by: finetune check"),
+        ({"learning_rate": 1.0}, {}, "name the tool by --tool"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -295,7 +332,7 @@ def test_what_is_no_page_of_keys(text: str, tmp_path: Path, capsys: pytest.Captu
 def test_json_is_one_object_with_the_whole_account(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "theirs.yaml"
     file.write_text(yaml.safe_dump(AXOLOTL_FULL))
-    assert main(["import", str(file), "--gpus", "4", "--json"]) == 0
+    assert main(["import", str(file), "--gpus", "4x80GB", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["tool"] == "axolotl"
     assert told["carried"]["training.global_batch_size"]["value"] == 32
@@ -317,10 +354,10 @@ def test_the_written_recipe_replaces_only_one_of_its_kind(tmp_path: Path, capsys
 def test_quantised_weights_fit_the_strategy(tmp_path: Path) -> None:
     sharded = FACTORY_LLAMA | {"fsdp": "full_shard", "quantization_bit": 4}
     storage = "quantization.bnb_4bit_quant_storage"
-    assert value(imported(tmp_path, sharded, gpus="4"), storage) == "bfloat16"
-    assert value(imported(tmp_path, sharded | {"bf16": False, "fp16": True}, gpus="4"), storage) == "float16"
+    assert value(imported(tmp_path, sharded, gpus="4x80GB"), storage) == "bfloat16"
+    assert value(imported(tmp_path, sharded | {"bf16": False, "fp16": True}, gpus="4x80GB"), storage) == "float16"
     assert value(imported(tmp_path, sharded), storage) is ABSENT
-    made = imported(tmp_path, sharded | {"quantization_bit": 8}, gpus="4")
+    made = imported(tmp_path, sharded | {"quantization_bit": 8}, gpus="4x80GB")
     assert "quantization.load_in_8bit" in {entry.key for entry in made.left_out if entry.level == "look"}
 
 
@@ -398,6 +435,6 @@ def test_their_templates_and_what_is_learned_in_them(name: str) -> None:
     assert len(script.learned) == 1
 
 
-def test_our_defaults_are_the_recipes() -> None:
-    assert our_default("training.learning_rate") == 2e-4
-    assert our_default("lora.lora_alpha") == 32
+def test_recipe_defaults_are_the_recipes() -> None:
+    assert recipe_default("training.learning_rate") == 2e-4
+    assert recipe_default("lora.lora_alpha") == 32

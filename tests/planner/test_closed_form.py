@@ -18,7 +18,7 @@ from finetune.planner.closed_form.estimate import RESERVED, estimate, unsupporte
 from finetune.planner.closed_form.rank import RankSizes, read_strategy
 from finetune.planner.closed_form.shape import shape_of
 from finetune.planner.constants import LOSS_CHUNK_BYTES
-from finetune.recipe.gpus import read_gpus
+from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
 from tests.support.closed_form_points import closed, key_of, points, recipe_of, traced
 
@@ -97,15 +97,15 @@ def test_what_a_layer_leaves_for_backward() -> None:
     """In bfloat16 throughout: T (16h + 4q + 4kv + 4n + 8f + 8) bytes, as can be counted by hand."""
     job = recipe(lora=None, training={"pure_bf16": True})
     h, q, kv, heads, inner, tokens = 4096, 4096, 1024, 32, 14336, 4096
-    saved = RankSizes(job, full_config(job.model.name_or_path)[0], read_gpus("80GB")).saved_layer_bytes
-    assert saved == tokens * (16 * h + 4 * q + 4 * kv + 4 * heads + 8 * inner + 8)
+    saved_layer_bytes = RankSizes(job, full_config(job.model.name_or_path)[0], parse_gpus("80GB")).saved_layer_bytes
+    assert saved_layer_bytes == tokens * (16 * h + 4 * q + 4 * kv + 4 * heads + 8 * inner + 8)
 
 
 def test_components_and_phases_are_the_plans_own() -> None:
     from finetune.planner.constants import COMPONENTS
 
     job = recipe(quantization=Quantization(load_in_4bit=True))
-    found = estimate(job, full_config(job.model.name_or_path)[0], read_gpus("24GB"))
+    found = estimate(job, full_config(job.model.name_or_path)[0], parse_gpus("24GB"))
     assert list(found.phases) == ["load", "forward", "backward", "step", "save"]
     assert {part for parts in found.phases.values() for part in parts} <= set(COMPONENTS)
     assert all(size > 0 for parts in found.phases.values() for size in parts.values())
@@ -122,11 +122,11 @@ def test_components_and_phases_are_the_plans_own() -> None:
 )
 def test_what_has_no_closed_form_says_so(keys: dict[str, Any], reason: str) -> None:
     job = recipe(**keys)
-    assert reason in (unsupported(job, full_config(job.model.name_or_path)[0], read_gpus("24GB")) or "")
+    assert reason in (unsupported(job, full_config(job.model.name_or_path)[0], parse_gpus("24GB")) or "")
 
 
 def test_it_takes_no_time() -> None:
-    job, gpus = recipe("meta-llama/Llama-3.1-405B", accelerate_config="fsdp2", lora=None), read_gpus("H100:8", 64)
+    job, gpus = recipe("meta-llama/Llama-3.1-405B", accelerate_config="fsdp2", lora=None), parse_gpus("H100:8", 64)
     config = full_config(job.model.name_or_path)[0]
     begun = time.process_time()
     for _ in range(5):
@@ -141,7 +141,6 @@ def test_the_loss_takes_chunks_of_the_size_that_is_planned() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    modules = "finetune.planner.remedies, finetune.planner.pick"
-    code = f"import sys, {modules}; print({{'torch', 'transformers'}} & {{*sys.modules}})"
+    code = "import sys; from finetune.planner import pick, remedies; print({'torch', 'transformers'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "set()", done.stderr

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from finetune.cli.main import main
-from finetune.errors import DoesNotFit, FinetuneError
+from finetune.errors import DoesNotFit
 from finetune.planner.command import plan_by_trace
 from finetune.planner.pick import candidates
-from finetune.recipe.gpus import read_gpus
+from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.loader import load_recipe
 from tests.support.tiny import write_chats
 
@@ -27,27 +27,6 @@ def plan_output(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[i
     code = main(["plan", *words])
     said = capsys.readouterr()
     return code, said.out, said.err
-
-
-@pytest.mark.parametrize(
-    ("text", "count", "memory"),
-    [
-        ("4x24GB", 4, 24_000_000_000),
-        ("24gb", 1, 24_000_000_000),
-        ("H100:8", 8, int(81_559 * 2**20 * 0.99)),
-        ("2xl4", 2, int(23_034 * 2**20 * 0.99)),
-        ("A100-40GB", 1, int(40_960 * 2**20 * 0.99)),
-    ],
-)
-def test_gpus_are_read(text: str, count: int, memory: int) -> None:
-    gpus = read_gpus(text)
-    assert (gpus.count, gpus.memory) == (count, memory)
-
-
-@pytest.mark.parametrize("text", ["", "B9000", "0x24GB", "4x24", "xGB"])
-def test_gpus_that_are_none(text: str) -> None:
-    with pytest.raises(FinetuneError, match="write 4x24GB"):
-        read_gpus(text)
 
 
 @pytest.mark.slow
@@ -112,7 +91,7 @@ def test_several_recipes_are_compared(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize(("gpus", "nodes"), [("1x24GB", 1), ("3x24GB", 1), ("8x80GB", 1), ("8x80GB", 4)])
 def test_what_is_picked_from_takes_about_32_thousand_tokens_a_step(gpus: str, nodes: int) -> None:
-    found = list(candidates("any", read_gpus(gpus, nodes)))
+    found = list(candidates("any", parse_gpus(gpus, nodes)))
     assert len(found) > 50
     for recipe in found:
         training, length = recipe.training, recipe.data.max_length
@@ -168,12 +147,12 @@ def test_weights_wait_in_host_memory_where_nothing_else_fits(capsys: pytest.Capt
 def test_what_must_fit_is_refused_early_with_the_same_bytes() -> None:
     """`--pick` has half a plan of what does not fit."""
     recipe = load_recipe(ROOT / "recipes" / "llama3_1b_lora_1x8gb.yaml", []).recipe
-    whole = plan_by_trace(recipe, read_gpus("2GB"))
+    whole = plan_by_trace(recipe, parse_gpus("2GB"))
     assert not whole.fits
     with pytest.raises(DoesNotFit) as caught:
-        plan_by_trace(recipe, read_gpus("2GB"), must_fit=True)
+        plan_by_trace(recipe, parse_gpus("2GB"), must_fit=True)
     assert caught.value.needed == pytest.approx(whole.needed, rel=1e-3)
-    assert plan_by_trace(recipe, read_gpus("8GB"), must_fit=True) == plan_by_trace(recipe, read_gpus("8GB"))
+    assert plan_by_trace(recipe, parse_gpus("8GB"), must_fit=True) == plan_by_trace(recipe, parse_gpus("8GB"))
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.planner.explain import explain
 from finetune.planner.remedies import LENGTH, ROWS, _edge, largest, remedies, spare
 from finetune.planner.variants import changed, smaller_variants
-from finetune.recipe.gpus import Gpus, read_gpus
+from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 
@@ -68,7 +68,7 @@ def load(name: str, *overrides: str) -> Recipe:
     ],
 )
 def test_changes_that_fit(name: str, gpus: str) -> None:
-    recipe, room, plan = load(name), read_gpus(gpus), Planner()
+    recipe, room, plan = load(name), parse_gpus(gpus), Planner()
     assert not plan(recipe, room).fits
     found = remedies(recipe, config_of(recipe), room, plan)
     assert found
@@ -84,7 +84,7 @@ def test_changes_that_fit(name: str, gpus: str) -> None:
 
 
 def test_nothing_is_shown_that_the_plan_refuses() -> None:
-    recipe, room = load("llama3_full"), read_gpus("2x48GB")
+    recipe, room = load("llama3_full"), parse_gpus("2x48GB")
     refused: list[Recipe] = []
 
     def refuse(variant: Recipe, gpus: Gpus) -> Planned:
@@ -96,18 +96,18 @@ def test_nothing_is_shown_that_the_plan_refuses() -> None:
 
 
 def test_what_spare_memory_could_buy() -> None:
-    recipe, room = load("llama3_8b_lora_1x24gb"), read_gpus("80GB")
+    recipe, room = load("llama3_8b_lora_1x24gb"), parse_gpus("80GB")
     found = spare(recipe, config_of(recipe), room)
     assert {next(iter(remedy.changes)) for remedy in found} >= {"training.activation_checkpointing", LENGTH, ROWS}
     for remedy in found:
         pasted = load("llama3_8b_lora_1x24gb", *shlex.split(remedy.words))
         assert estimate(pasted, config_of(pasted), room).needed < remedy.needed <= room.memory
-    assert spare(recipe, config_of(recipe), read_gpus("19GB")) == []
+    assert spare(recipe, config_of(recipe), parse_gpus("19GB")) == []
 
 
 @pytest.mark.parametrize(("name", "key"), [("max_length", LENGTH), ("training.per_device_batch_size", ROWS)])
 def test_how_far_a_size_goes(name: str, key: str) -> None:
-    recipe, room, plan = load("llama3_8b_lora_1x24gb"), read_gpus("24GB"), Planner()
+    recipe, room, plan = load("llama3_8b_lora_1x24gb"), parse_gpus("24GB"), Planner()
     found, value, needed = largest(recipe, config_of(recipe), room, name, plan)
     assert found == key
     assert needed <= room.memory
@@ -117,11 +117,11 @@ def test_how_far_a_size_goes(name: str, key: str) -> None:
 
 
 def test_sizes_that_cannot_be_searched() -> None:
-    recipe, room = load("llama3_8b_lora_1x24gb"), read_gpus("24GB")
+    recipe, room = load("llama3_8b_lora_1x24gb"), parse_gpus("24GB")
     with pytest.raises(FinetuneError, match="max_length or per_device_batch_size"):
         largest(recipe, config_of(recipe), room, "learning_rate", Planner())
     with pytest.raises(FinetuneError, match="not even 128 fits"):
-        largest(recipe, config_of(recipe), read_gpus("8GB"), "max_length", Planner())
+        largest(recipe, config_of(recipe), parse_gpus("8GB"), "max_length", Planner())
 
 
 def test_the_edge_is_found_from_near_in_few_plans() -> None:
@@ -140,7 +140,7 @@ def test_the_edge_is_found_from_near_in_few_plans() -> None:
 
 def hold_the_pick(model: str, budget: str) -> bool:
     """Whether something was picked; it surely fits, or nothing does."""
-    config, room = full_config(model)[0], read_gpus(budget)
+    config, room = full_config(model)[0], parse_gpus(budget)
     picked = next(pick.fitting_recipes(model, config, room), None)
     if picked is None:
         left = pick.last_resorts(model, config, room)
@@ -165,7 +165,7 @@ def test_picks_of_all_models_and_budgets() -> None:
 
 
 def test_what_was_picked_is_a_recipe(tmp_path: Path) -> None:
-    model, room = "meta-llama/Llama-3.1-8B-Instruct", read_gpus("2x24GB")
+    model, room = "meta-llama/Llama-3.1-8B-Instruct", parse_gpus("2x24GB")
     picked = next(pick.fitting_recipes(model, full_config(model)[0], room))
     file = tmp_path / "mine.yaml"
     file.write_text(pick.commented(picked, 20 * 2**30, room))
@@ -177,11 +177,11 @@ def test_what_was_picked_is_a_recipe(tmp_path: Path) -> None:
 
 def test_the_explanation_is_of_this_recipe() -> None:
     recipe = load("llama3_8b_lora_1x24gb")
-    text = explain(recipe, config_of(recipe), read_gpus("24GB"))
+    text = explain(recipe, config_of(recipe), parse_gpus("24GB"))
     for figure in ("8,030,261,248", "41,943,040", "16 bytes, 671 MB", "6.3 GB", "16.1 GB"):
         assert figure in text, figure
     assert "128,256 words are 525 million logits" in text
-    whole = explain(load("llama3_full"), config_of(recipe), read_gpus("4x80GB"))
+    whole = explain(load("llama3_full"), config_of(recipe), parse_gpus("4x80GB"))
     # 16 bytes a weight in all: on four, 4 + 4 + 8 of 8.03e9 by stages.
     for figure in ("128.5 GB", "80.3 GB", "56.2 GB", "32.1 GB"):
         assert figure in whole, figure

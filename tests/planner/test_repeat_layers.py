@@ -25,7 +25,7 @@ FEW = 1024
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models(tmp_path_factory.mktemp("splice"))
+    return models(tmp_path_factory.mktemp("repeat_layers"))
 
 
 @pytest.mark.slow

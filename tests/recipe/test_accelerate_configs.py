@@ -83,7 +83,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no version": ({"fsdp_config": {}}, "fsdp_version: is missing"),
     "version one": ({"fsdp_config": {"fsdp_version": 1}}, "set fsdp_version: 2"),
     "no section": ({"fsdp_config": None}, "fsdp_version: is missing"),
-    "a list": ({"fsdp_config": [1]}, "is no section"),
+    "a list": ({"fsdp_config": [1]}, "is not a section"),
     "precision": ({"mixed_precision": "bf16"}, "training.mixed_precision"),
     "checkpointing": (
         {"fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True}},
@@ -91,7 +91,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "not a boolean": ({"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": "cpu"}}, "one of false, true"),
     "prefetch": ({"fsdp_config": {"fsdp_version": 2, "fsdp_backward_prefetch": "NO_PREFETCH"}}, "has no effect here"),
-    "another engine": ({"distributed_type": "MEGATRON_LM"}, "distributed_type is none of"),
+    "another engine": ({"distributed_type": "MEGATRON_LM"}, "distributed_type is not one of"),
     "stage four": ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 4}}, "one of 1, 2, 3"),
 }
 

@@ -1,7 +1,7 @@
 """bf16, fp16, 8 and 4 bits: however a step's rows are split, the loss is that of the whole batch in one process.
 
 Rounding is not associative, so the splits differ; by how much was measured, and the bounds are three times that. Eight
-chats are all the data, as in test_one_curve.py, and every step learns from all eight.
+chats are all the data, as in tests/support/one_curve.py, and every step learns from all eight.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 from finetune.model.known_configs import full_config
 from finetune.planner.closed_form.estimate import estimate
 from finetune.planner.command import plan_by_trace
-from finetune.recipe.gpus import Gpus, read_gpus
+from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
 
 MODELS = (
@@ -62,7 +62,7 @@ def recipe_of(point: tuple[Any, ...]) -> tuple[Recipe, Gpus]:
             activation_checkpointing=every,
         ),
     )
-    return recipe, read_gpus(gpus, nodes)
+    return recipe, parse_gpus(gpus, nodes)
 
 
 def key_of(point: tuple[Any, ...]) -> str:

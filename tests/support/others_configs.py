@@ -262,7 +262,7 @@ EXAMPLES: dict[str, Example] = {
         look=INPUT,
     ),
     "axolotl qlora": Example(
-        "axolotl", AXOLOTL_QLORA, "1",
+        "axolotl", AXOLOTL_QLORA, "80GB",
         {
             "accelerate_config": "single", "quantization.load_in_4bit": True, "data.eval": ABSENT,
             "quantization.bnb_4bit_use_double_quant": ABSENT, "training.optim": "paged_adamw_32bit",
@@ -271,7 +271,7 @@ EXAMPLES: dict[str, Example] = {
         look=INPUT,
     ),
     "axolotl fft-8b-liger-fsdp": Example(
-        "axolotl", AXOLOTL_FULL, "4",
+        "axolotl", AXOLOTL_FULL, "4x80GB",
         {
             "accelerate_config": "fsdp2_offload", "lora": None, "training.global_batch_size": 32,
             "data.train": [{"path": "mlabonne/FineTome-100k", "split": "train[:20%]", "format": "sharegpt"}],
@@ -280,11 +280,11 @@ EXAMPLES: dict[str, Example] = {
         differs=frozenset({"special_tokens.eos_token"}), look=frozenset({"evals_per_epoch"}),
     ),
     "axolotl fft-8b-liger on one GPU": Example(
-        "axolotl", AXOLOTL_FULL, "1", {"accelerate_config": "single", "training.pure_bf16": True},
+        "axolotl", AXOLOTL_FULL, "80GB", {"accelerate_config": "single", "training.pure_bf16": True},
         differs=frozenset({"special_tokens.eos_token"}), look=frozenset({"evals_per_epoch", "accelerate_config"}),
     ),
     "axolotl qlora-fsdp-70b": Example(
-        "axolotl", AXOLOTL_70B, "2",
+        "axolotl", AXOLOTL_70B, "2x80GB",
         {
             "accelerate_config": "fsdp2_offload", "quantization.bnb_4bit_quant_storage": "bfloat16",
             "data.packing": False, "data.max_length": 512, "training.global_batch_size": 8,
@@ -292,7 +292,7 @@ EXAMPLES: dict[str, Example] = {
         look=INPUT,
     ),
     "axolotl 3b-fp8-fsdp2": Example(
-        "axolotl", AXOLOTL_FP8, "8",
+        "axolotl", AXOLOTL_FP8, "8x80GB",
         {
             "accelerate_config": "fsdp2", "training.lr_scheduler_type": "cosine_with_min_lr",
             "training.lr_scheduler_kwargs": {"min_lr_rate": 1.0}, "training.warmup_steps": 10,
@@ -301,10 +301,10 @@ EXAMPLES: dict[str, Example] = {
         differs=frozenset({"fp8", "fp8_enable_fsdp_float8_all_gather"}), look=INPUT,
     ),
     "axolotl lora-1b-kernels": Example(
-        "axolotl", AXOLOTL_1B, "1", {"lora.target_modules": SEVEN, "lora.lora_dropout": ABSENT}, look=INPUT
+        "axolotl", AXOLOTL_1B, "80GB", {"lora.target_modules": SEVEN, "lora.lora_dropout": ABSENT}, look=INPUT
     ),
     "LLaMA-Factory llama3_lora_sft": Example(
-        "llamafactory", FACTORY_LLAMA, "1",
+        "llamafactory", FACTORY_LLAMA, "80GB",
         {
             "model.trust_remote_code": True, "lora.r": 8, "lora.lora_alpha": 16, "lora.target_modules": "all-linear",
             "data.train": DEMO, "data.packing": False, "data.max_length": 2048, "data.truncation": "right",
@@ -314,7 +314,7 @@ EXAMPLES: dict[str, Example] = {
         look=FACTORY_LOOK,
     ),
     "LLaMA-Factory fsdp_qlora": Example(
-        "llamafactory", FACTORY_QLORA, "2",
+        "llamafactory", FACTORY_QLORA, "2x80GB",
         {
             "quantization.load_in_4bit": True, "quantization.bnb_4bit_use_double_quant": ABSENT,
             "training.global_batch_size": 16, "accelerate_config": "ddp",
@@ -322,21 +322,21 @@ EXAMPLES: dict[str, Example] = {
         look=FACTORY_LOOK,
     ),
     "LLaMA-Factory pissa": Example(
-        "llamafactory", FACTORY_PISSA, "1", {"lora.init_lora_weights": "pissa"},
+        "llamafactory", FACTORY_PISSA, "80GB", {"lora.init_lora_weights": "pissa"},
         differs=frozenset({"pissa_iter"}), look=FACTORY_LOOK,
     ),
     "LLaMA-Factory galore": Example(
-        "llamafactory", FACTORY_GALORE, "1", {"lora": None, "training.pure_bf16": True, "training.optim": ABSENT},
+        "llamafactory", FACTORY_GALORE, "80GB", {"lora": None, "training.pure_bf16": True, "training.optim": ABSENT},
         differs=frozenset({"use_galore", "galore_layerwise", "galore_target", "galore_rank", "galore_scale"}),
         look=FACTORY_LOOK,
     ),
     "LLaMA-Factory qwen3_full_sft": Example(
-        "llamafactory", FACTORY_ZERO3, "4",
+        "llamafactory", FACTORY_ZERO3, "4x80GB",
         {"accelerate_config": "zero3", "training.global_batch_size": 8, "training.pure_bf16": ABSENT},
         look=FACTORY_LOOK | {"deepspeed"},
     ),
     "TRL zephyr qlora": Example(
-        "trl", TRL_QLORA, "8",
+        "trl", TRL_QLORA, "8x80GB",
         {
             "model.dtype": "bfloat16", "lora.lora_alpha": 16, "lora.target_modules": SEVEN, "data.chat_template": TURNS,
             "data.train": [
@@ -350,7 +350,7 @@ EXAMPLES: dict[str, Example] = {
         look=frozenset({"dataset_mixture.test_split_size", "completion_only_loss"}),
     ),
     "TRL smollm2": Example(
-        "trl", TRL_FULL, "8",
+        "trl", TRL_FULL, "8x80GB",
         {
             "lora": None, "training.pure_bf16": True, "training.global_batch_size": 128,
             "data.train": [{"path": "HuggingFaceTB/smoltalk", "name": "all"}],
@@ -359,7 +359,7 @@ EXAMPLES: dict[str, Example] = {
         look=frozenset({"completion_only_loss"}),
     ),
     "TRL example_config": Example(
-        "trl", TRL_SHORT, "1",
+        "trl", TRL_SHORT, "80GB",
         {
             "model.dtype": "float32", "training.pure_bf16": ABSENT, "training.num_train_epochs": 3.0,
             "training.global_batch_size": 8, "training.per_device_batch_size": 8, "training.warmup_ratio": 0.0,
@@ -369,7 +369,7 @@ EXAMPLES: dict[str, Example] = {
         look=frozenset({"completion_only_loss"}),
     ),
     "torchtune 8B_lora": Example(
-        "torchtune", TUNE_LORA, "2",
+        "torchtune", TUNE_LORA, "2x80GB",
         {
             "model.name_or_path": "/tmp/Meta-Llama-3.1-8B-Instruct", "accelerate_config": "fsdp2", "lora.r": 8,
             "lora.target_modules": PEFT_LINEAR, "training.pure_bf16": True, "training.max_grad_norm": None,
@@ -380,11 +380,11 @@ EXAMPLES: dict[str, Example] = {
         look=frozenset({"dataset._component_"}),
     ),
     "torchtune 8B_qlora_single_device": Example(
-        "torchtune", TUNE_QLORA, "1", {"quantization.load_in_4bit": True, "training.activation_checkpointing": True},
+        "torchtune", TUNE_QLORA, "80GB", {"quantization.load_in_4bit": True, "training.activation_checkpointing": True},
         look=frozenset({"dataset._component_"}),
     ),
     "torchtune 8B_full_single_device": Example(
-        "torchtune", TUNE_FULL, "1",
+        "torchtune", TUNE_FULL, "80GB",
         {
             "lora": None, "training.optim": "paged_adamw_8bit", "training.lr_scheduler_type": "constant",
             "training.warmup_ratio": 0.0, "training.weight_decay": 0.01, "training.global_batch_size": 2,
@@ -392,7 +392,7 @@ EXAMPLES: dict[str, Example] = {
         differs=frozenset({"optimizer.weight_decay"}), look=frozenset({"dataset._component_"}),
     ),
     "torchtune 70B_lora": Example(
-        "torchtune", TUNE_70B, "8",
+        "torchtune", TUNE_70B, "8x80GB",
         {"model.name_or_path": "/tmp/Meta-Llama-3.1-70B-Instruct", "lora.r": 16, "training.global_batch_size": 16},
         look=frozenset({"dataset._component_"}),
     ),

@@ -278,7 +278,7 @@ def test_truncation(cache: Path, tmp_path: Path) -> None:
         "documents": 1, "truncated": 0, "dropped": 2,
     }  # fmt: skip
     file.write_text(json.dumps({"prompt": gone, "completion": "answer"}) + "\n")
-    with pytest.raises(DataError, match="no document is left"):
+    with pytest.raises(DataError, match=r"data\.train: holds no document"):
         prepared(entry, truncation="right")
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from finetune.data.sources import resolve
 from finetune.errors import EnvironmentMismatch
+from finetune.files import cache_folder
 from finetune.recipe.schema import Data
 from finetune.tokens import cache
 from finetune.tokens.cache import ArrayWriter, StoredDocuments, read_array, stored_documents
@@ -97,7 +98,7 @@ def test_a_damaged_cache_is_made_again(rows: Path, builds: list[Path], damage: s
     key, stored = store(rows)
     tokens = stored.tokens.tolist()
     del stored
-    folder = cache.cache_folder() / "tokens" / key
+    folder = cache_folder() / "tokens" / key
     file = folder / "tokens.npy"
     content = bytearray(file.read_bytes())
     match damage:
@@ -119,7 +120,7 @@ def test_a_damaged_cache_is_made_again(rows: Path, builds: list[Path], damage: s
 
 def test_what_a_killed_process_left_is_no_hindrance(rows: Path, builds: list[Path]) -> None:
     key, _ = store(rows)
-    folder = cache.cache_folder() / "tokens" / key
+    folder = cache_folder() / "tokens" / key
     folder.rename(folder.with_suffix(".partial"))
     assert len(store(rows)[1]) == len(ROWS)
     assert len(builds) == 2

@@ -46,7 +46,7 @@ def test_bounds_and_emptiness() -> None:
     assert pack([8, 8], 8) == [[0], [1]]
     assert fill([[0], [1]], [8, 4], 8) == 0.75
     for wrong in ([9], [0]):
-        with pytest.raises(ValueError, match=r"must lie in 1\.\.8"):
+        with pytest.raises(ValueError, match=r"must be in 1\.\.8"):
             pack(wrong, 8)
 
 
