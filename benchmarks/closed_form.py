@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import RESULTS, write_result
 from finetune.model.known_configs import full_config
-from finetune.planner.closed_form.estimate import unknown
+from finetune.planner.closed_form.estimate import unsupported
 from tests.support.closed_form_points import closed, key_of, points, recipe_of, traced
 
 NAME = "closed_form"
@@ -41,7 +41,7 @@ def main() -> int:
     found: dict[str, dict[str, Any]] = {}
     for point in points(arguments.points):
         recipe, gpus = recipe_of(point)
-        if unknown(recipe, full_config(point[0])[0], gpus) is not None:
+        if unsupported(recipe, full_config(point[0])[0], gpus) is not None:
             continue
         key = key_of(point)
         row = found[key] = (before.get(key) or traced(point)) | closed(point)

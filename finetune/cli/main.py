@@ -164,15 +164,15 @@ def plan(
 
     def work() -> dict[str, Any]:
         from finetune.planner.audit import audit_in_words
-        from finetune.planner.command import Asked, answer, pick_in_words
+        from finetune.planner.command import PlanOptions, pick_in_words, plan_in_words
 
-        asked = Asked(gpus, nodes, largest, explain)
+        options = PlanOptions(gpus, nodes, largest, explain)
         if audit:
             result, text = audit_in_words([Path(word) for word in words or []])
         elif pick:
-            result, text = pick_in_words(model, asked, file)
+            result, text = pick_in_words(model, options, file)
         else:
-            result, text = answer(words or [], asked)
+            result, text = plan_in_words(words or [], options)
         if not as_json:
             typer.echo(text)
         return result

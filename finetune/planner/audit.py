@@ -1,4 +1,4 @@
-"""`finetune plan --audit RUN ...`: what was planned of runs, held against what they measured."""
+"""`finetune plan --audit RUN ...`: the plans of runs against their measurements."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.files import read_lines
+from finetune.planner.constants import GIB
 
-GIB = 2**30
 UPDATE_PHASES = ("forward", "backward", "step")
 
 
 @dataclass(frozen=True)
-class Row:
+class AuditRow:
     """One phase of one run, on rank 0: peak bytes."""
 
     run: str
@@ -34,25 +34,25 @@ class Row:
 
 
 def audit_in_words(runs: Sequence[Path]) -> tuple[dict[str, Any], str]:
-    """The audit as JSON and as text. Raises FinetuneError for a folder that is no run."""
-    found = [(run, _receipt(run)) for run in runs]
-    rows = [row for run, receipt in found for row in audited(run, receipt)]
-    unplanned = {str(run): why for run, receipt in found if (why := _why_not(receipt))}
-    told = {
+    """The audit as JSON and as text. Raises FinetuneError for a folder that is not a run."""
+    receipts = [(run, _receipt(run)) for run in runs]
+    rows = [row for run, receipt in receipts for row in audited(run, receipt)]
+    unplanned = {str(run): why for run, receipt in receipts if (why := _why_not(receipt))}
+    result = {
         "ok": True,
         "exit_code": 0,
         "rows": [{**asdict(row), "error": row.error} for row in rows],
         "not_planned": unplanned,
         **_summary(rows),
     }
-    return told, "\n".join(_lines(rows, unplanned, told))
+    return result, "\n".join(_lines(rows, unplanned, result))
 
 
-def audited(run: Path, receipt: Mapping[str, Any]) -> Iterator[Row]:
+def audited(run: Path, receipt: Mapping[str, Any]) -> Iterator[AuditRow]:
     """A row for each phase that was planned and measured.
 
-    The receipt has loading and the worst step, tried first; a run with `measure_phases` has its every phase in
-    metrics.jsonl, and the largest counts.
+    The receipt has loading and the worst step, which runs try first; a run with `measure_phases` has every phase in
+    metrics.jsonl, of which the largest peak counts.
     """
     memory = receipt.get("memory") or {}
     if not memory.get("planned"):
@@ -64,14 +64,14 @@ def audited(run: Path, receipt: Mapping[str, Any]) -> Iterator[Row]:
     for name, phase in memory["planned"]["phases"].items():
         if measured.get(name):
             facts = str(run), receipt["strategy"], receipt["world_size"]
-            yield Row(*facts, name, phase["peak_bytes"], measured[name])
+            yield AuditRow(*facts, name, phase["peak_bytes"], measured[name])
 
 
 def _receipt(run: Path) -> dict[str, Any]:
     try:
         return dict(json.loads((run / "receipt.json").read_text("utf-8")))
     except (OSError, ValueError):
-        raise FinetuneError(f"--audit: {run}: holds no receipt.json; name the folder of a run") from None
+        raise FinetuneError(f"--audit: {run}: has no receipt.json; name the folder of a run") from None
 
 
 def _why_not(receipt: Mapping[str, Any]) -> str | None:
@@ -81,15 +81,15 @@ def _why_not(receipt: Mapping[str, Any]) -> str | None:
     return None if memory["planned"] else str(memory["why"])
 
 
-def _summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Over the phases of an update; of loading, temporaries of reading files are measured and not planned."""
+def _summary(rows: Sequence[AuditRow]) -> dict[str, Any]:
+    """Over the phases of an update. Loading is left out: temporaries of reading files are measured, not planned."""
     errors = [abs(row.error) for row in rows if row.phase in UPDATE_PHASES]
     if not errors:
         return {"median_error": None, "worst_error": None}
     return {"median_error": statistics.median(errors), "worst_error": max(errors)}
 
 
-def _lines(rows: Sequence[Row], unplanned: Mapping[str, str], told: Mapping[str, Any]) -> Iterator[str]:
+def _lines(rows: Sequence[AuditRow], unplanned: Mapping[str, str], result: Mapping[str, Any]) -> Iterator[str]:
     width = max((len(row.run) for row in rows), default=3)
     if rows:
         yield f"{'run':<{width}}  {'strategy':<14}{'ranks':>5}  {'phase':<9}{'planned':>15}{'measured':>15}   error"
@@ -98,8 +98,8 @@ def _lines(rows: Sequence[Row], unplanned: Mapping[str, str], told: Mapping[str,
         yield f"{facts}{row.planned_bytes:>15,}{row.measured_bytes:>15,} {row.error:>+8.3%}"
     for run, why in unplanned.items():
         yield f"{run}: not planned: {why}"
-    if told["worst_error"] is not None:
+    if result["worst_error"] is not None:
         yield (
             f"bytes at the peak, rank 0; forward, backward and step of {len({row.run for row in rows})} run(s): "
-            f"median error {told['median_error']:.3%}, worst {told['worst_error']:.3%}"
+            f"median error {result['median_error']:.3%}, worst {result['worst_error']:.3%}"
         )

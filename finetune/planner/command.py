@@ -1,4 +1,4 @@
-"""`finetune plan`: from a recipe's file to what is shown. Heavy imports come late: mistakes are told at once."""
+"""`finetune plan`: from a recipe's file to its output. Heavy imports come late: mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError
 from finetune.model.known_configs import full_config
 from finetune.planner import pick, remedies
-from finetune.planner.closed_form.estimate import estimate, unknown
+from finetune.planner.closed_form.estimate import estimate, unsupported
+from finetune.planner.constants import GIB
 from finetune.planner.explain import explain
 from finetune.recipe.gpus import Gpus, gpus_of, parse_gpus
 from finetune.recipe.loader import load_recipe
@@ -24,15 +25,14 @@ from finetune.recipe.schema import Recipe
 if TYPE_CHECKING:
     from finetune.planner.plan_recipe import Planned
 
-GIB = 2**30
-EDGE = 0.02  # a closed form this near to the GPU's size is planned by trace before it is said to fit or not
-TRIES = 3  # plans of variants that surely fit by the closed form
-Answer = tuple[dict[str, Any], str]
+EDGE = 0.02  # an estimate this near to the GPU's size is replaced by a trace before the verdict
+TRIES = 3  # plans of variants that certainly fit by the closed form
+Output = tuple[dict[str, Any], str]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the command line says beside the recipe."""
+class PlanOptions:
+    """The options of the command line."""
 
     gpus: str | None = None
     nodes: int | None = None
@@ -50,7 +50,7 @@ class Asked:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Imports leave a million objects for good, which the garbage collector need not look at, now or later: a second
+    """Imports create a million permanent objects, which the garbage collector need not traverse, now or later: a second
     of ten."""
     gc.disable()
     try:
@@ -61,10 +61,10 @@ def without_gc() -> Iterator[None]:
 
 
 def plan_by_trace(recipe: Recipe, gpus: Gpus | None, *, must_fit: bool = False) -> Planned:
-    """The plan itself. Raises FinetuneError; EnvironmentMismatch also where the trace meets what it cannot follow; with
-    `must_fit` DoesNotFit, as soon as that is certain."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # speaks of kernels it would like to download
-    with redirect_stdout(io.StringIO()):  # DeepSpeed, where it is installed, speaks when accelerate looks at it
+    """Plan by a trace. Raises FinetuneError; EnvironmentMismatch also where a library fails on fake tensors; with
+    `must_fit` DoesNotFit, as soon as it is certain."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # logs missing optional kernels
+    with redirect_stdout(io.StringIO()):  # DeepSpeed, where it is installed, prints when Accelerate imports it
         with without_gc():
             from finetune.planner.plan_recipe import plan_recipe
 
@@ -72,73 +72,77 @@ def plan_by_trace(recipe: Recipe, gpus: Gpus | None, *, must_fit: bool = False) 
             return plan_recipe(recipe, gpus, must_fit=must_fit)
         except FinetuneError:
             raise
-        except Exception as error:  # of a library that was never run on tensors without data
-            why = f"{type(error).__name__}: {(str(error).splitlines() or ['it says no more'])[0]}"
+        except Exception as error:  # of a library that does not support fake tensors
+            why = f"{type(error).__name__}: {(str(error).splitlines() or ['without a message'])[0]}"
             raise EnvironmentMismatch(
-                f"{recipe.accelerate_config}: the planner cannot follow it ({why}); `finetune compare` measures it"
+                f"{recipe.accelerate_config}: the planner cannot trace it ({why}); `finetune compare` measures it"
             ) from error
 
 
-def answer(words: Sequence[str], asked: Asked) -> Answer:
-    """What `finetune plan WORDS` says, as JSON with `ok` whether it fits, and as text. Raises FinetuneError.
+def plan_in_words(words: Sequence[str], options: PlanOptions) -> Output:
+    """The output of `finetune plan WORDS`: JSON, whose `ok` says whether it fits, and text. Raises FinetuneError.
 
-    Words are recipes, as far as they are files of YAML, and then `key=value`; several recipes are compared.
+    Words with `=` are overrides, the others recipe files; several recipes are compared.
     """
     recipes = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
     if not recipes:
         raise FinetuneError("RECIPE: is missing; name a recipe file, or --model NAME --gpus 2x24GB --pick")
     if len(recipes) > 1:
-        return _compare([Path(word) for word in recipes], overrides, asked)
+        return _compare([Path(word) for word in recipes], overrides, options)
     loaded = load_recipe(Path(recipes[0]), overrides).recipe
-    gpus = asked.gpus_for(loaded)
-    if asked.largest is not None:
-        return _largest(loaded, gpus, asked.largest)
-    return _one(loaded, gpus, explained=asked.explain)
+    gpus = options.gpus_for(loaded)
+    if options.largest is not None:
+        return _largest(loaded, gpus, options.largest)
+    return _plan_one(loaded, gpus, explained=options.explain)
 
 
-def _one(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Answer:
+def _plan_one(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Output:
     planned = plan_by_trace(recipe, gpus)
-    from finetune.planner.memory_table import describe, plan_json
-    from finetune.planner.roofline_report import pace_json, pace_lines
+    from finetune.planner.memory_table import plan_json, plan_text
+    from finetune.planner.roofline_report import roofline_json, roofline_lines
 
     code = 0 if planned.fits else DoesNotFit.exit_code
-    told = {"ok": planned.fits, "exit_code": code, **plan_json(planned), **pace_json(planned)}
-    text = [describe(planned), "", *pace_lines(planned)]
+    result = {"ok": planned.fits, "exit_code": code, **plan_json(planned), **roofline_json(planned)}
+    text = [plan_text(planned), "", *roofline_lines(planned)]
     config = full_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and not planned.fits:
         found = remedies.remedies(recipe, config, gpus, plan_by_trace)
-        told["changes"] = [each.as_json() for each in found]
+        result["changes"] = [each.as_json() for each in found]
         text += ["", *_what_fits(found)]
-    elif gpus is not None and unknown(recipe, config, gpus) is None:
+    elif gpus is not None and unsupported(recipe, config, gpus) is None:
         spare = remedies.spare(recipe, config, gpus)
-        told["spare"] = [each.as_json() for each in spare]
-        text += ["", "what is left could buy one of (by the closed form):", *remedies.lines(spare)] if spare else []
+        result["spare"] = [each.as_json() for each in spare]
+        text += (
+            ["", "the spare memory could be used for one of these (by the closed form):", *remedies.lines(spare)]
+            if spare
+            else []
+        )
     if explained:
-        told["explanation"] = explain(recipe, config, gpus)
-        text += ["", told["explanation"]]
-    return told, "\n".join(text)
+        result["explanation"] = explain(recipe, config, gpus)
+        text += ["", result["explanation"]]
+    return result, "\n".join(text)
 
 
 def _what_fits(found: Sequence[remedies.Remedy]) -> Iterator[str]:
     if not found:
-        yield "no change known here makes it fit; take more GPUs, larger ones, or a smaller model"
+        yield "no change that the planner knows makes it fit; use more GPUs, larger ones, or a smaller model"
         return
-    yield "what fits at the same global_batch_size, the cheapest first, each planned:"
+    yield "changes that make it fit at the same global_batch_size, the cheapest first, each planned:"
     yield from remedies.lines(found)
 
 
-def _largest(recipe: Recipe, gpus: Gpus | None, name: str) -> Answer:
+def _largest(recipe: Recipe, gpus: Gpus | None, name: str) -> Output:
     config = full_config(recipe.model.name_or_path, recipe.model.revision)[0]
     key, value, needed = remedies.largest(recipe, config, gpus, name, plan_by_trace)
     assert gpus is not None
-    told = {"ok": True, "change": f"{key}={value}", "needed_bytes": needed, "gpu_bytes": gpus.memory}
-    return told, f"{key}={value}  needs {needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f} a GPU"
+    result = {"ok": True, "change": f"{key}={value}", "needed_bytes": needed, "gpu_bytes": gpus.memory}
+    return result, f"{key}={value}  needs {needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f} a GPU"
 
 
-def _compare(recipes: Sequence[Path], overrides: Sequence[str], asked: Asked) -> Answer:
-    """Each recipe on the GPUs named, or its own; by the closed form where that is clear, else by trace."""
-    rows = [_compared(path, overrides, asked) for path in recipes]
+def _compare(recipes: Sequence[Path], overrides: Sequence[str], options: PlanOptions) -> Output:
+    """Each recipe on the GPUs named, or its own; by the closed form where its verdict is clear, else by trace."""
+    rows = [_compare_one(path, overrides, options) for path in recipes]
     width = max(len(row["recipe"]) for row in rows)
     lines = [f"{'recipe':<{width}}  {'GiB':>7}  {'of':>7}  {'fits':<5} planned by"]
     for row in rows:
@@ -151,12 +155,12 @@ def _compare(recipes: Sequence[Path], overrides: Sequence[str], asked: Asked) ->
     return {"ok": True, "recipes": rows}, "\n".join(lines)
 
 
-def _compared(path: Path, overrides: Sequence[str], asked: Asked) -> dict[str, Any]:
+def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions) -> dict[str, Any]:
     recipe = load_recipe(path, overrides).recipe
-    gpus = asked.gpus_for(recipe)
+    gpus = options.gpus_for(recipe)
     row: dict[str, Any] = {"recipe": path.stem, "gpu_bytes": gpus.memory if gpus else None}
     config = full_config(recipe.model.name_or_path, recipe.model.revision)[0]
-    if gpus is not None and unknown(recipe, config, gpus) is None:
+    if gpus is not None and unsupported(recipe, config, gpus) is None:
         needed = estimate(recipe, config, gpus).needed
         if abs(needed / gpus.memory - 1) > EDGE:
             return row | {"needed_bytes": needed, "fits": needed <= gpus.memory, "planned_by": "closed form"}
@@ -167,20 +171,20 @@ def _compared(path: Path, overrides: Sequence[str], asked: Asked) -> dict[str, A
     return row | {"needed_bytes": planned.needed, "fits": planned.fits, "planned_by": "trace"}
 
 
-def pick_in_words(model: str | None, asked: Asked, file: Path | None) -> Answer:
+def pick_in_words(model: str | None, options: PlanOptions, file: Path | None) -> Output:
     """The best recipe for a model on GPUs, planned by trace; written to `file` where one is named.
 
     Raises DoesNotFit where no variant does, FinetuneError without a model or GPUs.
     """
-    if model is None or asked.gpus is None:
+    if model is None or options.gpus is None:
         raise FinetuneError("--pick: needs a model and GPUs; add --model meta-llama/Llama-3.1-8B --gpus 2x24GB")
-    gpus = parse_gpus(asked.gpus, asked.nodes)
+    gpus = parse_gpus(options.gpus, options.nodes)
     if gpus is None:
         raise FinetuneError("--pick: finds recipes for GPUs, not for a CPU; add --gpus 2x24GB")
     config, source = full_config(model)
-    sure = islice(pick.picks(model, config, gpus), TRIES)
+    certain = islice(pick.fitting_recipes(model, config, gpus), TRIES)
     least = pick.smallest(model, config, gpus)
-    for recipe in chain(sure, pick.last_resorts(model, config, gpus), pick.offloaded(model, gpus)):
+    for recipe in chain(certain, pick.last_resorts(model, config, gpus), pick.offloaded(model, gpus)):
         try:
             planned = plan_by_trace(recipe, gpus, must_fit=True)
         except DoesNotFit as error:
@@ -191,10 +195,10 @@ def pick_in_words(model: str | None, asked: Asked, file: Path | None) -> Answer:
             text = pick.commented(recipe, planned.needed, gpus, max(planned.host.values(), default=0))
             if file is not None:
                 file.write_text(text, "utf-8")
-            told = {"ok": True, "needed_bytes": planned.needed, "gpu_bytes": gpus.memory, "recipe": text}
-            return told | {"file": None if file is None else str(file)}, text.rstrip()
-    held = "which has" if least > gpus.memory else "and torch's allocator, with gaps between tensors, more than its"
+            result = {"ok": True, "needed_bytes": planned.needed, "gpu_bytes": gpus.memory, "recipe": text}
+            return result | {"file": None if file is None else str(file)}, text.rstrip()
+    room = "which has" if least > gpus.memory else "and torch's allocator, with gaps between tensors, more than its"
     raise DoesNotFit(
-        f"--gpus: {asked.gpus}: {model} ({source}) does not fit: its smallest variant needs {least / GIB:.1f} GiB of "
-        f"each GPU, {held} {gpus.memory / GIB:.1f}; take more or larger GPUs, or a smaller model"
+        f"--gpus: {options.gpus}: {model} ({source}) does not fit: its smallest variant needs {least / GIB:.1f} GiB of "
+        f"each GPU, {room} {gpus.memory / GIB:.1f}; use more or larger GPUs, or a smaller model"
     )

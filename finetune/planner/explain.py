@@ -1,29 +1,29 @@
-"""The arithmetic of a plan in words and figures of one recipe: bytes a weight, Adam, ZeRO, recomputation, the loss."""
+"""The arithmetic of a plan with one recipe's figures: bytes per weight, Adam, ZeRO, recomputation, the loss."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from finetune.planner.closed_form.estimate import estimate, unknown
-from finetune.planner.closed_form.layer import FLOAT32, HALF
+from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.planner.closed_form.shape import Shape, shape_of
+from finetune.planner.constants import FLOAT32, HALF, LOSS_CHUNK_BYTES
 from finetune.planner.variants import changed
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 
-NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # half a byte, a byte a block of 64, four bytes a block of 256 such
-WHOLE_LOSS = 12  # bytes a logit where all are held: bfloat16, float32, and float32 logarithms that turn into gradients
+NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: half, one per block of 64, four per 256 such blocks
+LOGIT_BYTES = 12  # bytes a logit where all are kept: bfloat16, float32, and float32 logarithms that turn into gradients
 
 
 def explain(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -> str:
-    """Paragraphs to be read after the plan. Raises KeyError for an architecture whose sizes are not known."""
+    """Paragraphs that follow the plan. Raises KeyError for an architecture whose sizes are not known."""
     shape = shape_of(recipe, config)
     ranks = gpus.count * gpus.nodes if gpus else 1
-    trained = shape.total if recipe.lora is None else shape.adapters * shape.layers
+    trained = shape.total_weights if recipe.lora is None else shape.adapter_weights * shape.layers
     parts = [_weights(recipe, shape, trained), _adam(recipe, trained), _zero(recipe, trained, ranks)]
-    if gpus is not None and unknown(recipe, config, gpus) is None:
+    if gpus is not None and unsupported(recipe, config, gpus) is None:
         parts += [_recomputation(recipe, config, gpus), _loss(recipe, shape)]
     return "\n\n".join("\n".join(lines) for lines in parts)
 
@@ -33,16 +33,16 @@ def _gb(nbytes: float) -> str:
 
 
 def _weights(recipe: Recipe, shape: Shape, trained: int) -> Iterator[str]:
-    matrices = shape.matrices * shape.layers
-    rest = shape.total - matrices
-    yield f"Weights: {shape.total:,}, of which {matrices:,} in the matrices of {shape.layers} layers."
+    total, matrices = shape.total_weights, shape.matrix_weights * shape.layers
+    rest = total - matrices
+    yield f"Weights: {total:,}, of which {matrices:,} in the matrices of {shape.layers} layers."
     yield (
-        f"  float32 takes 4 bytes each, {_gb(4 * shape.total)}; bfloat16 and float16 2, {_gb(2 * shape.total)}; int8 1 "
+        f"  float32 takes 4 bytes each, {_gb(4 * total)}; bfloat16 and float16 2, {_gb(2 * total)}; int8 1 "
         f"in the matrices, {_gb(matrices + 2 * rest)}; NF4 with its scales {NF4:.3f} there, "
         f"{_gb(NF4 * matrices + 2 * rest)}."
     )
     if recipe.lora is not None:
-        share = 100 * trained / shape.total
+        share = 100 * trained / total
         yield f"  This recipe trains adapters of rank {recipe.lora.r}: {trained:,} weights, {share:.2f} % as many."
     else:
         yield "  This recipe trains all of them."
@@ -55,7 +55,7 @@ def _adam(recipe: Recipe, trained: int) -> Iterator[str]:
     state = "its two moments {} together" if len(spec.moments) == 2 else "its moment {}"
     yield (
         f"{spec.title}: a trained weight takes {width} bytes, its gradient {width}, {state.format(moments)}: "
-        f"{each} bytes, {_gb(each * trained)} for all that this recipe trains."
+        f"{each} bytes, {_gb(each * trained)} for all weights that this recipe trains."
     )
 
 
@@ -83,14 +83,14 @@ def _recomputation(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Ite
         f"Activations: what {tokens:,} tokens leave for backward takes {_gb(kept[0])} without recomputation and "
         f"{_gb(kept[1])} with it (activation_checkpointing: true), which costs a third more compute."
     )
-    yield f"  All in all {_gb(needed[0])} a GPU without it, {_gb(needed[1])} with it."
+    yield f"  In total {_gb(needed[0])} a GPU without it, {_gb(needed[1])} with it."
 
 
 def _loss(recipe: Recipe, shape: Shape) -> Iterator[str]:
     tokens = recipe.training.per_device_batch_size * recipe.data.max_length
     logits = tokens * shape.vocabulary
-    chunk = min(logits, 2**28 // 4)
+    chunk = min(logits, LOSS_CHUNK_BYTES // FLOAT32)
     yield (
         f"The loss: {tokens:,} tokens times {shape.vocabulary:,} words are {logits / 1e6:,.0f} million logits, "
-        f"{_gb(WHOLE_LOSS * logits)} if all were held at once; a chunk at a time they take {_gb(WHOLE_LOSS * chunk)}."
+        f"{_gb(LOGIT_BYTES * logits)} if all were kept at once; a chunk at a time they take {_gb(LOGIT_BYTES * chunk)}."
     )

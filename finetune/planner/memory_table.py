@@ -1,4 +1,4 @@
-"""A plan as a person reads it: the verdict, the reason, and memory by phase and component."""
+"""A plan as text: the verdict, the reason, and memory by phase and component."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+from finetune.planner.constants import COMPONENTS, GIB
 from finetune.planner.plan_recipe import Planned
-from finetune.planner.trace.timeline import COMPONENTS
 
-GIB = 2**30
 WIDTH, EMPTY = 50, "."
-# What the bars tell apart, by shade: what is there all the time, what a step makes, and the rest.
+# The bars' shades: weights, which are there all the time; what a step makes; and buffers.
 DRAWN = {
     "█": ("parameters", "masters"),
     "▓": ("gradients", "unsharded gradients", "optimizer state"),
@@ -25,8 +24,8 @@ NAMES = ("weights", "gradients and optimizer", "activations and loss", "buffers"
 assert {part for parts in DRAWN.values() for part in parts} == set(COMPONENTS)
 
 
-def describe(planned: Planned) -> str:
-    """Verdict, reason, table, and what is assumed."""
+def plan_text(planned: Planned) -> str:
+    """Verdict, reason, table, bars, and assumptions."""
     return "\n".join([verdict(planned), "", *_table(planned), "", *_bars(planned), "", *_rest(planned)])
 
 
@@ -35,8 +34,8 @@ def verdict(planned: Planned) -> str:
     phase, peak = planned.peak
     where = f"{phase}, in {peak.module}" if peak.module else phase
     largest, nbytes = max(peak.parts.items(), key=lambda part: part[1])
-    most = f"most of it {largest}, {nbytes / GIB:.1f} GiB"
-    needs = f"needs {planned.needed / GIB:.1f} GiB a GPU ({where}; {most})"
+    most = f"the largest part {largest}, {nbytes / GIB:.1f} GiB"
+    needs = f"needs {planned.needed / GIB:.1f} GiB per GPU ({where}; {most})"
     if planned.gpus is None:
         return f"{planned.strategy} on {planned.ranks} rank(s) {needs}"
     needs += f", at most about {planned.upper / GIB:.1f} with what torch's allocator caches"
@@ -44,7 +43,7 @@ def verdict(planned: Planned) -> str:
     gpus = f"{planned.ranks} x {planned.gpus.name}"
     if planned.fits:
         return f"fits {gpus}: {needs}; {spare:.1f} GiB to spare"
-    return f"does not fit {gpus}: {needs}; {-spare:.1f} GiB more than there is"
+    return f"does not fit {gpus}: {needs}; {-spare:.1f} GiB too much"
 
 
 def _table(planned: Planned) -> Iterator[str]:
@@ -58,7 +57,7 @@ def _table(planned: Planned) -> Iterator[str]:
 
 
 def _bars(planned: Planned) -> Iterator[str]:
-    """A picture of the table: each phase's peak against the GPU, or against the largest."""
+    """Each phase's peak as a bar, relative to the GPU's memory or to the largest peak."""
     outside, phases = sum(planned.outside.values()), planned.phases
     largest = max(phase.peak.nbytes for phase in phases.values()) + outside
     whole = largest if planned.gpus is None else max(largest, planned.gpus.memory)
@@ -68,12 +67,12 @@ def _bars(planned: Planned) -> Iterator[str]:
         total = (phase.peak.nbytes + outside) / GIB
         yield f"{name:<9}{drawn:{EMPTY}<{WIDTH}} {total:6.1f} of {whole / GIB:.1f} GiB"
     legend = [f"{shade} {name}" for shade, name in zip(DRAWN, NAMES, strict=True)]
-    legend += ["x beside the tensors"] * bool(outside)
+    legend += ["x outside of tensors"] * bool(outside)
     yield " " * 9 + "   ".join(legend)
 
 
 def _drawn(sizes: Sequence[int], whole: int) -> str:
-    """So many characters of each shade; the sums are rounded, so that the bar's end is where the total is."""
+    """A bar of shades. Running sums are rounded, so that the bar ends where the total is."""
     bar = ""
     for shade, total in zip((*DRAWN, "x"), accumulate(sizes), strict=True):
         bar += shade * (round(total / whole * WIDTH) - len(bar))
@@ -83,13 +82,13 @@ def _drawn(sizes: Sequence[int], whole: int) -> str:
 def _rest(planned: Planned) -> Iterator[str]:
     if planned.outside:
         listed = ", ".join(f"{name} {nbytes / GIB:.2f}" for name, nbytes in planned.outside.items())
-        yield f"beside the tensors, GiB: {listed}"
+        yield f"outside of tensors, GiB: {listed}"
     if planned.reserved:
         least, most = (nbytes / GIB for nbytes in planned.reserved)
-        yield f"reserved by torch's allocator, GiB: {least:.1f} at least, {most:.1f} where there is room"
+        yield f"reserved by torch's allocator, GiB: at least {least:.1f}, {most:.1f} with enough room"
     if any(planned.host.values()):
         listed = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in planned.host.items())
-        yield f"in host memory of rank 0, of {planned.node} on a machine, GiB at the peak of: {listed}"
+        yield f"in host memory of rank 0, of {planned.node} per machine, GiB at the peak of: {listed}"
     yield "full rows of data.max_length"
     yield from planned.notes
 

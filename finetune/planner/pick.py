@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from finetune.errors import DoesNotFit
-from finetune.planner.closed_form.estimate import estimate, unknown
+from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import (
     Budget,
@@ -26,10 +26,10 @@ from finetune.recipe.schema import (
     Training,
 )
 
-LENGTHS = (4096, 2048, 1024, 512)
+ROW_LENGTHS = (4096, 2048, 1024, 512)
 METHODS = ("full", "lora", "qlora")
 ROWS = (8, 4, 2, 1)
-TOKENS_AT_ONCE = 8192  # more than these make a step no quicker
+TOKENS_AT_ONCE = 8192  # more than these do not make a step faster
 TOKENS_A_STEP = 32_768  # about; more only where one micro-batch on every GPU is more
 STRATEGIES = ("ddp", "fsdp2_grad_op", "fsdp2")
 SAMPLE = "data/sample_chat.jsonl"
@@ -41,7 +41,7 @@ def candidates(model: str, gpus: Gpus) -> Iterator[Recipe]:
     strategies = STRATEGIES if ranks > 1 else ("single",)
     recomputing: tuple[bool | int, ...] = (False, 2, True)
     for long_rows, method in product((True, False), METHODS):
-        lengths = [length for length in LENGTHS if (length >= 2048) == long_rows]
+        lengths = [length for length in ROW_LENGTHS if (length >= 2048) == long_rows]
         for length, strategy, every, rows in product(lengths, strategies, recomputing, ROWS):
             if rows == 1 or rows * length <= TOKENS_AT_ONCE:
                 most = max(1, TOKENS_A_STEP // (length * ranks))
@@ -67,21 +67,21 @@ def _variant(model: str, gpus: Gpus, method: str, length: int, strategy: str, ev
     )
 
 
-def picks(model: str, config: Mapping[str, Any], gpus: Gpus) -> Iterator[Recipe]:
-    """Those that surely fit, the best first: to be planned by trace until one does."""
+def fitting_recipes(model: str, config: Mapping[str, Any], gpus: Gpus) -> Iterator[Recipe]:
+    """Variants that certainly fit by the closed form, the best first: to be planned by trace until one fits."""
     for recipe in candidates(model, gpus):
-        if unknown(recipe, config, gpus) is None and estimate(recipe, config, gpus).upper <= gpus.memory:
+        if unsupported(recipe, config, gpus) is None and estimate(recipe, config, gpus).upper <= gpus.memory:
             yield recipe
 
 
 def last_resorts(model: str, config: Mapping[str, Any], gpus: Gpus, count: int = 2) -> list[Recipe]:
-    """Where nothing surely fits: the smallest, as far as they fit when the allocator holds nothing in reserve. A plan
-    replays it in so little room."""
+    """Where no variant certainly fits: the smallest that fit if the allocator reserves nothing more. A plan replays the
+    allocator with that little room."""
     return [recipe for needed, recipe in _by_need(model, config, gpus)[:count] if needed <= gpus.memory]
 
 
 def offloaded(model: str, gpus: Gpus) -> Iterator[Recipe]:
-    """Where none of the others fits: weights that wait in host memory, a good one and a small one; a trace each."""
+    """Where none of the others fits: weights offloaded to host memory, a large and a small variant; a trace each."""
     for length, method in ((2048, "lora"), (512, "qlora")):
         yield _variant(model, gpus, method, length, "fsdp2_offload", True, 1)
 
@@ -90,17 +90,17 @@ def smallest(model: str, config: Mapping[str, Any], gpus: Gpus) -> int:
     """Bytes that the smallest variant needs. Raises DoesNotFit where no variant can be estimated."""
     found = _by_need(model, config, gpus)
     if not found:
-        raise DoesNotFit(f"--model: {model}: no variant of it can be estimated; plan a recipe of yours instead")
+        raise DoesNotFit(f"--model: {model}: no variant of it can be estimated; plan a recipe of your own instead")
     return found[0][0]
 
 
 def _by_need(model: str, config: Mapping[str, Any], gpus: Gpus) -> list[tuple[int, Recipe]]:
-    known = [recipe for recipe in candidates(model, gpus) if unknown(recipe, config, gpus) is None]
+    known = [recipe for recipe in candidates(model, gpus) if unsupported(recipe, config, gpus) is None]
     return sorted(((estimate(recipe, config, gpus).needed, recipe) for recipe in known), key=lambda pair: pair[0])
 
 
 def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0) -> str:
-    """A recipe's file, with the reason beside each choice. `host`: bytes of rank 0 in host memory, at the most."""
+    """A recipe's file, with a reason for each choice. `host`: bytes of rank 0 in host memory, at most."""
     training, budget = recipe.training, recipe.budget
     ranks, gib = gpus.count * gpus.nodes, needed / 2**30
     how = "--multi_gpu " if ranks > 1 else ""

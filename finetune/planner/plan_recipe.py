@@ -1,4 +1,4 @@
-"""A recipe's memory on one of its GPUs: traced, without weights, data or a GPU."""
+"""A recipe's memory on one of its GPUs, by a trace without weights, data or a GPU."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from finetune.errors import DoesNotFit
 from finetune.model import attention
 from finetune.model.build import attention_name
 from finetune.model.known_configs import full_config
+from finetune.planner.constants import CUDA_CONTEXT, NCCL_BUFFERS
 from finetune.planner.depth.caching_allocator import NoMemory, replay
 from finetune.planner.depth.extrapolate import SHALLOW, depths, extrapolate, layers_kept_gathered, with_layers
 from finetune.planner.depth.fork import run_in_forks
-from finetune.planner.depth.repeat_layers import Change, add_unlayered_storage, repeat_layers
+from finetune.planner.depth.repeat_layers import StorageChange, add_unlayered_storage, repeat_layers
 from finetune.planner.roofline import Layout
-from finetune.planner.trace.fake_device import NAME
-from finetune.planner.trace.flops import StepWork, at_depth, of_ddp, per_step
+from finetune.planner.trace.fake_device import DEVICE_NAME
+from finetune.planner.trace.flops import StepWork, per_step, with_ddp_reductions, work_at_depth
 from finetune.planner.trace.timeline import Peak, PhaseMemory, Timeline
 from finetune.planner.trace.trace import STEPS, trace
 from finetune.recipe.gpus import Gpus
@@ -33,41 +34,39 @@ from finetune.recipe.strategy import Strategy, read_strategy
 from finetune.strategies.accelerator import check_combination
 from finetune.tokens.batches import MicroBatch
 
-# Outside of the tensors, and so of every trace: measured by others, see docs/planner.md.
-CONTEXT = 500_000_000  # CUDA's own, with the kernels that are loaded
-NCCL = 700_000_000  # buffers of a communicator
-
 
 @dataclass(frozen=True)
 class Planned:
     """What a recipe takes on one rank's GPU."""
 
     phases: dict[str, PhaseMemory]
-    outside: dict[str, int]  # beside the tensors
+    outside: dict[str, int]  # bytes that are not of tensors
     strategy: str
     ranks: int
     gpus: Gpus | None
     notes: tuple[str, ...]
     work: StepWork | None = None  # what one rank computes and sends
     layout: Layout | None = None
-    reserved: tuple[int, int] | None = None  # by torch's allocator on a GPU: what it must, what it would with room
-    upper: int = 0  # bytes that surely suffice, by the allocator's replay
+    reserved: tuple[int, int] | None = (
+        None  # bytes by torch's allocator on a GPU: at least, and with all the room it asks for
+    )
+    upper: int = 0  # bytes that certainly suffice, by the allocator's replay
     host: Mapping[str, int] = field(default_factory=dict)  # rank 0's tensors in host memory, at each phase's peak
     node: int = 1  # ranks on one machine
 
     @property
     def peak(self) -> tuple[str, Peak]:
-        """The phase with the largest peak, and that."""
-        return max(((name, phase.peak) for name, phase in self.phases.items()), key=lambda found: found[1].nbytes)
+        """The phase with the largest peak, and that peak."""
+        return max(((name, phase.peak) for name, phase in self.phases.items()), key=lambda pair: pair[1].nbytes)
 
     @property
     def needed(self) -> int:
-        """Bytes of tensors at the peak, and what lies beside them."""
+        """Bytes of tensors at the peak, and those outside of tensors."""
         return self.peak[1].nbytes + sum(self.outside.values())
 
     @property
     def fits(self) -> bool:
-        """Whether one GPU surely holds it; with no GPU named, yes."""
+        """Whether one GPU certainly suffices; True where no GPU is named."""
         return self.gpus is None or max(self.needed, self.upper) <= self.gpus.memory
 
 
@@ -83,10 +82,10 @@ def plan_recipe(
     """Plan one rank. Raises EnvironmentMismatch for an unknown model, and for what the trainer would refuse.
 
     Args:
-        gpus: None: a CPU's memory is planned, one process's unless `ranks` and those of a `node` are given.
-        batches: A run's own for its largest step; without, the largest there can be. On a CPU the model is then
-            traced at its full depth, to be equal to the run.
-        must_fit: Raise DoesNotFit as soon as that is certain, which takes half a plan.
+        gpus: None: plan a CPU's memory, of one process unless `ranks` and those of a `node` are given.
+        batches: A run's own of its largest step, by default the largest there can be. With a run's own the model is
+            traced at full depth on a CPU, to be equal to the run.
+        must_fit: Raise DoesNotFit as soon as it is certain, after about half of a plan's time.
     """
     strategy = read_strategy(recipe.accelerate_config)
     check_combination(recipe, strategy, on_cpu=gpus is None)
@@ -94,44 +93,48 @@ def plan_recipe(
     notes = [f"model: {source}"]
     if recipe.training.mixed_precision == "fp16":
         recipe = _changed(recipe, mixed_precision="bf16")
-        notes.append("fp16 is planned as bf16, which is as wide")
+        notes.append("fp16 is planned as bf16, which has as many bytes")
     ranks = strategy.rank_count(gpus.count * gpus.nodes if gpus else ranks or 1)
     node = gpus.count if gpus else node or ranks
-    shown, exact = batches or worst_batches(recipe, ranks), bool(batches) and gpus is None
-    outside = {"CUDA context": CONTEXT} | ({"NCCL": NCCL} if ranks > 1 else {})
-    beside = sum(outside.values())
-    most = gpus.memory if gpus and must_fit else None
+    batches_traced, exact = batches or worst_batches(recipe, ranks), bool(batches) and gpus is None
+    outside = {"CUDA context": CUDA_CONTEXT} | ({"NCCL": NCCL_BUFFERS} if ranks > 1 else {})
+    outside_bytes = sum(outside.values())
+    must_fit_bytes = gpus.memory if gpus and must_fit else None
     with tempfile.TemporaryDirectory() as folder:
-        job = _Job(recipe, strategy, shown, ranks, node, gpus is not None, beside, most)
-        found = _traced(job, config, Path(folder), whole=exact)
-    work = found.work
+        request = _TraceRequest(
+            recipe, strategy, batches_traced, ranks, node, gpus is not None, outside_bytes, must_fit_bytes
+        )
+        deep = _trace_to_depth(request, config, Path(folder), full_depth=exact)
+    work = deep.work
     if strategy.gradient_buckets:
-        work = of_ddp(work, found.phases["step"].peak.parts["gradients"])
-    layout = _layout(recipe, strategy, shown, ranks, node, int(config["num_hidden_layers"]))
-    planned = Planned(found.phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes), work, layout)
+        work = with_ddp_reductions(work, deep.phases["step"].peak.parts["gradients"])
+    layout = _layout(recipe, strategy, batches_traced, ranks, node, int(config["num_hidden_layers"]))
+    planned = Planned(deep.phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes), work, layout)
     if gpus is None:
         return planned
-    planned = dataclasses.replace(planned, host=found.host, node=min(node, ranks))
-    if found.share is not None:
-        return _with_share(planned, found.share)
-    return _with_allocator(planned, found.changes, gpus.memory - beside)
+    planned = dataclasses.replace(planned, host=deep.host, node=min(node, ranks))
+    if deep.reserved_share is not None:
+        return _with_reserved_share(planned, deep.reserved_share)
+    return _with_allocator(planned, deep.changes, gpus.memory - outside_bytes)
 
 
-def _with_share(planned: Planned, share: float) -> Planned:
-    """What the allocator reserves, as so many times what it hands out."""
+def _with_reserved_share(planned: Planned, reserved_share: float) -> Planned:
+    """With the allocator's reserved bytes as a multiple of the allocated ones."""
     allocated = planned.peak[1].nbytes
-    most = int(share * allocated)
+    most = int(reserved_share * allocated)
     return dataclasses.replace(planned, reserved=(allocated, most), upper=most + sum(planned.outside.values()))
 
 
-def _with_allocator(planned: Planned, changes: Sequence[Change], room: int) -> Planned:
-    """What the allocator reserves; with less room than that, whether it gets by when it gives back what it caches."""
-    held = replay(changes)
-    short = {name: phase.peak.nbytes - held[name].allocated for name, phase in planned.phases.items()}
-    if max(short.values()) > 0:  # of storages that are no layer's and grow with depth: DDP's buckets, ZeRO's partitions
+def _with_allocator(planned: Planned, changes: Sequence[StorageChange], room: int) -> Planned:
+    """With the reserved bytes of the allocator's replay; with less room, whether returning cached segments suffices."""
+    peaks = replay(changes)
+    short = {name: phase.peak.nbytes - peaks[name].allocated for name, phase in planned.phases.items()}
+    if (
+        max(short.values()) > 0
+    ):  # storages that belong to no layer and grow with depth: DDP's buckets, ZeRO's partitions
         changes = list(add_unlayered_storage(changes, short))
-        held = replay(changes)
-    least, most = (max(getattr(phase, kind) for phase in held.values()) for kind in ("allocated", "reserved"))
+        peaks = replay(changes)
+    least, most = (max(getattr(phase, kind) for phase in peaks.values()) for kind in ("allocated", "reserved"))
     upper = most
     if least <= room < most:
         with suppress(NoMemory):
@@ -141,33 +144,35 @@ def _with_allocator(planned: Planned, changes: Sequence[Change], room: int) -> P
 
 
 @dataclass(frozen=True)
-class _Job:
+class _TraceRequest:
     recipe: Recipe
     strategy: Strategy
     batches: Sequence[MicroBatch]
     ranks: int
     node: int
     on_gpu: bool
-    beside: int  # bytes outside of the tensors
-    most: int | None  # bytes that all must fit into, not to be planned in vain
+    outside_bytes: int  # bytes that are not of tensors
+    must_fit_bytes: int | None  # stop as soon as more are certain to be needed
 
 
 @dataclass(frozen=True)
-class _Traced:
+class _DeepTrace:
     phases: dict[str, PhaseMemory]
     work: StepWork
-    host: dict[str, int] = field(default_factory=dict)  # these where a GPU is planned
-    changes: list[Change] = field(default_factory=list)  # of its memory, which make the phases up
-    share: float | None = None  # instead of them: how many times what it hands out its allocator reserves, at most
+    host: dict[str, int] = field(default_factory=dict)  # this and the following where a GPU is planned
+    changes: list[StorageChange] = field(default_factory=list)  # of the GPU's memory
+    reserved_share: float | None = None  # instead of `changes`: reserved over allocated bytes, at most
 
 
-def _traced(job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool) -> _Traced:
-    """The model of this depth from shallow ones, or from itself where the `whole` is asked for."""
-    layers, every = int(config["num_hidden_layers"]), max(1, int(job.recipe.training.activation_checkpointing))
-    shallow = SHALLOW + (0 if job.strategy.layers_repeat else layers_kept_gathered(config, _packed(job.recipe)))
-    few, more = depths(layers, every, shallow)
-    needed = (layers,) if whole or layers <= more else (more, few)
-    with run_in_forks({depth: partial(_shallow, job, config, depth, folder) for depth in needed}) as traced:
+def _trace_to_depth(request: _TraceRequest, config: Mapping[str, Any], folder: Path, *, full_depth: bool) -> _DeepTrace:
+    """Trace shallow models and extrapolate to this one's depth, or trace it at `full_depth`."""
+    layers, period = int(config["num_hidden_layers"]), max(1, int(request.recipe.training.activation_checkpointing))
+    shallow = SHALLOW
+    if not request.strategy.layers_repeat:
+        shallow += layers_kept_gathered(config, _weights_an_element(request.recipe))
+    few, more = depths(layers, period, shallow)
+    needed = (layers,) if full_depth or layers <= more else (more, few)
+    with run_in_forks({depth: partial(_trace_shallow, request, config, depth, folder) for depth in needed}) as traced:
         work: dict[int, StepWork] = {}
         timelines: dict[int, Timeline] = {}
 
@@ -176,48 +181,52 @@ def _traced(job: _Job, config: Mapping[str, Any], folder: Path, *, whole: bool) 
                 timelines[depth], work[depth] = traced(depth)
             return timelines[depth]
 
-        def spliced_of(depth: int) -> list[Change]:
-            return list(repeat_layers(timeline_of(depth), NAME, depth, layers, every))
+        def changes_of(depth: int) -> list[StorageChange]:
+            return list(repeat_layers(timeline_of(depth), DEVICE_NAME, depth, layers, period))
 
-        if whole:
-            return _Traced(timeline_of(layers).phases("cpu"), at_depth(work, layers))
-        grown = partial(extrapolate, timeline_of, layers, period=every, shallow=shallow)
-        if not job.on_gpu:
-            return _Traced(grown("cpu"), at_depth(work, layers))
-        repeats = job.strategy.layers_repeat
-        if job.most is not None and repeats:
-            _refuse_larger(spliced_of(needed[0]), job.beside, job.most)
-        phases, host = grown(NAME), {name: phase.peak.nbytes for name, phase in grown("cpu").items()}
+        if full_depth:
+            return _DeepTrace(timeline_of(layers).phases("cpu"), work_at_depth(work, layers))
+        phases_on = partial(extrapolate, timeline_of, layers, period=period, shallow=shallow)
+        if not request.on_gpu:
+            return _DeepTrace(phases_on("cpu"), work_at_depth(work, layers))
+        repeats = request.strategy.layers_repeat
+        if request.must_fit_bytes is not None and repeats:
+            _refuse_if_larger(changes_of(needed[0]), request.outside_bytes, request.must_fit_bytes)
+        phases, host = phases_on(DEVICE_NAME), {name: phase.peak.nbytes for name, phase in phases_on("cpu").items()}
         if not repeats:
-            # It fetches weights in an order that does not repeat from layer to layer, so fewer do not tell the changes.
-            share = max(_share_reserved(timeline, count) for count, timeline in timelines.items())
-            return _Traced(phases, at_depth(work, layers), host, share=share)
-        return _Traced(phases, at_depth(work, layers), host, spliced_of(needed[0]))
+            # ZeRO-3 gathers weights in an order that does not repeat from layer to layer, so runs cannot be repeated.
+            reserved_share = max(_reserved_share(timeline, count) for count, timeline in timelines.items())
+            return _DeepTrace(phases, work_at_depth(work, layers), host, reserved_share=reserved_share)
+        return _DeepTrace(phases, work_at_depth(work, layers), host, changes_of(needed[0]))
 
 
-def _shallow(job: _Job, config: Mapping[str, Any], layers: int, folder: Path) -> tuple[Timeline, StepWork]:
-    """The model with so many layers, traced."""
-    smaller = with_layers(job.recipe, config, layers, folder)
-    done = trace(smaller, job.strategy, job.batches, ranks=job.ranks, node=job.node, gpu=job.on_gpu)
-    moved = {phase: found.collectives for phase, found in done.measured.items()}
-    steps, once = len(job.batches), job.strategy.reduces_once
-    return done.timeline, per_step(done.operations, moved, steps=STEPS, micro_steps=steps, reduces_once=once)
+def _trace_shallow(
+    request: _TraceRequest, config: Mapping[str, Any], layers: int, folder: Path
+) -> tuple[Timeline, StepWork]:
+    """Trace the model with `layers` layers."""
+    shallow = with_layers(request.recipe, config, layers, folder)
+    traced = trace(
+        shallow, request.strategy, request.batches, ranks=request.ranks, node=request.node, gpu=request.on_gpu
+    )
+    moved = {name: phase.collectives for name, phase in traced.measured.items()}
+    steps, once = len(request.batches), request.strategy.reduces_once
+    return traced.timeline, per_step(traced.operations, moved, steps=STEPS, micro_steps=steps, reduces_once=once)
 
 
-def _refuse_larger(changes: Sequence[Change], beside: int, most: int) -> None:
+def _refuse_if_larger(changes: Sequence[StorageChange], outside_bytes: int, must_fit_bytes: int) -> None:
     try:
-        replay(changes, most - beside)
+        replay(changes, must_fit_bytes - outside_bytes)
     except NoMemory:
-        needed = beside + max(held.allocated for held in replay(changes).values())
-        raise DoesNotFit(f"it needs {needed} bytes of a GPU's {most}", needed) from None
+        needed = outside_bytes + max(peak.allocated for peak in replay(changes).values())
+        raise DoesNotFit(f"it needs {needed} bytes of a GPU's {must_fit_bytes}", needed) from None
 
 
-def _share_reserved(timeline: Timeline, layers: int) -> float:
-    held = replay(repeat_layers(timeline, NAME, layers, layers)).values()
-    return max(phase.reserved for phase in held) / max(phase.allocated for phase in held)
+def _reserved_share(timeline: Timeline, layers: int) -> float:
+    peaks = replay(repeat_layers(timeline, DEVICE_NAME, layers, layers)).values()
+    return max(peak.reserved for peak in peaks) / max(peak.allocated for peak in peaks)
 
 
-def _packed(recipe: Recipe) -> int:
+def _weights_an_element(recipe: Recipe) -> int:
     """Weights to one element of a quantised layer's tensor."""
     if recipe.quantization is None or recipe.quantization.load_in_8bit:
         return 1
@@ -241,10 +250,10 @@ def _layout(
 
 
 def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
-    """The largest micro-batches there can be: full rows; two batches, where steps accumulate.
+    """The largest micro-batches there can be: full rows; two of them where steps accumulate.
 
-    A row is one document, but the last has two where an attention that needs a mask for it may meet such a row, or a
-    padded one, which needs the same: masks take memory in every layer.
+    Each row is one document. The last row has two where attention would need a mask for a row of several documents, or
+    for a padded one: masks take memory in every layer.
     """
     rows, tokens = recipe.training.per_device_batch_size, recipe.data.max_length
     micro_steps = math.ceil(recipe.training.global_batch_size / (rows * ranks))

@@ -1,4 +1,4 @@
-"""What to change when a recipe does not fit, what spare memory could buy, and how far one size can go."""
+"""Changes that make a recipe fit, uses of spare memory, and the largest value of one size."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from finetune.errors import FinetuneError
-from finetune.planner.closed_form.estimate import estimate, unknown
-from finetune.planner.variants import Changes, Variant, changed, larger, smaller
+from finetune.planner.closed_form.estimate import estimate, unsupported
+from finetune.planner.variants import Changes, Variant, changed, larger_variants, smaller_variants
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe
 
 LENGTH, ROWS = "data.max_length", "training.per_device_batch_size"
 GROWING = {"max_length": LENGTH, "per_device_batch_size": ROWS}
-REFINEMENTS = 4  # plans that a guess takes at most
-GRAIN = {LENGTH: 128, ROWS: 1}  # what a proposed value is a multiple of
+REFINEMENTS = 4  # plans that a guess needs at most
+GRAIN = {LENGTH: 128, ROWS: 1}  # a proposed value is a multiple of this
 
 
-class Planned(Protocol):
-    """What is asked of a plan: job.Planned."""
+class PlanVerdict(Protocol):
+    """The part of plan_recipe.Planned that is read here."""
 
     @property
     def needed(self) -> int: ...
@@ -28,12 +28,12 @@ class Planned(Protocol):
     def fits(self) -> bool: ...
 
 
-Planner = Callable[[Recipe, Gpus], Planned]
+PlanFunction = Callable[[Recipe, Gpus], PlanVerdict]
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change, what it leaves needed, and what one gives up, or gets."""
+    """A change, the bytes needed with it, and what it costs or brings."""
 
     words: str  # key=value ..., to be pasted
     changes: Changes
@@ -45,54 +45,54 @@ class Remedy:
 
 
 def remedies(
-    recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, plan: Planner, *, most: int = 3, tries: int = 6
+    recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, plan: PlanFunction, *, count: int = 3, tries: int = 6
 ) -> list[Remedy]:
-    """Changes that make it fit, the cheapest first, each planned by `plan`; the closed form says which are worth it.
+    """Changes that make it fit, the cheapest first, each planned by `plan`; the closed form selects which are planned.
 
-    None holds another that is shown. `tries`: plans made at most, for each takes seconds.
+    No result contains another. `count`: results at most. `tries`: plans at most, for each takes seconds.
     """
-    found: list[Remedy] = []
-    for variant in smaller(recipe, gpus):
-        if len(found) == most or not tries:
+    result: list[Remedy] = []
+    for variant in smaller_variants(recipe, gpus):
+        if len(result) == count or not tries:
             break
-        if any(_holds(variant.changes, shown.changes) for shown in found) or not _may_fit(variant, config, gpus):
+        if any(_contains(variant.changes, shown.changes) for shown in result) or not _may_fit(variant, config, gpus):
             continue
         tries -= 1
         try:
             planned = plan(variant.recipe, gpus)
-        except FinetuneError:  # what the trainer would refuse
+        except FinetuneError:  # the trainer would refuse it
             continue
         if planned.fits:
-            found.append(Remedy(variant.words(), variant.changes, planned.needed, variant.says))
-    return found
+            result.append(Remedy(variant.words(), variant.changes, planned.needed, variant.says))
+    return result
 
 
 def spare(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> list[Remedy]:
-    """What the memory that is left could buy, by the closed form and with its margin: one change each, at most one
-    for each key."""
+    """Uses of spare memory, by the closed form with its margin: one change each, at most one for each key."""
     longest = int(config.get("max_position_embeddings") or recipe.data.max_length)
-    found: dict[str, Remedy] = {}
-    for variant in larger(recipe, gpus, longest):
+    result: dict[str, Remedy] = {}
+    for variant in larger_variants(recipe, gpus, longest):
         (key,) = variant.changes
-        if key not in found and unknown(variant.recipe, config, gpus) is None:
+        if key not in result and unsupported(variant.recipe, config, gpus) is None:
             upper = estimate(variant.recipe, config, gpus).upper
             if upper <= gpus.memory:
-                found[key] = Remedy(variant.words(), variant.changes, upper, variant.says)
-    return list(found.values())
+                result[key] = Remedy(variant.words(), variant.changes, upper, variant.says)
+    return list(result.values())
 
 
-def _holds(changes: Changes, other: Changes) -> bool:
+def _contains(changes: Changes, other: Changes) -> bool:
     return changes.keys() >= other.keys()
 
 
 def _may_fit(variant: Variant, config: Mapping[str, Any], gpus: Gpus) -> bool:
     return (
-        unknown(variant.recipe, config, gpus) is None and estimate(variant.recipe, config, gpus).needed <= gpus.memory
+        unsupported(variant.recipe, config, gpus) is None
+        and estimate(variant.recipe, config, gpus).needed <= gpus.memory
     )
 
 
 def largest(
-    recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None, name: str, plan: Planner
+    recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None, name: str, plan: PlanFunction
 ) -> tuple[str, int, int]:
     """The largest `max_length` or `per_device_batch_size` that fits: key, value, and bytes needed, planned by `plan`.
 
@@ -100,21 +100,22 @@ def largest(
     """
     key = GROWING.get(name.rpartition(".")[2])
     if key is None:
-        raise FinetuneError(f"--max: {name}: is no size to be searched; write {' or '.join(GROWING)}")
+        raise FinetuneError(f"--max: {name}: is not a size that can be searched; write {' or '.join(GROWING)}")
     if gpus is None:
-        raise FinetuneError(f"--max: {name}: no GPU is named; add --gpus 4x24GB")
+        raise FinetuneError(f"--max: {name}: needs a GPU; add --gpus 4x24GB")
     room = gpus
-    plans: dict[int, Planned] = {}
+    plans: dict[int, PlanVerdict] = {}
 
-    def planned(value: int) -> Planned:
+    def planned(value: int) -> PlanVerdict:
         if value not in plans:
             plans[value] = plan(changed(recipe, {key: value}), room)
         return plans[value]
 
     values = _values(recipe, config, gpus, key)
-    best = _edge(values, _guess(recipe, config, room, key, values, planned), lambda value: planned(value).fits)
+    guess = _guess(recipe, config, room, key, values, planned)
+    best = _last_fitting_near(values, guess, lambda value: planned(value).fits)
     if best < 0:
-        raise FinetuneError(f"{key}: not even {values[0]} fits; plan without --max for the changes that do")
+        raise FinetuneError(f"{key}: not even {values[0]} fits; plan without --max to see changes that do")
     return key, values[best], planned(values[best]).needed
 
 
@@ -124,23 +125,23 @@ def _guess(
     gpus: Gpus,
     key: str,
     values: Sequence[int],
-    planned: Callable[[int], Planned],
+    planned: Callable[[int], PlanVerdict],
 ) -> int:
-    """Index of the last value that should fit. By the closed form, times what a plan near the edge makes of it (the
-    allocator's part); by plans alone where there is no closed form."""
-    if unknown(recipe, config, gpus) is not None:
-        return _last(values, lambda value: planned(value).fits)
+    """Index of the last value that should fit: by the closed form, scaled by the ratio of a plan near the edge to it
+    (the allocator's part); by plans alone where there is no closed form."""
+    if unsupported(recipe, config, gpus) is not None:
+        return _last_fitting(values, lambda value: planned(value).fits)
 
-    def closed(value: int) -> int:
+    def estimated(value: int) -> int:
         return estimate(changed(recipe, {key: value}), config, gpus).needed
 
     factor, best = 1.0, -1
     for _ in range(REFINEMENTS):
-        before, best = best, _last(values, lambda value: closed(value) * factor <= gpus.memory)  # noqa: B023
-        if best in (before, -1):
+        previous, best = best, _last_fitting(values, lambda value: estimated(value) * factor <= gpus.memory)  # noqa: B023
+        if best in (previous, -1):
             break
         plan = planned(values[best])
-        factor = getattr(plan, "upper", plan.needed) / closed(values[best])
+        factor = getattr(plan, "upper", plan.needed) / estimated(values[best])
     return max(best, 0)
 
 
@@ -151,8 +152,8 @@ def _values(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, key: str) -> 
     return range(GRAIN[key], longest + 1, GRAIN[key])
 
 
-def _last(values: Sequence[int], fits: Callable[[int], bool]) -> int:
-    """Index of the last value that fits, where larger ones do not; -1: none does."""
+def _last_fitting(values: Sequence[int], fits: Callable[[int], bool]) -> int:
+    """Index of the last value that fits, by bisection; -1: none does."""
     low, high = -1, len(values)
     while high - low > 1:
         middle = (low + high) // 2
@@ -160,9 +161,9 @@ def _last(values: Sequence[int], fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _edge(values: Sequence[int], guess: int, fits: Callable[[int], bool]) -> int:
-    """As `_last`, but looked for from a guess that is near: in steps that double until the edge is passed, then by
-    halves."""
+def _last_fitting_near(values: Sequence[int], guess: int, fits: Callable[[int], bool]) -> int:
+    """As `_last_fitting`, but from a guess that is near: in steps that double until the edge is passed, then by
+    bisection."""
     low, high, at, step = -1, len(values), guess, 1
     while high - low > 1:
         at = min(max(at, low + 1), high - 1)
@@ -174,7 +175,7 @@ def _edge(values: Sequence[int], guess: int, fits: Callable[[int], bool]) -> int
     return low
 
 
-def lines(found: Iterable[Remedy]) -> list[str]:
-    """As shown: the change, and what it needs and means."""
-    shown = [(f"  {each.words}", f"      {each.needed / 2**30:.1f} GiB; {', '.join(each.says)}") for each in found]
+def lines(result: Iterable[Remedy]) -> list[str]:
+    """Two lines for each: the change; the memory it needs and what it means."""
+    shown = [(f"  {each.words}", f"      {each.needed / 2**30:.1f} GiB; {', '.join(each.says)}") for each in result]
     return [line for pair in shown for line in pair]

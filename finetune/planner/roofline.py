@@ -1,10 +1,10 @@
-"""Time by the roofline: a bound that a real run stays below, and what communication adds that nothing hides.
+"""Step time by the roofline model: a bound that no real run reaches, with the communication that is not overlapped.
 
-Each operation takes the longer of its arithmetic at the chip's peak and its bytes at the memory's bandwidth; a
-collective takes the bytes that one rank sends in a ring over the slower of the links it crosses. Of a phase's
-collectives everything is hidden behind its computation but the first (sharded weights, which the first layer waits
-for) or the last (gradients), and what is longer than the computation. All figures are makers' peaks: no kernel
-reaches them, launches and waiting for data cost nothing here.
+Each operation takes the longer of its floating-point operations at the chip's peak and its bytes at the memory's
+bandwidth; a collective takes the bytes that one rank sends in a ring over the slowest link it crosses. A phase's
+collectives overlap with its computation, except the first (sharded weights, for which the first layer waits) or the
+last (gradients), and what exceeds the computation. All figures are makers' peaks: no kernel reaches them; kernel
+launches and waiting for data cost nothing here.
 """
 
 from __future__ import annotations
@@ -48,33 +48,33 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks stand to each other and to a step's rows."""
+    """How ranks are grouped, and how a step's rows are divided among them."""
 
     ranks: int
     node: int  # ranks of one machine
     tokens: int  # of a micro-batch
-    rows: int  # of a step, each a micro-batch
+    rows: int  # micro-batches of a step over all ranks
     layers: int
     copies: int = 1  # HSDP: of the sharded model; gradients are reduced between them
     reduces_once: bool = False  # DDP, ZeRO-1: gradients are sent in the last micro-step alone
-    shards_state: bool = True  # an update is cut over the ranks
+    shards_state: bool = True  # an update is divided among the ranks
 
     @property
     def micro_steps(self) -> int:
-        """Of one rank; on more ranks than rows a step has one a rank."""
+        """Of one rank; at least one, also where there are more ranks than rows."""
         return max(1, -(-self.rows // self.ranks))
 
 
 @dataclass(frozen=True)
-class Speed:
+class StepTime:
     """One optimizer step, in seconds."""
 
     layout: Layout
-    forward: float  # of all micro-steps, computing
+    forward: float  # computation of all micro-steps
     backward: float
     update: float
-    communication: float  # all of it
-    exposed: float  # what of it nothing hides
+    communication: float  # overlapped or not
+    exposed: float  # communication not overlapped with computation
 
     @property
     def seconds(self) -> float:
@@ -107,8 +107,8 @@ def compute_seconds(work: StepWork, chip: Chip, phase: str) -> float:
     )
 
 
-def speed(work: StepWork, chip: Chip, layout: Layout, traced: Layout) -> Speed:
-    """A step of `layout`, from the work of a rank of `traced`: only what an update cuts depends on the ranks."""
+def step_time(work: StepWork, chip: Chip, layout: Layout, traced: Layout) -> StepTime:
+    """A step of `layout`, from the work of a rank of `traced`: only a sharded update depends on the number of ranks."""
     forward, backward, update = (compute_seconds(work, chip, phase) for phase in ("forward", "backward", "step"))
     if layout.shards_state:
         update *= traced.ranks / traced.copies * layout.copies / layout.ranks
@@ -121,22 +121,22 @@ def speed(work: StepWork, chip: Chip, layout: Layout, traced: Layout) -> Speed:
     )
     whole = layout.micro_steps * sent["forward"] + reductions * sent["backward"] + sent["step"]
     times = layout.micro_steps
-    return Speed(layout, times * forward, times * backward, update, whole, exposed)
+    return StepTime(layout, times * forward, times * backward, update, whole, exposed)
 
 
-def scaled(work: StepWork, chip: Chip, traced: Layout) -> Iterator[Speed]:
+def scaled_step_times(work: StepWork, chip: Chip, traced: Layout) -> Iterator[StepTime]:
     """The same recipe on 1 to 512 ranks, or of HSDP on 2 to 512 / `node` copies."""
     for ranks in SCALE:
         if traced.copies > 1 and ranks <= traced.node:
-            continue  # one copy is no HSDP
+            continue  # HSDP has at least two copies
         copies = ranks // traced.node if traced.copies > 1 else 1
-        yield speed(work, chip, replace(traced, ranks=ranks, copies=copies), traced)
+        yield step_time(work, chip, replace(traced, ranks=ranks, copies=copies), traced)
 
 
 def _ring_seconds(moved: Mapping[str, CollectiveStats], chip: Chip, layout: Layout) -> float:
     total = 0.0
     for name, each in moved.items():
-        # Under HSDP shards stay within a copy, and gradients are added up between the copies.
+        # Under HSDP shards are exchanged within a copy, and gradients are reduced between the copies.
         between = layout.copies > 1 and name == "all_reduce"
         group = layout.copies if between else layout.ranks // layout.copies
         crosses = between or group > layout.node
@@ -146,6 +146,6 @@ def _ring_seconds(moved: Mapping[str, CollectiveStats], chip: Chip, layout: Layo
 
 
 def _exposed(communication: float, computing: float, layers: int) -> float:
-    """Of collectives that are as many as layers, all but one run beside the computation of another layer."""
+    """Of one collective for each layer, all but one overlap with the computation of another layer."""
     one = communication / layers
     return one + max(0.0, communication - one - computing * (layers - 1) / layers)

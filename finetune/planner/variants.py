@@ -1,4 +1,4 @@
-"""Changes to a recipe, as `key=value` that can be pasted, from the cheapest on; all keep `global_batch_size`."""
+"""Changes to a recipe, as `key=value` that can be pasted, the cheapest first; all keep `global_batch_size`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS
 from finetune.recipe.schema import Recipe
 
 Changes = dict[str, Any]  # dotted key -> value
-SHORTEST = 512  # tokens of a row that are worth proposing
+SHORTEST = 512  # tokens; shorter rows are not proposed
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Option:
     """One setting of one knob."""
 
     changes: tuple[tuple[str, Any], ...]
-    cost: int  # relative: what one gives up; options are ordered by the sum
-    says: str  # what one gives up
+    cost: int  # relative; variants are ordered by the sum
+    says: str  # what it costs or brings
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ NOTHING = Option((), 0, "")
 
 
 def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe with dotted keys set. Raises pydantic's ValidationError where they do not go together."""
+    """The recipe with dotted keys set. Raises pydantic's ValidationError where they contradict each other."""
     values = recipe.model_dump(mode="python")
     for key, value in changes.items():
         *path, leaf = key.split(".")
@@ -58,14 +58,14 @@ def changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def smaller(recipe: Recipe, gpus: Gpus) -> list[Variant]:
-    """Every combination of what makes a recipe take less memory, the cheapest first; itself is not among them."""
+def smaller_variants(recipe: Recipe, gpus: Gpus) -> list[Variant]:
+    """Every combination of changes that lower a recipe's memory, the cheapest first; without the recipe itself."""
     knobs = [list(knob) for knob in _knobs(recipe, gpus)]
-    found = []
+    result = []
     for options in product(*knobs):
         chosen = [option for option in options if option is not NOTHING]
         keys = [key for option in chosen for key, _ in option.changes]
-        if len(keys) > len(set(keys)):  # 8-bit moments and shards
+        if len(keys) > len(set(keys)):  # 8-bit moments and sharding both set training.optim
             continue
         changes = {key: value for option in chosen for key, value in option.changes}
         if "lora" in changes and "quantization" in changes:
@@ -77,12 +77,12 @@ def smaller(recipe: Recipe, gpus: Gpus) -> list[Variant]:
         except ValidationError:
             continue
         cost = sum(option.cost for option in chosen)
-        found.append(Variant(variant, changes, cost, tuple(option.says for option in chosen)))
-    return sorted(found, key=lambda variant: (variant.cost, len(variant.changes)))
+        result.append(Variant(variant, changes, cost, tuple(option.says for option in chosen)))
+    return sorted(result, key=lambda variant: (variant.cost, len(variant.changes)))
 
 
 def _knobs(recipe: Recipe, gpus: Gpus) -> Iterator[list[Option]]:
-    """What can be turned, and how far. The costs put what leaves the training as it is before what does not."""
+    """The settings that can be changed. Costs put those that leave the training's result as it is before the others."""
     training, strategy = recipe.training, read_strategy(recipe.accelerate_config)
     yield [NOTHING, *_batches(training.per_device_batch_size)]
     checkpointing = [] if training.activation_checkpointing in (True, 1) else [True]
@@ -104,8 +104,8 @@ def _knobs(recipe: Recipe, gpus: Gpus) -> Iterator[list[Option]]:
     yield [NOTHING, *shorter[:1], *(replace(option, cost=48) for option in shorter[1:])]
 
 
-def larger(recipe: Recipe, gpus: Gpus, longest: int) -> Iterator[Variant]:
-    """What spare memory could buy, one change each; of rows and lengths the largest first."""
+def larger_variants(recipe: Recipe, gpus: Gpus, longest: int) -> Iterator[Variant]:
+    """Uses of spare memory, one change each; of rows and lengths the largest first."""
     training, strategy = recipe.training, read_strategy(recipe.accelerate_config)
     every = int(training.activation_checkpointing)
     ranks = strategy.rank_count(gpus.count * gpus.nodes)
@@ -139,14 +139,14 @@ def _powers(most: int) -> list[int]:
 
 
 def _value(recipe: Recipe, key: str) -> Any:
-    found: Any = recipe
+    result: Any = recipe
     for name in key.split("."):
-        found = getattr(found, name)
-    return found
+        result = getattr(result, name)
+    return result
 
 
 def _sharding(recipe: Recipe, now: str) -> Iterator[Option]:
-    """Weights cut over the GPUs, and waiting in host memory; with what sharded strategies ask of the rest."""
+    """Weights sharded over the GPUs, or offloaded to host memory; with the settings that sharded strategies require."""
     along: list[tuple[str, Any]] = []
     if recipe.quantization is not None and recipe.quantization.load_in_4bit:
         along.append(("quantization.bnb_4bit_quant_storage", recipe.quantization.bnb_4bit_compute_dtype))
@@ -161,17 +161,17 @@ def _sharding(recipe: Recipe, now: str) -> Iterator[Option]:
 
 
 def _batches(rows: int) -> list[Option]:
-    """Half as many rows, and so on down to one."""
-    found, cost = [], 1
+    """Half as many rows, down to one."""
+    result, cost = [], 1
     while rows > 1:
         rows //= 2
-        found.append(_set("training.per_device_batch_size", rows, cost, "more, smaller micro-batches"))
+        result.append(_set("training.per_device_batch_size", rows, cost, "more, smaller micro-batches"))
         cost += 1
-    return found
+    return result
 
 
 def _four_bit(recipe: Recipe) -> Option:
-    """Stored in the computation's number format, which sharded strategies need and others do not mind."""
+    """Stored in the computation's number format, which sharded strategies require and others accept."""
     compute = "float16" if recipe.training.mixed_precision == "fp16" else "bfloat16"
     value = {"load_in_4bit": True, "bnb_4bit_compute_dtype": compute, "bnb_4bit_quant_storage": compute}
     return Option((("quantization", value),), 8, "base weights rounded to 4 bits")

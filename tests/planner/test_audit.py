@@ -72,4 +72,4 @@ def test_runs_without_a_plan_say_why(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = plan_output([str(tmp_path)], capsys)
     assert code == 2
-    assert err == f"--audit: {tmp_path}: holds no receipt.json; name the folder of a run\n"
+    assert err == f"--audit: {tmp_path}: has no receipt.json; name the folder of a run\n"

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from finetune.planner.depth.caching_allocator import MIB, AllocatorPeak, CachingAllocator, replay
-from finetune.planner.depth.repeat_layers import Change
+from finetune.planner.depth.repeat_layers import StorageChange
 
 
 def test_small_blocks_share_a_segment() -> None:
@@ -96,13 +96,13 @@ def test_nothing_is_lost_in_many_random_steps() -> None:
 def test_phases() -> None:
     """60 MiB from load on; 30 more in forward, which go as backward begins; a resized storage moves."""
     changes = [
-        Change(None, 0, "load"),
-        Change("a", 60 * MIB, "load"),
-        Change(None, 0, "forward"),
-        Change("b", 30 * MIB, "forward"),
-        Change("b", 0, "backward"),  # booked late
-        Change(None, 0, "backward"),
-        Change("a", 40 * MIB, "backward"),
+        StorageChange(None, 0, "load"),
+        StorageChange("a", 60 * MIB, "load"),
+        StorageChange(None, 0, "forward"),
+        StorageChange("b", 30 * MIB, "forward"),
+        StorageChange("b", 0, "backward"),  # booked late
+        StorageChange(None, 0, "backward"),
+        StorageChange("a", 40 * MIB, "backward"),
     ]
     assert replay(changes) == {
         "load": AllocatorPeak(60 * MIB, 60 * MIB),

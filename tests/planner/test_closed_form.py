@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from finetune.model.known_configs import full_config
-from finetune.planner.closed_form.estimate import RESERVED, estimate, unknown
-from finetune.planner.closed_form.rank import Job, read_strategy
+from finetune.planner.closed_form.estimate import RESERVED, estimate, unsupported
+from finetune.planner.closed_form.rank import RankSizes, read_strategy
 from finetune.planner.closed_form.shape import shape_of
+from finetune.planner.constants import LOSS_CHUNK_BYTES
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
 from tests.support.closed_form_points import closed, key_of, points, recipe_of, traced
@@ -79,13 +80,13 @@ def test_a_point_traced_now(point: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("model", WEIGHTS)
 def test_published_numbers_of_weights(model: str) -> None:
-    assert shape_of(recipe(model), full_config(model)[0]).total == WEIGHTS[model]
+    assert shape_of(recipe(model), full_config(model)[0]).total_weights == WEIGHTS[model]
 
 
 def test_adapters_as_peft_counts_them() -> None:
     job = recipe()
     shape = shape_of(job, full_config(job.model.name_or_path)[0])
-    assert shape.adapters * shape.layers == 41_943_040
+    assert shape.adapter_weights * shape.layers == 41_943_040
     only = recipe(lora=Lora(target_modules=["q_proj", "v_proj"]))
     assert {name: x.rank for name, x in shape_of(only, full_config(only.model.name_or_path)[0]).linears.items()} == {
         "q": 16, "k": 0, "v": 16, "o": 0, "gate": 0, "up": 0, "down": 0,
@@ -96,12 +97,12 @@ def test_what_a_layer_leaves_for_backward() -> None:
     """In bfloat16 throughout: T (16h + 4q + 4kv + 4n + 8f + 8) bytes, as can be counted by hand."""
     job = recipe(lora=None, training={"pure_bf16": True})
     h, q, kv, heads, inner, tokens = 4096, 4096, 1024, 32, 14336, 4096
-    kept = Job(job, full_config(job.model.name_or_path)[0], parse_gpus("80GB")).kept
-    assert kept == tokens * (16 * h + 4 * q + 4 * kv + 4 * heads + 8 * inner + 8)
+    saved_layer_bytes = RankSizes(job, full_config(job.model.name_or_path)[0], parse_gpus("80GB")).saved_layer_bytes
+    assert saved_layer_bytes == tokens * (16 * h + 4 * q + 4 * kv + 4 * heads + 8 * inner + 8)
 
 
 def test_components_and_phases_are_the_plans_own() -> None:
-    from finetune.planner.trace.timeline import COMPONENTS
+    from finetune.planner.constants import COMPONENTS
 
     job = recipe(quantization=Quantization(load_in_4bit=True))
     found = estimate(job, full_config(job.model.name_or_path)[0], parse_gpus("24GB"))
@@ -121,7 +122,7 @@ def test_components_and_phases_are_the_plans_own() -> None:
 )
 def test_what_has_no_closed_form_says_so(keys: dict[str, Any], reason: str) -> None:
     job = recipe(**keys)
-    assert reason in (unknown(job, full_config(job.model.name_or_path)[0], parse_gpus("24GB")) or "")
+    assert reason in (unsupported(job, full_config(job.model.name_or_path)[0], parse_gpus("24GB")) or "")
 
 
 def test_it_takes_no_time() -> None:
@@ -131,6 +132,12 @@ def test_it_takes_no_time() -> None:
     for _ in range(5):
         estimate(job, config, gpus)
     assert (time.process_time() - begun) / 5 < 0.05
+
+
+def test_the_loss_takes_chunks_of_the_size_that_is_planned() -> None:
+    from finetune.model.loss import CHUNK_BYTES
+
+    assert LOSS_CHUNK_BYTES == CHUNK_BYTES
 
 
 def test_it_needs_no_torch() -> None:

@@ -11,10 +11,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from finetune.planner.constants import CUBLAS_WORKSPACE
 from finetune.planner.depth.extrapolate import extrapolate, with_layers
 from finetune.planner.trace.cuda_dispatch import autocast_list
-from finetune.planner.trace.fake_device import NAME, pretend_device
-from finetune.planner.trace.kernel_workspaces import CUBLAS, TABLE
+from finetune.planner.trace.fake_device import DEVICE_NAME, pretend_device
+from finetune.planner.trace.kernel_workspaces import WORKSPACES
 from finetune.planner.trace.timeline import PhaseMemory, Timeline
 from finetune.planner.trace.trace import trace
 from finetune.recipe.strategy import read_strategy
@@ -38,7 +39,7 @@ def test_autocast_is_that_of_cuda() -> None:
     assert {"linear", "matmul", "scaled_dot_product_attention"} <= {
         name for name, _ in autocast_list("LOWER_PRECISION_FP")
     }
-    with FakeTensorMode(), torch.autocast(NAME, dtype=BF16):
+    with FakeTensorMode(), torch.autocast(DEVICE_NAME, dtype=BF16):
         half, full = tensor(4, 8), tensor(8, 8, dtype=F32)
         found = {
             "linear": F.linear(half, full),
@@ -59,10 +60,10 @@ def test_autocast_is_that_of_cuda() -> None:
 def test_autocast_keeps_a_weights_cast_until_it_ends() -> None:
     with FakeTensorMode():
         weight = torch.nn.Parameter(tensor(8, 8, dtype=F32))
-        with torch.autocast(NAME, dtype=BF16):
+        with torch.autocast(DEVICE_NAME, dtype=BF16):
             first, second = (F.linear(tensor(4, 8), weight).grad_fn for _ in range(2))
             assert cast_of(first) is cast_of(second)
-        with torch.autocast(NAME, dtype=BF16):
+        with torch.autocast(DEVICE_NAME, dtype=BF16):
             assert cast_of(F.linear(tensor(4, 8), weight).grad_fn) is not cast_of(first)
 
 
@@ -100,7 +101,7 @@ def test_workspaces_by_hand() -> None:
     """Llama 3 8B: 32 heads, 8 of keys, of 128; 4,000 tokens, of two documents."""
 
     def bytes_of(name: str, *args: Any) -> int:
-        return TABLE[name][0](*args)
+        return WORKSPACES[name][0](*args)
 
     with FakeTensorMode():
         q, k = tensor(1, 32, 4000, 128), tensor(1, 8, 4000, 128)
@@ -122,13 +123,15 @@ def test_workspaces_by_hand() -> None:
 def test_a_gpus_trace_has_the_same_weights_and_states(packed: bool, folder: Path) -> None:
     case = Case("full", "bf16", 1, packed=packed, tied=False, micro_steps=2)
     here, there = traced(case, folder, gpu=False), traced(case, folder, gpu=True)
-    on_cpu, on_gpu, host = (timeline.phases(kind) for timeline, kind in ((here, "cpu"), (there, NAME), (there, "cpu")))
+    on_cpu, on_gpu, host = (
+        timeline.phases(kind) for timeline, kind in ((here, "cpu"), (there, DEVICE_NAME), (there, "cpu"))
+    )
     assert list(on_gpu) == list(on_cpu)
     for component in ("parameters", "gradients", "optimizer state"):
         assert on_gpu["step"].peak.parts[component] == on_cpu["step"].peak.parts[component]
     # Two workspaces: forward's thread and backward's.
     assert on_gpu["step"].peak.parts["other"] - on_cpu["step"].peak.parts["other"] == pytest.approx(
-        2 * CUBLAS, abs=2048
+        2 * CUBLAS_WORKSPACE, abs=2048
     )
     # On the host are batches, in pinned memory and not, and what is written to disk.
     assert all(set(host[phase].peak.parts) <= {"other"} for phase in host)
@@ -138,7 +141,7 @@ def test_a_gpus_trace_has_the_same_weights_and_states(packed: bool, folder: Path
 
 def traced(case: Case, folder: Path, *, gpu: bool, strategy: str = "single", ranks: int = 1) -> Timeline:
     ways = read_strategy(strategy)
-    return trace(case.recipe(folder), ways, case.batches(), ranks=ranks, gpu=gpu, cublas=CUBLAS).timeline
+    return trace(case.recipe(folder), ways, case.batches(), ranks=ranks, gpu=gpu, cublas=CUBLAS_WORKSPACE).timeline
 
 
 @pytest.mark.slow
@@ -146,7 +149,7 @@ def test_sharded_weights_come_from_the_host(folder: Path) -> None:
     case = Case("full", "bf16", 0, packed=True, tied=False, micro_steps=1)
     timeline = traced(case, folder, gpu=True, strategy="fsdp2", ranks=8)
     single = traced(case, folder, gpu=False).phases("cpu")["load"].end["parameters"]
-    host, device = timeline.phases("cpu"), timeline.phases(NAME)
+    host, device = timeline.phases("cpu"), timeline.phases(DEVICE_NAME)
     assert host["load"].peak.nbytes == pytest.approx(single, rel=0.01)
     assert host["forward"].peak.nbytes < 20_000
     assert device["step"].peak.parts["parameters"] == pytest.approx(single / 8, rel=0.1)
@@ -177,8 +180,8 @@ def test_deep_from_shallow_on_a_gpu(method: str, strategy: str, ranks: int, fold
         smaller = with_layers(recipe, config, layers, tmp_path)
         return trace(smaller, read_strategy(strategy), case.batches(), ranks=ranks, gpu=True).timeline
 
-    whole: dict[str, PhaseMemory] = timeline_of(9).phases(NAME)
-    found = extrapolate(timeline_of, 9, NAME)
+    whole: dict[str, PhaseMemory] = timeline_of(9).phases(DEVICE_NAME)
+    found = extrapolate(timeline_of, 9, DEVICE_NAME)
     del whole["load"]  # its largest tensor comes first in a shallow model, and is not the peak of a deep one
     for name, phase in whole.items():
         assert found[name].peak.nbytes == pytest.approx(phase.peak.nbytes, rel=1e-5), name

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.measure.collectives import CollectiveStats
 from finetune.measure.phases import Phases
-from finetune.planner.roofline import Chip, Layout, scaled, speed
-from finetune.planner.trace.flops import Operation, StepWork, Work, at_depth, per_step
+from finetune.planner.roofline import Chip, Layout, scaled_step_times, step_time
+from finetune.planner.trace.flops import Operation, OperationCounter, StepWork, per_step, work_at_depth
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ def model(layers: int = 3, *, recompute: bool = False, frozen: bool = False) -> 
 
 def counted(made: nn.Module) -> tuple[StepWork, int]:
     phases = Phases(CPU, enabled=False)
-    with Work(phases) as work, FlopCounterMode(display=False) as torchs:
+    with OperationCounter(phases) as work, FlopCounterMode(display=False) as torchs:
         with phases("forward"):
             loss = made(input_ids=torch.arange(14).view(2, 7), use_cache=False).logits.sum()
         with phases("backward"):
@@ -82,7 +82,7 @@ def test_products_of_quantised_weights_are_products(bits: int) -> None:
 
 def test_depth_is_a_line() -> None:
     by_layers = {layers: counted(model(layers))[0] for layers in (2, 3, 6)}
-    grown = at_depth({2: by_layers[2], 3: by_layers[3]}, 6)
+    grown = work_at_depth({2: by_layers[2], 3: by_layers[3]}, 6)
     for phase in ("forward", "backward"):
         assert grown.flops(phase) == pytest.approx(by_layers[6].flops(phase))
         assert grown.nbytes(phase) == pytest.approx(by_layers[6].nbytes(phase))
@@ -90,7 +90,7 @@ def test_depth_is_a_line() -> None:
 
 def operations(run: Any) -> Counter[Operation]:
     phases = Phases(CPU, enabled=False)
-    with Work(phases) as work, phases("forward"):
+    with OperationCounter(phases) as work, phases("forward"):
         run()
     return work.operations
 
@@ -131,18 +131,18 @@ LAYOUT = Layout(ranks=2, node=4, tokens=10, rows=6, layers=4)
 
 
 def test_the_roofline_by_hand() -> None:
-    found = speed(WORK, CHIP, LAYOUT, LAYOUT)
+    found = step_time(WORK, CHIP, LAYOUT, LAYOUT)
     assert (found.forward, found.backward, found.update) == (15.0, 30.0, 4.0)
     assert found.communication == 3 * 2 * 4.0, "half of 64 bytes at 8 a second, twice in each micro-step"
     # Of four layers' collectives one runs alone; the other three seconds hide behind 3.75 and 7.5 of computation.
     assert found.exposed == 3 * 2 * 1.0
     assert found.tokens_per_second == pytest.approx(60 / 55)
     once = Layout(**{**vars(LAYOUT), "reduces_once": True})
-    assert speed(WORK, CHIP, once, once).exposed == 3 * 1.0 + 1.0
+    assert step_time(WORK, CHIP, once, once).exposed == 3 * 1.0 + 1.0
 
 
 def test_the_scale() -> None:
-    found = list(scaled(WORK, CHIP, LAYOUT))
+    found = list(scaled_step_times(WORK, CHIP, LAYOUT))
     assert [each.layout.ranks for each in found] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     assert [each.layout.micro_steps for each in found[:4]] == [6, 3, 2, 1]
     assert found[0].exposed == found[0].communication == 0, "one rank has nobody to speak to"
@@ -156,6 +156,6 @@ def test_copies_speak_over_the_slow_link_and_shards_do_not() -> None:
     between = StepWork(
         WORK.operations, {"backward": {"all_reduce": CollectiveStats(1, 32), "reduce_scatter": CollectiveStats(1, 64)}}
     )
-    found = speed(between, CHIP, hybrid, hybrid)
+    found = step_time(between, CHIP, hybrid, hybrid)
     assert found.communication == pytest.approx(2 * 32 / 2 / 2 + 64 * 3 / 4 / 8)
-    assert [each.layout.copies for each in scaled(between, CHIP, hybrid)] == [2, 4, 8, 16, 32, 64, 128]
+    assert [each.layout.copies for each in scaled_step_times(between, CHIP, hybrid)] == [2, 4, 8, 16, 32, 64, 128]

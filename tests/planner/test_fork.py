@@ -1,4 +1,4 @@
-"""Works in forked children: what comes back, what is raised, and when there is no fork."""
+"""Functions in forked children: their results, their errors, and when there is no fork."""
 
 from __future__ import annotations
 

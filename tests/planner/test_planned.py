@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from finetune.planner.constants import COMPONENTS
 from finetune.planner.trace.fake_model import host_pages, no_data
-from finetune.planner.trace.timeline import COMPONENTS
 from finetune.planner.trace.trace import trace
 from finetune.recipe.strategy import read_strategy
 from tests.support.planned import Case, cases, differences, models, planned, tracked, tracked_on_ranks

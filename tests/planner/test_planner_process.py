@@ -14,7 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
-from finetune.planner.run_planner import LOWEST, asked_for, batches_of, changes, planned, read_question
+from finetune.planner.run_planner import (
+    LOWEST_PRIORITY,
+    batches_of,
+    fitting_changes,
+    planned,
+    read_request,
+    request_for,
+)
 from finetune.recipe.schema import Recipe
 from finetune.train import main
 from finetune.training.memory_report import describe_memory
@@ -55,7 +62,7 @@ REQUEST = PlanRequest(
 
 
 def test_a_request_survives_json() -> None:
-    assert read_question(json.loads(json.dumps(asdict(REQUEST)))) == REQUEST
+    assert read_request(json.loads(json.dumps(asdict(REQUEST)))) == REQUEST
 
 
 def test_batches_are_the_runs_own_but_for_what_stands_in_them() -> None:
@@ -69,11 +76,11 @@ def test_batches_are_the_runs_own_but_for_what_stands_in_them() -> None:
 
 def test_another_recipe_has_the_runs_rows_as_it_deals_and_cuts_them(write: Write) -> None:
     recipe = Recipe.model_validate_json(write().read_text())
-    assert asked_for(REQUEST, recipe).documents == REQUEST.documents
+    assert request_for(REQUEST, recipe).documents == REQUEST.documents
     shorter = recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": 10})})
-    assert asked_for(REQUEST, shorter).documents == (((7, 3), (9,)),)
+    assert request_for(REQUEST, shorter).documents == (((7, 3), (9,)),)
     fewer = recipe.training.model_copy(update={"per_device_batch_size": 1})
-    assert asked_for(REQUEST, recipe.model_copy(update={"training": fewer})).documents == (((7, 5),),)
+    assert request_for(REQUEST, recipe.model_copy(update={"training": fewer})).documents == (((7, 5),),)
 
 
 @pytest.mark.slow
@@ -81,10 +88,10 @@ def test_changes_are_planned_again(write: Write) -> None:
     recipe = write(training={"per_device_batch_size": 2})
     asks = replace(REQUEST, recipe=recipe.read_text(), documents=(((100,), (90,)),), memory=2**40)
     needed = planned(asks)[2]
-    found = {change["change"]: change["needed_bytes"] for change in changes(asks)}
+    found = {change["change"]: change["needed_bytes"] for change in fitting_changes(asks)}
     assert list(found) == ["training.per_device_batch_size=1", "data.max_length=64"], "all is recomputed already"
     assert all(0 < nbytes < needed for nbytes in found.values())
-    assert changes(replace(asks, memory=min(found.values()) - 1)) == []
+    assert fitting_changes(replace(asks, memory=min(found.values()) - 1)) == []
 
 
 def test_what_cannot_be_planned_is_an_answer() -> None:
@@ -148,7 +155,7 @@ def test_no_planner_outlives_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert run.stdout is not None
         planner = psutil.Process(int(run.stdout.readline()))
         end = time.monotonic() + 60
-        while planner.nice() != LOWEST:  # it has begun, and asked the kernel for its end
+        while planner.nice() != LOWEST_PRIORITY:  # it has begun, and asked the kernel for its end
             assert time.monotonic() < end
             time.sleep(0.01)
         run.kill()

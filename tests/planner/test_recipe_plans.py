@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from finetune.model.known_configs import full_config
-from finetune.planner.closed_form.estimate import estimate, unknown
+from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.recipe.gpus import gpus_of
 from finetune.recipe.loader import load_recipe
 from tests.support.recipe_plans import NAME, in_readme, plan, table
@@ -24,7 +24,7 @@ def closed_ones() -> dict[str, int]:
     for name, path in recipes().items():
         recipe = load_recipe(path).recipe
         gpus, config = gpus_of(recipe.budget), full_config(recipe.model.name_or_path)[0]
-        if gpus is not None and unknown(recipe, config, gpus) is None:
+        if gpus is not None and unsupported(recipe, config, gpus) is None:
             found[name] = estimate(recipe, config, gpus).needed
     return found
 

@@ -14,10 +14,10 @@ import pytest
 from finetune.errors import FinetuneError
 from finetune.model.known_configs import HUB_NAMES, full_config
 from finetune.planner import pick
-from finetune.planner.closed_form.estimate import estimate, unknown
+from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.planner.explain import explain
 from finetune.planner.remedies import LENGTH, ROWS, _edge, largest, remedies, spare
-from finetune.planner.variants import changed, smaller
+from finetune.planner.variants import changed, smaller_variants
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
@@ -44,7 +44,7 @@ class Planner:
 
     def __call__(self, recipe: Recipe, gpus: Gpus) -> Planned:
         self.asked.append(recipe)
-        if why := unknown(recipe, config_of(recipe), gpus):
+        if why := unsupported(recipe, config_of(recipe), gpus):
             raise FinetuneError(why)
         needed = estimate(recipe, config_of(recipe), gpus).needed
         return Planned(needed, needed <= gpus.memory)
@@ -79,7 +79,7 @@ def test_changes_that_fit(name: str, gpus: str) -> None:
         assert changed(recipe, remedy.changes) in plan.asked, "shown, and never planned"
     for first, second in pairwise(found):
         assert not second.changes.keys() >= first.changes.keys()
-    costs = {variant.words(): variant.cost for variant in smaller(recipe, room)}
+    costs = {variant.words(): variant.cost for variant in smaller_variants(recipe, room)}
     assert [costs[remedy.words] for remedy in found] == sorted(costs[remedy.words] for remedy in found)
 
 
@@ -141,7 +141,7 @@ def test_the_edge_is_found_from_near_in_few_plans() -> None:
 def hold_the_pick(model: str, budget: str) -> bool:
     """Whether something was picked; it surely fits, or nothing does."""
     config, room = full_config(model)[0], parse_gpus(budget)
-    picked = next(pick.picks(model, config, room), None)
+    picked = next(pick.fitting_recipes(model, config, room), None)
     if picked is None:
         left = pick.last_resorts(model, config, room)
         assert bool(left) == (pick.smallest(model, config, room) <= room.memory), f"{model} on {budget}"
@@ -166,7 +166,7 @@ def test_picks_of_all_models_and_budgets() -> None:
 
 def test_what_was_picked_is_a_recipe(tmp_path: Path) -> None:
     model, room = "meta-llama/Llama-3.1-8B-Instruct", parse_gpus("2x24GB")
-    picked = next(pick.picks(model, full_config(model)[0], room))
+    picked = next(pick.fitting_recipes(model, full_config(model)[0], room))
     file = tmp_path / "mine.yaml"
     file.write_text(pick.commented(picked, 20 * 2**30, room))
     written = load_recipe(file).recipe

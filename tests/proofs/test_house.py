@@ -26,8 +26,8 @@ FLOORS = [
     ["planner", "preflight", "finished_run", "train"],
     ["cli"],
 ]
-# The same within the planner; "planner" are the modules beside its three folders.
-PLANNER_FLOORS = [["planner.trace", "planner.closed_form"], ["planner.depth"], ["planner"]]
+# The same within the planner; "planner" are the modules beside its three folders, but for its constants.
+PLANNER_FLOORS = [["planner.constants"], ["planner.trace", "planner.closed_form"], ["planner.depth"], ["planner"]]
 # These import no torch, not through others either, so that checking a recipe, listing recipes and help are instant.
 LIGHT = """
 errors output_stream paths redaction files train
@@ -77,6 +77,8 @@ def room(module: str) -> str:
 
 def planner_room(module: str) -> str:
     folder = module.rpartition(".")[0]
+    if module == "planner.constants":
+        return module
     return folder if folder.startswith("planner.") else "planner"
 
 

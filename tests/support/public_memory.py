@@ -27,17 +27,17 @@ from torch import _meta_registrations, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from finetune.model.known_configs import CONFIGS
+from finetune.planner.constants import CUBLAS_WORKSPACE, GIB
 from finetune.planner.depth.caching_allocator import CachingAllocator
-from finetune.planner.depth.repeat_layers import Change, repeat_layers
-from finetune.planner.trace.fake_device import NAME, pretend_device
-from finetune.planner.trace.fake_model import fill, no_data
-from finetune.planner.trace.kernel_workspaces import CUBLAS, Workspaces
+from finetune.planner.depth.repeat_layers import StorageChange, repeat_layers
+from finetune.planner.trace.fake_device import DEVICE_NAME, pretend_device
+from finetune.planner.trace.fake_model import fill_with_fakes, no_data
+from finetune.planner.trace.kernel_workspaces import Workspaces
 from finetune.planner.trace.recorder import Recorder, Tagging
 from finetune.planner.trace.timeline import Timeline
 from tests.support.cells import ROOT
 
 POINTS = ROOT / "benchmarks" / "peft_l40s.json"
-GIB = 2**30
 ROWS = 4
 LONGEST, MEAN = 668, 219
 LAYERS, DEEP = 5, 28
@@ -107,14 +107,14 @@ def timeline_of(adapter: dict[str, Any] | None, lengths: Sequence[int], layers: 
         for each in (
             factors_as_on_cuda(),
             moved_without_swapping(),
-            Workspaces(recorder, device, CUBLAS),
+            Workspaces(recorder, device, CUBLAS_WORKSPACE),
             Tagging(recorder, gloo=False),
         ):
             inside.enter_context(each)
         with recorder.phases("load"):
             model = made or build(adapter, layers, device)
             if real:
-                fill(model, device)
+                fill_with_fakes(model, device)
             model.train()
             optimizer = torch.optim.AdamW(model.parameters())
         with recorder.modules(model, None):
@@ -144,11 +144,11 @@ def step(
         optimizer.step()
 
 
-def at_ends(changes: Sequence[Change]) -> list[tuple[int, int]]:
+def at_ends(changes: Sequence[StorageChange]) -> list[tuple[int, int]]:
     """Bytes allocated and reserved at the end of each step; the cache is emptied then."""
     allocator, found = CachingAllocator(), list[tuple[int, int]]()
     before = ""
-    for storage, nbytes, phase, stream in [*changes, Change(None, 0, "end")]:
+    for storage, nbytes, phase, stream in [*changes, StorageChange(None, 0, "end")]:
         if before == "step" and phase != "step":
             found.append((allocator.allocated, allocator.reserved))
             allocator.empty_cache()
@@ -162,7 +162,7 @@ def at_ends(changes: Sequence[Change]) -> list[tuple[int, int]]:
 def planned(adapter: dict[str, Any] | None, layers: int = LAYERS, *, real: bool = False) -> tuple[int, int]:
     """Bytes allocated at the end of a mean step, and reserved at that of the longest."""
     timeline = timeline_of(adapter, (MEAN, MEAN, LONGEST), layers, real=real)
-    _, mean, longest = at_ends(list(repeat_layers(timeline, NAME, layers, DEEP)))
+    _, mean, longest = at_ends(list(repeat_layers(timeline, DEVICE_NAME, layers, DEEP)))
     return mean[0], longest[1]
 
 

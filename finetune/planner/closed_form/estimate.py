@@ -1,27 +1,34 @@
-"""A plan by arithmetic: no torch, a few milliseconds, so that thousands of variants can be looked through.
+"""A plan by arithmetic: no torch, a few milliseconds, so that thousands of variants can be searched.
 
-The same phases and components as the trace; `tests/planner/test_closed_form.py` compares the two. Each phase's peak is
+The same phases and components as the trace; tests/planner/test_closed_form.py compares the two. Each phase's peak is
 the largest of a few moments.
+
+    shape.py     the sizes of the model's matrices, from config.json
+    layer.py     the tensors of one layer, step by step
+    rank.py      the tensors that one rank holds: weights, gradients, AdamW's state, gathered weights
+    peaks.py     the moments of forward and backward at which these add up to a peak
+    estimate.py  the largest moment of each phase
+
+Each of them says at its top how to add a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.planner.closed_form.layer import HALF
-from finetune.planner.closed_form.peaks import backward, forward
-from finetune.planner.closed_form.rank import Job, Parts, read_strategy
+from finetune.planner.closed_form.peaks import Bytes, backward, forward
+from finetune.planner.closed_form.rank import RankSizes, read_strategy
 from finetune.planner.closed_form.shape import FAMILIES
+from finetune.planner.constants import COMMUNICATION_BUFFERS, CUDA_CONTEXT, GRADIENTS, HALF, NCCL_BUFFERS, PARAMETERS
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 
-CONTEXT, NCCL = 500_000_000, 700_000_000  # job.py
-# What the allocator may hold beside what is needed, as a part of that: the most that it held in the replays of the grid
-# of benchmarks/closed_form.py, with all the room it asked for, rounded up. Sharding frees and takes large buffers of
-# different sizes all the time, on streams of their own; its most is a 7B model on 64 GPUs, which needs 5 GiB of each.
+# What the allocator may reserve besides what is needed, as a share of that: the most that it reserved in the replays of
+# the grid of benchmarks/closed_form.py, with all the room it asked for, rounded up. Sharding frees and allocates large
+# buffers of different sizes all the time, on several streams; its most is a 7B model on 64 GPUs, of 5 GiB each.
 RESERVED = {"single": 0.18, "ddp": 0.14, "fsdp": 0.42}
 
 
@@ -29,9 +36,9 @@ RESERVED = {"single": 0.18, "ddp": 0.14, "fsdp": 0.42}
 class Estimate:
     """What a recipe takes on one rank's GPU: bytes by component at the peak of each phase."""
 
-    phases: dict[str, Parts]
-    outside: Parts
-    reserved: float = 0.0  # of what is needed, beside it, at most
+    phases: dict[str, dict[str, int]]
+    outside: dict[str, int]  # not of tensors
+    reserved: float = 0.0  # by the allocator besides what is needed, at most: a share of that
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -39,16 +46,16 @@ class Estimate:
 
     @property
     def needed(self) -> int:
-        """Bytes of tensors at the largest peak, and what lies beside them."""
+        """Bytes of tensors at the largest peak, and those outside of tensors."""
         return max(self.peaks.values()) + sum(self.outside.values())
 
     @property
     def upper(self) -> int:
-        """What surely suffices: what is needed, and what the allocator may hold beside it."""
+        """Bytes that surely suffice: those needed, and what the allocator may reserve besides."""
         return int(self.needed * (1 + self.reserved))
 
 
-def unknown(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -> str | None:
+def unsupported(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -> str | None:
     """Why there is no closed form for this recipe; None where there is one."""
     strategy, training, lora = read_strategy(recipe.accelerate_config), recipe.training, recipe.lora
     if gpus is None:
@@ -73,34 +80,35 @@ def unknown(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -> str
 
 
 def estimate(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Estimate:
-    """Estimate one rank. Only for recipes of which `unknown` says None."""
-    job = Job(recipe, config, gpus)
-    phases = {
-        "load": _load(job),
-        "forward": _largest(forward(job)),
-        "backward": _largest(backward(job)),
-        "step": job.static | {"gradients": job.gradients},
-        "save": job.static,
+    """Estimate one rank. Only for recipes for which `unknown` returns None."""
+    rank = RankSizes(recipe, config, gpus)
+    phases: dict[str, Mapping[str, int]] = {
+        "load": _load(rank),
+        "forward": _largest(forward(rank)),
+        "backward": _largest(backward(rank)),
+        "step": rank.static | {GRADIENTS: rank.gradient_bytes},
+        "save": rank.static,
     }
-    outside = {"CUDA context": CONTEXT} | ({"NCCL": NCCL} if job.ranks > 1 else {})
-    held = {name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}
-    return Estimate(held, outside, RESERVED[job.strategy.kind])
+    outside = {"CUDA context": CUDA_CONTEXT} | ({"NCCL": NCCL_BUFFERS} if rank.ranks > 1 else {})
+    nonzero = {name: {part: size for part, size in parts.items() if size} for name, parts in phases.items()}
+    return Estimate(nonzero, outside, RESERVED[rank.strategy.kind])
 
 
-def _largest(moments: Iterator[Parts]) -> Parts:
-    return max(moments, key=lambda parts: sum(parts.values()))
+def _largest(moments: Iterable[Bytes]) -> Bytes:
+    return max(moments, key=Bytes.total)
 
 
-def _load(job: Job) -> Parts:
-    shape = job.shape
-    if not job.sharded:
-        return {"parameters": job.parameters} | job.buckets
-    # Each tensor lies whole on rank 0's GPU while it is cut: embeddings first, the head last.
-    width = job.width if job.full else HALF
-    first = width * job.cut(shape.vocabulary, shape.hidden)
-    last = shape.linears["down"].weights // (4 if job.four_bit else 1) if shape.tied else shape.table
+def _load(rank: RankSizes) -> Mapping[str, int]:
+    shape = rank.shape
+    if not rank.sharded:
+        return {PARAMETERS: rank.parameter_bytes} | rank.ddp_buckets
+    # Rank 0 holds each tensor unsharded while it scatters it: the embeddings first, the head or the last matrix last.
+    width = rank.trained_weight_bytes if rank.base_trained else HALF
+    table = shape.embedding_weights  # [vocabulary, h]
+    last = shape.linears["down"].weights // (4 if rank.four_bit else 1) if shape.tied else table
+    first_shard = width * rank.shard_of(shape.vocabulary, shape.hidden)
     moments = [
-        {"parameters": first, "communication buffers": width * shape.table},
-        {"parameters": job.parameters, "communication buffers": width * last},
+        Bytes({PARAMETERS: first_shard, COMMUNICATION_BUFFERS: width * table}),
+        Bytes({PARAMETERS: rank.parameter_bytes, COMMUNICATION_BUFFERS: width * last}),
     ]
-    return _largest(iter(moments))
+    return _largest(moments)

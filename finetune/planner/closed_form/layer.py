@@ -1,9 +1,19 @@
-"""What one decoder layer holds in GPU memory, step by step: what each step leaves for backward, and what it takes while
-it runs, forward and backward. Bytes, by arithmetic.
+"""The bytes of one decoder layer, step by step: what each step saves for backward, and what is allocated while it runs.
 
-Written from transformers' Llama layer, peft's LoRA layer and CUDA's autocast lists, as they stand in an installation;
-`tests/planner/test_closed_form.py` compares it with the trace, which runs them. Names of sizes: h hidden, f inner,
-q queries, k keys, n heads, t tokens. `2 * t * h` are t x h numbers of two bytes.
+Written from transformers (models/llama/modeling_llama.py: LlamaDecoderLayer, LlamaRMSNorm, LlamaMLP,
+apply_rotary_pos_emb), peft (tuners/lora/layer.py: Linear.forward), bitsandbytes (autograd/_functions.py: MatMul4Bit)
+and CUDA's autocast lists (ATen/autocast_mode.h). tests/planner/test_closed_form.py compares it with the trace, which
+runs them. Shapes: T tokens, h hidden, f inner, q = heads x head size, k = key-value heads x head size, r rank.
+
+To add a tensor: find the step that makes it, and write one line with its shape, times HALF or FLOAT32 bytes.
+
+    saved_for_backward     it lives until this step's own backward: an input or output that autograd saves
+    forward_transient      it is there when the step ends forward, and nothing saves it: a result, a float32 copy
+    backward_transient     it is there while the step's backward runs: gradients of its inputs and outputs
+
+A transient that several steps see (a norm's output, the gradient that bypasses attention) is added to each of them, as
+`norm_output` and `residual_gradient` are below. Then run tests/planner/test_closed_form.py; where the trace has another
+figure, `finetune plan RECIPE --json` shows the trace's bytes by component.
 """
 
 from __future__ import annotations
@@ -11,163 +21,254 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from finetune.planner.closed_form.shape import Linear, Shape
-
-HALF, FLOAT32 = 2, 4
-FLASH_BLOCK = 128  # rows that a block of flash attention's backward works on
-QUANTISED_BLOCK = 64  # weights to a scale
+from finetune.planner.closed_form.shape import QUANTISED_BLOCK, Linear, Shape
+from finetune.planner.constants import FLASH_BLOCK, FLOAT32, HALF
 
 
 @dataclass(frozen=True)
-class Way:
-    """How numbers flow through a layer."""
+class LayerNumerics:
+    """The tokens of a micro-batch, and the number formats in which a layer computes them."""
 
     tokens: int
-    rows: int  # documents, or rows of a batch
-    stream: int  # bytes of a number between layers: 4 where float32 weights are cast at each use
-    trained: bool  # the layer's own weights are
-    wide: bool  # adapters are float32 and cast at each use
+    documents: int  # rows of the batch; flash attention begins a new block at each
+    residual_bytes: int  # of a number between layers: 4 where autocast casts float32 weights at each use, else 2
+    base_trained: bool  # the layer's own weights, not adapters
+    adapters_cast: bool  # adapters are float32, and autocast casts them at each use
     four_bit: bool
-    whole_gradients: bool  # backward leaves a layer's gradients whole, for a strategy that reduces layer by layer
+
+    @property
+    def casts_residual(self) -> bool:
+        """Whether the residual is float32, so that each matrix product casts its input to bfloat16."""
+        return self.residual_bytes == FLOAT32
 
 
 @dataclass(frozen=True)
-class Step:
-    """One part of a layer, in bytes.
+class LayerStep:
+    """One step of a layer; all sizes in bytes.
 
-    `kept` (activations) and `casts` (of weights) stay until this step's backward. `ahead` is what else lives while it
-    runs forward, from the layer's beginning on, beside its input; `again`, while it is recomputed, where that is less:
-    it stops as soon as all is there that backward needs; `back`, what else lives while it runs backward. `unpacked` are
-    4-bit weights, written out for a part of the step, while `beside` lives forward. `gradients` of weights, in the
-    computation's number format.
+    `saved_for_backward` (activations) and `cast_weights` live until this step's backward. `forward_transient` lives
+    besides them when the step ends forward, without the layer's input. `recompute_transient` replaces it during
+    recomputation, where that is less: recomputation stops as soon as everything that backward needs is there; 0: the
+    same. `backward_transient` lives while the step's backward runs. `dequantised_weights` are 4-bit weights in
+    bfloat16, for a part of the step; forward, `dequantise_transient` lives at that time. `weight_gradients` are those
+    that the step's backward makes, in the computation's number format.
     """
 
     name: str
-    kept: int = 0
-    casts: int = 0
-    ahead: int = 0
-    back: int = 0
-    again: int = 0
-    unpacked: int = 0
-    beside: int = 0
-    gradients: int = 0
+    saved_for_backward: int = 0
+    cast_weights: int = 0
+    forward_transient: int = 0
+    backward_transient: int = 0
+    recompute_transient: int = 0
+    dequantised_weights: int = 0
+    dequantise_transient: int = 0
+    weight_gradients: int = 0
 
 
-def layer_steps(shape: Shape, way: Way) -> list[Step]:
+def layer_steps(shape: Shape, numerics: LayerNumerics) -> list[LayerStep]:
     """The steps in forward's order."""
-    return [*_attention_half(shape, way), *_mlp_half(shape, way)]
+    return [*_attention_half(shape, numerics), *_mlp_half(shape, numerics)]
 
 
-def _attention_half(shape: Shape, way: Way) -> Iterator[Step]:
-    t, s = way.tokens, way.stream
-    h, q, k = shape.hidden, shape.queries, shape.keys
-    wide = s == FLOAT32
-    # Alive all the while beside the layer's input: its norm, which the decoder layer's frame holds.
-    held, gradient = 0 if _keeps_norm(shape, way, "qkv") else s * t * h, s * t * h
-    yield _norm("norm1", shape, way, "qkv", 0)
-    done = 0
+def _residual(shape: Shape, numerics: LayerNumerics) -> int:
+    """[T, h] in the residual's format: hidden states between layers, a norm's output, and the gradients of both."""
+    return numerics.residual_bytes * numerics.tokens * shape.hidden
+
+
+def _attention_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep]:
+    tokens, residual_bytes, float32_residual = numerics.tokens, numerics.residual_bytes, numerics.casts_residual
+    residual = _residual(shape, numerics)
+    residual_gradient = residual  # [T, h], which bypasses attention
+    # [T, h]: LlamaDecoderLayer.forward refers to it until attention returns; counted here unless q, k, v save it.
+    norm_output = 0 if _norm_output_saved(shape, numerics, "qkv") else residual
+    queries = HALF * tokens * shape.query_size  # [T, q] bfloat16
+    keys_values = HALF * tokens * 2 * shape.key_size  # [T, k] bfloat16 each
+    log_sums = FLOAT32 * tokens * shape.heads  # [heads, T] float32: logsumexp of each row of scores
+
+    yield _rms_norm("norm1", shape, numerics, users="qkv", layer_input=0)
+    projected = 0  # [T, q] and [T, k] bfloat16, as far as they are computed; backward has their gradients instead
     for name in "qkv":
-        linear = shape.linears[name]
-        yield _linear(linear, way, ahead=held + done, back=gradient + 2 * s * t * h + done)
-        done += HALF * t * linear.outputs
+        # Backward: two more [T, h], the gradient of the norm's output and what this projection adds to it.
+        bypassing = residual_gradient + 2 * residual
+        yield _linear(shape.linears[name], numerics, norm_output + projected, bypassing + projected)
+        projected += HALF * tokens * shape.linears[name].outputs
     if shape.normed_heads:
-        # Each a norm over its heads: float32 copies, and what their own weights' gradients need.
-        extra = (FLOAT32 + HALF * way.trained) * t * (q + k) + FLOAT32 * t * (shape.heads + shape.groups)
-        yield Step("norm of heads", kept=extra, ahead=held + done + 10 * t * q, back=gradient + done + 20 * t * q)
-    rotated = s * t * (q + k)
-    yield Step("rope", ahead=held + done + 3 * s * t * q, back=gradient + 2 * done + 3 * s * t * q)
-    output = HALF * t * q
-    kept = HALF * t * (q + 2 * k) + output + FLOAT32 * t * shape.heads
-    back = gradient + output + HALF * t * (q + 2 * k) + FLOAT32 * t * shape.heads + _flash(shape, way)
-    yield Step("attention", kept=kept, ahead=held + rotated * wide, back=back)
-    yield _linear(
-        shape.linears["o"],
-        way,
-        ahead=held + rotated * wide,
-        back=gradient + (HALF * t * h if wide else 0) + output,
-        shared=True,
+        yield _norm_of_heads(shape, numerics, norm_output + projected, residual_gradient + projected)
+    rotated = residual_bytes * tokens * (shape.query_size + shape.key_size)  # [T, q + k] in the residual's format
+    # q * cos, rotate_half(q), and that times sin: [T, q] each, in the residual's format. Backward: gradients of q, k, v
+    # before and after the rotation, and three of [T, q] again.
+    rotating = 3 * residual_bytes * tokens * shape.query_size
+    yield LayerStep(
+        "rope",
+        forward_transient=norm_output + projected + rotating,
+        backward_transient=residual_gradient + 2 * projected + rotating,
+    )
+    output = queries  # [T, q] bfloat16
+    not_cast = rotated if float32_residual else 0  # the float32 queries and keys that attention's inputs were cast from
+    yield LayerStep(
+        "attention",
+        saved_for_backward=queries + keys_values + output + log_sums,
+        forward_transient=norm_output + not_cast,
+        # Gradients of the output [T, q], of queries [T, q], keys and values [T, k]; [heads, T] float32 sums once more.
+        backward_transient=residual_gradient + output + queries + keys_values + log_sums + _flash(shape, numerics),
+    )
+    # Backward: the gradient that enters, cast to bfloat16 [T, h] where it is float32, and one more [T, q].
+    entering = HALF * tokens * shape.hidden if float32_residual else 0
+    before_output = residual_gradient + entering + output
+    yield _linear(shape.linears["o"], numerics, norm_output + not_cast, before_output, input_saved=True)
+
+
+def _norm_of_heads(shape: Shape, numerics: LayerNumerics, forward_live: int, backward_live: int) -> LayerStep:
+    """Qwen3's RMSNorm over each head's queries and keys."""
+    tokens = numerics.tokens
+    saved = FLOAT32 * tokens * (shape.query_size + shape.key_size)  # [T, q + k] float32: the norms' inputs
+    saved += FLOAT32 * tokens * (shape.heads + shape.key_value_heads)  # [T, heads] float32: one root a head
+    if numerics.base_trained:
+        # [T, q + k] bfloat16: the normed heads, for the gradients of the norms' weights
+        saved += HALF * tokens * (shape.query_size + shape.key_size)
+    return LayerStep(
+        "norm of heads",
+        saved_for_backward=saved,
+        # Of the queries [T, q]: two float32 and one bfloat16 forward, five float32 backward.
+        forward_transient=forward_live + (2 * FLOAT32 + HALF) * tokens * shape.query_size,
+        backward_transient=backward_live + 5 * FLOAT32 * tokens * shape.query_size,
     )
 
 
-def _mlp_half(shape: Shape, way: Way) -> Iterator[Step]:
-    t, s = way.tokens, way.stream
-    h, inner = shape.hidden, HALF * way.tokens * shape.inner
-    wide = s == FLOAT32
-    entering = 0 if wide else s * t * h
-    held = entering + (0 if _keeps_norm(shape, way, ("gate", "up")) else s * t * h)
-    gradient = s * t * h
-    yield _norm("norm2", shape, way, ("gate", "up"), entering + (s * t * h if wide else 0))
-    yield _linear(shape.linears["gate"], way, ahead=held, back=2 * gradient + inner)
-    yield Step("silu", kept=inner, ahead=held + inner, back=2 * gradient + 2 * inner)
-    yield _linear(shape.linears["up"], way, ahead=held + inner, back=gradient + 2 * inner)
+def _mlp_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep]:
+    float32_residual = numerics.casts_residual
+    residual = _residual(shape, numerics)
+    residual_gradient = residual  # [T, h], which bypasses the MLP
+    inner = HALF * numerics.tokens * shape.inner  # [T, f] bfloat16
+    # [T, h], which is added to the MLP's output; a float32 one is the norm's input, counted as saved there.
+    mlp_input = 0 if float32_residual else residual
+    norm_output_saved = _norm_output_saved(shape, numerics, ("gate", "up"))
+    live = mlp_input + (0 if norm_output_saved else residual)  # from the norm to the MLP's end
+
+    yield _rms_norm("norm2", shape, numerics, users=("gate", "up"), layer_input=residual)
+    # Backward: the gradient of the norm's output [T, h] besides what bypasses the MLP, and gate's gradient [T, f].
+    yield _linear(shape.linears["gate"], numerics, live, 2 * residual_gradient + inner)
+    # Saves gate's output [T, f], makes silu(gate) [T, f]; backward: the gradients of both.
+    yield LayerStep("silu", inner, forward_transient=live + inner, backward_transient=2 * residual_gradient + 2 * inner)
+    # Backward: gradients of up's output and of silu(gate), [T, f] each.
+    yield _linear(shape.linears["up"], numerics, live + inner, residual_gradient + 2 * inner)
+    # Saves silu(gate) and up's output, makes their product [T, f]; backward: the gradients of all three.
+    yield LayerStep(
+        "product", 2 * inner, forward_transient=live + inner, backward_transient=residual_gradient + 3 * inner
+    )
     down = shape.linears["down"]
-    yield Step("product", kept=2 * inner, ahead=held + inner, back=gradient + 3 * inner)
-    product_kept = way.trained or (down.rank > 0 and not way.wide)
-    flowing = inner * (not product_kept)
-    last = _linear(down, way, ahead=held + flowing, back=gradient + HALF * t * h * wide, shared=True)
-    # Recomputed when the adapter's second product asks for what it kept, of which the gradient is scaled by then.
-    needed = 0 if way.trained or not down.rank else 2 * HALF * t * h + 2 * inner * way.wide
-    yield replace(last, kept=last.kept + inner * product_kept, again=held + flowing + needed)
-
-
-def _norm(name: str, shape: Shape, way: Way, users: tuple[str, ...] | str, entering: int) -> Step:
-    """RMSNorm: float32 inside, back in the stream's format before it is scaled by its weight."""
-    t, s, h = way.tokens, way.stream, shape.hidden
-    wide = s == FLOAT32
-    kept = FLOAT32 * t * h + FLOAT32 * t  # the input in float32, and one root a token
-    kept += s * t * h * way.trained  # the norm, for its weight's gradient
-    out = s * t * h
-    keeps_output = _keeps_norm(shape, way, users)
-    ahead = entering + (0 if wide else FLOAT32 * t * h + s * t * h * (not way.trained)) + out * (not keeps_output)
-    # Backward of x * rsqrt(mean(x^2)): five float32 tensors at once, beside the gradient that goes around the norm.
-    # What is kept of the norm for its weight and for its users is gone by then.
-    back = 5 * FLOAT32 * t * h + s * t * h - s * t * h * way.trained - out * keeps_output
-    return Step(name, kept + out * keeps_output, ahead=ahead, back=back)
-
-
-def _keeps_norm(shape: Shape, way: Way, users: tuple[str, ...] | str) -> bool:
-    """Whether the norm's output itself is what its users keep, rather than a cast of it each."""
-    if way.stream == FLOAT32:
-        return False
-    return way.trained or (not way.wide and any(shape.linears[name].rank for name in users))
-
-
-def _linear(linear: Linear, way: Way, *, ahead: int, back: int, shared: bool = False) -> Step:
-    """A matrix product and its adapter. `ahead` and `back` are what lives around it; `shared`: its input is in the
-    computation's format already and kept by another step."""
-    t, rank, given, made = way.tokens, linear.rank, linear.inputs, HALF * way.tokens * linear.outputs
-    unpacked = HALF * linear.weights + FLOAT32 * linear.weights // QUANTISED_BLOCK if way.four_bit else 0
-    if way.trained:
-        casting = way.stream == FLOAT32
-        kept = HALF * t * given if casting and not shared else 0
-        casts = HALF * linear.weights if casting else 0
-        took = HALF * t * given + kept  # where the input was cast its gradient is too
-        return Step(linear.name, kept, casts, ahead + made, back + took, gradients=HALF * linear.weights)
-    if not rank:
-        took = HALF * t * given
-        return Step(linear.name, ahead=ahead + made, back=back + took, unpacked=unpacked, beside=ahead + made)
-    kept, casts, widened = HALF * t * rank, 0, 0
-    if way.wide:
-        kept += HALF * t * given  # the adapter's input, cast down again
-        casts = HALF * linear.adapter
-        widened = FLOAT32 * t * given
-    # The base's product, the adapter's, that times its scale; the sum comes when one of them is gone.
-    took = max(made, 2 * HALF * t * given)
-    return Step(
-        linear.name,
-        kept,
-        casts,
-        ahead=ahead + widened + 3 * made,
-        back=back + took,
-        unpacked=unpacked,
-        beside=ahead + made,
-        gradients=HALF * linear.adapter,
+    # [T, f] bfloat16: the product is saved by down itself where a weight's gradient needs it as it is.
+    product_saved = numerics.base_trained or (down.rank > 0 and not numerics.adapters_cast)
+    product = 0 if product_saved else inner
+    entering = HALF * numerics.tokens * shape.hidden if float32_residual else 0  # [T, h]: down's gradient, cast
+    step = _linear(down, numerics, live + product, residual_gradient + entering, input_saved=True)
+    needed = 0
+    if down.rank and not numerics.base_trained:
+        # Recomputation ends when lora_B asks for its input. By then there are the base's result and the gradient
+        # times the adapter's scale, [T, h] each, and of a cast adapter the float32 input [T, f].
+        needed = 2 * HALF * numerics.tokens * shape.hidden + (2 * inner if numerics.adapters_cast else 0)
+    yield replace(
+        step,
+        saved_for_backward=step.saved_for_backward + (inner if product_saved else 0),
+        recompute_transient=live + product + needed,
     )
 
 
-def _flash(shape: Shape, way: Way) -> int:
-    """What flash attention's backward sums in float32, and keys' and values' gradients of every head of a group."""
-    rows = way.tokens + FLASH_BLOCK * way.rows
-    multiple = 32 if shape.head <= 128 else 64
-    sums = rows * shape.heads * (-(-shape.head // multiple) * multiple + 1) * FLOAT32
-    return sums + (2 * HALF * way.tokens * shape.queries if shape.heads != shape.groups else 0)
+def _rms_norm(
+    name: str, shape: Shape, numerics: LayerNumerics, *, users: tuple[str, ...] | str, layer_input: int
+) -> LayerStep:
+    """LlamaRMSNorm: x * rsqrt(mean(x^2)) in float32, cast to the residual's format, times the weight.
+
+    `users`: the linears that take its output. `layer_input`: [T, h] that is live besides the norm's own tensors.
+    """
+    residual, float32 = _residual(shape, numerics), FLOAT32 * numerics.tokens * shape.hidden  # [T, h]
+    saved = float32 + FLOAT32 * numerics.tokens  # the input [T, h] and rsqrt [T, 1], in float32
+    if numerics.base_trained:
+        saved += residual  # [T, h]: the normed input, for the weight's gradient
+    output_saved = _norm_output_saved(shape, numerics, users)
+    forward = layer_input
+    if not numerics.casts_residual:
+        forward += float32  # [T, h] float32: the normed input before its cast
+        forward += 0 if numerics.base_trained else residual  # [T, h]: that cast; saved where the weight is trained
+    # Backward: five [T, h] float32 at once, and the gradient [T, h] that bypasses the norm. Its output and the normed
+    # input, where they were saved, are freed by then.
+    backward = 5 * float32 + residual - (residual if numerics.base_trained else 0)
+    if output_saved:
+        return LayerStep(name, saved + residual, forward_transient=forward, backward_transient=backward - residual)
+    return LayerStep(name, saved, forward_transient=forward + residual, backward_transient=backward)
+
+
+def _norm_output_saved(shape: Shape, numerics: LayerNumerics, users: tuple[str, ...] | str) -> bool:
+    """Whether linears save the norm's output [T, h] itself, rather than a cast of it each, or nothing."""
+    if numerics.casts_residual:
+        return False
+    adapted = any(shape.linears[name].rank for name in users)
+    return numerics.base_trained or (adapted and not numerics.adapters_cast)
+
+
+def _linear(
+    linear: Linear, numerics: LayerNumerics, forward_live: int, backward_live: int, *, input_saved: bool = False
+) -> LayerStep:
+    """A matrix product, and its adapter's two.
+
+    `forward_live` and `backward_live`: bytes of other steps' tensors that live meanwhile. `input_saved`: the input is
+    bfloat16 already, and counted elsewhere.
+    """
+    given = HALF * numerics.tokens * linear.inputs  # [T, inputs] bfloat16: the input, or its gradient
+    result = HALF * numerics.tokens * linear.outputs  # [T, outputs] bfloat16: the output, or its gradient
+    if numerics.base_trained:
+        casts = numerics.casts_residual
+        saved = given if casts and not input_saved else 0  # [T, inputs]: the input cast to bfloat16
+        return LayerStep(
+            linear.name,
+            saved,
+            cast_weights=HALF * linear.weights if casts else 0,  # [outputs, inputs] bfloat16
+            forward_transient=forward_live + result,
+            backward_transient=backward_live + given + saved,  # the input's gradient, and that in float32: as the cast
+            weight_gradients=HALF * linear.weights,  # [outputs, inputs] bfloat16
+        )
+    # bitsandbytes: the weight [outputs, inputs] in bfloat16, and a float32 scale for each block.
+    dequantised = HALF * linear.weights + FLOAT32 * linear.weights // QUANTISED_BLOCK if numerics.four_bit else 0
+    base = LayerStep(
+        linear.name,
+        forward_transient=forward_live + result,
+        backward_transient=backward_live + given,
+        dequantised_weights=dequantised,
+        dequantise_transient=forward_live + result,
+    )
+    return _with_adapter(base, linear, numerics, forward_live, backward_live) if linear.rank else base
+
+
+def _with_adapter(
+    base: LayerStep, linear: Linear, numerics: LayerNumerics, forward_live: int, backward_live: int
+) -> LayerStep:
+    """peft: result + lora_B(lora_A(dropout(x))) * scaling, without dropout."""
+    given = HALF * numerics.tokens * linear.inputs  # [T, inputs] bfloat16
+    result = HALF * numerics.tokens * linear.outputs  # [T, outputs] bfloat16
+    saved = HALF * numerics.tokens * linear.rank  # [T, r] bfloat16: lora_A's output
+    cast_weights = float32_input = 0
+    if numerics.adapters_cast:
+        saved += given  # [T, inputs] bfloat16: the float32 input, cast again by autocast
+        cast_weights = HALF * linear.adapter_weights  # [r, inputs] and [outputs, r] bfloat16
+        float32_input = FLOAT32 * numerics.tokens * linear.inputs  # [T, inputs]: x in the adapter's own format
+    return replace(
+        base,
+        saved_for_backward=saved,
+        cast_weights=cast_weights,
+        # The base's result, lora_B's, and that times the scale: [T, outputs] each.
+        forward_transient=forward_live + float32_input + 3 * result,
+        # The scaled gradient [T, outputs], or the base's and the adapter's gradients of the input [T, inputs].
+        backward_transient=backward_live + max(result, 2 * given),
+        weight_gradients=HALF * linear.adapter_weights,  # [r, inputs] and [outputs, r] bfloat16
+    )
+
+
+def _flash(shape: Shape, numerics: LayerNumerics) -> int:
+    """flash_attn/flash_api.cpp, mha_varlen_bwd: its float32 sums, and gradients of each head where heads share keys."""
+    rows = numerics.tokens + FLASH_BLOCK * numerics.documents  # documents are a block apart
+    multiple = 32 if shape.head_size <= 128 else 64
+    rounded = -(-shape.head_size // multiple) * multiple
+    query_sums = rows * shape.heads * rounded * FLOAT32  # dq_accum [rows, heads, rounded head size]
+    row_sums = rows * shape.heads * FLOAT32  # softmax_d [heads, rows]
+    expanded = 2 * HALF * numerics.tokens * shape.query_size  # dk_expanded and dv_expanded [T, q]
+    return query_sums + row_sums + (expanded if shape.heads != shape.key_value_heads else 0)

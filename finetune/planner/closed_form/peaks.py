@@ -1,216 +1,293 @@
-"""The moments at which forward or backward may be deepest, each with its bytes by component.
+"""The moments at which forward or backward may reach its peak, each with its bytes by component.
 
-Where forward is in its first layer and in its last and where the loss is made; where backward begins, in its last and
-its first layers, and where it ends at the embeddings.
+Forward: in the first layer and in the last, at the head, and in the loss. Backward: where it begins, in its last layers
+and its first, and at the embeddings. estimate.py takes the largest of each phase.
+
+To add a tensor that lives at such a moment: find the function that yields it, and add `{COMPONENT: bytes}` with a
+comment that gives the tensor's shape. Which moment is the peak differs from recipe to recipe, so add it to every moment
+at which the tensor lives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
-from finetune.planner.closed_form.layer import FLOAT32, HALF
-from finetune.planner.closed_form.rank import Job, Parts
+from finetune.planner.closed_form.rank import RankSizes
+from finetune.planner.constants import (
+    ACTIVATIONS,
+    BACKWARD_WORKSPACE,
+    CAST_WEIGHTS,
+    COMMUNICATION_BUFFERS,
+    FLOAT32,
+    GATHERED_LAYERS,
+    GRADIENTS,
+    HALF,
+    LOGITS_AND_LOSS,
+    LOSS_CHUNK_BYTES,
+    QUANTISATION_WORKSPACE,
+    SORTED_TOKENS,
+    UNSHARDED_GRADIENTS,
+)
 
-CHUNK_BYTES = 256 * 2**20  # of float32 logits: loss.py
-SORTED_TOKENS = 3072  # more tokens than these are sorted by the embeddings' backward
+
+class Bytes(Counter[str]):
+    """Bytes by component, one of planner/constants.py."""
+
+    def plus(self, more: Mapping[str, int]) -> Bytes:
+        """A copy to which these bytes are added; negative ones are subtracted."""
+        result = Bytes(self)
+        result.update(more)
+        return result
 
 
-def _running(job: Job, *, gradients: int, activations: int, casts: int) -> Parts:
-    """What is there at every moment of forward and backward."""
-    rope = 2 * job.way.stream * job.tokens * job.shape.head
-    return job.static | {
-        "gradients": gradients,
-        "activations": activations + rope + 32 * job.tokens,  # four tensors of a batch
-        "cast weights": casts,
-        "gathered layers": job.rest,
+def _always_live(rank: RankSizes, *, gradients: int, activations: int, casts: int) -> Bytes:
+    """The bytes at every moment of forward and backward."""
+    rope = 2 * rank.numerics.residual_bytes * rank.tokens * rank.shape.head_size  # cos and sin [T, head_size]
+    batch = 32 * rank.tokens  # input_ids, position_ids, shift_labels and supervised [T] int64
+    live = {
+        GRADIENTS: gradients,
+        ACTIVATIONS: activations + rope + batch,
+        CAST_WEIGHTS: casts,
+        GATHERED_LAYERS: rank.always_gathered_bytes,
     }
+    return Bytes(rank.static | live)
 
 
-def _add(parts: Parts, **more: int) -> Parts:
-    found = dict(parts)
-    for name, size in more.items():
-        found[name.replace("_", " ")] = found.get(name.replace("_", " "), 0) + size
-    return found
+def _before_backward(rank: RankSizes, *, activations: int, casts: int) -> Bytes:
+    """The same in a step's last micro-batch, before its backward makes a gradient."""
+    existing = rank.gradient_bytes if rank.gradients_exist else 0
+    live = _always_live(rank, gradients=existing, activations=activations, casts=casts)
+    if rank.data_parallel and rank.micro_steps > 1:
+        # Gradients of the micro-batches before, which are not views of DDP's buckets.
+        live = live.plus({BACKWARD_WORKSPACE: rank.gradient_bytes})
+    return live
 
 
-def _before_gradients(job: Job, *, activations: int, casts: int) -> Parts:
-    """As `_running`, in the last micro-batch of a step, whose backward has made no gradient yet."""
-    here = _running(job, gradients=job.gradients * job.again, activations=activations, casts=casts)
-    if job.strategy.gradient_buckets and job.micro_steps > 1:
-        here = _add(here, backward_workspace=job.gradients)
-    return here
+def forward(rank: RankSizes) -> Iterator[Bytes]:
+    """In the first layer and the last, at the head, and in the loss."""
+    shape, last, layer = rank.shape, rank.shape.layers - 1, rank.gathered_layer_bytes
+    residual = rank.residual_bytes  # [T, h]
+    if rank.sharded:
+        live = _before_backward(rank, activations=residual, casts=0)
+        # The first layer's all-gather, besides the output of the embeddings' [vocabulary, h] bfloat16.
+        buffers = HALF * shape.embedding_weights + layer
+        yield live.plus({GATHERED_LAYERS: layer + rank.unresharded_bytes(0), COMMUNICATION_BUFFERS: buffers})
+    saved, _ = rank.saved_by_layers(last)
+    # The layer's input [T, h], and the embeddings' output [T, h], to which the model's forward refers unless
+    # checkpointing saves it. In float32 both are saved by norms, and counted there.
+    if rank.numerics.casts_residual:
+        saved += residual * rank.recomputed(last)
+    else:
+        saved += residual * (1 if rank.recompute_period else 2)
+    live = _before_backward(rank, activations=saved, casts=rank.cast_layer_bytes * last)
+    if rank.sharded:
+        live = live.plus({GATHERED_LAYERS: layer + rank.unresharded_bytes(last), COMMUNICATION_BUFFERS: layer})
+        yield live.plus({COMMUNICATION_BUFFERS: layer})  # its all-gather's output, besides that of the layer before
+    saved_in_layer = casts = 0
+    for step in rank.layer_steps:
+        saved_in_layer, casts = saved_in_layer + step.saved_for_backward, casts + step.cast_weights
+        # Of a recomputed layer this is approximate: a step's tensors live a little longer than the step. Its
+        # recomputation takes more in any case.
+        alive = step.saved_for_backward if rank.recomputed(last) else saved_in_layer
+        live_in_layer = live.plus({ACTIVATIONS: alive, CAST_WEIGHTS: casts})
+        yield live_in_layer.plus({ACTIVATIONS: step.forward_transient})
+        if step.dequantised_weights:
+            dequantised = {QUANTISATION_WORKSPACE: step.dequantised_weights}
+            yield live_in_layer.plus({ACTIVATIONS: step.dequantise_transient} | dequantised)
+    yield from _at_the_head(rank)
 
 
-def forward(job: Job) -> Iterator[Parts]:
-    """In the first layer and the last, at the head, and in the loss; of the last micro-batch of a step."""
-    shape, way, last = job.shape, job.way, job.shape.layers - 1
-    stream = way.stream * job.tokens * shape.hidden
-    if job.sharded:  # the first layer is put together beside what the embeddings' table came in
-        here = _before_gradients(job, activations=stream, casts=0)
-        coming = HALF * shape.table + job.unit
-        yield _add(here, gathered_layers=job.unit + job.unresharded(0), communication_buffers=coming)
-    before, _ = job.stays(last)
-    # Frames hold the layer's input and the embeddings' output; in float32 both are what norms keep of them.
-    before += stream * (1 + (not job.every) if way.stream == HALF else job.recomputed(last))
-    here = _before_gradients(job, activations=before, casts=job.casts * last)
-    if job.sharded:
-        here = _add(here, gathered_layers=job.unit + job.unresharded(last), communication_buffers=job.unit)
-        # As it is put together, beside what it and the layer before it came in.
-        yield _add(here, communication_buffers=job.unit)
-    kept = casts = 0
-    for step in job.steps:
-        kept, casts = kept + step.kept, casts + step.casts
-        # Of a layer that is recomputed this is no more than near: its recomputation is deeper anyway.
-        alive = step.kept if job.recomputed(last) else kept
-        yield _add(here, activations=alive + step.ahead, cast_weights=casts)
-        if step.unpacked:
-            yield _add(here, activations=alive + step.beside, quantisation_workspace=step.unpacked, cast_weights=casts)
-    yield from _at_the_head(job)
+def _last_norm_bytes(rank: RankSizes) -> int:
+    """The last norm saves its input [T, h] and roots [T, 1] in float32, and its output [T, h] where it is trained."""
+    return FLOAT32 * rank.tokens * (rank.shape.hidden + 1) + rank.residual_bytes * rank.base_trained
 
 
-def _at_the_head(job: Job) -> Iterator[Parts]:
-    """Where it is put together, beside what it and the last layer came in; and the loss."""
-    shape, layers = job.shape, job.shape.layers
-    stream = job.way.stream * job.tokens * shape.hidden
-    after, _ = job.stays(layers)
-    norm = FLOAT32 * job.tokens * (shape.hidden + 1) + stream * job.full
-    here = _before_gradients(job, activations=after + norm + stream, casts=job.casts * layers)
-    if job.sharded:
-        here = _add(here, gathered_layers=job.head + job.unresharded(layers), communication_buffers=job.head)
-        yield _add(here, communication_buffers=job.unit)
-        here = _add(here, communication_buffers=0 if job.head else job.unit)
-    yield from (_add(here, logits_and_loss=stream + size) for size in _loss(job))
+def _at_the_head(rank: RankSizes) -> Iterator[Bytes]:
+    """The head's all-gather, besides the buffers of its own and of the last layer's; and the loss."""
+    layers, head, residual = rank.shape.layers, rank.gathered_head_bytes, rank.residual_bytes
+    saved, _ = rank.saved_by_layers(layers)
+    # The norm's output [T, h] is the head's input.
+    activations = saved + _last_norm_bytes(rank) + residual
+    live = _before_backward(rank, activations=activations, casts=rank.cast_layer_bytes * layers)
+    if rank.sharded:
+        live = live.plus({GATHERED_LAYERS: head + rank.unresharded_bytes(layers), COMMUNICATION_BUFFERS: head})
+        yield live.plus({COMMUNICATION_BUFFERS: rank.gathered_layer_bytes})
+        if not head:
+            live = live.plus({COMMUNICATION_BUFFERS: rank.gathered_layer_bytes})
+    # model/loss.py computes the hidden states' gradient [T, h] in forward.
+    yield from (live.plus({LOGITS_AND_LOSS: residual + size}) for size in _loss(rank))
 
 
-def _loss(job: Job) -> Iterator[int]:
-    """Bytes beside the gradient of the hidden states: chunks of logits, and the head's gradient where it is trained."""
-    shape = job.shape
-    chunk = min(job.tokens, max(1, CHUNK_BYTES // (4 * shape.vocabulary)))
-    logits = chunk * shape.vocabulary
-    head = FLOAT32 * shape.table * job.full
-    cast = HALF * shape.table * (job.way.stream == FLOAT32) + HALF * chunk * shape.hidden
-    # Logits in float32 and their logarithms; or two chunks' logits in both formats, as the second one is made.
-    second = min(chunk, job.tokens - chunk) * shape.vocabulary
-    yield head + cast + max(8 * logits, 6 * (logits + second))
-    if job.full:
-        yield head + cast + 6 * logits + HALF * shape.table
+def _loss(rank: RankSizes) -> Iterator[int]:
+    """Bytes besides the hidden states' gradient, by model/loss.py: chunks of logits [chunk, vocabulary], and the head's
+    gradient [vocabulary, h] where it is trained."""
+    shape = rank.shape
+    chunk = min(rank.tokens, max(1, LOSS_CHUNK_BYTES // (FLOAT32 * shape.vocabulary)))
+    logits, table = chunk * shape.vocabulary, shape.embedding_weights
+    head_gradient = FLOAT32 * table * rank.base_trained  # [vocabulary, h] float32
+    cast = HALF * table * rank.numerics.casts_residual  # [vocabulary, h] bfloat16
+    cast += HALF * chunk * shape.hidden  # [chunk, h] bfloat16
+    # Float32 logits and their logarithms, [chunk, vocabulary] each; or two chunks' logits in bfloat16 and in float32,
+    # as the second chunk is made.
+    second = min(chunk, rank.tokens - chunk) * shape.vocabulary
+    yield head_gradient + cast + max(2 * FLOAT32 * logits, (HALF + FLOAT32) * (logits + second))
+    if rank.base_trained:  # the chunk's part of the head's gradient [vocabulary, h] bfloat16
+        yield head_gradient + cast + (HALF + FLOAT32) * logits + HALF * table
 
 
-def backward(job: Job) -> Iterator[Parts]:
+def backward(rank: RankSizes) -> Iterator[Bytes]:
     """Where it begins, in the last layers and the first, and at the embeddings."""
-    layers, period = job.shape.layers, max(1, job.every)
-    yield from _begins(job)
+    layers, period = rank.shape.layers, max(1, rank.recompute_period)
+    yield from _at_the_beginning(rank)
     for layer in sorted({*range(max(0, layers - 1 - period), layers), *range(min(period, layers))}):
-        yield from _in_layer(job, layer)
-    yield from _at_the_end(job)
+        yield from _in_layer(rank, layer)
+    yield from _at_the_end(rank)
 
 
-def _begins(job: Job) -> Iterator[Parts]:
-    """The head, which is reduced where it is a unit of its own, and the last norm."""
-    shape, layers = job.shape, job.shape.layers
-    stream = job.way.stream * job.tokens * shape.hidden
-    activations, casts = job.stays(layers)
-    norm = FLOAT32 * job.tokens * (shape.hidden + 1) + stream * job.full
-    here = _before_gradients(job, activations=activations + norm, casts=casts)
-    if job.sharded:
-        coming = job.unit if job.strategy.reshard_after_forward else 0
-        here = _add(here, gathered_layers=job.unresharded(layers), communication_buffers=coming)
-    before = _add(here, logits_and_loss=stream)
-    if job.head:
-        yield _add(before, gathered_layers=job.head, unsharded_gradients=HALF * shape.table * job.full)
-        yield _reduced(job, before)
-    elif not shape.tied:  # added to the gradient that is there, or becomes it
-        yield _add(before, logits_and_loss=job.head_gradient)
-    here = _add(_with_gradient(job, here), communication_buffers=job.reducing(0))
-    # As in a layer's norm: what is kept for its weight is gone by then.
-    yield _add(here, activations=-stream * job.full, backward_workspace=5 * FLOAT32 * job.tokens * shape.hidden)
+def _at_the_beginning(rank: RankSizes) -> Iterator[Bytes]:
+    """The head, whose gradient is reduced where FSDP2 gathers it by itself, and the last norm."""
+    shape, layers, residual = rank.shape, rank.shape.layers, rank.residual_bytes
+    activations, casts = rank.saved_by_layers(layers)
+    live = _before_backward(rank, activations=activations + _last_norm_bytes(rank), casts=casts)
+    if rank.sharded:
+        # The last layer's all-gather, which runs ahead of its backward.
+        prefetched = rank.gathered_layer_bytes if rank.strategy.reshard_after_forward else 0
+        live = live.plus({GATHERED_LAYERS: rank.unresharded_bytes(layers), COMMUNICATION_BUFFERS: prefetched})
+    at_head = live.plus({LOGITS_AND_LOSS: residual})  # the hidden states' gradient [T, h]
+    if rank.gathered_head_bytes:
+        gradient = HALF * shape.embedding_weights * rank.base_trained  # [vocabulary, h] bfloat16
+        yield at_head.plus({GATHERED_LAYERS: rank.gathered_head_bytes, UNSHARDED_GRADIENTS: gradient})
+        yield _reducing_table(rank, at_head)
+    elif not shape.tied:  # added to the gradient that exists, or becomes it
+        yield at_head.plus({LOGITS_AND_LOSS: rank.head_gradient_bytes})
+    at_norm = _with_head_gradient(rank, live).plus({COMMUNICATION_BUFFERS: rank.reduction_buffer_bytes(0)})
+    # As in LayerStep of a norm: five [T, h] float32; its output [T, h], saved for its weight, is freed by then.
+    workspace = 5 * FLOAT32 * rank.tokens * shape.hidden
+    yield at_norm.plus({ACTIVATIONS: -residual * rank.base_trained, BACKWARD_WORKSPACE: workspace})
 
 
-def _reduced(job: Job, parts: Parts) -> Parts:
-    """A trained table's gradient as it is cut and added up over the ranks, in float32; then in its own format."""
-    cut = job.cut(job.shape.vocabulary, job.shape.hidden) * job.full
-    return _add(
-        parts,
-        unsharded_gradients=HALF * job.shape.table * job.full,
-        communication_buffers=FLOAT32 * (job.shape.table * job.full + cut),
-        backward_workspace=HALF * cut * (job.width == HALF),
+def _reducing_table(rank: RankSizes, live: Bytes) -> Bytes:
+    """The reduce-scatter of a trained [vocabulary, h] gradient: bfloat16 in, summed in float32, then cast."""
+    unsharded = rank.shape.embedding_weights * rank.base_trained
+    shard = rank.shard_of(rank.shape.vocabulary, rank.shape.hidden) * rank.base_trained
+    return live.plus(
+        {
+            UNSHARDED_GRADIENTS: HALF * unsharded,  # [vocabulary, h] bfloat16
+            COMMUNICATION_BUFFERS: FLOAT32 * (unsharded + shard),  # the collective's input, and its output
+            BACKWARD_WORKSPACE: HALF * shard if rank.trained_weight_bytes == HALF else 0,  # the output, cast
+        }
     )
 
 
-def _with_gradient(job: Job, parts: Parts) -> Parts:
-    """The head's gradient where it stays: a tied one is to be added to the embeddings', a new one is the weight's."""
-    if job.sharded:
-        return _add(parts, unsharded_gradients=job.head_gradient)
-    if job.shape.tied:
-        return _add(parts, logits_and_loss=job.head_gradient)
-    return parts if job.again else _add(parts, gradients=job.head_gradient)
+def _with_head_gradient(rank: RankSizes, live: Bytes) -> Bytes:
+    """The head's gradient [vocabulary, h], where it stays: a tied one is added to the embeddings' at the end, another
+    becomes the weight's."""
+    if rank.sharded:
+        return live.plus({UNSHARDED_GRADIENTS: rank.head_gradient_bytes})
+    if rank.shape.tied:
+        return live.plus({LOGITS_AND_LOSS: rank.head_gradient_bytes})
+    return live if rank.gradients_exist else live.plus({GRADIENTS: rank.head_gradient_bytes})
 
 
-def _in_layer(job: Job, layer: int) -> Iterator[Parts]:
+def _in_layer(rank: RankSizes, layer: int) -> Iterator[Bytes]:
     """Recomputation, where there is one, and backward, step by step."""
-    shape, layers, stream = job.shape, job.shape.layers, job.way.stream * job.tokens * job.shape.hidden
-    before, casts = job.stays(layer)
-    before += stream * (job.recomputed(layer) and job.way.stream == HALF)  # its input; else counted in its first norm
-    done = layers - 1 - layer  # layers whose backward is over
-    gradients = job.gradients if job.again else job.width * job.done(done)
-    here = _running(job, gradients=gradients, activations=before, casts=casts)
-    here = _with_gradient(job, _add(here, backward_workspace=job.apart(layer + 1)))
-    if job.sharded:
-        coming = HALF * shape.table * (not shape.tied) if layer == 0 else job.unit
-        here = _add(
-            here,
-            gathered_layers=job.unit + job.unresharded(layer),
-            communication_buffers=job.reducing(done) + (coming if job.strategy.reshard_after_forward else 0),
+    activations, casts = rank.saved_by_layers(layer)
+    if rank.recomputed(layer) and not rank.numerics.casts_residual:
+        activations += rank.residual_bytes  # its input [T, h]; a float32 one is counted in its first norm
+    finished = rank.shape.layers - 1 - layer  # layers whose backward is over
+    gradients = rank.trained_weight_bytes * rank.reduced_weights(finished)
+    if rank.gradients_exist:
+        gradients = rank.gradient_bytes
+    live = _always_live(rank, gradients=gradients, activations=activations, casts=casts)
+    live = live.plus({BACKWARD_WORKSPACE: rank.ddp_private_gradient_bytes(layer + 1)})
+    live = _with_head_gradient(rank, live)
+    if rank.sharded:
+        # The all-gather of the layer whose backward is next; of the embeddings [vocabulary, h], where they are untied.
+        prefetched = rank.gathered_layer_bytes
+        if layer == 0:
+            prefetched = HALF * rank.shape.embedding_weights * (not rank.shape.tied)
+        if not rank.strategy.reshard_after_forward:
+            prefetched = 0
+        live = live.plus(
+            {
+                GATHERED_LAYERS: rank.gathered_layer_bytes + rank.unresharded_bytes(layer),
+                COMMUNICATION_BUFFERS: rank.reduction_buffer_bytes(finished) + prefetched,
+            }
         )
-    yield from _steps_of(job, layer, here, stream)
+    if rank.recomputed(layer):
+        yield from _recomputing(rank, live)
+    yield from _steps_backward(rank, live)
 
 
-def _steps_of(job: Job, layer: int, here: Parts, stream: int) -> Iterator[Parts]:
-    kept = cast = 0
-    for step in job.steps:
-        kept, cast = kept + step.kept, cast + step.casts
-        if not job.recomputed(layer):
-            continue
-        now = _add(here, cast_weights=cast, backward_workspace=stream)
-        yield _add(now, activations=kept + (step.again or step.ahead))
-        if step.unpacked:
-            yield _add(now, activations=kept + step.beside, quantisation_workspace=step.unpacked)
-    done = 0
-    for step in reversed(job.steps):
-        own = step.gradients
-        wide = own * (2 if job.way.stream == FLOAT32 or job.way.wide else 0)
-        sizes = {"unsharded_gradients": done + own} if job.sharded else {"backward_workspace": own + wide}
-        now = _add(_add(here, activations=kept, cast_weights=cast, **sizes), backward_workspace=step.back)
-        yield now
-        if step.unpacked:  # the adapter's part is over by then
-            yield _add(now, activations=-step.kept, quantisation_workspace=step.unpacked)
-        kept, cast, done = kept - step.kept, cast - step.casts, done + own
+def _recomputing(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
+    live = live.plus({BACKWARD_WORKSPACE: rank.residual_bytes})  # the gradient [T, h] that waits for backward
+    saved = casts = 0
+    for step in rank.layer_steps:
+        saved, casts = saved + step.saved_for_backward, casts + step.cast_weights
+        transient = step.recompute_transient or step.forward_transient
+        in_step = live.plus({ACTIVATIONS: saved, CAST_WEIGHTS: casts})
+        yield in_step.plus({ACTIVATIONS: transient})
+        if step.dequantised_weights:
+            dequantised = {QUANTISATION_WORKSPACE: step.dequantised_weights}
+            yield in_step.plus({ACTIVATIONS: step.dequantise_transient} | dequantised)
 
 
-def _at_the_end(job: Job) -> Iterator[Parts]:
-    """Of trained embeddings the gradient, of which a table is made, and which is reduced under sharding."""
-    if not job.full:
+def _steps_backward(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
+    """In backward's order; what a step saved is freed after it."""
+    saved, casts, layer_gradients = rank.saved_layer_bytes, rank.cast_layer_bytes, 0
+    casting = rank.numerics.casts_residual or rank.numerics.adapters_cast
+    for step in reversed(rank.layer_steps):
+        in_step = live.plus({ACTIVATIONS: saved, CAST_WEIGHTS: casts, BACKWARD_WORKSPACE: step.backward_transient})
+        if rank.sharded:  # bfloat16 gradients of the layer's weights as far as backward has come
+            in_step = in_step.plus({UNSHARDED_GRADIENTS: layer_gradients + step.weight_gradients})
+        else:  # of this step's weights, and those in float32 where bfloat16 casts of them were multiplied
+            in_step = in_step.plus({BACKWARD_WORKSPACE: step.weight_gradients * (3 if casting else 1)})
+        yield in_step
+        if step.dequantised_weights:  # backward of the adapter is over by then
+            yield in_step.plus(
+                {ACTIVATIONS: -step.saved_for_backward, QUANTISATION_WORKSPACE: step.dequantised_weights}
+            )
+        saved, casts = saved - step.saved_for_backward, casts - step.cast_weights
+        layer_gradients += step.weight_gradients
+
+
+def _at_the_end(rank: RankSizes) -> Iterator[Bytes]:
+    """The gradient of trained embeddings [vocabulary, h], which is made from that of their output [T, h]."""
+    if not rank.base_trained:
         return
-    shape = job.shape
-    work = job.way.stream * job.tokens * shape.hidden
-    if job.tokens > SORTED_TOKENS:
-        work += 32 * job.tokens + job.tokens * 11 // 10 * shape.hidden * FLOAT32
-    here = _running(job, gradients=job.gradients, activations=0, casts=0)
-    table = job.way.stream * shape.table
-    if not job.sharded:
-        here = _add(here, logits_and_loss=job.head_gradient * shape.tied)
-        yield _add(here, backward_workspace=job.apart(0) + work + table * (job.again + shape.tied))
-        if job.apart(0):  # of the first micro-batch, whose gradients are all apart by now
-            yield _add(here, backward_workspace=job.gradients + max(work, table * shape.tied))
+    shape = rank.shape
+    workspace = rank.residual_bytes
+    if rank.tokens > SORTED_TOKENS:  # as kernel_workspaces.py: token ids [T] int64 four times, partial sums [1.1 T, h]
+        workspace += 32 * rank.tokens + rank.tokens * 11 // 10 * shape.hidden * FLOAT32
+    live = _always_live(rank, gradients=rank.gradient_bytes, activations=0, casts=0)
+    table = rank.numerics.residual_bytes * shape.embedding_weights  # [vocabulary, h] in the residual's format
+    if rank.sharded:
+        yield from _sharded_embeddings(rank, live, workspace, table)
         return
-    shared = job.reducing(shape.layers) - FLOAT32 * job.trained_of_layer
-    last = _reduced(job, _add(here, communication_buffers=shared))
-    here = _add(here, communication_buffers=job.reducing(shape.layers))
-    if shape.tied:  # the head's gradient and the embeddings', and then their sum, of a unit that is whole no more
-        both = _add(here, logits_and_loss=job.head_gradient, backward_workspace=table)
-        yield _add(both, backward_workspace=work)
-        yield _add(both, unsharded_gradients=table)
-        yield _add(last, gathered_layers=-HALF * shape.table)
+    live = live.plus({LOGITS_AND_LOSS: rank.head_gradient_bytes * shape.tied})
+    private = rank.ddp_private_gradient_bytes(0)
+    # A new table [vocabulary, h] where one exists to which it is added, and one more where the head is tied.
+    tables = table * (rank.gradients_exist + shape.tied)
+    yield live.plus({BACKWARD_WORKSPACE: private + workspace + tables})
+    if private:  # of the first micro-batch, whose gradients are all outside of DDP's buckets by now
+        yield live.plus({BACKWARD_WORKSPACE: rank.gradient_bytes + max(workspace, table * shape.tied)})
+
+
+def _sharded_embeddings(rank: RankSizes, live: Bytes, workspace: int, table: int) -> Iterator[Bytes]:
+    shape = rank.shape
+    gathered = HALF * shape.embedding_weights  # [vocabulary, h] bfloat16
+    buffers = rank.reduction_buffer_bytes(shape.layers)
+    # By the time the table is reduced the last layer's reduce-scatter is over.
+    without_layer = live.plus({COMMUNICATION_BUFFERS: buffers - FLOAT32 * rank.trained_layer_weights})
+    reducing = _reducing_table(rank, without_layer)
+    live = live.plus({COMMUNICATION_BUFFERS: buffers})
+    if not shape.tied:
+        yield live.plus({GATHERED_LAYERS: gathered, UNSHARDED_GRADIENTS: table, BACKWARD_WORKSPACE: workspace})
+        yield reducing
         return
-    yield _add(here, gathered_layers=HALF * shape.table, unsharded_gradients=table, backward_workspace=work)
-    yield last
+    # The head's gradient and the embeddings', then their sum; the weights are resharded before it is reduced.
+    both = live.plus({LOGITS_AND_LOSS: rank.head_gradient_bytes, BACKWARD_WORKSPACE: table})
+    yield both.plus({BACKWARD_WORKSPACE: workspace})
+    yield both.plus({UNSHARDED_GRADIENTS: table})
+    yield reducing.plus({GATHERED_LAYERS: -gathered})

@@ -1,4 +1,9 @@
-"""What one rank holds all through a training, and what each of its layers leaves for backward: bytes, by arithmetic."""
+"""The bytes that one rank holds all through a training, and those that each of its layers leaves for backward.
+
+To add a tensor that lives all through a training (a buffer, a copy of the weights): give it a property of `RankSizes`
+that names its shape, and add it to `static`. One that a layer makes belongs to layer.py, one that lives at a certain
+moment of a step to peaks.py.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +13,29 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-from finetune.planner.closed_form.layer import FLOAT32, HALF, Step, Way, layer_steps
+from finetune.planner.closed_form.layer import LayerNumerics, LayerStep, layer_steps
 from finetune.planner.closed_form.shape import Shape, shape_of
+from finetune.planner.constants import (
+    CUBLAS_WORKSPACE_HOPPER,
+    FLOAT32,
+    GRADIENTS,
+    HALF,
+    OPTIMIZER_STATE,
+    OTHER,
+    PARAMETERS,
+)
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.recipe.strategy import read_strategy as _read
 
-CUBLAS = 2 * 32 * 2**20  # workspaces of the two threads that multiply
-Parts = dict[str, int]
-
 read_strategy = lru_cache(_read)  # of a few names, thousands of times
 
 
 @dataclass(frozen=True)
-class Job:
-    """One recipe on one rank."""
+class RankSizes:
+    """The tensors of one recipe on one rank: how many weights, and how many bytes."""
 
     recipe: Recipe
     config: Mapping[str, Any]
@@ -36,9 +47,16 @@ class Job:
         object.__setattr__(self, "strategy", read_strategy(self.recipe.accelerate_config))
         object.__setattr__(self, "shape", shape_of(self.recipe, self.config))
 
+    # What the recipe asks for.
+
     @cached_property
     def sharded(self) -> bool:
         return self.strategy.shards_parameters
+
+    @cached_property
+    def data_parallel(self) -> bool:
+        """Whether DDP keeps a copy of the model on each rank."""
+        return self.strategy.gradient_buckets
 
     @cached_property
     def ranks(self) -> int:
@@ -46,16 +64,17 @@ class Job:
 
     @cached_property
     def shards(self) -> int:
+        """Ranks that share one copy of the model."""
         return self.ranks // self.strategy.replica_count(self.ranks, self.gpus.count) if self.sharded else 1
 
     @cached_property
-    def copied(self) -> bool:
-        """Whether reduced gradients are reduced again over copies, in buffers that stay until backward is over. A
-        float32 gradient that is a tensor's first is this buffer itself."""
-        return self.strategy.replicates and (self.micro_steps > 1 or self.width == HALF)
+    def keeps_all_reduce_buffers(self) -> bool:
+        """Whether gradients that are reduced over shards are reduced again over HSDP's replicas, in buffers that stay
+        until backward ends. A float32 gradient that is the first of its weight is this buffer itself."""
+        return self.strategy.replicates and (self.micro_steps > 1 or self.trained_weight_bytes == HALF)
 
     @cached_property
-    def full(self) -> bool:
+    def base_trained(self) -> bool:
         return self.recipe.lora is None
 
     @cached_property
@@ -63,12 +82,13 @@ class Job:
         return self.recipe.quantization is not None
 
     @cached_property
-    def width(self) -> int:
-        """Bytes of a trained weight."""
+    def trained_weight_bytes(self) -> int:
+        """Of one trained weight, of its gradient, and of each of AdamW's moments."""
         return HALF if self.recipe.training.pure_bf16 else FLOAT32
 
     @cached_property
     def tokens(self) -> int:
+        """Of a micro-batch."""
         return self.recipe.training.per_device_batch_size * self.recipe.data.max_length
 
     @cached_property
@@ -77,165 +97,198 @@ class Job:
         return math.ceil(training.global_batch_size / (training.per_device_batch_size * self.ranks))
 
     @cached_property
-    def way(self) -> Way:
-        apart = self.full and self.width == FLOAT32 and not self.sharded
-        return Way(
+    def gradients_exist(self) -> bool:
+        """Whether gradients are allocated before backward makes them: by an earlier micro-batch or in DDP's buckets."""
+        return self.micro_steps > 1 or self.data_parallel
+
+    # One layer.
+
+    @cached_property
+    def numerics(self) -> LayerNumerics:
+        """FSDP2 casts sharded weights before it gathers them; elsewhere autocast casts float32 weights at each use."""
+        autocast = self.trained_weight_bytes == FLOAT32 and not self.sharded
+        return LayerNumerics(
             tokens=self.tokens,
-            rows=self.recipe.training.per_device_batch_size,
-            stream=FLOAT32 if apart else HALF,
-            trained=self.full,
-            wide=not self.full and self.width == FLOAT32 and not self.sharded,
+            documents=self.recipe.training.per_device_batch_size,
+            residual_bytes=FLOAT32 if autocast and self.base_trained else HALF,
+            base_trained=self.base_trained,
+            adapters_cast=autocast and not self.base_trained,
             four_bit=self.four_bit,
-            whole_gradients=self.sharded,
         )
 
     @cached_property
-    def steps(self) -> list[Step]:
-        return layer_steps(self.shape, self.way)
+    def layer_steps(self) -> list[LayerStep]:
+        return layer_steps(self.shape, self.numerics)
 
     @cached_property
-    def kept(self) -> int:
-        return sum(step.kept for step in self.steps)
+    def saved_layer_bytes(self) -> int:
+        """Activations that one layer saves for backward."""
+        return sum(step.saved_for_backward for step in self.layer_steps)
 
     @cached_property
-    def casts(self) -> int:
-        return sum(step.casts for step in self.steps)
+    def cast_layer_bytes(self) -> int:
+        """Copies of one layer's weights in bfloat16, which autocast keeps until backward."""
+        return sum(step.cast_weights for step in self.layer_steps)
 
     @cached_property
-    def every(self) -> int:
+    def residual_bytes(self) -> int:
+        """[T, hidden] in the residual's format: the hidden states between two layers."""
+        return self.numerics.residual_bytes * self.tokens * self.shape.hidden
+
+    @cached_property
+    def trained_layer_weights(self) -> int:
+        """Of one layer, unsharded."""
+        base = self.shape.matrix_weights + self.shape.vector_weights
+        return base if self.base_trained else self.shape.adapter_weights
+
+    @cached_property
+    def recompute_period(self) -> int:
+        """Every n-th layer is recomputed in backward; 0: none."""
         return int(self.recipe.training.activation_checkpointing)
 
-    def unresharded(self, layers: int) -> int:
-        """Bytes of so many layers, and of embeddings that are a unit, where forward leaves them gathered."""
-        if self.strategy.reshard_after_forward:
-            return 0
-        return layers * self.unit + HALF * self.shape.table * (not self.shape.tied)
-
     def recomputed(self, layer: int) -> bool:
-        return bool(self.every) and layer % self.every == 0
+        return bool(self.recompute_period) and layer % self.recompute_period == 0
 
-    def cut(self, rows: int, columns: int) -> int:
-        """Weights of a matrix that rank 0 holds."""
+    def saved_by_layers(self, layers: int) -> tuple[int, int]:
+        """Bytes of activations and of cast weights that the first `layers` layers leave for backward."""
+        recomputed = -(-layers // self.recompute_period) if self.recompute_period else 0
+        others = layers - recomputed
+        # Of a recomputed layer only its input [T, hidden].
+        activations = recomputed * self.residual_bytes + others * self.saved_layer_bytes
+        if layers and not self.base_trained and not self.recompute_period:
+            # The first layer's input needs no gradient where the embeddings are frozen, so its norm saves nothing:
+            # neither [T, hidden] nor [T, 1] float32.
+            activations -= FLOAT32 * self.tokens * (self.shape.hidden + 1)
+        return activations, others * self.cast_layer_bytes
+
+    # Weights of this rank.
+
+    def shard_of(self, rows: int, columns: int) -> int:
+        """Weights of a [rows, columns] tensor on rank 0; FSDP2 shards rows, and rounds rank 0's up."""
         return -(-rows // self.shards) * columns
 
     @cached_property
-    def trained_of_layer(self) -> int:
-        """Weights of a layer that are trained, whole."""
-        return self.shape.matrices + self.shape.small if self.full else self.shape.adapters
+    def sharded_end_weights(self) -> int:
+        """Of embeddings and head [vocabulary, hidden], once where they are tied, and of the last norm [hidden]."""
+        shape = self.shape
+        return self.shard_of(shape.vocabulary, shape.hidden) * (1 if shape.tied else 2) + self.shard_of(shape.hidden, 1)
 
     @cached_property
-    def trained(self) -> int:
-        """Weights that are trained, of this rank."""
-        shape, rank = self.shape, 0
-        if self.full:
-            ends = self.cut(shape.vocabulary, shape.hidden) * (1 if shape.tied else 2) + self.cut(shape.hidden, 1)
-            return shape.layers * self._base_of_layer() + ends
-        for linear in shape.linears.values():
-            rank += self.cut(linear.rank, linear.inputs) + self.cut(linear.outputs, linear.rank)
-        return shape.layers * rank
-
-    def _base_of_layer(self) -> int:
-        shape = self.shape
-        matrices = sum(self.cut(linear.outputs, linear.inputs) for linear in shape.linears.values())
-        biases = sum(self.cut(linear.outputs, 1) for linear in shape.linears.values() if linear.bias)
-        return matrices + biases + 2 * self.cut(shape.hidden, 1) + 2 * self.cut(shape.head, 1) * shape.normed_heads
+    def sharded_matrix_weights(self) -> int:
+        """Of one layer's matrices [outputs, inputs]."""
+        return sum(self.shard_of(linear.outputs, linear.inputs) for linear in self.shape.linears.values())
 
     @cached_property
-    def parameters(self) -> int:
-        """Bytes of weights and buffers, of this rank."""
+    def sharded_vector_weights(self) -> int:
+        """Of one layer's biases [outputs], two norms [hidden] and two norms of heads [head_size]."""
         shape = self.shape
-        if self.full:
-            return self.width * self.trained + FLOAT32 * shape.head
-        ends = self.cut(shape.vocabulary, shape.hidden) * (1 if shape.tied else 2) + self.cut(shape.hidden, 1)
-        base = HALF * ends + shape.layers * self._frozen_of_layer()
-        return base + self.width * self.trained + FLOAT32 * shape.head
+        biases = sum(self.shard_of(linear.outputs, 1) for linear in shape.linears.values() if linear.bias)
+        return biases + 2 * self.shard_of(shape.hidden, 1) + 2 * self.shard_of(shape.head_size, 1) * shape.normed_heads
 
-    def _frozen_of_layer(self) -> int:
+    @cached_property
+    def trained_weights(self) -> int:
+        """Of the whole model on this rank."""
+        if self.base_trained:
+            layer = self.sharded_matrix_weights + self.sharded_vector_weights
+            return self.shape.layers * layer + self.sharded_end_weights
+        return self.shape.layers * sum(
+            self.shard_of(linear.rank, linear.inputs) + self.shard_of(linear.outputs, linear.rank)
+            for linear in self.shape.linears.values()
+        )
+
+    @cached_property
+    def frozen_layer_bytes(self) -> int:
+        """Of one layer's base weights under adapters: bfloat16, or packed 4-bit matrices and their scales."""
+        vectors = HALF * self.sharded_vector_weights
         if not self.four_bit:
-            return HALF * self._base_of_layer()
+            return vectors + HALF * self.sharded_matrix_weights
+        assert self.recipe.quantization is not None
+        double = self.recipe.quantization.bnb_4bit_use_double_quant
+        # Two weights a byte, sharded; scales are not parameters, so every rank has them all.
+        return vectors + sum(
+            -(-linear.weights // 2 // self.shards) + linear.scale_bytes(double)
+            for linear in self.shape.linears.values()
+        )
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        """Of weights and buffers of the whole model on this rank."""
+        inverse_frequencies = FLOAT32 * self.shape.head_size  # of the rotary embedding: two of [head_size / 2] float32
+        trained = self.trained_weight_bytes * self.trained_weights
+        if self.base_trained:
+            return trained + inverse_frequencies
+        frozen = HALF * self.sharded_end_weights + self.shape.layers * self.frozen_layer_bytes
+        return frozen + trained + inverse_frequencies
+
+    @cached_property
+    def static(self) -> dict[str, int]:
+        """What is there all through a training: weights, the optimizer's moments, cuBLAS' workspaces of the two threads
+        that multiply matrices (forward's and backward's), and DDP's buckets."""
+        moments = OPTIMIZERS[self.recipe.training.optim].state_bytes(self.trained_weight_bytes) * self.trained_weights
+        workspaces = 2 * CUBLAS_WORKSPACE_HOPPER
+        return {PARAMETERS: self.parameter_bytes, OPTIMIZER_STATE: moments, OTHER: workspaces} | self.ddp_buckets
+
+    # Gathered weights.
+
+    @cached_property
+    def gathered_layer_bytes(self) -> int:
+        """One unsharded layer, bfloat16; of 4-bit matrices half a byte a weight."""
         shape = self.shape
-        found = HALF * (self._base_of_layer() - sum(self.cut(x.outputs, x.inputs) for x in shape.linears.values()))
-        for linear in shape.linears.values():
-            found += -(-linear.weights // 2 // self.shards) + _scales(self.recipe, linear.weights)
-        return found
+        if self.base_trained:
+            return HALF * self.trained_layer_weights
+        matrices = shape.matrix_weights // 2 if self.four_bit else HALF * shape.matrix_weights
+        return matrices + HALF * (shape.vector_weights + shape.adapter_weights)
 
     @cached_property
-    def unit(self) -> int:
-        """Bytes of a layer put together from its shards, in the computation's format."""
-        shape = self.shape
-        if self.full:
-            return HALF * self.trained_of_layer
-        matrices = shape.matrices // 2 if self.four_bit else HALF * shape.matrices
-        return matrices + HALF * (shape.small + shape.adapters)
+    def gathered_head_bytes(self) -> int:
+        """The unsharded head [vocabulary, hidden] bfloat16, where FSDP2 gathers it by itself: not where it is tied."""
+        return HALF * self.shape.embedding_weights * (self.sharded and not self.shape.tied)
 
     @cached_property
-    def head(self) -> int:
-        """Bytes of the head put together, where it is a unit of its own."""
-        return HALF * self.shape.table * (self.sharded and not self.shape.tied)
+    def always_gathered_bytes(self) -> int:
+        """The last norm [hidden] and tied embeddings [vocabulary, hidden], bfloat16: gathered during the whole step."""
+        return HALF * (self.shape.hidden + self.shape.embedding_weights * self.shape.tied) * self.sharded
 
-    @cached_property
-    def rest(self) -> int:
-        """Bytes of what is put together all the while: the last norm, and a table that is head and embeddings."""
-        return HALF * (self.shape.hidden + self.shape.table * self.shape.tied) * self.sharded
-
-    @cached_property
-    def head_gradient(self) -> int:
-        """Bytes of the head's gradient that stays whole till backward ends; none of a head that is reduced at once."""
-        if not self.full or self.head:
+    def unresharded_bytes(self, layers: int) -> int:
+        """Of `layers` layers, and of untied embeddings, where forward leaves them gathered for backward."""
+        if self.strategy.reshard_after_forward:
             return 0
-        return (HALF if self.sharded else self.width) * self.shape.table
+        return layers * self.gathered_layer_bytes + HALF * self.shape.embedding_weights * (not self.shape.tied)
 
-    def done(self, layers: int) -> int:
-        """Weights of this rank whose gradients are there after backward of a head of its own and of so many layers."""
-        head = self.shape.table * bool(self.full and self.head)
-        return (head + layers * self.trained_of_layer) // self.shards
-
-    def reducing(self, layers: int) -> int:
-        """Bytes of gradients under way after so many layers: what was cut last, and what copies share."""
-        latest = self.trained_of_layer if layers else self.done(0) * self.shards
-        return FLOAT32 * (latest + self.done(layers) * self.copied) * self.sharded
+    # Gradients.
 
     @cached_property
-    def gradients(self) -> int:
-        return self.width * self.trained
+    def gradient_bytes(self) -> int:
+        """Of the whole model on this rank, as the optimizer reads them."""
+        return self.trained_weight_bytes * self.trained_weights
 
     @cached_property
-    def again(self) -> bool:
-        """Whether gradients are there before backward makes them: of the micro-batch before, or DDP's buckets."""
-        return self.micro_steps > 1 or self.strategy.gradient_buckets
+    def ddp_buckets(self) -> dict[str, int]:
+        """The buckets of DDP's reducer, of which gradients are views: there from the beginning to the end."""
+        return {GRADIENTS: self.gradient_bytes} if self.data_parallel else {}
 
-    @cached_property
-    def buckets(self) -> Parts:
-        """DDP's, of which gradients are views: there from the beginning to the end."""
-        return {"gradients": self.gradients} if self.strategy.gradient_buckets else {}
-
-    def apart(self, layers: int) -> int:
-        """Bytes of gradients beside DDP's buckets: those of micro-batches that are not reduced are tensors of their
-        own until the one that is copies them in. `layers` are those it has not come to, and the embeddings with them.
-        """
-        if not self.strategy.gradient_buckets or self.micro_steps == 1:
+    def ddp_private_gradient_bytes(self, layers: int) -> int:
+        """Gradients besides DDP's buckets, of `layers` layers and the embeddings: a micro-batch without reduction makes
+        tensors of its own, and the backward that reduces copies them into the buckets, the last layer first."""
+        if not self.data_parallel or self.micro_steps == 1:
             return 0
-        return self.width * (self.trained_of_layer * layers + self.shape.table * self.full)
+        embeddings = self.shape.embedding_weights * self.base_trained
+        return self.trained_weight_bytes * (self.trained_layer_weights * layers + embeddings)
 
     @cached_property
-    def static(self) -> Parts:
-        state = OPTIMIZERS[self.recipe.training.optim].state_bytes(self.width) * self.trained
-        return {"parameters": self.parameters, "optimizer state": state, "other": CUBLAS} | self.buckets
+    def head_gradient_bytes(self) -> int:
+        """The head's gradient [vocabulary, hidden] that stays unsharded until backward ends; 0 where it is reduced at
+        once."""
+        if not self.base_trained or self.gathered_head_bytes:
+            return 0
+        return (HALF if self.sharded else self.trained_weight_bytes) * self.shape.embedding_weights
 
-    def stays(self, layers: int) -> tuple[int, int]:
-        """Activations and casts of weights that the first so many layers leave for backward."""
-        entering = self.way.stream * self.tokens * self.shape.hidden
-        again = -(-layers // self.every) if self.every else 0
-        whole = layers - again
-        # What the first layer is given needs no gradient where the embeddings are frozen and nothing is recomputed.
-        spared = 0 if self.full or self.every or not layers else FLOAT32 * self.tokens * (self.shape.hidden + 1)
-        return again * entering + whole * self.kept - spared, whole * self.casts
+    def reduced_weights(self, layers: int) -> int:
+        """Weights of this rank whose gradients exist after backward of an untied head and of `layers` layers."""
+        head = self.shape.embedding_weights * bool(self.base_trained and self.gathered_head_bytes)
+        return (head + layers * self.trained_layer_weights) // self.shards
 
-
-def _scales(recipe: Recipe, weights: int) -> int:
-    """Bytes of what undoes the packing of a 4-bit matrix."""
-    assert recipe.quantization is not None
-    blocks = -(-weights // 64)
-    if not recipe.quantization.bnb_4bit_use_double_quant:
-        return FLOAT32 * (blocks + 16)
-    return blocks + FLOAT32 * (-(-blocks // 256) + 16 + 256 + 1)
+    def reduction_buffer_bytes(self, layers: int) -> int:
+        """After backward of `layers` layers: the input of the latest reduce-scatter in float32, and HSDP's buffers."""
+        latest = self.trained_layer_weights if layers else self.reduced_weights(0) * self.shards
+        return FLOAT32 * (latest + self.reduced_weights(layers) * self.keeps_all_reduce_buffers) * self.sharded

@@ -1,4 +1,4 @@
-"""The sizes of a Llama-like decoder and of its adapters, from a config.json alone; counts are of weights."""
+"""The sizes of a Llama-like decoder and of its adapters, from a config.json alone. Counts are of weights, not bytes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from finetune.planner.constants import FLOAT32
 from finetune.recipe.schema import Lora, Recipe
 
-# Architectures whose layers are as `layer_terms` describes them: seven matrices, two norms, gated SiLU.
+QUANTISED_BLOCK = 64  # weights to a scale
+# Architectures whose layers are as layer.py describes them: seven matrices, two norms, gated SiLU.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 NORMED_HEADS = ("qwen3",)  # a norm over each head's queries and keys
 
 
 @dataclass(frozen=True)
 class Linear:
-    """One matrix of a layer."""
+    """One matrix of a layer, [outputs, inputs], and its adapter, [rank, inputs] and [outputs, rank]."""
 
     name: str
     inputs: int
@@ -29,67 +31,77 @@ class Linear:
         return self.inputs * self.outputs
 
     @property
-    def adapter(self) -> int:
+    def adapter_weights(self) -> int:
         return self.rank * (self.inputs + self.outputs)
+
+    def scale_bytes(self, double: bool) -> int:
+        """Of a 4-bit matrix's QuantState (bitsandbytes/functional.py); `double`: scales are quantised too."""
+        blocks = -(-self.weights // QUANTISED_BLOCK)
+        if not double:
+            return FLOAT32 * (blocks + 16)  # absmax [blocks] and code [16], float32
+        # absmax [blocks] in one byte; float32: absmax's own absmax [blocks / 256], code [256], offset [1]; code [16].
+        return blocks + FLOAT32 * (-(-blocks // 256) + 16 + 256 + 1)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides how large a model's tensors are."""
+    """The sizes that decide how large a model's tensors are."""
 
     hidden: int
-    inner: int
+    inner: int  # of the MLP
     layers: int
     heads: int
-    groups: int  # key-value heads
-    head: int
+    key_value_heads: int
+    head_size: int
     vocabulary: int
     tied: bool
     normed_heads: bool
     linears: dict[str, Linear]  # q, k, v, o, gate, up, down
 
     @property
-    def queries(self) -> int:
-        return self.heads * self.head
+    def query_size(self) -> int:
+        return self.heads * self.head_size
 
     @property
-    def keys(self) -> int:
-        return self.groups * self.head
+    def key_size(self) -> int:
+        """Of the values too."""
+        return self.key_value_heads * self.head_size
 
     @property
-    def matrices(self) -> int:
+    def matrix_weights(self) -> int:
+        """Of one layer's seven matrices."""
         return sum(linear.weights for linear in self.linears.values())
 
     @property
-    def small(self) -> int:
-        """Norms and biases of a layer."""
+    def vector_weights(self) -> int:
+        """Of one layer's norms and biases."""
         biases = sum(linear.outputs for linear in self.linears.values() if linear.bias)
-        return 2 * self.hidden + 2 * self.head * self.normed_heads + biases
+        return 2 * self.hidden + 2 * self.head_size * self.normed_heads + biases
 
     @property
-    def adapters(self) -> int:
+    def adapter_weights(self) -> int:
         """Of one layer."""
-        return sum(linear.adapter for linear in self.linears.values())
+        return sum(linear.adapter_weights for linear in self.linears.values())
 
     @property
-    def table(self) -> int:
-        """Of the embeddings; of the head too."""
+    def embedding_weights(self) -> int:
+        """[vocabulary, hidden], of the embeddings; of the head too."""
         return self.vocabulary * self.hidden
 
     @property
-    def total(self) -> int:
+    def total_weights(self) -> int:
         """Of the model without adapters."""
-        ends = self.table * (1 if self.tied else 2) + self.hidden
-        return self.layers * (self.matrices + self.small) + ends
+        ends = self.embedding_weights * (1 if self.tied else 2) + self.hidden
+        return self.layers * (self.matrix_weights + self.vector_weights) + ends
 
 
 def shape_of(recipe: Recipe, config: Mapping[str, Any]) -> Shape:
-    """From config.json's own keys. Raises KeyError where they are not those of a decoder."""
+    """The sizes, from the keys of config.json. Raises KeyError where one that a decoder has is missing."""
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-    groups = config.get("num_key_value_heads") or heads
-    head = config.get("head_dim") or hidden // heads
-    queries, keys = heads * head, groups * head
-    # transformers' Qwen2 has these biases whatever its configuration says.
+    key_value_heads = config.get("num_key_value_heads") or heads
+    head_size = config.get("head_dim") or hidden // heads
+    queries, keys = heads * head_size, key_value_heads * head_size
+    # models/qwen2/modeling_qwen2.py, Qwen2Attention: these biases exist whatever the configuration says.
     bias = bool(config.get("attention_bias")) or config["model_type"] == "qwen2"
     sizes = {
         "q": ("self_attn.q_proj", hidden, queries, bias),
@@ -109,8 +121,8 @@ def shape_of(recipe: Recipe, config: Mapping[str, Any]) -> Shape:
         inner=inner,
         layers=config["num_hidden_layers"],
         heads=heads,
-        groups=groups,
-        head=head,
+        key_value_heads=key_value_heads,
+        head_size=head_size,
         vocabulary=config["vocab_size"],
         tied=bool(config.get("tie_word_embeddings")),
         normed_heads=config["model_type"] in NORMED_HEADS,
@@ -119,12 +131,13 @@ def shape_of(recipe: Recipe, config: Mapping[str, Any]) -> Shape:
 
 
 def _rank(lora: Lora | None, name: str) -> int:
-    """As peft chooses: all linear layers, names that end so, or a pattern of the whole name."""
+    """peft's choice (tuners/tuners_utils.py: check_target_module_exists): all linear layers, a pattern that the whole
+    name matches, or the last words of names."""
     if lora is None:
         return 0
-    wanted = lora.target_modules
-    if wanted == "all-linear":
+    targets = lora.target_modules
+    if targets == "all-linear":
         return lora.r
-    if isinstance(wanted, str):
-        return lora.r if re.fullmatch(wanted, f"model.layers.0.{name}") else 0
-    return lora.r if any(name == each or name.endswith(f".{each}") for each in wanted) else 0
+    if isinstance(targets, str):
+        return lora.r if re.fullmatch(targets, f"model.layers.0.{name}") else 0
+    return lora.r if any(name == target or name.endswith(f".{target}") for target in targets) else 0

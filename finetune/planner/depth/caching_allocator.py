@@ -1,14 +1,14 @@
-"""What torch's caching allocator reserves on a GPU for a timeline: a replay of its rules, by default settings.
+"""Bytes that torch's caching allocator reserves on a GPU for a timeline: a replay of its rules, by default settings.
 
-Tensors ask for bytes (*allocated*); the allocator asks CUDA for segments and cuts blocks from them (*reserved*), which
-it keeps when a tensor goes. A segment is cut where something else still lies in it, so more may be reserved than was
-ever allocated at a time. Rules as in c10/cuda/CUDACachingAllocator.cpp of torch 2.13:
+Tensors request bytes (*allocated*); the allocator requests segments from CUDA (*reserved*) and splits blocks off them,
+which it keeps when a tensor is freed. A free block between live ones may be too small for the next request, so more may
+be reserved than was ever allocated at a time. Rules as in c10/cuda/CUDACachingAllocator.cpp of torch 2.13:
 
     sizes are rounded up to 512 bytes
     up to 1 MiB come from the pool of small blocks, in segments of 2 MiB
     more than that from the pool of large ones: up to 10 MiB in segments of 20 MiB, else in their own, rounded to 2 MiB
-    the smallest free block that is large enough is taken, of the same stream and pool, and cut where what is left is
-    at least 512 bytes (small) or more than 1 MiB (large); a block that is given back joins its free neighbours
+    the smallest free block that is large enough is taken, of the same stream and pool, and split where the rest is at
+    least 512 bytes (small) or more than 1 MiB (large); a freed block is merged with its free neighbours
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import bisect
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from finetune.planner.depth.repeat_layers import Change
+from finetune.planner.depth.repeat_layers import StorageChange
 
 MIB = 2**20
 ROUND = 512
@@ -28,7 +28,7 @@ MIDDLE_SEGMENT = 20 * MIB
 
 
 class NoMemory(Exception):
-    """CUDA has no more, after all cached segments were given back."""
+    """CUDA has no memory left, although all cached segments were returned to it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -54,25 +54,25 @@ class CachingAllocator:
     peak_allocated: int = 0
     peak_reserved: int = 0
     _pools: dict[tuple[int, bool], list[_Free]] = field(default_factory=dict)
-    _held: dict[Hashable, _Block] = field(default_factory=dict)
+    _blocks: dict[Hashable, _Block] = field(default_factory=dict)
     _segments: int = 0
 
     def malloc(self, key: Hashable, nbytes: int, stream: int = 0) -> None:
-        """Give `key` a block; of nothing, none."""
+        """Allocate a block for `key`; for 0 bytes none."""
         if not nbytes:
             return
         nbytes = _up(nbytes, ROUND)
         pool = stream, nbytes <= SMALL
-        block = self._found(pool, nbytes) or self._segment(pool, nbytes)
-        self._cut(block, nbytes)
+        block = self._best_fit(pool, nbytes) or self._new_segment(pool, nbytes)
+        self._split(block, nbytes)
         block.free = False
-        self._held[key] = block
+        self._blocks[key] = block
         self.allocated += block.nbytes
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, key: Hashable) -> None:
-        """Take its block back, if it has one."""
-        block = self._held.pop(key, None)
+        """Free the block of `key`, if it has one."""
+        block = self._blocks.pop(key, None)
         if block is None:
             return
         self.allocated -= block.nbytes
@@ -80,9 +80,9 @@ class CachingAllocator:
             if neighbour is not None and neighbour.free:
                 self._remove(neighbour)
         if block.before is not None and block.before.free:
-            block = _joined(block.before, block)
+            block = _merged(block.before, block)
         if block.after is not None and block.after.free:
-            block = _joined(block, block.after)
+            block = _merged(block, block.after)
         self._insert(block)
 
     def restart_peaks(self) -> None:
@@ -90,17 +90,17 @@ class CachingAllocator:
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def empty_cache(self) -> None:
-        """Give segments back to CUDA in which nothing lies."""
+        """Return segments without a live block to CUDA."""
         for pool, blocks in self._pools.items():
             self._pools[pool] = [free for free in blocks if free[2].before is not None or free[2].after is not None]
             self.reserved -= sum(free[0] for free in blocks) - sum(free[0] for free in self._pools[pool])
 
-    def _found(self, pool: tuple[int, bool], nbytes: int) -> _Block | None:
+    def _best_fit(self, pool: tuple[int, bool], nbytes: int) -> _Block | None:
         blocks = self._pools.setdefault(pool, [])
         index = bisect.bisect_left(blocks, (nbytes, -1))
         return blocks.pop(index)[2] if index < len(blocks) else None
 
-    def _segment(self, pool: tuple[int, bool], nbytes: int) -> _Block:
+    def _new_segment(self, pool: tuple[int, bool], nbytes: int) -> _Block:
         if nbytes <= SMALL:
             nbytes = SMALL_SEGMENT
         elif nbytes < MIDDLE:
@@ -110,17 +110,17 @@ class CachingAllocator:
         if self.capacity is not None and self.reserved + nbytes > self.capacity:
             self.empty_cache()
             if self.reserved + nbytes > self.capacity:
-                raise NoMemory(f"{nbytes} bytes, of {self.capacity - self.reserved}")
+                raise NoMemory(f"{nbytes} bytes of {self.capacity - self.reserved}")
         self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         self._segments += 1
         return _Block(nbytes, self._segments << 48, pool)  # far apart; the later, the higher
 
-    def _cut(self, block: _Block, nbytes: int) -> None:
-        left = block.nbytes - nbytes
-        if left < ROUND or not (block.pool[1] or left > SMALL):
+    def _split(self, block: _Block, nbytes: int) -> None:
+        remainder = block.nbytes - nbytes
+        if remainder < ROUND or not (block.pool[1] or remainder > SMALL):
             return
-        rest = _Block(left, block.address + nbytes, block.pool, True, block, block.after)
+        rest = _Block(remainder, block.address + nbytes, block.pool, True, block, block.after)
         if block.after is not None:
             block.after.before = rest
         block.after, block.nbytes = rest, nbytes
@@ -137,7 +137,7 @@ class CachingAllocator:
         blocks.pop(index)
 
 
-def _joined(first: _Block, second: _Block) -> _Block:
+def _merged(first: _Block, second: _Block) -> _Block:
     first.nbytes += second.nbytes
     first.after = second.after
     if second.after is not None:
@@ -151,27 +151,27 @@ def _up(nbytes: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class AllocatorPeak:
-    """What the allocator hands out and holds during a phase, at most."""
+    """The most bytes that the allocator allocated and reserved during a phase."""
 
     allocated: int
     reserved: int
 
-    def and_in(self, allocator: CachingAllocator) -> AllocatorPeak:
+    def with_peaks_of(self, allocator: CachingAllocator) -> AllocatorPeak:
         """The larger of each, with the allocator's peaks."""
         return AllocatorPeak(max(self.allocated, allocator.peak_allocated), max(self.reserved, allocator.peak_reserved))
 
 
-def replay(changes: Iterable[Change], capacity: int | None = None) -> dict[str, AllocatorPeak]:
+def replay(changes: Iterable[StorageChange], capacity: int | None = None) -> dict[str, AllocatorPeak]:
     """By phase, over all its runs. Raises NoMemory where `capacity` bytes are not enough."""
-    allocator, found, running = CachingAllocator(capacity), dict[str, AllocatorPeak](), ""
+    allocator, peaks, running = CachingAllocator(capacity), dict[str, AllocatorPeak](), ""
     for storage, nbytes, phase, stream in changes:
         if running and (storage is None or phase != running):
-            found[running] = found.get(running, AllocatorPeak(0, 0)).and_in(allocator)
+            peaks[running] = peaks.get(running, AllocatorPeak(0, 0)).with_peaks_of(allocator)
             running = ""
-        if storage is None:  # what ended before it is booked just before it, under its name
+        if storage is None:  # storages that ended before it are freed just before it, under its name
             allocator.restart_peaks()
             running = phase
         else:
             allocator.free(storage)
             allocator.malloc(storage, nbytes, stream)
-    return found | ({running: found.get(running, AllocatorPeak(0, 0)).and_in(allocator)} if running else {})
+    return peaks | ({running: peaks.get(running, AllocatorPeak(0, 0)).with_peaks_of(allocator)} if running else {})

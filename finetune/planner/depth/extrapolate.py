@@ -1,8 +1,8 @@
-"""A deep model from two shallow traces: decoder layers are alike, so what each of them adds is added again and again.
+"""A deep model's peaks from two shallow traces: decoder layers are alike, so each further layer adds the same bytes.
 
-Each phase is cut into segments by the module that is running: the first layer, the last, those between, and what is
-around them. The peak of a segment grows by the same bytes with each layer (or with each period of layers, where every
-n-th is recomputed), component by component; the phase's peak is the largest segment at full depth.
+Each phase is divided into segments by the module that is running: the first layer, the last, those between, and the
+modules around them. The peak of a segment grows by the same bytes with each layer (or with each period of layers, where
+every n-th is recomputed), component by component; the phase's peak is the largest segment at full depth.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.planner.trace.timeline import COMPONENTS, LAYER, Peak, PhaseMemory, Timeline
+from finetune.planner.constants import COMPONENTS
+from finetune.planner.trace.timeline import LAYER, Peak, PhaseMemory, Timeline
 from finetune.recipe.schema import Recipe
 
 SHALLOW = 4  # the first, the last, and two between
@@ -22,28 +23,28 @@ SHALLOW = 4  # the first, the last, and two between
 def extrapolate(
     timeline_of: Callable[[int], Timeline], layers: int, device: str, *, period: int = 1, shallow: int = SHALLOW
 ) -> dict[str, PhaseMemory]:
-    """Phases of a model with so many layers, from traces of two depths; of few layers, from one trace of them all.
+    """Phases of a model with `layers` layers, from traces of two depths; of few layers, from one trace of full depth.
 
-    `period`: layers repeat after so many. `shallow`: the depth from which on each layer adds the same.
+    `period`: the number of layers after which they repeat. `shallow`: the depth from which on each layer adds the same.
     """
     few, more = depths(layers, period, shallow)
     if layers <= more:
         return timeline_of(layers).phases(device)
-    less, deeper = timeline_of(few), timeline_of(more)
+    shallow_timeline, deep = timeline_of(few), timeline_of(more)
     times = (layers - few) // period
-    first, second = _segments(less, device, few), _segments(deeper, device, more)
-    ends, more_ends = less.ends(device), deeper.ends(device)
-    found = {}
+    first, second = _segments(shallow_timeline, device, few), _segments(deep, device, more)
+    ends, deep_ends = shallow_timeline.ends(device), deep.ends(device)
+    result = {}
     for phase, peaks in first.items():
         assert peaks.keys() == second[phase].keys(), f"{phase}: {peaks.keys() ^ second[phase].keys()}"
-        grown = [_grown(peak, second[phase][name], times, layers) for name, peak in peaks.items()]
-        end = _line(ends[phase], more_ends[phase], times)
-        found[phase] = PhaseMemory(max(grown, key=lambda peak: peak.nbytes), end)
-    return found
+        extrapolated = [_extrapolated_peak(peak, second[phase][name], times, layers) for name, peak in peaks.items()]
+        end = _extrapolated_parts(ends[phase], deep_ends[phase], times)
+        result[phase] = PhaseMemory(max(extrapolated, key=lambda peak: peak.nbytes), end)
+    return result
 
 
 def depths(layers: int, period: int, shallow: int = SHALLOW) -> tuple[int, int]:
-    """The two shallow models whose layers repeat as those of a model with so many do."""
+    """The depths of the two shallow models whose layers repeat as those of a model with `layers` layers do."""
     few = shallow + (layers - shallow) % period
     return few, few + period
 
@@ -70,38 +71,41 @@ def _segment(module: str, layers: int) -> str:
     return module[: match.start()] + f".layers.{which}" + module[match.end() :]
 
 
-def _grown(peak: Peak, deeper: Peak, times: int, layers: int) -> Peak:
-    parts = _line(peak.parts, deeper.parts, times)
+def _extrapolated_peak(peak: Peak, deep: Peak, times: int, layers: int) -> Peak:
+    parts = _extrapolated_parts(peak.parts, deep.parts, times)
     match = LAYER.search(peak.module)
     module = peak.module
-    if match is not None and int(match.group(1)) > 0 and deeper.module != peak.module:  # counted from the last layer
-        behind = int(LAYER.search(deeper.module).group(1)) - int(match.group(1))  # type: ignore[union-attr]
+    if match is not None and int(match.group(1)) > 0 and deep.module != peak.module:  # counted from the last layer
+        behind = int(LAYER.search(deep.module).group(1)) - int(match.group(1))  # type: ignore[union-attr]
         module = LAYER.sub(f".layers.{min(int(match.group(1)) + behind * times, layers - 1)}", module)
     return Peak(sum(parts.values()), parts, module)
 
 
-def _line(here: dict[str, int], there: dict[str, int], times: int) -> dict[str, int]:
-    grown = {name: here.get(name, 0) + times * (there.get(name, 0) - here.get(name, 0)) for name in COMPONENTS}
-    return {name: nbytes for name, nbytes in grown.items() if nbytes}
+def _extrapolated_parts(shallow: dict[str, int], deep: dict[str, int], times: int) -> dict[str, int]:
+    extrapolated = {
+        name: shallow.get(name, 0) + times * (deep.get(name, 0) - shallow.get(name, 0)) for name in COMPONENTS
+    }
+    return {name: nbytes for name, nbytes in extrapolated.items() if nbytes}
 
 
 def with_layers(recipe: Recipe, config: Mapping[str, Any], layers: int, folder: Path) -> Recipe:
-    """The recipe for that model with so many layers, its config.json in `folder`; there are no weights."""
+    """The recipe for a model of `layers` layers, with its config.json in `folder` and without weights."""
     changed = dict(config) | {"num_hidden_layers": layers}
     if kinds := config.get("layer_types"):
         changed["layer_types"] = [kinds[index % len(kinds)] for index in range(layers)]
     for key in ("quantization_config", "auto_map"):
         changed.pop(key, None)
-    here = folder / f"layers-{layers}"
-    here.mkdir(parents=True, exist_ok=True)
-    (here / "config.json").write_text(json.dumps(changed), "utf-8")
-    model = recipe.model.model_copy(update={"name_or_path": str(here), "revision": "main"})
+    model_folder = folder / f"layers-{layers}"
+    model_folder.mkdir(parents=True, exist_ok=True)
+    (model_folder / "config.json").write_text(json.dumps(changed), "utf-8")
+    model = recipe.model.model_copy(update={"name_or_path": str(model_folder), "revision": "main"})
     return recipe.model_copy(update={"model": model})
 
 
 def layers_kept_gathered(config: Mapping[str, Any], packed: int = 1) -> int:
-    """How many layers' worth of weights ZeRO-3 may keep whole at once (strategies/zero.py): two layers and the largest
-    tensor, which is the embedding. A model with fewer is whole for a while, so its layers add more than later ones.
+    """How many layers' worth of weights ZeRO-3 may keep gathered at once (strategies/zero.py): two layers and the
+    largest tensor, which is the embedding. A model with fewer layers is all gathered for a while, so its layers add
+    more bytes than later ones.
 
     `packed`: weights of a quantised layer to one element of its container.
     """

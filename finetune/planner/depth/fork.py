@@ -1,4 +1,4 @@
-"""Works done at the same time, each in a forked child of this process: a plan's two depths, on two cores."""
+"""Functions run at the same time, each in a forked child of this process: a plan's two depths, on two cores."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ ENGINE = "pt_autograd"  # how torch's autograd names its threads, which no fork 
 
 
 @contextmanager
-def run_in_forks(works: Mapping[int, Callable[[], T]]) -> Iterator[Callable[[int], T]]:
-    """Begin each work in a child; what it yields waits for the result of one. Children end with the context.
+def run_in_forks(functions: Mapping[int, Callable[[], T]]) -> Iterator[Callable[[int], T]]:
+    """Start each function in a child, and yield a callable that waits for one's result. Children end with the context.
 
-    Where this process cannot be forked, for a single work, and where a child fails, the work is done here, and raises
-    here what it raises. Results are pickled.
+    A single function, and one whose child failed, runs in this process, and so do all where it cannot be forked;
+    what they raise is raised here. Results are pickled.
     """
     children = {}
-    if len(works) > 1 and can_fork():
-        children = {name: _forked(work) for name, work in works.items()}
+    if len(functions) > 1 and can_fork():
+        children = {name: _start(function) for name, function in functions.items()}
 
     def result(name: int) -> T:
         if name in children:
             with suppress(EOFError):  # it failed
                 return children[name][1].recv()  # type: ignore[no-any-return]
-        return works[name]()
+        return functions[name]()
 
     try:
         yield result
@@ -48,7 +48,7 @@ def run_in_forks(works: Mapping[int, Callable[[], T]]) -> Iterator[Callable[[int
 def can_fork() -> bool:
     """Whether a child of this process could train: on Linux, as long as autograd has no threads here.
 
-    One that began this moment may have no name yet; then torch refuses to train in the child, and it fails.
+    A thread that has just started may have no name yet; then torch refuses to train in the child, which fails.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -62,10 +62,10 @@ def _name_of(thread: Path) -> str:
     return ""
 
 
-def _forked(work: Callable[[], T]) -> tuple[multiprocessing.process.BaseProcess, Connection]:
+def _start(function: Callable[[], T]) -> tuple[multiprocessing.process.BaseProcess, Connection]:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_send, args=(work, theirs), daemon=True)
+    child = context.Process(target=_send_result, args=(function, theirs), daemon=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later, of any second thread
         child.start()
@@ -73,10 +73,10 @@ def _forked(work: Callable[[], T]) -> tuple[multiprocessing.process.BaseProcess,
     return child, ours
 
 
-def _send(work: Callable[[], T], pipe: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback beside the parent's own end
+def _send_result(function: Callable[[], T], pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback in addition to the parent's
     torch.set_num_threads(1)  # OpenMP's threads were not forked, and it would wait for them
     try:
-        pipe.send(work())
-    except Exception:  # is raised by the parent, which does it again
+        pipe.send(function())
+    except Exception:  # the parent runs the function again, and raises it
         os._exit(1)

@@ -1,10 +1,26 @@
-"""The events of a deep model from those of a shallow one, for what cannot be grown by a line: the allocator's replay.
+"""The storage changes of a deep model from those of a shallow one, for the replay of the allocator: its reserved bytes
+depend on the order of requests, so they cannot be extrapolated by a line as peaks can.
 
-Events are cut into runs that belong to one decoder layer: the one whose module is running or, where none is, the one
-that the storage belongs to. All layers but the first two and the last two are alike, or repeat by a period; their runs
-are repeated, in the order in which the phase goes through the layers. A storage goes by where it was made: the layer,
-the how-manieth of its runs, and the place there. So a run that lets go what the layer before it made, or fills what the
-next one needs, does so in each of its copies.
+A trace is a list of events: a storage has N bytes from now on. It is divided into *runs*: consecutive events of one
+decoder layer, which is the one whose module is running or, where none is running, the one that the storage belongs to.
+The first two layers and the last two are kept as they are. The layer between them (or the `period` of layers, where
+every n-th is recomputed) is repeated, run by run, in the order in which the phase goes through the layers.
+
+A storage is identified by the layer that made it, the index of that layer's run (its *visit*), and its position in that
+run. Layer 2's third storage of its first run is (2, 0, 2); the copies' are (3, 0, 2), (4, 0, 2). So a run that frees
+what the layer before it made, or fills what the next one needs, does the same in each of its copies.
+
+An example: 5 traced layers become 7, period 1 (5 are the fewest: two, one that repeats, and two). In forward layer i
+allocates a storage (+i); in backward, which runs from right to left, it frees that of the layer before it (-(i-1)):
+
+    run of traced layer       0    1    2              3    4
+    traced, forward          +0   +1   +2             +3   +4
+    deep, forward            +0   +1   +2   +3   +4   +5   +6     the run of layer 2 is copied twice
+    traced, backward              -0   -1             -2   -3
+    deep, backward                -0   -1   -2   -3   -4   -5     each copy frees its own neighbour's; traced layer 3
+    is deep layer             0    1    2    3    4    5    6     frees that of the last copy, which is next to it
+
+A storage that a run far away frees (an optimizer step does so for all gradients) is freed in all copies.
 """
 
 from __future__ import annotations
@@ -18,11 +34,11 @@ from typing import NamedTuple
 from finetune.measure.live_tensors import NONE
 from finetune.planner.trace.timeline import Event, Timeline, layer_of
 
-FIRST = 2  # of the layers that are repeated; as many stand behind them
+FIRST = 2  # index of the first layer that is repeated; as many layers follow the repeated ones
 
 
-class Change(NamedTuple):
-    """An event of the deep model: a storage has so many bytes from now on."""
+class StorageChange(NamedTuple):
+    """An event of the deep model: a storage has `nbytes` from now on; 0 is its end."""
 
     storage: Hashable  # None: a phase begins
     nbytes: int
@@ -32,81 +48,81 @@ class Change(NamedTuple):
 
 class _Run(NamedTuple):
     layer: int | None
-    visit: int  # how many runs of this layer were before
+    visit: int  # index among this layer's runs
     events: list[Event]
 
 
 @dataclass(frozen=True)
 class LayerRepeat:
-    """How the layers of the shallow model stand in the deep one."""
+    """Where the layers of the shallow model are in the deep one."""
 
     period: int
-    copies: int  # of the repeated layers, beside those that are there
+    copies: int  # of the repeated layers, in addition to the traced ones
 
     def repeats(self, layer: int | None) -> bool:
         return layer is not None and FIRST <= layer < FIRST + self.period
 
-    def moved(self, layer: int, copy: int | None) -> list[int]:
-        """Where a layer is: in one copy, or (None) seen from outside of the copies: in all."""
+    def positions(self, layer: int, copy: int | None) -> list[int]:
+        """Indices of a traced layer in the deep model: in one copy or, with None, in all."""
         if copy is not None:
             return [layer + copy * self.period]
         if self.repeats(layer):
             return [layer + each * self.period for each in range(self.copies + 1)]
         return [layer if layer < FIRST else layer + self.copies * self.period]
 
-    def seen(self, layer: int, run: int | None, copy: int) -> list[int]:
-        """Where the layer is that a run of layer `run` speaks of."""
+    def positions_of(self, layer: int, run: int | None, copy: int) -> list[int]:
+        """Indices of the layer to which copy `copy` of a run of layer `run` refers."""
         near = run is not None and abs(layer - run) <= 1
         if self.repeats(run):
-            return self.moved(layer, copy if near or self.repeats(layer) else None)
-        if near and self.repeats(layer):  # the first copy, or the last
-            return self.moved(layer, 0 if run == FIRST - 1 else self.copies)
-        return self.moved(layer, None)
+            return self.positions(layer, copy if near or self.repeats(layer) else None)
+        if near and self.repeats(layer):  # layer 1 refers to the first copy, the layer after them to the last
+            return self.positions(layer, 0 if run == FIRST - 1 else self.copies)
+        return self.positions(layer, None)
 
 
-def repeat_layers(timeline: Timeline, device: str, layers: int, deep: int, period: int = 1) -> Iterator[Change]:
+def repeat_layers(timeline: Timeline, device: str, layers: int, deep: int, period: int = 1) -> Iterator[StorageChange]:
     """The changes on `device` of a model with `deep` layers, from the timeline of one with `layers`.
 
-    Layers repeat after `period`. With deep == layers they are those of the timeline.
+    Layers repeat after `period`. With deep == layers the changes are those of the timeline.
     """
-    depth = LayerRepeat(period, (deep - layers) // period)
-    assert depth.copies * period == deep - layers
-    assert not depth.copies or layers >= FIRST + period + FIRST, "no layers are left around those that repeat"
+    repeat = LayerRepeat(period, (deep - layers) // period)
+    assert repeat.copies * period == deep - layers
+    assert not repeat.copies or layers >= FIRST + period + FIRST, "no layers are left around those that repeat"
     runs = _runs(timeline, device)
     names = _names(runs)
-    before: int | None = None
-    for repeated, group in groupby(runs, key=lambda run: depth.repeats(run.layer)):
+    previous_layer: int | None = None
+    for repeated, group in groupby(runs, key=lambda run: repeat.repeats(run.layer)):
         block = list(group)
-        copies = range(depth.copies + 1 if repeated else 1)
-        upwards = before is None or before < FIRST
+        copies = range(repeat.copies + 1 if repeated else 1)
+        upwards = previous_layer is None or previous_layer < FIRST  # forward; backward goes downwards
         for copy in copies if upwards else reversed(copies):
             for run in block:
-                yield from _changes(timeline, names, run, depth, copy)
-        before = block[-1].layer
+                yield from _changes(timeline, names, run, repeat, copy)
+        previous_layer = block[-1].layer
 
 
-def add_unlayered_storage(changes: Iterable[Change], short: Mapping[str, int]) -> Iterator[Change]:
-    """With storages beside them that have so many bytes together in each phase: of what is no layer's and grows with
-    depth, as DDP's buckets and ZeRO's flat partitions.
+def add_unlayered_storage(changes: Iterable[StorageChange], short: Mapping[str, int]) -> Iterator[StorageChange]:
+    """The changes, with storages added that have `short` bytes together in each phase: those that belong to no layer
+    and grow with depth, as DDP's buckets and ZeRO's flat partitions.
 
-    What the phases have in common is a storage that stays; what some have beyond others comes and goes.
+    Bytes that all phases lack are one storage that stays; those that only some lack are allocated and freed.
     """
     levels = sorted({0, *(nbytes for nbytes in short.values() if nbytes > 0)})
     pieces = list(pairwise(levels))
-    held = 0  # so many of them
+    allocated = 0  # of the pieces
     for change in changes:
         if change.storage is None:  # before the phase's peak is watched
             needed = sum(top <= short.get(change.phase, 0) for _, top in pieces)
-            yield from (Change(("no layer's", index), 0, change.phase) for index in range(needed, held))
-            for index in range(held, needed):
+            yield from (StorageChange(("unlayered", index), 0, change.phase) for index in range(needed, allocated))
+            for index in range(allocated, needed):
                 below, top = pieces[index]
-                yield Change(("no layer's", index), top - below, change.phase)
-            held = needed
+                yield StorageChange(("unlayered", index), top - below, change.phase)
+            allocated = needed
         yield change
 
 
 def _runs(timeline: Timeline, device: str) -> list[_Run]:
-    """All events on the device, in order; those that belong to no layer go with the run before them."""
+    """All events on the device, in order; those that belong to no layer are part of the run before them."""
     in_layers = {phase for phase, module in timeline.places if layer_of(module) is not None}
     owners = dict(timeline.layers)
     visits: dict[int | None, int] = defaultdict(int)
@@ -129,26 +145,26 @@ def _runs(timeline: Timeline, device: str) -> list[_Run]:
 
 
 def _names(runs: list[_Run]) -> dict[int, tuple[int | None, int, int]]:
-    """Layer, visit and place of each storage's first event."""
+    """Layer, visit and position of each storage's first event."""
     names: dict[int, tuple[int | None, int, int]] = {}
     for run in runs:
-        made = 0
+        position = 0
         for event in run.events:
             if event.storage != NONE and event.storage not in names:
-                names[event.storage] = run.layer, run.visit, made
-                made += 1
+                names[event.storage] = run.layer, run.visit, position
+                position += 1
     return names
 
 
 def _changes(
-    timeline: Timeline, names: dict[int, tuple[int | None, int, int]], run: _Run, depth: LayerRepeat, copy: int
-) -> Iterator[Change]:
+    timeline: Timeline, names: dict[int, tuple[int | None, int, int]], run: _Run, repeat: LayerRepeat, copy: int
+) -> Iterator[StorageChange]:
     for event in run.events:
         phase = timeline.places[event.place][0]
         if event.storage == NONE:
-            yield Change(None, 0, phase)
+            yield StorageChange(None, 0, phase)
             continue
-        layer, *place = names[event.storage]
+        layer, *visit_and_position = names[event.storage]
         stream = timeline.streams.get(event.storage, 0)
-        for where in [None] if layer is None else depth.seen(layer, run.layer, copy):
-            yield Change((where, *place), event.nbytes, phase, stream)
+        for position in [None] if layer is None else repeat.positions_of(layer, run.layer, copy):
+            yield StorageChange((position, *visit_and_position), event.nbytes, phase, stream)

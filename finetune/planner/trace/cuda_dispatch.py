@@ -1,8 +1,8 @@
-"""What CUDA's dispatch does to a call before a kernel runs: autocast's number formats, and the choice of attention.
+"""The two decisions of CUDA's dispatch before a kernel runs: autocast's number formats, and the choice of attention.
 
-Both are done here for the pretend device, where they decide which tensors exist. Autocast's lists are read from torch's
-own header, which is there for devices of other makers; attention is chosen as `sdp_utils.cpp` chooses it on a GPU of
-compute capability 8.0 or more, whose order is flash, memory-efficient, and plain matrix products.
+Both are made here for the pretend device, because they decide which tensors exist. Autocast's lists are read from
+torch's own header, which it ships for devices of other makers; attention is chosen as `sdp_utils.cpp` chooses it on a
+GPU of compute capability 8.0 or more, whose order is flash, memory-efficient, and plain matrix products.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch.nn import functional as F
 
 HALF = (torch.bfloat16, torch.float16)
 FLASH_HEAD = 256  # the largest head dimension of flash attention
-BIAS_MULTIPLE = 16  # a mask's rows are padded to so many elements for the memory-efficient kernel
+BIAS_MULTIPLE = 16  # elements; a mask's rows are padded to a multiple of these for the memory-efficient kernel
 
 _keep: list[torch.library.Library] = []  # a registration lasts as long as its object
 
 
 def register_dispatch(device: str) -> None:
-    """Register both for the one device that a program may bring. Once a process."""
+    """Register both for the one device that a program may add to torch. Once a process."""
     others = torch.library.Library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
-    # One kernel on CUDA; on a device of another maker torch would put it together from seven others.
+    # One kernel on CUDA; on a device of another maker torch would compose it of seven others.
     aten.impl("silu_backward", lambda grad, _: torch.empty_like(grad), "PrivateUse1")
     _keep.extend((others, aten))
     casts = _Casts(device)
@@ -54,7 +54,7 @@ def register_dispatch(device: str) -> None:
 
 
 def autocast_list(macro: str) -> list[tuple[str, str]]:
-    """Operations and overloads of one of the lists that CUDA's autocast goes by, from the installed torch's header."""
+    """Operations and overloads of one of CUDA autocast's lists, from the installed torch's header."""
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     lines = re.search(rf"#define AT_FORALL_{macro}\(_\)(.*?[^\\])\n", header.read_text("utf-8"), re.DOTALL)
     assert lines is not None, macro
@@ -62,7 +62,7 @@ def autocast_list(macro: str) -> list[tuple[str, str]]:
 
 
 class _Casts:
-    """Kernels that change number formats and call on, below autocast."""
+    """Kernels that cast their arguments and call the operation below autocast."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -79,7 +79,7 @@ class _Casts:
         return self._casting(op, self._widest)
 
     def float32_result(self, op: Any) -> Callable[..., Any]:
-        """The operation converts by itself, which makes no copy."""
+        """The operation casts inside its kernel, without a copy."""
         at = [argument.name for argument in op._schema.arguments].index("dtype")
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -140,7 +140,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` by the kernel that CUDA would take."""
+    """`scaled_dot_product_attention` by the kernel that CUDA would choose."""
     aten: Any = torch.ops.aten
     size = query.shape[-1]
     if attn_mask is None and query.dtype in HALF and size <= FLASH_HEAD:
@@ -161,7 +161,7 @@ def _attention(
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """What the memory-efficient kernel adds: in the query's number format, its rows padded, one view for all heads."""
+    """The bias that the memory-efficient kernel adds: in the query's format, rows padded, one view for all heads."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     columns = mask.shape[-1]

@@ -1,11 +1,11 @@
-"""A pretend accelerator: a device apart from the host, on a torch that knows no GPU.
+"""A fake accelerator, "pretend": a device that is not the host, in a torch without a GPU.
 
-torch lets a program register one device of its own ("PrivateUse1"). This one computes nothing: with fake tensors
-nothing ever runs on it. A trace on it takes the branches that a GPU run takes (streams, pinned host memory, fused and
-foreach kernels, CUDA's lists for autocast, CUDA's attention), and tells device memory from host memory.
+torch lets a program register one device of its own ("PrivateUse1"). This one computes nothing, for fake tensors run no
+kernels. A trace on it takes the branches that a GPU run takes (streams, pinned host memory, fused and foreach kernels,
+CUDA's lists for autocast, CUDA's attention), and separates device memory from host memory.
 
-Registering is for good: from then on this process has an accelerator in torch's eyes. So it is not for a process that
-trains.
+The registration cannot be undone: from then on torch sees an accelerator in this process. So it is not for a process
+that trains.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 
 from finetune.planner.trace.cuda_dispatch import register_dispatch
 
-NAME = "pretend"
+DEVICE_NAME = "pretend"
 
 
 class _Event(torch.Event):
-    """torch's own, which a backend in Python cannot wait for: all that comes before it is over."""
+    """torch's own, which a backend in Python cannot wait for: everything before it has completed."""
 
     def synchronize(self) -> None:
-        """It is over."""
+        """Return at once."""
 
 
 class _Stream(torch.Stream):
@@ -33,20 +33,20 @@ class _Stream(torch.Stream):
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
         """An event at this place of the stream."""
-        event = event or _Event(device=torch.device(NAME, 0))
+        event = event or _Event(device=torch.device(DEVICE_NAME, 0))
         event.record(self)
         return event
 
 
 class _Module:
-    """What torch and its users ask `torch.cuda` for, here `torch.pretend`: one device, always idle."""
+    """The functions of `torch.cuda`, as `torch.pretend`: one device, always idle."""
 
     def __init__(self) -> None:
-        self.streams = 0  # made so far; number 0 is the one that is there from the beginning
+        self.streams = 0  # created so far; number 0 is the default stream
         self.current = 0
 
     def is_available(self) -> bool:
-        """No: whoever asks wants to compute on it."""
+        """No: callers ask because they want to compute on it."""
         return False
 
     def is_initialized(self) -> bool:
@@ -87,7 +87,7 @@ class _Module:
         return _stream(self.streams)
 
     def Event(self, *_: Any, **__: Any) -> torch.Event:  # noqa: N802  # torch.cuda's name
-        return _Event(device=torch.device(NAME, 0))
+        return _Event(device=torch.device(DEVICE_NAME, 0))
 
     def current_stream(self, *_: Any) -> torch.Stream:
         return _stream(self.current)
@@ -102,7 +102,7 @@ class _Module:
 
 
 def _stream(number: int) -> torch.Stream:
-    device = torch.Stream(device=torch.device(NAME, 0))
+    device = torch.Stream(device=torch.device(DEVICE_NAME, 0))
     return _Stream(stream_id=number, device_index=0, device_type=device.device_type)
 
 
@@ -110,16 +110,16 @@ _module = _Module()
 
 
 def stream_in_use() -> int:
-    """The number of the stream on which the pretended kernels run now: memory made on one is not given to another."""
+    """The number of the current stream; the allocator does not reuse one stream's memory on another."""
     return _module.current
 
 
 def pretend_device() -> torch.device:
-    """The device; registers it, and what CUDA's dispatch would do on it, on first use."""
-    if not hasattr(torch, NAME):
+    """The device; the first call registers it and CUDA's dispatch for it."""
+    if not hasattr(torch, DEVICE_NAME):
         # torch's name for it is not public yet (2.11 to 2.13); tests/planner/test_fake_device.py watches it.
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as register
 
-        register(NAME, backend_module=_module)
-        register_dispatch(NAME)
-    return torch.device(NAME, 0)
+        register(DEVICE_NAME, backend_module=_module)
+        register_dispatch(DEVICE_NAME)
+    return torch.device(DEVICE_NAME, 0)

@@ -1,7 +1,7 @@
-"""Tensors that hold no data, and the trainer's model on them.
+"""Tensors without data, and the trainer's model on them.
 
-torch's fake tensors have shapes, number formats, devices and storages, and every operation on them gives what the real
-one would give, without computing it. So a 405B model's step runs on a laptop.
+torch's fake tensors have shapes, number formats, devices and storages, and every operation on them returns fakes of the
+shapes and formats that the real one returns, without computing. So a 405B model's step runs on a laptop.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from finetune.strategies import fsdp
 from finetune.strategies.fsdp import put, ties_kept
 from finetune.tokens.batches import MicroBatch
 
-Each = Callable[[nn.Parameter], None]
+OnParameter = Callable[[nn.Parameter], None]
 
 
 class _HostReads(TorchDispatchMode):
-    """Answers each read of a value to the host, of which there is none. torch's meshes have values, and keep them.
+    """Answers each read of a fake tensor's value, which it does not have. torch's device meshes are real tensors.
 
-    Whether all of something is so: yes (transformers: are positions those of one document?). Whether any is: no
-    (DeepSpeed: is a norm not finite?).
+    `all` is answered yes (transformers: are positions those of one document?), `any` no (DeepSpeed: is a norm not
+    finite?).
     """
 
     def __init__(self, answer: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no constructor here
         self._answer = answer
-        self._any: Callable[[], Any] = lambda: None  # what the latest `any` gave, while it lives
+        self._any: Callable[[], Any] = lambda: None  # the result of the latest `any`, while it lives
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            # In one byte DeepSpeed's ranks tell each other whether a gradient overflowed.
+            # DeepSpeed's ranks exchange one byte that says whether a gradient overflowed.
             return 0 if args[0].dtype == torch.uint8 or args[0] is self._any() else self._answer
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.any.default:
@@ -56,8 +56,8 @@ class _HostReads(TorchDispatchMode):
 
 
 class SharedFakeMode(FakeTensorMode):
-    """A copy of a tensor (peft copies modules) has the tensor's mode, not a copy of it: that would own the same weak
-    references to storages, and torch frees each owner's."""
+    """A mode that is shared by copies of its tensors (peft copies modules). A copied mode would own the same weak
+    references to storages, and torch frees those of each owner."""
 
     def __deepcopy__(self, _: dict[int, Any]) -> SharedFakeMode:
         return self
@@ -65,30 +65,30 @@ class SharedFakeMode(FakeTensorMode):
 
 @contextmanager
 def no_data(host_reads: float, *, masks: bool) -> Iterator[FakeTensorMode]:
-    """Every tensor made in the block is without data, and every value read to the host is `host_reads`, not 0.
+    """Every tensor created in the block is without data, and every value read to the host is `host_reads`, not 0.
 
-    transformers reads from position ids whether a row has several documents and, where it cannot, builds the mask that
-    several need; `masks` tells it. Undocumented names of libraries: tests/planner/test_planned.py watches both.
+    transformers reads from position ids whether a row has several documents, for which it builds a mask; `masks`
+    answers that. The patched names are not documented: tests/planner/test_planned.py watches them.
     """
     mode = SharedFakeMode(allow_non_fake_inputs=False)
-    # DTensor asks what shapes an operation gives by running it on fakes: on its own then, so that they are not counted.
+    # DTensor infers shapes by running operations on fakes: on its own mode's, so that they are not counted.
     patches: list[AbstractContextManager[Any]] = [
         mock.patch.object(masking_utils, "is_tracing", constant_function(masks)),
         mock.patch.object(_sharding_prop, "detect_fake_mode", constant_function(None)),
-        # Views of each rank's part, of which rank 0 looks at its own; 512 of each parameter take most of a minute.
+        # Views of all ranks' shards, of which rank 0 reads its own; 512 for each parameter take most of a minute.
         mock.patch.object(_fsdp_param, "_chunk_with_empty", first_chunk),
         mock.patch.object(fsdp, "views", lambda whole, rows: [whole[:rows]]),
     ]
     with warnings.catch_warnings(), ExitStack() as stack:
-        # Accelerate asks parameters for their address, to find the optimizer's again; assemble.py does that itself.
+        # Accelerate reads parameters' addresses to match the optimizer's; assemble.py does that itself.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        for each in (*patches, mode, _HostReads(host_reads)):
-            stack.enter_context(each)
+        for context in (*patches, mode, _HostReads(host_reads)):
+            stack.enter_context(context)
         yield mode
 
 
 def constant_function(answer: Any) -> Callable[..., Any]:
-    """A function; not a mock, which would keep the tensors that it is called with."""
+    """A function; a mock would keep the tensors that it is called with alive."""
 
     def function(*_: Any, **__: Any) -> Any:
         return answer
@@ -97,23 +97,23 @@ def constant_function(answer: Any) -> Callable[..., Any]:
 
 
 def first_chunk(tensor: torch.Tensor, chunks: int, dim: int) -> list[torch.Tensor]:
-    """The first of the parts that torch.chunk makes, which is rank 0's."""
+    """The first chunk of torch.chunk, which is rank 0's."""
     return [tensor.narrow(dim, 0, -(-tensor.shape[dim] // chunks))]
 
 
 def has_joined_documents(batch: MicroBatch) -> bool:
-    """Whether some row's positions start again: it has several documents, or is padded."""
+    """Whether the positions of some row restart: it has several documents, or padding."""
     return bool((batch["position_ids"].diff(dim=1) != 1).any())
 
 
 def dataless_build(recipe: Recipe, *, dtype: torch.dtype | None = None) -> Callable[..., nn.Module]:
-    """The trainer's `build_model`, to be called inside `no_data`; its structure is built here, from the configuration.
+    """The trainer's `build_model`, to be called inside `no_data`; the modules are built here, from the configuration.
 
     Args:
-        dtype: Of all weights, as `build_model` has it.
+        dtype: Of all weights, as in `build_model`.
 
     Returns:
-        Called with `each`, it calls that with each parameter when it has its tensor.
+        A function that calls its argument `on_parameter` with each parameter as soon as it has its tensor.
     """
     model = build_model(recipe, torch.device("meta"), dtype=dtype)
     quantization = recipe.quantization
@@ -122,25 +122,25 @@ def dataless_build(recipe: Recipe, *, dtype: torch.dtype | None = None) -> Calla
     elif quantization is not None:  # plain weights, as 4-bit layers have after loading
         plain_quantized_weights(model)
 
-    def build(_: Recipe, device: torch.device, each: Each | None = None, **__: Any) -> nn.Module:
-        fill(model, device, each)
+    def build(_: Recipe, device: torch.device, on_parameter: OnParameter | None = None, **__: Any) -> nn.Module:
+        fill_with_fakes(model, device, on_parameter)
         if quantization is not None and quantization.load_in_4bit and quantization.bnb_4bit_use_double_quant:
-            # bitsandbytes keeps the code book that it quantised scales by, for good, beside each layer's copy.
+            # bitsandbytes keeps the code book for scales [256] float32 for good, in addition to each layer's copy.
             model.scales_code_book = torch.empty(256, device=device)
         return model
 
     return build
 
 
-def fill(model: nn.Module, device: torch.device, each: Each | None = None) -> None:
-    """Tensors without data on `device`, in place of those on meta."""
+def fill_with_fakes(model: nn.Module, device: torch.device, on_parameter: OnParameter | None = None) -> None:
+    """Replace the parameters and buffers on meta by fake tensors on `device`."""
     with ties_kept(model):
         for name, parameter in list(model.named_parameters()):
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             filled = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             put(model, name, filled)
-            if each is not None:
-                each(filled)
+            if on_parameter is not None:
+                on_parameter(filled)
     for name, buffer in list(model.named_buffers()):
         put(model, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
     # Accelerate moves models to a device that these are on; torch 2.13 cannot swap a fake tensor with references.
@@ -150,8 +150,8 @@ def fill(model: nn.Module, device: torch.device, each: Each | None = None) -> No
 
 @contextmanager
 def host_pages() -> Iterator[None]:
-    """bitsandbytes' paged state in host memory, from which CUDA brings a page to the GPU when it is used and where it
-    has room; torch's allocator knows nothing of it."""
+    """Allocate bitsandbytes' paged state in host memory. CUDA moves a page to the GPU when it is used, which torch's
+    allocator does not see."""
     import bitsandbytes.functional as functional
 
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, **_: Any) -> torch.Tensor:
@@ -167,8 +167,8 @@ def host_pages() -> Iterator[None]:
         yield
 
 
-def without_data(mode: FakeTensorMode, batch: MicroBatch) -> MicroBatch:
-    """The batch's shapes and formats, and what of it is no tensor."""
+def fake_batch(mode: FakeTensorMode, batch: MicroBatch) -> MicroBatch:
+    """The batch as fake tensors; non-tensor entries unchanged."""
     made: Any = {
         key: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for key, value in batch.items()
     }

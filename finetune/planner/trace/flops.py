@@ -1,8 +1,10 @@
-"""What a step computes: its operations, as the trainer's own step calls them on tensors without data.
+"""The operations that a step computes, as the trainer's own step calls them on tensors without data.
 
-Each operation has its arithmetic (of matrix products and attention; two operations to a multiply-add) and the bytes it
-reads and writes. Nothing is derived from a parameter count, so what a count gets wrong is right by itself: adapters
-whose base gets no gradient, layers computed twice, a first layer whose input needs none, causal attention's half.
+Each operation has its floating-point operations (those of matrix products and attention; a multiply-add counts two) and
+the bytes that it reads and writes. Nothing is derived from a parameter count, so what such a count gets wrong is right
+here: adapters whose base gets no gradient, recomputed layers, a first layer whose input needs none, causal attention's
+half. Products are counted by torch's own table (torch/utils/flop_counter.py: flop_registry). Attention is not: the
+table ignores causality, and has neither the CPU's kernel nor the one for documents in one row.
 """
 
 from __future__ import annotations
@@ -15,25 +17,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
+from torch.utils.flop_counter import flop_registry
 
 from finetune.measure.collectives import CALLS, CollectiveStats
 from finetune.measure.phases import Phases
+from finetune.planner.constants import DDP_BUCKET, DDP_FIRST_BUCKET
 from finetune.planner.trace.recorder import tensors_in
 
-# Position of the matrix whose columns are summed over.
-PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "addbmm": 1, "mv": 0, "dot": 0}
-PRODUCTS |= {"gemm_4bit": 0, "int8_scaled_mm": 0}  # bitsandbytes'
-# A flash kernel's backward recomputes the scores: five matrix products to forward's two.
+# bitsandbytes' products, which torch's table lacks: [..., inputs] with packed weights.
+QUANTISED_PRODUCTS = ("gemm_4bit", "int8_scaled_mm")
+# Forward: scores = q k^T, output = p v. Backward recomputes the scores: those, dp = do v^T, dq = ds k, dk = ds^T q and
+# dv = p^T do (flash_attn/flash_api.cpp).
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
-# Of these nothing is computed, whatever their arguments are.
+# Nothing is computed by these, whatever their arguments are.
 NO_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh")
-
-FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes
-TALLY = 3 * 8  # loss, count of tokens and stop flag: loop.py
+STEP_SUMS_BYTES = 3 * 8  # loss, count of tokens and stop flag, which training/loop.py reduces once a step
 
 
 class Operation(NamedTuple):
-    """Operations that cost alike."""
+    """Operations of the same cost."""
 
     phase: str  # forward, backward, step
     kind: str  # product, attention or other
@@ -44,13 +46,13 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one rank computes and sends; forward and backward once, an update once."""
+    """What one rank computes and sends in one forward, one backward and one update."""
 
     operations: Mapping[Operation, float]  # how often
     moved: Mapping[str, Mapping[str, CollectiveStats]] = field(default_factory=dict)  # by phase and collective
 
     def flops(self, phase: str, *kinds: str) -> float:
-        """Arithmetic of a phase; of these kinds, or of all."""
+        """Floating-point operations of a phase; of these kinds, or of all."""
         return sum(times * op.flops for op, times in self._of(phase, kinds))
 
     def nbytes(self, phase: str, *kinds: str) -> float:
@@ -65,11 +67,11 @@ class StepWork:
         )
 
 
-class Work(TorchDispatchMode):
-    """Counts the operations of the phases that it is told of."""
+class OperationCounter(TorchDispatchMode):
+    """Counts operations by the phase in which they run."""
 
     def __init__(self, phases: Phases, fake_mode: Any = None) -> None:
-        """`fake_mode`: a planner's; then operations on its tensors are counted, and no others."""
+        """`fake_mode`: count the operations on this mode's tensors, and no others."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no constructor here
         self.operations: Counter[Operation] = Counter()
         self._phases = phases
@@ -78,7 +80,7 @@ class Work(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):  # a wrapper: its parts come back here
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):  # a wrapper: its parts are dispatched again
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if self._phases.current:
@@ -90,7 +92,7 @@ class Work(TorchDispatchMode):
         if func.is_view or name in NO_WORK or func.namespace in (*CALLS, "prim"):
             return
         if any(getattr(tensor, "fake_mode", None) is not self._fake_mode for tensor in tensors_in([args, result])):
-            return  # DTensor asks fakes of its own, as large as the ranks' parts together, what an operation would give
+            return  # skip DTensor's own shape-inference fakes, which have the unsharded size
         itemsize = next((tensor.itemsize for tensor in tensors_in(args)), 0)
         kind, flops = _arithmetic(name, func, args, kwargs, result)
         nbytes = _bytes(func, name, args, kwargs, result)
@@ -99,41 +101,43 @@ class Work(TorchDispatchMode):
 
 
 def _arithmetic(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[str, int]:
-    if name in PRODUCTS:
-        return "product", 2 * result.numel() * int(args[PRODUCTS[name]].shape[-1])
+    """The kind of an operation, and its floating-point operations."""
     if "attention" in name or "varlen_attn" in name:
         return "attention", _attention(name, func, args, kwargs)
-    return "other", 0
+    if name in QUANTISED_PRODUCTS:
+        return "product", 2 * result.numel() * int(args[0].shape[-1])
+    formula = flop_registry.get(func.overloadpacket)
+    return ("other", 0) if formula is None else ("product", int(formula(*args, **kwargs, out_val=result)))
 
 
 def _attention(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Pairs of a query and a key that it sees, times the head's width, times the products of the kernel."""
+    """2 x products of the kernel x heads x head size x pairs of a query and a key that it sees."""
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     query, key = given["query"], given["key"]
     products = BACKWARD_PRODUCTS if "backward" in name else FORWARD_PRODUCTS
     if "varlen" in name:  # [tokens, heads, head_dim]; rows are taken as full: documents as long as the longest
-        tokens, heads, width = query.shape
+        tokens, heads, head_size = query.shape
         pairs = tokens * (given["max_q"] + 1) // 2
-        return int(2 * products * heads * width * pairs)
-    *outer, queries, width = query.shape
+        return int(2 * products * heads * head_size * pairs)
+    *batch_and_heads, queries, head_size = query.shape  # [batch, heads, tokens, head_dim]
     keys = key.shape[-2]
     pairs = queries * (keys + 1) // 2 if given.get("is_causal") else queries * keys
-    return int(2 * products * math.prod(outer) * width * pairs)
+    return int(2 * products * math.prod(batch_and_heads) * head_size * pairs)
 
 
 def _bytes(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Operands once, results once; what is written in place once more."""
-    if name == "embedding":  # the rows that are looked up, not the table
+    """Operands once, results once; an operand that is written in place once more."""
+    if name == "embedding":  # the rows that are looked up and their copies, not the whole table
         return 2 * _size(result)
-    total, seen = 0, set()
+    total, counted = 0, set()
     arguments = {argument.name: argument for argument in func._schema.arguments}
-    for name_of_it, value in (*zip(arguments, args, strict=False), *kwargs.items()):
-        argument = arguments[name_of_it]
+    for key, value in (*zip(arguments, args, strict=False), *kwargs.items()):
+        argument = arguments[key]
         updated = argument.alias_info is not None and argument.alias_info.is_write and not argument.is_out
         for tensor in tensors_in(value):
-            seen.add(id(tensor))
+            counted.add(id(tensor))
             total += _size(tensor) * (1 + updated)
-    return total + sum(_size(tensor) for tensor in tensors_in(result) if id(tensor) not in seen)
+    return total + sum(_size(tensor) for tensor in tensors_in(result) if id(tensor) not in counted)
 
 
 def _size(tensor: torch.Tensor) -> int:
@@ -148,9 +152,9 @@ def per_step(
     micro_steps: int,
     reduces_once: bool = False,
 ) -> StepWork:
-    """Of one forward, one backward and one update, from a trace of so many steps of so many micro-steps.
+    """The work of one forward, one backward and one update, from a trace of `steps` steps of `micro_steps` each.
 
-    `reduces_once`: backward sends in the last micro-step alone, and what it sends is given for that.
+    `reduces_once`: backward sends in the last micro-step alone, so its collectives are per step.
     """
     times = {"forward": steps * micro_steps, "backward": steps * micro_steps, "step": steps}
     done = {op: count / times[op.phase] for op, count in operations.items() if op.phase in times}
@@ -164,29 +168,29 @@ def per_step(
     return StepWork(done, sent)
 
 
-def of_ddp(work: StepWork, gradient_bytes: int) -> StepWork:
-    """With what DDP's reducer sends, which is C++ and not traced: all gradients once a step, in buckets of 25 MiB
-    after a first one of 1 MiB (torch's own sizes); and with the loop's three numbers."""
-    buckets = 1 + math.ceil(max(0, gradient_bytes - FIRST_BUCKET) / BUCKET)
+def with_ddp_reductions(work: StepWork, gradient_bytes: int) -> StepWork:
+    """The work with the collectives of DDP's reducer, which is C++ and not traced: all gradients once a step, in
+    buckets (torch/csrc/distributed/c10d/reducer.hpp); and with the all-reduce of the loop's three numbers."""
+    buckets = 1 + math.ceil(max(0, gradient_bytes - DDP_FIRST_BUCKET) / DDP_BUCKET)
     return StepWork(
         work.operations,
         {
             "backward": {"all_reduce": CollectiveStats(buckets, gradient_bytes)},
-            "step": {"all_reduce": CollectiveStats(1, TALLY)},
+            "step": {"all_reduce": CollectiveStats(1, STEP_SUMS_BYTES)},
         },
     )
 
 
-def at_depth(work: Mapping[int, StepWork], layers: int) -> StepWork:
-    """Of a model with so many layers, from one of that depth or two of others."""
+def work_at_depth(work: Mapping[int, StepWork], layers: int) -> StepWork:
+    """The work of a model with `layers` layers, from one of that depth or from two of other depths."""
     if layers in work:
         return work[layers]
     few, more = sorted(work)
-    return deeper(work[few], work[more], (layers - few) / (more - few))
+    return _extrapolated(work[few], work[more], (layers - few) / (more - few))
 
 
-def deeper(shallow: StepWork, more: StepWork, times: float) -> StepWork:
-    """Layers are alike: what `more` has beside `shallow`, so many times more."""
+def _extrapolated(shallow: StepWork, more: StepWork, times: float) -> StepWork:
+    """Layers are alike: `shallow`, and `times` times what `more` has in addition."""
     operations = {
         op: shallow.operations.get(op, 0.0) + times * (more.operations.get(op, 0.0) - shallow.operations.get(op, 0.0))
         for op in {**shallow.operations, **more.operations}
@@ -199,10 +203,6 @@ def deeper(shallow: StepWork, more: StepWork, times: float) -> StepWork:
         for phase, found in more.moved.items()
     }
     return StepWork(operations, moved)
-
-
-def _of(work: StepWork, phase: str, collective: str) -> CollectiveStats:
-    return work.moved.get(phase, {}).get(collective, CollectiveStats())
 
 
 def _scaled(moved: CollectiveStats, share: float) -> CollectiveStats:

@@ -1,13 +1,13 @@
-"""Memory that CUDA kernels take from the allocator and give back within one operation, which no trace sees.
+"""Memory that CUDA kernels allocate and free within one operation, which a trace does not see.
 
 Read from the sources of torch 2.13 (ATen/native/transformers/cuda/flash_attn/flash_api.cpp and attention_backward.cu,
 native/cuda/ForeachReduceOp.cu, native/cuda/EmbeddingBackwardKernel.cu) and bitsandbytes 0.50 (backends/cuda/ops.py):
 
-    operation                     takes
+    operation                     workspace
     flash attention, backward     dq summed in float32, rows rounded up to 128; one float32 a row and head; where
                                   heads share keys, dk and dv of each head before they are summed
     memory-efficient, backward    dq summed in float32, rows rounded up to 64, and one float32 a row and head
-    4-bit matrix product          the weight, unpacked, and its scales in float32
+    4-bit matrix product          the weight, dequantised, and its scales in float32
     foreach norm                  one float32 for each 65,536 elements of the largest tensor, for each tensor
     embedding, backward           token ids sorted, twice, and partial sums of up to 1.1 rows a token
     matrix products               cuBLAS keeps a workspace for each thread that calls it: forward's and backward's
@@ -23,41 +23,40 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
 
+from finetune.planner.constants import FLASH_BLOCK, FLOAT32, SORTED_TOKENS
 from finetune.planner.trace.recorder import Recorder
 
-FLOAT32 = 4
-FLASH_BLOCK = 128  # rows that a block of the kernel works on
 EFFICIENT_BLOCK = 64
 NORM_CHUNK = 65_536  # elements
-SORTED_TOKENS = 3072  # embeddings' backward sorts more tokens than these
-CUBLAS = 8_519_680  # bytes
-CUBLAS_HOPPER = 32 * 2**20
 MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 
 
 def _flash(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any) -> int:
-    """All [batch, heads, tokens, head_dim]."""
+    """All [batch, heads, tokens, head_dim]; mha_bwd."""
     batch, heads, tokens, size = query.shape
-    return _flash_sums(batch * _up(tokens, FLASH_BLOCK), heads, size) + _groups(query, key)
+    return _flash_sums(batch * _up(tokens, FLASH_BLOCK), heads, size) + _expanded_gradients(query, key)
 
 
 def _varlen(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any) -> int:
-    """All [tokens, heads, head_dim]; documents are a block apart."""
+    """All [tokens, heads, head_dim]; mha_varlen_bwd, whose documents are a block apart."""
     tokens, heads, size = query.shape
     documents = rest[3].numel() - 1
-    return _flash_sums(tokens + FLASH_BLOCK * documents, heads, size) + _groups(query, key)
+    return _flash_sums(tokens + FLASH_BLOCK * documents, heads, size) + _expanded_gradients(query, key)
 
 
 def _flash_sums(rows: int, heads: int, size: int) -> int:
+    """dq_accum [rows, heads, rounded head_dim] and softmax_d [heads, rows], float32."""
     return rows * heads * (_up(size, 32 if size <= 128 else 64) + 1) * FLOAT32
 
 
-def _groups(query: torch.Tensor, key: torch.Tensor) -> int:
-    heads, kept = query.shape[1], key.shape[1]
-    return 0 if heads == kept else 2 * key.numel() // kept * heads * key.element_size()
+def _expanded_gradients(query: torch.Tensor, key: torch.Tensor) -> int:
+    """dk_expanded and dv_expanded, as key and value with the query's heads, in their format; 0 without shared keys."""
+    heads, key_heads = query.shape[1], key.shape[1]
+    return 0 if heads == key_heads else 2 * key.numel() // key_heads * heads * key.element_size()
 
 
 def _efficient(grad: torch.Tensor, query: torch.Tensor, *_: Any) -> int:
+    """The sum of dq [batch, heads, rounded tokens, head_dim] and delta [batch, heads, tokens], float32."""
     batch, heads, tokens, size = query.shape
     return batch * heads * (_up(tokens, EFFICIENT_BLOCK) * size + tokens) * FLOAT32
 
@@ -65,15 +64,19 @@ def _efficient(grad: torch.Tensor, query: torch.Tensor, *_: Any) -> int:
 def _four_bit(
     given: torch.Tensor, weight: torch.Tensor, shape: Sequence[int], absmax: torch.Tensor, block: int, *_: Any
 ) -> int:
+    """The weight [outputs, inputs] in the input's format, and absmax [weights / block] float32."""
     elements = math.prod(shape)
     return elements * given.element_size() + elements // block * FLOAT32
 
 
 def _norm(tensors: Sequence[torch.Tensor], *_: Any) -> int:
+    """output_per_tensor [tensors, chunks of the largest tensor] float32."""
     return len(tensors) * -(-max(tensor.numel() for tensor in tensors) // NORM_CHUNK) * FLOAT32
 
 
 def _embedding(grad: torch.Tensor, tokens: torch.Tensor, *_: Any) -> int:
+    """grad [T, h]: sorted ids and their original positions, with a copy of each, [T] as the token ids; partial sums
+    [1.1 T, h] float32."""
     count = tokens.numel()
     if count <= SORTED_TOKENS:
         return 0
@@ -84,7 +87,7 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-TABLE: dict[str, tuple[Callable[..., int], str]] = {
+WORKSPACES: dict[str, tuple[Callable[..., int], str]] = {
     "aten._scaled_dot_product_flash_attention_backward.default": (_flash, "backward workspace"),
     "torch_attn._varlen_attn_backward.default": (_varlen, "backward workspace"),
     "aten._scaled_dot_product_efficient_attention_backward.default": (_efficient, "backward workspace"),
@@ -95,7 +98,7 @@ TABLE: dict[str, tuple[Callable[..., int], str]] = {
 
 
 class Workspaces(TorchDispatchMode):
-    """Lets the recorder see, after each operation's results, what its kernel holds beside them."""
+    """Records, after each operation's results, the workspace that its kernel allocates in addition to them."""
 
     def __init__(self, recorder: Recorder, device: torch.device, cublas: int) -> None:
         """`cublas`: bytes of one of its workspaces."""
@@ -103,12 +106,12 @@ class Workspaces(TorchDispatchMode):
         self._recorder = recorder
         self._device = device
         self._cublas = cublas
-        self._kept: dict[int, torch.Tensor] = {}  # by thread
+        self._cublas_workspaces: dict[int, torch.Tensor] = {}  # by thread
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):  # a wrapper: its parts come back here
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):  # a wrapper: its parts are dispatched again
             return NotImplemented
         name = str(func)
         if name == "aten._pin_memory.default":
@@ -117,24 +120,24 @@ class Workspaces(TorchDispatchMode):
             return None
         result = func(*args, **(kwargs or {}))
         if func.namespace == "aten" and name.split(".")[1] in MATRIX_PRODUCTS:
-            self._multiply(result)
-        elif name in TABLE:
-            self._take(name, args, result)
+            self._note_cublas(result)
+        elif name in WORKSPACES:
+            self._note_workspace(name, args, result)
         return result
 
-    def _multiply(self, result: torch.Tensor) -> None:
+    def _note_cublas(self, result: torch.Tensor) -> None:
         thread = threading.get_ident()
-        if result.device == self._device and thread not in self._kept:
-            self._kept[thread] = self._see(self._cublas, "other")
+        if result.device == self._device and thread not in self._cublas_workspaces:
+            self._cublas_workspaces[thread] = self._allocate(self._cublas, "other")
 
-    def _take(self, name: str, args: tuple[Any, ...], result: Any) -> None:
-        count, component = TABLE[name]
+    def _note_workspace(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        count, component = WORKSPACES[name]
         first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
         if first.device == self._device and (nbytes := count(*args)):
             self._recorder.ledger.see(result)
-            self._see(nbytes, component)
+            self._allocate(nbytes, component)
 
-    def _see(self, nbytes: int, component: str) -> torch.Tensor:
+    def _allocate(self, nbytes: int, component: str) -> torch.Tensor:
         work = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._recorder.ledger.see(work)
         self._recorder.mark([work], component)

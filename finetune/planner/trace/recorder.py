@@ -1,4 +1,4 @@
-"""Fills a timeline while the trainer's step runs: what each new storage is for, by the operation and the module."""
+"""Fill a timeline while the trainer's step runs; an operation and a module decide what each new storage is for."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from finetune.measure.phases import Phases
 from finetune.planner.trace.fake_device import stream_in_use
 from finetune.planner.trace.timeline import Event, Timeline, layer_of
 
-# Made by an operation of these libraries, whatever module calls it.
+# The components of results of these libraries' operations, whatever module calls them.
 BY_NAMESPACE = {"fsdp": "communication buffers", "bitsandbytes": "quantisation workspace"}
 COLLECTIVES = ("c10d", "_c10d_functional")
-WEIGHTS = ("parameters", "gathered layers")
+WEIGHT_COMPONENTS = ("parameters", "gathered layers")
 
 
 class Recorder:
     """Ledger, phases and dispatch mode that write one timeline.
 
-    `phases` is the trainer's own; it runs the ledger, the ledger tells of each storage. Whatever a collective works on
-    that has no better name is a communication buffer; what FSDP2 frees and refills is a gathered layer.
+    `phases` is the trainer's own; it runs the ledger, which calls `_changed` for each storage. An argument of a
+    collective without a certain component is a communication buffer; a storage that FSDP2 frees and refills is a
+    gathered layer.
     """
 
     def __init__(self, device: torch.device, fake_mode: Any = None) -> None:
@@ -37,7 +38,7 @@ class Recorder:
         self.operation: Any = None
         self.of_weights = False  # the running operation casts a weight
         self._fixed: set[int] = set()  # storages whose component is certain
-        self._early: dict[int, str] = {}  # of storages not seen yet, by identity
+        self._unseen: dict[int, str] = {}  # of storages not seen yet, by identity
         self._stack: list[str] = []
         self._latest = ""  # module of the latest step into or out of one
         self._place: dict[tuple[str, str], int] = {}
@@ -45,20 +46,20 @@ class Recorder:
         self._head: str | None = None
 
     def mark(self, tensors: Iterable[torch.Tensor | None], component: str, *, certain: bool = True) -> None:
-        """These tensors' storages are `component`; what is certain is not marked over by what is not."""
+        """Set the component of these tensors' storages; one that is certain is only replaced by another that is."""
         for tensor in tensors:
             for part in () if tensor is None else parts(tensor):
                 storage = part.untyped_storage()
                 serial = self.ledger.serial(storage)
                 if serial is None:
-                    self._early[id(storage)] = component
+                    self._unseen[id(storage)] = component
                 elif certain or serial not in self._fixed:
                     self.timeline.components[serial] = component
                     if certain:
                         self._fixed.add(serial)
 
     def place_in_layer(self, tensor: torch.Tensor, name: str) -> None:
-        """Note the decoder layer that a tensor belongs to, by its name or that of its parameter."""
+        """Record the decoder layer of a tensor, by its name or that of its parameter."""
         layer = layer_of(name)
         for part in parts(tensor):
             serial = self.ledger.serial(part.untyped_storage())
@@ -66,32 +67,32 @@ class Recorder:
                 self.timeline.layers[serial] = layer
 
     def component(self, tensor: torch.Tensor) -> str | None:
-        """What a tensor's storage is known to be; None for one not seen yet."""
+        """The component of a tensor's storage; None for one not seen yet."""
         for part in parts(tensor):
             serial = self.ledger.serial(part.untyped_storage())
             return None if serial is None else self.timeline.components[serial]
         return None
 
     def begin_operation(self, operation: Any, args: tuple[Any, ...]) -> None:
-        """An operation is about to run on these arguments, which are live while it does."""
+        """Called before an operation runs on these arguments, which are live while it does."""
         self.operation, self.of_weights = operation, False
-        self._early.clear()
+        self._unseen.clear()
         namespace = operation.namespace
         if namespace in COLLECTIVES:
             self.mark(tensors_in(args), "communication buffers", certain=False)
         elif namespace == "fsdp" and "chunk_cat" in str(operation):
             self.mark(tensors_in(args[0]), "unsharded gradients", certain=False)
         elif str(operation) == "aten._to_copy.default":
-            self.of_weights = self.component(args[0]) in WEIGHTS
+            self.of_weights = self.component(args[0]) in WEIGHT_COMPONENTS
 
     @contextmanager
-    def modules(self, whole: nn.Module, head: nn.Module | None) -> Iterator[None]:
-        """Follow which module runs, forward and backward, while the block runs."""
-        self._names = {id(module): name for name, module in whole.named_modules()}
+    def modules(self, model: nn.Module, head: nn.Module | None) -> Iterator[None]:
+        """Track which module runs, forward and backward, inside the block."""
+        self._names = {id(module): name for name, module in model.named_modules()}
         self._head = None if head is None else self._names[id(head)]
         hooks = [
             register_module_forward_pre_hook(self._entered),
-            register_module_forward_hook(self._left, always_call=True),
+            register_module_forward_hook(self._exited, always_call=True),
         ]
         try:
             yield
@@ -104,7 +105,7 @@ class Recorder:
         self._stack.append(name)
         self._latest = name
 
-    def _left(self, module: nn.Module, _: Any, output: Any) -> None:
+    def _exited(self, module: nn.Module, _: Any, output: Any) -> None:
         name = self._stack.pop()
         self._latest = self._stack[-1] if self._stack else name
         if self.phases.current == "forward":
@@ -153,10 +154,10 @@ class Recorder:
 
 
 class Tagging(TorchDispatchMode):
-    """Tells the recorder which operation runs; stands below the phases' own mode, so that it is told first."""
+    """Passes each operation to the recorder; entered after the phases' own mode, so that it runs first."""
 
     def __init__(self, recorder: Recorder, *, gloo: bool) -> None:
-        """`gloo`: ranks would speak by it, and it reduces a copy of what it is given to reduce and scatter."""
+        """`gloo`: the backend of CPU ranks, which reduces and scatters a copy of its input."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no constructor here
         self._recorder = recorder
         self._gloo = gloo
@@ -164,7 +165,7 @@ class Tagging(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):  # a wrapper: its parts come back here
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):  # a wrapper: its parts are dispatched again
             return NotImplemented
         self._recorder.begin_operation(func, args)
         if self._gloo and str(func) == "c10d._reduce_scatter_base_.default":

@@ -1,7 +1,7 @@
 """DeepSpeed's engine on tensors without data: its own code runs, for rank 0 of any number of ranks.
 
-The engine is Python over torch's operations, so it can be traced like the rest; only its compiled parts cannot. Those
-that move bytes to a disk stand for what they leave in memory.
+The engine is Python over torch's operations, so it can be traced like the rest; only its compiled parts cannot. An
+offload to NVMe is traced as one to host memory. DDP's reducer is C++ too, and replaced by `Replica`.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn import functional
 
+from finetune.planner.constants import DDP_BUCKET, DDP_FIRST_BUCKET
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.assemble import Assembled
 
-SHARED_MEMORY = "deepspeed_shm_comm"  # compiled on first use, for ranks of one machine to speak by
+SHARED_MEMORY = "deepspeed_shm_comm"  # compiled on first use; communication of ranks on one machine
 
 
 @contextmanager
 def engine_without_ranks(device: torch.device) -> Iterator[None]:
-    """Let DeepSpeed take `device` for the one to compute on; what it remembers of the trace is forgotten afterwards."""
+    """Make DeepSpeed compute on `device`; its process-wide state of the trace is reset afterwards."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        # DeepSpeed 0.19 compiles a function of its own when it is imported, with what torch 2.13 calls old.
+        # DeepSpeed 0.19 compiles a function when it is imported, by a call that torch 2.13 deprecates.
         warnings.filterwarnings("ignore", message="`torch.jit.", category=DeprecationWarning)
         import deepspeed
         from deepspeed.accelerator import get_accelerator, set_accelerator
         from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3
 
         before = get_accelerator()
-        # The third stage puts a product of its own in place of torch's, for good.
+        # The third stage replaces torch's functional.linear permanently.
         stack.enter_context(mock.patch.object(functional, "linear", functional.linear))
         stack.enter_context(mock.patch.dict(deepspeed.ops.__compatible_ops__, {SHARED_MEMORY: False}))
         for module in (stage3, partition_parameters, partitioned_param_coordinator):
@@ -57,7 +58,7 @@ def _computing_on(device: torch.device) -> Any:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     class Pretended(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed is not typed
-        """A device apart from the host: always idle, with all number formats and ample memory."""
+        """A device that is not the host: always idle, with all number formats and ample memory."""
 
         def device_name(self, device_index: int | None = None) -> str:
             return device.type
@@ -81,7 +82,7 @@ def _computing_on(device: torch.device) -> Any:
 
 
 def without_disks(strategy: Strategy) -> Strategy:
-    """The same, but what goes to NVMe stays in host memory: a plan writes no files."""
+    """The strategy with NVMe offload replaced by host memory: a plan writes no files."""
     if "nvme" not in strategy.offload_devices.values():
         return strategy
     section = strategy.section("deepspeed_config")
@@ -90,8 +91,8 @@ def without_disks(strategy: Strategy) -> Strategy:
 
 
 def as_on_gpus(accelerator: Accelerator) -> None:
-    """The engine's settings that are others on GPUs than on a CPU (strategies/zero.py): it sends while it computes, and
-    pins what it offloads."""
+    """Apply the engine's settings that differ on GPUs (strategies/zero.py): communication overlaps with computation,
+    and offloaded tensors are pinned."""
     zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
     zero["overlap_comm"] = True
     for what in ("offload_optimizer", "offload_param"):
@@ -99,9 +100,9 @@ def as_on_gpus(accelerator: Accelerator) -> None:
             zero[what]["pin_memory"] = True
 
 
-def cut(accelerator: Accelerator, *, adapters: bool) -> Callable[[nn.Parameter], None]:
-    """What stage 3 does to each parameter as it is loaded: this rank keeps its part. Adapters are made afterwards and
-    cut by the engine."""
+def partitioner(accelerator: Accelerator, *, adapters: bool) -> Callable[[nn.Parameter], None]:
+    """A callback that keeps this rank's part of each parameter as stage 3 loads it. Adapters are made afterwards, and
+    partitioned by the engine."""
     import deepspeed
 
     config = dict(accelerator.state.deepspeed_plugin.deepspeed_config)
@@ -114,7 +115,7 @@ def cut(accelerator: Accelerator, *, adapters: bool) -> Callable[[nn.Parameter],
 
 
 def engine_parts(parts: Assembled) -> dict[str, list[torch.Tensor | None]]:
-    """What an engine holds, by component, now; nothing where the engine is torch's own."""
+    """The tensors that a DeepSpeed engine holds now, by component; empty for other strategies."""
     if parts.engine is None:
         return {}
     optimizer: Any = parts.engine.optimizer
@@ -132,11 +133,8 @@ def engine_parts(parts: Assembled) -> dict[str, list[torch.Tensor | None]]:
     return {"masters": masters, "gradients": gradients, "communication buffers": buckets}
 
 
-FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes; a bucket is full when it has reached them
-
-
 class Replica(nn.Module):
-    """Stands in a trace where `torch.nn.parallel.DistributedDataParallel` stands in a training."""
+    """Replaces `torch.nn.parallel.DistributedDataParallel` in a trace."""
 
     def __init__(self, module: nn.Module, **_: Any) -> None:
         super().__init__()
@@ -155,7 +153,7 @@ class Replica(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As DDP's: gradients stay this rank's."""
+        """As DDP's: gradients are not reduced."""
         self.reducing = False
         try:
             yield
@@ -171,13 +169,13 @@ class Replica(nn.Module):
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one number format together, up to a size."""
+    """Parameters of one number format in one bucket, up to a size."""
     full: dict[torch.dtype, int] = {}
     open_: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         together = open_.setdefault(parameter.dtype, [])
         together.append(parameter)
-        if sum(each.numel() for each in together) * parameter.itemsize >= full.get(parameter.dtype, FIRST_BUCKET):
-            full[parameter.dtype] = BUCKET
+        if sum(each.numel() for each in together) * parameter.itemsize >= full.get(parameter.dtype, DDP_FIRST_BUCKET):
+            full[parameter.dtype] = DDP_BUCKET
             yield open_.pop(parameter.dtype)
     yield from open_.values()

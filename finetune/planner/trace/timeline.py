@@ -1,8 +1,8 @@
-"""What a trace leaves: every storage that was made, resized and let go, in order, and what each of them was for.
+"""The record of a trace: every storage that was allocated, resized and freed, in order, and what each of them was for.
 
 Peaks, compositions and allocator replays are functions of this record. A storage has one component for all its life,
-which may be found out late (a tensor made in backward turns out to be a parameter's gradient); so compositions are
-read off afterwards, and their parts add up to the total because each live storage is counted once.
+which may be known late (a tensor made in backward turns out to be a parameter's gradient); so compositions are computed
+afterwards, and their parts add up to the total because each live storage is counted once.
 """
 
 from __future__ import annotations
@@ -13,23 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from finetune.measure.live_tensors import NONE
-
-COMPONENTS = (
-    "parameters",
-    "masters",  # float32 copies that ZeRO's engine updates; under other strategies the parameters are these
-    "gradients",  # as the optimizer sees them: of shards where the strategy shards
-    "unsharded gradients",  # whole, on their way to the ranks that keep them
-    "optimizer state",
-    "activations",  # what forward makes, recomputation in backward too
-    "logits and loss",
-    "gathered layers",  # weights put together from their shards
-    "cast weights",  # copies in the computation's number format
-    "communication buffers",
-    "quantisation workspace",  # 4-bit weights, unpacked for a matrix product
-    "backward workspace",  # gradients of activations, and of weights before they are added up
-    "other",  # batches, norms, what an update needs beside its state
-)
-
+from finetune.planner.constants import COMPONENTS
 
 LAYER = re.compile(r"\.layers\.(\d+)\b")
 
@@ -41,7 +25,7 @@ def layer_of(name: str) -> int | None:
 
 
 class Event(NamedTuple):
-    """A storage has so many bytes from now on; 0 is its end."""
+    """A storage has `nbytes` from now on; 0 is its end."""
 
     storage: int  # NONE: a phase begins
     nbytes: int
@@ -50,7 +34,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest live total of a phase on one device, what it was made of, and when it was reached."""
+    """The largest live total of a phase on one device, its parts, and when it was reached."""
 
     nbytes: int = 0
     parts: dict[str, int] = field(default_factory=dict)  # by component; adds up to nbytes
@@ -85,39 +69,39 @@ class Moment(NamedTuple):
 
 @dataclass
 class Timeline:
-    """The events of a trace and what is known of its storages."""
+    """The events of a trace, and the facts about its storages."""
 
     events: list[Event] = field(default_factory=list)
     places: list[tuple[str, str]] = field(default_factory=list)  # phase ("" between phases) and module
     devices: list[str] = field(default_factory=list)  # of each storage
     components: list[str] = field(default_factory=list)  # of each storage
-    streams: dict[int, int] = field(default_factory=dict)  # of storages that were not made on a device's first stream
+    streams: dict[int, int] = field(default_factory=dict)  # of storages that are not on a device's default stream
     layers: dict[int, int] = field(default_factory=dict)  # the decoder layer of weights and optimizer states
 
     def replay(self, device: str) -> Iterator[Moment]:
         """Each change on `device`, and the beginning of each phase."""
         live: dict[str, int] = {}
-        held: dict[int, int] = {}
+        sizes: dict[int, int] = {}
         for index, (storage, nbytes, place) in enumerate(self.events):
             if storage != NONE and self.devices[storage] != device:
                 continue
             if storage != NONE:
                 component = self.components[storage]
-                live[component] = live.get(component, 0) + nbytes - held.get(storage, 0)
-                held[storage] = nbytes
+                live[component] = live.get(component, 0) + nbytes - sizes.get(storage, 0)
+                sizes[storage] = nbytes
             yield Moment(index, *self.places[place], storage == NONE, live)
 
     def segments(self, device: str) -> dict[str, dict[str, Peak]]:
         """Each phase's peak while each of its modules was the latest one; in order of first appearance."""
-        found: dict[str, dict[str, Peak]] = {}
+        segments: dict[str, dict[str, Peak]] = {}
         for moment in self.replay(device):
             total = sum(moment.live.values())
-            # A phase's first moment is its beginning: what ended before it is gone, the rest belongs to it.
-            if moment.phase and (moment.begins or moment.phase in found):
-                best = found.setdefault(moment.phase, {})
+            # A phase's first moment is its beginning: storages that ended before it do not count.
+            if moment.phase and (moment.begins or moment.phase in segments):
+                best = segments.setdefault(moment.phase, {})
                 if moment.module not in best or total > best[moment.module].nbytes:
                     best[moment.module] = Peak(total, _parts(moment.live), moment.module, moment.event)
-        return found
+        return segments
 
     def ends(self, device: str) -> dict[str, dict[str, int]]:
         """What is live at the end of each phase's latest run, by component."""

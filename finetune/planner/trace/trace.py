@@ -25,12 +25,20 @@ from finetune.measure.phases import Phase
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import unwrap_optimizer
+from finetune.planner.constants import CUBLAS_WORKSPACE_HOPPER
 from finetune.planner.trace.fake_device import pretend_device
-from finetune.planner.trace.fake_model import dataless_build, has_joined_documents, host_pages, no_data, without_data
-from finetune.planner.trace.flops import Operation, Work
-from finetune.planner.trace.kernel_workspaces import CUBLAS_HOPPER, Workspaces
+from finetune.planner.trace.fake_model import dataless_build, fake_batch, has_joined_documents, host_pages, no_data
+from finetune.planner.trace.flops import Operation, OperationCounter
+from finetune.planner.trace.kernel_workspaces import Workspaces
 from finetune.planner.trace.recorder import Recorder, Tagging
-from finetune.planner.trace.stand_ins import Replica, as_on_gpus, cut, engine_parts, engine_without_ranks, without_disks
+from finetune.planner.trace.stand_ins import (
+    Replica,
+    as_on_gpus,
+    engine_parts,
+    engine_without_ranks,
+    partitioner,
+    without_disks,
+)
 from finetune.planner.trace.timeline import Timeline
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
@@ -52,7 +60,7 @@ PLUGIN_SETTINGS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "FSDP_CPU_
 
 @dataclass(frozen=True)
 class Traced:
-    """What a trace leaves: the record, and what the trainer's own measurement says of it."""
+    """The result of a trace: its record, and the trainer's own measurement of it."""
 
     timeline: Timeline
     measured: dict[str, Phase]
@@ -67,83 +75,83 @@ def trace(
     ranks: int = 1,
     node: int = 0,
     gpu: bool = False,
-    cublas: int = CUBLAS_HOPPER,
+    cublas: int = CUBLAS_WORKSPACE_HOPPER,
 ) -> Traced:
     """The timeline of rank 0 of `ranks`: load, two optimizer steps over `batches` each, save.
 
-    Process-wide state of Accelerate, of DeepSpeed and of torch's process groups is made for the trace and taken away,
-    so it is not for a process that trains.
+    Process-wide state of Accelerate, of DeepSpeed and of torch's process groups is created for the trace and removed
+    after it, so it is not for a process that trains.
 
     Args:
         node: Ranks of one machine; 0: all of them.
-        gpu: The computation is on a device apart from the host, by a GPU's kernels; its bytes are those of the
-            device NAME of pretend.py, those of the host "cpu". Else all is one CPU's.
+        gpu: Compute on a GPU: the timeline's device DEVICE_NAME of fake_device.py; host memory is "cpu". Else
+            everything is on the CPU.
         cublas: Bytes of a workspace of cuBLAS, where `gpu`.
     """
     strategy = without_disks(strategy)
-    # The engine of ZeRO has one number format; its third stage cuts each weight as it is loaded.
+    # ZeRO's engine has one number format; its third stage partitions each weight as it is loaded.
     build = dataless_build(recipe, dtype=_engine_dtype(recipe, strategy))
     supervised = sum(len(batch["supervised"]) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
     device = _device(gpu)
     with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
         if strategy.uses_engine and strategy.shards_parameters:
-            build = _cutting(build, accelerator, adapters=recipe.lora is not None)
+            build = _partitioning_build(build, accelerator, adapters=recipe.lora is not None)
         mesh = make_mesh(strategy, accelerator.device) if strategy.shards_modules else None
         inside.enter_context(_stand_ins(strategy, paged=OPTIMIZERS[recipe.training.optim].paged))
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
-        work = Work(recorder.phases, mode)
+        work = OperationCounter(recorder.phases, mode)
         with Workspaces(recorder, device, cublas) if gpu else nullcontext(), Tagging(recorder, gloo=not gpu), work:
             with recorder.phases("load"):
-                # Each rank's number, which torch's mesh keeps in host memory.
+                # The ranks [ranks] int32, which torch's device mesh keeps in host memory.
                 numbers = None if mesh is None else torch.empty(ranks, dtype=torch.int32, device="cpu")
                 parts = assemble(recipe, strategy, accelerator, build, mesh, launch=None)
             recorder.mark(_weights(parts), "parameters")
             parts.model.train()
             with recorder.modules(parts.unwrapped_model, decoder_parts(parts.unwrapped_model).get_output_embeddings()):
                 for _ in range(STEPS):
-                    stream = _stream(recipe, strategy, accelerator, mode, batches)
+                    stream = _step_batches(recipe, strategy, accelerator, mode, batches)
                     _step(recipe, strategy, accelerator, parts, recorder, stream, len(batches), supervised)
                     del stream
             with recorder.phases("save"):
                 _save(parts)
-            _place_in_layers(parts, recorder)
+            _record_layers(parts, recorder)
             del numbers
         return Traced(recorder.timeline, recorder.phases.take(), work.operations)
 
 
-def _cutting(build: Build, accelerator: Accelerator, *, adapters: bool) -> Build:
-    """Each weight is cut as it is made, on the device: also a quantised one, which a run moves there from the host by
-    itself, as tensors without data cannot."""
-    each = cut(accelerator, adapters=adapters)
+def _partitioning_build(build: Build, accelerator: Accelerator, *, adapters: bool) -> Build:
+    """Partition each weight as it is created, on the device: also a quantised one, which a run moves there from the
+    host itself, as fake tensors cannot."""
+    partition = partitioner(accelerator, adapters=adapters)
 
     def building(recipe: Recipe, _: torch.device, **options: Any) -> nn.Module:
-        return build(recipe, accelerator.device, each=each, **options)
+        return build(recipe, accelerator.device, on_parameter=partition, **options)
 
     return building
 
 
-def _stream(
+def _step_batches(
     recipe: Recipe, strategy: Strategy, accelerator: Accelerator, mode: FakeTensorMode, batches: Sequence[MicroBatch]
 ) -> Iterator[MicroBatch]:
-    """A step's batches, which are its own. Where they are copied to a device, one is there at a time, or the next too;
-    one CPU process, and DeepSpeed's, computes on those that the host holds for the step."""
-    made: Iterator[MicroBatch] = (without_data(mode, batch) for batch in batches)
+    """The batches of one step. Where they are copied to a device, one or two are there at a time; a single CPU process,
+    and DeepSpeed's, computes on those that the host holds for the step."""
+    on_host: Iterator[MicroBatch] = (fake_batch(mode, batch) for batch in batches)
     if not strategy.distributed or strategy.uses_engine or accelerator.device.type != "cpu":
-        made = prefetch(list(made), accelerator.device, recipe.training.non_blocking)
-    return made
+        return prefetch(list(on_host), accelerator.device, recipe.training.non_blocking)
+    return on_host
 
 
 @contextmanager
 def _stand_ins(strategy: Strategy, *, paged: bool) -> Iterator[None]:
-    """In place of what a trace cannot run, or need not."""
+    """Replace what a trace cannot run, or does not need."""
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", Replica))
-        # Rank 0 tells the others, of whom there are none; a pickled object among the tensors would be counted.
+        # There are no other ranks to broadcast to, and the pickled object would be counted as memory.
         stack.enter_context(mock.patch.object(dist, "broadcast_object_list"))
         if not strategy.uses_engine:
-            # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
+            # Else Accelerate imports DeepSpeed, where it is installed, for an isinstance check: a second.
             stack.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
         if paged:
             stack.enter_context(host_pages())
@@ -151,8 +159,8 @@ def _stand_ins(strategy: Strategy, *, paged: bool) -> Iterator[None]:
 
 
 def _device(gpu: bool) -> torch.device:
-    # Registered for a CPU's plan too: autograd's engine takes in the kinds of devices that are there at a process's
-    # first backward, and aborts at a tensor on one that came later (torch 2.13).
+    # Registered for a CPU's plan too: autograd's engine reads which kinds of devices exist at a process's first
+    # backward, and aborts at a tensor on one that is registered later (torch 2.13).
     pretend = pretend_device()
     return pretend if gpu else torch.device("cpu")
 
@@ -179,7 +187,7 @@ def _step(
         parts.optimizer,
         batches,
         micro_steps=micro_steps,
-        # Values read to the host are all this number, so the count of every rank together is it too.
+        # Every value that is read to the host is this number, so the sum over all ranks is too.
         supervised_tokens=supervised,
         max_grad_norm=recipe.training.max_grad_norm,
         seed=recipe.training.seed,
@@ -201,8 +209,8 @@ def _weights(parts: Assembled) -> Iterator[torch.Tensor]:
     yield from parts.unwrapped_model.buffers()
 
 
-def _place_in_layers(parts: Assembled, recorder: Recorder) -> None:
-    """Weights and their states are made outside of the layers' modules; gradients inside."""
+def _record_layers(parts: Assembled, recorder: Recorder) -> None:
+    """Record the layers of weights and optimizer state, which are allocated outside of the layers' modules."""
     for name, tensor in (*parts.unwrapped_model.named_parameters(), *parts.unwrapped_model.named_buffers()):
         recorder.place_in_layer(tensor, name)
         for value in parts.optimizer.state.get(tensor, {}).values():
@@ -216,8 +224,8 @@ def _state(parts: Assembled) -> Iterator[torch.Tensor]:
 
 
 def _save(parts: Assembled) -> None:
-    """What a checkpoint takes beside what is there: a scalar that tells whether a tensor is finite; then the copies in
-    host memory that safetensors makes of a group before it writes it."""
+    """Allocate what a checkpoint does: a scalar that says whether a tensor is finite, and the copies in host memory
+    that safetensors makes of a group before it writes it."""
     groups = []
     for tensors in checkpoint_tensors(parts).values():
         pieces = (getattr(value, "tensor", value) for value in tensors.values())
@@ -234,7 +242,7 @@ def _save(parts: Assembled) -> None:
 def _accelerator(
     recipe: Recipe, strategy: Strategy, ranks: int, node: int, device: torch.device
 ) -> Iterator[Accelerator]:
-    """The trainer's Accelerator for rank 0 of so many, which speak to nobody."""
+    """The trainer's Accelerator for rank 0 of `ranks`, in a process group without communication."""
     before = dict(os.environ)
     for name in PLUGIN_SETTINGS:
         os.environ.pop(name, None)
@@ -244,13 +252,13 @@ def _accelerator(
         _pretend_ranks(ranks, node, device)
     launch = Launch((), None, None, True, ranks, 0, on_cpu=True, local_world_size=node)
     try:
-        # Else Accelerate imports DeepSpeed, where it is installed, to see that its engine is none: a second.
+        # Else Accelerate imports DeepSpeed, where it is installed, for an isinstance check: a second.
         no_engine = mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False)
         with engine_without_ranks(device) if strategy.uses_engine else no_engine:
             accelerator = build_accelerator(recipe, strategy, launch)
             if strategy.uses_engine and device.type != "cpu":
                 as_on_gpus(accelerator)
-            # Among CPU ranks it is "cpu:0", which tensors without data do not take for "cpu".
+            # On CPU ranks it is "cpu:0", which fake tensors do not treat as "cpu".
             PartialState().device = accelerator.state.device = device
             yield accelerator
     finally:

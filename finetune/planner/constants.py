@@ -1,0 +1,50 @@
+"""Numbers and names that several of the planner's folders use. No torch, so that the closed form stays light."""
+
+from __future__ import annotations
+
+GIB = 2**30
+HALF, FLOAT32 = 2, 4  # bytes of a bfloat16 or float16 number, and of a float32 one
+
+# Outside of the tensors, and so of every trace: measured by others, see docs/planner.md. Bytes.
+CUDA_CONTEXT = 500_000_000  # CUDA's own, with the kernels that are loaded
+NCCL_BUFFERS = 700_000_000  # of a communicator
+CUBLAS_WORKSPACE = 8_519_680  # one a thread that multiplies matrices; ATen/cuda/CublasHandlePool.cpp
+CUBLAS_WORKSPACE_HOPPER = 32 * 2**20  # the same from compute capability 9.0 on
+
+# As in the sources that kernel_workspaces.py names.
+FLASH_BLOCK = 128  # rows that a block of flash attention's backward works on
+SORTED_TOKENS = 3072  # the embeddings' backward sorts token ids where there are more than these
+# torch/csrc/distributed/c10d/reducer.hpp: a bucket is full when it has reached these bytes.
+DDP_FIRST_BUCKET, DDP_BUCKET = 2**20, 25 * 2**20
+LOSS_CHUNK_BYTES = 256 * 2**20  # model/loss.py: CHUNK_BYTES, which imports torch; test_closed_form.py compares
+
+# What a tensor is for. Every byte of a plan has one of these components.
+PARAMETERS = "parameters"
+MASTERS = "masters"
+GRADIENTS = "gradients"
+UNSHARDED_GRADIENTS = "unsharded gradients"
+OPTIMIZER_STATE = "optimizer state"
+ACTIVATIONS = "activations"
+LOGITS_AND_LOSS = "logits and loss"
+GATHERED_LAYERS = "gathered layers"
+CAST_WEIGHTS = "cast weights"
+COMMUNICATION_BUFFERS = "communication buffers"
+QUANTISATION_WORKSPACE = "quantisation workspace"
+BACKWARD_WORKSPACE = "backward workspace"
+OTHER = "other"
+
+COMPONENTS = (
+    PARAMETERS,
+    MASTERS,  # float32 copies that ZeRO's engine updates; under other strategies the parameters are these
+    GRADIENTS,  # as the optimizer sees them: of shards where the strategy shards
+    UNSHARDED_GRADIENTS,  # of full size, until they are reduced and scattered to the ranks
+    OPTIMIZER_STATE,
+    ACTIVATIONS,  # made by forward, and by recomputation in backward
+    LOGITS_AND_LOSS,
+    GATHERED_LAYERS,  # unsharded weights
+    CAST_WEIGHTS,  # copies in the computation's number format
+    COMMUNICATION_BUFFERS,
+    QUANTISATION_WORKSPACE,  # 4-bit weights, dequantised for a matrix product
+    BACKWARD_WORKSPACE,  # gradients of activations, and of weights before they are accumulated
+    OTHER,  # batches, norms, temporaries of an update
+)
