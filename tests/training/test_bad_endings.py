@@ -23,7 +23,7 @@ from finetune.run_folder.checkpoint import (
     write_checkpoint,
 )
 from finetune.train import main
-from finetune.training import loop, run_output, samples
+from finetune.training import loop, run_output, samples, worst_step
 from tests.support.cells import launch
 from tests.support.hub import running_hub
 from tests.support.hub.processes import run_python
@@ -47,6 +47,7 @@ def recipe(tmp_path: Path, tiny_llama: Path, chats: Path) -> Path:
 def after_each_step(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> None:
     """`spoil(model, finished steps)` after each update of the training; the worst step is not one of them."""
     whole, count = loop.optimizer_step, [0]
+    assert worst_step.optimizer_step is whole  # loaded here, so that it keeps the real one
 
     def spoiled(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         result = whole(accelerator, model, *args, **kwargs)
