@@ -15,7 +15,7 @@ from finetune.data.sources import Source, resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import Data, DataSet, RowFormat
 
-SHOWN = 20
+SHOWN_MISTAKES = 20
 _MORE = re.compile(r"and (\d+) more")
 
 
@@ -29,13 +29,13 @@ class Mistakes:
     def add(self, mistake: str) -> None:
         """Count a mistake, and keep it if it is to be shown."""
         self.count += 1
-        if len(self.shown) < SHOWN:
+        if len(self.shown) < SHOWN_MISTAKES:
             self.shown.append(mistake)
 
     def raise_if_any(self) -> None:
         """Raises DataError with those shown and how many more there are."""
         if self.count:
-            more = [f"and {self.count - SHOWN} more"] if self.count > SHOWN else []
+            more = [f"and {self.count - SHOWN_MISTAKES} more"] if self.count > SHOWN_MISTAKES else []
             raise DataError([*self.shown, *more])
 
     def take(self, error: DataError) -> None:

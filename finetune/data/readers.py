@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 from finetune.data.json_array import JsonArray
 
 MAX_ROW_BYTES = 16 * 2**20  # a chat of 16 MiB is some 4 million tokens: surely a file without line ends
-MAX_DEPTH = 64
+MAX_ROW_DEPTH = 64
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 WIDE_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
@@ -135,13 +135,13 @@ def parse_json(text: str) -> Any:
         raise
     except ValueError as error:  # an integer of thousands of digits
         raise BadRow(f"not readable as JSON: {str(error).split(';')[0]}; correct the number") from None
-    if text.count("{") + text.count("[") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+    if text.count("{") + text.count("[") > MAX_ROW_DEPTH and _depth(value) > MAX_ROW_DEPTH:
         raise BadRow(_too_deep())
     return value
 
 
 def _too_deep() -> str:
-    return f"nested deeper than {MAX_DEPTH} levels; a row needs at most ten"
+    return f"nested deeper than {MAX_ROW_DEPTH} levels; a row needs at most ten"
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from finetune.importers.foreign_config import ForeignConfig, as_count, positive_
 from finetune.importers.shared import batch, checkpointing, every, hub, optimizer, scheduler, strategy, warmup
 
 # Defaults of transformers (TrainingArguments of 5.23).
-DEFAULTS: dict[str, Any] = {
+TRAINER_DEFAULTS: dict[str, Any] = {
     "learning_rate": 5e-5,
     "num_train_epochs": 3.0,
     "per_device_train_batch_size": 8,
@@ -25,24 +25,24 @@ def training(foreign: ForeignConfig, *, learning_rate: float, recompute: bool) -
     """The training section and what is kept of a run; returns the strategy's name. The two arguments are the tool's
     own defaults where they are not transformers'."""
     name = strategy(foreign)
-    batch(foreign, "per_device_train_batch_size", DEFAULTS["per_device_train_batch_size"])
+    batch(foreign, "per_device_train_batch_size", TRAINER_DEFAULTS["per_device_train_batch_size"])
     steps = foreign.get("max_steps")
     if steps is not None and steps > 0:
         foreign.write("training.max_steps", as_count(steps), "max_steps")
         if foreign.get("num_train_epochs") is not None:
             foreign.leave("num_train_epochs", "same", "max_steps wins over it")
     else:
-        foreign.carry("training.num_train_epochs", "num_train_epochs", default=DEFAULTS["num_train_epochs"])
+        foreign.carry("training.num_train_epochs", "num_train_epochs", default=TRAINER_DEFAULTS["num_train_epochs"])
     foreign.carry("training.learning_rate", "learning_rate", default=learning_rate)
-    scheduler(foreign, "lr_scheduler_type", DEFAULTS["lr_scheduler_type"])
+    scheduler(foreign, "lr_scheduler_type", TRAINER_DEFAULTS["lr_scheduler_type"])
     warmup(foreign)
-    foreign.carry("training.weight_decay", "weight_decay", default=DEFAULTS["weight_decay"])
-    norm = DEFAULTS["max_grad_norm"]
+    foreign.carry("training.weight_decay", "weight_decay", default=TRAINER_DEFAULTS["weight_decay"])
+    norm = TRAINER_DEFAULTS["max_grad_norm"]
     foreign.carry("training.max_grad_norm", "max_grad_norm", default=norm, change=positive_or_none)
-    optimizer(foreign, "optim", DEFAULTS["optim"])
+    optimizer(foreign, "optim", TRAINER_DEFAULTS["optim"])
     keys = ("gradient_checkpointing", "activation_checkpointing")
     checkpointing(foreign, *keys, default=recompute)
-    foreign.carry("training.seed", "seed", default=DEFAULTS["seed"])
+    foreign.carry("training.seed", "seed", default=TRAINER_DEFAULTS["seed"])
     _kept(foreign)
     if foreign.get("average_tokens_across_devices") is False:
         reason = "every token of a step has the same weight, on every rank"
@@ -56,7 +56,7 @@ def _kept(foreign: ForeignConfig) -> None:
     if str(foreign.get("save_strategy", "steps")) == "steps":
         every(foreign, "save_steps", "save_steps")
         if foreign.peek("save_steps") is None:
-            foreign.default("save_steps", DEFAULTS["save_steps"])
+            foreign.default("save_steps", TRAINER_DEFAULTS["save_steps"])
     else:
         foreign.leave("save_strategy", "same", "checkpoints are written every save_steps, so that a run can resume")
     foreign.carry("save_total_limit", "save_total_limit", change=as_count)

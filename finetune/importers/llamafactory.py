@@ -32,7 +32,7 @@ def convert(foreign: ForeignConfig) -> None:
     off = foreign.get("disable_gradient_checkpointing") is True
     if off:
         foreign.write("training.activation_checkpointing", False, "disable_gradient_checkpointing")
-    usual = hf_trainer.DEFAULTS["learning_rate"]
+    usual = hf_trainer.TRAINER_DEFAULTS["learning_rate"]
     hf_trainer.training(foreign, learning_rate=usual, recompute=not off)
     form = hf_trainer.precision(foreign, "no")
     if form == "fp16":

@@ -9,7 +9,7 @@ from finetune.importers.foreign_config import ForeignConfig
 from finetune.importers.shared import data_set, quantised_by, remote_code, unused
 
 # Defaults of SFTConfig and ModelConfig, besides those of transformers.
-DEFAULTS: dict[str, Any] = {
+TRL_DEFAULTS: dict[str, Any] = {
     "learning_rate": 2e-5,
     "max_length": 1024,
     "packing": False,
@@ -33,7 +33,9 @@ def convert(foreign: ForeignConfig) -> None:
     remote_code(foreign)
     _adapter(foreign)
     _data(foreign)
-    hf_trainer.training(foreign, learning_rate=DEFAULTS["learning_rate"], recompute=DEFAULTS["gradient_checkpointing"])
+    hf_trainer.training(
+        foreign, learning_rate=TRL_DEFAULTS["learning_rate"], recompute=TRL_DEFAULTS["gradient_checkpointing"]
+    )
     _formats(foreign)
 
 
@@ -46,7 +48,7 @@ def _adapter(foreign: ForeignConfig) -> None:
             foreign.leave(bits, "differs", "quantised weights are trained by adapters alone")
         return
     for ours, key in (("r", "lora_r"), ("lora_alpha", "lora_alpha"), ("lora_dropout", "lora_dropout")):
-        foreign.carry(f"lora.{ours}", key, default=DEFAULTS[key])
+        foreign.carry(f"lora.{ours}", key, default=TRL_DEFAULTS[key])
     if foreign.carry("lora.target_modules", "lora_target_modules", change=_modules) is None:
         foreign.write("lora.target_modules", ["q_proj", "v_proj"], "peft's default for Llama")
     foreign.carry("lora.modules_to_save", "lora_modules_to_save")
@@ -55,10 +57,10 @@ def _adapter(foreign: ForeignConfig) -> None:
     if bits:
         foreign.write(f"quantization.{bits}", True, bits)
         foreign.carry(
-            "quantization.bnb_4bit_quant_type", "bnb_4bit_quant_type", default=DEFAULTS["bnb_4bit_quant_type"]
+            "quantization.bnb_4bit_quant_type", "bnb_4bit_quant_type", default=TRL_DEFAULTS["bnb_4bit_quant_type"]
         )
         nested = "quantization.bnb_4bit_use_double_quant"
-        foreign.carry(nested, "use_bnb_nested_quant", default=DEFAULTS["use_bnb_nested_quant"])
+        foreign.carry(nested, "use_bnb_nested_quant", default=TRL_DEFAULTS["use_bnb_nested_quant"])
         foreign.carry("quantization.bnb_4bit_quant_storage", "bnb_4bit_quant_storage")
 
 
@@ -72,7 +74,7 @@ def _formats(foreign: ForeignConfig) -> None:
     key, dtype = foreign.first("dtype", "torch_dtype")
     if dtype not in (*_DTYPES, None, "auto"):
         foreign.leave(key, "differs", "only bfloat16, float16 and float32 are offered")
-    dtype = dtype if dtype in _DTYPES else "bfloat16" if dtype else DEFAULTS["dtype"]
+    dtype = dtype if dtype in _DTYPES else "bfloat16" if dtype else TRL_DEFAULTS["dtype"]
     foreign.write("model.dtype", dtype, key if foreign.peek(key) else "TRL's default")
     quantised = bool({"quantization.load_in_4bit", "quantization.load_in_8bit"} & set(foreign.carried))
     if "quantization.load_in_4bit" in foreign.carried:
@@ -92,8 +94,10 @@ def _data(foreign: ForeignConfig) -> None:
     looked_at = foreign.peek("eval_strategy") or foreign.peek("evaluation_strategy") or "no"
     if looked_at != "no":
         _held_out(foreign)
-    foreign.carry("data.max_length", "max_length", "max_seq_length", "model_max_length", default=DEFAULTS["max_length"])
-    packed = foreign.carry("data.packing", "packing", default=DEFAULTS["packing"])
+    foreign.carry(
+        "data.max_length", "max_length", "max_seq_length", "model_max_length", default=TRL_DEFAULTS["max_length"]
+    )
+    packed = foreign.carry("data.packing", "packing", default=TRL_DEFAULTS["packing"])
     if packed and foreign.get("packing_strategy", "bfd") != "bfd":
         foreign.leave("packing_strategy", "differs", "rows are filled with whole documents; none is split")
     foreign.write("data.truncation", "right", "truncation_mode" if foreign.get("truncation_mode") else "TRL's default")

@@ -16,7 +16,8 @@ from typing import Any, TextIO
 
 import torch
 
-from finetune.measure.phases import GIB, peak_bytes
+from finetune.measure.phases import peak_bytes
+from finetune.measure.units import GIB
 from finetune.output_stream import lasting
 
 BARS = "▁▂▃▄▅▆▇█"

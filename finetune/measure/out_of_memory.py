@@ -14,14 +14,15 @@ import psutil
 import torch
 
 from finetune.errors import DoesNotFit
-from finetune.measure.phases import GIB, peak_bytes
+from finetune.measure.phases import peak_bytes
+from finetune.measure.units import GIB
 from finetune.recipe.schema import Recipe
 
 # The messages of allocators that raise plain RuntimeErrors: the host's, cuBLAS's, NCCL's.
 _WORDS = re.compile(r"out of memory|DefaultCPUAllocator|ALLOC_FAILED|Cannot allocate memory|Failed to CUDA (m|c)alloc")
 _REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|[KMG]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-SHOWN = 3  # changes named in the message
+SHOWN_CHANGES = 3  # changes named in the message
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def remedy(recipe: Recipe, planned: Mapping[str, Any]) -> str:
     """Changes that take less: those that fit by plan with their planned bytes, else what is known to help."""
     changes = planned.get("changes") or ()
     if changes:
-        shown = [f"{change['change']} ({change['needed_bytes'] / GIB:.2f} GiB)" for change in changes[:SHOWN]]
+        shown = [f"{change['change']} ({change['needed_bytes'] / GIB:.2f} GiB)" for change in changes[:SHOWN_CHANGES]]
         return f"fits by plan: {', or '.join(shown)}"
     return f"try {', or '.join([*smaller(recipe), 'a strategy that shards more'])}"
 

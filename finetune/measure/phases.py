@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # torch documents th
 
 from finetune.measure.collectives import CollectiveStats, Traffic
 from finetune.measure.live_tensors import LiveTensors
-
-GIB = 2**30
+from finetune.measure.units import GIB
 
 
 @dataclass

@@ -49,7 +49,19 @@ APART = {
     "index_select",
 }
 # From the last hidden states to the logits: a product with the head, and what moves nothing.
-HEAD = {"slice", "alias", "view", "_unsafe_view", "t", "transpose", "detach", "expand", "clone", "mm", "addmm"}
+HEAD_OPERATIONS = {
+    "slice",
+    "alias",
+    "view",
+    "_unsafe_view",
+    "t",
+    "transpose",
+    "detach",
+    "expand",
+    "clone",
+    "mm",
+    "addmm",
+}
 
 
 Architecture = Callable[[PreTrainedConfig], PreTrainedModel]  # its class
@@ -159,7 +171,7 @@ def head_alone(kind: Architecture, config: PreTrainedConfig, implementation: str
         logits = model(**_batch(), use_cache=False).logits
     head: Any = model.get_output_embeddings()
     products = sum(1 for name in seen.names if name in SUMMED)
-    other = [name for name in seen.names if name not in HEAD]
+    other = [name for name in seen.names if name not in HEAD_OPERATIONS]
     if other or products != 1 or tuple(logits.shape) != (1, TOKENS, head.weight.shape[0]):
         how = f" by {other[0]}" if other else ""
         raise Unsuitable(f"changes its logits{how}, which the fused loss does not know")

@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.files import read_lines
-from finetune.planner.constants import GIB
+from finetune.measure.units import GIB
 
 UPDATE_PHASES = ("forward", "backward", "step")
 

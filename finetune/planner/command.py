@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError
+from finetune.measure.units import GIB
 from finetune.model.known_configs import full_config
 from finetune.planner import pick, remedies
 from finetune.planner.closed_form.estimate import estimate, unsupported
-from finetune.planner.constants import GIB
-from finetune.planner.explain import explain
+from finetune.planner.explain import explain_plan
 from finetune.recipe.gpus import Gpus, gpus_of, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
@@ -119,7 +119,7 @@ def _plan_one(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Output:
             else []
         )
     if explained:
-        result["explanation"] = explain(recipe, config, gpus)
+        result["explanation"] = explain_plan(recipe, config, gpus)
         text += ["", result["explanation"]]
     return result, "\n".join(text)
 

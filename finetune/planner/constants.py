@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-GIB = 2**30
 HALF, FLOAT32 = 2, 4  # bytes of a bfloat16 or float16 number, and of a float32 one
 
 # Outside of the tensors, and so of every trace: measured by others, see docs/planner.md. Bytes.

@@ -17,7 +17,7 @@ NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: half, one per block of 64
 LOGIT_BYTES = 12  # bytes a logit where all are kept: bfloat16, float32, and float32 logarithms that turn into gradients
 
 
-def explain(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -> str:
+def explain_plan(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -> str:
     """Paragraphs that follow the plan. Raises KeyError for an architecture whose sizes are not known."""
     shape = shape_of(recipe, config)
     ranks = gpus.count * gpus.nodes if gpus else 1

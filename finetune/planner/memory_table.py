@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from finetune.planner.constants import COMPONENTS, GIB
+from finetune.measure.units import GIB
+from finetune.planner.constants import COMPONENTS
 from finetune.planner.plan_recipe import Planned
 
 WIDTH, EMPTY = 50, "."

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from finetune.planner.closed_form.rank import read_strategy
+from finetune.planner.closed_form.rank import cached_strategy
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS
 from finetune.recipe.schema import Recipe
@@ -83,7 +83,7 @@ def smaller_variants(recipe: Recipe, gpus: Gpus) -> list[Variant]:
 
 def _knobs(recipe: Recipe, gpus: Gpus) -> Iterator[list[Option]]:
     """The settings that can be changed. Costs put those that leave the training's result as it is before the others."""
-    training, strategy = recipe.training, read_strategy(recipe.accelerate_config)
+    training, strategy = recipe.training, cached_strategy(recipe.accelerate_config)
     yield [NOTHING, *_batches(training.per_device_batch_size)]
     checkpointing = [] if training.activation_checkpointing in (True, 1) else [True]
     yield [NOTHING, *(_set("training.activation_checkpointing", on, 4, "a third more compute") for on in checkpointing)]
@@ -106,7 +106,7 @@ def _knobs(recipe: Recipe, gpus: Gpus) -> Iterator[list[Option]]:
 
 def larger_variants(recipe: Recipe, gpus: Gpus, longest: int) -> Iterator[Variant]:
     """Uses of spare memory, one change each; of rows and lengths the largest first."""
-    training, strategy = recipe.training, read_strategy(recipe.accelerate_config)
+    training, strategy = recipe.training, cached_strategy(recipe.accelerate_config)
     every = int(training.activation_checkpointing)
     ranks = strategy.rank_count(gpus.count * gpus.nodes)
     most = -(-training.global_batch_size // ranks)

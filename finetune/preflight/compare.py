@@ -19,6 +19,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.files import read_lines, remove_folder, write_json
+from finetune.measure.units import PHASES
 from finetune.paths import TRAIN_SCRIPT
 from finetune.preflight.job_failure import failure_reason
 from finetune.recipe.loader import CONFIG_FOLDER, load_recipe
@@ -26,7 +27,6 @@ from finetune.recipe.schema import Training
 from finetune.recipe.strategy import read_strategy
 from finetune.training.planner_process import PLANNER_SWITCH
 
-PHASES = ("load", "forward", "backward", "step", "save")
 MEMORY_KEYS = ("peak", "allocated", "host_peak", "host_allocated")
 # Largest relative difference of final losses, by the number format of the computation: another order of summation in
 # 20 steps of float32 stays below the first; of the other formats one rounding is 0.4 % (bf16), 0.05 % (fp16).

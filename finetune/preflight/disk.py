@@ -14,7 +14,6 @@ from finetune.model.packaged import weights_are_here
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 
-GIB = 2**30
 _WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 

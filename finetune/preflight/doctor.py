@@ -18,13 +18,14 @@ from typing import Literal
 from finetune import __version__
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.hub.client import check_permission, classify_error
+from finetune.measure.units import GIB
 from finetune.paths import PACKAGE
-from finetune.preflight.disk import GIB, folders, free_bytes, may_write, need_of
+from finetune.preflight.disk import folders, free_bytes, may_write, need_of
 from finetune.preflight.process_pair import pair_test
 from finetune.recipe.schema import Recipe
 from finetune.redaction import redact, variables
 
-State = Literal["ok", "look", "bad"]
+FindingState = Literal["ok", "look", "bad"]
 # Extra -> what is imported, and what it is for.
 EXTRAS = {
     "bitsandbytes": ("bitsandbytes", "quantised bases and 8-bit optimizers: pip install 'finetune[qlora]'"),
@@ -54,7 +55,7 @@ class Finding:
     """One thing that was checked: what was seen, and the remedy where it is not well."""
 
     name: str
-    state: State
+    state: FindingState
     seen: str
     remedy: str = ""
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from finetune.errors import RecipeError
 from finetune.paths import CHECKOUT
 from finetune.recipe.flat import leaves
-from finetune.recipe.mistakes import IN_QUOTES, Mistake, explain
+from finetune.recipe.mistakes import IN_QUOTES, Mistake, explain_mistake
 from finetune.recipe.schema import Recipe
 from finetune.recipe.yaml_text import (
     MAX_BYTES,
@@ -224,7 +224,7 @@ def _validate(source: _Source, value: dict[str, Any]) -> Recipe | None:
         mistakes: list[Mistake] = []
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
-        mistakes = explain(errors[: 2 * MAX_MISTAKES], value)
+        mistakes = explain_mistake(errors[: 2 * MAX_MISTAKES], value)
         source.unexplained = len(errors[2 * MAX_MISTAKES :])
     mistakes += _strategy_mistakes(value.get("accelerate_config", "single"))
     unreadable = [flaw.unreadable for flaw in source.parsed.flaws if flaw.unreadable is not None]

@@ -77,7 +77,7 @@ class Mistake:
     at_key: bool  # the key itself is wrong, not its value
 
 
-def explain(errors: Sequence[ErrorDetails], value: Any) -> list[Mistake]:
+def explain_mistake(errors: Sequence[ErrorDetails], value: Any) -> list[Mistake]:
     """One message for each mistake, in the order of the recipe's sections."""
     mistakes: dict[tuple[Path, str], Mistake] = {}
     for error in errors:

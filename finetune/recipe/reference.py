@@ -32,7 +32,7 @@ def json_schema() -> str:
     return json.dumps({**head, **schema, "title": "finetune recipe"}, indent=2) + "\n"
 
 
-HEAD = """# Recipe reference
+REFERENCE_HEAD = """# Recipe reference
 
 Generated from `finetune/recipe/schema.py` by `finetune check --schema`.
 
@@ -49,7 +49,7 @@ def reference_page() -> str:
     """docs/recipe.md: every key with what it takes, its default and its meaning; and other tools' names."""
     foreign = [f"| `{theirs}` | {answer_for(theirs)} |" for theirs in sorted([*RENAMED, *REPLACED])]
     table = ["## Keys of other tools", "", "| theirs | here |", "|---|---|", *foreign, ""]
-    return "\n".join([HEAD, *_sections(Recipe, ""), *table])
+    return "\n".join([REFERENCE_HEAD, *_sections(Recipe, ""), *table])
 
 
 def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:

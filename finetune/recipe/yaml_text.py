@@ -17,7 +17,7 @@ import yaml
 from finetune.redaction import hide_secrets, known_secrets
 
 MAX_BYTES = 2**20
-MAX_DEPTH = 20
+MAX_YAML_DEPTH = 20
 MAX_NODES = 20_000  # after aliases are unfolded
 
 Path = tuple[str | int, ...]
@@ -120,8 +120,8 @@ def _limits(text: str) -> Flaw | None:
             return Flaw(_place(event.start_mark), "", f"holds more than {MAX_NODES:,} values; a recipe is a page")
         documents += isinstance(event, yaml.DocumentStartEvent)
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            return Flaw(_place(event.start_mark), "", f"is nested deeper than {MAX_DEPTH} levels; flatten it")
+        if depth > MAX_YAML_DEPTH:
+            return Flaw(_place(event.start_mark), "", f"is nested deeper than {MAX_YAML_DEPTH} levels; flatten it")
         if documents > 1:
             return Flaw(_place(event.start_mark), "", "a second document begins here; a recipe is one document")
     return None
@@ -156,7 +156,7 @@ def _place(mark: Any) -> Place:
 def _value(node: yaml.Node, path: Path, parsed: Parsed) -> Any:
     parsed.nodes += 1
     parsed.values[path] = _place(node.start_mark)
-    if parsed.nodes > MAX_NODES or len(path) > MAX_DEPTH:  # deeper than the text is only an alias of itself
+    if parsed.nodes > MAX_NODES or len(path) > MAX_YAML_DEPTH:  # deeper than the text is only an alias of itself
         parsed.too_far = parsed.too_far or parsed.values[path]
         return None
     if isinstance(node, yaml.MappingNode):

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
+from finetune.measure.units import PHASES
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.report.pictures import Chart, Series
 from finetune.run_folder.facts import RunFacts, read_run
 
-PHASES = ("load", "forward", "backward", "step", "save")
 # Title, key of a training line, factor.
 CURVES = (
     ("Learning rate", "learning_rate", 1.0),

@@ -50,7 +50,7 @@ FREE_TO_CHANGE = (
     "training.resume",
 )
 
-State = Literal["running", "stopped", "finished", "failed"]
+RunState = Literal["running", "stopped", "finished", "failed"]
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
     return state
 
 
-def mark_run(run_dir: Path, state: State, *, step: int) -> str:
+def mark_run(run_dir: Path, state: RunState, *, step: int) -> str:
     """Writes the run's state after `step`; returns the command that continues it."""
     known = read_state(run_dir)
     assert known is not None, "claim_run_folder comes first"
@@ -235,7 +235,7 @@ def mark_failed(run_dir: Path, error: BaseException, *, phase: str, rank: int, s
 
 def _write_state(
     run_dir: Path,
-    state: State,
+    state: RunState,
     step: int,
     command: str,
     identity: Mapping[str, Any],

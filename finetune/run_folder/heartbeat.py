@@ -20,7 +20,7 @@ import psutil
 FOLDER = ".ranks"
 _BYTES = 1024  # every record is padded to this length, so that one write replaces the one before
 
-State = Literal["running", "ended", "failed", "left"]  # left: ended because of another rank
+RankState = Literal["running", "ended", "failed", "left"]  # left: ended because of another rank
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class HeartbeatRecord:
     host: str
     machine: str  # `this_machine()` of the rank: where it equals ours, the process may be looked up
     process: int
-    state: State
+    state: RankState
     phase: str
     step: int  # finished optimizer steps
     count: int
@@ -59,7 +59,7 @@ class Heartbeat:
         self._rank, self._token, self._count = rank, token, 0
         self._one_at_a_time = threading.Lock()
 
-    def write(self, state: State, phase: str, step: int, *, sync: bool = False) -> None:
+    def write(self, state: RankState, phase: str, step: int, *, sync: bool = False) -> None:
         """Write a heartbeat; `sync` flushes it to other machines at once (NFS would keep it for half a minute)."""
         with self._one_at_a_time:
             self._count += 1

@@ -29,7 +29,7 @@ from finetune.run_folder.folder import mark_failed, read_state
 from finetune.run_folder.heartbeat import (
     Heartbeat,
     HeartbeatRecord,
-    State,
+    RankState,
     heartbeat_file,
     holds_lock,
     last_heartbeat,
@@ -163,7 +163,7 @@ class Watchdog:
         self._progress.write_heartbeat = self._write_heartbeat
         self._thread.start()
 
-    def close(self, state: State) -> None:
+    def close(self, state: RankState) -> None:
         """Write the final heartbeat, `ended` or `failed`; a rank that is gone without one is taken for dead."""
         self._closing.set()
         self._progress.write_heartbeat = lambda: None

@@ -15,7 +15,7 @@ from torch import Tensor
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS
 from finetune.strategies.pieces import Piece, Stored
 
-MOMENTS = OPTIMIZERS[DEFAULT].moments  # of the only optimizer that zero_requirements.py lets through
+ENGINE_MOMENTS = OPTIMIZERS[DEFAULT].moments  # of the only optimizer that zero_requirements.py lets through
 
 
 class _Owned(NamedTuple):
@@ -43,7 +43,7 @@ def trained_pieces(engine: Any) -> dict[str, dict[str, Piece]]:
     optimizer: dict[str, Piece] = {}
     for owned in _owned(engine, writing=False):
         model[owned.name] = Piece(_copy(owned.master), owned.shape, owned.start)
-        for key in MOMENTS:
+        for key in ENGINE_MOMENTS:
             if key in owned.state:
                 moment = _copy(owned.state[key][owned.within])
                 optimizer[f"{owned.name}:{key}"] = Piece(moment, owned.shape, owned.start)
@@ -58,7 +58,7 @@ def load_pieces(engine: Any, model: Mapping[str, Stored], optimizer: Mapping[str
     for owned in _owned(engine, writing=True):
         here = owned.start, owned.master.numel()
         owned.master.copy_(model[owned.name].read(*here))
-        for key in MOMENTS:
+        for key in ENGINE_MOMENTS:
             into = owned.state[key][owned.within]
             into.copy_(optimizer[f"{owned.name}:{key}"].read(*here)) if optimizer else into.zero_()
         owned.state["step"].fill_(float(optimizer[f"{owned.name}:step"].read(0, 1)) if optimizer else 0.0)
@@ -195,7 +195,7 @@ def _state(basic: torch.optim.Optimizer, flat: Tensor, *, make: bool) -> dict[st
     if make and not state:
         state = basic.state[flat]
         state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)  # fused: beside the parameter
-        state |= {key: torch.zeros_like(flat) for key in MOMENTS}
+        state |= {key: torch.zeros_like(flat) for key in ENGINE_MOMENTS}
     return state
 
 

@@ -10,13 +10,12 @@ import torch
 
 from finetune.launch.launcher import continue_command
 from finetune.measure.out_of_memory import does_not_fit, is_out_of_memory, memory_of
-from finetune.measure.phases import GIB, Phase, Phases, peak_bytes
+from finetune.measure.phases import Phase, Phases, peak_bytes
+from finetune.measure.units import GIB, PHASES
 from finetune.run_folder.watchdog import Progress
 from finetune.training.planner_process import PLANNER_TIMEOUT, PlannerProcess, PlanRequest
 from finetune.training.start import Start
 from finetune.training.worst_step import longest_rows, micro_steps_to_try
-
-MEASURED = ("load", "forward", "backward", "step", "save")
 
 
 def plan_request(start: Start) -> PlanRequest:
@@ -44,7 +43,7 @@ def memory_facts(planned: Mapping[str, Any], phases: Mapping[str, Phase], device
     The process's peak on a CPU is its resident set, which includes the libraries that no plan covers.
     """
     on_gpu = device.type == "cuda"
-    measured = {name: phase for name, phase in phases.items() if name in MEASURED}
+    measured = {name: phase for name, phase in phases.items() if name in PHASES}
     return {
         "planned": planned["plan"],
         "why": planned["why"],

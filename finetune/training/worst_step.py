@@ -17,7 +17,8 @@ import torch
 from accelerate.utils import DistributedType
 
 from finetune.errors import NotFinite
-from finetune.measure.phases import GIB, Phase, Phases, peak_bytes
+from finetune.measure.phases import Phase, Phases, peak_bytes
+from finetune.measure.units import GIB
 from finetune.model.optimizer import allocate_optimizer_state
 from finetune.strategies.loss_scaling import load_scaler_state, scaler_state
 from finetune.tokens.batches import prefetch

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from finetune.measure.live_tensors import LiveTensors
-from finetune.measure.phases import GIB, Phase, Phases
+from finetune.measure.phases import Phase, Phases
+from finetune.measure.units import GIB
 
 CPU = torch.device("cpu")
 KB = 1024  # bytes of 256 float32

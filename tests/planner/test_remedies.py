@@ -15,7 +15,7 @@ from finetune.errors import FinetuneError
 from finetune.model.known_configs import HUB_NAMES, full_config
 from finetune.planner import pick
 from finetune.planner.closed_form.estimate import estimate, unsupported
-from finetune.planner.explain import explain
+from finetune.planner.explain import explain_plan
 from finetune.planner.remedies import LENGTH, ROWS, _edge, largest, remedies, spare
 from finetune.planner.variants import changed, smaller_variants
 from finetune.recipe.gpus import Gpus, parse_gpus
@@ -177,11 +177,11 @@ def test_what_was_picked_is_a_recipe(tmp_path: Path) -> None:
 
 def test_the_explanation_is_of_this_recipe() -> None:
     recipe = load("llama3_8b_lora_1x24gb")
-    text = explain(recipe, config_of(recipe), parse_gpus("24GB"))
+    text = explain_plan(recipe, config_of(recipe), parse_gpus("24GB"))
     for figure in ("8,030,261,248", "41,943,040", "16 bytes, 671 MB", "6.3 GB", "16.1 GB"):
         assert figure in text, figure
     assert "128,256 words are 525 million logits" in text
-    whole = explain(load("llama3_full"), config_of(recipe), parse_gpus("4x80GB"))
+    whole = explain_plan(load("llama3_full"), config_of(recipe), parse_gpus("4x80GB"))
     # 16 bytes a weight in all: on four, 4 + 4 + 8 of 8.03e9 by stages.
     for figure in ("128.5 GB", "80.3 GB", "56.2 GB", "32.1 GB"):
         assert figure in whole, figure

@@ -19,8 +19,9 @@ import torch
 
 from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch
+from finetune.measure.units import GIB
 from finetune.preflight import disk, doctor
-from finetune.preflight.disk import GIB, count_weights, free_bytes, need_of
+from finetune.preflight.disk import count_weights, free_bytes, need_of
 from finetune.preflight.doctor import Finding, as_text, examine_machine, scope
 from finetune.preflight.process_pair import pair_test
 from finetune.recipe.loader import load_recipe

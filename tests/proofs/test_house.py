@@ -33,6 +33,7 @@ LIGHT = """
 errors output_stream paths redaction files train
 recipe data importers preflight cli planner.closed_form
 launch.launcher launch.script launch.signals launch.slurm
+measure.units
 model.known_configs model.packaged
 tokens.assistant_spans tokens.cache tokens.chat_template tokens.dataset tokens.encoder tokens.mixture tokens.packing
 tokens.tokenizer
@@ -237,6 +238,31 @@ def test_every_folder_says_what_it_is_for() -> None:
 def test_style_and_types(words: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", *words], cwd=PACKAGE.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# Public names that several modules define: an entry point, each importer's own conversion, the verbs of `finetune`.
+SHARED_NAMES = {"main", "convert"}
+
+
+def public_names(module: str) -> set[str]:
+    found: set[str] = set()
+    for node in MODULES[module].body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return {name for name in found if not name.startswith("_")} - SHARED_NAMES
+
+
+def test_a_public_name_means_one_thing() -> None:
+    owner: dict[str, str] = {}
+    for module in MODULES:
+        if not module.startswith("cli."):
+            taken = {name: owner[name] for name in public_names(module) if name in owner}
+            assert not taken, f"{module} defines {taken} once more"
+            owner |= dict.fromkeys(public_names(module), module)
 
 
 def functions() -> list[tuple[int, str]]:

@@ -24,7 +24,7 @@ from finetune.run_folder.folder import claim_run_folder, read_state
 from finetune.run_folder.heartbeat import (
     Heartbeat,
     HeartbeatRecord,
-    State,
+    RankState,
     clear_heartbeats,
     heartbeat_file,
     holds_lock,
@@ -58,7 +58,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def other_rank(run_dir: Path, state: State = "running") -> Iterator[subprocess.Popen[str]]:
+def other_rank(run_dir: Path, state: RankState = "running") -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-c", OTHER, str(run_dir), state], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
     )
@@ -145,7 +145,7 @@ def test_a_rank_that_writes_is_not_lost_and_a_dead_one_is(run_dir: Path) -> None
 
 
 @pytest.mark.parametrize(("state", "what"), [("ended", None), ("failed", "failed"), ("left", "failed")])
-def test_the_final_heartbeat_counts(run_dir: Path, state: State, what: str | None) -> None:
+def test_the_final_heartbeat_counts(run_dir: Path, state: RankState, what: str | None) -> None:
     with other_rank(run_dir, state) as process, watch(run_dir) as own:
         process.kill()
         process.wait()

@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d
 
 from finetune.launch.launcher import Launch
 from finetune.measure.phases import Phases
+from finetune.measure.units import PHASES
 from finetune.planner.trace.recorder import tensors_in
 from finetune.planner.trace.stand_ins import SHARED_MEMORY
 from finetune.planner.trace.trace import STEPS, trace
@@ -41,7 +42,6 @@ from finetune.training.loop import optimizer_step
 from tests.support.tiny import flat_batch, save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
-PHASES = ("load", "forward", "backward", "step", "save")
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"mixed_precision": "no"},
     "bf16": {"mixed_precision": "bf16"},

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.planner.closed_form.peaks import Bytes, backward, forward
-from finetune.planner.closed_form.rank import RankSizes, read_strategy
+from finetune.planner.closed_form.rank import RankSizes, cached_strategy
 from finetune.planner.closed_form.shape import FAMILIES
 from finetune.planner.constants import COMMUNICATION_BUFFERS, CUDA_CONTEXT, GRADIENTS, HALF, NCCL_BUFFERS, PARAMETERS
 from finetune.recipe.gpus import Gpus
@@ -57,7 +57,7 @@ class Estimate:
 
 def unsupported(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -> str | None:
     """Why there is no closed form for this recipe; None where there is one."""
-    strategy, training, lora = read_strategy(recipe.accelerate_config), recipe.training, recipe.lora
+    strategy, training, lora = cached_strategy(recipe.accelerate_config), recipe.training, recipe.lora
     if gpus is None:
         return "on a CPU"
     if config.get("model_type") not in FAMILIES:

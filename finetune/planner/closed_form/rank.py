@@ -27,10 +27,9 @@ from finetune.planner.constants import (
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
-from finetune.recipe.strategy import Strategy
-from finetune.recipe.strategy import read_strategy as _read
+from finetune.recipe.strategy import Strategy, read_strategy
 
-read_strategy = lru_cache(_read)  # of a few names, thousands of times
+cached_strategy = lru_cache(read_strategy)  # of a few names, thousands of times
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class RankSizes:
     shape: Shape = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "strategy", read_strategy(self.recipe.accelerate_config))
+        object.__setattr__(self, "strategy", cached_strategy(self.recipe.accelerate_config))
         object.__setattr__(self, "shape", shape_of(self.recipe, self.config))
 
     # What the recipe asks for.
