@@ -127,8 +127,8 @@ def cut_lines(path: Path, last_step: int) -> None:
     """
     if not path.exists():
         return
-    kept = [line for row, line in _complete_lines(path) if not _later(row, last_step)]
-    content = b"".join(kept).decode("utf-8")
+    lines = [line for row, line in _complete_lines(path) if not _later(row, last_step)]
+    content = b"".join(lines).decode("utf-8")
     if content != path.read_bytes().decode("utf-8", errors="replace"):
         write_text(path, content)
 

@@ -125,9 +125,9 @@ def _text(text: str) -> str:
     for home in sorted(homes, key=len, reverse=True):
         text = text.replace(home, "~")
     text = re.sub(r"(?<![\w~])/(home|Users)/[^/\s:'\"]+", "~", text)
-    for name, shown in ((_user(), "USER"), (socket.gethostname(), "HOST")):
+    for name, instead in ((_user(), "USER"), (socket.gethostname(), "HOST")):
         if len(name) > 1:
-            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", shown, text)
+            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", instead, text)
     return text
 
 

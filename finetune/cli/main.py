@@ -34,13 +34,13 @@ def list_recipes(
     def work() -> dict[str, Any]:
         from finetune.cli.recipe_list import as_table, find_recipes
 
-        found = find_recipes(gpus, model)
-        for reason in found.left_out:
+        recipes = find_recipes(gpus, model)
+        for reason in recipes.left_out:
             typer.echo(reason, err=True)
         if not as_json:
-            typer.echo(found.hint or as_table(found.recipes))
-        result = {"left_out": found.left_out, "hint": found.hint}
-        return {"ok": True, "recipes": [listed.as_json() for listed in found.recipes], **result}
+            typer.echo(recipes.hint or as_table(recipes.recipes))
+        result = {"left_out": recipes.left_out, "hint": recipes.hint}
+        return {"ok": True, "recipes": [listed.as_json() for listed in recipes.recipes], **result}
 
     run_verb(work, as_json=as_json)
 

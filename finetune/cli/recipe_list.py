@@ -141,8 +141,8 @@ def _hint(every: Sequence[Listed], of_model: Sequence[Listed], gpus: str | None,
     if not of_model:
         return f"no recipe for a model called {model}; there are: {', '.join(sorted({each.model for each in every}))}"
     least = min(of_model, key=_size)
-    wanted = f"no recipe{f' for {model}' if model else ''}"
-    return f"{wanted} fits into {gpus}; the smallest is {least.name}, for {budget_text(least.budget)}"
+    headline = f"no recipe{f' for {model}' if model else ''}"
+    return f"{headline} fits into {gpus}; the smallest is {least.name}, for {budget_text(least.budget)}"
 
 
 def as_table(recipes: Sequence[Listed]) -> str:

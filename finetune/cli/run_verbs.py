@@ -159,9 +159,9 @@ def push(
             if not as_json:
                 typer.echo(describe_upload(upload, to))
             return {"ok": True, "dry_run": True, "repo_id": to.repo_id, "card": upload.card, **upload.as_json()}
-        done = send(run, to, message=message, log=log)
+        result = send(run, to, message=message, log=log)
         if not as_json:
-            typer.echo(f"pushed: {done['url']} ({'private' if done['private'] else 'public'})")
-        return {"ok": True, **done}
+            typer.echo(f"pushed: {result['url']} ({'private' if result['private'] else 'public'})")
+        return {"ok": True, **result}
 
     run_verb(work, as_json=as_json)

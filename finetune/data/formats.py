@@ -53,9 +53,9 @@ def detect_format(row: Mapping[str, Any]) -> KnownFormat:
     for name, columns in COLUMNS.items():
         if all(row.get(column) is not None for column in columns):
             return name
-    wanted = [column for columns in COLUMNS.values() for column in columns]
+    expected = [column for columns in COLUMNS.values() for column in columns]
     for column in row:
-        if column not in wanted and (near := nearest(column, wanted)):
+        if column not in expected and (near := nearest(column, expected)):
             raise BadRow(f"unknown column {column!r}; did you mean {near!r}?")
     for columns in COLUMNS.values():
         missing = [column for column in columns if row.get(column) is None]
@@ -118,10 +118,10 @@ def _prompt_completion(row: Mapping[str, Any]) -> Chat | Passage:
 
 def _alpaca(row: Mapping[str, Any]) -> Chat:
     instruction = checked_text(row["instruction"], "instruction")
-    given = checked_text(row.get("input") or "", "input", may_be_empty=True)
+    context = checked_text(row.get("input") or "", "input", may_be_empty=True)
     system = checked_text(row.get("system") or "", "system", may_be_empty=True)
     messages = [{"role": "system", "content": system}] if system.strip() else []
-    messages.append({"role": "user", "content": f"{instruction}\n\n{given}" if given.strip() else instruction})
+    messages.append({"role": "user", "content": f"{instruction}\n\n{context}" if context.strip() else instruction})
     messages.append({"role": "assistant", "content": checked_text(row["output"], "output")})
     return Chat(messages, None, [message["role"] == "assistant" for message in messages])
 

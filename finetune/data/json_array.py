@@ -32,7 +32,7 @@ class JsonArray:
 
     def elements(self) -> Iterator[str]:
         """Text of each element in turn."""
-        cut = json.JSONDecoder()
+        decoder = json.JSONDecoder()
         self._expect("[")
         first = True
         while self._next_char() != "]":
@@ -40,7 +40,7 @@ class JsonArray:
                 self._expect(",")
                 self._next_char()
             first = False
-            end = self._end_of_element(cut)
+            end = self._end_of_element(decoder)
             element = self._text[self._at : end]
             yield element
             self._advance(end)
@@ -48,12 +48,12 @@ class JsonArray:
         if self._next_char():
             raise json.JSONDecodeError("Extra data", self._text, self._at)
 
-    def _end_of_element(self, cut: json.JSONDecoder) -> int:
+    def _end_of_element(self, decoder: json.JSONDecoder) -> int:
         """The end of the element at the current position; reads twice as much each time until it is complete."""
-        wanted = _CHUNK
+        size = _CHUNK
         while True:
             try:
-                _, end = cut.raw_decode(self._text, self._at)
+                _, end = decoder.raw_decode(self._text, self._at)
             except json.JSONDecodeError:
                 if self._ended:
                     raise
@@ -63,8 +63,8 @@ class JsonArray:
                     return end
             if len(self._text) - self._at > self._limit:
                 raise OverflowError
-            self._read(wanted)
-            wanted *= 2
+            self._read(size)
+            size *= 2
 
     def _next_char(self) -> str:
         """The next character that is not space, or "" at the end."""

@@ -34,20 +34,20 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise BadRow(f'{where} must be an object, this is {json_kind(message)}; write {{"role": ...}}')
     role = _role(message, where)
-    kept = {key: value for key, value in message.items() if value is not None and key != "weight"}
-    for key in kept:
+    result = {key: value for key, value in message.items() if value is not None and key != "weight"}
+    for key in result:
         if key not in MESSAGE_KEYS and (near := nearest(key, MESSAGE_KEYS, cutoff=0.75)) and near not in message:
             raise BadRow(f"{where}: unknown key {key!r}; did you mean {near!r}?")
-    if not kept.get("tool_calls"):
-        kept.pop("tool_calls", None)  # an empty list makes some templates write an empty call
+    if not result.get("tool_calls"):
+        result.pop("tool_calls", None)  # an empty list makes some templates write an empty call
     else:
         if role != "assistant":
             raise BadRow(f"{where}: tool_calls on a {role} turn; only the assistant calls tools")
-        kept["tool_calls"] = _tool_calls(kept["tool_calls"], f"{where}.tool_calls")
+        result["tool_calls"] = _tool_calls(result["tool_calls"], f"{where}.tool_calls")
     for key in REASONING:
-        if key in kept:
-            kept[key] = checked_text(kept[key], f"{where}.{key}", may_be_empty=True)
-    return kept | {"content": _content(message, where, may_be_empty="tool_calls" in kept or role == "tool")}
+        if key in result:
+            result[key] = checked_text(result[key], f"{where}.{key}", may_be_empty=True)
+    return result | {"content": _content(message, where, may_be_empty="tool_calls" in result or role == "tool")}
 
 
 def _role(message: Mapping[str, Any], where: str) -> str:
@@ -101,8 +101,8 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             raise BadRow(f"{where}[{index}]: arguments must be an object, not {json_kind(arguments)}; write {{...}}")
         _check_inside(arguments, f"{where}[{index}]: arguments")
         checked_text(function["name"], f"{where}[{index}]: name")
-        kept = {key: value for key, value in call.items() if key not in ("name", "arguments") and value is not None}
-        calls_read.append({"type": "function", **kept, "function": {**function, "arguments": arguments}})
+        others = {key: value for key, value in call.items() if key not in ("name", "arguments") and value is not None}
+        calls_read.append({"type": "function", **others, "function": {**function, "arguments": arguments}})
     return calls_read
 
 

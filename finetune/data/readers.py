@@ -175,8 +175,8 @@ def json_kind(value: Any) -> str:
     """A value's JSON type, with the value where it is short."""
     kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     kind = kinds.get(type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}")
-    shown = json.dumps(value, ensure_ascii=False, default=str) if not isinstance(value, dict | list) else ""
-    return f"{kind} ({shown})" if shown and len(shown) <= 24 and value is not None else kind
+    text = json.dumps(value, ensure_ascii=False, default=str) if not isinstance(value, dict | list) else ""
+    return f"{kind} ({text})" if text and len(text) <= 24 and value is not None else kind
 
 
 def _depth(value: Any) -> int:

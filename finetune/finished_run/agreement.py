@@ -43,15 +43,15 @@ class Agreement:
     largest: float = 0.0
     loss: float = 0.0
 
-    def add(self, wanted: Tensor, found: Tensor, targets: Tensor) -> None:
+    def add(self, expected: Tensor, logits: Tensor, targets: Tensor) -> None:
         """Logits [compared, vocabulary] of the adapter model and of the compared one."""
-        wanted, found = wanted.double(), found.double()
-        log_wanted, log_found = wanted.log_softmax(-1), found.log_softmax(-1)
+        expected, logits = expected.double(), logits.double()
+        log_expected, log_compared = expected.log_softmax(-1), logits.log_softmax(-1)
         self.tokens += len(targets)
-        self.same_top += int((wanted.argmax(-1) == found.argmax(-1)).sum())
-        self.kl += float((log_wanted.exp() * (log_wanted - log_found)).sum())
-        self.largest = max(self.largest, float((wanted - found).abs().max()))
-        self.loss -= float(log_found.gather(-1, targets[:, None]).sum())
+        self.same_top += int((expected.argmax(-1) == logits.argmax(-1)).sum())
+        self.kl += float((log_expected.exp() * (log_expected - log_compared)).sum())
+        self.largest = max(self.largest, float((expected - logits).abs().max()))
+        self.loss -= float(log_compared.gather(-1, targets[:, None]).sum())
 
     def as_json(self) -> dict[str, Any]:
         """Share of the same top token, mean KL in nats, largest difference of two logits, mean loss of the data."""
@@ -98,19 +98,19 @@ def run_reference(adapted: nn.Module, documents: Sequence[ComparedDocument]) -> 
     reference = Reference(documents, [])
     with computing_in_float32(adapted):
         for document in documents:
-            wanted = _answer(adapted, document)
-            reference.adapter.add(wanted, wanted, document.targets)
-            reference.logits.append(wanted)
+            logits = _answer(adapted, document)
+            reference.adapter.add(logits, logits, document.targets)
+            reference.logits.append(logits)
     return reference
 
 
 def agreement_with(model: nn.Module, reference: Reference) -> Agreement:
     """The agreement of a plain model with the adapter model."""
-    found = Agreement()
+    agreement = Agreement()
     with computing_in_float32(model):
-        for document, wanted in zip(reference.documents, reference.logits, strict=True):
-            found.add(wanted, _answer(model, document), document.targets)
-    return found
+        for document, logits in zip(reference.documents, reference.logits, strict=True):
+            agreement.add(logits, _answer(model, document), document.targets)
+    return agreement
 
 
 def _answer(model: nn.Module, document: ComparedDocument) -> Tensor:

@@ -115,7 +115,7 @@ def task_figures(
         language_model = HFLM(pretrained=model, tokenizer=tokenizer, device=str(device))
         with fitting(device):
             try:
-                found = simple_evaluate(
+                evaluation = simple_evaluate(
                     language_model,
                     tasks=manager.match_tasks(list(tasks)),
                     task_manager=manager,
@@ -125,7 +125,7 @@ def task_figures(
             except (OSError, ValueError) as error:
                 reason = " ".join(str(error).split())[:300]
                 raise EnvironmentMismatch(f"--tasks: lm-eval could not run {', '.join(tasks)}: {reason}") from error
-        figures[which] = {task: _numbers(values) for task, values in found["results"].items()}
+        figures[which] = {task: _numbers(values) for task, values in evaluation["results"].items()}
     return figures
 
 

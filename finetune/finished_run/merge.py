@@ -93,10 +93,10 @@ class Merge:
         moved = layer in self.adapter.layers and self.adapter.moves_the_base
         if not moved:
             return rounded if dequantized else weight
-        left = self.adapter.start(rounded.float())  # peft takes its part away in float32 and quantises the rest
+        remainder = self.adapter.start(rounded.float())  # peft takes its part away in float32 and quantises the rest
         if dequantized:
-            return as_quantized(left, self.recipe.quantization)
-        return weight.float() + (left - rounded.float())
+            return as_quantized(remainder, self.recipe.quantization)
+        return weight.float() + (remainder - rounded.float())
 
 
 def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
@@ -115,11 +115,11 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
     # Only its own structure tells what ties a model: configurations state it for models that have no such weights too.
     tied = bool(structure.config.get_text_config().tie_word_embeddings)
     merge = Merge(recipe, base, adapter, quantized, embedding, head, tied, device)
-    wanted = {*adapter.replaced, *(f"{layer}.weight" for layer in adapter.layers)}
-    if lost := sorted(wanted - merge.shapes().keys()):
+    changed = {*adapter.replaced, *(f"{layer}.weight" for layer in adapter.layers)}
+    if missing := sorted(changed - merge.shapes().keys()):
         raise FinetuneError(
-            f"{recipe.model.name_or_path}: the adapter changes {len(lost)} tensors that the base's files do not have, "
-            f"first {lost[0]}; save the base once by transformers' save_pretrained and name that folder"
+            f"{recipe.model.name_or_path}: the adapter changes {len(missing)} tensors that the base's files do not "
+            f"have, first {missing[0]}; save the base once by transformers' save_pretrained and name that folder"
         )
     return merge
 
@@ -155,14 +155,14 @@ def _write_weights(
 
 def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> Iterator[list[str]]:
     names: list[str] = []
-    held = 0
+    size = 0
     for name, shape in shapes.items():
-        size = torch.Size(shape).numel() * itemsize
-        if names and held + size > SHARD_BYTES:
+        width = torch.Size(shape).numel() * itemsize
+        if names and size + width > SHARD_BYTES:
             yield names
-            names, held = [], 0
+            names, size = [], 0
         names.append(name)
-        held += size
+        size += width
     yield names
 
 

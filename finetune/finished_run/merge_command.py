@@ -155,17 +155,17 @@ def in_words(facts: Mapping[str, Any]) -> str:
 
 
 def _table(facts: Mapping[str, Any]) -> Iterator[str]:
-    found = facts["agreement"]
-    if found is None:
+    agreement = facts["agreement"]
+    if agreement is None:
         yield "not compared with the adapter: --verify is 0"
         return
-    kind = "held-out" if found["held_out"] else "training (none are held out)"
-    yield f"{found['tokens']:,} answer tokens of {found['documents']} {kind} documents, computed in float32:"
+    kind = "held-out" if agreement["held_out"] else "training (none are held out)"
+    yield f"{agreement['tokens']:,} answer tokens of {agreement['documents']} {kind} documents, computed in float32:"
     yield f"{'':24}{'same top token':>15}{'mean KL':>11}{'largest logit difference':>26}{'loss':>9}"
-    rows = {"the adapter": found["adapter"]}
-    for kind, figures in found["candidates"].items():
-        rows["merged" if len(found["candidates"]) == 1 else f"merged, {kind} base"] = figures
-    rows["the base"] = found["base"]
+    rows = {"the adapter": agreement["adapter"]}
+    for kind, figures in agreement["candidates"].items():
+        rows["merged" if len(agreement["candidates"]) == 1 else f"merged, {kind} base"] = figures
+    rows["the base"] = agreement["base"]
     for name, row in rows.items():
         yield (
             f"{name:24}{row['top1']:>15.2%}{row['kl']:>11.2e}{row['largest_logit_difference']:>26.2e}{row['loss']:>9.4f}"
@@ -173,14 +173,14 @@ def _table(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _advice(facts: Mapping[str, Any]) -> Iterator[str]:
-    found = facts["agreement"]
-    if found is None:
+    agreement = facts["agreement"]
+    if agreement is None:
         return
-    if len(found["candidates"]) > 1:
-        loss = min(found["candidates"], key=lambda kind: found["candidates"][kind]["loss"])
+    if len(agreement["candidates"]) > 1:
+        loss = min(agreement["candidates"], key=lambda kind: agreement["candidates"][kind]["loss"])
         yield f"base: {facts['base']}, which agrees better with the adapter" + (
             "" if loss == facts["base"] else f"; the loss is lower with {loss}: --base {loss}"
         )
-    lost = found["candidates"][facts["base"]]["kl"] / max(found["base"]["kl"], 1e-12)
-    if lost > NOTHING_LOST and facts["dtype"] != "float32":
-        yield f"note: {lost:.0%} of what the adapter changed is lost in {facts['dtype']}; take --dtype float32"
+    lost_share = agreement["candidates"][facts["base"]]["kl"] / max(agreement["base"]["kl"], 1e-12)
+    if lost_share > NOTHING_LOST and facts["dtype"] != "float32":
+        yield f"note: {lost_share:.0%} of what the adapter changed is lost in {facts['dtype']}; take --dtype float32"

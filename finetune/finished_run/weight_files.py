@@ -48,8 +48,8 @@ class AdapterFile:
         if not self.moves_the_base:
             return weight
         adapted = _adapted(nn.Linear, weight, {**self.settings, "init_lora_weights": self.init})
-        left: Tensor = adapted.get_base_model().layer.get_base_layer().weight
-        return left.detach()
+        remainder: Tensor = adapted.get_base_model().layer.get_base_layer().weight
+        return remainder.detach()
 
     def merged(self, layer: str, weight: Tensor) -> Tensor:
         """The layer's weight with the adapter in it, float32.
@@ -142,10 +142,10 @@ def open_base(section: ModelSection) -> BaseWeights:
         )
     index = read_settings(section, INDEX)
     names = sorted(set(index["weight_map"].values())) if index else [SINGLE]
-    found = [base_file(section, name) for name in names]
-    files = [path for path in found if path is not None]
+    paths = [base_file(section, name) for name in names]
+    files = [path for path in paths if path is not None]
     if len(files) < len(names):
-        lacking = names[found.index(None)]
+        lacking = names[paths.index(None)]
         raise FinetuneError(
             f"model.name_or_path: {section.name_or_path} has no {lacking}; merging needs safetensors: save the model "
             "once by transformers' save_pretrained and name that folder"

@@ -23,11 +23,11 @@ def refuse_secrets(recipe: Recipe) -> None:
 
     Without a push, a value that merely equals a secret environment variable's is accepted: it may be a plain word.
     """
-    found = secret_key(
+    secret = secret_key(
         recipe.model_dump(mode="json"), known_secrets() if recipe.hub.push or recipe.hub.checkpoints else ()
     )
-    if found is not None:
-        key, kind = found
+    if secret is not None:
+        key, kind = secret
         raise RecipeError([f"{key}: holds {kind}; take it out, and revoke it if it was ever shown"])
 
 

@@ -42,20 +42,20 @@ def read_base(section: ModelSection, *, repository: str | None = None) -> BaseFa
     name = section.name_or_path
     folder = Path(resolve_model_path(name)) if name.startswith(PREFIX) else Path(name)
     if folder.is_dir():
-        found, licence = _name_of_folder(folder), _licence_in(folder / "README.md")
+        on_hub, licence = _name_of_folder(folder), _licence_in(folder / "README.md")
         origin = read_origin(folder) or {}
         if origin:
-            found = origin.get("repository")
+            on_hub = origin.get("repository")
             licence = {"license": str(origin["licence"]).lower()} if origin.get("licence") != "unknown" else {}
-        shown = folder.name if not name.startswith(PREFIX) else name.removeprefix(PREFIX)
+        display_name = folder.name if not name.startswith(PREFIX) else name.removeprefix(PREFIX)
     else:
-        found, shown = name if REPOSITORY.fullmatch(name) else None, name
+        on_hub, display_name = name if REPOSITORY.fullmatch(name) else None, name
         card = in_hub_cache(name, "README.md", section.revision)
         licence = _licence_in(card) if card else {}
-    best = repository or found
+    best = repository or on_hub
     # A folder has no revision; a branch of the Hub's repository may differ from it.
     revision = "main" if folder.is_dir() else section.revision
-    return BaseFacts(best or shown, best, revision, licence)
+    return BaseFacts(best or display_name, best, revision, licence)
 
 
 def ask_licence(base: BaseFacts, api: HfApi) -> BaseFacts:
@@ -95,15 +95,15 @@ def _licence_in(card: Path) -> dict[str, str]:
 
 
 def _licence_of(values: Mapping[str, Any]) -> dict[str, str]:
-    found = {key: values[key] for key in LICENCE_KEYS if isinstance(values.get(key), str)}
-    return found if "license" in found else {}
+    facts = {key: values[key] for key in LICENCE_KEYS if isinstance(values.get(key), str)}
+    return facts if "license" in facts else {}
 
 
 def check_repository(name: str, place: str) -> str:
     """The name, if the Hub would accept it. Raises FinetuneError otherwise."""
     owner, _, own = name.partition("/")
-    whole = all(re.fullmatch(r"(?!.*(?:--|\.\.))[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?", part) for part in (owner, own))
-    if not whole or len(name) > MAX_NAME or name.endswith(".git"):
+    valid = all(re.fullmatch(r"(?!.*(?:--|\.\.))[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?", part) for part in (owner, own))
+    if not valid or len(name) > MAX_NAME or name.endswith(".git"):
         rules = "letters, digits, - _ . and not -- .. or .git at the end"
         raise FinetuneError(f"{place}: {name!r} is not a valid name on the Hub; write owner/name ({rules})")
     return name

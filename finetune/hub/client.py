@@ -175,17 +175,17 @@ def ensure_repository(api: HfApi, repo_id: str, *, public: bool) -> bool:
     private = check_visibility(api, repo_id, public=public)
     if private is not None:
         return private
-    taken = None
+    conflict = None
     try:
         api.create_repo(repo_id, private=not public)
     except HfHubHTTPError as error:
         if error.response.status_code != 409:
             raise
-        taken = error  # created in between, or being created
+        conflict = error  # created in between, or being created
     private = check_visibility(api, repo_id, public=public)
     if private is not None:
         return private
-    if taken is not None:
-        raise taken
+    if conflict is not None:
+        raise conflict
     text = f"{repo_id}: was created, and the Hub does not show it to this token"
     raise EnvironmentMismatch(f"{text}; create one that may read and write at {TOKENS_PAGE}, then: hf auth login")

@@ -162,9 +162,9 @@ def _samples(run: RunFacts) -> list[tuple[str, dict[str, Mapping[str, Any]]]]:
 def _fenced(text: object) -> str:
     """A code block that nothing in the text can end; unprintable characters become the replacement character."""
     letters = shorten(str(text), SAMPLE_LETTERS, " …")
-    shown = "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in letters)
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", shown)), default=0))
-    return f"{fence}text\n{shown}\n{fence}"
+    printable = "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in letters)
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", printable)), default=0))
+    return f"{fence}text\n{printable}\n{fence}"
 
 
 def _cell(value: object) -> str:

@@ -95,17 +95,17 @@ def collect(
         merged: The merged model instead of the adapter.
     """
     product, short = product_folder(run_dir, merged=merged), path_replacements(recipe, run_dir)
-    wanted = _matching(product, (*WEIGHT_FILES[product.name], *TOKENIZER))
+    names_of_product = _matching(product, (*WEIGHT_FILES[product.name], *TOKENIZER))
     files = [Outgoing("README.md", _shortened(card, short).encode())]
-    for folder, names in ((product, wanted), (run_dir, _matching(run_dir, RUN))):
+    for folder, names in ((product, names_of_product), (run_dir, _matching(run_dir, RUN))):
         files += [Outgoing(name, _cleaned(name, folder / name, short, base)) for name in names]
     present = {str(path.relative_to(product)) for path in product.rglob("*") if path.is_file()}
-    return sorted(files, key=lambda file: file.path), sorted(present - set(wanted) - {"README.md"})
+    return sorted(files, key=lambda file: file.path), sorted(present - set(names_of_product) - {"README.md"})
 
 
 def _matching(folder: Path, patterns: Iterable[str]) -> list[str]:
-    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-    return sorted(str(path.relative_to(folder)) for path in found)
+    files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return sorted(str(path.relative_to(folder)) for path in files)
 
 
 def _cleaned(name: str, path: Path, short: Mapping[str, str], base: str) -> Path | bytes:

@@ -219,17 +219,17 @@ def _format(foreign: ForeignConfig, at: str) -> str:
     if isinstance(kind, dict):
         foreign.leave(f"{at}.type", "differs", "a prompt of its own; write rows with the columns prompt and completion")
         return "auto"
-    ours = "text" if word == "text" else _FORMATS.get(word)
-    if ours == "messages":
-        ours = _COLUMNS.get(str(column or "messages"))
-        if ours is None:
+    layout = "text" if word == "text" else _FORMATS.get(word)
+    if layout == "messages":
+        layout = _COLUMNS.get(str(column or "messages"))
+        if layout is None:
             foreign.leave(f"{at}.field_messages", "look", "rename the column messages, or conversations")
         for name in ("role", "content"):
-            shown = foreign.peek(f"{at}.message_property_mappings.{name}") or foreign.peek(f"{at}.message_field_{name}")
-            ours = "sharegpt" if shown in ("from", "value") else ours
-    if ours is None and kind is not None and column is None:
+            field = foreign.peek(f"{at}.message_property_mappings.{name}") or foreign.peek(f"{at}.message_field_{name}")
+            layout = "sharegpt" if field in ("from", "value") else layout
+    if layout is None and kind is not None and column is None:
         foreign.leave(f"{at}.type", "look", "the layout is found from the columns; look at it by: finetune preview")
-    return ours or "auto"
+    return layout or "auto"
 
 
 def _template(foreign: ForeignConfig, key: str) -> None:

@@ -66,10 +66,10 @@ class ForeignConfig:
 
     def first(self, *keys: str) -> tuple[str, Any]:
         """The first of several spellings that has a value, and the value; else the last spelling and None."""
-        given = [(key, value) for key in keys if (value := self.get(key)) is not None]
-        for key, value in given[1:]:
-            self.leave(key, "look", f"{given[0][0]} says it already", value)
-        return given[0] if given else (keys[-1], None)
+        spelled = [(key, value) for key in keys if (value := self.get(key)) is not None]
+        for key, value in spelled[1:]:
+            self.leave(key, "look", f"{spelled[0][0]} says it already", value)
+        return spelled[0] if spelled else (keys[-1], None)
 
     def write(self, recipe_key: str, value: Any, why: str) -> None:
         """A line of the recipe."""

@@ -158,12 +158,12 @@ def _set(
     layout = known.get("formatting", "alpaca")
     columns = known.get("columns") or {}
     named = {"messages": {"messages": "messages", "conversations": "sharegpt"}.get(columns.get("messages", ""))}
-    ours = layout if layout == "alpaca" else named["messages"] or "sharegpt"
+    format = layout if layout == "alpaca" else named["messages"] or "sharegpt"
     if any(columns.get(field, field) != field for field in ("system", "tools")) or "prompt" in columns:
-        foreign.leave(f"{key}: {name}", "look", f"rename its columns as format {ours} has them", columns)
+        foreign.leave(f"{key}: {name}", "look", f"rename its columns as format {format} has them", columns)
     for strange in ("ranking", "images", "videos", "audios"):
         if known.get(strange) or strange in columns:
             foreign.leave(f"{key}: {name}", "differs", f"{strange} are not read", columns or True)
     if "hf_hub_url" in known:
-        return data_set(known["hf_hub_url"], name=known.get("subset"), split=split or known.get("split"), format=ours)
-    return data_set(f"{folder}/{known.get('file_name', name + '.json')}", split=split, format=ours)
+        return data_set(known["hf_hub_url"], name=known.get("subset"), split=split or known.get("split"), format=format)
+    return data_set(f"{folder}/{known.get('file_name', name + '.json')}", split=split, format=format)

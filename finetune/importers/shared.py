@@ -27,19 +27,19 @@ def chosen_strategy(foreign: ForeignConfig) -> Strategy:
 def optimizer(foreign: ForeignConfig, key: str, default: str) -> None:
     """training.optim, and the constants of AdamW that a recipe has no keys for; after accelerate_config."""
     name = foreign.get(key)
-    ours = OPTIMIZER_NAMES.get(str(name or default))
-    if ours is None:
+    offered = OPTIMIZER_NAMES.get(str(name or default))
+    if offered is None:
         foreign.leave(key, "differs", "not offered; AdamW takes its place")
         foreign.write("training.optim", DEFAULT, f"{key}: {name} is not offered")
-    elif chosen_strategy(foreign).shards_modules and not OPTIMIZERS[ours].works_on_shards:
+    elif chosen_strategy(foreign).shards_modules and not OPTIMIZERS[offered].works_on_shards:
         foreign.leave(
             key, "differs", "bitsandbytes updates full tensors, this strategy has shards; adamw is sharded too"
         )
         foreign.write("training.optim", DEFAULT, "sharded like the weights")
     elif name:
-        foreign.write("training.optim", ours, f"{key}: {name}")
+        foreign.write("training.optim", offered, f"{key}: {name}")
     else:
-        foreign.default("training.optim", ours)
+        foreign.default("training.optim", offered)
     for constant, usual in _CONSTANTS.items():
         value = foreign.get(constant)
         if value is not None and value != usual:
@@ -107,10 +107,10 @@ def warmup(foreign: ForeignConfig, *, default_ratio: float = 0.0) -> None:
 def batch(foreign: ForeignConfig, micro_key: str, default: int, *, accumulation: Any = None, split_by: int = 1) -> None:
     """training.global_batch_size: their rows of one optimizer step. `split_by`: GPUs that share one row."""
     micro = as_count(foreign.get(micro_key, default))
-    asked = foreign.get("gradient_accumulation_steps")
-    steps = accumulation or (1 if asked in (None, "auto") else as_count(asked))
+    accumulated = foreign.get("gradient_accumulation_steps")
+    steps = accumulation or (1 if accumulated in (None, "auto") else as_count(accumulated))
     if not all(isinstance(count, int) and not isinstance(count, bool) and count > 0 for count in (micro, steps)):
-        foreign.refuse(micro_key if steps == asked else "gradient_accumulation_steps", "write a number above 0")
+        foreign.refuse(micro_key if steps == accumulated else "gradient_accumulation_steps", "write a number above 0")
     replicas = max(1, foreign.gpus // split_by)
     by = _counted(replicas) + (f" ({foreign.gpus} / {split_by})" if split_by > 1 else "")
     why = f"{micro_key} {micro} x gradient_accumulation_steps {steps} x {by}"
@@ -161,17 +161,17 @@ def zero_name(foreign: ForeignConfig) -> str:
     if settings is not None:
         zero = settings.get("zero_optimization") or {}
         devices = [(zero.get(f"offload_{what}") or {}).get("device", "none") for what in ("optimizer", "param")]
-        stage, away = int(zero.get("stage") or 0), "nvme" if "nvme" in devices else "cpu" if "cpu" in devices else ""
+        stage, offload = int(zero.get("stage") or 0), "nvme" if "nvme" in devices else "cpu" if "cpu" in devices else ""
     else:
         match = re.search(r"z(?:ero)?[-_]?([0-3])", PurePosixPath(str(config)).name.lower())
-        stage, away = int(match[1]) if match else 0, "cpu" if "offload" in str(config) else ""
+        stage, offload = int(match[1]) if match else 0, "cpu" if "offload" in str(config) else ""
         if config:
-            foreign.leave("deepspeed", "look", f"read from its name as stage {stage}{', offloaded' if away else ''}")
+            foreign.leave("deepspeed", "look", f"read from its name as stage {stage}{', offloaded' if offload else ''}")
     if not stage:
         return "ddp"
-    if stage == 3 and away == "nvme":
+    if stage == 3 and offload == "nvme":
         return "zero3_nvme"
-    return f"zero{max(stage, 2)}_offload" if away else f"zero{stage}"
+    return f"zero{max(stage, 2)}_offload" if offload else f"zero{stage}"
 
 
 def _json_near(folder: Path, name: str) -> Mapping[str, Any] | None:

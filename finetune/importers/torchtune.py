@@ -171,12 +171,12 @@ def _training(foreign: ForeignConfig) -> None:
 
 def _optimizer(foreign: ForeignConfig) -> None:
     name = _last(foreign.get("optimizer._component_", "torch.optim.AdamW"))
-    ours = OPTIMIZER_NAMES.get(name)
-    kept = ours and (OPTIMIZERS[ours].works_on_shards or not chosen_strategy(foreign).shards_modules)
-    if not kept:
-        reason = "not offered; AdamW takes its place" if ours is None else "knows no shards; adamw is sharded too"
+    offered = OPTIMIZER_NAMES.get(name)
+    usable = offered and (OPTIMIZERS[offered].works_on_shards or not chosen_strategy(foreign).shards_modules)
+    if not usable:
+        reason = "not offered; AdamW takes its place" if offered is None else "knows no shards; adamw is sharded too"
         foreign.leave("optimizer._component_", "differs", reason)
-    foreign.write("training.optim", ours if kept else DEFAULT, f"optimizer: {name}")
+    foreign.write("training.optim", offered if usable else DEFAULT, f"optimizer: {name}")
     foreign.carry("training.learning_rate", "optimizer.lr", default=1e-3)
     foreign.carry("training.weight_decay", "optimizer.weight_decay", default=0.01)
     if "lora" in foreign.carried and foreign.carried.get("training.weight_decay", (0,))[0]:

@@ -47,8 +47,8 @@ def _adapter(foreign: ForeignConfig) -> None:
         if bits:
             foreign.leave(bits, "differs", "quantised weights are trained by adapters alone")
         return
-    for ours, key in (("r", "lora_r"), ("lora_alpha", "lora_alpha"), ("lora_dropout", "lora_dropout")):
-        foreign.carry(f"lora.{ours}", key, default=TRL_DEFAULTS[key])
+    for recipe_key, key in (("r", "lora_r"), ("lora_alpha", "lora_alpha"), ("lora_dropout", "lora_dropout")):
+        foreign.carry(f"lora.{recipe_key}", key, default=TRL_DEFAULTS[key])
     if foreign.carry("lora.target_modules", "lora_target_modules", change=_modules) is None:
         foreign.write("lora.target_modules", ["q_proj", "v_proj"], "peft's default for Llama")
     foreign.carry("lora.modules_to_save", "lora_modules_to_save")

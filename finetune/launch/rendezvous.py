@@ -23,19 +23,19 @@ _TIMEOUT_SECONDS = 1800  # gloo's default; NCCL's is 600
 _HINT_SECONDS = 60
 
 
-def check_world(recipe: Recipe, launch: Launch, asked: int | None) -> None:
+def check_world(recipe: Recipe, launch: Launch, requested: int | None) -> None:
     """Refuse a launch of fewer processes or machines than were asked for.
 
-    `asked` is over all machines, from the launcher's command line or config. Raises EnvironmentMismatch.
+    `requested` is over all machines, from the launcher's command line or config. Raises EnvironmentMismatch.
     """
-    if asked is not None and asked > 1 and launch.world_size == 1:
+    if requested is not None and requested > 1 and launch.world_size == 1:
         raise EnvironmentMismatch(
-            f"launch: {asked} processes were asked for, but the launcher started one training of one process; on a "
+            f"launch: {requested} processes were asked for, but the launcher started one training of one process; on a "
             "CPU use: accelerate launch --config_file accelerate_configs/cpu_2proc.yaml"
         )
-    if asked is not None and asked != launch.world_size:
+    if requested is not None and requested != launch.world_size:
         raise EnvironmentMismatch(
-            f"launch: {asked} processes were asked for, {launch.world_size} run on {launch.nodes} machines; "
+            f"launch: {requested} processes were asked for, {launch.world_size} run on {launch.nodes} machines; "
             "accelerate's --num_processes counts all machines and must be a multiple of --num_machines"
         )
     _check_torchrun_variables(launch)
@@ -50,8 +50,8 @@ def _check_torchrun_variables(launch: Launch) -> None:
     """Refuse torchrun's variables (PET_NPROC_PER_NODE, ...) under `accelerate launch`, which silently ignores them."""
     if not launch.by_accelerate:
         return
-    wanted = dict(setting.split("=", 1) for setting in launch.settings)
-    each, nodes = wanted.get("PET_NPROC_PER_NODE", ""), wanted.get("PET_NNODES", "1")
+    requested = dict(setting.split("=", 1) for setting in launch.settings)
+    each, nodes = requested.get("PET_NPROC_PER_NODE", ""), requested.get("PET_NNODES", "1")
     if each.isdigit() and nodes.isdigit() and int(each) * int(nodes) != launch.world_size:
         raise EnvironmentMismatch(
             f"launch: PET_NPROC_PER_NODE={each} on {nodes} machine(s) asks for {int(each) * int(nodes)} processes, but "
@@ -81,13 +81,13 @@ def interface_towards(address: str) -> str | None:
         family, kind, _, _, place = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(place)  # sends nothing
-            mine = str(probe.getsockname()[0])
+            own_address = str(probe.getsockname()[0])
     except OSError:
         return None
-    if ipaddress.ip_address(mine.partition("%")[0]).is_loopback:
+    if ipaddress.ip_address(own_address.partition("%")[0]).is_loopback:
         return None
-    found = psutil.net_if_addrs().items()
-    return next((name for name, entries in found if any(entry.address == mine for entry in entries)), None)
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, entries in interfaces if any(entry.address == own_address for entry in entries)), None)
 
 
 def collective_timeout(recipe: Recipe) -> timedelta:

@@ -86,8 +86,8 @@ def plan_launch(
 
 
 def _options(nodes: int | None, gpus_per_node: int | None) -> dict[str, int]:
-    given = {"--nodes": nodes, "--gpus-per-node": gpus_per_node}
-    return {name: value for name, value in given.items() if value is not None}
+    options = {"--nodes": nodes, "--gpus-per-node": gpus_per_node}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _misfits(plan: LaunchPlan) -> Iterator[str]:

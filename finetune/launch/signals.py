@@ -71,8 +71,8 @@ def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if _is_heard(number)]
-    before = {number: signal.signal(number, handle) for number in wanted}
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if _is_heard(number)]
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
     finally:

@@ -68,10 +68,10 @@ def _expand(part: str, text: str) -> Iterator[str]:
         return
     inside, _, after = rest.partition("]")
     for piece in inside.split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
+        if match is None:
             raise _unreadable(text)
-        first, last = found[1], found[2] or found[1]
+        first, last = match[1], match[2] or match[1]
         for number in range(int(first), int(last) + 1):
             for ending in _expand(after, text):
                 yield f"{before}{number:0{len(first)}d}{ending}"

@@ -93,11 +93,11 @@ def sparkline(values: list[float], width: int = 24) -> str:
 
 def duration(seconds: float) -> str:
     """3 s, 2:05 or 1:02:03."""
-    whole = round(seconds)
-    hours, rest = divmod(whole, 3600)
+    total = round(seconds)
+    hours, rest = divmod(total, 3600)
     if hours:
         return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
-    return f"{whole // 60}:{whole % 60:02d}" if whole >= 60 else f"{whole} s"
+    return f"{total // 60}:{total % 60:02d}" if total >= 60 else f"{total} s"
 
 
 class Terminal:
@@ -158,8 +158,8 @@ class Terminal:
     def _remaining(self, line: dict[str, Any]) -> str:
         assert self._began is not None
         began, first = self._began
-        done = line["step"] - first
-        seconds = (self._clock() - began) / done if done else line["step_seconds"]
+        steps_done = line["step"] - first
+        seconds = (self._clock() - began) / steps_done if steps_done else line["step_seconds"]
         return duration(seconds * (self._total - line["step"]))
 
     def _erase(self) -> None:

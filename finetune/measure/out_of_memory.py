@@ -44,8 +44,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def requested_bytes(error: BaseException) -> int | None:
     """Bytes of the allocation that failed; None where the error does not state them."""
-    found = _REQUESTED.search(str(error))
-    return int(float(found[1]) * _UNITS[found[2]]) if found else None
+    match = _REQUESTED.search(str(error))
+    return int(float(match[1]) * _UNITS[match[2]]) if match else None
 
 
 def memory_of(device: torch.device) -> Memory:
@@ -54,8 +54,8 @@ def memory_of(device: torch.device) -> Memory:
         host = psutil.virtual_memory()
         return Memory(host.total, host.total - host.available, peak_bytes(device))
     free, total = torch.cuda.mem_get_info(device)
-    mine = torch.cuda.memory_reserved(device)
-    return Memory(total, torch.cuda.memory_allocated(device), peak_bytes(device), max(0, total - free - mine))
+    reserved = torch.cuda.memory_reserved(device)
+    return Memory(total, torch.cuda.memory_allocated(device), peak_bytes(device), max(0, total - free - reserved))
 
 
 def does_not_fit(
@@ -95,8 +95,8 @@ def remedy(recipe: Recipe, planned: Mapping[str, Any]) -> str:
     """Changes that take less: those that fit by plan with their planned bytes, else what is known to help."""
     changes = planned.get("changes") or ()
     if changes:
-        shown = [f"{change['change']} ({change['needed_bytes'] / GIB:.2f} GiB)" for change in changes[:SHOWN_CHANGES]]
-        return f"fits by plan: {', or '.join(shown)}"
+        named = [f"{change['change']} ({change['needed_bytes'] / GIB:.2f} GiB)" for change in changes[:SHOWN_CHANGES]]
+        return f"fits by plan: {', or '.join(named)}"
     return f"try {', or '.join([*smaller(recipe), 'a strategy that shards more'])}"
 
 

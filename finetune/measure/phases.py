@@ -112,8 +112,8 @@ class Phases:
 
     def take(self) -> dict[str, Phase]:
         """What was measured since the last call."""
-        seen, self._seen = self._seen, {}
-        return seen
+        phases, self._seen = self._seen, {}
+        return phases
 
     def lines(self, step: int) -> list[dict[str, Any]]:
         """A line of metrics for each rank and phase since the last call: on rank 0 those of all ranks, elsewhere none.
@@ -122,8 +122,8 @@ class Phases:
         """
         if not self.enabled:
             return []
-        mine = {name: phase.as_json() for name, phase in self.take().items()}
-        ranks = _gather(mine)
+        own = {name: phase.as_json() for name, phase in self.take().items()}
+        ranks = _gather(own)
         return [
             {"kind": "phase", "step": step, "rank": rank, "phase": name, **figures}
             for rank, phases in enumerate(ranks)

@@ -119,21 +119,21 @@ def _on_cuda(
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (_as_autocast_would(x[0].transpose(0, 1)) for x in (query, key, value))  # [tokens, heads, head_dim]
-    known = _varlen_parameters()
-    if "enable_gqa" not in known and k.shape[1] != q.shape[1]:
+    parameters = _varlen_parameters()
+    if "enable_gqa" not in parameters and k.shape[1] != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     width = v.shape[-1]
     if width != q.shape[-1]:  # latent attention; the kernel wants one width, and zeros add nothing
         v = F.pad(v, (0, q.shape[-1] - width))
     # (window - 1, 0): window - 1 tokens to the left of each, none to the right; (-1, 0) is plain causal.
-    left = -1 if window is None or window >= longest else window - 1
+    tokens_before = -1 if window is None or window >= longest else window - 1
     options: dict[str, Any] = {"scale": scaling}
-    if "window_size" in known:
-        options["window_size"] = (left, 0)
+    if "window_size" in parameters:
+        options["window_size"] = (tokens_before, 0)
     else:
-        assert left == -1, "this torch has no sliding window; refused when the model is built"
+        assert tokens_before == -1, "this torch has no sliding window; refused when the model is built"
         options["is_causal"] = True
-    if "enable_gqa" in known:
+    if "enable_gqa" in parameters:
         options["enable_gqa"] = k.shape[1] != q.shape[1]
     output = varlen_attn(q, k, v, starts, starts, longest, longest, **options)
     assert isinstance(output, Tensor)

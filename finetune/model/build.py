@@ -205,10 +205,10 @@ def _unknown_attention(recipe: Recipe, error: KeyError) -> FinetuneError:
 
 def _refuse_incomplete(name: str, info: Mapping[str, Any]) -> None:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        found = sorted(map(str, info.get(kind) or ()))
-        if found:
+        names = sorted(map(str, info.get(kind) or ()))
+        if names:
             raise FinetuneError(
-                f"model.name_or_path: {name}: {len(found)} {kind.replace('_', ' ')}, first {found[0]}; "
+                f"model.name_or_path: {name}: {len(names)} {kind.replace('_', ' ')}, first {names[0]}; "
                 "these weights are not those of this architecture"
             )
 

@@ -45,8 +45,8 @@ def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> None:
             )
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise FinetuneError(f"model.name_or_path: {name} has no linear head; choose a causal model")
-    asked = recipe.model.attention
-    layout = DocumentLayout(attention.NAME if asked == "auto" else asked, recipe.data.packing)
+    requested = recipe.model.attention
+    layout = DocumentLayout(attention.NAME if requested == "auto" else requested, recipe.data.packing)
     if layout.isolated and getattr(config, "attention_dropout", None):
         raise FinetuneError("model.attention: this model has attention dropout; set model.attention: sdpa")
     if layout.attention == "flash_attention_2" and layout.packing and recipe.training.per_device_batch_size > 1:

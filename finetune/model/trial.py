@@ -103,10 +103,10 @@ def documents_apart(kind: Architecture, config: PreTrainedConfig, *, isolated: b
     if isolated:
         ends = torch.tensor([0, LENGTHS[0], TOKENS], dtype=torch.int32, device="meta")
         batch |= {"cu_seq_lens": ends, "document_lengths": LENGTHS}
-    seen = _PositionsApart(batch["position_ids"])
-    with torch.no_grad(), _Watching(seen.look):
+    positions = _PositionsApart(batch["position_ids"])
+    with torch.no_grad(), _Watching(positions.look):
         assert isinstance(model.base_model(**batch, use_cache=False).last_hidden_state, Tensor)
-    if not seen.read:
+    if not positions.read:
         raise Unsuitable("takes no positions, so those of a row's documents would be counted through")
     if isolated:
         _windows_known(config.get_text_config(), windows)
@@ -118,9 +118,9 @@ def _windows_known(config: PreTrainedConfig, windows: Sequence[int | None]) -> N
     if unknown := sorted(set(kinds) - KINDS):
         raise Unsuitable(f"has layers of kind {unknown[0]}, which document-isolated attention does not compute")
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    found = sum(1 for each in windows if each is not None)
-    if found != kinds.count("sliding_attention") if kinds else window and not found:
-        raise Unsuitable(f"has a sliding window, which reaches {found} of its {len(windows)} attentions")
+    windowed = sum(1 for each in windows if each is not None)
+    if windowed != kinds.count("sliding_attention") if kinds else window and not windowed:
+        raise Unsuitable(f"has a sliding window, which reaches {windowed} of its {len(windows)} attentions")
 
 
 def masks_apart(kind: Architecture, config: PreTrainedConfig) -> None:
@@ -129,9 +129,9 @@ def masks_apart(kind: Architecture, config: PreTrainedConfig) -> None:
     mask out."""
 
     def mask(*, batch_size: int, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **_: Any) -> Tensor:
-        made: Any = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
-        made.keeps_apart = not allow_is_causal_skip
-        return made  # type: ignore[no-any-return]
+        empty: Any = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+        empty.keeps_apart = not allow_is_causal_skip
+        return empty  # type: ignore[no-any-return]
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
@@ -162,16 +162,16 @@ def head_alone(kind: Architecture, config: PreTrainedConfig, implementation: str
     for layer in model.modules():
         if getattr(layer, "is_causal", True) is False:  # of a tower for pictures, perhaps, which text does not run
             layer.register_forward_pre_hook(_not_causal)
-    seen = _AfterDecoder(padded=implementation is not None)
+    operations = _AfterDecoder(padded=implementation is not None)
     for decoder in model.modules():  # OPT's head takes what the decoder inside of its base model gives
         if isinstance(decoder, PreTrainedModel) and decoder is not model:
-            decoder.register_forward_hook(seen.decoder_ended)
-    with torch.no_grad(), _Watching(seen.look):
+            decoder.register_forward_hook(operations.decoder_ended)
+    with torch.no_grad(), _Watching(operations.look):
         assert isinstance(model.base_model(**_batch(), use_cache=False).last_hidden_state, Tensor)
         logits = model(**_batch(), use_cache=False).logits
     head: Any = model.get_output_embeddings()
-    products = sum(1 for name in seen.names if name in SUMMED)
-    other = [name for name in seen.names if name not in HEAD_OPERATIONS]
+    products = sum(1 for name in operations.names if name in SUMMED)
+    other = [name for name in operations.names if name not in HEAD_OPERATIONS]
     if other or products != 1 or tuple(logits.shape) != (1, TOKENS, head.weight.shape[0]):
         how = f" by {other[0]}" if other else ""
         raise Unsuitable(f"changes its logits{how}, which the fused loss does not know")
@@ -276,12 +276,12 @@ def _brings_together(name: str, func: Any, args: Any, kwargs: Any, result: Any) 
 
 def _axes(func: Any, args: Any, kwargs: Any) -> list[int]:
     """The axes that an operation is told to work along."""
-    found: list[int] = []
+    axes: list[int] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.name in ("dim", "dims", "dimension"):
-            given = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
-            found += [given] if isinstance(given, int) else list(given or ())
-    return found
+            value = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+            axes += [value] if isinstance(value, int) else list(value or ())
+    return axes
 
 
 def _place() -> str:

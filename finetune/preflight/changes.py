@@ -43,7 +43,7 @@ def processes_of(strategy: Strategy, requested: int) -> int:
 
 def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int, folder: Path) -> list[RecipeChange]:
     """Everything that the rehearsal sets; `folder` takes what it writes besides the model."""
-    found = [
+    every = [
         *_device(recipe, strategy, processes, folder),
         *_model(recipe, model),
         *_data(recipe),
@@ -54,7 +54,7 @@ def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int
         RecipeChange({"save_steps": SAVED_AFTER, "save_total_limit": max(2, recipe.save_total_limit)}),
         RecipeChange({"timeout_seconds": max(300, recipe.timeout_seconds)}),  # ranks share a core here
     ]
-    return [change for change in found if change.settings or change.note]
+    return [change for change in every if change.settings or change.note]
 
 
 def _hub_and_trackers(recipe: Recipe) -> Iterator[RecipeChange]:
@@ -64,17 +64,17 @@ def _hub_and_trackers(recipe: Recipe) -> Iterator[RecipeChange]:
     yield RecipeChange({"report_to": []}, "report_to: nothing is tracked" if recipe.report_to else "")
 
 
-def overrides(found: list[RecipeChange]) -> list[str]:
+def overrides(recipe_changes: list[RecipeChange]) -> list[str]:
     """The changes as the command line takes them, `dotted.key=value`."""
-    return [f"{key}={json.dumps(value)}" for change in found for key, value in change.settings.items()]
+    return [f"{key}={json.dumps(value)}" for change in recipe_changes for key, value in change.settings.items()]
 
 
 def _device(recipe: Recipe, strategy: Strategy, processes: int, folder: Path) -> Iterator[RecipeChange]:
     budget = recipe.budget
     gpus = budget.gpus * budget.nodes
-    there = f"{gpus} GPUs over NCCL" if gpus > 1 else "a GPU" if gpus else "as many as are launched"
+    device = f"{gpus} GPUs over NCCL" if gpus > 1 else "a GPU" if gpus else "as many as are launched"
     ranks = "one process" if processes == 1 else f"{processes} processes over gloo"
-    note = f"device: {ranks} on the CPU instead of {there}" if gpus or processes > 1 else ""
+    note = f"device: {ranks} on the CPU instead of {device}" if gpus or processes > 1 else ""
     yield RecipeChange({"budget.gpus": 0, "budget.nodes": 1}, note)
     if strategy.replicates:
         config = folder / f"{strategy.name}.yaml"
@@ -94,8 +94,8 @@ def _nvme(strategy: Strategy, section: Mapping[str, Any], folder: Path) -> Itera
     settings = {}
     if paths:
         config = folder / f"{strategy.name}.yaml"
-        kept = {key: value for key, value in section.items() if key not in paths}
-        config.write_text(yaml.safe_dump(strategy.settings | {"deepspeed_config": kept}), "utf-8")
+        others = {key: value for key, value in section.items() if key not in paths}
+        config.write_text(yaml.safe_dump(strategy.settings | {"deepspeed_config": others}), "utf-8")
         settings = {"accelerate_config": str(config)}
     yield RecipeChange(
         settings, "accelerate_config: what is kept on NVMe is in the temporary folder, on whatever disk that is"

@@ -85,13 +85,13 @@ def plan_comparison(
 
 def _shortened(training: Training, steps: int) -> tuple[str, ...]:
     """A warmup as long as the comparison at most; what is stable takes what warmup and decay leave."""
-    found = []
+    settings = []
     if (training.warmup_steps or 0) > steps:
-        found.append(f"training.warmup_steps={steps}")
+        settings.append(f"training.warmup_steps={steps}")
     if "num_stable_steps" in training.lr_scheduler_kwargs:
-        kept = {name: value for name, value in training.lr_scheduler_kwargs.items() if name != "num_stable_steps"}
-        found.append(f"training.lr_scheduler_kwargs={json.dumps(kept)}")
-    return tuple(found)
+        arguments = {name: value for name, value in training.lr_scheduler_kwargs.items() if name != "num_stable_steps"}
+        settings.append(f"training.lr_scheduler_kwargs={json.dumps(arguments)}")
+    return tuple(settings)
 
 
 def compare(comparison: Comparison, progress: StepCallback) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def figures(lines: Sequence[dict[str, Any]], receipt: dict[str, Any]) -> Row:
         "seconds_per_20_steps": 20 * seconds,
         "losses": [line["loss"] for line in train],
         "final_loss": train[-1]["loss"],
-        "phases": {name: _phase(found) for name, found in by_phase.items() if found},
+        "phases": {name: _phase(records) for name, records in by_phase.items() if records},
     }
 
 

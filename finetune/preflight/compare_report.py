@@ -168,10 +168,10 @@ def _draw_memory(axes: Any, rows: Sequence[Row]) -> None:
         places = [index + (position - (len(SHOWN_PHASES) - 1) / 2) * width for index in range(len(rows))]
         entries = [row["phases"].get(phase, {"peak_bytes": 0, "allocated_bytes": 0}) for row in rows]
         peaks = [entry["peak_bytes"] / size for entry in entries]
-        kept = [entry["allocated_bytes"] / size for entry in entries]
+        allocated = [entry["allocated_bytes"] / size for entry in entries]
         colour = PHASE_COLOURS[phase]
         axes.bar(places, peaks, width * 0.92, color=_pale(colour))
-        axes.bar(places, kept, width * 0.92, color=colour, label=phase)
+        axes.bar(places, allocated, width * 0.92, color=colour, label=phase)
         for place, peak in zip(places, peaks, strict=True):
             axes.annotate(
                 _short(peak), (place, peak), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=8

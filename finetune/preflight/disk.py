@@ -37,12 +37,12 @@ def need_of(recipe: Recipe) -> Need:
     total, trained = count_weights(recipe)
     training, frozen = recipe.training, _WIDTH[recipe.model.dtype]
     width = 2 if training.pure_bf16 else 4
-    here = weights_are_here(recipe.model.name_or_path, recipe.model.revision)
+    on_disk = weights_are_here(recipe.model.name_or_path, recipe.model.revision)
     return Need(
         checkpoint=trained * (width + OPTIMIZERS[training.optim].state_bytes(width)),
         kept=recipe.save_total_limit,
         export=trained * width if recipe.lora else total * frozen,
-        download=0 if here else total * 2,  # published in 16 bits
+        download=0 if on_disk else total * 2,  # published in 16 bits
     )
 
 

@@ -74,8 +74,8 @@ def examine_machine(recipe: Recipe | None = None, *, online: bool = False) -> It
         check_variables,
     )
     for part in parts:
-        for found in part():
-            yield Finding(found.name, found.state, redact(found.seen), redact(found.remedy))
+        for finding in part():
+            yield Finding(finding.name, finding.state, redact(finding.seen), redact(finding.remedy))
 
 
 def check_python() -> Iterator[Finding]:
@@ -100,26 +100,26 @@ def installed_version(name: str) -> str | None:
 def check_libraries() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
-    wanted = [Requirement(line) for line in _requirements()]
-    found = {each.name: installed_version(each.name) for each in wanted}
-    wrong = [each for each in wanted if (there := found[each.name]) is None or not each.specifier.contains(there, True)]
-    yield Finding("libraries", "ok", ", ".join(f"{name} {version}" for name, version in found.items() if version))
+    needed = [Requirement(line) for line in _requirements()]
+    versions = {each.name: installed_version(each.name) for each in needed}
+    wrong = [each for each in needed if (v := versions[each.name]) is None or not each.specifier.contains(v, True)]
+    yield Finding("libraries", "ok", ", ".join(f"{name} {version}" for name, version in versions.items() if version))
     for each in wrong:
-        there = found[each.name] or "not installed"
-        yield Finding("libraries", "bad", f"{each.name}: {there}, required is {each}", f"pip install '{each}'")
+        v = versions[each.name] or "not installed"
+        yield Finding("libraries", "bad", f"{each.name}: {v}, required is {each}", f"pip install '{each}'")
 
 
 def check_extras() -> Iterator[Finding]:
     """Each extra that is installed must load: a wheel for another CUDA or another torch fails here, not in a run."""
     versions = {name: version for name in EXTRAS if (version := installed_version(name))}
     modules = [EXTRAS[name][0] for name in versions]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _TRY_IMPORTS, *modules], capture_output=True, text=True, timeout=300, check=False
     )
     try:
-        failed: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+        failed: dict[str, str] = json.loads(process.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        failed = dict.fromkeys(modules, f"the process ended with {done.returncode}")
+        failed = dict.fromkeys(modules, f"the process ended with {process.returncode}")
     listed = ", ".join(f"{name} {version}" for name, version in versions.items()) or "none"
     yield Finding("extras", "ok", listed)
     for name, (module, purpose) in EXTRAS.items():
@@ -144,11 +144,11 @@ def check_devices() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         yield _gpu(index)
     if driver and not built:
-        seen = f"an NVIDIA driver is installed, and torch {torch.__version__} is built for the CPU"
-        yield Finding("wheels", "bad", seen, "install torch's wheel for CUDA: https://pytorch.org/get-started")
+        text = f"an NVIDIA driver is installed, and torch {torch.__version__} is built for the CPU"
+        yield Finding("wheels", "bad", text, "install torch's wheel for CUDA: https://pytorch.org/get-started")
     elif driver and not torch.cuda.is_available():
-        seen = f"torch {torch.__version__}, built for {built}, sees no GPU"
-        yield Finding("wheels", "bad", seen, "look at CUDA_VISIBLE_DEVICES, and whether the driver is older than that")
+        text = f"torch {torch.__version__}, built for {built}, sees no GPU"
+        yield Finding("wheels", "bad", text, "look at CUDA_VISIBLE_DEVICES, and whether the driver is older than that")
     else:
         yield Finding("wheels", "ok", f"torch {torch.__version__}, built for {built or 'the CPU'}")
 
@@ -158,27 +158,27 @@ def _gpu(index: int) -> Finding:
 
     device = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
-    seen = f"GPU {index}: {device.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, bf16 "
-    seen += "yes" if torch.cuda.is_bf16_supported(including_emulation=False) else "no"
+    text = f"GPU {index}: {device.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, bf16 "
+    text += "yes" if torch.cuda.is_bf16_supported(including_emulation=False) else "no"
     kernels = [name for name in torch.cuda.get_arch_list() if name.startswith(("sm_", "compute_"))]
     if kernels and not any(name.partition("_")[2].startswith(str(device.major)) for name in kernels):
-        return Finding("devices", "bad", f"{seen}; torch has kernels for {', '.join(kernels)}", "install another wheel")
+        return Finding("devices", "bad", f"{text}; torch has kernels for {', '.join(kernels)}", "install another wheel")
     if free < total / 2:
-        return Finding("devices", "look", seen, "another program holds its memory; nvidia-smi names it")
-    return Finding("devices", "ok", seen)
+        return Finding("devices", "look", text, "another program holds its memory; nvidia-smi names it")
+    return Finding("devices", "ok", text)
 
 
 def check_pair() -> Iterator[Finding]:
     import torch
 
     try:
-        done = pair_test(gpus=torch.cuda.device_count())
+        result = pair_test(gpus=torch.cuda.device_count())
     except EnvironmentMismatch as error:
-        seen, _, remedy = str(error).rpartition("; ")
-        yield Finding("pair", "bad", seen, remedy)
+        text, _, remedy = str(error).rpartition("; ")
+        yield Finding("pair", "bad", text, remedy)
         return
-    size = f"{done['bytes'] / 2**20:g} MiB in {done['seconds'] * 1e3:.1f} ms"
-    yield Finding("pair", "ok", f"{done['backend']}: two processes summed {size}")
+    size = f"{result['bytes'] / 2**20:g} MiB in {result['seconds'] * 1e3:.1f} ms"
+    yield Finding("pair", "ok", f"{result['backend']}: two processes summed {size}")
 
 
 def check_disk(recipe: Recipe | None) -> Iterator[Finding]:
@@ -197,10 +197,10 @@ def check_disk(recipe: Recipe | None) -> Iterator[Finding]:
         return
     for name, size in (("run folder", need.in_run_folder), ("model cache", need.download)):
         short = size > free[name]
-        seen = f"{name}: the recipe needs {size / GIB:.1f} GiB"
-        seen += f", {need.kept + 1} checkpoints of {need.checkpoint / GIB:.1f}" if name == "run folder" else ""
+        text = f"{name}: the recipe needs {size / GIB:.1f} GiB"
+        text += f", {need.kept + 1} checkpoints of {need.checkpoint / GIB:.1f}" if name == "run folder" else ""
         remedy = "free some space, lower save_total_limit, or name another folder" if short else ""
-        yield Finding("disk", "bad" if short else "ok", seen, remedy)
+        yield Finding("disk", "bad" if short else "ok", text, remedy)
 
 
 def check_token(recipe: Recipe | None, *, online: bool) -> Iterator[Finding]:
@@ -211,17 +211,17 @@ def check_token(recipe: Recipe | None, *, online: bool) -> Iterator[Finding]:
         yield Finding("token", "ok", "none; gated models and `finetune push` need one: hf auth login")
         return
     named = next((name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(name)), None)
-    seen = f"found, from {named or 'the stored login'}"
+    text = f"found, from {named or 'the stored login'}"
     if not online:
-        yield Finding("token", "ok", f"{seen}; --online asks the Hub what it may do")
+        yield Finding("token", "ok", f"{text}; --online asks the Hub what it may do")
         return
     from finetune.preflight.doctor import scope
 
     try:
-        yield Finding("token", "ok", f"{seen}: {scope(recipe.hub.repo_id if recipe else None)}")
+        yield Finding("token", "ok", f"{text}: {scope(recipe.hub.repo_id if recipe else None)}")
     except FinetuneError as error:
         reason, _, remedy = str(error).partition("; ")
-        yield Finding("token", "bad", f"{seen}: {reason}", remedy)
+        yield Finding("token", "bad", f"{text}: {reason}", remedy)
 
 
 def check_accelerate() -> Iterator[Finding]:
@@ -243,15 +243,15 @@ def check_accelerate() -> Iterator[Finding]:
 
 
 def check_variables() -> Iterator[Finding]:
-    found = variables(_MATTER)
+    values = variables(_MATTER)
     yield Finding(
-        "variables", "ok", ", ".join(f"{name}={value}" for name, value in found.items()) or "none that matter"
+        "variables", "ok", ", ".join(f"{name}={value}" for name, value in values.items()) or "none that matter"
     )
 
 
-def as_text(found: Finding) -> str:
+def as_text(item: Finding) -> str:
     """One line; a remedy on the next."""
-    return f"{found.state:<5}{found.name:<11}{found.seen}" + (f"\n{'':<16}{found.remedy}" if found.remedy else "")
+    return f"{item.state:<5}{item.name:<11}{item.seen}" + (f"\n{'':<16}{item.remedy}" if item.remedy else "")
 
 
 def scope(repo_id: str | None, endpoint: str | None = None) -> str:

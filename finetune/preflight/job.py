@@ -101,16 +101,16 @@ def wait_until(reached: Callable[[], bool], job: TrainingJob, process: subproces
 
     They are looked up before, for that moment is short. Raises StepFailed when the job ends before.
     """
-    end, looked, found = time.monotonic() + START_TIMEOUT_SECONDS, 0.0, []
+    end, looked, processes = time.monotonic() + START_TIMEOUT_SECONDS, 0.0, []
     while not reached():
         if process.poll() is not None and not reached():
             raise _failed(job)
         if (now := time.monotonic()) > end:
             raise StepFailed(f"not there after {START_TIMEOUT_SECONDS} s; {_reason(job)}")
         if now > looked + 0.5:
-            looked, found = now, _below(process)
+            looked, processes = now, _below(process)
         time.sleep(0.005)
-    return found
+    return processes
 
 
 def kill_all(process: subprocess.Popen[bytes], known: Sequence[psutil.Process] = ()) -> int:
@@ -120,14 +120,14 @@ def kill_all(process: subprocess.Popen[bytes], known: Sequence[psutil.Process] =
     # Stop the launcher first: else it would see its ranks die; and if it died first, they would save and exit.
     process.send_signal(signal.SIGSTOP)
     _kill(known)
-    found = _below(process)
-    _kill(found)
+    children = _below(process)
+    _kill(children)
     process.kill()
     process.wait()
     end = time.monotonic() + 10
-    while any(_lives(child) for child in found) and time.monotonic() < end:
+    while any(_lives(child) for child in children) and time.monotonic() < end:
         time.sleep(0.01)
-    return len(found) + 1
+    return len(children) + 1
 
 
 def _below(process: subprocess.Popen[bytes]) -> list[psutil.Process]:

@@ -39,10 +39,10 @@ def load_back(recipe: Recipe, run_dir: Path) -> str:
         base = base.to(dtype).float()  # else the rounding alone would be a difference
     ids = torch.arange(3, 67).reshape(2, 32)
     with torch.no_grad():
-        before, found, wanted = (model.eval()(input_ids=ids).logits for model in (base, tuned, expected))
-    if not torch.equal(found, wanted):
-        raise FinetuneError(f"export: logits differ from the checkpoint's by {(found - wanted).abs().max().item():.2e}")
-    if torch.equal(found, before):
+        before, after, filled = (model.eval()(input_ids=ids).logits for model in (base, tuned, expected))
+    if not torch.equal(after, filled):
+        raise FinetuneError(f"export: logits differ from the checkpoint's by {(after - filled).abs().max().item():.2e}")
+    if torch.equal(after, before):
         raise FinetuneError("export: logits are those of the base; nothing was learned")
     library = "peft" if recipe.lora else "transformers"
     return f"by plain {library}: {len(trained)} tensors and the logits equal the checkpoint's"
@@ -73,12 +73,12 @@ def _same_settings(lora: Lora, file: Path) -> None:
             raise FinetuneError(f"export: {file.name}: {key} is {stated[key]}, the recipe says {getattr(lora, key)}")
 
 
-def _same(found: Any, trained: Any, dtype: Any) -> bool:
+def _same(exported: Any, trained: Any, dtype: Any) -> bool:
     """Whether an exported float32 weight is the trained one, rounded to the export's number format."""
-    if found is None or found.shape != trained.shape:
+    if exported is None or exported.shape != trained.shape:
         return False
     rounded = trained if dtype is None else trained.to(dtype)
-    return bool((found.detach() == rounded.float()).all())
+    return bool((exported.detach() == rounded.float()).all())
 
 
 def _fill(model: Any, trained: dict[str, Any], dtype: Any) -> None:

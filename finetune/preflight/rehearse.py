@@ -70,13 +70,13 @@ class Checklist:
 
 
 def rehearse(
-    recipe: Path, given: Sequence[str], *, processes: int = 2, log: Callable[[dict[str, Any]], None]
+    recipe: Path, words: Sequence[str], *, processes: int = 2, log: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
     """Rehearse and return the report; `log` gets each line of it when it is known.
 
     The report's `exit_code` is 0, or that of the step that failed. Raises RecipeError for a wrong recipe.
     """
-    loaded = load_recipe(recipe, given).recipe
+    loaded = load_recipe(recipe, words).recipe
     strategy = read_strategy(loaded.accelerate_config)
     ranks = processes_of(strategy, processes)
     checklist, began = Checklist(log), time.monotonic()
@@ -88,11 +88,11 @@ def rehearse(
                 section = loaded.model
                 with silenced():
                     model = shrink_model(section.name_or_path, section.revision, loaded.data, folder / "model")
-                found = changes(loaded, strategy, model, processes=ranks, folder=folder)
-                settings = (*given, *overrides(found))
+                recipe_changes = changes(loaded, strategy, model, processes=ranks, folder=folder)
+                settings = (*words, *overrides(recipe_changes))
                 small = load_recipe(recipe, settings).recipe
                 step["seen"] = f"{model.architecture} of {model.parameters:,} parameters"
-            report["differs"] = [change.note for change in found if change.note]
+            report["differs"] = [change.note for change in recipe_changes if change.note]
             for note in report["differs"]:
                 log({"differs": note})
             report["receipt"] = _perform(TrainingJob(recipe, settings, ranks, folder), small, checklist)
@@ -121,20 +121,20 @@ def _perform(job: TrainingJob, recipe: Recipe, checklist: Checklist) -> dict[str
 
 def train_and_kill(job: TrainingJob, checklist: Checklist) -> tuple[dict[str, Any], list[tuple[Any, ...]]]:
     """Kill every process of the job when the last step is logged; returns the receipt and the curve up to there."""
-    for left in reversed(range(KILL_ATTEMPTS)):
+    for attempts_left in reversed(range(KILL_ATTEMPTS)):
         with started(job) as process:
             with checklist.line(f"trains {STEPS} steps") as step:
-                known = wait_until(lambda: len(job.curve()) == STEPS, job, process)
+                processes = wait_until(lambda: len(job.curve()) == STEPS, job, process)
                 receipt: dict[str, Any] = json.loads((job.run_dir / "receipt.json").read_text("utf-8"))
                 step["seen"] = sharding(receipt)
             with checklist.line("killed unsaved") as step:
-                killed = kill_all(process, known)
+                killed = kill_all(process, processes)
                 # A busy machine may come so late that only the run's pages were still to be written.
                 if killed and not is_finished(job.run_dir):
                     curve = _as_if_unsaved(job)
                     step["seen"] = f"SIGKILL to {killed} processes; step {SAVED_AFTER} was saved"
                     return receipt, curve
-                if not left:
+                if not attempts_left:
                     raise StepFailed(f"the run was over before the kill, {KILL_ATTEMPTS} times")
                 step["seen"] = "the run was over before; once more"
         remove_folder(job.run_dir)

@@ -51,9 +51,9 @@ class CrossCheck:
 
 def refuse(checks: Iterable[CrossCheck]) -> None:
     """Raise all of these as one error of their section; nothing where there are none."""
-    if found := list(checks):
-        text = "; ".join(f"{check.key}: {check.problem}; {check.remedy}" for check in found)
-        raise PydanticCustomError("cross_check", "{text}", {"text": text, "found": found})
+    if failed := list(checks):
+        text = "; ".join(f"{check.key}: {check.problem}; {check.remedy}" for check in failed)
+        raise PydanticCustomError("cross_check", "{text}", {"text": text, "found": failed})
 
 
 def check_width(quantization: Quantization) -> None:
@@ -112,8 +112,8 @@ def _training_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
 
 def _hub_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     hub = recipe.hub
-    for key, wanted in (("hub.push", hub.push), ("hub.checkpoints", hub.checkpoints)):
-        if wanted and hub.repo_id is None:
+    for key, needs_repository in (("hub.push", hub.push), ("hub.checkpoints", hub.checkpoints)):
+        if needs_repository and hub.repo_id is None:
             yield CrossCheck(key, "hub.repo_id is not set", "add hub.repo_id: owner/name")
     if hub.repo_id and not re.fullmatch(r"[\w.-]+/[\w.-]+", hub.repo_id):
         yield CrossCheck("hub.repo_id", "is not a repository name", "write owner/name")

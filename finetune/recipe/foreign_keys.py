@@ -188,4 +188,4 @@ OTHER_WORDS: dict[str, tuple[str, ...]] = {
 
 def other_word_for(word: str, choices: Sequence[str]) -> list[str]:
     """The choice that people mean by another tool's word, if there is one."""
-    return [ours for ours in OTHER_WORDS.get(word, ()) if ours in choices][:1]
+    return [choice for choice in OTHER_WORDS.get(word, ()) if choice in choices][:1]

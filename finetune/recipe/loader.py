@@ -175,8 +175,8 @@ def _override(source: _Source, value: dict[str, Any], override: str) -> None:
     if problem:
         source.add_override(dotted(path), problem)
         return
-    kept = {key for key in source.set_keys if key[: len(path)] != path}
-    source.set_keys = kept | {(*path, *inner) for inner in parsed.values}
+    others = {key for key in source.set_keys if key[: len(path)] != path}
+    source.set_keys = others | {(*path, *inner) for inner in parsed.values}
     source.overridden.add(path)
 
 
@@ -206,11 +206,11 @@ def _rename_aliases(source: _Source, value: dict[str, Any]) -> None:
         training = value.get("training", {})
         if not isinstance(holder, dict) or alias[-1] not in holder or not isinstance(training, dict):
             continue
-        given = holder.pop(str(alias[-1]))
+        setting = holder.pop(str(alias[-1]))
         if CHECKPOINTING[-1] in training:
             source.report(alias, f"is the same key as {dotted(CHECKPOINTING)}; keep one of them", at_key=True)
             continue
-        value["training"] = {**training, "activation_checkpointing": given}
+        value["training"] = {**training, "activation_checkpointing": setting}
         for places in (source.parsed.keys, source.parsed.values):
             if alias in places:
                 places[CHECKPOINTING] = places[alias]

@@ -95,8 +95,8 @@ def explain_mistake(errors: Sequence[ErrorDetails], value: Any) -> list[Mistake]
         mistakes.setdefault((mistake.path, mistake.text), mistake)
     # A union whose right branch has its own mistake needs no second one at the union itself.
     own = [mistake.path for mistake in mistakes.values() if not _is_either(mistake)]
-    kept = [m for m in mistakes.values() if not (_is_either(m) and any(p[: len(m.path)] == m.path for p in own))]
-    return [m for m in kept if not _is_misspelt_elsewhere(m, kept)]
+    result = [m for m in mistakes.values() if not (_is_either(m) and any(p[: len(m.path)] == m.path for p in own))]
+    return [m for m in result if not _is_misspelt_elsewhere(m, result)]
 
 
 def _is_misspelt_elsewhere(missing: Mistake, others: Sequence[Mistake]) -> bool:
@@ -223,7 +223,7 @@ def _either(path: Path) -> str:
 
 
 def _is_either(mistake: Mistake) -> bool:
-    return any(f"must be {wanted}" in mistake.text for wanted in EITHER.values())
+    return any(f"must be {expected}" in mistake.text for expected in EITHER.values())
 
 
 def _mistake(error: ErrorDetails, path: Path, value: Any) -> Mistake:
@@ -233,57 +233,57 @@ def _mistake(error: ErrorDetails, path: Path, value: Any) -> Mistake:
     if kind == "missing":
         example = EXAMPLES.get(dotted(path)) or EXAMPLES.get(str(path[-1]), "...")
         return Mistake(path, f"{MISSING}add {path[-1]}: {example}", at_key=True)
-    given = _at(value, path)
+    written = _at(value, path)
     if kind == "literal_error":
-        return Mistake(path, _wrong_choice(given, re.findall(r"'([^']*)'", context["expected"])), at_key=False)
+        return Mistake(path, _wrong_choice(written, re.findall(r"'([^']*)'", context["expected"])), at_key=False)
     if kind in BOUNDS:
         bound, word = BOUNDS[kind]
-        return Mistake(path, f"is {shown(given)}; it must be {word} {context[bound]:g}", at_key=False)
+        return Mistake(path, f"is {shown(written)}; it must be {word} {context[bound]:g}", at_key=False)
     if kind in ("too_short", "string_too_short"):
         return Mistake(path, "is empty; name at least one", at_key=False)
-    wanted = WANTED.get(kind, "another kind of value")
+    expected = WANTED.get(kind, "another kind of value")
     if kind in ("list_type", "model_type"):
         sample = EXAMPLES.get("row source" if isinstance(path[-1], int) else dotted(path))
-        wanted += f", such as {sample}" if sample else ""
-    return Mistake(path, _wants(path, wanted, given), at_key=False)
+        expected += f", such as {sample}" if sample else ""
+    return Mistake(path, _wants(path, expected, written), at_key=False)
 
 
-def _wants(path: Path, wanted: str, given: Any) -> str:
+def _wants(path: Path, expected: str, written: Any) -> str:
     """`is X; it must be Y`, and what to write where that is clear."""
-    if given is None:
+    if written is None:
         info = _section_at(path[:-1]).model_fields.get(str(path[-1]))
         default = "" if info is None or info.is_required() else ", or take the line away for the default"
-        return f"is empty; it must be {wanted}{default}"
-    text = f"is {shown(given)}; it must be {wanted}"
-    hint = _hint(path, wanted, given)
+        return f"is empty; it must be {expected}{default}"
+    text = f"is {shown(written)}; it must be {expected}"
+    hint = _hint(path, expected, written)
     return f"{text}; {hint}" if hint else text
 
 
-def _hint(path: Path, wanted: str, given: Any) -> str | None:
+def _hint(path: Path, expected: str, written: Any) -> str | None:
     """What to write instead of a value of the wrong kind."""
-    if wanted.startswith("true") and str(given).lower() in TRUTH_WORDS:
-        if str(given).lower() in ("true", "false"):
+    if expected.startswith("true") and str(written).lower() in TRUTH_WORDS:
+        if str(written).lower() in ("true", "false"):
             return "take the quotes away"
-        return f"{shown(given)} is not a truth value, write {TRUTH_WORDS[str(given).lower()]}"
-    if wanted == "text" and isinstance(given, (bool, int, float)):
-        return f'{IN_QUOTES} "{shown(given)}"'
-    if "number" in wanted and isinstance(given, str):
-        return number_trap(given) or "write digits, without units or expressions"
-    if wanted == "a whole number" and isinstance(given, float) and given.is_integer() and abs(given) < 1e15:
-        return f"write {int(given)}"
-    if "section" in wanted and isinstance(given, bool):
+        return f"{shown(written)} is not a truth value, write {TRUTH_WORDS[str(written).lower()]}"
+    if expected == "text" and isinstance(written, (bool, int, float)):
+        return f'{IN_QUOTES} "{shown(written)}"'
+    if "number" in expected and isinstance(written, str):
+        return number_trap(written) or "write digits, without units or expressions"
+    if expected == "a whole number" and isinstance(written, float) and written.is_integer() and abs(written) < 1e15:
+        return f"write {int(written)}"
+    if "section" in expected and isinstance(written, bool):
         null = dotted(path) in ("lora", "quantization")
-        return "write {} for the defaults" if given else ("write null for none" if null else None)
-    if wanted in EITHER.values() and isinstance(given, str):
-        close = difflib.get_close_matches(given.lower(), re.findall(r"[a-z][\w-]+", wanted), 1, 0.7)
+        return "write {} for the defaults" if written else ("write null for none" if null else None)
+    if expected in EITHER.values() and isinstance(written, str):
+        close = difflib.get_close_matches(written.lower(), re.findall(r"[a-z][\w-]+", expected), 1, 0.7)
         return f"did you mean {close[0]}?" if close else None
     return None
 
 
-def _wrong_choice(given: Any, choices: list[str]) -> str:
-    if given is None:
+def _wrong_choice(written: Any, choices: list[str]) -> str:
+    if written is None:
         return f"is empty; choose one of {', '.join(choices)}"
-    word = shown(given).lower()
+    word = shown(written).lower()
     close = [*other_word_for(word, choices), *difflib.get_close_matches(word, choices, 1, 0.5)]
     suggestion = f"did you mean {close[0]}? " if close else ""
-    return f"is {shown(given)}; {suggestion}choose one of {', '.join(choices)}"
+    return f"is {shown(written)}; {suggestion}choose one of {', '.join(choices)}"

@@ -47,7 +47,7 @@ Numbers may be written `2e-4`; only `true` and `false` are truth values, so `mix
 
 def reference_page() -> str:
     """docs/recipe.md: every key with what it takes, its default and its meaning; and other tools' names."""
-    foreign = [f"| `{theirs}` | {answer_for(theirs)} |" for theirs in sorted([*RENAMED, *REPLACED])]
+    foreign = [f"| `{key}` | {answer_for(key)} |" for key in sorted([*RENAMED, *REPLACED])]
     table = ["## Keys of other tools", "", "| theirs | here |", "|---|---|", *foreign, ""]
     return "\n".join([REFERENCE_HEAD, *_sections(Recipe, ""), *table])
 

@@ -35,9 +35,9 @@ class ReportedRun:
 
 def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
     """The runs of these folders; of a comparison's folder, its jobs. Raises FinetuneError where there is no run."""
-    found = [job for folder in folders for job in _jobs(folder)]
-    names = _names(found)
-    return [_read(folder, name) for folder, name in zip(found, names, strict=True)]
+    jobs = [job for folder in folders for job in _jobs(folder)]
+    names = _names(jobs)
+    return [_read(folder, name) for folder, name in zip(jobs, names, strict=True)]
 
 
 def _jobs(folder: Path) -> list[Path]:

@@ -109,8 +109,8 @@ def inline_svg(chart: Chart) -> str:
     with rc_context(MATPLOTLIB_SETTINGS | {"svg.hashsalt": chart.title}):  # type: ignore[arg-type]
         width, height = WIDE_SVG_INCHES if chart.is_wide else SVG_INCHES
         figure = new_figure(figsize=(width, height), layout=None)
-        left, bottom = 0.55 / width, 0.28 / height
-        _draw(figure.add_axes((left, bottom, 1 - left - 0.2 / width, 1 - bottom - 0.18 / height)), chart, letters=8)
+        x, bottom = 0.55 / width, 0.28 / height
+        _draw(figure.add_axes((x, bottom, 1 - x - 0.2 / width, 1 - bottom - 0.18 / height)), chart, letters=8)
         figure.patch.set_visible(False)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata=NO_METADATA)
@@ -144,7 +144,7 @@ def new_figure(*, layout: Literal["constrained"] | None = "constrained", **optio
 
 def _draw(axes: Any, chart: Chart, *, letters: int) -> list[Any]:
     """Draw all series; returns the handle of each for a legend."""
-    shown = chart.shown
+    series = chart.shown
     axes.patch.set_visible(False)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, labelsize=letters, pad=letters / 2)
@@ -155,12 +155,12 @@ def _draw(axes: Any, chart: Chart, *, letters: int) -> list[Any]:
     if chart.groups:
         axes.set_xlim(-0.5, len(chart.groups) - 0.5)
         axes.set_xticks(range(len(chart.groups)), chart.groups)
-        width = BAR_GROUP / max(1, len(shown))
-        offsets = [(index - (len(shown) - 1) / 2) * width for index in range(len(shown))]
-        return [_bars(axes, *each, width, offset, letters) for each, offset in zip(shown, offsets, strict=True)]
+        width = BAR_GROUP / max(1, len(series))
+        offsets = [(index - (len(series) - 1) / 2) * width for index in range(len(series))]
+        return [_bars(axes, *each, width, offset, letters) for each, offset in zip(series, offsets, strict=True)]
     axes.xaxis.set_major_formatter(lambda value, _: number_label(value))
     axes.xaxis.get_major_locator().set_params(integer=True)
-    return [_curve(axes, each, colour) for each, colour in shown]
+    return [_curve(axes, each, colour) for each, colour in series]
 
 
 def _curve(axes: Any, series: Series, colour: str) -> Any:

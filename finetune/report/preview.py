@@ -82,15 +82,15 @@ def preview(recipe: Recipe, rows: int) -> Preview:
         prepared = prepare(recipe, tokenizer)
     except DataError as error:
         refused = [Oddity("error", mistake) for mistake in error.mistakes]
-    shown = list(islice(_readable(recipe.data, encoder), rows))
+    examples = list(islice(_readable(recipe.data, encoder), rows))
     roles = _all_roles(recipe.data)
     if prepared is None:
-        return Preview(shown, refused, {}, roles, [], [], recipe.data.max_length)
+        return Preview(examples, refused, {}, roles, [], [], recipe.data.max_length)
     trained = np.unique(prepared.split.train)
     lengths = prepared.pool.lengths[trained]
     order = np.argsort(-lengths, kind="stable")[:LONGEST]
     return Preview(
-        shown,
+        examples,
         find_oddities(prepared, recipe.data, begin=tokenizer.bos_token_id, special=encoder.texts.special_ids),
         _facts(recipe, prepared, lengths),
         roles,
@@ -103,16 +103,16 @@ def preview(recipe: Recipe, rows: int) -> Preview:
 def pieces(texts: TextTokenizer, document: Document) -> Iterator[TokenText]:
     """Tokens as text, each decoded after the one before, so that spaces between words are kept."""
     before: list[int] = []
-    held: list[int] = []
+    pending: list[int] = []
     for token, label in zip(document.input_ids, document.labels, strict=True):
-        held.append(token)
-        text = texts.decode([*before, *held])[len(texts.decode(before)) :]
-        if text.endswith("\ufffd") and len(held) < CHARACTER:
+        pending.append(token)
+        text = texts.decode([*before, *pending])[len(texts.decode(before)) :]
+        if text.endswith("\ufffd") and len(pending) < CHARACTER:
             continue
         yield TokenText(text, label != IGNORE, token in texts.special_ids)
-        before, held = held, []
-    if held:
-        yield TokenText(texts.decode(held), document.labels[-1] != IGNORE, False)
+        before, pending = pending, []
+    if pending:
+        yield TokenText(texts.decode(pending), document.labels[-1] != IGNORE, False)
 
 
 def _readable(data: Data, encoder: Encoder) -> Iterator[ShownRow]:
@@ -137,9 +137,9 @@ def _rows_of(entry: DataSet, encoder: Encoder) -> Iterator[ShownRow]:
             document = encoder.encode(row.values, format)
         except BadRow:
             continue
-        shown = list(pieces(encoder.texts, document))
+        tokens = list(pieces(encoder.texts, document))
         learned = sum(label != IGNORE for label in document.labels)
-        yield ShownRow(row.place, _roles(row, format), shown, len(document.labels), learned)
+        yield ShownRow(row.place, _roles(row, format), tokens, len(document.labels), learned)
 
 
 def _roles(row: SourceRow, format: RowFormat) -> dict[str, int]:
@@ -195,13 +195,13 @@ def find_oddities(prepared: Prepared, data: Data, *, begin: int | None, special:
         begin: The tokenizer's begin-of-text token, if it has one.
         special: Its control tokens, one of which ends each answer.
     """
-    pool, found = prepared.pool, []
+    pool, oddities = prepared.pool, []
     for index, store in enumerate(pool.stores):
         odd = dict(_by_store(store, data, begin, special))
-        found += [_warning(pool, index, members, text) for text, members in odd.items() if len(members)]
-    found += list(_copies(prepared))
-    found += [Oddity("note", note) for note in prepared.notes]
-    return found
+        oddities += [_warning(pool, index, members, text) for text, members in odd.items() if len(members)]
+    oddities += list(_copies(prepared))
+    oddities += [Oddity("note", note) for note in prepared.notes]
+    return oddities
 
 
 def _by_store(
@@ -211,8 +211,8 @@ def _by_store(
     if begin is not None:
         yield "begin with two begin-of-text tokens; take the text's own out of the row", doubled_begin(store, begin)
     if data.train_on != "all":  # then every last line break is learned, and ends nothing
-        cut, silent = unfinished(store, special, data.max_length)
-        yield "are answers cut at data.max_length: they teach no end; raise it, or data.truncation: drop", cut
+        truncated, silent = unfinished(store, special, data.max_length)
+        yield "are answers cut at data.max_length: they teach no end; raise it, or data.truncation: drop", truncated
         yield "hold an answer whose end of turn is not learned: the model would not stop; look at the template", silent
 
 
@@ -221,8 +221,8 @@ def doubled_begin(store: StoredDocuments, begin: int) -> np.ndarray:
     starts = store.offsets[:-1]
     long = np.flatnonzero(np.diff(store.offsets) > 1)
     first, second = store.tokens[starts[long]], store.tokens[starts[long] + 1]
-    found: np.ndarray = long[(first == begin) & (second == begin)]
-    return found
+    doubled: np.ndarray = long[(first == begin) & (second == begin)]
+    return doubled
 
 
 def unfinished(store: StoredDocuments, special: Collection[int], max_length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -234,8 +234,8 @@ def unfinished(store: StoredDocuments, special: Collection[int], max_length: int
     where = np.flatnonzero(ends & ~np.isin(store.tokens, list(special)))
     documents = np.searchsorted(store.offsets, where, side="right") - 1
     full = np.diff(store.offsets)[documents] == max_length
-    cut = full & (where == store.offsets[documents + 1] - 1)
-    return np.unique(documents[cut]), np.unique(documents[~cut])
+    truncated = full & (where == store.offsets[documents + 1] - 1)
+    return np.unique(documents[truncated]), np.unique(documents[~truncated])
 
 
 def _warning(pool: DocumentPool, store: int, members: np.ndarray, text: str) -> Oddity:

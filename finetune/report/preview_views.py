@@ -37,19 +37,19 @@ def _heading(row: ShownRow) -> str:
 
 
 def _row_text(row: ShownRow, *, marks: bool) -> Text:
-    shown = row.pieces
+    tokens = row.pieces
     text = Text()
-    if len(shown) > HEAD + TAIL:
-        _add(text, shown[:HEAD], marks=marks)
-        text.append(f"\n… {len(shown) - HEAD - TAIL:,} tokens …\n", style="dim italic")
-        shown = shown[-TAIL:]
-    _add(text, shown, marks=marks)
+    if len(tokens) > HEAD + TAIL:
+        _add(text, tokens[:HEAD], marks=marks)
+        text.append(f"\n… {len(tokens) - HEAD - TAIL:,} tokens …\n", style="dim italic")
+        tokens = tokens[-TAIL:]
+    _add(text, tokens, marks=marks)
     return text
 
 
-def _add(text: Text, shown: list[TokenText], *, marks: bool) -> None:
+def _add(text: Text, tokens: list[TokenText], *, marks: bool) -> None:
     learned = False
-    for index, piece in enumerate(shown):
+    for index, piece in enumerate(tokens):
         if marks and piece.learned != learned:
             text.append("⟦" if piece.learned else "⟧")
         learned = piece.learned

@@ -108,8 +108,8 @@ def write_checkpoint(
 
 
 def _refuse_not_finite(step: int, tensors: Mapping[str, Tensors], ranks: Ranks) -> None:
-    mine = [f"{group}: {name}" for group, named in tensors.items() for name in not_finite(named, ranks.rank)]
-    bad = sorted({name for names in ranks.gather(mine) for name in names})
+    own = [f"{group}: {name}" for group, named in tensors.items() for name in not_finite(named, ranks.rank)]
+    bad = sorted({name for names in ranks.gather(own) for name in names})
     if bad:
         total = sum(len(named) for named in tensors.values())
         raise NotFinite(
@@ -281,7 +281,7 @@ def read_checkpoint(checkpoint: Checkpoint) -> tuple[dict[str, dict[str, Tensor]
     groups: dict[str, dict[str, Tensor]] = {}
     for group, stored in checkpoint.groups.items():
         named = {name: entry.whole() for name, entry in stored.items()}
-        groups[group] = named | {name: named[kept] for name, kept in checkpoint.aliases[group].items()}
+        groups[group] = named | {name: named[stored_name] for name, stored_name in checkpoint.aliases[group].items()}
     return groups, read_state_of(checkpoint)
 
 

@@ -153,8 +153,8 @@ def _refuse_foreign(run_dir: Path) -> None:
         path.name for path in run_dir.iterdir() if path.name != LOCK and not path.name.startswith(TEMPORARY_PREFIX)
     )
     if foreign:
-        shown = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
-        raise FinetuneError(f"{run_dir}: output_dir holds other files ({shown}) and no run; choose another output_dir")
+        names = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
+        raise FinetuneError(f"{run_dir}: output_dir holds other files ({names}) and no run; choose another output_dir")
 
 
 def _lock(run_dir: Path, wait_seconds: float) -> int:
@@ -191,11 +191,11 @@ _UNSET = "(not set)"
 def _tidy(run_dir: Path, step: int | None) -> None:
     for folder in (run_dir, run_dir / "checkpoints"):
         clear_leftovers(folder)
-    for name, back in LINES.items():
+    for name, offset in LINES.items():
         if step is None:
             (run_dir / name).unlink(missing_ok=True)  # of a run that ended before its first checkpoint
         else:
-            cut_lines(run_dir / name, step - back)
+            cut_lines(run_dir / name, step - offset)
 
 
 def read_state(run_dir: Path) -> dict[str, Any] | None:

@@ -45,5 +45,5 @@ def describe_change(unchanged: list[str] | None, start: Mapping[str, str]) -> st
         return "which tensors training changed is not known: an earlier release began this run, without checksums"
     if not unchanged:
         return ""
-    shown = ", ".join(unchanged[:3]) + (f" and {len(unchanged) - 3} more" if len(unchanged) > 3 else "")
-    return f"unchanged by training: {len(unchanged)} of {len(start)} trained tensors: {shown}"
+    names = ", ".join(unchanged[:3]) + (f" and {len(unchanged) - 3} more" if len(unchanged) > 3 else "")
+    return f"unchanged by training: {len(unchanged)} of {len(start)} trained tensors: {names}"

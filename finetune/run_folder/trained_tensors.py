@@ -153,9 +153,9 @@ def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _refuse(headline: str, mistakes: Iterable[str]) -> None:
-    found = list(mistakes)
-    if not found:
+    lines = list(mistakes)
+    if not lines:
         return
-    rest = f"\n  and {len(found) - 5} more" if len(found) > 5 else ""
+    more = f"\n  and {len(lines) - 5} more" if len(lines) > 5 else ""
     remedy = "\ntraining.resume=never starts over and keeps the old folder under another name"
-    raise FinetuneError(f"{headline}:\n  " + "\n  ".join(found[:5]) + rest + remedy)
+    raise FinetuneError(f"{headline}:\n  " + "\n  ".join(lines[:5]) + more + remedy)

@@ -45,11 +45,11 @@ def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
     config = launch.config_file or _default_config(launch)
     if config is not None:
         _agree(strategy, read_strategy(str(config), strict=False), config, stray=launch.config_file is None)
-    asked = launch.asked_processes
-    if asked is None and config is not None:
-        asked = read_strategy(str(config), strict=False).num_processes
+    requested = launch.asked_processes
+    if requested is None and config is not None:
+        requested = read_strategy(str(config), strict=False).num_processes
     _right_device(recipe, launch)
-    check_world(recipe, launch, asked)
+    check_world(recipe, launch, requested)
     _right_number_of_processes(recipe, strategy, launch)
     _supported_here(recipe, strategy, launch)
     return strategy
@@ -73,8 +73,8 @@ def _agree(recipe_side: Strategy, launch_side: Strategy, path: Path, *, stray: b
     """The recipe names the strategy; a file given to the launcher may say the same or only where to run."""
     if launch_side.only_where:
         return
-    there, here = launch_side.plugin_settings(), recipe_side.plugin_settings()
-    differing = [key for key in {**here, **there} if there.get(key) != here.get(key)]
+    launched, configured = launch_side.plugin_settings(), recipe_side.plugin_settings()
+    differing = [key for key in {**configured, **launched} if launched.get(key) != configured.get(key)]
     if launch_side.kind == recipe_side.kind and not differing:
         return
     remedy = (
@@ -82,7 +82,7 @@ def _agree(recipe_side: Strategy, launch_side: Strategy, path: Path, *, stray: b
         if stray
         else f"launch with --config_file {recipe_side.path}, or set accelerate_config={path}"
     )
-    sides = [f"{here.get(key)} there, {there.get(key)} here for {key}" for key in differing]
+    sides = [f"{configured.get(key)} there, {launched.get(key)} here for {key}" for key in differing]
     same_kind = f": {'; '.join(sides)}" if launch_side.kind == recipe_side.kind else ""
     raise EnvironmentMismatch(
         f"accelerate_config: the recipe asks for {recipe_side.kind} ({recipe_side.path}), the launcher for "
@@ -97,10 +97,10 @@ def _right_number_of_processes(recipe: Recipe, strategy: Strategy, launch: Launc
             "set accelerate_config=ddp, or launch with --num_processes 1"
         )
     if strategy.needs_ranks and launch.world_size == 1:
-        wanted = max(2, recipe.budget.gpus * recipe.budget.nodes)
+        processes = max(2, recipe.budget.gpus * recipe.budget.nodes)
         raise EnvironmentMismatch(
             f"accelerate_config: {strategy.name} runs on several processes, the launcher started one; launch with "
-            f"`accelerate launch --multi_gpu --num_processes {wanted}`, on a CPU with `--config_file "
+            f"`accelerate launch --multi_gpu --num_processes {processes}`, on a CPU with `--config_file "
             "accelerate_configs/cpu_2proc.yaml`, or set accelerate_config=single"
         )
 

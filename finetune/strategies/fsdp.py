@@ -215,12 +215,12 @@ def gathered(named: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype | None, 
     A tensor under two names stays one tensor. Floating-point tensors are cast to `dtype` unless it is None.
     """
     result: dict[str, Tensor] = {}
-    seen: dict[int, Tensor] = {}
+    by_id: dict[int, Tensor] = {}
     for name, tensor in named:
-        if id(tensor) not in seen:
+        if id(tensor) not in by_id:
             full = tensor.detach()
             full = full.full_tensor() if isinstance(full, DTensor) else full
             cast = full.to("cpu", dtype if tensor.is_floating_point() else None) if keep else full.new_empty(0)
-            seen[id(tensor)] = cast
-        result[name] = seen[id(tensor)]
+            by_id[id(tensor)] = cast
+        result[name] = by_id[id(tensor)]
     return result if keep else {}

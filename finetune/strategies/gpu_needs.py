@@ -19,8 +19,8 @@ def check_gpus(recipe: Recipe, launch: Launch) -> None:
     both count emulation as support. Raises EnvironmentMismatch with the settings to write.
     """
     count = torch.cuda.device_count()
-    ours = sorted({rank % count for rank in range(launch.local_world_size)} | {launch.local_rank % count})
-    capability, index = min((torch.cuda.get_device_capability(f"cuda:{index}"), index) for index in ours)
+    own_gpus = sorted({rank % count for rank in range(launch.local_world_size)} | {launch.local_rank % count})
+    capability, index = min((torch.cuda.get_device_capability(f"cuda:{index}"), index) for index in own_gpus)
     remedies = list(_without_bfloat16(recipe))
     if capability >= AMPERE or not remedies:
         return

@@ -59,8 +59,8 @@ def piece_to_write(value: Tensor | Piece, rank: int) -> Piece | None:
         return value
     if isinstance(value, DTensor):
         local, (first, _) = value.to_local(), row_range(value)
-        wanted = is_first_copy(value) and (local.numel() or rank == 0)
-        return Piece(local.detach(), tuple(value.shape), first * math.prod(value.shape[1:])) if wanted else None
+        writes = is_first_copy(value) and (local.numel() or rank == 0)
+        return Piece(local.detach(), tuple(value.shape), first * math.prod(value.shape[1:])) if writes else None
     return Piece(value.detach(), tuple(value.shape), 0) if rank == 0 else None
 
 

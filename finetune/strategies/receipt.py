@@ -107,10 +107,10 @@ def add_optimizer_state(
     Raises EnvironmentMismatch where the number format, or the share under ZeRO, is not as asked for.
     """
     training, dtypes, spec = recipe.training, formats(elements), OPTIMIZERS[recipe.training.optim]
-    asked = spec.state_dtypes("bfloat16" if training.pure_bf16 else "float32")
-    if not set(dtypes.split(", ")) <= set(asked):
+    requested = spec.state_dtypes("bfloat16" if training.pure_bf16 else "float32")
+    if not set(dtypes.split(", ")) <= set(requested):
         raise EnvironmentMismatch(
-            f"training.optim: state of {training.optim} in {' or '.join(asked)} was asked for, it is {dtypes}"
+            f"training.optim: state of {training.optim} in {' or '.join(requested)} was asked for, it is {dtypes}"
         )
     share = elements.total() / (len(spec.moments) * receipt["parameters"]["trained"])
     if strategy.uses_engine and ranks > 1 and share > 0.9:
@@ -190,7 +190,7 @@ def _checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> list
 
 def _compare(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> None:
     checks = _checks(recipe, strategy, receipt)
-    differing = [f"{place}: asked {asked}, runs {runs}" for place, asked, runs in checks if asked != runs]
+    differing = [f"{place}: asked {requested}, runs {runs}" for place, requested, runs in checks if requested != runs]
     if differing:
         raise EnvironmentMismatch("\n".join([*differing, "what is built is not what the recipe asks for"]))
 

@@ -79,11 +79,11 @@ def _zero_section(recipe: Recipe, strategy: Strategy, on_cpu: bool) -> dict[str,
     for what, device in strategy.offload_devices.items():
         if device == "none":
             continue
-        kept: dict[str, Any] = {"device": device, "pin_memory": not on_cpu}
+        offload: dict[str, Any] = {"device": device, "pin_memory": not on_cpu}
         if device == "nvme":
             folder = strategy.section("deepspeed_config").get(f"offload_{what}_nvme_path") or swap_folder(recipe)
-            kept |= {"nvme_path": str(folder)}
-        zero[f"offload_{what}"] = kept
+            offload |= {"nvme_path": str(folder)}
+        zero[f"offload_{what}"] = offload
     return zero
 
 
@@ -182,9 +182,9 @@ class DeferredStepEngine:
 
     def _forget_gradients(self) -> None:
         """Not public: DeepSpeed 0.19 keeps those of a dropped step where ZeRO-2 offloads, and adds the next to them."""
-        kept = self.engine.optimizer.averaged_gradients
-        for group in kept:
-            kept[group] = None
+        gradients = self.engine.optimizer.averaged_gradients
+        for group in gradients:
+            gradients[group] = None
 
 
 class EngineScaler:

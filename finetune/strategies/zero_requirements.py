@@ -118,10 +118,10 @@ def _compile_ahead(builder: str, folder: str, on_cpu: bool) -> None:
         import deepspeed
         from deepspeed.accelerator import get_accelerator
 
-        found = get_accelerator().create_op_builder(builder)
+        op_builder = get_accelerator().create_op_builder(builder)
         # As DeepSpeed asks: without a compiler it does without.
-        if found is not None and deepspeed.ops.__compatible_ops__.get(found.NAME, False):
-            found.load(verbose=False)
+        if op_builder is not None and deepspeed.ops.__compatible_ops__.get(op_builder.NAME, False):
+            op_builder.load(verbose=False)
 
 
 def _own_builds() -> Path:

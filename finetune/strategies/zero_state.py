@@ -56,11 +56,11 @@ def load_pieces(engine: Any, model: Mapping[str, Stored], optimizer: Mapping[str
     An empty `optimizer` is the state before the first update.
     """
     for owned in _owned(engine, writing=True):
-        here = owned.start, owned.master.numel()
-        owned.master.copy_(model[owned.name].read(*here))
+        piece = owned.start, owned.master.numel()
+        owned.master.copy_(model[owned.name].read(*piece))
         for key in ENGINE_MOMENTS:
             into = owned.state[key][owned.within]
-            into.copy_(optimizer[f"{owned.name}:{key}"].read(*here)) if optimizer else into.zero_()
+            into.copy_(optimizer[f"{owned.name}:{key}"].read(*piece)) if optimizer else into.zero_()
         owned.state["step"].fill_(float(optimizer[f"{owned.name}:step"].read(0, 1)) if optimizer else 0.0)
     _refresh(engine)
 
@@ -81,16 +81,16 @@ def full_weights(engine: Any, *, dtype: torch.dtype | None, keep: bool) -> dict[
     """
     from deepspeed.utils import safe_get_full_fp32_param
 
-    found: dict[str, Tensor] = {}
-    seen: dict[int, Tensor] = {}
+    result: dict[str, Tensor] = {}
+    by_id: dict[int, Tensor] = {}
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             continue
-        if id(parameter) not in seen:
+        if id(parameter) not in by_id:
             full = safe_get_full_fp32_param(parameter)
-            seen[id(parameter)] = full.to("cpu", dtype, copy=True) if keep else full.new_empty(0)
-        found[name] = seen[id(parameter)]
-    return found if keep else {}
+            by_id[id(parameter)] = full.to("cpu", dtype, copy=True) if keep else full.new_empty(0)
+        result[name] = by_id[id(parameter)]
+    return result if keep else {}
 
 
 def master_dtype(engine: Any) -> torch.dtype:

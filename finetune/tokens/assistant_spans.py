@@ -219,11 +219,11 @@ def _check_kept(messages: Messages, marked: _Marked) -> None:
 
 def _unmark(marked: str, block: int, size: int) -> _Marked:
     """The text without marks, and where they stood. Relative codes 0 and 1 fence literals, 4 up are messages'."""
-    result, parts, position, done, fence_from = _Marked(""), [], 0, 0, 0
+    result, parts, position, copied, fence_from = _Marked(""), [], 0, 0, 0
     for match in re.finditer(f"[{chr(block)}-{chr(block + size - 1)}]", marked):
-        parts.append(marked[done : match.start()])
-        position += match.start() - done
-        done = match.end()
+        parts.append(marked[copied : match.start()])
+        position += match.start() - copied
+        copied = match.end()
         code = ord(match.group()) - block
         if code == 0:
             fence_from = position
@@ -234,7 +234,7 @@ def _unmark(marked: str, block: int, size: int) -> _Marked:
             if code % 2 == 0 and result.first[(code - 4) // 2] == position:
                 result.opened.add((code - 4) // 2)
             result.last[(code - 4) // 2] = position
-    result.text = "".join([*parts, marked[done:]])
+    result.text = "".join([*parts, marked[copied:]])
     return result
 
 

@@ -75,7 +75,7 @@ def micro_batches(
     """
     share = per_device_batch_size * world_size
     dealt = [indices[at : at + share][rank::world_size] for at in range(0, len(indices), share)]
-    return [_batch([rows.documents(int(row)) for row in mine], flat=flat) for mine in dealt]
+    return [_batch([rows.documents(int(row)) for row in rows_of_batch], flat=flat) for rows_of_batch in dealt]
 
 
 def _batch(rows: list[list[tuple[np.ndarray, np.ndarray]]], *, flat: bool) -> MicroBatch:

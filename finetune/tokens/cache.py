@@ -124,8 +124,8 @@ def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
             for place, document in zip(places, documents, strict=True):
                 if isinstance(document, RowError):
                     mistakes.add(f"{place.place}: {document}")
-                elif (kept := _fit(document, place, data, mistakes, writer.counts)) and not mistakes.count:
-                    writer.add(place, kept)
+                elif (fitted := _fit(document, place, data, mistakes, writer.counts)) and not mistakes.count:
+                    writer.add(place, fitted)
         mistakes.raise_if_any()
         writer.close()
         shutil.rmtree(folder, ignore_errors=True)
@@ -179,10 +179,10 @@ def _fit(
             "data.truncation: right or drop"
         )
         return None
-    cut = Document(document.input_ids[:limit], document.labels[:limit])
-    if data.truncation == "right" and any(label != IGNORE for label in cut.labels):
+    truncated = Document(document.input_ids[:limit], document.labels[:limit])
+    if data.truncation == "right" and any(label != IGNORE for label in truncated.labels):
         counts["truncated"] += 1
-        return cut
+        return truncated
     counts["dropped"] += 1  # too long, or cut off before the first token that is learned
     return None
 

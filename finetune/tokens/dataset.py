@@ -108,11 +108,11 @@ def _facts(
 
 
 def _prompts(recipe: Recipe, encoder: Encoder, pool: DocumentPool, split: Split) -> list[SamplePrompt]:
-    wanted = recipe.samples
-    if wanted.prompts is not None:
+    section = recipe.samples
+    if section.prompts is not None:
         try:
-            return [encoder.sample_prompt(text) for text in wanted.prompts]
+            return [encoder.sample_prompt(text) for text in section.prompts]
         except RowError as error:
             raise DataError([f"samples.prompts: {error}"]) from None
     documents = split.held_out if len(split.held_out) else np.unique(split.train)
-    return [encoder.prompt_of(*pool.document(index)) for index in documents[: wanted.count].tolist()]
+    return [encoder.prompt_of(*pool.document(index)) for index in documents[: section.count].tolist()]

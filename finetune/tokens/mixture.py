@@ -109,29 +109,29 @@ def split_documents(
         order = seeded_order(end, seed, HOLD_OUT)
         count = max(1, min(end - 1, round(evaluation.fraction * end)))
         train, held_out = np.sort(order[count:]), np.sort(order[:count])
-    known = np.isin(pool.digests[held_out], pool.digests[train])
-    if len(held_out) and known.all():
+    copies = np.isin(pool.digests[held_out], pool.digests[train])
+    if len(held_out) and copies.all():
         raise DataError(["data.eval: every held-out document is also a training one; name other rows, or eval: null"])
     weighed = [weigh(train, pool, store, entries[store].weight, seed) for store in range(training_sets)]
-    held_groups = [held_out[~known]]
+    held_groups = [held_out[~copies]]
     if training_sets < len(entries):
         held_groups = [
             weigh(held_groups[0], pool, store, entries[store].weight, seed)
             for store in range(training_sets, len(entries))
         ]
-    taken = np.concatenate(weighed)
-    if not len(taken):
+    trained = np.concatenate(weighed)
+    if not len(trained):
         raise DataError(["data.train: weights leave no document; raise them"])
-    return Split(taken, np.concatenate(held_groups), int(known.sum()))
+    return Split(trained, np.concatenate(held_groups), int(copies.sum()))
 
 
 def weigh(documents: np.ndarray, pool: DocumentPool, store: int, weight: float, seed: int) -> np.ndarray:
     """Of one data set: floor(weight) copies of each document, and one more of a seeded share of them; ascending."""
-    mine = documents[(documents >= pool.starts[store]) & (documents < pool.starts[store + 1])]
+    members = documents[(documents >= pool.starts[store]) & (documents < pool.starts[store + 1])]
     copies = int(weight)
-    extra = round((weight - copies) * len(mine))
-    chosen = mine[seeded_order(len(mine), seed, WEIGH, store)[:extra]]
-    return np.sort(np.concatenate([np.repeat(mine, copies), chosen]))
+    extra = round((weight - copies) * len(members))
+    chosen = members[seeded_order(len(members), seed, WEIGH, store)[:extra]]
+    return np.sort(np.concatenate([np.repeat(members, copies), chosen]))
 
 
 # The first part of a draw's key after the seed, so that two draws of one run are not the same draw.

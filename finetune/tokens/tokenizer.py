@@ -159,10 +159,10 @@ class TextTokenizer:
         if decoded == text or self._tokenizer.unk_token_id in ids:
             return
         normalizer = self._tokenizer.backend_tokenizer.normalizer
-        wanted = normalizer.normalize_str(text) if normalizer else text
+        expected = normalizer.normalize_str(text) if normalizer else text
         if self._puts_space:  # before the text and after each control token, and decoding does not take all away
-            decoded, wanted = ("".join(text.replace("▁", " ").split(" ")) for text in (decoded, wanted))
-        if decoded != wanted:
+            decoded, expected = ("".join(text.replace("▁", " ").split(" ")) for text in (decoded, expected))
+        if decoded != expected:
             raise BadRow(f"the tokenizer reads {text[:40]!r} back as {decoded[:40]!r}; use the model's own tokenizer")
 
 

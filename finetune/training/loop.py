@@ -258,9 +258,9 @@ def _step_seed(plan: BatchPlan, step: int) -> int:
 def _name_rows(run: Run, step: int, indices: Sequence[int] | np.ndarray, reason: str) -> str:
     """The message of a step that was not finite: where its rows come from, and what to change."""
     places = [place for index in indices for place in run.train_rows.places(int(index))]
-    shown = ", ".join(places[:16]) + (f" and {len(places) - 16} more" if len(places) > 16 else "")
+    names = ", ".join(places[:16]) + (f" and {len(places) - 16} more" if len(places) > 16 else "")
     return (
-        f"step {step + 1}: {reason}: not finite; the weights are those of step {step}; look at its rows, {shown}, "
+        f"step {step + 1}: {reason}: not finite; the weights are those of step {step}; look at its rows, {names}, "
         "lower training.learning_rate, or lengthen the warmup"
     )
 

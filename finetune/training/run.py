@@ -92,13 +92,13 @@ class BatchPlan:
 def plan_batches(recipe: Recipe, rows: int, *, world_size: int, rank: int, flat: bool) -> BatchPlan:
     """Steps and rows of the run. The last step of the last epoch may be short; nothing is dropped or doubled."""
     training = recipe.training
-    wanted = math.ceil(training.num_train_epochs * rows)
+    total_rows = math.ceil(training.num_train_epochs * rows)
     if training.max_steps is not None:
-        wanted = training.max_steps * training.global_batch_size
+        total_rows = training.max_steps * training.global_batch_size
     return BatchPlan(
         rows=rows,
-        total_rows=wanted,
-        total_steps=math.ceil(wanted / training.global_batch_size),
+        total_rows=total_rows,
+        total_steps=math.ceil(total_rows / training.global_batch_size),
         global_batch_size=training.global_batch_size,
         per_device_batch_size=training.per_device_batch_size,
         world_size=world_size,
