@@ -42,12 +42,12 @@ def preview(
 def import_recipe(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Another tool's YAML.", show_default=False)],
     gpus: Annotated[
-        str | None, typer.Option(help="That it was made for: 4x24GB, 2x8xH100, cpu; one GPU.", show_default=False)
+        str | None, typer.Option(help="GPUs it was written for: 4x24GB, 2x8xH100, cpu; one GPU.", show_default=False)
     ] = None,
     tool: Annotated[
         str | None, typer.Option(help="axolotl, llamafactory, trl or torchtune.", show_default="by its keys")
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write it there.", show_default=False)] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="A file to write.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """A recipe from a configuration of axolotl, LLaMA-Factory, TRL or torchtune; what is left out is listed."""
@@ -68,7 +68,7 @@ def import_recipe(
 
 def doctor(
     recipe: Annotated[
-        Path | None, typer.Argument(metavar="[RECIPE]", help="Disk against its need.", show_default=False)
+        Path | None, typer.Argument(metavar="[RECIPE]", help="Also check the disk for it.", show_default=False)
     ] = None,
     online: Annotated[bool, typer.Option("--online", help="Ask the Hub what the token may do.")] = False,
     as_json: AsJson = False,

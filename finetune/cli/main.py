@@ -25,11 +25,11 @@ def verbs() -> None:
 
 @app.command("list")
 def list_recipes(
-    gpus: Annotated[str | None, typer.Option(help="Yours: 2x24GB, 2x8x80GB, 4xL4, cpu.", show_default=False)] = None,
+    gpus: Annotated[str | None, typer.Option(help="Your GPUs: 2x24GB, 2x8x80GB, cpu.", show_default=False)] = None,
     model: Annotated[str | None, typer.Option(help="A model's name or size: 8b.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Which recipes are there, and which fit your GPUs? Those that use most of them come first."""
+    """List the recipes, or those that fit your GPUs; those that use most of the GPUs come first."""
 
     def work() -> dict[str, Any]:
         from finetune.cli.recipe_list import as_table, find_recipes

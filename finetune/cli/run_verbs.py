@@ -17,7 +17,7 @@ def chat(
     prompt: Annotated[list[str] | None, typer.Option(help="Answer this and end; may be repeated.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of every answer; none.", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of every answer; none.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Talk to the base model, the tuned one, or both."""
@@ -140,9 +140,9 @@ def push(
     merged: Annotated[bool, typer.Option("--merged", help="The merged model, not the adapter.")] = False,
     public: Annotated[bool, typer.Option("--public", help="Everybody may see it.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, made if missing.", show_default="main")] = None,
-    message: Annotated[str | None, typer.Option(help="Of the commit.", show_default=False)] = None,
+    message: Annotated[str | None, typer.Option(help="Message of the commit.", show_default=False)] = None,
     base: Annotated[
-        str | None, typer.Option(help="The base model's name on the Hub, if the run knows none.", show_default=False)
+        str | None, typer.Option(help="The base model's name on the Hub, if not known.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -95,7 +95,7 @@ def _check_columns(row: Mapping[str, Any], known: KnownFormat) -> None:
             hint = f"{near!r} is there: rename it" if near else f"add it, or choose another data format than {known}"
             raise BadRow(f"the field {column!r} is missing; {hint}")
         if row[column] is None:
-            raise BadRow(f"{column!r} is null; give it a value, or take the row away")
+            raise BadRow(f"{column!r} is null; give it a value, or remove the row")
     known_names = [*expected, *OPTIONAL]
     for column in row:
         if column not in known_names and (near := nearest(column, OPTIONAL, cutoff=0.8)) and near not in row:
@@ -172,6 +172,6 @@ def _chat(row: Mapping[str, Any], messages: Any, column: str) -> Chat:
 def _check_turns(messages: list[dict[str, Any]]) -> None:
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
-        raise BadRow("no assistant turn, so nothing to learn; add one, or take the row away")
+        raise BadRow("no assistant turn, so nothing to learn; add one, or remove the row")
     if "user" not in roles[: roles.index("assistant")] and "tool" not in roles[: roles.index("assistant")]:
         raise BadRow("the assistant speaks first; begin with a user turn (after an optional system one)")

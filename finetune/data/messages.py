@@ -25,7 +25,7 @@ def is_learned(message: Mapping[str, Any], where: str) -> bool:
     if isinstance(weight, bool) or weight not in (0, 1):
         raise BadRow(f"{where}: weight is {json_kind(weight)}; write 0 (read only) or 1 (learned)")
     if weight and message["role"] != "assistant":
-        raise BadRow(f"{where}: weight 1 on a {message['role']} turn; only assistant turns are learned: take it away")
+        raise BadRow(f"{where}: weight 1 on a {message['role']} turn; only assistant turns are learned: remove it")
     return bool(weight)
 
 
@@ -82,7 +82,7 @@ def _join_parts(parts: list[Any], where: str) -> str:
     for index, part in enumerate(parts):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = repr(part.get("type")) if isinstance(part, dict) else json_kind(part)
-            raise BadRow(f"{where}[{index}]: {kind} instead of a text part; only text is trained on: take it away")
+            raise BadRow(f"{where}[{index}]: {kind} instead of a text part; only text is trained on: remove it")
     return "".join(part["text"] for part in parts)
 
 
@@ -144,9 +144,9 @@ def checked_text(value: Any, where: str, *, may_be_empty: bool = False) -> str:
     if not isinstance(value, str):
         raise BadRow(f"{where} must be text, this is {json_kind(value)}; put it in quotes")
     if not may_be_empty and not value.strip():
-        raise BadRow(f"{where} is empty; give it a text, or take the row away")
+        raise BadRow(f"{where} is empty; give it a text, or remove the row")
     if "\x00" in value:
-        raise BadRow(f"{where} holds the character NUL at position {value.index(chr(0))}; take it out")
+        raise BadRow(f"{where} holds the character NUL at position {value.index(chr(0))}; remove it")
     if not value.isascii() and (match := _LONE_SURROGATE.search(value)):
         raise BadRow(
             f"{where} holds half a character (\\u{ord(match.group()):04x}) at position {match.start()}; "

@@ -154,7 +154,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise BadRow(f"{name} is not JSON; write null, or take the key away")
+    raise BadRow(f"{name} is not JSON; write null, or remove the key")
 
 
 def _explain_json(error: json.JSONDecodeError) -> str:

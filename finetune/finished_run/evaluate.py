@@ -107,7 +107,7 @@ def task_figures(
     for name in tasks:
         if not manager.match_tasks([name]):
             raise FinetuneError(
-                f"--tasks: lm-eval knows no {name}; lm_eval ls tasks shows all, --include adds a folder"
+                f"--tasks: lm-eval does not know {name}; lm_eval ls tasks shows all, --include adds a folder"
             )
     tokenizer = AutoTokenizer.from_pretrained(run.product)
     figures = {}

@@ -87,7 +87,7 @@ def _candidates(run: FinishedRun, base: Base | None, *, compared: bool) -> list[
 
 def _words(run: FinishedRun, kind: Base) -> str:
     own = "the base's own weights"
-    return own if kind == "own" else "what the quantised weights stand for"
+    return own if kind == "own" else "the dequantised weights"
 
 
 def _sizes(folder: Path) -> dict[str, int]:

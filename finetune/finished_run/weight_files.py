@@ -69,7 +69,7 @@ class AdapterFile:
             raise FinetuneError(f"{layer}: the adapter does not fit this base: {reason}; name its own base") from error
         wrong = [*result.unexpected_keys, *(name for name in result.missing_keys if ".lora_" in name)]
         if wrong:
-            raise FinetuneError(f"{self.path}: {layer}: {wrong[0]} is not what adapter_config.json tells of")
+            raise FinetuneError(f"{self.path}: {layer}: {wrong[0]} does not match adapter_config.json")
         merged: Tensor = adapted.merge_and_unload().layer.weight.detach()
         if not merged.isfinite().all():
             raise FinetuneError(f"{layer}: weight and adapter add up to numbers that are not finite; nothing is merged")
@@ -162,7 +162,7 @@ def _open(files: Iterable[Path]) -> BaseWeights:
                 for name in file.keys():  # noqa: SIM118  # not a dict
                     places[name], shapes[name] = path, tuple(file.get_slice(name).get_shape())
         except SafetensorError as error:
-            raise FinetuneError(f"{path}: is no whole safetensors file ({error}); fetch it again") from error
+            raise FinetuneError(f"{path}: is not a complete safetensors file ({error}); fetch it again") from error
     return BaseWeights(places, shapes)
 
 

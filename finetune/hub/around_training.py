@@ -28,7 +28,7 @@ def refuse_secrets(recipe: Recipe) -> None:
     )
     if secret is not None:
         key, kind = secret
-        raise RecipeError([f"{key}: holds {kind}; take it out, and revoke it if it was ever shown"])
+        raise RecipeError([f"{key}: holds {kind}; remove it, and revoke it if it was ever shown"])
 
 
 def check_before_training(recipe: Recipe, *, pause: Callable[[float], None] = time.sleep) -> tuple[str, ...]:

@@ -148,7 +148,7 @@ def check_no_secrets(files: Iterable[Outgoing], known: Iterable[str]) -> None:
         text = file.text()
         if (secret := find_secret(text, known)) is not None:
             line, kind = secret
-            mistakes.append(f"{file.path}:{line}: holds {kind}; take it out, and revoke it if it was ever shown")
+            mistakes.append(f"{file.path}:{line}: holds {kind}; remove it, and revoke it if it was ever shown")
         elif file.path not in (*VOCABULARIES, *QUOTING) and (home := SOMEBODYS_HOME.search(text)) is not None:
             line = text.count("\n", 0, home.start()) + 1
             mistakes.append(

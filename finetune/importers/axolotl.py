@@ -217,7 +217,7 @@ def _format(foreign: ForeignConfig, at: str) -> str:
     kind, column = foreign.get(f"{at}.type"), foreign.get(f"{at}.field_messages")
     word = "text" if at.startswith("pretraining") else str(kind).split(".")[0].split(":")[0]
     if isinstance(kind, dict):
-        foreign.leave(f"{at}.type", "differs", "a prompt of its own; write rows with the columns prompt and completion")
+        foreign.leave(f"{at}.type", "differs", "a custom prompt; write rows with the columns prompt and completion")
         return "auto"
     layout = "text" if word == "text" else _FORMATS.get(word)
     if layout == "messages":

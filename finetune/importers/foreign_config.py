@@ -68,7 +68,7 @@ class ForeignConfig:
         """The first of several spellings that has a value, and the value; else the last spelling and None."""
         spelled = [(key, value) for key in keys if (value := self.get(key)) is not None]
         for key, value in spelled[1:]:
-            self.leave(key, "look", f"{spelled[0][0]} says it already", value)
+            self.leave(key, "look", f"{spelled[0][0]} sets it already", value)
         return spelled[0] if spelled else (keys[-1], None)
 
     def write(self, recipe_key: str, value: Any, why: str) -> None:

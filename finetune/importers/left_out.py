@@ -53,5 +53,5 @@ def reason_for(key: str, value: object) -> tuple[Level, str]:
         if known.matches(key):
             return known.level, known.reason
     if key in REPLACED:
-        return "look", REPLACED[key].removesuffix("; take the key away")
+        return "look", REPLACED[key].removesuffix("; remove the key")
     return "look" if value is False else "differs", UNKNOWN

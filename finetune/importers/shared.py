@@ -50,7 +50,7 @@ def remote_code(foreign: ForeignConfig) -> None:
     """model.trust_remote_code; examples say it by habit, and few models need it."""
     if foreign.carry("model.trust_remote_code", "trust_remote_code"):
         foreign.leave(
-            "trust_remote_code", "look", "runs the model repository's own Python; take it away if none is needed"
+            "trust_remote_code", "look", "runs the model repository's own Python; remove it if the model needs none"
         )
 
 

@@ -110,7 +110,7 @@ def _length(foreign: ForeignConfig) -> None:
         foreign.write("data.max_length", limit, "tokenizer.max_seq_len")
         foreign.write("data.truncation", "right", "as torchtune")
     else:
-        foreign.write("data.max_length", _NO_LIMIT, "tokenizer.max_seq_len: null; a longer row is an error, not cut")
+        foreign.write("data.max_length", _NO_LIMIT, "tokenizer.max_seq_len: null; a longer row is an error")
 
 
 def _learns_all(foreign: ForeignConfig, at: str) -> bool:
@@ -174,7 +174,7 @@ def _optimizer(foreign: ForeignConfig) -> None:
     offered = OPTIMIZER_NAMES.get(name)
     usable = offered and (OPTIMIZERS[offered].works_on_shards or not chosen_strategy(foreign).shards_modules)
     if not usable:
-        reason = "not offered; AdamW takes its place" if offered is None else "knows no shards; adamw is sharded too"
+        reason = "not offered; AdamW takes its place" if offered is None else "has no shards; adamw is sharded too"
         foreign.leave("optimizer._component_", "differs", reason)
     foreign.write("training.optim", offered if usable else DEFAULT, f"optimizer: {name}")
     foreign.carry("training.learning_rate", "optimizer.lr", default=1e-3)

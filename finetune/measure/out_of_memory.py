@@ -86,7 +86,7 @@ def does_not_fit(
         f"GiB taken{more}; {remedy(recipe, planned)}",
         f"  {_planned(planned, phase)}; measured: {memory.peak / GIB:.2f} GiB at the peak",
         *_others(memory),
-        f"  {'nothing is lost: ' if step else ''}the run stands at step {step}; after the change: {command}",
+        f"  {'nothing is lost: ' if step else ''}the run is at step {step}; after the change: {command}",
     ]
     return DoesNotFit("\n".join(lines))
 

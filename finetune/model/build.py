@@ -198,9 +198,7 @@ def not_loaded(what: str, name: str, error: Exception) -> FinetuneError:
 def _unknown_attention(recipe: Recipe, error: KeyError) -> FinetuneError:
     """Falcon and GPT-J look attentions up in tables of their own."""
     name = recipe.model.name_or_path
-    return FinetuneError(
-        f"model.attention: {name} knows no {error}; set model.attention: eager and data.packing: false"
-    )
+    return FinetuneError(f"model.attention: {name} has no {error}; set model.attention: eager and data.packing: false")
 
 
 def _refuse_incomplete(name: str, info: Mapping[str, Any]) -> None:

@@ -51,7 +51,7 @@ def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> None:
         raise FinetuneError("model.attention: this model has attention dropout; set model.attention: sdpa")
     if layout.attention == "flash_attention_2" and layout.packing and recipe.training.per_device_batch_size > 1:
         raise FinetuneError(
-            "model.attention: flash_attention_2 keeps packed documents apart in a single row alone; "
+            "model.attention: flash_attention_2 separates packed documents in a single row only; "
             "set training.per_device_batch_size: 1, or model.attention: auto"
         )
     tried = _Tried(model)

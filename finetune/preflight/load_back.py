@@ -22,7 +22,7 @@ def load_back(recipe: Recipe, run_dir: Path) -> str:
 
     checkpoint, _ = newest_valid(run_dir)
     if checkpoint is None:
-        raise FinetuneError(f"{run_dir}: no checkpoint is whole")
+        raise FinetuneError(f"{run_dir}: no checkpoint is complete")
     trained = read_checkpoint(checkpoint)[0]["model"]
     if recipe.lora is not None:
         _same_settings(recipe.lora, run_dir / "adapter" / "adapter_config.json")

@@ -252,7 +252,7 @@ def _wants(path: Path, expected: str, written: Any) -> str:
     """`is X; it must be Y`, and what to write where that is clear."""
     if written is None:
         info = _section_at(path[:-1]).model_fields.get(str(path[-1]))
-        default = "" if info is None or info.is_required() else ", or take the line away for the default"
+        default = "" if info is None or info.is_required() else ", or remove the line for the default"
         return f"is empty; it must be {expected}{default}"
     text = f"is {shown(written)}; it must be {expected}"
     hint = _hint(path, expected, written)
@@ -263,7 +263,7 @@ def _hint(path: Path, expected: str, written: Any) -> str | None:
     """What to write instead of a value of the wrong kind."""
     if expected.startswith("true") and str(written).lower() in TRUTH_WORDS:
         if str(written).lower() in ("true", "false"):
-            return "take the quotes away"
+            return "remove the quotes"
         return f"{shown(written)} is not a truth value, write {TRUTH_WORDS[str(written).lower()]}"
     if expected == "text" and isinstance(written, (bool, int, float)):
         return f'{IN_QUOTES} "{shown(written)}"'

@@ -58,7 +58,7 @@ class ModelSection(Section):
         description="Hub repository, local folder, or `package:NAME` for a model shipped inside an installed package.",
     )
     revision: str = Field("main", min_length=1, description="Branch, tag or commit on the Hub.")
-    dtype: Dtype = Field("bfloat16", description="Of frozen base weights; trained weights are float32.")
+    dtype: Dtype = Field("bfloat16", description="Number format of frozen base weights; trained weights are float32.")
     attention: Attention = Field("auto", description="auto: document-isolated variable-length attention.")
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model's repository.")
 
@@ -92,7 +92,7 @@ class Lora(Section):
     )
     modules_to_save: list[str] = Field([], description="Further modules trained in full and saved with the adapter.")
     use_rslora: bool = Field(False, description="Scale by lora_alpha / sqrt(r).")
-    use_dora: bool = Field(False, description="Train magnitude and direction apart (DoRA).")
+    use_dora: bool = Field(False, description="Train magnitude and direction separately (DoRA).")
     # Not pissa_niter_[n]: peft draws another part of the base when it loads such an adapter, which fits none again.
     init_lora_weights: bool | Literal["gaussian", "orthogonal", "olora", "pissa"] = Field(True, description=INITS)
 
@@ -128,7 +128,7 @@ class Data(Section):
     max_length: Annotated[int, Field(ge=8)] = Field(2048, description="Tokens of one row, packed or not.")
     packing: bool = Field(True, description="Fill rows with whole documents; they do not see each other.")
     train_on: TrainOn = Field("assistant", description="assistant: its turns; completion: the last answer; all.")
-    truncation: Truncation = Field("error", description="What a document longer than max_length does.")
+    truncation: Truncation = Field("error", description="What happens to a document longer than max_length.")
     chat_template: str | None = Field(None, description="Jinja text or a file; null: the tokenizer's own.")
     date_string: str = Field("26 Jul 2024", description="The day that templates print as today's.")
 
@@ -158,13 +158,13 @@ class Training(Section):
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled decay; not on biases and norms.")
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the gradient's global norm to this; null: never.")
     optim: Optimizer = Field("adamw", description="AdamW: fused; bitsandbytes', not sharded; paged: on CUDA.")
-    mixed_precision: Literal["bf16", "fp16", "no"] = Field("bf16", description="Of computation; fp16 scales losses.")
+    mixed_precision: Literal["bf16", "fp16", "no"] = Field("bf16", description="For computation; fp16 scales losses.")
     pure_bf16: bool = Field(False, description="Trained weights and optimizer state in bfloat16 too.")
     activation_checkpointing: bool | Count = Field(
         True, description="Recompute layers in backward: true, false, or n for every n-th layer."
     )
     non_blocking: bool = Field(True, description="Pinned memory and copies one batch ahead.")
-    seed: WholeNumber = Field(42, description="Of row order, adapter initialisation and dropout.")
+    seed: WholeNumber = Field(42, description="Seed of row order, adapter initialisation and dropout.")
     resume: Literal["auto", "never"] = Field("auto", description="auto: continue the run folder's newest checkpoint.")
     early_stopping_patience: Count | None = Field(None, description="Evaluations without a better loss before the end.")
 
@@ -213,7 +213,7 @@ class Recipe(Section):
         description="Seconds without a sign of life after which a rank counts as frozen and the run ends, naming it.",
     )
     measure_phases: bool = Field(False, description="Memory, seconds, collectives of each phase; slows.")
-    report_to: list[Tracker] = Field([], description="Trackers beside metrics.jsonl; wandb without a key: offline.")
+    report_to: list[Tracker] = Field([], description="Trackers besides metrics.jsonl; wandb without a key: offline.")
     hub: Hub = Field(default_factory=Hub, description="Where the result goes.")
     output_dir: str | None = Field(None, min_length=1, description="Run folder; null: runs/ and the recipe's name.")
 

@@ -62,10 +62,10 @@ _SECTIONS = {"fsdp_config": _FSDP, "deepspeed_config": _ZERO, "parallelism_confi
 _REQUIRED = {"fsdp": ("fsdp_config", "fsdp_version"), "deepspeed": ("deepspeed_config", "zero_stage")}
 # Why a value is refused, where the key alone does not show it.
 _REASONS = {
-    "mixed_precision": "the recipe owns it: training.mixed_precision; take the line away",
+    "mixed_precision": "the recipe owns it: training.mixed_precision; remove the line",
     "fsdp_version": "this kit shards by FSDP2; set fsdp_version: 2",
     "fsdp_activation_checkpointing": "the recipe owns it: training.activation_checkpointing; set false",
-    "gradient_accumulation_steps": "the recipe owns it: training.global_batch_size; take the line away",
+    "gradient_accumulation_steps": "the recipe owns it: training.global_batch_size; remove the line",
 }
 
 
@@ -237,7 +237,7 @@ def _in_section(prefix: str, section: Mapping[str, Any], allowed: Mapping[str, f
         values = allowed.get(key)
         if values is None:
             near = difflib.get_close_matches(str(key), allowed, n=1)
-            yield f"{prefix}{key}: has no effect here; " + (f"did you mean {near[0]}?" if near else "take it away")
+            yield f"{prefix}{key}: has no effect here; " + (f"did you mean {near[0]}?" if near else "remove it")
         elif values and (isinstance(value, (dict, list)) or value not in values):
             yield f"{prefix}{key}: {value!r}: " + (_REASONS.get(key) or f"one of {_listed(values)} works here; set it")
 

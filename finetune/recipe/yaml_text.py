@@ -96,7 +96,7 @@ def parse(text: str) -> Parsed:
     except yaml.reader.ReaderError as error:
         before = LINE_END.split(text[: error.position])
         place = Place(len(before), len(before[-1]) + 1)
-        parsed.flaws.append(Flaw(place, "", "holds a character that YAML does not allow; take it away"))
+        parsed.flaws.append(Flaw(place, "", "holds a character that YAML does not allow; remove it"))
         return parsed
     if node is not None:
         parsed.value = _value(node, (), parsed)
@@ -202,7 +202,7 @@ def _scalar(node: yaml.ScalarNode, path: Path, parsed: Parsed) -> Any:
     # JSON spells a letter beyond 16 bits as two escapes; PyYAML does not join them.
     text = str(node.value).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if "\0" in text or text.count("\N{REPLACEMENT CHARACTER}") > node.value.count("\N{REPLACEMENT CHARACTER}"):
-        problem = "holds a character that no file name or text can hold; take its escape away"
+        problem = "holds a character that no file name or text can hold; remove its escape"
         parsed.flaws.append(Flaw(_place(node.start_mark), dotted(path), problem, path))
     return text if node.style else plain_scalar(text)
 
@@ -228,7 +228,7 @@ def number_trap(text: str) -> str | None:
     plain = text.replace("_", "")
     value: float
     if isinstance(plain_scalar(text), (int, float)):
-        return "take the quotes away"
+        return "remove the quotes"
     if re.fullmatch(r"[-+]?0\d+", plain):
         return f"a leading zero may mean octal, write {int(plain)}"
     if re.fullmatch(r"0[xX][0-9a-fA-F]{1,16}|0[oO][0-7]{1,16}|0[bB][01]{1,64}", plain):

@@ -209,10 +209,10 @@ def _by_store(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """(what is odd, which documents of the data set)"""
     if begin is not None:
-        yield "begin with two begin-of-text tokens; take the text's own out of the row", doubled_begin(store, begin)
+        yield "begin with two begin-of-text tokens; remove the text's own from the row", doubled_begin(store, begin)
     if data.train_on != "all":  # then every last line break is learned, and ends nothing
         truncated, silent = unfinished(store, special, data.max_length)
-        yield "are answers cut at data.max_length: they teach no end; raise it, or data.truncation: drop", truncated
+        yield "are answers truncated at data.max_length and teach no end; raise it, or set truncation: drop", truncated
         yield "hold an answer whose end of turn is not learned: the model would not stop; look at the template", silent
 
 

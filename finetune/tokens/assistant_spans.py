@@ -87,7 +87,7 @@ class SpanFinder:
             self._writes_tools = self._render(messages, None) != text
         if not self._writes_tools:
             raise BadRow(
-                "the chat template does not write the row's tools; take them away, or give data.chat_template one"
+                "the chat template does not write the row's tools; remove them, or give data.chat_template one"
             )
 
     def find_literals(self, messages: Messages, tools: Tools, prompt: str) -> list[Span]:
@@ -104,7 +104,7 @@ class SpanFinder:
         if spelt:
             raise BadRow(
                 f"the text spells the control token {spelt.group()!r}, and the chat template changes it on its way; "
-                "take it out of the row"
+                "remove it from the row"
             )
 
     def _mark_and_render(self, messages: Messages, tools: Tools, *, generation_prompt: bool = False) -> _Marked | None:
@@ -213,7 +213,7 @@ def _check_kept(messages: Messages, marked: _Marked) -> None:
             what = "text" if message["content"].strip() else "tool call"
             raise BadRow(
                 f"the chat template leaves out the {what} of turn {index + 1} ({message['role']}); "
-                "take the turn away, or give data.chat_template one that writes it"
+                "remove the turn, or give data.chat_template one that writes it"
             )
 
 
@@ -277,7 +277,7 @@ def _free_block(value: Any, size: int) -> int:
         for block in range(plane, plane + _PLANE_SIZE - size, size):
             if not used or not any(block <= code < block + size for code in used):
                 return block
-    raise BadRow("the row uses nearly all private characters of Unicode, which this program needs; take some out")
+    raise BadRow("the row uses nearly all private characters of Unicode, which this program needs; remove some")
 
 
 def _common(tail: str, text: str, start: int) -> int:

@@ -36,7 +36,7 @@ class Prepared:
         """What was done to the data that its owner should know, a line each; nothing goes missing silently."""
         notes = {
             "dropped": "documents dropped: longer than data.max_length, or without a supervised token",
-            "truncated": "documents cut at data.max_length",
+            "truncated": "documents truncated at data.max_length",
             "eval_duplicates_left_out": "held-out documents left out: identical ones are trained on",
             "control_token_texts": "texts spell control tokens; they stay text",
         }

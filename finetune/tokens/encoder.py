@@ -60,7 +60,7 @@ class Encoder:
         read = read_row(row, format)
         script = self._passage(read) if isinstance(read, Passage) else self._chat(read)
         if not script.learned:
-            raise RowError("nothing in this row is learned; give an assistant turn the weight 1, or take the row away")
+            raise RowError("nothing in this row is learned; give an assistant turn the weight 1, or remove the row")
         return script
 
     def prompt_ids(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:

@@ -47,7 +47,7 @@ class TextTokenizer:
         """Raises FinetuneError for a tokenizer that is not a fast one."""
         if not tokenizer.is_fast:
             raise FinetuneError(
-                "model.name_or_path: its tokenizer knows no character positions; it needs a tokenizer.json"
+                "model.name_or_path: its tokenizer does not report character positions; it needs a tokenizer.json"
             )
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values()
@@ -108,7 +108,7 @@ class TextTokenizer:
             piece = self._piece(text[start:end], as_text=as_text, first=start == 0)
             if as_text and (wrong := self.special_ids.intersection(piece)):
                 token = self._tokenizer.convert_ids_to_tokens(min(wrong))
-                raise BadRow(f"the tokenizer cannot write {token!r} as text; take it out of the row")
+                raise BadRow(f"the tokenizer cannot write {token!r} as text; remove it from the row")
             ids += piece
             token_at[end] = len(ids)
         spans = [(token_at[start], token_at[end]) for start, end in script.learned]

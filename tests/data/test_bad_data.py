@@ -87,7 +87,7 @@ def test_the_check_imports_neither_torch_nor_transformers(tmp_path: Path) -> Non
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     said, modules = json.loads(done.stdout)
-    assert said == f"{rows}:1: text is empty; give it a text, or take the row away"
+    assert said == f"{rows}:1: text is empty; give it a text, or remove the row"
     heavy = {"torch", "transformers", "datasets", "tokenizers", "pyarrow", "accelerate", "peft"}
     assert not heavy & set(modules)
 

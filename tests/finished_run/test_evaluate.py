@@ -135,7 +135,7 @@ def test_a_task_of_ones_own(tmp_path: Path, tiny_llama: Path, capsys: pytest.Cap
     assert main([*words, "--limit", "2"]) == 0
     assert "boat_or_bridge" in capsys.readouterr().out
     assert main(["eval", str(run), "--tasks", "no_such_task_anywhere"]) == 2
-    assert "lm-eval knows no no_such_task_anywhere" in capsys.readouterr().err
+    assert "lm-eval does not know no_such_task_anywhere" in capsys.readouterr().err
 
 
 def by_hand(run: Path, folder: Path, which: str) -> float:

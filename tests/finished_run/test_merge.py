@@ -219,7 +219,7 @@ def test_what_cannot_be_merged_is_one_line(tmp_path: Path, bases: dict[str, Path
     tiny_model("mistral", num_hidden_layers=1).save_pretrained(tmp_path / "small")
     refused(other, "changes 7 tensors that the base's files do not have, first model.layers.1")
     (tmp_path / "small" / "model.safetensors").write_bytes(b"torn")
-    refused(other, "is no whole safetensors file")
+    refused(other, "is not a complete safetensors file")
     (tmp_path / "small" / "model.safetensors").unlink()
     refused(other, "has no model.safetensors; merging needs safetensors")
     assert not list(other.glob(".tmp-*"))

@@ -78,7 +78,7 @@ def test_it_says_phase_component_plan_measurement_and_what_fits() -> None:
         "data.max_length=4096 (4.00 GiB), or data.max_length=2048 (2.00 GiB), or data.max_length=1024 (1.00 GiB)",
         "  planned: 8.00 GiB at the peak of backward, in model.layers.3, most of it activations, 4.00 GiB; "
         "measured: 21.00 GiB at the peak",
-        "  nothing is lost: the run stands at step 7; after the change: accelerate launch again",
+        "  nothing is lost: the run is at step 7; after the change: accelerate launch again",
     ]
 
 
@@ -158,7 +158,7 @@ def test_in_the_middle_of_a_run(
     assert "; try training.per_device_batch_size" not in said[found], "it is 1 already"
     assert "data.max_length=64" in said[found]
     assert "planned: 8.00 GiB at the peak of backward, in model.layers.3, most of it activations" in said[found + 1]
-    assert "the run stands at step 2; after the change: " in said[found + 2]
+    assert "the run is at step 2; after the change: " in said[found + 2]
     assert "Traceback" not in "".join(said)
     state = json.loads((run / "run_state.json").read_text("utf-8"))
     assert (state["state"], state["phase"], state["step"]) == ("failed", "training", 2)

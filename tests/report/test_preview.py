@@ -74,9 +74,9 @@ def test_answers_cut_at_the_row_are_found(tmp_path: Path, model: Path) -> None:
     rows = [chat("short"), chat("very " * 100)]
     found = preview(load_recipe(write(tmp_path, model, rows, truncation="right")).recipe, 0)
     texts = {finding.severity: finding for finding in found.findings}
-    assert "answers cut at data.max_length" in texts["warning"].text
+    assert "answers truncated at data.max_length" in texts["warning"].text
     assert texts["warning"].places[0].endswith("rows.jsonl:2")
-    assert texts["note"].text == "1 documents cut at data.max_length"
+    assert texts["note"].text == "1 documents truncated at data.max_length"
 
 
 def test_refused_rows_are_errors_and_the_good_ones_are_shown(
