@@ -24,7 +24,7 @@ from finetune.recipe.loader import LoadedRecipe, load_recipe, resolved_yaml
 if TYPE_CHECKING:
     from finetune.run_folder.folder import Claim
 
-RANK_0_SECONDS = 10  # ranks that share a busy machine reach the same error seconds apart
+RANK_0_SECONDS = 10  # ranks that share a busy machine reach the same error within seconds of each other
 USAGE = "usage: accelerate launch finetune/train.py RECIPE [key=value ...]"
 
 

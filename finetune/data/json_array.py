@@ -1,4 +1,4 @@
-"""The elements of one large JSON array, cut out of a stream without holding the array."""
+"""The elements of one large JSON array, read from a stream one at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CHUNK = 2**16
 
 
 class JsonArray:
-    """Cuts `[ {...}, {...} ]` into the texts of its elements; `line` is where the present element begins.
+    """Splits `[ {...}, {...} ]` into the texts of its elements; `line` is where the present element begins.
 
     Memory is one element and one chunk. Raises JSONDecodeError on a mistake in the syntax (its column is counted in
     the element's own line), UnicodeDecodeError (whose position is counted from `decoded_bytes`), RecursionError, and
@@ -58,7 +58,7 @@ class JsonArray:
                 if self._ended:
                     raise
             else:
-                # A number or literal at the buffer's end may go on in the next chunk.
+                # A number or literal at the buffer's end may continue in the next chunk.
                 if end < len(self._text) or self._ended:
                     return end
             if len(self._text) - self._at > self._limit:

@@ -190,7 +190,7 @@ def _depth(value: Any) -> int:
 
 
 def _read_array(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRow]:
-    """Elements of one JSON array, cut out one at a time. A mistake in the array's own syntax ends the file."""
+    """Elements of one JSON array, one at a time. A mistake in the array's own syntax ends the file."""
     array = JsonArray(stream, MAX_ROW_BYTES)
     try:
         for text in array.elements():

@@ -1,6 +1,6 @@
 """Which files (or Hub data set) a recipe's data entry names, their rows, and their content address.
 
-Local JSON, JSON Lines, CSV and Parquet files are read by row_reading; everything else goes to `datasets`.
+Local JSON, JSON Lines, CSV and Parquet files are read by readers.py; everything else goes to `datasets`.
 """
 
 from __future__ import annotations

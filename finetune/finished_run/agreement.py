@@ -1,4 +1,4 @@
-"""How far a merged model is from the adapter beside its base: their next tokens, over answers that were held out.
+"""How far a merged model is from its base with the adapter: their next tokens, over held-out answers.
 
 Both are computed in float32 from the weights as they are stored, so that what differs is the weights and not the
 rounding of two ways to multiply them.
@@ -124,7 +124,7 @@ def _answer(model: nn.Module, document: ComparedDocument) -> Tensor:
 @contextmanager
 def computing_in_float32(model: nn.Module) -> Iterator[None]:
     """Each layer's own weights are float32 while it computes, and again what they were when it has: one layer at a
-    time. Quantised layers compute in float32 from what their packed weights stand for."""
+    time. Quantised layers compute in float32 from their dequantised weights."""
     packed = set(quantized_layers(model))
     handles: list[Any] = []
     before = [(layer, layer.compute_dtype) for layer in packed if hasattr(layer, "compute_dtype")]

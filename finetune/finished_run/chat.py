@@ -173,7 +173,7 @@ def _save(session: ChatSession, path: Path) -> str:
 def answers_to(
     session: ChatSession, prompts: Iterable[str], who: Who, settings: GenerationSettings
 ) -> list[dict[str, str]]:
-    """The answers of each speaker to each prompt, each a conversation of its own."""
+    """The answers of each speaker to each prompt, each in a new conversation."""
     answers = []
     for prompt in prompts:
         for speaker in session.speakers(who):

@@ -68,7 +68,7 @@ def models_of(run: FinishedRun, device: torch.device, *, with_loss: bool) -> Ite
 
 
 def _arithmetic(mixed_precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """That of the training's own evaluations."""
+    """The autocast of the training's own evaluations."""
     compute = COMPUTE[mixed_precision]
     return nullcontext() if compute is None else torch.autocast(device.type, compute)
 
@@ -89,13 +89,13 @@ def task_figures(
     """name -> task -> metric -> value, `name` being base and tuned; lm-eval's own settings and metrics.
 
     Args:
-        tasks: lm-eval's names; * stands for any letters.
+        tasks: lm-eval's names; * matches any letters.
         include: A folder with task files of the user's own.
         limit: Questions of each task; None: all of them.
 
     Raises:
         EnvironmentMismatch: lm-eval is not there, or a task's data cannot be had.
-        FinetuneError: there is no such task.
+        FinetuneError: lm-eval does not know a task.
     """
     try:
         from lm_eval import simple_evaluate

@@ -27,18 +27,18 @@ class FinishedRun:
 
     @property
     def product(self) -> Path:
-        """adapter/ or model/; the tokenizer lies in it."""
+        """adapter/ or model/, with the tokenizer."""
         return self.folder / ("adapter" if self.recipe.lora else "model")
 
     @property
     def base_is_inside(self) -> bool:
-        """Whether turning the adapter off gives the base, so that it need not be loaded apart."""
+        """Whether turning the adapter off gives the base, so that it need not be loaded separately."""
         lora = self.recipe.lora
         return lora is not None and not takes_from_the_base(str(lora.init_lora_weights))
 
 
 def takes_from_the_base(init: str) -> bool:
-    """Whether peft's initialisation of that name takes what it puts into the adapter away from the base."""
+    """Whether peft's initialisation of that name subtracts from the base what it puts into the adapter."""
     return init.startswith(("pissa", "olora"))
 
 
@@ -74,13 +74,13 @@ def load_whole(run: FinishedRun, device: torch.device, *, tuned: bool, with_loss
 
 
 def _load(recipe: Recipe, device: torch.device, path: str | None = None, *, with_loss: bool) -> nn.Module:
-    if not with_loss:  # answers and comparisons have no packed rows to keep apart, and need a cache
+    if not with_loss:  # answers and comparisons have no packed rows to isolate, and need a cache
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attention": "sdpa"})})
     with fitting(device):
         model = load_base(recipe, device, dtype=getattr(torch, recipe.model.dtype), path=path)
         if with_loss:
             put_loss_into_forward(model)
-        moved: nn.Module = model.to(device)  # type: ignore[arg-type]  # its annotation knows no devices
+        moved: nn.Module = model.to(device)  # type: ignore[arg-type]  # its annotation lacks devices
         return moved
 
 

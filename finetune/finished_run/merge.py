@@ -31,7 +31,7 @@ from finetune.model.dtypes import dtype_name
 from finetune.model.quantization import as_quantized, quantized_layers
 from finetune.recipe.schema import Recipe
 
-SHARD_BYTES = 2 * 10**9  # of one file; a tensor that is larger has a file of its own
+SHARD_BYTES = 2 * 10**9  # of one file; a larger tensor is alone in its file
 NOT_THE_MODELS = ("adapter_config.json", "adapter_model.safetensors", "README.md")
 
 
@@ -67,8 +67,8 @@ class Merge:
         """One tensor of the merged model, on the host.
 
         Args:
-            dtype: Of numbers; what is none stays as it is.
-            dequantized: Where training had a quantised weight, take what that stood for, and not the base's own.
+            dtype: Of floating-point tensors; others keep theirs.
+            dequantized: Where training had a quantised weight, dequantise that, instead of the base's own.
         """
         if name in self.adapter.replaced:
             return self.adapter.read(self.adapter.replaced[name]).to(dtype, copy=True)
@@ -93,7 +93,7 @@ class Merge:
         moved = layer in self.adapter.layers and self.adapter.moves_the_base
         if not moved:
             return rounded if dequantized else weight
-        remainder = self.adapter.start(rounded.float())  # peft takes its part away in float32 and quantises the rest
+        remainder = self.adapter.start(rounded.float())  # peft subtracts its part in float32 and quantises the rest
         if dequantized:
             return as_quantized(remainder, self.recipe.quantization)
         return weight.float() + (remainder - rounded.float())
@@ -112,7 +112,7 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
         for module in (structure.get_output_embeddings(), structure.get_input_embeddings())
     )
     quantized = frozenset(names[id(layer)] for layer in quantized_layers(structure))
-    # Only its own structure tells what ties a model: configurations state it for models that have no such weights too.
+    # Only the structure says what ties a model: configurations state it also for models without such weights.
     tied = bool(structure.config.get_text_config().tie_word_embeddings)
     merge = Merge(recipe, base, adapter, quantized, embedding, head, tied, device)
     changed = {*adapter.replaced, *(f"{layer}.weight" for layer in adapter.layers)}
@@ -167,13 +167,13 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> Iterator[li
 
 
 def _write_settings(merge: Merge, folder: Path, dtype: torch.dtype) -> None:
-    """The base's own files with what is another now: those who serve models read names that transformers renamed."""
+    """The base's own files with the changed values; servers of models read keys that transformers has renamed."""
     section = merge.recipe.model
     config = read_settings(section, "config.json")
     assert config is not None, "open_base has seen it"
     named = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
     config |= dict.fromkeys(named, dtype_name(dtype))
-    config.pop("_name_or_path", None)  # it is not that model any more
+    config.pop("_name_or_path", None)  # it is another model now
     if merge.unties:
         config["tie_word_embeddings"] = False
     write_json(folder / "config.json", config)

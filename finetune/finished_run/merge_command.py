@@ -26,8 +26,8 @@ from finetune.model.build import load_tokenizer
 from finetune.recipe.schema import Dtype
 from finetune.tokens.dataset import prepare
 
-# What an adapter beside a quantised base can be merged into: the base's own weights, or what the quantised ones,
-# beside which it was trained, stand for.
+# What the adapter of a quantised base can be merged into: the base's own weights, or the dequantised ones that it
+# was trained with.
 Base = Literal["own", "dequantized"]
 NOTHING_LOST = 0.1  # of what the adapter changed (in KL): a merged model that is further off gets a note
 
@@ -104,7 +104,7 @@ def _verify(
     documents = documents_to_compare(prepared, prompts, vocabulary)
     log(f"comparing over {len(documents)} documents")
     with fitting(merge.device):
-        reference, without = _beside(run, documents, merge.device)
+        reference, without = _reference_and_base(run, documents, merge.device)
         candidates = {kind: _compared(folder, reference, merge.device) for kind, folder in merged.items()}
     return {
         "documents": len(documents),
@@ -116,10 +116,10 @@ def _verify(
     }
 
 
-def _beside(
+def _reference_and_base(
     run: FinishedRun, documents: Sequence[ComparedDocument], device: torch.device
 ) -> tuple[Reference, Agreement]:
-    """What the adapter beside its base says, and how far the base alone is from that."""
+    """The logits of the base with its adapter, and how far the base alone is from them."""
     adapted: Any = load_adapted(run, device)
     reference = run_reference(adapted, documents)
     if run.base_is_inside:
@@ -133,7 +133,7 @@ def _beside(
 
 
 def _compared(folder: Path, reference: Reference, device: torch.device) -> Agreement:
-    """By plain transformers, as everybody loads it."""
+    """The agreement of the merged model, loaded by plain transformers as its users do."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", use_safetensors=True, output_loading_info=True
     )

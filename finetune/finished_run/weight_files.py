@@ -20,7 +20,7 @@ from finetune.model.packaged import in_hub_cache, resolve_model_path
 from finetune.recipe.schema import ModelSection
 
 PEFT_PREFIX = "base_model.model."
-# The settings of an adapter that its forward depends on; the recipe knows no others.
+# The settings of an adapter that its forward depends on; the recipe sets no others.
 ADAPTER_SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora")
 
 
@@ -54,7 +54,7 @@ class AdapterFile:
     def merged(self, layer: str, weight: Tensor) -> Tensor:
         """The layer's weight with the adapter in it, float32.
 
-        `weight` is the frozen one beside which the adapter was trained, float32 [out, in], or [rows, width] of
+        `weight` is the frozen one that the adapter was trained with, float32 [out, in], or [rows, width] of
         embeddings. Held meanwhile are two tensors of its size, with DoRA four. Raises FinetuneError when adapter and
         weight do not fit.
         """
@@ -114,7 +114,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """Where each tensor lies; `shapes` by name too."""
+    """The file and the shape of each tensor, by name."""
 
     files: Mapping[str, Path]
     shapes: Mapping[str, tuple[int, ...]]
@@ -127,7 +127,7 @@ class BaseWeights:
 
 
 def open_base(section: ModelSection) -> BaseWeights:
-    """The recipe's base; what of it is not on this machine is fetched from the Hub.
+    """The recipe's base; files that are not on this machine are fetched from the Hub.
 
     Raises FinetuneError when it has no safetensors or is stored quantised, EnvironmentMismatch when a file is only on
     the Hub and the Hub does not answer.

@@ -53,7 +53,7 @@ def classify_error(error: BaseException) -> HubError | None:
         broken = isinstance(link, (ConnectionError, TimeoutError, json.JSONDecodeError))
         if broken or type(link).__module__.partition(".")[0] in NETWORK:
             return HubError(f"the connection broke ({type(link).__name__}: {_first_line(link)})", True)
-    if isinstance(error, (RuntimeError, OSError)):  # the Xet client has no exception types of its own
+    if isinstance(error, (RuntimeError, OSError)):  # the Xet client raises Python's own exceptions
         return HubError(_first_line(error), True)
     return HubError(" ".join(str(error).split()), False) if isinstance(error, ValueError) else None
 
@@ -68,7 +68,7 @@ def _answered(response: Any, *, transient: bool) -> HubError:
 def _message_in(response: Any) -> str:
     try:
         return str(json.loads(response.content)["error"])
-    except Exception:  # an answer that was not read or is not JSON: the status alone has to do
+    except Exception:  # an answer that was not read or is not JSON: only the status is known
         return "no further message"
 
 

@@ -113,7 +113,7 @@ def _training(foreign: ForeignConfig) -> None:
 
 
 def _schedule(foreign: ForeignConfig) -> None:
-    """A cosine with a floor is a schedule of its own name; warm-up that is not set is 3 % of the steps."""
+    """A cosine with a floor is a schedule with another name; warm-up that is not set is 3 % of the steps."""
     floor = foreign.get("cosine_min_lr_ratio")
     scheduler(foreign, "lr_scheduler", "cosine")
     shape: Any = foreign.carried.get("training.lr_scheduler_type", ("cosine", ""))[0]
@@ -149,7 +149,7 @@ def _precision(foreign: ForeignConfig) -> None:
 
 _TRUNCATION = {"drop": "drop", "truncate": "right", "raise": "error"}
 _NAMES = {"llama3": "llama3", "chatml": "chatml"}
-# A row's type in their words -> ours; alpaca is a text with headings there, no chat.
+# A row's type in their words -> ours; alpaca is a text with headings there, not a chat.
 _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "chat_template": "messages"}
 _COLUMNS = {"messages": "messages", "conversations": "sharegpt"}
 # What says no more than our formats know by themselves: their own names of role and text, and of the learned turns.

@@ -1,9 +1,9 @@
 """Why a key of another tool is not in the recipe: left_out.csv for the keys that are known; others count as unknown.
 
 Each line of the table is a key with the tool whose configurations have it (transformers: its TrainingArguments, which
-others take over; several: more than one tool; older: only former versions). `*` stands for letters, digits and
+others take over; several: more than one tool; older: only former versions). `*` matches letters, digits and
 underscores, `.*` at the end for everything below a section. The order of lines means nothing: of those that match, the
-one with the most characters beside its stars decides.
+one with the most characters besides its stars decides.
 """
 
 from __future__ import annotations

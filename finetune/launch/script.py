@@ -240,7 +240,7 @@ def _slurm_run(plan: LaunchPlan) -> list[str]:
 def _slurm_again() -> list[str]:
     return [
         f"# {_SAVE_SECONDS} s before the time limit Slurm signals the ranks to stop: they finish the step and save.",
-        "# Where the run says that it did, the job queues again and goes on from there.",
+        "# Where the run says that it did, the job queues again and resumes from there.",
         'after=$(cat "$state" 2>/dev/null)',
         'if [[ "$after" != "$before" && "$after" == *\'"state": "stopped"\'* ]]; then',
         '  scontrol requeue "$SLURM_JOB_ID"',

@@ -9,7 +9,7 @@ What reaches the trainer (read in torch 2.13's elastic agent and accelerate 1.15
   (TORCH_ELASTIC_SHUTDOWN_TIMEOUT). When one rank ends first, the agent sends the others SIGTERM: so ranks leave
   together, after a barrier.
 
-Hence only a second SIGINT ends the process at once; further SIGTERMs change nothing.
+So only a second SIGINT ends the process at once; further SIGTERMs change nothing.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class LiveTensors:
     def _walk(self, values: Any) -> None:
         if isinstance(values, torch.Tensor):
             for tensor in parts(values):
-                # Ignore DTensor's own fake tensors, of which it infers shapes: they hold no memory.
+                # Ignore the fake tensors that DTensor infers shapes with: they hold no memory.
                 if getattr(tensor, "fake_mode", None) is self.fake_mode:
                     self._count(tensor.untyped_storage(), tensor.device.type)
         elif isinstance(values, list | tuple):

@@ -1,6 +1,6 @@
 """The names that a recipe's `lora` section gives, compared with the modules of the model.
 
-peft takes a list of which only some names exist, and trains less than was asked for.
+peft accepts a list in which only some names exist, and trains less than was asked for.
 """
 
 from __future__ import annotations

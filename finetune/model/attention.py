@@ -3,7 +3,7 @@
 A micro-batch is one row of tokens, its documents end to end. No mask function is registered under this name, so
 transformers builds no mask (and makes no host read to look for one), and the forward's `cu_seq_lens` and `max_length`
 reach this function, under activation checkpointing too. On CUDA it is torch's own variable-length flash attention,
-which knows 16-bit numbers alone and begins with Ampere; on a CPU, in float32 and on older GPUs, one
+which takes 16-bit numbers only and begins with Ampere; on a CPU, in float32 and on older GPUs, one
 scaled-dot-product call a document.
 """
 

@@ -34,7 +34,7 @@ from finetune.recipe.schema import Lora, Quantization, Recipe
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer of the base model, with its chat template. Raises FinetuneError when there is none to be had."""
+    """The tokenizer of the base model, with its chat template. Raises FinetuneError when it has none."""
     section = recipe.model
     path = resolve_model_path(section.name_or_path)
     try:
@@ -171,10 +171,10 @@ def _bitsandbytes(quantization: Quantization) -> BitsAndBytesConfig:
 
 
 def _keep_quantized_weights_bitwise(model: PreTrainedModel) -> None:
-    """Hold the quantised weights to what was loaded, and see that embeddings and head are not among them.
+    """Keep the quantised weights as they were loaded, and check that embeddings and head are not among them.
 
     On a CPU with AVX512-BF16 the first evaluation has bitsandbytes 0.50 repack every 4-bit weight for good, its scales
-    rounded to bfloat16: training would go on from other weights (tests/model/test_quantization.py).
+    rounded to bfloat16: training would continue from other weights (tests/model/test_quantization.py).
     """
     for layer in quantized_layers(model):
         layer.support_avx512bf16_for_cpu = False
@@ -187,7 +187,7 @@ def _keep_quantized_weights_bitwise(model: PreTrainedModel) -> None:
 
 
 def not_loaded(what: str, name: str, error: Exception) -> FinetuneError:
-    """The one line for a base model's file that is not to be had."""
+    """The one-line error for a base model's file that could not be loaded."""
     reason = " ".join(str(error).split())[:300]
     return EnvironmentMismatch(
         f"model.name_or_path: the {what} of {name} could not be loaded: {reason}; "

@@ -27,7 +27,7 @@ class DocumentLayout:
 
     @property
     def isolated(self) -> bool:
-        """One flat row, its documents kept apart by the kit's own attention."""
+        """One flat row, its documents isolated by the kit's own attention."""
         return self.attention == attention.NAME
 
 
@@ -60,7 +60,7 @@ def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> None:
 
 
 def _remedy(tried: _Tried, layout: DocumentLayout) -> str:
-    """The first layout that the same trial finds nothing against."""
+    """The first layout that passes the same trial."""
     for packing in (True, False) if layout.packing else (False,):
         for kind in ("sdpa", "eager"):
             if _problem(tried, DocumentLayout(kind, packing)) is None:

@@ -1,6 +1,6 @@
 """Answers of a model to prompts: the samples before and after training, and what `finetune chat` streams.
 
-Training runs under an attention that knows no cache; answering borrows the model for a while with transformers' own
+Training runs under an attention without a cache; answering borrows the model for a while with transformers' own
 kernel, and gives it back as it was.
 """
 
@@ -45,7 +45,7 @@ def answer(
     device = next(model.buffers()).device  # parameters may be offloaded
     inputs = torch.tensor([list(prompt_ids)], device=device)
     options: dict[str, Any] = {"do_sample": temperature > 0, "use_cache": True, "max_new_tokens": max_new_tokens}
-    # None takes away what the model's own generation settings say of sampling.
+    # None overrides what the model's own generation settings say of sampling.
     options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(("temperature", "top_p", "top_k"))
     generate: Callable[..., torch.Tensor] = getattr(model, "generate")  # noqa: B009  # peft and transformers both have it
     output = generate(

@@ -23,7 +23,7 @@ def check_optimizer(name: Optimizer, *, on_cpu: bool, sharded: bool = False) -> 
     """Refuse, before anything is loaded, an optimizer that would not be the one asked for. Raises EnvironmentMismatch.
 
     Pages are CUDA's managed memory: on a CPU bitsandbytes would take its plain classes, with one warning. Its plain
-    8-bit AdamW has a CPU kernel since 0.50. Its kernels know no sharded tensors (0.50.2), and a maximum for each 256
+    8-bit AdamW has a CPU kernel since 0.50. Its kernels take no sharded tensors (0.50.2), and a maximum for each 256
     elements of one shard would not fit another number of ranks.
     """
     spec = OPTIMIZERS[name]
@@ -203,7 +203,7 @@ def learning_rate_schedule(training: Training, total_steps: int) -> Callable[[in
     def rate(step: int) -> float:
         if step >= warmup:
             return training.learning_rate * factor(step)
-        # The shape is at its top at (warmup / warmup); what it makes of step `warmup` is the decay's business.
+        # The shape is at its top at (warmup / warmup); what it makes of step `warmup` belongs to the decay.
         return training.learning_rate * (1.0 if step + 1 == warmup else factor(step + 1))
 
     _refuse_idle_ends(training, rate, total_steps)

@@ -164,7 +164,7 @@ def _save_model(gguf_path: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    from_pretrained: Any = AutoModelForCausalLM.from_pretrained  # its annotation knows no output_loading_info
+    from_pretrained: Any = AutoModelForCausalLM.from_pretrained  # its annotation lacks output_loading_info
     model, loading = from_pretrained(
         gguf_path.parent,
         gguf_file=gguf_path.name,
@@ -191,7 +191,7 @@ def _save_tokenizer(gguf_path: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name, local_files_only=True)
     field = GGUFReader(gguf_path).get_field("tokenizer.ggml.pre")
     if field is not None and field.contents() == "smollm":
-        # transformers ignores this field: without the digits apart, "a  1" becomes other tokens than in pretraining.
+        # transformers ignores this field: without splitting digits, "a  1" becomes other tokens than in pretraining.
         split = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence(split)
     tokenizer.model_max_length = AutoConfig.from_pretrained(folder).max_position_embeddings

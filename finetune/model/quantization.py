@@ -113,10 +113,10 @@ def plain_quantized_weights(model: nn.Module) -> None:
     """Turn each 4-bit weight into a plain parameter and plain buffers, in place; a layer computes what it did.
 
     On meta too, where all tensors get the shapes and formats that quantisation gives them elsewhere. After peft, which
-    asks bitsandbytes' parameter for its settings; DoRA and merging go on asking it, and must come before or not at all.
+    asks bitsandbytes' parameter for its settings; DoRA and merging ask it too, and must come before or not at all.
     """
     for layer in list(quantized_layers(model)):
-        if hasattr(layer, "packing"):  # plain already: a planner's, whose tensors without data know no other form
+        if hasattr(layer, "packing"):  # plain already: a planner's, whose tensors without data have no other form
             continue
         weight = layer.weight
         assert hasattr(weight, "bnb_quantized"), "only 4-bit weights can be made plain"
@@ -206,7 +206,7 @@ def _empty_quant_state(weight: Any) -> Any:
 
 
 def _state(layer: Any) -> Any:
-    """bitsandbytes' object, put together from the layer's buffers."""
+    """bitsandbytes' object, built from the layer's buffers."""
     make = _state_class()
 
     nested = None

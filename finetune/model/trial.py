@@ -1,12 +1,12 @@
-"""One forward of an architecture without weights or memory, every operation looked at.
+"""One forward of an architecture on meta, without weights or memory, with every operation examined.
 
-A micro-batch holds several documents in one row, so everything in a decoder but its attention must leave positions
-alone, and the attention must be the one that the kit puts in its place. That is a property of the computation: a model
-built anew on meta runs one forward, and these are found, whatever the model is called:
-- an operation that brings positions together outside of transformers' attention interface: a convolution, a recurrence,
+A micro-batch holds several documents in one row, so nothing in a decoder but its attention may mix positions, and
+the attention must be the one that the kit puts in its place. That is a property of the computation: a model built anew
+on meta runs one forward, and these are found, whatever the model is called:
+- an operation that mixes positions outside of transformers' attention interface: a convolution, a recurrence,
   linear attention, an attention of the model's own, with position biases or without;
 - positions that are not those of the batch;
-- an attention that asks for what document-isolated attention does not compute, or whose window is in a mask alone;
+- an attention that asks for what document-isolated attention does not compute, or whose window is only in a mask;
 - logits that are not the head applied to the decoder's last hidden states.
 The number of tokens is a prime that no axis of a model has, so an axis of that size is the axis of positions.
 """
@@ -35,7 +35,7 @@ MASKED = "finetune_trial_masked"  # one with masks, as the library's are
 KINDS = {"full_attention", "sliding_attention"}
 # Which argument, and which axis of it, a product sums over.
 SUMMED = {"mm": (0, 1), "bmm": (0, 2), "addmm": (1, 1), "baddbmm": (1, 2), "mv": (0, 1), "dot": (0, 0)}
-# These name an axis and keep what is along it apart. Experts get their tokens by gather, scatter and their like.
+# These name an axis but do not mix what is along it. Experts get their tokens by gather, scatter and the like.
 APART = {
     "unsqueeze",
     "squeeze",
@@ -48,7 +48,7 @@ APART = {
     "index_add",
     "index_select",
 }
-# From the last hidden states to the logits: a product with the head, and what moves nothing.
+# From the last hidden states to the logits: a product with the head, and operations that change no value.
 HEAD_OPERATIONS = {
     "slice",
     "alias",
@@ -68,14 +68,14 @@ Architecture = Callable[[PreTrainedConfig], PreTrainedModel]  # its class
 
 
 class Unsuitable(Exception):
-    """What of an architecture the kit would compute wrongly."""
+    """The kit would compute something wrongly for this architecture; the text says what."""
 
 
 def documents_apart(kind: Architecture, config: PreTrainedConfig, *, isolated: bool) -> None:
-    """Documents of one row do not see each other, but perhaps in transformers' attention.
+    """Check that documents of one row do not see each other outside of transformers' attention.
 
     Args:
-        isolated: In the attention neither, which is the kit's own, and computes all that the layers ask of it.
+        isolated: Check the attention too: it is the kit's own, and computes all that the layers ask of it.
     """
     windows: list[int | None] = []
 
@@ -113,7 +113,7 @@ def documents_apart(kind: Architecture, config: PreTrainedConfig, *, isolated: b
 
 
 def _windows_known(config: PreTrainedConfig, windows: Sequence[int | None]) -> None:
-    """A window that is in a mask alone would be left out: document-isolated attention has no masks."""
+    """Check that each window reaches its attention: one that is only in a mask would be left out."""
     kinds: list[str] = getattr(config, "layer_types", None) or []
     if unknown := sorted(set(kinds) - KINDS):
         raise Unsuitable(f"has layers of kind {unknown[0]}, which document-isolated attention does not compute")
@@ -124,9 +124,9 @@ def _windows_known(config: PreTrainedConfig, windows: Sequence[int | None]) -> N
 
 
 def masks_apart(kind: Architecture, config: PreTrainedConfig) -> None:
-    """The masks that transformers makes for this architecture keep the documents of a row apart: the model gives the
-    positions to what makes them, which sees there where documents begin, and says so by forbidding to leave a causal
-    mask out."""
+    """Check that the masks that transformers makes for this architecture isolate the documents of a row: the model
+    passes the positions to the mask function, which finds in them where documents begin, and then forbids to skip a
+    causal mask."""
 
     def mask(*, batch_size: int, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **_: Any) -> Tensor:
         empty: Any = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
@@ -148,7 +148,7 @@ def masks_apart(kind: Architecture, config: PreTrainedConfig) -> None:
 
 
 def head_alone(kind: Architecture, config: PreTrainedConfig, implementation: str | None) -> None:
-    """The logits are the head applied to the decoder's last hidden states: one product, and nothing after it.
+    """Check that the logits are the head applied to the decoder's last hidden states: one product, nothing after it.
 
     Args:
         implementation: transformers' name of the attention; None and the names of kernels that need a GPU: any.
@@ -160,7 +160,7 @@ def head_alone(kind: Architecture, config: PreTrainedConfig, implementation: str
     AttentionInterface.register(TRIED, attend)
     model = _structure(kind, config, implementation if implementation in ("sdpa", "eager") else TRIED)
     for layer in model.modules():
-        if getattr(layer, "is_causal", True) is False:  # of a tower for pictures, perhaps, which text does not run
+        if getattr(layer, "is_causal", True) is False:  # perhaps of a vision tower, which text does not run
             layer.register_forward_pre_hook(_not_causal)
     operations = _AfterDecoder(padded=implementation is not None)
     for decoder in model.modules():  # OPT's head takes what the decoder inside of its base model gives
@@ -199,12 +199,12 @@ def _batch() -> dict[str, Any]:
 
 
 def _answer(query: Tensor, value: Tensor) -> Tensor:
-    """Of an attention's shape: [rows, tokens, heads, head_dim]."""
+    """An empty result of an attention: [rows, tokens, heads, head_dim]."""
     return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 
 
 class _Watching(TorchDispatchMode):
-    """Shows every operation. Where a model's own code asks for a value, it is 0; where it asks which, none."""
+    """Passes every operation to `look`. A value that the model's code reads is 0; a search by `nonzero` finds none."""
 
     def __init__(self, look: Callable[..., None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -223,7 +223,7 @@ class _Watching(TorchDispatchMode):
 
 
 class _PositionsApart:
-    """Raises Unsuitable at an operation that brings positions together."""
+    """Raises Unsuitable at an operation that mixes positions."""
 
     def __init__(self, positions: Tensor) -> None:
         self.positions, self.read = positions, False
@@ -275,7 +275,7 @@ def _brings_together(name: str, func: Any, args: Any, kwargs: Any, result: Any) 
 
 
 def _axes(func: Any, args: Any, kwargs: Any) -> list[int]:
-    """The axes that an operation is told to work along."""
+    """The axes that an operation works along."""
     axes: list[int] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.name in ("dim", "dims", "dimension"):
@@ -285,7 +285,7 @@ def _axes(func: Any, args: Any, kwargs: Any) -> list[int]:
 
 
 def _place() -> str:
-    """The class of the module, of the library's, whose forward is running."""
+    """The class of the library's module whose forward is running."""
     frame = inspect.currentframe()
     while frame is not None:
         owner = frame.f_locals.get("self")

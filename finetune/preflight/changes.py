@@ -142,8 +142,8 @@ def _data_sets(key: str, entries: list[DataSet]) -> Iterator[RecipeChange]:
             stand_in = {"path": "json", "data_files": str(SAMPLE_CHAT), "format": "messages", "weight": entry.weight}
             yield RecipeChange({f"{key}.{index}": stand_in}, f"{key}: data/sample_chat.jsonl instead of {entry.path}")
         elif "[" not in entry.split and any(islice(source.rows(), FEW_ROWS, None)):
-            cut = {f"{key}.{index}.split": f"{entry.split}[:{FEW_ROWS}]"}
-            yield RecipeChange(cut, f"{key}: the first {FEW_ROWS} rows of {source.name}")
+            settings = {f"{key}.{index}.split": f"{entry.split}[:{FEW_ROWS}]"}
+            yield RecipeChange(settings, f"{key}: the first {FEW_ROWS} rows of {source.name}")
 
 
 def _training(recipe: Recipe, strategy: Strategy, processes: int) -> Iterator[RecipeChange]:

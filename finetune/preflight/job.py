@@ -131,7 +131,7 @@ def kill_all(process: subprocess.Popen[bytes], known: Sequence[psutil.Process] =
 
 
 def _below(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The processes that it started, and those that they did; ranks live in sessions of their own."""
+    """The processes that it started, and those that they did; ranks are in their own sessions."""
     try:
         return list(psutil.Process(process.pid).children(recursive=True))
     except psutil.Error:

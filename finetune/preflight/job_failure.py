@@ -17,7 +17,7 @@ def failure_reason(run_dir: Path, log: str) -> str:
         return f"{_one_line(recorded['error'])} ({recorded['phase']}, rank {recorded['rank']})"
     lines = [line for line in _without_launcher(log).splitlines() if line.strip() and "WARNING" not in line]
     last_line = _one_line(lines[-1]) if lines else "it printed nothing"
-    # Of the rank that failed first: torchrun then ends the others with a signal of its own.
+    # Of the rank that failed first: torchrun then ends the others with its own signal.
     killed = re.search(r"(?s)Root Cause.*exitcode +: -(\d+)|died with <Signals\.(\w+)", log)
     return f"killed by signal {killed[1] or killed[2]}; its last line: {last_line}" if killed else last_line
 

@@ -66,7 +66,7 @@ def _models(recipe: Recipe, run_dir: Path) -> tuple[Any, Any, Any]:
 
 
 def _same_settings(lora: Lora, file: Path) -> None:
-    """Hold the adapter's settings to the recipe's: a wrong scale would stand in the filled model as well."""
+    """Compare the adapter's settings with the recipe's: the filled model would have a wrong scale as well."""
     stated = json.loads(file.read_text("utf-8"))
     for key in ("r", "lora_alpha", "use_rslora", "use_dora"):
         if stated[key] != getattr(lora, key):

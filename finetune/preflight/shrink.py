@@ -47,7 +47,7 @@ BUILT_IN = (
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A small model in a folder, and what it stands for."""
+    """A small model in a folder, and the real model that it replaces."""
 
     folder: Path
     architecture: str
@@ -157,7 +157,7 @@ def _facts(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def sample_texts(data: Data) -> list[str]:
-    """Text of the recipe's own training rows, as far as they lie on this machine. Raises DataError."""
+    """Text of the recipe's own training rows, as far as they are on this machine. Raises DataError."""
     sources = [resolve(entry) for entry in data.train]
     local = [source for source in sources if source.kind != "hub"]
     rows = (row for source in local for row in islice(source.rows(), SAMPLED_ROWS // max(1, len(local))))

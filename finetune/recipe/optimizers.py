@@ -22,7 +22,7 @@ class OptimizerSpec:
     bitsandbytes_class: str | None = None  # None: torch's
     unpaged: Optimizer | None = None  # of one with its state in CUDA's managed memory: the same without
     smaller: Optimizer | None = None  # the same with smaller moments
-    other_names: str = ""  # in the configurations of other tools, besides its own
+    other_names: str = ""  # in the configurations of other tools, other than its own
     title: str = "AdamW"  # for messages
 
     @property

@@ -25,12 +25,12 @@ from finetune.tokens.mixture import DocumentPool
 from finetune.tokens.tokenizer import TextTokenizer
 
 LONGEST = 3  # documents named
-CHARACTER = 4  # tokens that one character of UTF-8 may be cut into
+CHARACTER = 4  # tokens that one character of UTF-8 may be split into
 
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """One token as text, or the few that one character was cut into."""
+    """One token as text, or the few that one character was split into."""
 
     text: str
     learned: bool
@@ -226,7 +226,7 @@ def doubled_begin(store: StoredDocuments, begin: int) -> np.ndarray:
 
 
 def unfinished(store: StoredDocuments, special: Collection[int], max_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Documents with a learned stretch that ends in no control token: cut by the row's length, and all others."""
+    """Documents with a learned stretch that does not end in a control token: truncated ones, and all others."""
     learned = np.asarray(store.learned)
     ends = learned.copy()
     ends[:-1] &= ~learned[1:]

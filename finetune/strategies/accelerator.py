@@ -203,7 +203,7 @@ def _let_accelerate_shard_on_cpu(process_group: InitProcessGroupKwargs) -> None:
     sees the sharded storage.
     """
     PartialState(cpu=True, **process_group.to_kwargs())
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # no public way
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # not public
 
 
 def _compare(recipe: Recipe, strategy: Strategy, launch: Launch, accelerator: Accelerator) -> None:

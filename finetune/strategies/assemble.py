@@ -28,7 +28,7 @@ from finetune.strategies.fsdp import gathered, make_mesh, reshard, shard_model
 from finetune.strategies.zero import engine_dtype, fit_swap, loading_unsharded, prepare_zero
 from finetune.strategies.zero_state import full_weights
 
-# How long ranks wait for one that quantises: longer than any takes. Should it die, pulse.py ends the job.
+# How long the ranks wait for the one that quantises: longer than it takes. If it dies, the watchdog ends the job.
 WAITING = timedelta(days=7)
 
 
@@ -39,7 +39,7 @@ class Assembled:
     model: Any  # called by the loop: wrapped, or sharded
     unwrapped_model: nn.Module  # with adapters and original parameter names: saved, exported, and used for generation
     optimizer: Any
-    gathered_in: torch.dtype | None = None  # of weights in the computation, where it is not that of their masters
+    gathered_in: torch.dtype | None = None  # dtype of gathered weights, where their masters have another
     engine: Any = None  # DeepSpeed's, which holds the masters
 
     def trained_weights(self, *, dtype: torch.dtype | None, keep: bool) -> dict[str, torch.Tensor]:
@@ -63,7 +63,7 @@ def assemble(
     """Model and optimizer of a run, before any checkpoint. Raises what `build_model` raises, on all ranks.
 
     The planner passes its own `build`, which returns the same model on fake tensors, and the ranks' `mesh`, which
-    cannot be made of fake tensors. From the `launch` follow the cores that quantising may use; None: those it has.
+    cannot be made of fake tensors. `launch` decides how many cores quantising uses; None: those it has.
     """
     if strategy.shards_modules:
         mesh = mesh or make_mesh(strategy, accelerator.device)

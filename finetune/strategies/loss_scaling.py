@@ -14,15 +14,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-# A scale below 1 would only push small gradients out of float16: gradients that overflow at 1 are no matter of scale.
+# A scale below 1 would only push small gradients out of float16: gradients that overflow at 1 overflow at any scale.
 FLOOR = 1.0
 
 
 def scale_losses_on_cpu(accelerator: Accelerator) -> None:
     """Give fp16 on a CPU the autocast and the scaler that a GPU gets.
 
-    accelerate 1.15 accepts mixed_precision="fp16" on a CPU, says so when asked, and computes in float32 without a
-    scaler and silently. DeepSpeed has its own scaler and refuses a CPU.
+    accelerate 1.15 accepts mixed_precision="fp16" on a CPU and reports it, but silently computes in float32
+    without a scaler. DeepSpeed has its own scaler and refuses a CPU.
     """
     if accelerator.mixed_precision != "fp16" or accelerator.device.type != "cpu":
         return
@@ -43,6 +43,6 @@ def scaler_state(accelerator: Accelerator) -> dict[str, Any] | None:
 
 
 def load_scaler_state(accelerator: Accelerator, saved: Mapping[str, Any] | None) -> None:
-    """Go on with the scale that `scaler_state` gave."""
+    """Continue with the scale that `scaler_state` gave."""
     if accelerator.scaler is not None and saved is not None:
         accelerator.scaler.load_state_dict(dict(saved))

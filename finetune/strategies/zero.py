@@ -27,13 +27,13 @@ from finetune.recipe.strategy import Strategy
 from finetune.strategies.zero_requirements import silenced_deepspeed
 from finetune.strategies.zero_state import full_numel, full_shape, load_masters
 
-# Elements of one reduction: below, latency rules; above, nothing gets faster.
+# Elements of one reduction: smaller ones are bound by latency, larger ones are not faster.
 SMALLEST_BUCKET, LARGEST_BUCKET = 2**20, 2**26
 
 
 def zero_environment(on_cpu: bool) -> None:
     """Set what DeepSpeed and Accelerate read from the environment; before either starts a process group."""
-    # The config in force is built here. Accelerate refuses a whole config beside single fields of its own file.
+    # The config in force is built here. Accelerate refuses a whole config together with single fields of its own file.
     os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -93,7 +93,7 @@ def swap_folder(recipe: Recipe) -> Path:
 
 
 def remove_swap(recipe: Recipe) -> None:
-    """Take NVMe offload's files away at the end of a session; a resumed one writes them again."""
+    """Delete NVMe offload's files at the end of a session; a resumed one writes them again."""
     shutil.rmtree(swap_folder(recipe), ignore_errors=True)
 
 
@@ -136,7 +136,7 @@ def swap_buffers(model: nn.Module, ranks: int) -> dict[str, int]:
     """Count and elements of the buffers by which ZeRO-3 reads weights from a disk, each for one rank's part of any.
 
     DeepSpeed's own hold 1e8 elements, which ends in an assertion for the 525 M of Llama 3 8B's embedding below 6 ranks.
-    Under recomputation a layer's matrices are all in use until its backward, beside those outside of layers.
+    Under recomputation a layer's matrices are all in use until its backward, besides those outside of layers.
     """
     layers = _layers(model)
     matrices = [sum(len(full_shape(parameter)) > 1 for parameter in layer.parameters()) for layer in layers]

@@ -102,8 +102,8 @@ def _links(program: str, library: str) -> bool:
 def _compile_ahead(builder: str, folder: str, on_cpu: bool) -> None:
     """Compile now what the engine would compile within its process group: two minutes on a slow machine, once.
 
-    One process at a time. torch's own lock is a file, which a killed compiler leaves for ever, and then every later
-    run waits for ever: under our lock nobody else compiles for long, so a lock older than OLD_LOCK has no owner.
+    One process at a time. torch's own lock is a file, which a killed compiler leaves behind, and then every later
+    run waits for it: under our lock no other process compiles for long, so a lock older than OLD_LOCK has no owner.
     """
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -111,7 +111,7 @@ def _compile_ahead(builder: str, folder: str, on_cpu: bool) -> None:
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / "finetune.lock"), silenced_deepspeed():
         for lock in root.glob(f"**/{folder}/lock"):
-            with suppress(FileNotFoundError):  # its owner has taken it away
+            with suppress(FileNotFoundError):  # its owner has removed it
                 while time.time() - lock.stat().st_mtime < OLD_LOCK:
                     time.sleep(0.1)
                 lock.unlink()

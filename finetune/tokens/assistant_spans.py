@@ -149,7 +149,7 @@ class SpanFinder:
         matched = _common(tail, marked.text, before)
         if matched == len(tail):
             return min(before + matched, own)
-        # The generation prompt goes on where a finished turn does not (DeepSeek-R1 opens a thinking block there), so
+        # The generation prompt continues where a finished turn does not (DeepSeek-R1 opens a thinking block there), so
         # the header is what they share, unless there is more text before the answer that is not the answer's own.
         start = min(before + matched, own)
         is_own = index not in marked.opened and marked.text[:start].endswith(self._ends_of_headers)

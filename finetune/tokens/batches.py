@@ -68,7 +68,7 @@ def micro_batches(
     per_device_batch_size: int,
     flat: bool,
 ) -> list[MicroBatch]:
-    """This rank's forwards for the rows of a step: as many on every rank.
+    """This rank's forwards for the rows of a step: the same number on every rank.
 
     Rows are dealt out in turn, so that ranks differ by at most one row a micro-batch; a rank without a row gets a
     batch of one unsupervised token, because its gradients must still be reduced.
@@ -115,7 +115,7 @@ def _joined(rows: list[list[tuple[np.ndarray, np.ndarray]]], width: int) -> Micr
 
 
 def prefetch(batches: Iterable[MicroBatch], device: torch.device | str, non_blocking: bool) -> Iterator[MicroBatch]:
-    """The batches on the device. On a GPU with `non_blocking`, each is copied from pinned memory on a stream of its own
+    """The batches on the device. On a GPU with `non_blocking`, each is copied from pinned memory on a second stream
     while the one before it is computed on."""
     device = torch.device(device)
     if device.type == "cpu" or not non_blocking:

@@ -183,7 +183,7 @@ def _fit(
     if data.truncation == "right" and any(label != IGNORE for label in truncated.labels):
         counts["truncated"] += 1
         return truncated
-    counts["dropped"] += 1  # too long, or cut off before the first token that is learned
+    counts["dropped"] += 1  # too long, or truncated before the first token that is learned
     return None
 
 

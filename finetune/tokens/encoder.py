@@ -56,7 +56,7 @@ class Encoder:
         return document
 
     def script(self, row: Mapping[str, Any], format: RowFormat) -> Script:
-        """The row's text and what of it is learned. Raises RowError."""
+        """The row's text and its learned spans. Raises RowError."""
         read = read_row(row, format)
         script = self._passage(read) if isinstance(read, Passage) else self._chat(read)
         if not script.learned:
@@ -80,7 +80,7 @@ class Encoder:
         return SamplePrompt(ids, text, None)
 
     def prompt_of(self, ids: np.ndarray, labels: np.ndarray) -> SamplePrompt:
-        """A document up to its last answer, and that answer. A text without a prompt is cut in its first half."""
+        """A document up to its last answer, and that answer. A text without a prompt is split in its first half."""
         learned = np.flatnonzero(labels != IGNORE)
         gaps = np.flatnonzero(np.diff(learned) > 1)
         start, end = int(learned[gaps[-1] + 1] if len(gaps) else learned[0]), int(learned[-1]) + 1
@@ -91,7 +91,7 @@ class Encoder:
         return SamplePrompt(prompt, self.texts.decode(prompt), reference)
 
     def identity(self) -> dict[str, str]:
-        """What tokens and masks follow from besides data and settings, each as a digest."""
+        """What else than data and settings decides tokens and masks, each as a digest."""
         self.texts.call([""])  # brings the backend's truncation and padding, which are part of its text, into one state
         parts = {
             "tokenizer": self._tokenizer.backend_tokenizer.to_str(),

@@ -1,8 +1,8 @@
 """Texts with marked spans to token ids and labels.
 
-Ordinary texts get the very tokens that the tokenizer makes of them. Two kinds are cut before they are tokenised: one
+Ordinary texts get the very tokens that the tokenizer makes of them. Two kinds are split before they are tokenised: one
 that spells a control token (it stays text), and an answer whose first characters would melt into the header's last
-token (the model is prompted with the header alone, so it must learn to go on from there).
+token (the model is prompted with the header alone, so it must learn to continue from there).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class TextTokenizer:
         return documents
 
     def call(self, texts: list[str], *, as_text: bool = False) -> Any:
-        """The tokenizer's answer for many texts: nothing added, nothing cut; `as_text`: control tokens are text."""
+        """The tokenizer's answer for many texts: nothing added or truncated; `as_text`: control tokens are text."""
         return self._tokenizer(
             texts,
             add_special_tokens=False,

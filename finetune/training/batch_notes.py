@@ -111,7 +111,7 @@ def beyond_positions(recipe: Recipe, prepared: Prepared, positions: int | None) 
 
 
 def positions_of(recipe: Recipe) -> int | None:
-    """The model's number of positions, with an extension of its own; None where its configuration has none."""
+    """The model's number of positions, its own extension included; None where its configuration has none."""
     section = recipe.model
     try:
         loaded: Any = AutoConfig.from_pretrained(

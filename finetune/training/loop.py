@@ -59,7 +59,7 @@ def optimizer_step(
     """Forward and backward of `micro_steps` micro-batches, one clip, one update.
 
     `supervised_tokens` is the step's count over all ranks, which each rank knows from the tokenised rows. Strategies
-    reduce gradients to a mean over ranks, hence the factor `num_processes`. `skip_gradient_sync` is entered for every
+    reduce gradients to a mean over ranks; `num_processes` undoes that. `skip_gradient_sync` is entered for every
     micro-batch but the last: a strategy that reduces once a step does not reduce there. One collective besides the
     strategy's own: loss, count and stop flag together. Raises NotFinite before the update if the loss or the gradient
     norm of any rank is not finite; under fp16 gradients may overflow until the loss scale has come down to 1, and the
@@ -251,7 +251,7 @@ class _Timed:
 
 
 def _step_seed(plan: BatchPlan, step: int) -> int:
-    """A seed for this step and rank; micro-steps add their index to it, so steps take seeds that are far apart."""
+    """A seed for this step and rank; micro-steps add their index to it, so two steps' seeds are far from each other."""
     return int(np.random.SeedSequence([plan.seed, step, plan.rank]).generate_state(1, np.uint64)[0] >> np.uint64(2))
 
 

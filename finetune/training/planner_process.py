@@ -1,4 +1,4 @@
-"""`finetune plan` of the run that is about to start, in a process of its own beside rank 0.
+"""`finetune plan` of the run that is about to start, in a second process on rank 0's machine.
 
 The planner creates and destroys process-wide state (Accelerate's, process groups, a fake device), so it cannot run
 inside a process that trains, and its seconds would be the user's. Rank 0 starts it before the process group, at the
@@ -24,7 +24,7 @@ from finetune.files import TEMPORARY_PREFIX
 from finetune.launch.launcher import environment_for_child
 
 RESULT_FILE = f"{TEMPORARY_PREFIX}plan.json"  # in the run's folder; should it stay behind, the next start deletes it
-PLANNER_SWITCH = "FINETUNE_PLANNER"  # off: no planner beside the run
+PLANNER_SWITCH = "FINETUNE_PLANNER"  # off: no planner during the run
 PLANNER_TIMEOUT = 60  # seconds to wait for its result when the run ends
 POLL_SECONDS = 0.05
 

@@ -103,7 +103,7 @@ class Trackers:
     @contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
         try:
-            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # trackio prints messages of its own
+            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # trackio prints its own messages
                 yield
         except Exception as error:  # trackers may raise anything
             self._open.pop(name, None)
@@ -135,7 +135,7 @@ def _saved_identities(folder: Path) -> dict[str, str]:
 
 
 class _TensorBoard:
-    """Event files beside the metrics."""
+    """Event files next to the metrics."""
 
     def __init__(self, run: _TrackedRun) -> None:
         # Steps after the checkpoint that a killed run resumes from are written again.

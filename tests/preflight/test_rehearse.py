@@ -225,7 +225,7 @@ class TestChanges:
         _, after, told = rehearsed(file, "data.train=[{path: someone/chats, weight: 2.0}]")
         assert after.data.train[0].path == "json"
         assert after.data.train[0].weight == 2.0
-        assert "data.train: data/sample_chat.jsonl in the place of someone/chats" in told
+        assert "data.train: data/sample_chat.jsonl instead of someone/chats" in told
 
     def test_a_schedule_shrinks_with_its_steps(self, tmp_path: Path) -> None:
         given = "training.lr_scheduler_kwargs={num_decay_steps: 100, decay_type: cosine}"
