@@ -32,12 +32,12 @@ def _traces(path: Path) -> bool:
 
 def _left_out(config: pytest.Config) -> list[str]:
     """What this pytest was asked for and leaves to another: tests that trace, where it was asked for others too."""
-    asked = {arg: (config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args}
-    if all(map(_traces, asked.values())):
+    paths = {arg: (config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args}
+    if all(map(_traces, paths.values())):
         return []
-    if any(TRACING.is_relative_to(path) and path != TRACING for path in asked.values()):
-        return [*filter(lambda arg: _traces(asked[arg]), asked), str(TRACING)]
-    return [arg for arg, path in asked.items() if _traces(path)]
+    if any(TRACING.is_relative_to(path) and path != TRACING for path in paths.values()):
+        return [*filter(lambda arg: _traces(paths[arg]), paths), str(TRACING)]
+    return [arg for arg, path in paths.items() if _traces(path)]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -78,11 +78,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         return
     options = [arg for arg in config.invocation_params.args if arg not in config.stash[ASKED]]
     print("\n\ntests that trace, in a process of their own:", flush=True)
-    done = subprocess.run([sys.executable, "-m", "pytest", *options, *files], cwd=config.invocation_params.dir)
-    if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+    process = subprocess.run([sys.executable, "-m", "pytest", *options, *files], cwd=config.invocation_params.dir)
+    if process.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     elif exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
-        session.exitstatus = done.returncode
+        session.exitstatus = process.returncode
 
 
 @pytest.fixture(scope="session")

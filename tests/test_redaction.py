@@ -49,7 +49,7 @@ SAMPLES: dict[str, tuple[list[str], list[str]]] = {
 def test_each_rule_has_samples() -> None:
     assert list(SAMPLES) == [kind for kind, _ in PATTERNS]
     assert len(SAMPLES) == len(PATTERNS) == 8
-    assert all(found and missed for found, missed in SAMPLES.values())
+    assert all(matching and missed for matching, missed in SAMPLES.values())
 
 
 @pytest.mark.parametrize("around", ["{}", "key: {}\n", '{{"key": "{}"}}', "({})"])

@@ -61,13 +61,13 @@ def blocks(language: str) -> list[str]:
 
 def commands() -> list[str]:
     """Each command once, without comments; those that continue on the next line as one."""
-    found: dict[str, None] = {}
+    result: dict[str, None] = {}
     for block in blocks("bash"):
         for line in block.replace("\\\n", " ").splitlines():
             for command in line.split(" && "):
                 if words := shlex.split(command, comments=True):
-                    found[shlex.join(words)] = None
-    return list(found)
+                    result[shlex.join(words)] = None
+    return list(result)
 
 
 def prefix(command: str, known: Any) -> str | None:
@@ -103,12 +103,12 @@ def test_is_understood(command: str) -> None:
             assert not word.startswith("recipes/") or list(ROOT.glob(word)), word
         assert prefix(command, [*RUN, *ELSEWHERE]), "is run nowhere"
     elif program == "accelerate":
-        asked = launch_command_parser().parse_args(words[1:])
-        check_trainer([asked.training_script, *asked.training_script_args])
-        assert asked.config_file is None or (ROOT / asked.config_file).is_file()
+        requested = launch_command_parser().parse_args(words[1:])
+        check_trainer([requested.training_script, *requested.training_script_args])
+        assert requested.config_file is None or (ROOT / requested.config_file).is_file()
     elif program == "torchrun":
-        given = torchrun_parser().parse_args(words)
-        check_trainer([given.training_script, *given.training_script_args])
+        arguments = torchrun_parser().parse_args(words)
+        check_trainer([arguments.training_script, *arguments.training_script_args])
     elif program == "srun":
         check_trainer(words[words.index("python") + 1 :])
     elif program == "pip":
@@ -144,9 +144,9 @@ def test_runs(command: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys
     words = ["recipes/quickstart.yaml" if word == "RECIPE" else word for word in words]
     assert main(words[1:]) == 0, capsys.readouterr().err
     if "merge" in command:
-        shown, told = ("\n".join(blocks("")).splitlines(), capsys.readouterr().out.splitlines())
-        assert [line for line in shown if "same top token" in line] == [
-            line for line in told if "same top token" in line
+        documented, printed = ("\n".join(blocks("")).splitlines(), capsys.readouterr().out.splitlines())
+        assert [line for line in documented if "same top token" in line] == [
+            line for line in printed if "same top token" in line
         ]
 
 
@@ -166,10 +166,10 @@ def test_longer_ones_run(command: str, tmp_path: Path) -> None:
     words = [str(ROOT / "recipes/llama3_fsdp.yaml") if word == "RECIPE" else word for word in shlex.split(command)]
     for name in ("recipes", "accelerate_configs", "data", "finetune"):
         (tmp_path / name).symlink_to(ROOT / name)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "finetune.cli.main", *words[1:]], cwd=tmp_path, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def test_the_guides_line_loads_the_adapter(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

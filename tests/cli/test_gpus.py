@@ -82,15 +82,15 @@ def config(tmp_path: Path) -> str:
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[Gpus | None]:
     """The GPUs that the planner is asked about; it says of each recipe that it does not fit."""
-    asked: list[Gpus | None] = []
+    calls: list[Gpus | None] = []
 
     def plan(recipe: Recipe, gpus: Gpus | None, *, must_fit: bool = False) -> None:
-        asked.append(gpus)
+        calls.append(gpus)
         raise DoesNotFit("too large", 10**15)
 
     monkeypatch.setattr(command, "plan_by_trace", plan)
     monkeypatch.setattr(command, "unsupported", lambda *_: "traced")
-    return asked
+    return calls
 
 
 @pytest.mark.parametrize("text", FORMS_OF)
@@ -155,9 +155,9 @@ def test_what_is_refused_is_refused_in_one_line_by_every_verb(text: str, config:
     lines = set()
     for words in VERBS.values():
         assert main([*words(config), "--gpus", text]) == 2
-        told = capsys.readouterr()
-        assert told.out == ""
-        lines.add(told.err)
+        output = capsys.readouterr()
+        assert output.out == ""
+        lines.add(output.err)
     (line,) = lines
     assert line.startswith("--gpus: ")
     assert line.endswith(f"{FORMS}\n")

@@ -108,9 +108,9 @@ def test_a_broken_recipe_does_not_hide_the_others(
     (folder / "mine.yaml").write_text("learning_rte: 1\n", "utf-8")
     monkeypatch.setattr(recipe_list.find_recipes, "__defaults__", (None, None, folder))
     assert main(["list", "--gpus", "8GB"]) == 0
-    said = capsys.readouterr()
-    assert said.out.count("\n") == 1 + 2 * 2
-    assert re.fullmatch(r".*mine\.yaml: left out, finetune check finds \d mistakes? in it\n", said.err)
+    output = capsys.readouterr()
+    assert output.out.count("\n") == 1 + 2 * 2
+    assert re.fullmatch(r".*mine\.yaml: left out, finetune check finds \d mistakes? in it\n", output.err)
 
 
 def test_an_installed_package_without_recipes_says_so(tmp_path: Path) -> None:
@@ -120,18 +120,18 @@ def test_an_installed_package_without_recipes_says_so(tmp_path: Path) -> None:
 
 def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--gpus", "2x24GB", "--model", "8b", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"]
-    first = told["recipes"][0]
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"]
+    first = result["recipes"][0]
     assert first["budget"] == {"gpus": 2, "gpu_memory_gb": 24.0, "nodes": 1}
     assert set(first) == {"name", "path", "model", "method", "strategy", "budget", "purpose"}
     assert Path(first["path"]).is_file()
     assert main(["list", "--gpus", "2y24", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["exit_code"] == 2
     assert main(["list", "--model", "13b", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["recipes"] == []
-    assert told["hint"].startswith("no recipe for a model called 13b")
+    result = json.loads(capsys.readouterr().out)
+    assert result["recipes"] == []
+    assert result["hint"].startswith("no recipe for a model called 13b")
 
 
 def test_the_table_fits_a_terminal_and_is_aligned() -> None:
@@ -155,5 +155,5 @@ def test_a_header_without_a_purpose_is_no_mistake() -> None:
 
 def test_listing_imports_no_torch() -> None:
     program = "import sys; from finetune.cli.main import main; main(['list', '--json']); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "False"
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines()[-1] == "False"

@@ -61,13 +61,13 @@ def test_bad_data(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     file = write_bad_file(case, tmp_path)
     mistakes = mistakes_of(case, file)
     assert len(mistakes) <= 3, mistakes
-    wanted = [mistake for mistake in mistakes if mistake.startswith(f"{file}:{case['at']}: ")]
-    assert wanted, f"none names line {case['at']}: {mistakes}"
-    said = wanted[0].removeprefix(f"{file}:{case['at']}: ")
-    assert case["says"] in said, said
-    assert "\n" not in said
-    assert len(said) <= 240
-    assert "; " in said, f"no remedy: {said}"
+    expected = [mistake for mistake in mistakes if mistake.startswith(f"{file}:{case['at']}: ")]
+    assert expected, f"none names line {case['at']}: {mistakes}"
+    message = expected[0].removeprefix(f"{file}:{case['at']}: ")
+    assert case["says"] in message, message
+    assert "\n" not in message
+    assert len(message) <= 240
+    assert "; " in message, f"no remedy: {message}"
     assert not list((tmp_path / "cache").glob("tokens/*/"))
 
 
@@ -85,9 +85,9 @@ def test_the_check_imports_neither_torch_nor_transformers(tmp_path: Path) -> Non
         "try: check_rows(data)\n"
         "except Exception as error: print(json.dumps([str(error), sorted(sys.modules)]))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    said, modules = json.loads(done.stdout)
-    assert said == f"{rows}:1: text is empty; give it a text, or remove the row"
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    message, modules = json.loads(process.stdout)
+    assert message == f"{rows}:1: text is empty; give it a text, or remove the row"
     heavy = {"torch", "transformers", "datasets", "tokenizers", "pyarrow", "accelerate", "peft"}
     assert not heavy & set(modules)
 
@@ -101,11 +101,11 @@ def test_all_mistakes_up_to_twenty_are_named(tmp_path: Path) -> None:
     data = Data.model_validate({"train": entries, "eval": [missing]})
     with pytest.raises(DataError) as raised:
         check_rows(data)
-    *shown, last = raised.value.mistakes
-    assert len(shown) == 20
+    *named, last = raised.value.mistakes
+    assert len(named) == 20
     assert last == "and 8 more"
-    assert shown[14].startswith(f"{first}:15: ")
-    assert shown[15].startswith(f"{second}:2: ")
+    assert named[14].startswith(f"{first}:15: ")
+    assert named[15].startswith(f"{second}:2: ")
     recipe = Recipe.model_validate({"model": {"name_or_path": "none"}, "data": data.model_dump()})
     with pytest.raises(DataError) as prepared:
         prepare(recipe, tokenizer_of("llama3"))

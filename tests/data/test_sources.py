@@ -20,8 +20,8 @@ def source(**entry: Any) -> Source:
     return resolve(DataSet.model_validate(entry))
 
 
-def texts(found: Source) -> list[str]:
-    rows = list(found.rows())
+def texts(data: Source) -> list[str]:
+    rows = list(data.rows())
     assert not [row.problem for row in rows if row.problem]
     return [row.values["text"] for row in rows if row.values]
 
@@ -57,9 +57,9 @@ def test_a_json_array_larger_than_the_reading_window(tmp_path: Path) -> None:
     words = [("é" * 70_000) + str(index) for index in range(7)]
     file = tmp_path / "a.json"
     file.write_text(json.dumps([{"text": word} for word in words], indent=2, ensure_ascii=False))
-    found = source(path="json", data_files=str(file))
-    assert texts(found) == words
-    assert [row.line for row in found.rows()] == [2 + 3 * index for index in range(7)]
+    data = source(path="json", data_files=str(file))
+    assert texts(data) == words
+    assert [row.line for row in data.rows()] == [2 + 3 * index for index in range(7)]
 
 
 def test_several_files_and_patterns(tmp_path: Path) -> None:
@@ -123,11 +123,11 @@ def test_data_sets_that_the_library_loads(tmp_path: Path, monkeypatch: pytest.Mo
     """A Hub data set goes through `datasets`; a file:// address stands for it here."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     file = write(tmp_path / "a.jsonl", "a", "b")
-    found = source(path="json", data_files=f"file://{file}")
-    assert found.kind == "hub"
-    assert texts(found) == ["a", "b"]
-    assert [row.place for row in found.rows()] == ["json:1", "json:2"]
-    key = found.key()
+    data = source(path="json", data_files=f"file://{file}")
+    assert data.kind == "hub"
+    assert texts(data) == ["a", "b"]
+    assert [row.place for row in data.rows()] == ["json:1", "json:2"]
+    key = data.key()
     assert key["fingerprint"], "datasets no longer names the fingerprint of a data set"
     assert source(path="json", data_files=f"file://{file}").key() == key
 

@@ -46,9 +46,9 @@ def greedy() -> GenerationSettings:
 
 def talk(session: ChatSession, *lines: str, settings: GenerationSettings | None = None) -> list[str]:
     """What is said besides the streamed answers."""
-    said: list[str] = []
-    chat_loop(session, lines, "both", settings or greedy(), said.append)
-    return said
+    printed: list[str] = []
+    chat_loop(session, lines, "both", settings or greedy(), printed.append)
+    return printed
 
 
 def generated(model: Any) -> str:
@@ -58,8 +58,8 @@ def generated(model: Any) -> str:
         [{"role": "user", "content": ASKED}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     with torch.no_grad():
-        found = model.generate(**prompt, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=2)
-    return str(tokenizer.decode(found[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
+        tokens = model.generate(**prompt, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=2)
+    return str(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
 
 
 @pytest.mark.parametrize("lora", [{}, {"init_lora_weights": "pissa"}], ids=["lora", "pissa"])
@@ -67,10 +67,10 @@ def test_base_and_tuned_are_what_the_libraries_load(tmp_path: Path, tiny_llama: 
     run = finished_run(tmp_path, tiny_llama, lora=lora)
     answers = answers_to(open_run(run), [ASKED], "both", greedy())
     base = AutoModelForCausalLM.from_pretrained(tiny_llama).eval()
-    wanted = [generated(base)]
-    wanted.append(generated(PeftModel.from_pretrained(base, str(run / "adapter")).eval()))
-    assert [(line["who"], line["answer"]) for line in answers] == list(zip(("base", "tuned"), wanted, strict=True))
-    assert wanted[0] != wanted[1]
+    expected = [generated(base)]
+    expected.append(generated(PeftModel.from_pretrained(base, str(run / "adapter")).eval()))
+    assert [(line["who"], line["answer"]) for line in answers] == list(zip(("base", "tuned"), expected, strict=True))
+    assert expected[0] != expected[1]
 
 
 def test_all_weights(tmp_path: Path, tiny_llama: Path) -> None:
@@ -88,14 +88,14 @@ def test_a_quantised_base_is_quantised_again(tmp_path: Path, tiny_llama: Path) -
 
 
 def test_who_answers_and_who_remembers(session: ChatSession, capsys: pytest.CaptureFixture[str]) -> None:
-    said = talk(session, ASKED, "/tuned", "why", "/base", "", "/both", "/reset")
-    assert [line.strip() for line in said] == ["base:", "tuned:", "tuned:", "forgotten"]
+    answers = talk(session, ASKED, "/tuned", "why", "/base", "", "/both", "/reset")
+    assert [line.strip() for line in answers] == ["base:", "tuned:", "tuned:", "forgotten"]
     assert session.base.history == session.tuned.history == []
     talk(session, "/tuned", ASKED)
     assert [turn["role"] for turn in session.tuned.history] == ["user", "assistant"]
     assert session.base.history == []
-    shown = talk(session, "/history")
-    assert shown == [f"you: {ASKED}\ntuned: {session.tuned.history[1]['content']}"]
+    history = talk(session, "/history")
+    assert history == [f"you: {ASKED}\ntuned: {session.tuned.history[1]['content']}"]
     assert capsys.readouterr().out
 
 
@@ -201,15 +201,15 @@ def test_typed_lines_end_with_the_input(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_verb(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["chat", str(run), "--prompt", ASKED, "--max-new-tokens", "6", "--temperature", "1.5", "--seed", "7"]
     assert main([*words, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [line["who"] for line in told["answers"]] == ["base", "tuned"]
+    result = json.loads(capsys.readouterr().out)
+    assert [line["who"] for line in result["answers"]] == ["base", "tuned"]
     assert main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == told
+    assert json.loads(capsys.readouterr().out) == result
     assert main([*words, "--who", "tuned"]) == 0
-    shown = capsys.readouterr().out
-    assert "tuned:" in shown
-    assert "base:" not in shown
-    assert told["answers"][1]["answer"] in shown
+    output = capsys.readouterr().out
+    assert "tuned:" in output
+    assert "base:" not in output
+    assert result["answers"][1]["answer"] in output
     assert main(["chat", str(run), "--who", "nobody"]) == 2
     assert main(["chat", str(tmp_path), "--prompt", ASKED]) == 2
     assert "not a run folder" in capsys.readouterr().err

@@ -50,24 +50,24 @@ def test_the_figures_of_the_training_come_again(
     assert train([str(recipe(tmp_path, tiny_llama, chats)), *overrides]) == 0
     capsys.readouterr()
     assert main(["eval", str(tmp_path / "run"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["held_out"]
+    actual = json.loads(capsys.readouterr().out)["held_out"]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
     before, after = [line for line in lines if line["kind"] == "eval"]
-    assert found["tuned"]["loss"] == pytest.approx(after["loss"], rel=1e-6)
-    assert found["recorded"] == after["loss"]
+    assert actual["tuned"]["loss"] == pytest.approx(after["loss"], rel=1e-6)
+    assert actual["recorded"] == after["loss"]
     # What PiSSA and OLoRA train begins a rounding away from the base; over 4 bits, a second one.
     rounding = 1e-2 if "olora" in str(overrides) else 1e-6
-    assert found["base"]["loss"] == pytest.approx(before["loss"], rel=rounding)
-    assert found["base"]["loss"] > found["tuned"]["loss"] + 1e-3
-    assert found["tuned"]["perplexity"] == pytest.approx(math.exp(after["loss"]))
-    assert found["documents"] == 4
+    assert actual["base"]["loss"] == pytest.approx(before["loss"], rel=rounding)
+    assert actual["base"]["loss"] > actual["tuned"]["loss"] + 1e-3
+    assert actual["tuned"]["perplexity"] == pytest.approx(math.exp(after["loss"]))
+    assert actual["documents"] == 4
 
 
 def test_the_mean_is_over_tokens(tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Against plain transformers, one document at a time: a mean of documents' means would be another number."""
     run = finished_run(tmp_path, tiny_llama, lora=None)
     assert main(["eval", str(run), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["held_out"]
+    actual = json.loads(capsys.readouterr().out)["held_out"]
     from finetune.model.build import load_tokenizer
     from finetune.recipe.loader import recipe_from_resolved
     from finetune.tokens.dataset import prepare
@@ -82,8 +82,8 @@ def test_the_mean_is_over_tokens(tmp_path: Path, tiny_llama: Path, capsys: pytes
             mean = float(model(input_ids=ids, labels=labels, use_cache=False).loss)
         learned = int((labels[:, 1:] != -100).sum())
         sums, tokens, means = sums + mean * learned, tokens + learned, [*means, mean]
-    assert found["tokens"] == tokens
-    assert found["tuned"]["loss"] == pytest.approx(sums / tokens, rel=1e-5)
+    assert actual["tokens"] == tokens
+    assert actual["tuned"]["loss"] == pytest.approx(sums / tokens, rel=1e-5)
     assert abs(sums / tokens - sum(means) / len(means)) > 1e-4 * sums / tokens
 
 
@@ -128,10 +128,10 @@ def test_a_task_of_ones_own(tmp_path: Path, tiny_llama: Path, capsys: pytest.Cap
     run, folder = finished_run(tmp_path, tiny_llama), local_task(tmp_path / "tasks")
     words = ["eval", str(run), "--tasks", "boat_or_bridge", "--include", str(folder)]
     assert main([*words, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["held_out"]["documents"] > 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["held_out"]["documents"] > 0
     for which in ("base", "tuned"):
-        assert told["tasks"][which]["boat_or_bridge"]["acc"] == pytest.approx(by_hand(run, folder, which))
+        assert result["tasks"][which]["boat_or_bridge"]["acc"] == pytest.approx(by_hand(run, folder, which))
     assert main([*words, "--limit", "2"]) == 0
     assert "boat_or_bridge" in capsys.readouterr().out
     assert main(["eval", str(run), "--tasks", "no_such_task_anywhere"]) == 2
@@ -155,10 +155,10 @@ def by_hand(run: Path, folder: Path, which: str) -> float:
             sums = []
             for choice in row["choices"]:
                 prompt = tokenizer(row["question"], add_special_tokens=False)["input_ids"]
-                whole = tokenizer(f"{row['question']} {choice}", add_special_tokens=False)["input_ids"]
+                tokens = tokenizer(f"{row['question']} {choice}", add_special_tokens=False)["input_ids"]
                 with torch.no_grad():
-                    logits = model(input_ids=torch.tensor([whole]), use_cache=False).logits.log_softmax(-1)
-                sums.append(sum(float(logits[0, at - 1, whole[at]]) for at in range(len(prompt), len(whole))))
+                    logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits.log_softmax(-1)
+                sums.append(sum(float(logits[0, at - 1, tokens[at]]) for at in range(len(prompt), len(tokens))))
             right.append(max(range(2), key=lambda index: sums[index]) == row["answer"])
         return sum(right) / len(right)
     raise AssertionError(which)

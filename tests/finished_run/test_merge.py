@@ -68,8 +68,8 @@ def plain(folder: Path) -> Any:
 def logits(model: nn.Module) -> torch.Tensor:
     ids = torch.arange(3, 163).reshape(4, 40)
     with torch.no_grad():
-        found: torch.Tensor = model(input_ids=ids, use_cache=False).logits
-    return found
+        result: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return result
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
@@ -80,10 +80,10 @@ def test_the_merged_model_is_the_adapter_beside_its_base(
 ) -> None:
     run = finished_run(tmp_path, bases[kind], lora=METHODS[method])
     facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
-    beside = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases[kind]), str(run / "adapter")).eval()
-    wanted, found = logits(beside), logits(plain(run / "merged"))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(wanted, logits(plain(bases[kind])), rtol=1e-2, atol=1e-2)
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases[kind]), str(run / "adapter")).eval()
+    expected, actual = logits(adapted), logits(plain(run / "merged"))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(expected, logits(plain(bases[kind])), rtol=1e-2, atol=1e-2)
     agreed = facts["agreement"]["candidates"]["own"]
     assert agreed["top1"] == 1.0
     assert agreed["kl"] < 1e-8
@@ -145,8 +145,8 @@ def test_rounded_weights_agree_less_and_are_told_so(run: Path, capsys: pytest.Ca
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert AutoTokenizer.from_pretrained(run / "merged").chat_template
-    lost = facts | {"agreement": facts["agreement"] | {"base": rounded}}
-    assert "100% of what the adapter changed is lost in bfloat16" in in_words(lost)
+    worse = facts | {"agreement": facts["agreement"] | {"base": rounded}}
+    assert "100% of what the adapter changed is lost in bfloat16" in in_words(worse)
     assert "is lost" not in in_words(facts)
 
 
@@ -165,25 +165,25 @@ def test_what_bfloat16_could_not_hold_is_added_in_float32(tmp_path: Path) -> Non
         change = 2.0 * adapter[f"{layer}.lora_B.weight"] @ adapter[f"{layer}.lora_A.weight"]
         name = f"{layer.removeprefix('base_model.model.')}.weight"
         weight = base[name].float()
-        kept = (weight + change).bfloat16() == base[name]
-        assert kept.float().mean() > 0.95, "the change is too large for this test"
+        unchanged = (weight + change).bfloat16() == base[name]
+        assert unchanged.float().mean() > 0.95, "the change is too large for this test"
         torch.testing.assert_close(merged[name] - weight, change, rtol=0, atol=1e-7)
         assert change.abs().max() > 5e-6
 
 
 def test_the_verb_shows_a_table(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["merge", str(run), "--verify", "2"]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"[\d,]+ answer tokens of 2 held-out documents, computed in float32:\n", shown)
-    assert re.search(r"^merged +100\.00% +\d\.\d\de-\d\d +\d\.\d\de-\d\d +\d\.\d{4}$", shown, re.MULTILINE)
-    assert re.search(r"^the base +\d+\.\d\d% ", shown, re.MULTILINE)
+    output = capsys.readouterr().out
+    assert re.search(r"[\d,]+ answer tokens of 2 held-out documents, computed in float32:\n", output)
+    assert re.search(r"^merged +100\.00% +\d\.\d\de-\d\d +\d\.\d\de-\d\d +\d\.\d{4}$", output, re.MULTILINE)
+    assert re.search(r"^the base +\d+\.\d\d% ", output, re.MULTILINE)
     assert main(["merge", str(run), "--verify", "0"]) == 0
     assert "not compared with the adapter" in capsys.readouterr().out
 
 
 def test_many_shards_are_one_model(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     merge_run(run, dtype=None, base=None, prompts=0, log=print)
-    whole = plain(run / "merged").state_dict()
+    one_shard = plain(run / "merged").state_dict()
     monkeypatch.setattr(merge, "SHARD_BYTES", 100_000)
     facts = merge_run(run, dtype=None, base=None, prompts=2, log=print)
     files = sorted((run / "merged").glob("*.safetensors"))
@@ -199,8 +199,8 @@ def test_many_shards_are_one_model(run: Path, monkeypatch: pytest.MonkeyPatch) -
     assert sorted(sizes)[-1] == embeddings
     assert sorted(sizes)[-2] <= 100_000
     again = plain(run / "merged").state_dict()
-    assert whole.keys() == again.keys()
-    assert all(whole[name].equal(again[name]) for name in whole)
+    assert one_shard.keys() == again.keys()
+    assert all(one_shard[name].equal(again[name]) for name in one_shard)
 
 
 def test_what_cannot_be_merged_is_one_line(tmp_path: Path, bases: dict[str, Path], run: Path) -> None:
@@ -227,12 +227,12 @@ def test_what_cannot_be_merged_is_one_line(tmp_path: Path, bases: dict[str, Path
 
 
 def test_agreement_by_hand() -> None:
-    wanted = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
-    found = torch.tensor([[0.0, 0.0], [0.5, 1.0]])
+    expected = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+    actual = torch.tensor([[0.0, 0.0], [0.5, 1.0]])
     sums = Agreement()
-    sums.add(wanted, found, torch.tensor([0, 1]))
+    sums.add(expected, actual, torch.tensor([0, 1]))
     figures = sums.as_json()
-    p, q = wanted.softmax(-1), found.softmax(-1)
+    p, q = expected.softmax(-1), actual.softmax(-1)
     assert figures["kl"] == pytest.approx(float((p * (p / q).log()).sum(-1).mean()))
     assert figures["loss"] == pytest.approx(float(-(q[0, 0].log() + q[1, 1].log()) / 2))
     assert figures["largest_logit_difference"] == 2.0
@@ -258,10 +258,10 @@ def test_layers_compute_in_float32_and_are_as_before_afterwards() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     wide = tiny_model().bfloat16().float().eval()
     with computing_in_float32(model):
-        found = logits(model)
+        actual = logits(model)
         assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert torch.equal(found, logits(wide))
-    assert not torch.equal(logits(model).float(), found)
+    assert torch.equal(actual, logits(wide))
+    assert not torch.equal(logits(model).float(), actual)
     after = model.state_dict()
     assert all(value.equal(after[name]) and value.dtype == after[name].dtype for name, value in before.items())
 
@@ -291,12 +291,12 @@ def test_one_shard_and_one_layer_are_held(tmp_path: Path, kind: str, sections: d
     # glibc keeps what is freed of blocks up to a size that grows; so it gives all of them back.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072", "PYTHONPATH": str(ROOT)}
     words = [sys.executable, str(ROOT / "tests" / "merge_memory.py"), str(run), "float32", "40000000", kind]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=300)
-    held = json.loads(done.stdout)
-    print(held)
-    assert held["model"] > 8 * held["shard"]
-    assert held["held"] < held["shard"] + layers * held["layer"]
-    assert held["held"] > held["shard"] / 2  # else the watching saw nothing
+    process = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    sizes = json.loads(process.stdout)
+    print(sizes)
+    assert sizes["model"] > 8 * sizes["shard"]
+    assert sizes["held"] < sizes["shard"] + layers * sizes["layer"]
+    assert sizes["held"] > sizes["shard"] / 2  # else the watching saw nothing
 
 
 def test_a_base_in_many_files_and_its_config_as_it_stands(tmp_path: Path, bases: dict[str, Path]) -> None:
@@ -341,9 +341,9 @@ def test_a_base_on_the_hub_is_fetched(tmp_path: Path, tiny_llama: Path, monkeypa
             "PYTHONPATH": str(ROOT),
         }
         words = [sys.executable, "-m", "finetune.cli.main", "merge", str(run), "--verify", "2", "--json"]
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert json.loads(done.stdout)["agreement"]["candidates"]["own"]["top1"] == 1.0
+        process = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
+        assert process.returncode == 0, process.stdout + process.stderr
+        assert json.loads(process.stdout)["agreement"]["candidates"]["own"]["top1"] == 1.0
     del environment["HF_ENDPOINT"]
     again = subprocess.run([*words[:-3], "--verify", "0"], env=environment | {"HF_HUB_OFFLINE": "1"}, timeout=200)
     assert again.returncode == 0  # from the cache

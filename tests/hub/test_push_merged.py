@@ -37,19 +37,19 @@ def test_the_merged_model_arrives_whole(
     assert main([*words, "--json"]) == 0
     pushed = json.loads(capsys.readouterr().out)
     assert "--merged" in pushed["command"]
-    there = set(hub.repository("me/merged").files())
-    assert there >= {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "recipe.yaml"}
-    assert not any(name.startswith(("adapter", "merge.json")) for name in there)
+    remote = set(hub.repository("me/merged").files())
+    assert remote >= {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "recipe.yaml"}
+    assert not any(name.startswith(("adapter", "merge.json")) for name in remote)
     folder = tmp_path / "fetched"
     folder.mkdir()
-    for name in there:
+    for name in remote:
         (folder / name).write_bytes(hub.content("me/merged", name))
     ids = AutoTokenizer.from_pretrained(folder)("a river carries the small boat", return_tensors="pt")
     with torch.no_grad():
-        arrived, here = (
+        arrived, local = (
             AutoModelForCausalLM.from_pretrained(path, dtype="auto")(**ids).logits for path in (folder, run / "merged")
         )
-    assert torch.equal(arrived, here)
+    assert torch.equal(arrived, local)
     card = ModelCard(hub.content("me/merged", "README.md").decode())
     assert (card.data.library_name, card.data.base_model) == ("transformers", "acme/tiny-llama")
     assert card.data.to_dict()["base_model_relation"] == "finetune"
@@ -69,9 +69,9 @@ def test_the_card_tells_of_the_agreement(tmp_path: Path, tiny_llama: Path) -> No
     assert main(["merge", str(run), "--verify", "0"]) == 0
     card = prepare_upload(run, Destination("me/merged", base="acme/tiny-llama", merged=True)).card
     assert "the merged weights (float32) were not compared with it" in card
-    beside = prepare_upload(run, Destination("me/devils", base="acme/tiny-llama"))
-    assert "merged" not in beside.card
-    assert {"adapter_model.safetensors"} == {file.path for file in beside.files if file.path.endswith(".safetensors")}
+    adapter = prepare_upload(run, Destination("me/devils", base="acme/tiny-llama"))
+    assert "merged" not in adapter.card
+    assert {"adapter_model.safetensors"} == {file.path for file in adapter.files if file.path.endswith(".safetensors")}
 
 
 def test_all_weights_have_nothing_to_merge(tmp_path: Path, tiny_llama: Path) -> None:

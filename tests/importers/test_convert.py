@@ -56,8 +56,8 @@ def imported(tmp_path: Path, values: Values, *, gpus: str | None = None, tool: s
     return convert(file, tool=known_tool(tool), gpus=gpus)
 
 
-def value(made: Imported, key: str) -> Any:
-    return made.carried[key][0] if key in made.carried else ABSENT
+def value(result: Imported, key: str) -> Any:
+    return result.carried[key][0] if key in result.carried else ABSENT
 
 
 def test_as_many_real_configurations_as_promised() -> None:
@@ -70,16 +70,16 @@ def test_a_real_configuration_becomes_this_recipe(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example = EXAMPLES[name]
-    made = imported(tmp_path, example.values, gpus=example.gpus)
-    assert made.tool == example.tool, "found by its keys"
-    assert {key: value(made, key) for key in example.recipe} == example.recipe
+    result = imported(tmp_path, example.values, gpus=example.gpus)
+    assert result.tool == example.tool, "found by its keys"
+    assert {key: value(result, key) for key in example.recipe} == example.recipe
     levels: dict[str, set[str]] = {"differs": set(), "look": set(), "same": set()}
-    for entry in made.left_out:
+    for entry in result.left_out:
         levels[entry.level].add(entry.key)
     assert levels["differs"] == example.differs
     assert levels["look"] == example.look
     file = tmp_path / "ours.yaml"
-    file.write_text(made.text, "utf-8")
+    file.write_text(result.text, "utf-8")
     assert main(["check", str(file)]) == 0, capsys.readouterr().err
 
 
@@ -95,21 +95,21 @@ def leaves(values: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_nothing_that_they_say_is_dropped(name: str, tmp_path: Path) -> None:
     example = EXAMPLES[name]
-    whole = imported(tmp_path, example.values, gpus=example.gpus).text
-    seen = 0
+    full_text = imported(tmp_path, example.values, gpus=example.gpus).text
+    checked = 0
     for path in leaves(example.values):
         without = copy.deepcopy(example.values)
         holder: Any = without
         for part in path[:-1]:
             holder = holder[part]
-        said, name = holder.pop(path[-1]), next(str(part) for part in reversed(path) if isinstance(part, str))
+        dropped, name = holder.pop(path[-1]), next(str(part) for part in reversed(path) if isinstance(part, str))
         try:
             shorter = imported(tmp_path, without, gpus=example.gpus, tool=example.tool).text
         except RecipeError:
             continue  # there is no recipe without it
-        seen += 1
-        assert shorter != whole or said in SO_ANYWAY.get(name, ()), f"{path} leaves no trace"
-    assert seen >= 3
+        checked += 1
+        assert shorter != full_text or dropped in SO_ANYWAY.get(name, ()), f"{path} leaves no trace"
+    assert checked >= 3
 
 
 @pytest.mark.slow
@@ -145,8 +145,8 @@ def test_the_defaults_written_out_are_those_of_the_installed_libraries() -> None
     from transformers import TrainingArguments
     from trl import ModelConfig, SFTConfig
 
-    ours = {name: TrainingArguments.__dataclass_fields__[name].default for name in hf_trainer.DEFAULTS}
-    assert ours == hf_trainer.DEFAULTS
+    installed = {name: TrainingArguments.__dataclass_fields__[name].default for name in hf_trainer.DEFAULTS}
+    assert installed == hf_trainer.DEFAULTS
     both = {**ModelConfig.__dataclass_fields__, **SFTConfig.__dataclass_fields__}
     assert {name: both[name].default for name in trl.DEFAULTS} == trl.DEFAULTS
 
@@ -177,10 +177,10 @@ def test_the_installed_libraries_still_have_their_keys(tool: str) -> None:
     names = {name for kind in kinds for name in kind.__dataclass_fields__}
     lines = [known for known in known_keys() if known.tool == tool]
     assert len(lines) > 10
-    gone = [
+    missing = [
         known.key for known in lines if not any(known.matches(name) or known.matches(f"{name}.x") for name in names)
     ]
-    assert gone == []
+    assert missing == []
 
 
 @pytest.mark.slow
@@ -189,14 +189,14 @@ def test_every_argument_of_the_installed_trl_is_read_or_has_its_reason(tmp_path:
 
     names = {name for kind in (SFTConfig, ModelConfig, ScriptArguments) for name in kind.__dataclass_fields__}
     assert len(names) > 120
-    made = imported(tmp_path, TRL_SHORT)
+    result = imported(tmp_path, TRL_SHORT)
     unknown = set()
     for name in sorted(names - set(TRL_SHORT)):
         try:
-            made = imported(tmp_path, TRL_SHORT | {name: "7"}, tool="trl")
+            result = imported(tmp_path, TRL_SHORT | {name: "7"}, tool="trl")
         except RecipeError:
             continue  # read, and no number
-        unknown |= {entry.key for entry in made.left_out if entry.reason == UNKNOWN}
+        unknown |= {entry.key for entry in result.left_out if entry.reason == UNKNOWN}
     assert unknown == set()
 
 
@@ -225,30 +225,30 @@ def test_every_argument_of_the_installed_trl_is_read_or_has_its_reason(tmp_path:
     ],
 )
 def test_the_strategy(gpus: str, said: Values, expected: str, tmp_path: Path) -> None:
-    made = imported(tmp_path, FACTORY_LLAMA | said, gpus=gpus)
-    assert value(made, "accelerate_config") == expected
+    result = imported(tmp_path, FACTORY_LLAMA | said, gpus=gpus)
+    assert value(result, "accelerate_config") == expected
 
 
 def test_a_deepspeed_file_that_is_here_is_read(tmp_path: Path) -> None:
     settings = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     (tmp_path / "mine.json").write_text(json.dumps(settings))
-    made = imported(tmp_path, FACTORY_LLAMA | {"deepspeed": "mine.json"}, gpus="4x80GB")
-    assert value(made, "accelerate_config") == "zero2_offload"
-    assert "deepspeed" not in {entry.key for entry in made.left_out}
+    result = imported(tmp_path, FACTORY_LLAMA | {"deepspeed": "mine.json"}, gpus="4x80GB")
+    assert value(result, "accelerate_config") == "zero2_offload"
+    assert "deepspeed" not in {entry.key for entry in result.left_out}
 
 
 def test_llama_factorys_list_of_data_sets_is_read(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    known = {
+    listed = {
         "identity": {"file_name": "identity.json"},
         "alpaca_en_demo": {"hf_hub_url": "org/chats", "formatting": "sharegpt", "columns": {"messages": "messages"}},
     }
-    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(known))
-    made = imported(tmp_path, FACTORY_LLAMA)
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(listed))
+    result = imported(tmp_path, FACTORY_LLAMA)
     files = {"path": "json", "data_files": "data/identity.json", "split": "train[:1000]", "format": "alpaca"}
     chats = {"path": "org/chats", "split": "train[:1000]", "format": "messages"}
-    assert value(made, "data.train") == [files, chats]
-    assert "dataset" not in {entry.key for entry in made.left_out}
+    assert value(result, "data.train") == [files, chats]
+    assert "dataset" not in {entry.key for entry in result.left_out}
 
 
 @pytest.mark.parametrize(
@@ -311,11 +311,11 @@ def test_a_mistake_is_one_line(
     file = tmp_path / "theirs.yaml"
     file.write_text(yaml.safe_dump(values | said))
     assert main(["import", str(file)]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert text in told.err
-    assert str(file) in told.err
-    assert len(told.err.splitlines()) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert text in output.err
+    assert str(file) in output.err
+    assert len(output.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1\n", "", "a: 1\na: 2\n"])
@@ -333,22 +333,22 @@ def test_json_is_one_object_with_the_whole_account(tmp_path: Path, capsys: pytes
     file = tmp_path / "theirs.yaml"
     file.write_text(yaml.safe_dump(AXOLOTL_FULL))
     assert main(["import", str(file), "--gpus", "4x80GB", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["tool"] == "axolotl"
-    assert told["carried"]["training.global_batch_size"]["value"] == 32
-    assert {"key", "value", "level", "reason"} == set(told["left_out"][0])
+    result = json.loads(capsys.readouterr().out)
+    assert result["tool"] == "axolotl"
+    assert result["carried"]["training.global_batch_size"]["value"] == 32
+    assert {"key", "value", "level", "reason"} == set(result["left_out"][0])
 
 
 def test_the_written_recipe_replaces_only_one_of_its_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, ours = tmp_path / "theirs.yaml", tmp_path / "mine.yaml"
+    file, recipe = tmp_path / "theirs.yaml", tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(TRL_SHORT))
     for _ in range(2):
-        assert main(["import", str(file), "-o", str(ours)]) == 0
+        assert main(["import", str(file), "-o", str(recipe)]) == 0
     assert "completion_only_loss" in capsys.readouterr().out
-    assert load_recipe(ours).recipe.training.learning_rate == 0.0001
-    ours.write_text("# my own\n")
-    assert main(["import", str(file), "-o", str(ours)]) == 2
-    assert ours.read_text() == "# my own\n"
+    assert load_recipe(recipe).recipe.training.learning_rate == 0.0001
+    recipe.write_text("# my own\n")
+    assert main(["import", str(file), "-o", str(recipe)]) == 2
+    assert recipe.read_text() == "# my own\n"
 
 
 def test_quantised_weights_fit_the_strategy(tmp_path: Path) -> None:
@@ -357,8 +357,8 @@ def test_quantised_weights_fit_the_strategy(tmp_path: Path) -> None:
     assert value(imported(tmp_path, sharded, gpus="4x80GB"), storage) == "bfloat16"
     assert value(imported(tmp_path, sharded | {"bf16": False, "fp16": True}, gpus="4x80GB"), storage) == "float16"
     assert value(imported(tmp_path, sharded), storage) is ABSENT
-    made = imported(tmp_path, sharded | {"quantization_bit": 8}, gpus="4x80GB")
-    assert "quantization.load_in_8bit" in {entry.key for entry in made.left_out if entry.level == "look"}
+    result = imported(tmp_path, sharded | {"quantization_bit": 8}, gpus="4x80GB")
+    assert "quantization.load_in_8bit" in {entry.key for entry in result.left_out if entry.level == "look"}
 
 
 def test_the_guides_commands_run(
@@ -371,28 +371,30 @@ def test_the_guides_commands_run(
     Path("axolotl.yml").write_text(yaml.safe_dump(AXOLOTL_LORA_8B))
     for words in commands:
         assert main(words[1:]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for line in guide[guide.index("finetune import ") :].split("```")[2].strip().splitlines()[1:]:
-        assert line in told
+        assert line in output
 
 
 def test_a_token_of_theirs_is_not_shown(tmp_path: Path) -> None:
-    made = imported(tmp_path, FACTORY_LLAMA | {"hf_hub_token": "hf_aaaaaaaaaaaaaaaaaaaaaaaa", "swanlab_api_key": "k3y"})
-    assert "hf_hub_token" in made.text
-    assert "hf_aaaa" not in made.text + json.dumps(made.as_json())
-    assert "k3y" not in made.text
+    converted = imported(
+        tmp_path, FACTORY_LLAMA | {"hf_hub_token": "hf_aaaaaaaaaaaaaaaaaaaaaaaa", "swanlab_api_key": "k3y"}
+    )
+    assert "hf_hub_token" in converted.text
+    assert "hf_aaaa" not in converted.text + json.dumps(converted.as_json())
+    assert "k3y" not in converted.text
 
 
 def test_packing_that_splits_documents_is_another_training(tmp_path: Path) -> None:
-    for way, level in (("bfd", set()), ("wrapped", {"differs"})):
-        made = imported(tmp_path, TRL_SHORT | {"packing": True, "packing_strategy": way})
-        assert {entry.level for entry in made.left_out if entry.key == "packing_strategy"} == level
+    for packing, level in (("bfd", set()), ("wrapped", {"differs"})):
+        result = imported(tmp_path, TRL_SHORT | {"packing": True, "packing_strategy": packing})
+        assert {entry.level for entry in result.left_out if entry.key == "packing_strategy"} == level
 
 
 def test_what_interpolates_and_what_is_nobodys(tmp_path: Path) -> None:
-    made = imported(tmp_path, TUNE_LORA | {"batch_size": "${gradient_accumulation_steps}", "surprise": 1})
-    assert value(made, "training.global_batch_size") == 64
-    assert [entry.reason for entry in made.left_out if entry.key == "surprise"] == [UNKNOWN]
+    result = imported(tmp_path, TUNE_LORA | {"batch_size": "${gradient_accumulation_steps}", "surprise": 1})
+    assert value(result, "training.global_batch_size") == 64
+    assert [entry.reason for entry in result.left_out if entry.key == "surprise"] == [UNKNOWN]
     assert reason_for("surprise", 1)[0] == "differs"
     assert reason_for("surprise", False)[0] == "look"
 

@@ -56,11 +56,11 @@ def run(words: list[str], folder: Path) -> str:
         "PYTHONPATH": str(ROOT), "FINETUNE_CACHE": str(folder / "cache"), "HF_HOME": str(folder / "hf"),
         "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *words], env=environment, cwd=folder, capture_output=True, text=True, timeout=400, check=False
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout
 
 
 @pytest.mark.parametrize(
@@ -78,11 +78,11 @@ def run(words: list[str], folder: Path) -> str:
 def test_the_imported_recipe_takes_trls_steps(said: dict[str, Any], tiny_llama: Path, tmp_path: Path) -> None:
     rows = write_chats(tmp_path / "chats.jsonl", LENGTHS)
     values = said | {"bf16": False, "max_length": 64, "logging_steps": 1}
-    config, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    config, recipe = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
     data = {"datasets": [{"path": "json", "data_files": str(rows)}], "output_dir": str(tmp_path / "run")}
     config.write_text(yaml.safe_dump({"model_name_or_path": str(tiny_llama)} | data | values))
-    assert main(["import", str(config), "-o", str(ours)]) == 0
-    training, rates = load_recipe(ours).recipe.training, None
+    assert main(["import", str(config), "-o", str(recipe)]) == 0
+    training, rates = load_recipe(recipe).recipe.training, None
     if "warmup_steps" in said:  # transformers begins at rate 0, and trains nothing in the first step
         rate = learning_rate_schedule(training, said["num_train_epochs"])
         rates = [rate(step) for step in range(said["num_train_epochs"])]
@@ -90,13 +90,13 @@ def test_the_imported_recipe_takes_trls_steps(said: dict[str, Any], tiny_llama: 
     theirs = run(["-c", THEIR_TRAINER, *words], tmp_path)
     expected = json.loads(next(line for line in theirs.splitlines() if line.startswith("CURVE "))[6:])
 
-    run([str(ROOT / "finetune" / "train.py"), str(ours), "budget.gpus=0", "samples.count=0"], tmp_path)
+    run([str(ROOT / "finetune" / "train.py"), str(recipe), "budget.gpus=0", "samples.count=0"], tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     curve = [(line["loss"], line["learning_rate"], line["grad_norm"]) for line in lines if line["kind"] == "train"]
 
     assert len(curve) == len(expected) == said.get("num_train_epochs", 3)
-    for mine, its in zip(curve, expected, strict=True):
-        assert mine[0] == pytest.approx(its[0], rel=2e-4), "TRL logs four digits"
-        assert mine[1] == pytest.approx(its[1], rel=1e-6)
-        assert mine[2] == pytest.approx(its[2], rel=1e-3)
+    for own, its in zip(curve, expected, strict=True):
+        assert own[0] == pytest.approx(its[0], rel=2e-4), "TRL logs four digits"
+        assert own[1] == pytest.approx(its[1], rel=1e-6)
+        assert own[2] == pytest.approx(its[2], rel=1e-3)
     assert curve[0][0] > curve[-1][0]

@@ -67,8 +67,8 @@ def test_the_cpu_that_a_config_asks_for(
 
 
 def test_machines_and_their_ranks() -> None:
-    told = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}
-    launch = read_launch(told)
+    variables = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}
+    launch = read_launch(variables)
     assert (launch.local_rank, launch.local_world_size, launch.nodes) == (1, 2, 3)
     assert read_launch({"RANK": "1", "WORLD_SIZE": "2"}).local_world_size == 2  # by hand, on one machine
     alone = read_launch({})

@@ -87,9 +87,9 @@ def expected(folder: Path, recipe: Path) -> list[tuple[float, ...]]:
     """Two ranks of `accelerate launch` on this machine."""
     with running([Started(ACCELERATE)], recipe, folder / "one-host", []) as processes:
         assert wait_all(processes, folder / "one-host") == [0], said(folder / "one-host", 0)
-    found = curve(folder / "one-host")
-    assert len(found) > 4
-    return found
+    actual = curve(folder / "one-host")
+    assert len(actual) > 4
+    return actual
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -97,18 +97,18 @@ def test_the_same_run(
     name: str, folder: Path, recipe: Path, expected: list[tuple[float, ...]], request: pytest.FixtureRequest
 ) -> None:
     launch = LAUNCHES[name]
-    apart = launch[0].host is not None
-    hosts = request.getfixturevalue("hosts") if apart else ()
+    two_hosts = launch[0].host is not None
+    hosts = request.getfixturevalue("hosts") if two_hosts else ()
     run_dir = folder / name.replace(" ", "-").replace(",", "")
     with running(launch, recipe, run_dir, hosts) as processes:
         assert wait_all(processes, run_dir) == [0] * len(launch), said(run_dir, 0)
     assert len(expected) == len(curve(run_dir))
-    for found, wanted in zip(curve(run_dir), expected, strict=True):
-        assert found == pytest.approx(wanted, rel=1e-6)
+    for actual, point in zip(curve(run_dir), expected, strict=True):
+        assert actual == pytest.approx(point, rel=1e-6)
     receipt = json.loads((run_dir / "receipt.json").read_text())
     ranks = 4 if "four" in name else 2
-    assert (receipt["world_size"], receipt["nodes"]) == (ranks, 2 if apart else 1)
-    assert receipt["local_world_size"] == (ranks // 2 if apart else 2)
+    assert (receipt["world_size"], receipt["nodes"]) == (ranks, 2 if two_hosts else 1)
+    assert receipt["local_world_size"] == (ranks // 2 if two_hosts else 2)
     command = json.loads((run_dir / "run_state.json").read_text())["command"]
     assert command.startswith("srun python" if "srun" in name else "PET_" if "PET_" in name else "python -m")
 

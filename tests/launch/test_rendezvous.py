@@ -37,12 +37,12 @@ def place(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_failed_meeting_names_rank_place_and_remedy() -> None:
     with pytest.raises(NoRendezvous) as caught, rendezvous(TWO_HOSTS):
         raise RuntimeError(GLOO)
-    said = str(caught.value)
+    message = str(caught.value)
     assert caught.value.exit_code == 4
-    assert "\n" not in said
-    assert "pair.cc" not in said
+    assert "\n" not in message
+    assert "pair.cc" not in message
     for words in ("rank 1 of 2", "10.77.0.1:29511", "GLOO_SOCKET_IFNAME", "remote=[127.0.0.1]:31659"):
-        assert words in said
+        assert words in message
 
 
 def test_other_errors_pass() -> None:

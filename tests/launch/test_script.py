@@ -55,22 +55,22 @@ def said_by(text: str, tmp_path: Path, *arguments: str, **environment: str) -> l
         tool.chmod(0o755)
     file = tmp_path / "file.sh"
     file.write_text(text)
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", str(file), *arguments],
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}", **environment},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    assert process.returncode == 0, process.stderr
+    return process.stdout.splitlines()
 
 
 def read_by(words: Sequence[str], monkeypatch: pytest.MonkeyPatch, ranks: int, nodes: int) -> launcher.Launch:
     """What the trainer makes of these words of its launcher."""
     monkeypatch.setattr(launcher, "arguments_of", lambda process: ["python", *words])
-    told = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": str(ranks), "GROUP_WORLD_SIZE": str(nodes), "RANK": "0"}
-    return launcher.read_launch(told)
+    variables = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": str(ranks), "GROUP_WORLD_SIZE": str(nodes), "RANK": "0"}
+    return launcher.read_launch(variables)
 
 
 @pytest.mark.parametrize(("strategy", "nodes", "gpus"), FITTING)
@@ -111,8 +111,8 @@ def test_accelerate_and_the_trainer_read_the_words(
     read = launch_command_parser().parse_args(words[2:])
     assert (read.training_script, read.training_script_args[0]) == ("finetune/train.py", str(RECIPE))
     assert (read.num_processes, read.num_machines or 1) == (ranks, nodes)
-    wanted = "cpu_2proc" if not gpus and strategy != "single" else strategy
-    assert read.config_file == f"accelerate_configs/{wanted}.yaml"
+    expected = "cpu_2proc" if not gpus and strategy != "single" else strategy
+    assert read.config_file == f"accelerate_configs/{expected}.yaml"
     assert load_config_from_file(str(ROOT / read.config_file)) is not None
     if nodes > 1:
         assert (read.machine_rank, read.main_process_ip, read.main_process_port) == (1, "10.0.0.1", 29500)
@@ -125,14 +125,14 @@ def test_accelerate_and_the_trainer_read_the_words(
 def test_slurm_gets_one_task_a_node(strategy: str, nodes: int, gpus: int, tmp_path: Path) -> None:
     text = text_for("slurm", strategy, nodes, gpus)
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
-    asked = dict(
+    requested = dict(
         line.removeprefix("#SBATCH --").split("=", 1)
         for line in text.splitlines()
         if "#SBATCH" in line[:7] and "=" in line
     )
-    assert (asked["nodes"], asked["ntasks-per-node"]) == (str(nodes), "1")
-    assert asked.get("gpus-per-node") == (str(gpus) if gpus else None)
-    assert asked["signal"] == "TERM@300", "to the ranks, not to the script"
+    assert (requested["nodes"], requested["ntasks-per-node"]) == (str(nodes), "1")
+    assert requested.get("gpus-per-node") == (str(gpus) if gpus else None)
+    assert requested["signal"] == "TERM@300", "to the ranks, not to the script"
     assert "#SBATCH --requeue\n" in text
     job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_CPUS_PER_TASK": "16"}
     words = said_by(text, tmp_path, **job)
@@ -194,11 +194,11 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     places = ["--nodes", str(nodes), "--gpus-per-node", str(gpus)]
     assert main(["launch", str(RECIPE), "--on", "slurm", *places, f"accelerate_config={strategy}"]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert len(said.err.splitlines()) == 1
-    assert word in said.err
-    assert "; " in said.err, "the remedy"
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert len(output.err.splitlines()) == 1
+    assert word in output.err
+    assert "; " in output.err, "the remedy"
 
 
 @pytest.mark.parametrize(
@@ -220,8 +220,8 @@ def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path, capsys: pytest.
     assert "was not made by `finetune launch`" in capsys.readouterr().err
     assert file.read_text() == "mine\n"
     assert main(["launch", str(RECIPE), "--on", "slurm", "--json", "-o", str(tmp_path / "b.sh")]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["ok"], told["processes"], told["script"]) == (True, 4, (tmp_path / "b.sh").read_text())
+    result = json.loads(capsys.readouterr().out)
+    assert (result["ok"], result["processes"], result["script"]) == (True, 4, (tmp_path / "b.sh").read_text())
 
 
 def test_a_recipe_elsewhere_and_a_name_that_would_end_a_comment(tmp_path: Path) -> None:
@@ -237,9 +237,9 @@ def test_a_recipe_elsewhere_and_a_name_that_would_end_a_comment(tmp_path: Path) 
 def test_it_loads_no_torch() -> None:
     words = ["launch", str(RECIPE), "--on", "slurm"]
     code = f"import sys; from finetune.cli.main import main; main({words!r}); print(sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert not {"torch", "accelerate", "transformers"} & set(eval(done.stdout.splitlines()[-1]))
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert not {"torch", "accelerate", "transformers"} & set(eval(process.stdout.splitlines()[-1]))
 
 
 SRUN = """#!/bin/bash
@@ -284,8 +284,8 @@ def ended(*processes: subprocess.Popen[str]) -> list[int]:
 
 
 def steps_of(run_dir: Path) -> int:
-    found = read_lines(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").exists() else []
-    return max((line["step"] for line in found), default=0)
+    lines = read_lines(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").exists() else []
+    return max((line["step"] for line in lines), default=0)
 
 
 def state_of(run_dir: Path) -> str:

@@ -56,21 +56,21 @@ def test_a_task_of_srun() -> None:
 
 def test_the_step_wins_over_the_job() -> None:
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "gpu09", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    found = slurm_ranks(TASK | step | {"SLURM_PROCID": "1", "SLURM_NODEID": "0", "MASTER_PORT": "1234"})
-    assert (found["WORLD_SIZE"], found["LOCAL_WORLD_SIZE"], found["GROUP_WORLD_SIZE"]) == ("2", "2", "1")
-    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("127.0.0.1", "1234")
+    env = slurm_ranks(TASK | step | {"SLURM_PROCID": "1", "SLURM_NODEID": "0", "MASTER_PORT": "1234"})
+    assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"], env["GROUP_WORLD_SIZE"]) == ("2", "2", "1")
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("127.0.0.1", "1234")
 
 
 def test_the_four_variables_are_enough() -> None:
     four = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODELIST": "a[1-2]"}
-    found = slurm_ranks(four)
-    assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"], found["LOCAL_WORLD_SIZE"]) == (
+    env = slurm_ranks(four)
+    assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"], env["LOCAL_WORLD_SIZE"]) == (
         "1",
         "2",
         "a1",
         "1",
     )
-    assert found["MASTER_PORT"] == slurm_ranks(four | {"SLURM_PROCID": "0"})["MASTER_PORT"]
+    assert env["MASTER_PORT"] == slurm_ranks(four | {"SLURM_PROCID": "0"})["MASTER_PORT"]
 
 
 @pytest.mark.parametrize(

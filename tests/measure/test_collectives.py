@@ -26,8 +26,8 @@ def ranks(what: str, folder: Path, world: int = 2) -> list[Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world), "--rdzv-backend=c10d"]
     command += ["--rdzv-endpoint=localhost:0", "-m", "tests.support.traffic_worker", what, str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text("utf-8")) for rank in range(world)]
 
 

@@ -36,8 +36,8 @@ def test_a_storage_has_one_python_object_for_its_life() -> None:
 
 
 def test_storages_are_counted_once() -> None:
-    whole = torch.zeros(256)
-    ledger = LiveTensors([whole, whole[:10], whole.view(16, 16), whole.detach()])
+    base = torch.zeros(256)
+    ledger = LiveTensors([base, base[:10], base.view(16, 16), base.detach()])
     assert ledger.live("cpu") == KB
     ledger.see({"more": [(torch.zeros(256, dtype=torch.bfloat16),)], "meta": torch.zeros(256, device="meta")})
     assert ledger.live("cpu") == KB  # the bfloat16 one is gone already
@@ -45,19 +45,19 @@ def test_storages_are_counted_once() -> None:
 
 
 def test_a_view_keeps_its_storage_alive() -> None:
-    whole = torch.zeros(256)
-    ledger = LiveTensors([whole])
-    row = whole[0:1]
-    del whole
+    base = torch.zeros(256)
+    ledger = LiveTensors([base])
+    row = base[0:1]
+    del base
     assert ledger.live("cpu") == KB
     del row
     assert ledger.live("cpu") == 0
 
 
 def test_an_end_in_another_thread_is_booked() -> None:
-    held = [torch.zeros(256)]
-    ledger = LiveTensors(held)
-    thread = threading.Thread(target=held.clear)
+    tensors = [torch.zeros(256)]
+    ledger = LiveTensors(tensors)
+    thread = threading.Thread(target=tensors.clear)
     thread.start()
     thread.join()
     assert ledger.live("cpu") == 0

@@ -152,14 +152,14 @@ def test_in_the_middle_of_a_run(
     with monkeypatch.context() as patch:
         patch.setattr(Accelerator, "backward", fail)
         assert main([str(recipe)]) == 3
-    said = [line for line in capfd.readouterr().err.splitlines() if line.strip()]
-    found = next(index for index, line in enumerate(said) if "out of memory" in line)
-    assert said[found].startswith("training: out of memory in backward: ")
-    assert "; try training.per_device_batch_size" not in said[found], "it is 1 already"
-    assert "data.max_length=64" in said[found]
-    assert "planned: 8.00 GiB at the peak of backward, in model.layers.3, most of it activations" in said[found + 1]
-    assert "the run is at step 2; after the change: " in said[found + 2]
-    assert "Traceback" not in "".join(said)
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.strip()]
+    at = next(index for index, line in enumerate(errors) if "out of memory" in line)
+    assert errors[at].startswith("training: out of memory in backward: ")
+    assert "; try training.per_device_batch_size" not in errors[at], "it is 1 already"
+    assert "data.max_length=64" in errors[at]
+    assert "planned: 8.00 GiB at the peak of backward, in model.layers.3, most of it activations" in errors[at + 1]
+    assert "the run is at step 2; after the change: " in errors[at + 2]
+    assert "Traceback" not in "".join(errors)
     state = json.loads((run / "run_state.json").read_text("utf-8"))
     assert (state["state"], state["phase"], state["step"]) == ("failed", "training", 2)
     assert state["error"].startswith("DoesNotFit: training: out of memory in backward")

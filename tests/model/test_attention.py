@@ -127,8 +127,8 @@ def test_what_this_attention_does_not_compute_is_an_error(given: dict[str, Any],
     query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
     plain: dict[str, Any] = {"attention_mask": None, **ENDS}
     expected, _ = attention.varlen_attention(SomeAttention(), query, key, key, **plain)
-    found, _ = attention.varlen_attention(SomeAttention(), query, key, key, **plain, **HARMLESS, is_causal=True)
-    assert torch.equal(found, expected)
+    actual, _ = attention.varlen_attention(SomeAttention(), query, key, key, **plain, **HARMLESS, is_causal=True)
+    assert torch.equal(actual, expected)
     with pytest.raises(FinetuneError, match=f"^model.attention: SomeAttention .*{words}.*set model.attention: eager"):
         attention.varlen_attention(SomeAttention(), query, key, key, **plain | given)
     SomeAttention.is_causal = False
@@ -163,10 +163,10 @@ def test_the_kernel_that_knows_16_bits_alone_is_not_asked_in_float32(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Away from the CPU: tensors on meta stand for those on a GPU."""
-    asked: list[torch.dtype] = []
+    calls: list[torch.dtype] = []
 
     def kernel(query: Tensor, *_: object) -> Tensor:
-        asked.append(query.dtype)
+        calls.append(query.dtype)
         return query.transpose(1, 2)
 
     monkeypatch.setattr(attention, "_on_cuda", kernel)
@@ -177,4 +177,4 @@ def test_the_kernel_that_knows_16_bits_alone_is_not_asked_in_float32(
         torch.nn.Module(), query, key, key, None, cu_seq_lens=starts, document_lengths=LENGTHS
     )
     assert output.shape == (1, sum(LENGTHS), 4, 8)
-    assert asked == ([] if dtype == torch.float32 else [dtype])
+    assert calls == ([] if dtype == torch.float32 else [dtype])

@@ -66,18 +66,18 @@ def test_lora_trains_adapters_alone_in_float32_over_a_bfloat16_base(tiny_llama: 
 @pytest.mark.parametrize("saved", ["lm_head", "embed_tokens", "norm"])
 def test_modules_trained_in_full_are_float32_too(tiny_llama: Path, saved: str, device: str) -> None:
     """peft 0.21 makes adapters float32 and leaves the modules it copies in the base's format."""
-    asked = recipe(tiny_llama, lora={"r": 4, "modules_to_save": [saved]}, model={"dtype": "bfloat16"})
-    model = build_model(asked, torch.device(device))
-    found = trained(model)
-    assert {parameter.dtype for parameter in found.values()} == {torch.float32}
-    copied = [name for name in found if "lora_" not in name]
+    requested = recipe(tiny_llama, lora={"r": 4, "modules_to_save": [saved]}, model={"dtype": "bfloat16"})
+    model = build_model(requested, torch.device(device))
+    actual = trained(model)
+    assert {parameter.dtype for parameter in actual.values()} == {torch.float32}
+    copied = [name for name in actual if "lora_" not in name]
     assert copied
     assert all(saved in name for name in copied)
     for name in copied:
         original = model.get_parameter(name.replace("modules_to_save.default", "original_module"))
         assert original.dtype == torch.bfloat16
         if device == "cpu":
-            assert torch.equal(found[name], original.float())
+            assert torch.equal(actual[name], original.float())
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_variants_of_lora_reach_peft(tiny_llama: Path, lora: dict[str, Any]) -> 
     assert all(gradient is not None for gradient in gradients.values())
     config = model.peft_config["default"]
     for key, value in lora.items():
-        found = getattr(config, key)
-        assert (set(found) == set(value)) if isinstance(value, list) else (found == value)
+        actual = getattr(config, key)
+        assert (set(actual) == set(value)) if isinstance(value, list) else (actual == value)
 
 
 def test_a_saved_head_trains_its_own_weight(tiny_llama: Path) -> None:

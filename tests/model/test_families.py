@@ -27,9 +27,9 @@ QUICK = ("llama", "gpt_oss", "qwen3_next", "lfm2", "mamba2", "mixtral", "bloom",
 
 def lines() -> dict[str, str]:
     """The table's lines, by architecture."""
-    found = re.findall(r"^\| (\S+) \| (?:right|refused) .*\n", PAGE.read_text("utf-8"), re.MULTILINE)
+    names = re.findall(r"^\| (\S+) \| (?:right|refused) .*\n", PAGE.read_text("utf-8"), re.MULTILINE)
     text = PAGE.read_text("utf-8").splitlines(keepends=True)
-    return {name: next(line for line in text if line.startswith(f"| {name} |")) for name in found}
+    return {name: next(line for line in text if line.startswith(f"| {name} |")) for name in names}
 
 
 def test_the_page_lists_at_least_forty_architectures_and_all_that_are_tried() -> None:
@@ -52,16 +52,16 @@ def test_the_page_lists_at_least_forty_architectures_and_all_that_are_tried() ->
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in sorted(ARCHITECTURES)]
 )
 def test_right_or_refused_in_a_line(name: str, tmp_path: Path) -> None:
-    found = outcomes(name, tmp_path)
-    assert {outcome.word for outcome in found.values()} <= {"right", "refused"}, found
-    assert all("\n" not in (outcome.refusal or "") for outcome in found.values())
-    for way, outcome in found.items():  # what is proposed is right
+    actual = outcomes(name, tmp_path)
+    assert {outcome.word for outcome in actual.values()} <= {"right", "refused"}, actual
+    assert all("\n" not in (outcome.refusal or "") for outcome in actual.values())
+    for way, outcome in actual.items():  # what is proposed is right
         proposed = re.search(r"; set (.*)$", outcome.refusal or "")
         if proposed is not None:
             attention = re.search(r"model\.attention: (\w+)", proposed[1])
             packing = way.packing and "data.packing: false" not in proposed[1]
-            assert found[Way(attention[1] if attention else way.attention, packing)].word == "right", outcome
-    assert line_of(name, found) == lines()[name]
+            assert actual[Way(attention[1] if attention else way.attention, packing)].word == "right", outcome
+    assert line_of(name, actual) == lines()[name]
 
 
 def recipe(folder: Path, attention: str = "auto", **changes: Any) -> Recipe:
@@ -93,9 +93,9 @@ def test_the_users_configuration_is_tried_and_not_the_architecture(tmp_path: Pat
 def test_flash_attention_of_several_packed_rows_is_refused(tmp_path: Path) -> None:
     """transformers looks for documents in a single row alone."""
     model = AutoModelForCausalLM.from_config(config_of("llama"))
-    asked = recipe(tmp_path, "flash_attention_2", training={"per_device_batch_size": 2})
+    requested = recipe(tmp_path, "flash_attention_2", training={"per_device_batch_size": 2})
     with pytest.raises(FinetuneError, match="per_device_batch_size: 1"):
-        refuse_unsuitable(model, asked)
+        refuse_unsuitable(model, requested)
 
 
 class Spoilt(nn.Module):

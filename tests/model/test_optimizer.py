@@ -84,8 +84,8 @@ def test_8_bits_are_for_large_matrices_alone(tmp_path: Path) -> None:
     start = Network()
     for name, parameter in network.named_parameters():
         moved = parameter - start.get_parameter(name)
-        apart = parameter - plain.get_parameter(name)
-        assert apart.norm() < (0.05 if name == "large.weight" else 1e-5) * moved.norm(), name
+        difference = parameter - plain.get_parameter(name)
+        assert difference.norm() < (0.05 if name == "large.weight" else 1e-5) * moved.norm(), name
 
 
 def test_exceptions_of_another_run_are_forgotten(tmp_path: Path) -> None:
@@ -112,9 +112,9 @@ def test_it_continues_bitwise(optim: str, tmp_path: Path, monkeypatch: pytest.Mo
     train(network, optimizer, 3, seed=1)
     groups = {"model": model_tensors(network), "optimizer": optimizer_tensors(network, optimizer)}
     folder = write_checkpoint(tmp_path, 3, groups, {}, keep=1)
-    found, _ = newest_valid(tmp_path)
-    assert found is not None
-    saved, _ = read_checkpoint(found)
+    newest, _ = newest_valid(tmp_path)
+    assert newest is not None
+    saved, _ = read_checkpoint(newest)
 
     pages: list[torch.Tensor] = []
     again, resumed = made(optim, tmp_path)
@@ -184,15 +184,15 @@ def test_without_bitsandbytes_the_line_to_install_it(optim: str, monkeypatch: py
 
 
 def test_the_state_is_told_once_it_is_there(tmp_path: Path) -> None:
-    told: list[Counter[str]] = []
+    states: list[Counter[str]] = []
     network, optimizer = made("adamw_8bit", tmp_path)
-    call_after_first_step(optimizer, told.append)
-    assert told == []
+    call_after_first_step(optimizer, states.append)
+    assert states == []
     train(network, optimizer, 3, seed=1)
-    assert [set(held) for held in told] == [{"uint8", "float32"}]
-    assert told[0].total() == 2 * sum(parameter.numel() for parameter in network.parameters())
-    call_after_first_step(optimizer, told.append)
-    assert told[1] == told[0]
+    assert [set(formats) for formats in states] == [{"uint8", "float32"}]
+    assert states[0].total() == 2 * sum(parameter.numel() for parameter in network.parameters())
+    call_after_first_step(optimizer, states.append)
+    assert states[1] == states[0]
 
 
 @pytest.mark.parametrize(("optim", "state"), [("adamw", "float32"), ("adamw_8bit", "uint8, float32")])

@@ -188,13 +188,13 @@ def test_two_processes_convert_once(site: Path, cache: Path) -> None:
         children = [context.Process(target=_resolve_in_child, args=(results,)) for _ in range(2)]
         for child in children:
             child.start()
-        found = [results.get() for _ in children]
+        actual = [results.get() for _ in children]
         for child in children:
             child.join()
     finally:
         os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
-    assert len({folder for folder, _ in found}) == 1
-    assert sum(count for _, count in found) == 1
+    assert len({folder for folder, _ in actual}) == 1
+    assert sum(count for _, count in actual) == 1
 
 
 MISTAKES = [

@@ -86,9 +86,9 @@ def test_loss_and_gradients_are_those_of_the_dequantised_weights(kind: str, bias
     logits = plain(input_ids=batch["input_ids"]).logits[0, :-1]
     nn.functional.cross_entropy(logits, batch["input_ids"][0, 1:], reduction="sum").backward()
     for name, parameter in trained(plain).items():
-        found = trained(model)[name].grad
-        assert found is not None
-        assert (found - parameter.grad).norm() < 1e-5 * parameter.grad.norm(), name
+        actual = trained(model)[name].grad
+        assert actual is not None
+        assert (actual - parameter.grad).norm() < 1e-5 * parameter.grad.norm(), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,8 +102,8 @@ def test_only_layers_between_embeddings_and_head_are_quantised(kind: str, tiny_l
         assert type(end) in (nn.Embedding, nn.Linear)
         assert end.weight.dtype == torch.bfloat16, "not cast up to float32, 2.1 GB for Llama 3 8B"
     assert {parameter.dtype for parameter in trained(model).values()} == {torch.float32}
-    whole = build_model(quantised_recipe(tiny_llama, None), CPU)
-    assert frozen_weights(model, torch.numel) == frozen_weights(whole, torch.numel) > 100_000
+    unquantised = build_model(quantised_recipe(tiny_llama, None), CPU)
+    assert frozen_weights(model, torch.numel) == frozen_weights(unquantised, torch.numel) > 100_000
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -164,12 +164,12 @@ def test_bitsandbytes_would_repack_them_for_good(tiny_llama: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_adapter_loads_on_a_plain_base(kind: str, tiny_llama: Path, tmp_path: Path) -> None:
-    asked = quantised_recipe(tiny_llama, KINDS[kind])
-    model = build_model(asked, CPU)
+    requested = quantised_recipe(tiny_llama, KINDS[kind])
+    model = build_model(requested, CPU)
     for parameter in trained(model).values():
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
     weights = Assembled(model, model, None).trained_weights(dtype=None, keep=True)
-    folder = export_adapter(model, weights, load_tokenizer(asked), tmp_path, base=str(tiny_llama))
+    folder = export_adapter(model, weights, load_tokenizer(requested), tmp_path, base=str(tiny_llama))
     base = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, str(folder))
     ours = over_dequantised(model, tiny_llama)
@@ -212,12 +212,12 @@ def test_what_libraries_cannot_do_is_a_recipe_error(changes: list[str], words: s
 def test_what_cannot_be_sharded_is_refused(
     quantization: dict[str, Any] | None, lora: dict[str, Any], words: str | None, tmp_path: Path
 ) -> None:
-    asked = quantised_recipe(tmp_path, quantization, **lora)
+    requested = quantised_recipe(tmp_path, quantization, **lora)
     if words is None:
-        check_sharded_quantization(asked)
+        check_sharded_quantization(requested)
         return
     with pytest.raises(EnvironmentMismatch, match=words) as caught:
-        check_sharded_quantization(asked)
+        check_sharded_quantization(requested)
     assert "\n" not in str(caught.value)
 
 
@@ -245,20 +245,20 @@ def test_plain_weights_compute_the_same(kind: str, biased: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_weight_becomes_is_what_its_layer_stands_for(kind: str, dtype: str, tiny_llama: Path) -> None:
     """Of each layer of a loaded model; that is what is merged when the adapter was trained beside it."""
-    asked = quantised_recipe(tiny_llama, KINDS[kind], dtype)
-    assert asked.quantization is not None
-    whole = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=getattr(torch, dtype))
-    model = decoder_parts(build_model(asked, CPU))
+    requested = quantised_recipe(tiny_llama, KINDS[kind], dtype)
+    assert requested.quantization is not None
+    unquantised = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=getattr(torch, dtype))
+    model = decoder_parts(build_model(requested, CPU))
     packed_layers = set(quantized_layers(model))
     layers = {
         name.removesuffix(".base_layer"): layer for name, layer in model.named_modules() if layer in packed_layers
     }
     assert len(layers) == 14
     for name, layer in layers.items():
-        weight = whole.get_submodule(name).weight.detach()
-        found, wanted = as_quantized(weight, asked.quantization), dequantised(layer)
-        assert (found.float() - weight.float()).abs().max() > 1e-4, "it was rounded"
-        torch.testing.assert_close(found.float(), wanted, rtol=1e-6 if dtype == "float32" else 2**-8, atol=1e-8)
+        weight = unquantised.get_submodule(name).weight.detach()
+        actual, expected = as_quantized(weight, requested.quantization), dequantised(layer)
+        assert (actual.float() - weight.float()).abs().max() > 1e-4, "it was rounded"
+        torch.testing.assert_close(actual.float(), expected, rtol=1e-6 if dtype == "float32" else 2**-8, atol=1e-8)
 
 
 def structure(model: nn.Module) -> dict[str, tuple[Any, ...]]:
@@ -275,10 +275,10 @@ def test_plain_weights_may_go_between_forward_and_backward(kind: str, tiny_llama
         plain_quantized_weights(model)
         loss = model(**flat_batch())
         if gathered_again:
-            gone = [weakref.ref(layer.weight.untyped_storage()) for layer in quantized_layers(model)]
+            storages = [weakref.ref(layer.weight.untyped_storage()) for layer in quantized_layers(model)]
             for layer in quantized_layers(model):
                 layer.weight.data = layer.weight.data.clone()
-            assert not any(storage() for storage in gone)
+            assert not any(storage() for storage in storages)
         loss.backward()
         gradients.append({name: weight.grad for name, weight in trained(model).items() if weight.grad is not None})
     assert gradients[0].keys() == gradients[1].keys() != set()
@@ -287,11 +287,11 @@ def test_plain_weights_may_go_between_forward_and_backward(kind: str, tiny_llama
 
 @pytest.mark.parametrize("kind", FOUR_BIT)
 def test_a_model_on_meta_has_the_structure_of_the_real_one(kind: str, tiny_llama: Path) -> None:
-    asked = quantised_recipe(tiny_llama, KINDS[kind], dtype="bfloat16")
-    real = build_model(asked, CPU)
+    requested = quantised_recipe(tiny_llama, KINDS[kind], dtype="bfloat16")
+    real = build_model(requested, CPU)
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_llama), dtype=torch.bfloat16)
-        quantize_structure(base, _bitsandbytes(asked.quantization))
+        quantize_structure(base, _bitsandbytes(requested.quantization))
         config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=32, target_modules="all-linear")
         hollow = get_peft_model(base, config)
     plain_quantized_weights(real)
@@ -334,16 +334,16 @@ def train_sharded(rank: int, port: int, folder: Path, quantization: dict[str, An
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     assert all(isinstance(layer.weight, DTensor) for layer in quantized_layers(model))
     assert all(len(layer.weight.to_local()) * 2 == len(layer.weight) for layer in quantized_layers(model))
-    found = four_steps(model, compute)
+    actual = four_steps(model, compute)
     if rank == 0:
-        losses.put(found)
+        losses.put(actual)
     dist.destroy_process_group()
 
 
 def four_steps(model: nn.Module, compute: torch.dtype) -> list[float]:
     parameters = list(trained(model).values())
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
-    found = []
+    result = []
     for seed in range(4):
         with torch.autocast("cpu", dtype=compute, enabled=compute != torch.float32):
             loss = model(**flat_batch(seed=seed))
@@ -351,8 +351,8 @@ def four_steps(model: nn.Module, compute: torch.dtype) -> list[float]:
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        result.append(loss.item())
+    return result
 
 
 @pytest.mark.slow

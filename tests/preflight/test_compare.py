@@ -119,9 +119,9 @@ def test_figures_are_the_highest_of_ranks_and_the_last_step_s_traffic() -> None:
 
 def test_losses_must_agree() -> None:
     assert loss_agreement([finished(loss=1.0), finished(loss=1.00001)], "no")["agree"]
-    apart = [finished(loss=1.0), REFUSED, finished(loss=1.001)]
-    assert not loss_agreement(apart, "no")["agree"]
-    assert loss_agreement(apart, "bf16")["agree"]
+    rows = [finished(loss=1.0), REFUSED, finished(loss=1.001)]
+    assert not loss_agreement(rows, "no")["agree"]
+    assert loss_agreement(rows, "bf16")["agree"]
     assert loss_agreement([REFUSED], "no")["agree"]
 
 
@@ -215,9 +215,9 @@ def test_strategies_and_a_refusal(recipe: Path, tmp_path: Path, capfd: pytest.Ca
     folder = tmp_path / "compared"
     words = ["compare", str(recipe), "--strategies", "single,ddp,fsdp2,nonsense", "--steps", "3", "-o", str(folder)]
     assert main([*words, "--json"]) == 0
-    told = json.loads(capfd.readouterr().out)
+    result = json.loads(capfd.readouterr().out)
     written = json.loads((folder / "compare.json").read_text("utf-8"))
-    assert told == {"ok": True, **written}
+    assert result == {"ok": True, **written}
     single, ddp, fsdp2, nonsense = written["rows"]
     assert [row["ok"] for row in written["rows"]] == [True, True, True, False]
     assert "nonsense" in nonsense["reason"]
@@ -263,9 +263,9 @@ def test_zero_moves_what_the_textbook_says(recipe: Path, tmp_path: Path) -> None
         assert moved_per_step(rows[name]) == pytest.approx(2 * weights, rel=0.001)
     # Two layers and the largest tensor stay gathered from forward to backward, as `buckets` in zero.py lets them.
     layer = 4 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 128 * 3 + 2 * 64)
-    kept = 2 * layer + 4 * 512 * 64
+    gathered = 2 * layer + 4 * 512 * 64
     for name in ("zero3", "zero3_offload"):
         phases = rows[name]["phases"]
         assert phases["backward"]["bytes"]["reduce_scatter"] == pytest.approx(weights, rel=0.001)
-        assert 3 * weights - 1.2 * kept < moved_per_step(rows[name]) < 3.05 * weights
+        assert 3 * weights - 1.2 * gathered < moved_per_step(rows[name]) < 3.05 * weights
     assert rows["zero1"]["phases"]["step"]["allocated_bytes"] < rows["ddp"]["phases"]["step"]["allocated_bytes"]

@@ -34,7 +34,7 @@ PLANTED = "hf_" + "q7Wz" * 9
 
 
 def states(findings: Any) -> list[tuple[str, str]]:
-    return [(found.name, found.state) for found in findings]
+    return [(finding.name, finding.state) for finding in findings]
 
 
 @pytest.fixture
@@ -50,8 +50,8 @@ def jane(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_nothing_private_is_shown(jane: Path) -> None:
-    said = {"seen": f"{jane}/runs on ganymede: {PLANTED} of jane", "more": ["/home/paul/x", 7, None]}
-    assert redact(said) == {"seen": "~/runs on HOST: [hidden] of USER", "more": ["~/x", 7, None]}
+    values = {"seen": f"{jane}/runs on ganymede: {PLANTED} of jane", "more": ["/home/paul/x", 7, None]}
+    assert redact(values) == {"seen": "~/runs on HOST: [hidden] of USER", "more": ["~/x", 7, None]}
 
 
 def test_a_name_inside_of_another_word_stays(jane: Path) -> None:
@@ -62,8 +62,8 @@ def test_of_variables_only_plain_words_are_shown(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("NCCL_ALPHA", "1")
     monkeypatch.setenv("NCCL_BETA", "/mnt/jane/x")
     monkeypatch.setenv("NCCL_GAMMA", PLANTED)
-    found = variables(r"NCCL_(ALPHA|BETA|GAMMA|DELTA)")
-    assert found == {"NCCL_ALPHA": "1", "NCCL_BETA": "set", "NCCL_GAMMA": "[hidden]"}
+    values = variables(r"NCCL_(ALPHA|BETA|GAMMA|DELTA)")
+    assert values == {"NCCL_ALPHA": "1", "NCCL_BETA": "set", "NCCL_GAMMA": "[hidden]"}
 
 
 @pytest.mark.slow
@@ -74,15 +74,15 @@ def test_the_whole_report_as_a_user_gets_it(tmp_path: Path) -> None:
     config.write_text("distributed_type: MULTI_GPU\nnum_processes: 4\n")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "XDG_"))}
     environment |= {"HOME": str(home), "USER": "jane", "LOGNAME": "jane", "HF_TOKEN": PLANTED, "NCCL_DEBUG": "INFO"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "finetune.cli.main", "doctor", "--json"],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    told = json.loads(done.stdout)
-    assert done.returncode == (0 if told["ok"] else 4), done.stderr
+    report = json.loads(process.stdout)
+    assert process.returncode == (0 if report["ok"] else 4), process.stderr
     for private in ("jane", PLANTED, str(tmp_path), socket.gethostname()):
-        assert private not in done.stdout + done.stderr
-    by_name = {found["name"]: found for found in told["findings"]}
+        assert private not in process.stdout + process.stderr
+    by_name = {finding["name"]: finding for finding in report["findings"]}
     assert set(by_name) == {
         "python", "libraries", "extras", "devices", "wheels", "pair", "disk", "token", "accelerate", "variables",
     }  # fmt: skip
@@ -97,10 +97,10 @@ def test_the_whole_report_as_a_user_gets_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_real_processes_sum() -> None:
-    done = pair_test(gpus=0)
-    assert done["backend"] == "gloo"
-    assert done["bytes"] == 4 * 2**20
-    assert 0 < done["seconds"] < 60
+    result = pair_test(gpus=0)
+    assert result["backend"] == "gloo"
+    assert result["bytes"] == 4 * 2**20
+    assert 0 < result["seconds"] < 60
 
 
 @pytest.mark.slow
@@ -108,10 +108,10 @@ def test_a_pair_that_fails_says_why_in_one_line(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     with pytest.raises(EnvironmentMismatch) as caught:
         pair_test(gpus=0)
-    said = str(caught.value)
-    assert "\n" not in said
-    assert "nowhere0" in said
-    assert said.endswith("name the network interface by GLOO_SOCKET_IFNAME")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "nowhere0" in message
+    assert message.endswith("name the network interface by GLOO_SOCKET_IFNAME")
 
 
 def test_a_pair_that_does_not_meet_leaves_nobody_behind() -> None:
@@ -123,9 +123,9 @@ def test_a_pair_that_does_not_meet_leaves_nobody_behind() -> None:
 def test_a_library_out_of_range_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.51.0" if name == "transformers" else real(name))
-    found = list(doctor.check_libraries())
-    assert ("libraries", "bad") in states(found)
-    assert [each.remedy for each in found if each.state == "bad"] == ["pip install 'transformers>=5.17'"]
+    findings = list(doctor.check_libraries())
+    assert ("libraries", "bad") in states(findings)
+    assert [each.remedy for each in findings if each.state == "bad"] == ["pip install 'transformers>=5.17'"]
 
 
 def test_the_installed_libraries_are_in_range() -> None:
@@ -137,10 +137,10 @@ def test_an_extra_that_does_not_load_is_bad(monkeypatch: pytest.MonkeyPatch) -> 
         doctor, "EXTRAS", {"json": ("json", "x"), "gone": ("no_such_module", "x"), "absent": ("y", "z")}
     )
     monkeypatch.setattr(doctor, "installed_version", lambda name: None if name == "absent" else "1.0")
-    found = list(doctor.check_extras())
-    assert states(found) == [("extras", "ok"), ("extras", "bad"), ("extras", "look")]
-    assert "ModuleNotFoundError: No module named 'no_such_module'" in found[1].seen
-    assert found[2].remedy == "for z"
+    findings = list(doctor.check_extras())
+    assert states(findings) == [("extras", "ok"), ("extras", "bad"), ("extras", "look")]
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in findings[1].seen
+    assert findings[2].remedy == "for z"
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_the_wheel_against_the_driver(
         pytest.skip("a driver is here")
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(shutil, "which", lambda name: driver)
-    wheels = [found for found in doctor.check_devices() if found.name == "wheels"]
-    assert [found.state for found in wheels] == [state]
+    wheels = [finding for finding in doctor.check_devices() if finding.name == "wheels"]
+    assert [finding.state for finding in wheels] == [state]
     assert words in wheels[0].seen
 
 
@@ -206,8 +206,8 @@ def test_the_need_is_what_a_real_run_writes(tiny_llama: Path, tmp_path: Path) ->
     recipe = recipe_of(tmp_path, text)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "FINETUNE_CACHE": str(tmp_path / "cache")}
     words = [sys.executable, str(ROOT / "finetune" / "train.py"), str(tmp_path / "recipe.yaml")]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    process = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert process.returncode == 0, process.stderr[-2000:]
 
     def size(folder: Path) -> int:
         return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
@@ -221,22 +221,22 @@ def test_the_need_is_what_a_real_run_writes(tiny_llama: Path, tmp_path: Path) ->
 
 def test_too_little_disk_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "free_bytes", lambda folder: GIB)
-    found = list(doctor.check_disk(recipe_of(tmp_path, LLAMA, "save_total_limit=5")))
-    assert states(found) == [("disk", "ok"), ("disk", "bad"), ("disk", "bad")]
-    assert "6 checkpoints of 0.5" in found[1].seen
+    findings = list(doctor.check_disk(recipe_of(tmp_path, LLAMA, "save_total_limit=5")))
+    assert states(findings) == [("disk", "ok"), ("disk", "bad"), ("disk", "bad")]
+    assert "6 checkpoints of 0.5" in findings[1].seen
     assert free_bytes(tmp_path / "not" / "there" / "yet") > 0
 
 
 def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "may_write", lambda folder: folder != Path.cwd())
-    bad = [found for found in doctor.check_disk(None) if found.state == "bad"]
-    assert [found.seen for found in bad] == ["the run folder cannot be written"]
+    bad = [finding for finding in doctor.check_disk(None) if finding.state == "bad"]
+    assert [finding.seen for finding in bad] == ["the run folder cannot be written"]
     assert disk.may_write(tmp_path / "new")
 
 
 def test_a_model_that_nobody_knows_is_to_look_at(tmp_path: Path) -> None:
-    found = list(doctor.check_disk(recipe_of(tmp_path, LLAMA.replace("Llama-3.1-8B-Instruct", "Llama-99"))))
-    assert states(found) == [("disk", "ok"), ("disk", "look")]
+    findings = list(doctor.check_disk(recipe_of(tmp_path, LLAMA.replace("Llama-3.1-8B-Instruct", "Llama-99"))))
+    assert states(findings) == [("disk", "ok"), ("disk", "look")]
 
 
 def test_what_the_hub_says_of_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,8 +261,8 @@ def test_no_network_without_being_asked(monkeypatch: pytest.MonkeyPatch) -> None
     assert "none; gated models" in next(doctor.check_token(None, online=True)).seen
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: PLANTED)
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda *_, **__: pytest.fail("the Hub was asked"))
-    found = next(doctor.check_token(None, online=False))
-    assert (found.state, PLANTED in found.seen) == ("ok", False)
+    finding = next(doctor.check_token(None, online=False))
+    assert (finding.state, PLANTED in finding.seen) == ("ok", False)
 
 
 def test_what_is_bad_ends_with_exit_code_4(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -287,6 +287,6 @@ def test_a_finding_is_shown_without_what_is_private(jane: Path, monkeypatch: pyt
         "check_variables",
     ):
         monkeypatch.setattr(doctor, name, lambda: iter([Finding("x", "bad", f"in {jane}", f"{PLANTED} jane")]))
-    told = [as_text(found) for found in examine_machine()]
-    assert len(told) >= 8
-    assert not [line for line in told if "jane" in line or PLANTED in line]
+    lines = [as_text(finding) for finding in examine_machine()]
+    assert len(lines) >= 8
+    assert not [line for line in lines if "jane" in line or PLANTED in line]

@@ -139,13 +139,13 @@ SHRUNK = Shrunk(
 )
 
 
-def rehearsed(file: Path, *given: str) -> tuple[Recipe, Recipe, list[str]]:
+def rehearsed(file: Path, *words: str) -> tuple[Recipe, Recipe, list[str]]:
     """The recipe, what is rehearsed of it, and what is said to differ."""
-    before = load_recipe(file, given).recipe
+    before = load_recipe(file, words).recipe
     strategy = read_strategy(before.accelerate_config)
-    found = changes(before, strategy, SHRUNK, processes=processes_of(strategy, 2), folder=file.parent)
-    after = load_recipe(file, [*given, *overrides(found)]).recipe
-    return before, after, [change.note for change in found if change.note]
+    recipe_changes = changes(before, strategy, SHRUNK, processes=processes_of(strategy, 2), folder=file.parent)
+    after = load_recipe(file, [*words, *overrides(recipe_changes)]).recipe
+    return before, after, [change.note for change in recipe_changes if change.note]
 
 
 class TestChanges:
@@ -167,8 +167,8 @@ class TestChanges:
     ) -> None:
         monkeypatch.chdir(ROOT)
         copy = Path(shutil.copy(path, tmp_path))
-        before, after, told = rehearsed(copy)
-        sections = {line.partition(":")[0] for line in told} | {"device"}
+        before, after, notes = rehearsed(copy)
+        sections = {line.partition(":")[0] for line in notes} | {"device"}
         aliases = {"budget": "device", "model.name_or_path": "model", "model.revision": "model"}
         for key, value in flat(after.model_dump()).items():
             if value != flat(before.model_dump()).get(key) and not key.startswith(self.UNTOLD):
@@ -315,13 +315,13 @@ class TestWhatIsSeen:
         assert sharding(receipt) == told
 
     def test_a_line_that_failed_ends_the_list(self) -> None:
-        told: list[dict[str, Any]] = []
-        checklist = Checklist(told.append)
+        lines: list[dict[str, Any]] = []
+        checklist = Checklist(lines.append)
         with checklist.line("loads") as step:
             step["seen"] = "a model"
         with pytest.raises(StepFailed), checklist.line("trains"):
             raise EnvironmentMismatch("no such thing")
-        assert [(line["name"], line["ok"], line["seen"]) for line in told] == [
+        assert [(line["name"], line["ok"], line["seen"]) for line in lines] == [
             ("loads", True, "a model"),
             ("trains", False, "no such thing"),
         ]
@@ -445,11 +445,11 @@ class TestRehearse:
     def test_kill_resume_load_back(
         self, strategy: str, method: str, seen: str, tiny_llama: Path, tmp_path: Path
     ) -> None:
-        told: list[dict[str, Any]] = []
+        lines: list[dict[str, Any]] = []
         recipe = write_recipe(tmp_path, str(tiny_llama), f"accelerate_config: {strategy}\n{method}")
-        report = rehearse(recipe, [], log=told.append)
+        report = rehearse(recipe, [], log=lines.append)
         assert report["ok"], report["steps"]
-        assert report["steps"] == [line for line in told if "differs" not in line]
+        assert report["steps"] == [line for line in lines if "differs" not in line]
         assert report["steps"][1]["seen"].startswith(seen)
         assert report["receipt"]["strategy"] == strategy
         assert not list(tmp_path.glob("run*")), "the recipe's own run folder stays untouched"

@@ -40,15 +40,15 @@ def swapper(buffers: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> Any:
 
     config = DeepSpeedZeroOffloadParamConfig(device="nvme", nvme_path="/nowhere", **buffers)
     monkeypatch.setattr(partitioned_param_swapper, "print_rank_0", lambda *_, **__: None)  # asks for its rank
-    made = object.__new__(partitioned_param_swapper.AsyncPartitionedParameterSwapper)
-    made.numel_alignment = 512
-    made.elements_per_buffer = config.buffer_size
-    made.aligned_elements_per_buffer = made._io_aligned_numel(config.buffer_size)
-    made.available_buffer_ids = list(range(config.buffer_count))
-    elements = made.aligned_elements_per_buffer * config.buffer_count
-    made.buffers = torch.empty(elements, dtype=torch.bfloat16, device="meta")
-    made.param_id_to_numel, made.param_id_to_buffer_id, made.param_id_to_swap_buffer = {}, {}, {}
-    return made
+    bare = object.__new__(partitioned_param_swapper.AsyncPartitionedParameterSwapper)
+    bare.numel_alignment = 512
+    bare.elements_per_buffer = config.buffer_size
+    bare.aligned_elements_per_buffer = bare._io_aligned_numel(config.buffer_size)
+    bare.available_buffer_ids = list(range(config.buffer_count))
+    elements = bare.aligned_elements_per_buffer * config.buffer_count
+    bare.buffers = torch.empty(elements, dtype=torch.bfloat16, device="meta")
+    bare.param_id_to_numel, bare.param_id_to_buffer_id, bare.param_id_to_swap_buffer = {}, {}, {}
+    return bare
 
 
 def in_use_at_once(model: nn.Module) -> list[nn.Parameter]:
@@ -91,13 +91,13 @@ def test_deepspeeds_own_buffers_are_too_small(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("device", ["nvme", "cpu", None])
 def test_they_are_set_before_anything_is_loaded(device: str | None, tmp_path: Path) -> None:
     """transformers partitions while it loads, by the config that it was given last."""
-    told: list[Any] = []
+    sections: list[Any] = []
     section: dict[str, Any] = {"stage": 3} | ({"offload_param": {"device": device}} if device else {})
     plugin: Any = SimpleNamespace(deepspeed_config={"zero_optimization": section})
-    plugin.set_deepspeed_weakref = lambda: told.append(dict(section["offload_param"]))
+    plugin.set_deepspeed_weakref = lambda: sections.append(dict(section["offload_param"]))
     fit_swap(plugin, lambda: structure("llama-3.2-1b", tmp_path), 2)
     fitted = {"device": "nvme", "buffer_size": 131_334_144, "buffer_count": 8}
-    assert told == ([fitted] if device == "nvme" else [])
+    assert sections == ([fitted] if device == "nvme" else [])
 
 
 @pytest.mark.slow

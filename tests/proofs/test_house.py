@@ -57,13 +57,13 @@ MODULES = {
 
 def named(nodes: Iterable[ast.AST]) -> set[str]:
     """Every name that import statements among these nodes bring, dotted from its package: torch.nn.Linear."""
-    found: set[str] = set()
+    result: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            result |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            result |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return result
 
 
 def ours(names: Iterable[str]) -> set[str]:
@@ -158,8 +158,8 @@ def test_an_import_upward_or_sideways_is_seen(module: str, other: str) -> None:
 
 
 def test_a_circle_is_seen() -> None:
-    found = circle(uses() | {"recipe.schema": {"recipe.loader"}})
-    assert {"recipe.schema", "recipe.loader"} <= set(found)
+    circle_found = circle(uses() | {"recipe.schema": {"recipe.loader"}})
+    assert {"recipe.schema", "recipe.loader"} <= set(circle_found)
 
 
 def unshared(modules: dict[str, ast.Module]) -> list[str]:
@@ -236,8 +236,8 @@ def test_every_folder_says_what_it_is_for() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=" ".join)
 def test_style_and_types(words: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", *words], cwd=PACKAGE.parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run([sys.executable, "-m", *words], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 # Public names that several modules define: an entry point, each importer's own conversion, the verbs of `finetune`.
@@ -245,48 +245,48 @@ SHARED_NAMES = {"main", "convert"}
 
 
 def public_names(module: str) -> set[str]:
-    found: set[str] = set()
+    result: set[str] = set()
     for node in MODULES[module].body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            result.add(node.name)
         elif isinstance(node, ast.Assign):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            result |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
-    return {name for name in found if not name.startswith("_")} - SHARED_NAMES
+            result.add(node.target.id)
+    return {name for name in result if not name.startswith("_")} - SHARED_NAMES
 
 
 def test_a_public_name_means_one_thing() -> None:
     owner: dict[str, str] = {}
     for module in MODULES:
         if not module.startswith("cli."):
-            taken = {name: owner[name] for name in public_names(module) if name in owner}
-            assert not taken, f"{module} defines {taken} once more"
+            defined_twice = {name: owner[name] for name in public_names(module) if name in owner}
+            assert not defined_twice, f"{module} defines {defined_twice} once more"
             owner |= dict.fromkeys(public_names(module), module)
 
 
 def functions() -> list[tuple[int, str]]:
-    found = []
+    result = []
     for module, tree in MODULES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
-                found.append((node.end_lineno - node.lineno + 1, f"{module}.{node.name}"))
-    return found
+                result.append((node.end_lineno - node.lineno + 1, f"{module}.{node.name}"))
+    return result
 
 
 def test_functions_and_files_are_short() -> None:
-    found = functions()
-    sizes = sorted(size for size, _ in found)
+    lengths = functions()
+    sizes = sorted(size for size, _ in lengths)
     assert len(sizes) > 50
     assert statistics.median(sizes) <= 12
     assert sizes[int(0.9 * (len(sizes) - 1))] <= 35
-    assert not [name for size, name in found if size > LONGEST_FUNCTION]
+    assert not [name for size, name in lengths if size > LONGEST_FUNCTION]
     assert not [path for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > LONGEST_FILE]
 
 
 def test_no_conflict_is_left_in_a_file() -> None:
-    found = subprocess.run(
+    process = subprocess.run(
         ["git", "grep", "-nE", "^(<{7} |>{7} |={7}$)"], cwd=PACKAGE.parent, capture_output=True, text=True
     )
-    assert found.stdout == ""
+    assert process.stdout == ""

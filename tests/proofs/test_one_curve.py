@@ -70,8 +70,8 @@ def curves(tiny_llama: Path, chats: Path) -> dict[str, list[Step]]:
 
 def assert_same_curve(curve: list[Step], expected: list[Step]) -> None:
     assert len(curve) == len(expected) == STEPS
-    for step, (found, wanted) in enumerate(zip(curve, expected, strict=True), start=1):
-        assert tuple(found) == pytest.approx(tuple(wanted), rel=TOLERANCE), f"step {step}"
+    for step, (actual, point) in enumerate(zip(curve, expected, strict=True), start=1):
+        assert tuple(actual) == pytest.approx(tuple(point), rel=TOLERANCE), f"step {step}"
 
 
 def test_the_curve_moves_and_is_clipped(curves: dict[str, list[Step]]) -> None:
@@ -116,8 +116,8 @@ def test_two_ranks(
     command += ["--config_file", "accelerate_configs/cpu_2proc.yaml", "finetune/train.py", str(recipe)]
     command += ["accelerate_config=ddp"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr[-3000:]
     assert_same_curve(curve_of(recipe), curves[method])
     receipt = json.loads((tmp_path / "run" / "receipt.json").read_text("utf-8"))
     assert (receipt["world_size"], receipt["strategy"]) == (2, "ddp")

@@ -37,9 +37,9 @@ LAUNCHES = [(1, "SIGTERM"), (2, "SIGTERM")] + FULL * [(1, "SIGINT"), (1, "SIGKIL
 def test_killed_at_random_moments(tmp_path: Path, ways: str) -> None:
     """Under every strategy: benchmarks/resume.py."""
     command = [sys.executable, str(SOAK), "--ways", ways, "--kills", str(KILLS), "--folder", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1])["kills"] >= KILLS
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert json.loads(process.stdout.splitlines()[-1])["kills"] >= KILLS
 
 
 def test_killed_under_every_strategy() -> None:
@@ -88,9 +88,9 @@ def launched(recipe: Path, run_dir: Path, ranks: int) -> Iterator[subprocess.Pop
         process.wait()
 
 
-def wait_until(run_dir: Path, found: Any, seconds: float = 90) -> None:
+def wait_until(run_dir: Path, condition: Any, seconds: float = 90) -> None:
     end = time.monotonic() + seconds
-    while not found():
+    while not condition():
         assert time.monotonic() < end, run_dir.with_suffix(".log").read_text()[-3000:]
         time.sleep(0.02)
 

@@ -75,8 +75,8 @@ def trained(name: str, folder: Path, model: Path, chats: Path) -> list[dict[str,
     if (ranks := RECIPES[name]) == 1:
         assert main([str(recipe), *words]) == 0
     else:
-        said = Path(f"{recipe}.rank0.said")
-        assert launch([recipe], ranks=ranks, words=words, timeout=600) == [0], said.read_text("utf-8")
+        output = Path(f"{recipe}.rank0.said")
+        assert launch([recipe], ranks=ranks, words=words, timeout=600) == [0], output.read_text("utf-8")
     return read_lines(folder / "run" / "metrics.jsonl")
 
 
@@ -101,13 +101,13 @@ def test_forty_chats_are_told_to_be_few(name: str, llama: Path, tmp_path: Path) 
     ranks = load_recipe(recipe).recipe.budget.gpus
 
     def notes(*settings: str) -> list[str]:
-        asked = load_recipe(recipe, [*words, *settings]).recipe
-        prepared = prepare(asked, load_tokenizer(asked))
-        plan = plan_batches(asked, len(prepared.train), world_size=ranks, rank=0, flat=True)
-        return batch_notes(asked, prepared, plan)
+        requested = load_recipe(recipe, [*words, *settings]).recipe
+        prepared = prepare(requested, load_tokenizer(requested))
+        plan = plan_batches(requested, len(prepared.train), world_size=ranks, rank=0, flat=True)
+        return batch_notes(requested, prepared, plan)
 
-    found = notes()
-    few = [line for line in found if " few: " in line]
+    actual = notes()
+    few = [line for line in actual if " few: " in line]
     assert len(few) == 1
     assert few[0].startswith("training.num_train_epochs: 1 step is few: ")
     assert len(notes(*SETTING.findall(few[0]))) == 1, "nothing but the line that there always is"

@@ -79,9 +79,9 @@ def test_the_table() -> None:
 def assert_the_model_is_what_was_trained(folder: Path) -> None:
     """Full weights that were handed over load in plain transformers and are those of the last checkpoint."""
     model = AutoModelForCausalLM.from_pretrained(folder / "run" / "model", dtype=torch.float32)
-    held = checkpointed(folder / "run")
+    checkpoint = checkpointed(folder / "run")
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.detach(), held[name], rtol=0, atol=0)
+        torch.testing.assert_close(parameter.detach(), checkpoint[name], rtol=0, atol=0)
 
 
 def assert_the_adapter_is_what_was_trained(folder: Path) -> None:
@@ -89,13 +89,13 @@ def assert_the_adapter_is_what_was_trained(folder: Path) -> None:
     recipe = load_recipe(str(folder / "recipe.yaml"), ["model.attention=sdpa"]).recipe
     base = AutoModelForCausalLM.from_pretrained(recipe.model.name_or_path, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, folder / "run" / "adapter", is_trainable=True)
-    held = checkpointed(folder / "run")
-    found = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-    assert found.keys() == held.keys()
-    for name, parameter in found.items():
-        torch.testing.assert_close(parameter.detach(), held[name], rtol=0, atol=0)
+    checkpoint = checkpointed(folder / "run")
+    actual = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert actual.keys() == checkpoint.keys()
+    for name, parameter in actual.items():
+        torch.testing.assert_close(parameter.detach(), checkpoint[name], rtol=0, atol=0)
     trained = build_model(recipe, torch.device("cpu"))
-    missing = trained.load_state_dict(held, strict=False)
+    missing = trained.load_state_dict(checkpoint, strict=False)
     assert missing.unexpected_keys == []
     ids = torch.arange(3, 67).reshape(2, 32)
     with torch.no_grad():
@@ -141,10 +141,10 @@ def test_the_missions_own_line(tiny_llama: Path, tmp_path: Path) -> None:
     line = ["-m", "accelerate.commands.launch", "finetune/train.py", "recipes/llama3_fsdp.yaml"]
     refused = run(line)
     assert refused.returncode != 0
-    told = [text for text in refused.stderr.splitlines() if text.startswith("budget: ")]
-    assert len(told) == 1
+    lines = [text for text in refused.stderr.splitlines() if text.startswith("budget: ")]
+    assert len(lines) == 1
     for words in ("4 GPUs", "gated", "finetune rehearse recipes/llama3_fsdp.yaml"):
-        assert words in told[0], words
+        assert words in lines[0], words
     assert run(line[2:]).returncode == 4  # accelerate launch makes 1 of it
     line[2:2] = ["--config_file", "accelerate_configs/cpu_2proc.yaml"]
     small = [f"model.name_or_path={tiny_llama}", f"output_dir={tmp_path / 'run'}", "training.max_steps=2"]

@@ -34,8 +34,8 @@ def test_accelerate_reads_it(file: Path) -> None:
     # -1: `accelerate launch` asks for --num_processes instead of taking a number meant for another machine.
     assert config.num_processes == PROCESSES.get(file.stem, -1)
     # The loader takes any key inside fsdp_config; the launcher then drops those it has no argument for.
-    known = {action.dest for action in launch_command_parser()._actions}  # argparse has no public listing
-    assert set(config.fsdp_config) <= known
+    options = {action.dest for action in launch_command_parser()._actions}  # argparse has no public listing
+    assert set(config.fsdp_config) <= options
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -62,15 +62,15 @@ def test_fsdp2_is_fsdp2(name: str) -> None:
 
 
 def test_what_tells_the_sharded_ones_apart() -> None:
-    told = {name: read_strategy(name) for name in FSDP}
-    assert {name: strategy.reshard_after_forward for name, strategy in told.items()} == {
+    strategies = {name: read_strategy(name) for name in FSDP}
+    assert {name: strategy.reshard_after_forward for name, strategy in strategies.items()} == {
         "fsdp2": True,
         "fsdp2_grad_op": False,
         "fsdp2_offload": True,
         "hsdp": True,
     }
-    assert [name for name, strategy in told.items() if strategy.offloaded] == ["fsdp2_offload"]
-    assert [name for name, strategy in told.items() if strategy.replicates] == ["hsdp"]
+    assert [name for name, strategy in strategies.items() if strategy.offloaded] == ["fsdp2_offload"]
+    assert [name for name, strategy in strategies.items() if strategy.replicates] == ["hsdp"]
 
 
 GOOD = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}

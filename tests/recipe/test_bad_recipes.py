@@ -77,9 +77,9 @@ def test_is_refused(
     header = read_header(case)
     assert header.expected, "a case says what it expects"
     heads = refused([str(case), *header.overrides], capsys)
-    told = "\n".join(heads)
-    assert not [text for text in header.expected if text not in told], told
-    assert len(heads) <= header.mistakes, told
+    printed = "\n".join(heads)
+    assert not [text for text in header.expected if text not in printed], printed
+    assert len(heads) <= header.mistakes, printed
     assert not list(tmp_path.iterdir()), "check leaves nothing behind"
 
 

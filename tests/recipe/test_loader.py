@@ -158,9 +158,9 @@ def test_generated_files_are_fresh() -> None:
 def test_json_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, SMALL)
     assert main(["check", str(path), "--json", "--resolved"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["ok"]
-    assert said["recipe"]["training"]["seed"] == 42
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"]
+    assert result["recipe"]["training"]["seed"] == 42
     assert main(["check", str(path), "training.sed=1", "--json"]) == 2
     captured = capsys.readouterr()
     assert json.loads(captured.out)["mistakes"] == [
@@ -177,9 +177,9 @@ def test_help_and_check_import_no_torch(tmp_path: Path, arguments: list[str], se
     program = f"import sys; from finetune.cli.main import main; code = main({words!r}); "
     program += "print(sorted(sys.modules)); sys.exit(code)"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    modules = done.stdout.splitlines()[-1]
+    modules = process.stdout.splitlines()[-1]
     assert not {"'torch'", "'transformers'", "'datasets'", "'numpy'"} & set(modules.strip("[]").split(", "))
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert used < 3 * seconds, used  # three times, since a busy machine counts more
@@ -203,10 +203,10 @@ TEXTS = st.one_of(
 def test_no_text_makes_it_fall_over(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
-    said = "read"
+    outcome = "read"
     try:
         load_recipe(path)
     except RecipeError as error:
-        said = str(error)
-    assert said
-    assert "Input should" not in said
+        outcome = str(error)
+    assert outcome
+    assert "Input should" not in outcome

@@ -197,10 +197,10 @@ def test_texts_that_look_like_other_values_stay_texts(tmp_path: Path, text: str)
 
 
 def _keys(schema: Any) -> set[str]:
-    found = set(schema.get("properties", {}))
+    result = set(schema.get("properties", {}))
     for inner in schema.get("$defs", {}).values():
-        found |= set(inner.get("properties", {}))
-    return found
+        result |= set(inner.get("properties", {}))
+    return result
 
 
 KEYS = [*sorted(_keys(Recipe.model_json_schema())), "EvalFraction", "list[DataSet]", "bool", "lora_r", "<<", ""]
@@ -256,13 +256,13 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_the_real_program(tmp_path: Path) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text(SMALL + "training: {sed: 1}\nmicro_batch_size: 2\n")
-    done = run(str(bad))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1] == "2 mistakes"
-    assert "Traceback" not in done.stderr
-    done = run("recipes/llama3_fsdp.yaml", "samples.prompts=[日本]", "--resolved", PYTHONIOENCODING="latin-1")
-    assert done.returncode == 0, done.stderr
-    assert "\\u65e5" in done.stdout
+    process = run(str(bad))
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.splitlines()[-1] == "2 mistakes"
+    assert "Traceback" not in process.stderr
+    process = run("recipes/llama3_fsdp.yaml", "samples.prompts=[日本]", "--resolved", PYTHONIOENCODING="latin-1")
+    assert process.returncode == 0, process.stderr
+    assert "\\u65e5" in process.stdout
     assert run().returncode == run("--wrong").returncode == 2
     assert sorted(tmp_path.iterdir()) == [bad], "check leaves nothing behind"
 

@@ -53,17 +53,17 @@ PLACES = {
 
 def told(*words: str) -> str:
     """All that `finetune check` says, on both streams."""
-    done = CliRunner().invoke(app, ["check", *words])
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.output
-    assert done.exit_code == 2, done.output
-    return done.output
+    result = CliRunner().invoke(app, ["check", *words])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.output
+    assert result.exit_code == 2, result.output
+    return result.output
 
 
 def assert_hidden(secret: str, text: str) -> None:
     """Neither whole nor in a part that is worth anything."""
     secret = secret.partition("://")[2].partition("@")[0] or secret
-    found = [secret[start : start + 10] for start in range(len(secret) - 9) if secret[start : start + 10] in text]
-    assert not found, f"{found[0]} is told:\n{text}"
+    leaked = [secret[start : start + 10] for start in range(len(secret) - 9) if secret[start : start + 10] in text]
+    assert not leaked, f"{leaked[0]} is told:\n{text}"
 
 
 @pytest.fixture
@@ -99,10 +99,10 @@ def test_nor_one_of_a_recipe_that_is_right(words: list[str], recipe: Path) -> No
     for secret in TOKENS.values():
         text = RIGHT.replace("rows.jsonl", f'"{secret}"') + f'output_dir: "runs/{secret}"\n'
         recipe.write_text(text, "utf-8")
-        done = CliRunner().invoke(app, ["check", str(recipe), *words])
-        assert done.exit_code == 0, done.output
-        assert done.output.count(HIDDEN) >= 2
-        assert_hidden(secret, done.output)
+        result = CliRunner().invoke(app, ["check", str(recipe), *words])
+        assert result.exit_code == 0, result.output
+        assert result.output.count(HIDDEN) >= 2
+        assert_hidden(secret, result.output)
 
 
 @pytest.mark.parametrize("value", ["plain-password-1", '"with a space in it"', "'single quotes'", "short123"])
@@ -153,6 +153,6 @@ def test_the_run_folders_recipe_keeps_its_values(recipe: Path) -> None:
 def test_check_needs_no_torch_for_it(recipe: Path) -> None:
     recipe.write_text(RIGHT + PLACES["unknown key"].replace("SECRET", TOKENS["hub"]), "utf-8")
     program = "import sys\nfrom finetune.cli.main import app\ntry: app()\nfinally: print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program, "check", str(recipe)], capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "False", done.stderr
-    assert HIDDEN in done.stderr
+    process = subprocess.run([sys.executable, "-c", program, "check", str(recipe)], capture_output=True, text=True)
+    assert process.stdout.splitlines()[-1] == "False", process.stderr
+    assert HIDDEN in process.stderr

@@ -46,34 +46,34 @@ def write(folder: Path, model: Path, rows: list[dict[str, Any]], **data: Any) ->
 
 def test_tokens_put_together_are_the_text_and_the_learned_ones_the_answer(tmp_path: Path, model: Path) -> None:
     answer = "naïve 東京 🐦 birds"
-    found = preview(load_recipe(write(tmp_path, model, [chat(answer)])).recipe, 3)
-    (row,) = found.rows
+    view = preview(load_recipe(write(tmp_path, model, [chat(answer)])).recipe, 3)
+    (row,) = view.rows
     assert "".join(piece.text for piece in row.pieces) == (
         f"<|im_start|>user\n{QUESTION['content']}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
     )
     assert "".join(piece.text for piece in row.pieces if piece.learned) == f"{answer}<|im_end|>"
     assert [piece.text for piece in row.pieces if piece.special] == SPECIAL_TOKENS[1:] * 2
-    assert row.roles == found.roles == {"user": 1, "assistant": 1}
+    assert row.roles == view.roles == {"user": 1, "assistant": 1}
     assert row.learned < row.tokens
 
 
 def test_facts_are_those_of_training(tmp_path: Path, model: Path) -> None:
     rows = [chat("one " * count) for count in (1, 5, 9, 20)] * 2 + [chat("two", {"role": "system", "content": "three"})]
-    found = preview(load_recipe(write(tmp_path, model, rows, packing=False)).recipe, 0)
-    assert (found.facts["documents"], found.facts["rows"], found.facts["steps_per_epoch"]) == (9, 9, 5)
-    assert found.roles == {"system": 1, "user": 9, "assistant": 9}
-    assert sum(count for *_, count in found.histogram) == 9
-    assert found.histogram[-1][1] == 65
-    assert found.longest[0][0].endswith("rows.jsonl:4")
-    assert [finding.text for finding in found.findings] == ["4 training documents are copies of another one"]
-    assert [place.rsplit(":", 1)[1] for place in found.findings[0].places] == ["5", "6", "7"]
-    assert found.ok
+    view = preview(load_recipe(write(tmp_path, model, rows, packing=False)).recipe, 0)
+    assert (view.facts["documents"], view.facts["rows"], view.facts["steps_per_epoch"]) == (9, 9, 5)
+    assert view.roles == {"system": 1, "user": 9, "assistant": 9}
+    assert sum(count for *_, count in view.histogram) == 9
+    assert view.histogram[-1][1] == 65
+    assert view.longest[0][0].endswith("rows.jsonl:4")
+    assert [finding.text for finding in view.findings] == ["4 training documents are copies of another one"]
+    assert [place.rsplit(":", 1)[1] for place in view.findings[0].places] == ["5", "6", "7"]
+    assert view.ok
 
 
 def test_answers_cut_at_the_row_are_found(tmp_path: Path, model: Path) -> None:
     rows = [chat("short"), chat("very " * 100)]
-    found = preview(load_recipe(write(tmp_path, model, rows, truncation="right")).recipe, 0)
-    texts = {finding.severity: finding for finding in found.findings}
+    view = preview(load_recipe(write(tmp_path, model, rows, truncation="right")).recipe, 0)
+    texts = {finding.severity: finding for finding in view.findings}
     assert "answers truncated at data.max_length" in texts["warning"].text
     assert texts["warning"].places[0].endswith("rows.jsonl:2")
     assert texts["note"].text == "1 documents truncated at data.max_length"
@@ -85,11 +85,11 @@ def test_refused_rows_are_errors_and_the_good_ones_are_shown(
     silent = {"messages": [QUESTION, {"role": "assistant", "content": "no", "weight": 0}]}
     recipe = write(tmp_path, model, [silent, chat("yes"), {"messages": "nothing"}])
     assert main(["preview", str(recipe), "--json"]) == 2
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"] is False
-    assert [finding["severity"] for finding in told["findings"]] == ["error", "error"]
-    assert "rows.jsonl:1: nothing in this row is learned" in told["findings"][0]["text"]
-    assert [row["place"].rsplit(":", 1)[1] for row in told["rows"]] == ["2"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"] is False
+    assert [finding["severity"] for finding in result["findings"]] == ["error", "error"]
+    assert "rows.jsonl:1: nothing in this row is learned" in result["findings"][0]["text"]
+    assert [row["place"].rsplit(":", 1)[1] for row in result["rows"]] == ["2"]
 
 
 def store(documents: list[list[int]], learned: list[list[bool]]) -> StoredDocuments:
@@ -133,8 +133,8 @@ def test_page_and_terminal_show_the_same_rows(tmp_path: Path, model: Path, capsy
     recipe = write(tmp_path, model, [chat("a < b & c")])
     page = tmp_path / "preview.html"
     assert main(["preview", str(recipe), "--html", str(page)]) == 0
-    said = capsys.readouterr().out
-    assert "⟦a < b & c<|im_end|>⟧" in said
+    output = capsys.readouterr().out
+    assert "⟦a < b & c<|im_end|>⟧" in output
     html = page.read_text("utf-8")
     assert "&lt;|im_end|&gt;" in html
     assert "<script" not in html
@@ -143,20 +143,20 @@ def test_page_and_terminal_show_the_same_rows(tmp_path: Path, model: Path, capsy
 
 def test_nothing_of_the_data_becomes_markup(tmp_path: Path, model: Path) -> None:
     evil = "</pre><script>x</script>{{ title }}"
-    found = preview(load_recipe(write(tmp_path, model, [chat(evil)])).recipe, 1)
+    view = preview(load_recipe(write(tmp_path, model, [chat(evil)])).recipe, 1)
     place = Oddity("warning", evil, (evil,))
-    html = as_page(dataclasses.replace(found, findings=[place]), evil)
+    html = as_page(dataclasses.replace(view, findings=[place]), evil)
     assert "<script" not in html
     assert html.count("&lt;script&gt;") == 4  # title twice, finding, place; the row's tokens are cut smaller
     assert "".join(re.findall(r'<span class="t[^>]*>([^<]*)</span>', html)).count("{{ title }}") == 1
 
 
 def test_the_lengths_are_drawn_once_each(tmp_path: Path, model: Path) -> None:
-    found = preview(load_recipe(write(tmp_path, model, [chat("one " * count) for count in (1, 5, 9)])).recipe, 0)
-    html = as_page(found, "r")
+    view = preview(load_recipe(write(tmp_path, model, [chat("one " * count) for count in (1, 5, 9)])).recipe, 0)
+    html = as_page(view, "r")
     assert html.count("<svg") == 1
-    assert f"max_length {found.max_length}" in html
-    for low, _, count in found.histogram:
+    assert f"max_length {view.max_length}" in html
+    for low, _, count in view.histogram:
         assert f">{low}</text>" in html
         assert count == 0 or f">{count}</text>" in html
 
@@ -165,6 +165,6 @@ def test_words_keep_their_spaces_where_decoding_one_token_drops_them(model: Path
     recipe = load_recipe(write(tmp_path, model, [chat("x")])).recipe
     encoder = Encoder(load_tokenizer(recipe), recipe.data)
     document = encoder.encode(chat("old stone bridge"), "messages")
-    shown = list(pieces(encoder.texts, document))
-    assert len(shown) == len(document.input_ids)
-    assert encoder.texts.decode(document.input_ids) == "".join(piece.text for piece in shown)
+    tokens = list(pieces(encoder.texts, document))
+    assert len(tokens) == len(document.input_ids)
+    assert encoder.texts.decode(document.input_ids) == "".join(piece.text for piece in tokens)

@@ -116,8 +116,8 @@ def test_the_row_of_the_table_is_arithmetic(tmp_path: Path) -> None:
 def test_several_runs_lie_over_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [write_run(tmp_path / name / "run", steps=4, loss=loss) for name, loss in (("a", 3.0), ("b", 5.0))]
     assert cli(["report", *map(str, folders), "-o", str(tmp_path / "out"), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert list(told["runs"]) == ["a/run", "b/run"]
+    result = json.loads(capsys.readouterr().out)
+    assert list(result["runs"]) == ["a/run", "b/run"]
     html = (tmp_path / "out" / "report.html").read_text("utf-8")
     loss_chart = html[html.index('aria-label="Loss"') : html.index("</svg>")]
     assert (len(curves_of(loss_chart)), loss_chart.count("<use")) == (2, 4)
@@ -150,11 +150,11 @@ def test_no_run_and_the_same_run_twice_are_one_line(tmp_path: Path, capsys: pyte
 def test_what_fails_is_told_and_disturbs_nothing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=1)
     (run / "report.html").mkdir()
-    said: list[str] = []
-    write_page(run, said.append)
-    write_pages(run, said.append)
-    assert len(said) == 2
-    assert all(line.startswith("the report was not written: ") for line in said)
+    lines: list[str] = []
+    write_page(run, lines.append)
+    write_pages(run, lines.append)
+    assert len(lines) == 2
+    assert all(line.startswith("the report was not written: ") for line in lines)
 
 
 def test_training_writes_it_at_each_evaluation_and_at_the_end(tmp_path: Path, tiny_llama: Path) -> None:

@@ -17,9 +17,9 @@ def test_every_file_beside_the_modules_is_package_data() -> None:
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["finetune"]
     package = ROOT / "finetune"
     listed = {file for pattern in patterns for file in package.glob(pattern)}
-    there = {file for file in package.rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")}
-    assert len([file for file in there if file.suffix == ".jinja"]) >= 4
-    assert there <= listed
+    files = {file for file in package.rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")}
+    assert len([file for file in files if file.suffix == ".jinja"]) >= 4
+    assert files <= listed
 
 
 def test_a_value_that_a_template_lacks_raises() -> None:

@@ -29,8 +29,8 @@ def simple(value: float) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def newest_step(run_dir: Path) -> int | None:
-    found, _ = newest_valid(run_dir)
-    return found.step if found else None
+    newest, _ = newest_valid(run_dir)
+    return newest.step if newest else None
 
 
 def steps(run_dir: Path) -> list[str]:
@@ -65,11 +65,11 @@ def test_every_kind_of_tensor_comes_back_bitwise(tmp_path: Path) -> None:
         "parameter": torch.nn.Parameter(torch.randn(2)),
     }
     write_checkpoint(tmp_path, 7, {"model": tensors, "none": {}}, {"loss": 0.1 + 0.2, "best": None}, keep=1)
-    found, damaged = newest_valid(tmp_path)
-    assert found is not None
-    assert found.step == 7
+    newest, damaged = newest_valid(tmp_path)
+    assert newest is not None
+    assert newest.step == 7
     assert damaged == ()
-    groups, state = read_checkpoint(found)
+    groups, state = read_checkpoint(newest)
     assert state == {"step": 7, "loss": 0.1 + 0.2, "best": None}
     assert groups["none"] == {}
     assert groups["model"].keys() == tensors.keys()
@@ -157,13 +157,13 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path: Path, da
     for step in (1, 2):
         write_checkpoint(tmp_path, step, simple(step), {}, keep=2)
     damage(step_folder(tmp_path, 2))
-    found, damaged = newest_valid(tmp_path)
+    newest, damaged = newest_valid(tmp_path)
     assert len(damaged) == 1, "the damage was not seen"
     assert "step-0000000" in damaged[0]
     assert "\n" not in damaged[0]
-    assert found is not None
-    assert found.step == 1
-    assert read_checkpoint(found)[0]["model"]["w"].eq(1).all()
+    assert newest is not None
+    assert newest.step == 1
+    assert read_checkpoint(newest)[0]["model"]["w"].eq(1).all()
 
 
 def test_the_damages_are_many() -> None:
@@ -281,9 +281,9 @@ def test_the_optimizer_continues_bitwise(tmp_path: Path, dtype: torch.dtype) -> 
     resumed = Tied().to(dtype)
     again = grouped(resumed)
     trained(resumed, again, 1, seed=9)  # what it held before is dropped
-    found, _ = newest_valid(tmp_path)
-    assert isinstance(found, Checkpoint)
-    groups, _ = read_checkpoint(found)
+    newest, _ = newest_valid(tmp_path)
+    assert isinstance(newest, Checkpoint)
+    groups, _ = read_checkpoint(newest)
     load_model(resumed, groups["model"])
     load_optimizer(resumed, again, groups["optimizer"])
     trained(resumed, again, 3, seed=1)

@@ -72,8 +72,8 @@ def adapted(base: PreTrainedModel, **settings: Any) -> PeftModel:
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(input_ids=IDS, use_cache=False).logits
-    return found
+        result: torch.Tensor = model(input_ids=IDS, use_cache=False).logits
+    return result
 
 
 @pytest.mark.parametrize(
@@ -151,9 +151,9 @@ def test_adapters_and_their_optimizer_continue_bitwise(tmp_path: Path) -> None:
     expected = train(model, optimizer, 3)
 
     resumed, again = start()
-    found, _ = newest_valid(tmp_path)
-    assert found is not None
-    groups, _ = read_checkpoint(found)
+    newest, _ = newest_valid(tmp_path)
+    assert newest is not None
+    groups, _ = read_checkpoint(newest)
     load_model(resumed, groups["model"])
     load_optimizer(resumed, again, groups["optimizer"])
     assert train(resumed, again, 3) == expected

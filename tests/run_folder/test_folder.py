@@ -43,14 +43,14 @@ def save(run_dir: Path, step: int) -> None:
 
 def run(run_dir: Path, *, steps: int, end: str | None = None) -> None:
     """A run that made `steps` checkpoints and then ended, or was killed."""
-    held = claim(run_dir)
+    claimed = claim(run_dir)
     for step in range(1, steps + 1):
         save(run_dir, step)
     if end == "failed":
         mark_failed(run_dir, RuntimeError("out of memory"), phase="forward", rank=0, step=steps)
     elif end:
         mark_run(run_dir, end, step=steps)  # type: ignore[arg-type]
-    held.release()
+    claimed.release()
 
 
 # what is there, resume, changed keys -> status, step, what the notes say
@@ -85,17 +85,17 @@ def test_where_a_run_starts(
     run_dir = tmp_path / "runs" / "a"
     run_dir.parent.mkdir()
     there(run_dir)
-    held = claim(run_dir, resume, **changes)
-    assert held.status == status
-    assert (held.checkpoint.step if held.checkpoint else None) == step
-    assert note in "\n".join(held.notes)
-    assert bool(held.notes) == bool(note)
+    claimed = claim(run_dir, resume, **changes)
+    assert claimed.status == status
+    assert (claimed.checkpoint.step if claimed.checkpoint else None) == step
+    assert note in "\n".join(claimed.notes)
+    assert bool(claimed.notes) == bool(note)
     state = read_state(run_dir)
     assert state is not None
     assert state["state"] == ("finished" if status == "finished" else "running")
     assert state["identity"] == json.loads(json.dumps(IDENTITY | changes))
-    assert (held.lock is None) == (status == "finished")
-    held.release()
+    assert (claimed.lock is None) == (status == "finished")
+    claimed.release()
 
 
 def damage(run_dir: Path, step: int) -> None:
@@ -166,21 +166,21 @@ def test_every_difference_is_listed(tmp_path: Path) -> None:
 def test_a_damaged_newest_checkpoint_is_named_and_the_older_one_used(tmp_path: Path) -> None:
     run(tmp_path, steps=3)
     damage(tmp_path, 3)
-    held = claim(tmp_path)
-    assert held.checkpoint is not None
-    assert held.checkpoint.step == 2
-    assert len(held.notes) == 1
-    assert "step-00000003: damaged, not used: model-00000.safetensors" in held.notes[0]
+    claimed = claim(tmp_path)
+    assert claimed.checkpoint is not None
+    assert claimed.checkpoint.step == 2
+    assert len(claimed.notes) == 1
+    assert "step-00000003: damaged, not used: model-00000.safetensors" in claimed.notes[0]
     assert [row["step"] for row in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
-    held.release()
+    claimed.release()
 
 
 def test_never_moves_run_after_run_aside(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     for number in (1, 2, 3):
-        held = claim(run_dir, "never")
+        claimed = claim(run_dir, "never")
         save(run_dir, number)
-        held.release()
+        claimed.release()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.previous-1", "run.previous-2"]
     assert step_folder(tmp_path / "run.previous-1", 1).is_dir()
     assert step_folder(tmp_path / "run.previous-2", 2).is_dir()
@@ -193,12 +193,12 @@ def test_leftovers_go_and_metrics_end_at_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / ".tmp-step-00000004" / "model-00000.safetensors").write_bytes(b"half")
     (tmp_path / ".tmp-77-run_state.json").write_text("{")
     (tmp_path / ".tmp-adapter").mkdir()
-    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    content = (tmp_path / "metrics.jsonl").read_bytes()
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(b'{"kind":"train","step":4,"loss":1.0}\n{"kind":"train","st')
     claim(tmp_path).release()
     assert not list(tmp_path.rglob(".tmp-*"))
-    assert (tmp_path / "metrics.jsonl").read_bytes() == whole
+    assert (tmp_path / "metrics.jsonl").read_bytes() == content
 
 
 def test_samples_after_the_last_step_follow_its_checkpoint(tmp_path: Path) -> None:
@@ -209,9 +209,9 @@ def test_samples_after_the_last_step_follow_its_checkpoint(tmp_path: Path) -> No
 
 
 def test_a_run_without_a_checkpoint_starts_with_empty_metrics(tmp_path: Path) -> None:
-    held = claim(tmp_path)
+    claimed = claim(tmp_path)
     append_lines(tmp_path / "metrics.jsonl", [{"step": 1}])
-    held.release()
+    claimed.release()
     claim(tmp_path).release()
     assert not (tmp_path / "metrics.jsonl").exists()
 
@@ -285,16 +285,16 @@ def test_the_identity_is_what_the_curve_depends_on() -> None:
 
 
 def test_the_end_is_recorded_with_the_command_that_continues(tmp_path: Path) -> None:
-    held = claim(tmp_path)
+    claimed = claim(tmp_path)
     assert mark_run(tmp_path, "stopped", step=5) == "python train.py r.yaml"
     state = read_state(tmp_path)
     assert state is not None
     assert (state["state"], state["step"], state["command"]) == ("stopped", 5, "python train.py r.yaml")
-    held.release()
+    claimed.release()
 
 
 def test_the_first_failure_stays(tmp_path: Path) -> None:
-    held = claim(tmp_path)
+    claimed = claim(tmp_path)
     mark_failed(tmp_path, ValueError("loss is nan"), phase="backward", rank=1, step=7)
     mark_failed(tmp_path, RuntimeError("connection closed by peer"), phase="forward", rank=0, step=6)
     state = read_state(tmp_path)
@@ -306,7 +306,7 @@ def test_the_first_failure_stays(tmp_path: Path) -> None:
         "rank": 1,
         "error": "ValueError: loss is nan",
     }
-    held.release()
+    claimed.release()
 
 
 def test_the_environment_names_versions_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,14 +111,14 @@ def test_a_crash_anywhere_leaves_old_or_new(tmp_path: Path, half_done: bool, sta
     seen: set[int] = set()
     point = 0
     while crash(template, work, Disk(point, half_done)):
-        found, _ = newest_valid(work)
-        assert found is not None, f"nothing valid is left after a crash at call {point}"
-        tensors, state = read_checkpoint(found)
-        assert tensors["model"]["w"].eq(found.step).all()
-        assert state["value"] == tensors["optimizer"]["w:step"].item() == found.step
+        newest, _ = newest_valid(work)
+        assert newest is not None, f"nothing valid is left after a crash at call {point}"
+        tensors, state = read_checkpoint(newest)
+        assert tensors["model"]["w"].eq(newest.step).all()
+        assert state["value"] == tensors["optimizer"]["w:step"].item() == newest.step
         for name in LINES:  # up to the checkpoint nothing is lost
-            assert [row["step"] for row in read_lines(work / name)][: found.step] == [*range(1, found.step + 1)]
-        seen.add(found.step)
+            assert [row["step"] for row in read_lines(work / name)][: newest.step] == [*range(1, newest.step + 1)]
+        seen.add(newest.step)
         clear_leftovers(work / "checkpoints")
         save(work, 2)
         assert [path.name for path in (work / "checkpoints").iterdir()] == ["step-00000002"]

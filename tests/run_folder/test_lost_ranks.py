@@ -87,10 +87,10 @@ def test_the_last_line_names_it_and_continues(
     command = last.split("continue with: ")[1]
     assert command == state["command"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
+    resumed = subprocess.run(
         shlex.split(command), cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert what_counts(run_dir) == whole
 
 
@@ -172,6 +172,6 @@ def test_a_rank_that_waits_in_a_collective_forever_ends_too(tmp_path: Path) -> N
 
 def what_counts(run_dir: Path) -> dict[str, Any]:
     """All that must be bitwise equal; peft writes its set of layers in the order of that process's hashes."""
-    found = fingerprint(run_dir)
-    del found["files"]["adapter/adapter_config.json"]
-    return found
+    result = fingerprint(run_dir)
+    del result["files"]["adapter/adapter_config.json"]
+    return result

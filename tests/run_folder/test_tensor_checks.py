@@ -84,8 +84,8 @@ def test_elements_that_changed_places_are_seen() -> None:
 def test_not_finite_is_named(bad: float, index: int) -> None:
     good, spoilt = values(torch.float32), values(torch.float32)
     spoilt.view(-1)[index] = bad
-    whole = torch.arange(5)
-    assert not_finite({"a": good, "b": spoilt, "c": whole, "d": torch.empty(0)}, 0) == ["b"]
+    integers = torch.arange(5)
+    assert not_finite({"a": good, "b": spoilt, "c": integers, "d": torch.empty(0)}, 0) == ["b"]
     assert not_finite({"b": spoilt}, 1) == [], "rank 0 answers for a whole tensor"
     assert not_finite({"b": Piece(spoilt.view(-1)[8:], (7, 5), 8)}, 1) == (["b"] if index >= 8 else [])
 

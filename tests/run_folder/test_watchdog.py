@@ -307,8 +307,8 @@ subprocess.run([sys.executable, "-c", {rank!r}])
 time.sleep(0.5)
 print("forty lines of report", file=sys.stderr)
 """
-    done = subprocess.run([sys.executable, "-c", launcher], cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.stderr.split("\n") == ["", "rank 1 died", "forty lines of report", "", "rank 1 died", ""]
+    process = subprocess.run([sys.executable, "-c", launcher], cwd=REPOSITORY, capture_output=True, text=True)
+    assert process.stderr.split("\n") == ["", "rank 1 died", "forty lines of report", "", "rank 1 died", ""]
 
 
 def test_without_a_launcher_it_is_said_once(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

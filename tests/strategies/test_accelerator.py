@@ -130,10 +130,10 @@ def test_so_are_they_where_ranks_on_gpus_work_on_the_host(monkeypatch: pytest.Mo
 
 def test_a_session_tells_that_its_strategy_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to where the ranks have met: what the session says of itself."""
-    told: list[bool] = []
+    calls: list[bool] = []
 
     def shared_out(*_: Any, offloaded: bool) -> None:
-        told.append(offloaded)
+        calls.append(offloaded)
         raise InterruptedError
 
     monkeypatch.setattr(session, "build_accelerator", lambda *_: SimpleNamespace(device=torch.device("cuda", 0)))
@@ -143,7 +143,7 @@ def test_a_session_tells_that_its_strategy_is_offloaded(monkeypatch: pytest.Monk
         start = SimpleNamespace(recipe=recipe(), launch=ALONE, strategy=read_strategy(name))
         with pytest.raises(InterruptedError), session.process_group(start):  # type: ignore[arg-type]
             raise AssertionError("not reached")
-    assert told == [True] * 4 + [False] * 3
+    assert calls == [True] * 4 + [False] * 3
 
 
 def test_cores_that_are_borrowed_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,8 +53,8 @@ def whole(tensor: Any) -> Tensor:
 
 
 def checkpointed(parts: Assembled) -> dict[str, Tensor]:
-    found = checkpoint_tensors(parts)
-    return {f"{group} {name}": whole(tensor) for group in found for name, tensor in found[group].items()}
+    result = checkpoint_tensors(parts)
+    return {f"{group} {name}": whole(tensor) for group in result for name, tensor in result[group].items()}
 
 
 def exported(parts: Assembled) -> dict[str, Tensor]:
@@ -74,11 +74,11 @@ def test_what_is_read_after_an_evaluation_is_what_the_optimizer_holds(
     expected = read(sharded.parts)
     look(sharded)
     assert "lm_head.weight" in gathered(sharded), "else there is nothing to put back"
-    found = read(sharded.parts)
-    assert found.keys() == expected.keys()
+    actual = read(sharded.parts)
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert tensor.dtype == found[name].dtype
-        assert torch.equal(tensor, found[name]), name
+        assert tensor.dtype == actual[name].dtype
+        assert torch.equal(tensor, actual[name]), name
     assert gathered(sharded) == []
 
 
@@ -88,8 +88,8 @@ def test_what_was_saved_is_read_back_after_an_evaluation(sharded: OneRank) -> No
     sharded.step([flat_batch(seed=1)])
     look(sharded)
     restore_temporary(sharded.parts, folder)
-    found = checkpointed(sharded.parts)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    actual = checkpointed(sharded.parts)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 def test_an_evaluation_between_steps_changes_nothing(tiny_llama: Path, tmp_path: Path) -> None:
@@ -144,26 +144,26 @@ class Scattered:
 @pytest.mark.parametrize(("world", "copies"), [(1, 1), (2, 1), (5, 1), (4, 2), (6, 2), (6, 3)])
 def test_every_rank_gets_its_rows_and_each_row_is_written_once(world: int, copies: int, tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "qwen3", tie_word_embeddings=copies > 1)
-    asked, strategy = half_recipe(base, tmp_path, "fsdp2"), read_strategy("fsdp2")
+    requested, strategy = half_recipe(base, tmp_path, "fsdp2"), read_strategy("fsdp2")
     if copies > 1:
         sizes = {"parallelism_config": {"parallelism_config_dp_replicate_size": copies}}
         strategy = replace(strategy, settings=strategy.settings | sizes)
     shards, ranks = world // copies, Scattered()
-    full = {name: tensor.detach() for name, tensor in build_model(asked, CPU).named_parameters()}
+    full = {name: tensor.detach() for name, tensor in build_model(requested, CPU).named_parameters()}
     written: dict[str, list[tuple[int, int]]] = {name: [] for name in full}
     for rank in range(world):
         with ranks.rank(rank, world):
-            decoder = decoder_parts(build_model(asked, CPU if rank == 0 else torch.device("meta")))
+            decoder = decoder_parts(build_model(requested, CPU if rank == 0 else torch.device("meta")))
             shard_model(decoder, strategy, make_mesh(strategy, CPU), CPU, torch.bfloat16)
-            found = dict(decoder.named_parameters())
-            assert found.keys() == full.keys()
-            for name, parameter in found.items():
+            actual = dict(decoder.named_parameters())
+            assert actual.keys() == full.keys()
+            for name, parameter in actual.items():
                 assert isinstance(parameter, DTensor)
                 rows = -(-len(full[name]) // shards)  # as torch.chunk cuts
-                mine = full[name][rank % shards * rows : (rank % shards + 1) * rows]
-                assert torch.equal(parameter.to_local(), mine), f"rank {rank}: {name}"
+                rows_of_rank = full[name][rank % shards * rows : (rank % shards + 1) * rows]
+                assert torch.equal(parameter.to_local(), rows_of_rank), f"rank {rank}: {name}"
                 first, last = row_range(parameter)
-                assert last - first == len(mine)
+                assert last - first == len(rows_of_rank)
                 assert is_first_copy(parameter) == (rank < shards)
                 if (piece := piece_to_write(parameter, rank)) is not None and piece.tensor.numel():
                     written[name].append((piece.start, piece.tensor.numel()))

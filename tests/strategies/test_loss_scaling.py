@@ -41,9 +41,9 @@ class Bench:
     def __init__(self, folder: Path, scale: float = 2.0**16) -> None:
         self.accelerator = Accelerator(cpu=True, mixed_precision="fp16")
         scale_losses_on_cpu(self.accelerator)
-        asked = float32_recipe(folder, mixed_precision="fp16")
-        model: nn.Module = build_model(asked, CPU)
-        self.model, self.optimizer = self.accelerator.prepare(model.train(), make_optimizer(model, asked))
+        requested = float32_recipe(folder, mixed_precision="fp16")
+        model: nn.Module = build_model(requested, CPU)
+        self.model, self.optimizer = self.accelerator.prepare(model.train(), make_optimizer(model, requested))
         fresh = self.accelerator.scaler.state_dict()
         load_scaler_state(self.accelerator, fresh | {"scale": scale})
 
@@ -187,15 +187,15 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("restless")
 def test_a_resumed_fp16_run_is_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = write_resume_recipe(tmp_path, steps=14, dropout=0.1)
-    body = yaml.safe_load(asked.read_text())
+    requested = write_resume_recipe(tmp_path, steps=14, dropout=0.1)
+    body = yaml.safe_load(requested.read_text())
     body["training"]["mixed_precision"] = "fp16"
     body |= {"save_steps": 3, "logging_steps": 1}
-    asked.write_text(yaml.safe_dump(body))
+    requested.write_text(yaml.safe_dump(body))
 
     def run(name: str) -> int:
         AcceleratorState._reset_state(True)
-        return train.main([str(asked), f"output_dir={tmp_path / name}", "accelerate_config=single"])
+        return train.main([str(requested), f"output_dir={tmp_path / name}", "accelerate_config=single"])
 
     assert run("whole") == 0
     lines = [line for line in read_lines(tmp_path / "whole" / "metrics.jsonl") if line["kind"] == "train"]
@@ -225,12 +225,12 @@ def test_a_resumed_fp16_run_is_the_run(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_ranks_skip_together(strategy: str, tmp_path: Path) -> None:
     """A rank that skipped alone would part from the other for good."""
-    asked = write_resume_recipe(tmp_path, steps=10, dropout=0.0)
-    body = yaml.safe_load(asked.read_text())
+    requested = write_resume_recipe(tmp_path, steps=10, dropout=0.0)
+    body = yaml.safe_load(requested.read_text())
     body["training"]["mixed_precision"] = "fp16"
     body["samples"] = {"count": 0}
-    asked.write_text(yaml.safe_dump(body | {"logging_steps": 1}))
-    assert wait_all(fork_ranks(asked, tmp_path / "run", 2, strategy), 120) == [0, 0]
+    requested.write_text(yaml.safe_dump(body | {"logging_steps": 1}))
+    assert wait_all(fork_ranks(requested, tmp_path / "run", 2, strategy), 120) == [0, 0]
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
     skips = [line["step"] for line in lines if line["grad_norm"] is None]
     assert 2 <= len(skips) < 10

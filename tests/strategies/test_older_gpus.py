@@ -27,12 +27,12 @@ FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The compute capability of each GPU that this machine seems to have; to be filled."""
-    found: list[tuple[int, int]] = []
+    result: list[tuple[int, int]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found[torch.device(device).index])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(result))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: result[torch.device(device).index])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Card {torch.device(device).index}")
-    return found
+    return result
 
 
 @pytest.mark.parametrize(

@@ -148,16 +148,16 @@ def trained(
     return Trained(losses, norms, lines[-1].get("skipped_steps", 0), receipt)
 
 
-def apart(found: list[float], wanted: list[float]) -> float:
+def apart(losses: list[float], expected: list[float]) -> float:
     """The worst relative difference of a step."""
-    assert len(found) == len(wanted) == STEPS
-    return max(abs(a / b - 1) for a, b in zip(found, wanted, strict=True))
+    assert len(losses) == len(expected) == STEPS
+    return max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))
 
 
-def assert_near(found: Trained, whole: Trained, case: Case) -> None:
-    assert apart(found.losses, whole.losses) <= MARGIN * case.loss
-    assert apart(found.norms, whole.norms) <= MARGIN * case.norm
-    assert found.skipped == whole.skipped == 0
+def assert_near(actual: Trained, expected: Trained, case: Case) -> None:
+    assert apart(actual.losses, expected.losses) <= MARGIN * case.loss
+    assert apart(actual.norms, expected.norms) <= MARGIN * case.norm
+    assert actual.skipped == expected.skipped == 0
 
 
 SLOW_OR_NOT = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES]
@@ -171,12 +171,12 @@ def test_the_number_of_cases() -> None:
 def test_splits_in_one_process(
     name: str, wholes: Callable[[str], Trained], tiny_llama: Path, chats: Path, tmp_path: Path
 ) -> None:
-    whole = wholes(name)
+    expected = wholes(name)
     for split, changes in SPLITS.items():
-        found = trained(tmp_path / split.replace(" ", "_"), tiny_llama, chats, CASES[name], changes)
-        assert_near(found, whole, CASES[name])
+        actual = trained(tmp_path / split.replace(" ", "_"), tiny_llama, chats, CASES[name], changes)
+        assert_near(actual, expected, CASES[name])
         every = changes.get("training", {}).get("activation_checkpointing", 0)
-        assert found.receipt["checkpointed_layers"] == {0: 0, 1: 2, 2: 1}[int(every)]
+        assert actual.receipt["checkpointed_layers"] == {0: 0, 1: 2, 2: 1}[int(every)]
 
 
 # What tests/proofs/test_strategies.py does not train; all of them: benchmarks/one_curve.py.
@@ -194,9 +194,9 @@ ON_TWO_RANKS = [
 def test_two_ranks(
     name: str, strategy: str, wholes: Callable[[str], Trained], tiny_llama: Path, chats: Path, tmp_path: Path
 ) -> None:
-    found = trained(tmp_path / "two", tiny_llama, chats, CASES[name], TWO_RANKS, strategy)
-    assert_near(found, wholes(name), CASES[name])
-    receipt = found.receipt
+    actual = trained(tmp_path / "two", tiny_llama, chats, CASES[name], TWO_RANKS, strategy)
+    assert_near(actual, wholes(name), CASES[name])
+    receipt = actual.receipt
     assert (receipt["strategy"], receipt["world_size"]) == (strategy, 2)
     assert receipt["sharding"]["held_share"] == (0.5 if strategy == "fsdp2" else 1.0)
 
@@ -206,17 +206,17 @@ def test_two_ranks(
 def test_evaluated_and_saved_in_one_step(name: str, tiny_llama: Path, chats: Path, tmp_path: Path) -> None:
     """After a forward without a backward the head's unit is still gathered."""
     often = {"eval_steps": 2, "save_steps": 2, "data": {"eval": {"fraction": 0.25}}, "samples": {"count": 1}}
-    found = trained(tmp_path / "run", tiny_llama, chats, CASES[name], often | TWO_RANKS, "fsdp2")
-    assert found.losses[-1] < found.losses[0]
+    actual = trained(tmp_path / "run", tiny_llama, chats, CASES[name], often | TWO_RANKS, "fsdp2")
+    assert actual.losses[-1] < actual.losses[0]
 
 
 @pytest.mark.slow
 def test_adapters_in_bf16_have_one_format_on_all_ranks(tiny_llama: Path, chats: Path, tmp_path: Path) -> None:
     """peft 0.21 leaves adapters on meta, where ranks without the weights build them, in float32."""
     case = Case("lora", in_dtype("bfloat16", pure_bf16=True), 0, 0)
-    found = trained(tmp_path / "run", tiny_llama, chats, case, TWO_RANKS, "fsdp2")
-    assert found.losses[-1] < found.losses[0]
-    assert found.receipt["dtypes"]["master"] == "bfloat16"
+    actual = trained(tmp_path / "run", tiny_llama, chats, case, TWO_RANKS, "fsdp2")
+    assert actual.losses[-1] < actual.losses[0]
+    assert actual.receipt["dtypes"]["master"] == "bfloat16"
 
 
 EIGHT_BIT_ADAM = Case("full", in_dtype("bfloat16", optim="adamw_8bit"), 0, 0)
@@ -236,7 +236,7 @@ def test_a_killed_run_goes_on_bitwise(
 ) -> None:
     case, strategy = RESUMED[name]
     often = {"save_steps": 2, "eval_steps": 3, "data": {"eval": {"fraction": 0.25}}}
-    whole = trained(tmp_path / "whole", tiny_llama, chats, case, often, strategy)
+    uninterrupted = trained(tmp_path / "whole", tiny_llama, chats, case, often, strategy)
     save = session.save
 
     def save_and_die(*parts: Any) -> None:
@@ -252,7 +252,7 @@ def test_a_killed_run_goes_on_bitwise(
     saved = sorted(path.name for path in (tmp_path / "broken" / "run" / "checkpoints").glob("step-*"))
     assert saved == ["step-00000002", "step-00000004"]
     resumed = trained(tmp_path / "broken", tiny_llama, chats, case, often, strategy)
-    assert (resumed.losses, resumed.norms) == (whole.losses, whole.norms)
+    assert (resumed.losses, resumed.norms) == (uninterrupted.losses, uninterrupted.norms)
 
 
 def in_a_fork(arguments: list[str]) -> int:
@@ -263,12 +263,12 @@ def in_a_fork(arguments: list[str]) -> int:
 
 @pytest.mark.parametrize("name", SLOW_OR_NOT)
 def test_it_learns_and_the_receipt_says_in_what(name: str, wholes: Callable[[str], Trained]) -> None:
-    whole = wholes(name)
-    assert whole.losses[-1] < 0.98 * whole.losses[0]
-    dtypes = whole.receipt["dtypes"]
-    told = (dtypes["master"], dtypes["compute"], dtypes["optimizer_state"], whole.receipt["quantized_layers"])
-    assert told == RECEIPTS[name]
-    assert whole.receipt["loss_scaling"] == ("dynamic" if "fp16" in name else None)
+    run = wholes(name)
+    assert run.losses[-1] < 0.98 * run.losses[0]
+    dtypes = run.receipt["dtypes"]
+    formats = (dtypes["master"], dtypes["compute"], dtypes["optimizer_state"], run.receipt["quantized_layers"])
+    assert formats == RECEIPTS[name]
+    assert run.receipt["loss_scaling"] == ("dynamic" if "fp16" in name else None)
 
 
 @pytest.mark.parametrize("name", ["nf4 in float32", "int8 in float32"])
@@ -276,8 +276,8 @@ def test_the_curve_is_that_of_the_dequantised_weights(
     name: str, wholes: Callable[[str], Trained], tiny_llama: Path, chats: Path
 ) -> None:
     """The independent loop, one document at a time, over the weights that the quantised ones stand for."""
-    asked = quantised_recipe(tiny_llama, CASES[name].changes["quantization"])
-    quantised, plain = build_model(asked, torch.device("cpu")), base_model(tiny_llama, "lora")
+    requested = quantised_recipe(tiny_llama, CASES[name].changes["quantization"])
+    quantised, plain = build_model(requested, torch.device("cpu")), base_model(tiny_llama, "lora")
     layers = set(quantized_layers(quantised))
     for path, layer in quantised.named_modules():
         if layer in layers:
@@ -289,6 +289,6 @@ def test_the_curve_is_that_of_the_dequantised_weights(
         max_grad_norm=MAX_GRAD_NORM,
         weight_decay=WEIGHT_DECAY,
     )
-    whole = wholes(name)
-    assert apart(whole.losses, [step.loss for step in curve]) < TOLERANCE
-    assert apart(whole.norms, [step.grad_norm for step in curve]) < TOLERANCE
+    run = wholes(name)
+    assert apart(run.losses, [step.loss for step in curve]) < TOLERANCE
+    assert apart(run.norms, [step.grad_norm for step in curve]) < TOLERANCE

@@ -32,7 +32,7 @@ LAUNCH = replace(ALONE, words=("python",), threads_chosen=False, **RANKS)
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}
 
 
-def rank_main(rank: int, folder: Path, told: Any) -> None:
+def rank_main(rank: int, folder: Path, results: Any) -> None:
     """One of two ranks whose group is far less patient than its first rank is slow; tries each of the ways."""
     store = dist.FileStore(str(folder / "store"), 2)  # type: ignore[attr-defined]  # exported, though not by mypy's rules
     for way in WAYS:
@@ -40,7 +40,7 @@ def rank_main(rank: int, folder: Path, told: Any) -> None:
         store.wait([f"{way} {other}" for other in (0, 1)])
         own = dist.PrefixStore(way, store)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=own, rank=rank, world_size=2, timeout=timedelta(seconds=PATIENCE_SECONDS))
-        told.put((way, rank, *build_as(way, rank)))
+        results.put((way, rank, *build_as(way, rank)))
         dist.destroy_process_group()
 
 
@@ -57,14 +57,14 @@ def build_as(way: str, rank: int) -> tuple[str | None, list[int], int]:
             raise FinetuneError("weights: no such file")
         return nn.Linear(2, 2, device=device)
 
-    seen: str | None = None
+    backend: str | None = None
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("psutil.cpu_count", lambda logical: CORES)
         try:
             _load(way, build, replace(LAUNCH, rank=rank), patched)
         except (FinetuneError, RuntimeError) as error:
-            seen = f"{type(error).__name__}: {error}"
-    return seen, threads, torch.get_num_threads()
+            backend = f"{type(error).__name__}: {error}"
+    return backend, threads, torch.get_num_threads()
 
 
 def _load(way: str, build: Any, launch: Launch, patched: pytest.MonkeyPatch) -> None:
@@ -87,19 +87,19 @@ def _load(way: str, build: Any, launch: Launch, patched: pytest.MonkeyPatch) -> 
 @pytest.mark.slow
 def test_the_others_wait_for_who_quantises(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    told = context.Queue()
-    ranks = [context.Process(target=rank_main, args=(rank, tmp_path, told)) for rank in (0, 1)]
+    results = context.Queue()
+    ranks = [context.Process(target=rank_main, args=(rank, tmp_path, results)) for rank in (0, 1)]
     for each in ranks:
         each.start()
-    found = {(way, rank): rest for way, rank, *rest in (told.get(timeout=120) for _ in range(2 * len(WAYS)))}
+    actual = {(way, rank): rest for way, rank, *rest in (results.get(timeout=120) for _ in range(2 * len(WAYS)))}
     for each in ranks:
         each.join(60)
-    assert len(found) == 2 * len(WAYS)
+    assert len(actual) == 2 * len(WAYS)
     missing = "FinetuneError: weights: no such file"
-    assert found["fsdp2", 0] == [None, [CORES], OWN]
-    assert found["fsdp2", 1] == [None, [CORES], OWN]  # builds without weights, and waits
-    assert found["zero3", 0] == found["zero3", 1] == [None, [CORES // 2], OWN]
-    assert found["fails", 0][::2] == found["fails", 1][::2] == [missing, OWN]
+    assert actual["fsdp2", 0] == [None, [CORES], OWN]
+    assert actual["fsdp2", 1] == [None, [CORES], OWN]  # builds without weights, and waits
+    assert actual["zero3", 0] == actual["zero3", 1] == [None, [CORES // 2], OWN]
+    assert actual["fails", 0][::2] == actual["fails", 1][::2] == [missing, OWN]
 
 
 @pytest.mark.parametrize("way", ["fsdp2", "zero3"])

@@ -79,11 +79,11 @@ def test_a_resumed_run_is_the_run_bitwise(names: tuple[str, ...], wide: Path, ch
     assert launch(recipes, ranks=2, timeout=400) == [0] * len(names)
     for recipe in recipes:
         assert curve_of(recipe) == curves[recipe], recipe.parent.name
-        found = tensors_at_the_end(recipe.parent / "run")
-        assert set(found["optimizer"]) == {f"{name}:{key}" for name in found["model"] for key in STATE}
+        actual = tensors_at_the_end(recipe.parent / "run")
+        assert set(actual["optimizer"]) == {f"{name}:{key}" for name in actual["model"] for key in STATE}
         for group, named in ends[recipe].items():
             for name, tensor in named.items():
-                assert torch.equal(tensor, found[group][name]), f"{recipe.parent.name} {group} {name}"
+                assert torch.equal(tensor, actual[group][name]), f"{recipe.parent.name} {group} {name}"
         assert not (recipe.parent / "run" / "swap").exists()
 
 
@@ -164,16 +164,16 @@ def test_buckets_follow_the_model(layers: int, hidden: int, vocabulary: int) -> 
     model = Shaped(layers, hidden, vocabulary)
     trained = sum(parameter.numel() for parameter in model.parameters())
     layer = 12 * hidden * hidden + 12 * hidden
-    found = buckets(model, 3)
-    bucket = found["reduce_bucket_size"]
+    actual = buckets(model, 3)
+    bucket = actual["reduce_bucket_size"]
     assert bucket % 2 == 0
-    assert bucket == found["allgather_bucket_size"]
+    assert bucket == actual["allgather_bucket_size"]
     assert min(trained, SMALLEST_BUCKET) <= bucket <= LARGEST_BUCKET
     if trained > 256 * SMALLEST_BUCKET:
         assert bucket <= trained / 256 + 2, "two buffers are under 1 % of the gradients"
-    assert found["stage3_prefetch_bucket_size"] == layer
-    assert found["stage3_max_live_parameters"] == 2 * layer + max(layer - 12 * hidden, vocabulary * hidden)
-    assert 12 * hidden < found["stage3_param_persistence_threshold"] < hidden * hidden, "biases stay whole, no matrix"
+    assert actual["stage3_prefetch_bucket_size"] == layer
+    assert actual["stage3_max_live_parameters"] == 2 * layer + max(layer - 12 * hidden, vocabulary * hidden)
+    assert 12 * hidden < actual["stage3_param_persistence_threshold"] < hidden * hidden, "biases stay whole, no matrix"
     assert set(buckets(model, 2)) == {"reduce_bucket_size", "allgather_bucket_size"}
 
 
@@ -210,10 +210,10 @@ CASES: Mapping[str, tuple[str, list[str], str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_the_engine_cannot_do_is_told(case: str, tmp_path: Path) -> None:
-    strategy, words, told = CASES[case]
-    found = list(refusals(tmp_path, strategy, *words))
-    assert len(found) == bool(told)
-    assert all(told in line and "\n" not in line and ": " in line for line in found)
+    strategy, words, text = CASES[case]
+    lines = list(refusals(tmp_path, strategy, *words))
+    assert len(lines) == bool(text)
+    assert all(text in line and "\n" not in line and ": " in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -37,16 +37,16 @@ def trained(rank: OneRank) -> dict[str, Tensor]:
 def test_gradients_of_micro_batches_add_up_in_float32(strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
     """Sixteen times the same: each sixteenth is the whole's gradient to the bit but for its exponent, so that only
     their sum could be rounded. After one step the first moment is a tenth of the gradient."""
-    found, norms = [], []
+    result, norms = [], []
     for micro_steps in (1, 16):
         with one_rank(half_recipe(tiny_llama, tmp_path / str(micro_steps), strategy)) as rank:
             assert rank.parts.engine.communication_data_type == torch.float32
             norms.append(rank.step([flat_batch()] * micro_steps).grad_norm)
-            found.append({name: tensor for name, tensor in trained(rank).items() if name.endswith(":exp_avg")})
+            result.append({name: tensor for name, tensor in trained(rank).items() if name.endswith(":exp_avg")})
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
-    assert found[0].keys() == found[1].keys() != set()
-    for name, whole in found[0].items():
-        torch.testing.assert_close(found[1][name], whole, rtol=1e-6, atol=0, msg=name)
+    assert result[0].keys() == result[1].keys() != set()
+    for name, gradient in result[0].items():
+        torch.testing.assert_close(result[1][name], gradient, rtol=1e-6, atol=0, msg=name)
 
 
 def test_a_step_is_one_update(strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
@@ -63,19 +63,19 @@ def test_a_step_is_one_update(strategy: str, tiny_llama: Path, tmp_path: Path) -
 
 def test_the_last_micro_batch_alone_ends_a_step(strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
     """Between ranks ZeRO-1 reduces there all that was added up: a second time if it were told so of each."""
-    told: list[bool] = []
+    boundaries: list[bool] = []
     with one_rank(half_recipe(tiny_llama, tmp_path, strategy)) as rank:
         engine = rank.parts.engine
         backward = engine.backward
 
         def watched(loss: Tensor, **options: Any) -> Any:
-            told.append(engine.is_gradient_accumulation_boundary())
+            boundaries.append(engine.is_gradient_accumulation_boundary())
             return backward(loss, **options)
 
         with mock.patch.object(engine, "backward", watched):
             for _ in range(2):
                 rank.step([flat_batch(seed=seed) for seed in range(3)])
-    assert told == [False, False, True] * 2
+    assert boundaries == [False, False, True] * 2
 
 
 class Spoilt(nn.Module):

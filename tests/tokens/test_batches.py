@@ -71,9 +71,9 @@ def test_every_row_once_an_epoch(rows: int, batch: int, epochs: float, seed: int
 
 def test_the_order_is_this_one_for_ever() -> None:
     """A run must find its rows again after any upgrade."""
-    found = rows_of_step(0, rows=8, global_batch_size=12, seed=42, total_rows=100).tolist()
-    assert found == [6, 0, 2, 7, 3, 1, 4, 5, 4, 5, 1, 2]
-    assert rows_of_step(0, rows=8, global_batch_size=8, seed=43, total_rows=8).tolist() != found[:8]
+    actual = rows_of_step(0, rows=8, global_batch_size=12, seed=42, total_rows=100).tolist()
+    assert actual == [6, 0, 2, 7, 3, 1, 4, 5, 4, 5, 1, 2]
+    assert rows_of_step(0, rows=8, global_batch_size=8, seed=43, total_rows=8).tolist() != actual[:8]
 
 
 # -- micro-batches --------------------------------------------------------------------------------------------------
@@ -83,15 +83,15 @@ DOCUMENTS = st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=12), min_
 
 def documents_in(batch: MicroBatch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(tokens, targets) of each document, told apart by where positions begin at 0."""
-    found = []
+    result = []
     for ids, positions, targets in zip(
         *(batch[key] for key in ("input_ids", "position_ids", "shift_labels")), strict=True
     ):
         starts = [*torch.nonzero(positions == 0).flatten().tolist(), len(positions)]
         for start, end in pairwise(starts):
             assert positions[start:end].tolist() == list(range(end - start))
-            found.append((tuple(ids[start:end].tolist()), tuple(targets[start:end].tolist())))
-    return [document for document in found if any(document[0])]  # padding and the empty rank's token are zeros
+            result.append((tuple(ids[start:end].tolist()), tuple(targets[start:end].tolist())))
+    return [document for document in result if any(document[0])]  # padding and the empty rank's token are zeros
 
 
 @FEW
@@ -112,11 +112,11 @@ def test_no_token_is_lost_or_doubled(
         for rank in range(world)
     ]
     assert {len(batches) for batches in by_rank} == {-(-len(rows) // (world * share))}
-    found = Counter(document for batches in by_rank for batch in batches for document in documents_in(batch))
-    wanted = Counter(
+    result = Counter(document for batches in by_rank for batch in batches for document in documents_in(batch))
+    expected = Counter(
         (tuple(ids), (*(token if token % 2 else IGNORE for token in ids[1:]), IGNORE)) for ids in documents
     )
-    assert found == wanted
+    assert result == expected
     targets = sum(int((batch["shift_labels"] != IGNORE).sum()) for batches in by_rank for batch in batches)
     assert targets == rows.supervised.sum()
     assert rows.lengths.sum() == sum(map(len, documents))
@@ -196,25 +196,25 @@ def prepared(*train: dict[str, Any], seed: int = 42, samples: dict[str, Any] | N
 def texts_of(rows: Rows) -> list[str]:
     """The learned text of each document."""
     tokenizer = tokenizer_of("llama3")
-    found = [labels for row in range(len(rows)) for _, labels in rows.documents(row)]
-    return [tokenizer.decode(labels[labels != IGNORE], skip_special_tokens=True) for labels in found]
+    result = [labels for row in range(len(rows)) for _, labels in rows.documents(row)]
+    return [tokenizer.decode(labels[labels != IGNORE], skip_special_tokens=True) for labels in result]
 
 
 def test_held_out_documents_are_not_trained_on(cache: Path, tmp_path: Path) -> None:
     texts = [f"text {index}" for index in range(40)]
     entry = write_rows(tmp_path / "a.jsonl", texts) | {"weight": 2.5}
-    found = prepared(entry, eval={"fraction": 0.1})
-    assert found.eval is not None
-    held_out, trained = texts_of(found.eval), Counter(texts_of(found.train))
+    data = prepared(entry, eval={"fraction": 0.1})
+    assert data.eval is not None
+    held_out, trained = texts_of(data.eval), Counter(texts_of(data.train))
     assert len(held_out) == 4
     assert set(held_out) | set(trained) == set(texts)
     assert not set(held_out) & set(trained)
     assert Counter(trained.values()) == {2: 18, 3: 18}
-    assert found.facts["documents"] == 90
-    assert found.facts["distinct_documents"] == 36
-    assert found.facts["eval_documents"] == 4
+    assert data.facts["documents"] == 90
+    assert data.facts["distinct_documents"] == 36
+    assert data.facts["eval_documents"] == 4
     other = prepared(entry, eval={"fraction": 0.1}, seed=43)
-    assert other.fingerprint != found.fingerprint
+    assert other.fingerprint != data.fingerprint
     assert other.eval is not None
     assert set(texts_of(other.eval)) != set(held_out)
 
@@ -223,9 +223,9 @@ def test_held_out_documents_are_not_trained_on(cache: Path, tmp_path: Path) -> N
 def test_at_least_one_is_held_out_and_one_trained_on(
     cache: Path, tmp_path: Path, fraction: float, held_out: int
 ) -> None:
-    found = prepared(write_rows(tmp_path / "a.jsonl", ["a", "b", "c", "d"]), eval={"fraction": fraction})
-    assert found.facts["eval_documents"] == held_out
-    assert found.facts["documents"] == 4 - held_out
+    data = prepared(write_rows(tmp_path / "a.jsonl", ["a", "b", "c", "d"]), eval={"fraction": fraction})
+    assert data.facts["eval_documents"] == held_out
+    assert data.facts["documents"] == 4 - held_out
 
 
 def test_duplicates_are_kept_out_of_evaluation(cache: Path, tmp_path: Path) -> None:
@@ -249,11 +249,11 @@ def test_duplicates_are_kept_out_of_evaluation(cache: Path, tmp_path: Path) -> N
 def test_several_data_sets_with_weights(cache: Path, tmp_path: Path) -> None:
     first = write_rows(tmp_path / "a.jsonl", [f"a{n}" for n in range(10)])
     second = write_rows(tmp_path / "b.jsonl", [f"b{n}" for n in range(10)]) | {"weight": 0.3}
-    found = prepared(first, second)
-    counts = Counter(text[0] for text in texts_of(found.train))
+    data = prepared(first, second)
+    counts = Counter(text[0] for text in texts_of(data.train))
     assert counts == {"a": 10, "b": 3}
-    assert texts_of(found.train) == texts_of(prepared(first, second).train)
-    assert found.train.places(0)[0].startswith(str(tmp_path))
+    assert texts_of(data.train) == texts_of(prepared(first, second).train)
+    assert data.train.places(0)[0].startswith(str(tmp_path))
     with pytest.raises(DataError, match="weights leave no document"):
         prepared(second | {"weight": 0.01})
 
@@ -295,10 +295,10 @@ def test_packed_and_unpacked_rows_hold_the_same_documents(cache: Path, tmp_path:
 
 def test_prompts_to_answer(cache: Path, tmp_path: Path) -> None:
     entry = write_rows(tmp_path / "a.jsonl", ["one", "two", "three", "four"])
-    found = prepared(entry, eval={"fraction": 0.5}, samples={"count": 1})
-    assert found.eval is not None
-    (prompt,) = found.prompts
-    assert prompt.reference in texts_of(found.eval)
+    data = prepared(entry, eval={"fraction": 0.5}, samples={"count": 1})
+    assert data.eval is not None
+    (prompt,) = data.prompts
+    assert prompt.reference in texts_of(data.eval)
     assert prompt.prompt == f"<|begin_of_text|>{prompt.reference} "
     own = prepared(entry, samples={"prompts": ["hello"]}).prompts
     assert [(prompt.prompt, prompt.reference) for prompt in own] == [("hello", None)]

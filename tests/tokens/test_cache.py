@@ -162,6 +162,6 @@ def test_processes_that_prepare_at_once_build_once(rows: Path) -> None:
         subprocess.Popen([sys.executable, "-c", program, str(rows)], stdout=subprocess.PIPE, text=True, env=environment)
         for _ in range(3)
     ]
-    said = [process.communicate(timeout=120)[0].split() for process in running]
-    assert sum(words.count("built") for words in said) == 1
-    assert len({words[-1] for words in said}) == 1
+    outputs = [process.communicate(timeout=120)[0].split() for process in running]
+    assert sum(words.count("built") for words in outputs) == 1
+    assert len({words[-1] for words in outputs}) == 1

@@ -48,18 +48,18 @@ def test_golden_mask(family: str, case: str) -> None:
         return
     document = encoder.encode(row, "auto")
     golden = GOLDEN / f"{family}.{case}.txt"
-    found = shown(document, tokenizer)
-    assert golden.is_file(), f"{golden.name} is missing; look at this and keep it:\n{found}"
-    assert found == golden.read_text("utf-8")
+    actual = shown(document, tokenizer)
+    assert golden.is_file(), f"{golden.name} is missing; look at this and keep it:\n{actual}"
+    assert actual == golden.read_text("utf-8")
     # An ordinary row has the very tokens that the tokenizer makes of it.
     plain = tokenizer.apply_chat_template(as_templates_want(row), tools=row.get("tools"), date_string="26 Jul 2024")
     assert document.input_ids == plain["input_ids"]
 
 
 def test_no_golden_file_is_left_over() -> None:
-    wanted = {f"{family}.{case}.txt" for family, case in CASES if not refused(family, case)}
-    assert wanted == {file.name for file in GOLDEN.glob("*.txt")}
-    assert len(wanted) >= 28
+    expected = {f"{family}.{case}.txt" for family, case in CASES if not refused(family, case)}
+    assert expected == {file.name for file in GOLDEN.glob("*.txt")}
+    assert len(expected) >= 28
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -33,11 +33,11 @@ def test_every_document_once_and_as_full_as_the_textbook(lengths: list[int], cap
     assert all(members == sorted(members) for members in packs)
     assert packs == pack(lengths, capacity)
     # Rows of equal room may be chosen in another order; the rooms that are left are the same.
-    rooms, wanted = (
-        sorted(capacity - sum(lengths[index] for index in members) for members in found)
-        for found in (packs, plain_best_fit(lengths, capacity))
+    rooms, expected = (
+        sorted(capacity - sum(lengths[index] for index in members) for members in packed)
+        for packed in (packs, plain_best_fit(lengths, capacity))
     )
-    assert rooms == wanted
+    assert rooms == expected
 
 
 def test_bounds_and_emptiness() -> None:

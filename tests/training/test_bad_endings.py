@@ -46,11 +46,11 @@ def recipe(tmp_path: Path, tiny_llama: Path, chats: Path) -> Path:
 
 def after_each_step(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> None:
     """`spoil(model, finished steps)` after each update of the training; the worst step is not one of them."""
-    whole, count = loop.optimizer_step, [0]
-    assert worst_step.optimizer_step is whole  # loaded here, so that it keeps the real one
+    original, count = loop.optimizer_step, [0]
+    assert worst_step.optimizer_step is original  # loaded here, so that it keeps the real one
 
     def spoiled(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        result = whole(accelerator, model, *args, **kwargs)
+        result = original(accelerator, model, *args, **kwargs)
         count[0] += 1
         spoil(model, count[0])
         return result
@@ -83,9 +83,9 @@ class TestNotFinite:
         with monkeypatch.context() as fault:
             after_each_step(fault, set_nan(4))
             assert main(words) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("step 4: not finite: 1 of ")
-        assert "Traceback" not in said
+        errors = capsys.readouterr().err
+        assert errors.startswith("step 4: not finite: 1 of ")
+        assert "Traceback" not in errors
         assert (state_of(run), checkpoints_of(run), (run / "adapter").exists()) == ("failed", ["step-00000002"], False)
         assert main(words) == 0
         assert (state_of(run), (run / "adapter").is_dir()) == ("finished", True)
@@ -117,8 +117,8 @@ class TestNotFinite:
         with monkeypatch.context() as fault:
             after_each_step(fault, lambda model, step: model.register_forward_hook(_nan_outside_training))
             assert main(words) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("step 4: the held-out loss is nan")
+        errors = capsys.readouterr().err
+        assert errors.startswith("step 4: the held-out loss is nan")
         assert (state_of(run), checkpoints_of(run), (run / "adapter").exists()) == ("failed", ["step-00000002"], False)
         assert [line["step"] for line in _evaluations(run)] == [0]
         assert main(words) == 0
@@ -136,10 +136,10 @@ class TestNotFinite:
         self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """A second moment of infinity leaves weights finite, and still for ever; no resume could take it."""
-        whole = torch.optim.AdamW.step
+        original = torch.optim.AdamW.step
 
         def spoiled(self: torch.optim.AdamW, closure: None = None) -> None:
-            whole(self, closure)
+            original(self, closure)
             next(iter(self.state.values()))["exp_avg_sq"].view(-1)[0] = math.inf
 
         monkeypatch.setattr(torch.optim.AdamW, "step", spoiled)
@@ -171,13 +171,13 @@ class TestNotFinite:
         state = json.loads((run / "run_state.json").read_text()) | {"state": "failed"}
         (run / "run_state.json").write_text(json.dumps(state))
         assert str(examine(step_folder(run, 4))).startswith("not finite: base_model")
-        found, damaged = newest_valid(run)
-        assert found is not None
-        assert (found.step, len(damaged)) == (2, 1)
+        newest, damaged = newest_valid(run)
+        assert newest is not None
+        assert (newest.step, len(damaged)) == (2, 1)
         capsys.readouterr()
         assert main(words) == 0
         assert "damaged, not used: not finite" in capsys.readouterr().err
-        assert isinstance(examine(step_folder(run, 4)), type(found)), "written again"
+        assert isinstance(examine(step_folder(run, 4)), type(newest)), "written again"
 
     def test_a_bad_checkpoint_takes_no_good_one_s_place(self, tmp_path: Path) -> None:
         for step in (1, 2):
@@ -201,13 +201,13 @@ class TestNothingTrained:
             assert not (run / "model").exists()
 
     def test_frozen_by_a_fault(self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        whole = torch.optim.AdamW.step
+        original = torch.optim.AdamW.step
 
         def without_effect(self: torch.optim.AdamW, closure: None = None) -> None:
-            kept = [parameter.detach().clone() for group in self.param_groups for parameter in group["params"]]
-            whole(self, closure)
+            before = [parameter.detach().clone() for group in self.param_groups for parameter in group["params"]]
+            original(self, closure)
             for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
-                parameter.data.copy_(kept.pop(0))
+                parameter.data.copy_(before.pop(0))
 
         monkeypatch.setattr(torch.optim.AdamW, "step", without_effect)
         assert main([str(recipe)]) == 2
@@ -249,26 +249,26 @@ class TestNothingTrained:
         moved = {name: bool(tensor.count_nonzero()) for name, tensor in trained.items() if "lora_B" in name}
         assert len(moved) == 14
         assert all(moved.values())
-        told = json.loads((tmp_path / "run" / "receipt.json").read_text())["change"]["unchanged_tensors"]
-        assert len(told) == 14, "in a first step, B is 0 and A has no gradient"
-        assert all("lora_A" in name for name in told)
+        unchanged = json.loads((tmp_path / "run" / "receipt.json").read_text())["change"]["unchanged_tensors"]
+        assert len(unchanged) == 14, "in a first step, B is 0 and A has no gradient"
+        assert all("lora_A" in name for name in unchanged)
 
     def test_single_tensors_are_named(
         self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        whole, hooked = loop.optimizer_step, []
+        original, hooked = loop.optimizer_step, []
 
         def without_one(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             if not hooked:
                 last = [parameter for parameter in model.parameters() if parameter.requires_grad][-1]
                 hooked.append(last.register_hook(torch.zeros_like))
-            return whole(accelerator, model, *args, **kwargs)
+            return original(accelerator, model, *args, **kwargs)
 
         monkeypatch.setattr(loop, "optimizer_step", without_one)
         assert main([str(recipe)]) == 0
         assert "unchanged by training: 2 of 28 trained tensors: base_model" in capsys.readouterr().out
-        told = json.loads((tmp_path / "run" / "receipt.json").read_text())["change"]["unchanged_tensors"]
-        assert [name.rpartition("layers.")[2] for name in told] == [
+        unchanged = json.loads((tmp_path / "run" / "receipt.json").read_text())["change"]["unchanged_tensors"]
+        assert [name.rpartition("layers.")[2] for name in unchanged] == [
             "1.mlp.down_proj.lora_A.default.weight",  # whose gradient is 0 while B is
             "1.mlp.down_proj.lora_B.default.weight",
         ]
@@ -320,8 +320,8 @@ def test_under_several_ranks(strategy: str, recipe: Path, tmp_path: Path) -> Non
     assert checkpoints_of(tmp_path / "overflow") == []
     exported = [name for name in ("adapter", "model") for file in recipes if (tmp_path / file.stem / name).exists()]
     assert exported == ["adapter"]
-    told = json.loads((tmp_path / "right" / "receipt.json").read_text())["change"]["unchanged_tensors"]
-    assert told == []
+    unchanged = json.loads((tmp_path / "right" / "receipt.json").read_text())["change"]["unchanged_tensors"]
+    assert unchanged == []
 
 
 @pytest.mark.slow
@@ -339,9 +339,9 @@ def test_nothing_is_pushed(words: list[str], tmp_path: Path) -> None:
         "hub: {repo_id: me/devils, push: true, checkpoints: checkpoints}\n"
     )
     with running_hub() as hub:
-        done = run_python(hub, ["finetune/train.py", str(path), *words], tmp_path)
-        assert done.returncode == 2
-        assert "Traceback" not in done.stderr
+        process = run_python(hub, ["finetune/train.py", str(path), *words], tmp_path)
+        assert process.returncode == 2
+        assert "Traceback" not in process.stderr
         assert "commit" not in hub.calls()
         assert "whoami" in hub.calls()
 

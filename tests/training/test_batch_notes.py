@@ -72,10 +72,10 @@ def test_the_settings_named_give_enough_steps(
     training: dict[str, Any] = {"global_batch_size": 16, "per_device_batch_size": per_device}
     recipe = recipe_with(tiny_llama, chats, **training)
     plan = plan_of(recipe, rows, ranks)
-    told = list(few_steps(recipe, plan))
-    assert bool(told) == (plan.total_steps < FEW)
-    if told:
-        settings = SETTING.findall(told[0])
+    lines = list(few_steps(recipe, plan))
+    assert bool(lines) == (plan.total_steps < FEW)
+    if lines:
+        settings = SETTING.findall(lines[0])
         mended = recipe_with(tiny_llama, chats, *settings, **training)
         plan = plan_of(mended, rows, ranks)
         assert list(few_steps(mended, plan)) == list(idle_ranks(plan)) == []

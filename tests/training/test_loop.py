@@ -108,13 +108,13 @@ def test_a_wrong_count_is_our_own_bug(bench: Bench) -> None:
 
 
 def test_no_clipping_leaves_the_gradient_whole(tiny_llama: Path) -> None:
-    clipped, whole = Bench(tiny_llama), Bench(tiny_llama)
-    first, second = clipped.step(1, max_grad_norm=1e-3), whole.step(1, max_grad_norm=None)
+    clipped, unclipped = Bench(tiny_llama), Bench(tiny_llama)
+    first, second = clipped.step(1, max_grad_norm=1e-3), unclipped.step(1, max_grad_norm=None)
     assert first.grad_norm == second.grad_norm > 1e-3
     start = Bench(tiny_llama)
     moved = [
         float(torch.stack([(a - b).norm() for a, b in zip(weights(m), weights(start.model), strict=True)]).norm())
-        for m in (clipped.model, whole.model)
+        for m in (clipped.model, unclipped.model)
     ]
     assert moved[0] == pytest.approx(0.1 * 1e-3, rel=1e-3)
     assert moved[1] == pytest.approx(0.1 * second.grad_norm, rel=1e-3)
@@ -185,18 +185,18 @@ class SeesSeeds(nn.Module):
 
 def seeds_of_a_run(folder: Path, seed: int, rank: int, first_step: int = 0) -> list[int]:
     """Of one of three ranks in four steps of two micro-batches, each of one row a rank."""
-    asked = float32_recipe(folder, global_batch_size=6, per_device_batch_size=1, max_steps=4, seed=seed)
+    requested = float32_recipe(folder, global_batch_size=6, per_device_batch_size=1, max_steps=4, seed=seed)
     rows, model = Documents([5] * 6), SeesSeeds()
     accelerator = Accelerator(cpu=True, mixed_precision="no")
     accelerator.reduce = lambda tally, reduction: 3 * tally  # the ranks' rows are alike
     run = Run(
-        recipe=asked,
+        recipe=requested,
         accelerator=accelerator,
         model=model,
         optimizer=torch.optim.SGD(model.parameters()),
         train_rows=rows,
         eval_rows=None,
-        plan=plan_batches(asked, len(rows), world_size=3, rank=rank, flat=True),
+        plan=plan_batches(requested, len(rows), world_size=3, rank=rank, flat=True),
         learning_rate=lambda _: 1e-3,
         terminal=Terminal(4, silent=True),
         phases=Phases(CPU, enabled=False),

@@ -77,9 +77,9 @@ def test_tensorboard_has_every_number_once_after_a_resume_too(recipe: Path, tmp_
     )
     read = board(run)
     for kind, key in (("train", "loss"), ("train", "learning_rate"), ("train", "tokens_per_second"), ("eval", "loss")):
-        found = {event.step: event.value for event in read.Scalars(f"{kind}/{key}")}
-        assert found == pytest.approx(metrics(run, kind, key), rel=1e-6)
-        assert len(read.Scalars(f"{kind}/{key}")) == len(found)
+        values = {event.step: event.value for event in read.Scalars(f"{kind}/{key}")}
+        assert values == pytest.approx(metrics(run, kind, key), rel=1e-6)
+        assert len(read.Scalars(f"{kind}/{key}")) == len(values)
     assert {"train/peak_memory_gib", "train/grad_norm"} <= set(read.Tags()["scalars"])
     assert read.Tags()["images"] == ["report/loss", "report/memory"]
     assert any("samples/0" in tag for tag in read.Tags()["tensors"])
@@ -92,8 +92,8 @@ def test_a_tracker_that_fails_is_told_of_once_and_the_run_goes_on(
     as_killed_after_step_2(tmp_path / "run")
     (tmp_path / "run" / "tensorboard").write_text("in the way", "utf-8")
     assert main([str(recipe), "report_to=[tensorboard]"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("report_to: tensorboard failed and is disabled for the rest of this run: FileExistsError") == 1
+    output = capsys.readouterr().out
+    assert output.count("report_to: tensorboard failed and is disabled for the rest of this run: FileExistsError") == 1
     assert list(metrics(tmp_path / "run", "train", "loss")) == [1, 2, 3, 4]
 
 
@@ -130,20 +130,20 @@ def test_offline_for_real_and_without_the_token(recipe: Path, tmp_path: Path, na
     own = {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT), "HF_TOKEN": token, "OMP_NUM_THREADS": "1"}
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "MLFLOW"))} | own
     command = [sys.executable, "finetune/train.py", str(recipe), f"report_to=[{name}]"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "failed" not in done.stdout
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "failed" not in ended.stdout
     run = tmp_path / "run"
     FOUND[name](run, tmp_path / "home")
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path for path in files if token.encode() in path.read_bytes()] == []
-    assert token not in done.stdout + done.stderr
+    assert token not in ended.stdout + ended.stderr
 
 
 def _found_by_trackio(run: Path, home: Path) -> None:
     (database,) = home.rglob("finetune*.db")
-    told = sqlite3.connect(database).execute("select metrics from metrics").fetchall()
-    assert sum(b"train/loss" in bytes(row[0]) for row in told) == 4
+    rows = sqlite3.connect(database).execute("select metrics from metrics").fetchall()
+    assert sum(b"train/loss" in bytes(row[0]) for row in rows) == 4
 
 
 def _found_by_wandb(run: Path, home: Path) -> None:

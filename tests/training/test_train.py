@@ -87,9 +87,9 @@ def test_a_misspelt_module_is_a_line_before_data_are_prepared(
     prepared: list[object] = []
     monkeypatch.setattr("finetune.tokens.dataset.prepare", lambda *given: prepared.append(given))
     assert main([str(recipe), override]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1
-    assert words in told[0]
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert words in errors[0]
     assert not prepared
     assert not (tmp_path / "run").exists()
 
@@ -131,9 +131,9 @@ def test_another_recipe_in_the_same_folder_is_refused(
 ) -> None:
     assert main([str(recipe)]) == 0
     assert main([str(recipe), "training.learning_rate=1e-3"]) == 2
-    said = capsys.readouterr().err
-    assert "training.learning_rate" in said
-    assert "training.resume=never" in said
+    errors = capsys.readouterr().err
+    assert "training.learning_rate" in errors
+    assert "training.resume=never" in errors
 
 
 def test_early_stopping_ends_and_exports(recipe: Path, tmp_path: Path) -> None:
@@ -149,21 +149,21 @@ def test_early_stopping_ends_and_exports(recipe: Path, tmp_path: Path) -> None:
 def test_what_is_not_finite_names_step_and_rows(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = loop.optimizer_step
+    original = loop.optimizer_step
     calls = []
 
     def spoiled(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
             next(p for p in model.parameters() if p.requires_grad).register_hook(lambda gradient: gradient * math.nan)
-        return whole(accelerator, model, *args, **kwargs)
+        return original(accelerator, model, *args, **kwargs)
 
     monkeypatch.setattr(loop, "optimizer_step", spoiled)
     assert main([str(recipe), "samples.count=0"]) == 2
-    said = capsys.readouterr().err
-    assert "step 3" in said
-    assert "rows" in said
-    assert "Traceback" not in said
+    errors = capsys.readouterr().err
+    assert "step 3" in errors
+    assert "rows" in errors
+    assert "Traceback" not in errors
     state = json.loads((tmp_path / "run" / "run_state.json").read_text())
     assert (state["state"], state["phase"], state["rank"]) == ("failed", "training", 0)
 
@@ -218,9 +218,9 @@ def test_chat_answers_from_both(recipe: Path, tmp_path: Path, capsys: pytest.Cap
     assert [answer["who"] for answer in answers] == ["base", "tuned"]
     assert answers[0]["answer"] != answers[1]["answer"]
     assert cli(arguments) == 0
-    said = capsys.readouterr().out
-    assert "base:" in said
-    assert "tuned:" in said
+    output = capsys.readouterr().out
+    assert "base:" in output
+    assert "tuned:" in output
 
 
 @pytest.mark.parametrize("name", ["missing", "unfinished"])
@@ -237,11 +237,11 @@ def test_chat_with_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_bf16_learns_too(recipe: Path, tmp_path: Path, method: str) -> None:
     command = [sys.executable, "finetune/train.py", str(recipe), "training.mixed_precision=bf16", f"lora={method}"]
     command += ["model.dtype=bfloat16", "training.learning_rate=3e-3"]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
     receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())
     assert (receipt["dtypes"]["compute"], receipt["dtypes"]["master"]) == ("bfloat16", "float32")
     evals = [line["loss"] for line in lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "eval"]
@@ -252,9 +252,9 @@ def test_bf16_learns_too(recipe: Path, tmp_path: Path, method: str) -> None:
 def test_silently_alone_is_refused(recipe: Path, tmp_path: Path) -> None:
     """`accelerate launch --cpu --num_processes 2` starts one process without a word."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "finetune/train.py", str(recipe)], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
-    assert done.returncode != 0
-    assert "2 processes were asked for" in done.stderr
+    assert process.returncode != 0
+    assert "2 processes were asked for" in process.stderr
     assert not (tmp_path / "run").exists()

@@ -68,11 +68,11 @@ def write(tmp_path: Path, tiny_llama: Path, chats: Path) -> Write:
 def left_by(recipe: Path) -> dict[str, Any]:
     """Everything of a run that must be bitwise equal."""
     run = recipe.parent / "run"
-    told = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
     files = sorted([*run.glob("checkpoints/step-*/*.safetensors"), *run.glob("*/*model*.safetensors")])
     assert len(files) >= 5
     return {
-        "metrics": [{key: value for key, value in line.items() if key not in MEASURED} for line in told],
+        "metrics": [{key: value for key, value in line.items() if key not in MEASURED} for line in lines],
         "samples": (run / "samples.jsonl").read_text("utf-8"),
         **{str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files},
     }
@@ -151,8 +151,8 @@ def test_a_resumed_run_too(write: Write, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(session, "train", spy)
     recipe = write("run", mixed_precision="fp16")
-    whole = write("whole", mixed_precision="fp16")
-    assert main([str(whole)]) == 0
+    uninterrupted = write("whole", mixed_precision="fp16")
+    assert main([str(uninterrupted)]) == 0
 
     def stopped_after_2(run: Run, state: TrainState) -> bool:
         return spy(replace(run, stop_requested=lambda: state.step == 1), state)
@@ -164,7 +164,7 @@ def test_a_resumed_run_too(write: Write, monkeypatch: pytest.MonkeyPatch) -> Non
     assert main([str(recipe)]) == 0
     assert [step for step, _ in begun] == [0, 0, 2]
     assert len(begun[2][1]["tensors"]) > len(begun[1][1]["tensors"]), "the optimizer has a state"
-    assert left_by(recipe) == left_by(whole)
+    assert left_by(recipe) == left_by(uninterrupted)
 
 
 WITHOUT = """
@@ -193,8 +193,8 @@ def test_on_two_ranks_too(strategy: str, write: Write, tmp_path: Path) -> None:
         recipes[how] = [write(f"{how} {name}", per_device_batch_size=1, **case) for name, case in cases.items()]
         words = [f"accelerate_config={strategy}"]
         assert launch(recipes[how], ranks=2, words=words, program=script, timeout=600) == [0, 0, 0]
-    for mine, plain in zip(recipes["with"], recipes["without"], strict=True):
-        assert left_by(mine) == left_by(plain)
+    for with_it, plain in zip(recipes["with"], recipes["without"], strict=True):
+        assert left_by(with_it) == left_by(plain)
     assert program.with_suffix(".skipped").read_text() == "skipped" * 2 * len(cases)
 
 
@@ -206,9 +206,9 @@ def test_it_takes_the_longest_rows_an_evaluation_and_a_save(
     prefetch = worst_step.prefetch
     real_save, real_read = session.save_temporary, session.restore_temporary
 
-    def batches(found: list[Any], *arguments: Any, **options: Any) -> Any:
-        seen.append([int((batch["shift_labels"] != -100).numel()) for batch in found])
-        return prefetch(found, *arguments, **options)
+    def batches(rows: list[Any], *arguments: Any, **options: Any) -> Any:
+        seen.append([int((batch["shift_labels"] != -100).numel()) for batch in rows])
+        return prefetch(rows, *arguments, **options)
 
     def save(*arguments: Any) -> Path:
         seen.append("save")
@@ -240,12 +240,12 @@ def in_folder(recipe: Path) -> set[str]:
     return {path.name for path in (recipe.parent / "run").iterdir()}
 
 
-def assert_it_failed_cleanly(recipe: Path, code: int, wanted: int, said: str, word: str) -> None:
+def assert_it_failed_cleanly(recipe: Path, code: int, expected: int, text: str, word: str) -> None:
     """The exit code, one line, and a folder that holds what a start leaves and nothing half-written."""
-    assert code == wanted
-    lines = [line for line in said.splitlines() if word in line]
-    assert len(lines) == 1, said
-    assert "Traceback" not in said
+    assert code == expected
+    lines = [line for line in text.splitlines() if word in line]
+    assert len(lines) == 1, text
+    assert "Traceback" not in text
     assert "; " in lines[0], "a remedy"
     names = in_folder(recipe)
     assert not {name for name in names if name.startswith(TEMPORARY_PREFIX)}, names
@@ -286,9 +286,9 @@ def test_too_little_memory_ends_it_in_one_line(
             takes = iter([prefetch, out_of_memory])  # the training step's batches, then the evaluation's
             patch.setattr(worst_step, "prefetch", lambda *found, **options: next(takes)(*found, **options))
         code = main([str(recipe)])
-    said = capfd.readouterr().err
-    assert_it_failed_cleanly(recipe, code, 3, said, f"{where} on 4 rows of")
-    assert "training.per_device_batch_size=2" in said
+    errors = capfd.readouterr().err
+    assert_it_failed_cleanly(recipe, code, 3, errors, f"{where} on 4 rows of")
+    assert "training.per_device_batch_size=2" in errors
     assert main([str(recipe)]) == 0, "with memory the same command goes on"
 
 
