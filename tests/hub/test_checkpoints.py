@@ -120,19 +120,19 @@ def test_without_a_branch_nothing_is_asked_of_the_hub(recipe: Recipe, hub: Hub) 
 
 
 @pytest.mark.parametrize(
-    ("hub_section", "told"),
+    ("hub_section", "text"),
     [
         ("{checkpoints: steps}", "hub.checkpoints: hub.repo_id is not set; add hub.repo_id: owner/name"),
         ("{repo_id: a/b, checkpoints: main}", "hub.checkpoints: is also hub.revision, the branch of the result"),
     ],
 )
 def test_bad_sections_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], hub_section: str, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], hub_section: str, text: str
 ) -> None:
     sections = "model: {name_or_path: m}\ndata: {train: [{path: json, data_files: r.jsonl}]}\n"
     (tmp_path / "r.yaml").write_text(f"{sections}hub: {hub_section}\n")
     assert main(["check", str(tmp_path / "r.yaml")]) == 2
-    assert told in capsys.readouterr().err
+    assert text in capsys.readouterr().err
 
 
 def test_a_training_sends_its_checkpoints(

@@ -350,7 +350,7 @@ class TestFaults:
 
 class TestPermission:
     @pytest.mark.parametrize(
-        ("repo", "user", "told"),
+        ("repo", "user", "message"),
         [
             ("me/x", {"auth": {"accessToken": {"role": "read"}}}, "may not write"),
             ("you/x", {}, "may write for me, acme, not for you"),
@@ -375,12 +375,12 @@ class TestPermission:
             ),
         ],
     )
-    def test_who_may_write(self, run: Path, hub: Hub, repo: str, user: dict[str, Any], told: str | None) -> None:
+    def test_who_may_write(self, run: Path, hub: Hub, repo: str, user: dict[str, Any], message: str | None) -> None:
         hub.users[TOKEN] = WRITER | {"orgs": [{"name": "acme", "roleInOrg": "write"}]} | user
-        if told is None:
+        if message is None:
             assert send(run, hub, Destination(repo))[0]["state"] == "pushed"
             return
-        with pytest.raises(EnvironmentMismatch, match=told):
+        with pytest.raises(EnvironmentMismatch, match=message):
             send(run, hub, Destination(repo))
         assert hub.calls() == ["whoami"]
 

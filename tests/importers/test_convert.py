@@ -201,7 +201,7 @@ def test_every_argument_of_the_installed_trl_is_read_or_has_its_reason(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "said", "expected"),
+    ("gpus", "keys", "expected"),
     [
         ("80GB", {}, "single"),
         ("4x80GB", {}, "ddp"),
@@ -224,8 +224,8 @@ def test_every_argument_of_the_installed_trl_is_read_or_has_its_reason(tmp_path:
         ("8x80GB", {"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "fsdp2"),
     ],
 )
-def test_the_strategy(gpus: str, said: Values, expected: str, tmp_path: Path) -> None:
-    result = imported(tmp_path, FACTORY_LLAMA | said, gpus=gpus)
+def test_the_strategy(gpus: str, keys: Values, expected: str, tmp_path: Path) -> None:
+    result = imported(tmp_path, FACTORY_LLAMA | keys, gpus=gpus)
     assert value(result, "accelerate_config") == expected
 
 
@@ -252,7 +252,7 @@ def test_llama_factorys_list_of_data_sets_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said", "key", "expected"),
+    ("values", "more", "key", "expected"),
     [
         (AXOLOTL_LORA_8B, {"train_on_inputs": True}, "data.train_on", "all"),
         (AXOLOTL_LORA_8B, {"excess_length_strategy": "raise"}, "data.truncation", "error"),
@@ -280,13 +280,13 @@ def test_llama_factorys_list_of_data_sets_is_read(tmp_path: Path) -> None:
         (TUNE_LORA, {"run_val_every_n_steps": 20}, "eval_steps", 20),
     ],
 )
-def test_one_key_more(values: Values, said: Values, key: str, expected: Any, tmp_path: Path) -> None:
+def test_one_key_more(values: Values, more: Values, key: str, expected: Any, tmp_path: Path) -> None:
     assert value(imported(tmp_path, values, gpus="4x80GB"), key) != expected
-    assert value(imported(tmp_path, values | said, gpus="4x80GB"), key) == expected
+    assert value(imported(tmp_path, values | more, gpus="4x80GB"), key) == expected
 
 
 @pytest.mark.parametrize(
-    ("values", "said", "text"),
+    ("values", "more", "text"),
     [
         (AXOLOTL_LORA_8B, {"rl": "dpo"}, "rl: is dpo; this kit does supervised fine-tuning"),
         (AXOLOTL_LORA_8B, {"datasets": None}, "datasets: is None; a list of data sets is needed"),
@@ -306,10 +306,10 @@ def test_one_key_more(values: Values, said: Values, key: str, expected: Any, tmp
     ],
 )
 def test_a_mistake_is_one_line(
-    values: Values, said: Values, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    values: Values, more: Values, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "theirs.yaml"
-    file.write_text(yaml.safe_dump(values | said))
+    file.write_text(yaml.safe_dump(values | more))
     assert main(["import", str(file)]) == 2
     output = capsys.readouterr()
     assert output.out == ""

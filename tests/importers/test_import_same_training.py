@@ -64,7 +64,7 @@ def run(words: list[str], folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "keys",
     [
         {"learning_rate": 5e-3},  # the rest is TRL's defaults: linear, no warming up, three epochs, clipped at 1
         {
@@ -75,17 +75,17 @@ def run(words: list[str], folder: Path) -> str:
     ],
     ids=["defaults", "everything"],
 )  # fmt: skip
-def test_the_imported_recipe_takes_trls_steps(said: dict[str, Any], tiny_llama: Path, tmp_path: Path) -> None:
+def test_the_imported_recipe_takes_trls_steps(keys: dict[str, Any], tiny_llama: Path, tmp_path: Path) -> None:
     rows = write_chats(tmp_path / "chats.jsonl", LENGTHS)
-    values = said | {"bf16": False, "max_length": 64, "logging_steps": 1}
+    values = keys | {"bf16": False, "max_length": 64, "logging_steps": 1}
     config, recipe = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
     data = {"datasets": [{"path": "json", "data_files": str(rows)}], "output_dir": str(tmp_path / "run")}
     config.write_text(yaml.safe_dump({"model_name_or_path": str(tiny_llama)} | data | values))
     assert main(["import", str(config), "-o", str(recipe)]) == 0
     training, rates = load_recipe(recipe).recipe.training, None
-    if "warmup_steps" in said:  # transformers begins at rate 0, and trains nothing in the first step
-        rate = learning_rate_schedule(training, said["num_train_epochs"])
-        rates = [rate(step) for step in range(said["num_train_epochs"])]
+    if "warmup_steps" in keys:  # transformers begins at rate 0, and trains nothing in the first step
+        rate = learning_rate_schedule(training, keys["num_train_epochs"])
+        rates = [rate(step) for step in range(keys["num_train_epochs"])]
     words = [str(tiny_llama), str(rows), str(tmp_path / "trl"), json.dumps(values), json.dumps(rates)]
     theirs = run(["-c", THEIR_TRAINER, *words], tmp_path)
     expected = json.loads(next(line for line in theirs.splitlines() if line.startswith("CURVE "))[6:])
@@ -94,7 +94,7 @@ def test_the_imported_recipe_takes_trls_steps(said: dict[str, Any], tiny_llama: 
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     curve = [(line["loss"], line["learning_rate"], line["grad_norm"]) for line in lines if line["kind"] == "train"]
 
-    assert len(curve) == len(expected) == said.get("num_train_epochs", 3)
+    assert len(curve) == len(expected) == keys.get("num_train_epochs", 3)
     for own, its in zip(curve, expected, strict=True):
         assert own[0] == pytest.approx(its[0], rel=2e-4), "TRL logs four digits"
         assert own[1] == pytest.approx(its[1], rel=1e-6)

@@ -25,7 +25,7 @@ SCRIPT = ["finetune/train.py", "r.yaml"]
 
 
 @pytest.mark.parametrize(
-    ("options", "above", "asked"),
+    ("options", "above", "requested"),
     [
         ([*ACCELERATE, "--num_machines", "2", "--num_processes", "6"], {}, 6),  # over all machines
         ([*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "3"], {}, 6),  # on each
@@ -39,12 +39,12 @@ SCRIPT = ["finetune/train.py", "r.yaml"]
     ],
 )
 def test_how_many_were_asked_for(
-    monkeypatch: pytest.MonkeyPatch, options: list[str], above: dict[str, str], asked: int | None
+    monkeypatch: pytest.MonkeyPatch, options: list[str], above: dict[str, str], requested: int | None
 ) -> None:
     environment = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "6", "RANK": "4"}
     monkeypatch.setattr(launcher, "_find_launcher", lambda _: (launcher.launcher_words([*options, *SCRIPT]), above))
     launch = read_launch(environment)
-    assert launch.asked_processes == asked
+    assert launch.asked_processes == requested
     assert launch.settings == tuple(f"{name}={above[name]}" for name in sorted(above))
     command = continue_command(launch, resume="auto")
     assert command.startswith("PET_NNODES=2 PET_NPROC" if launch.by_torchrun and len(above) == 2 else launch.words[0])

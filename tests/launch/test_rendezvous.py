@@ -88,7 +88,7 @@ def test_the_interface_is_chosen_for_several_machines_alone(
 
 
 @pytest.mark.parametrize(
-    ("changes", "asked", "words"),
+    ("changes", "requested", "words"),
     [
         ({"world_size": 1, "nodes": 1}, 2, ["2 processes", "one process"]),
         ({}, 3, ["3 processes", "2 run on 2 machines", "multiple of --num_machines"]),
@@ -96,9 +96,9 @@ def test_the_interface_is_chosen_for_several_machines_alone(
         ({"settings": ("PET_NNODES=2", "PET_NPROC_PER_NODE=4")}, None, ["8 processes", "torchrun"]),
     ],
 )
-def test_fewer_than_asked_for_are_refused(changes: dict[str, Any], asked: int | None, words: list[str]) -> None:
+def test_fewer_than_asked_for_are_refused(changes: dict[str, Any], requested: int | None, words: list[str]) -> None:
     with pytest.raises(EnvironmentMismatch) as caught:
-        check_world(recipe(), replace(TWO_HOSTS, **changes), asked)
+        check_world(recipe(), replace(TWO_HOSTS, **changes), requested)
     assert "\n" not in str(caught.value)
     for word in words:
         assert word in str(caught.value)

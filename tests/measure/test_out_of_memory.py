@@ -62,7 +62,7 @@ def test_what_is_of_memory() -> None:
     assert requested_bytes(MemoryError()) is None
 
 
-def told(
+def text(
     planned: dict[str, Any], *, phase: str = "backward", error: BaseException | None = None, others: int = 0
 ) -> list[str]:
     memory = Memory(total=24 * GIB, taken=22 * GIB, peak=21 * GIB, others=others)
@@ -73,7 +73,7 @@ def told(
 
 def test_it_says_phase_component_plan_measurement_and_what_fits() -> None:
     changes = [{"change": f"data.max_length={n}", "needed_bytes": n * 2**20} for n in (4096, 2048, 1024, 512)]
-    assert told({"plan": PLAN, "why": None, "changes": changes}) == [
+    assert text({"plan": PLAN, "why": None, "changes": changes}) == [
         "training: out of memory in backward: 22.00 of 24.0 GiB taken, 2.50 GiB more requested; fits by plan: "
         "data.max_length=4096 (4.00 GiB), or data.max_length=2048 (2.00 GiB), or data.max_length=1024 (1.00 GiB)",
         "  planned: 8.00 GiB at the peak of backward, in model.layers.3, most of it activations, 4.00 GiB; "
@@ -85,7 +85,7 @@ def test_it_says_phase_component_plan_measurement_and_what_fits() -> None:
 def test_without_a_plan_it_says_why_and_what_to_try() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory")
     error.add_note("an evaluation on 4 rows of 4,096 tokens")
-    lines = told({"plan": None, "why": "no such model", "changes": None}, phase="", error=error, others=9 * GIB)
+    lines = text({"plan": None, "why": "no such model", "changes": None}, phase="", error=error, others=9 * GIB)
     assert lines[0] == (
         "training: out of memory, an evaluation on 4 rows of 4,096 tokens: 22.00 of 24.0 GiB taken; try "
         "training.per_device_batch_size=2, or training.activation_checkpointing=true, or data.max_length=2048, "
@@ -96,8 +96,8 @@ def test_without_a_plan_it_says_why_and_what_to_try() -> None:
 
 
 def test_another_phase_is_told_by_the_largest() -> None:
-    assert "planned: 6.00 GiB at the peak of forward, most of it parameters" in told({"plan": PLAN}, phase="forward")[1]
-    assert "planned: 8.00 GiB at the peak of backward" in told({"plan": PLAN}, phase="export")[1]
+    assert "planned: 6.00 GiB at the peak of forward, most of it parameters" in text({"plan": PLAN}, phase="forward")[1]
+    assert "planned: 8.00 GiB at the peak of backward" in text({"plan": PLAN}, phase="export")[1]
 
 
 def test_what_takes_less() -> None:

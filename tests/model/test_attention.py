@@ -109,7 +109,7 @@ ENDS = {"cu_seq_lens": torch.tensor([0, 3], dtype=torch.int32), "document_length
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("arguments", "words"),
     [
         ({"s_aux": torch.ones(2)}, "asks for s_aux"),
         ({"softcap": 50.0}, "asks for softcap"),
@@ -118,9 +118,9 @@ ENDS = {"cu_seq_lens": torch.tensor([0, 3], dtype=torch.int32), "document_length
         ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "a mask of its own"),
         ({"cu_seq_lens": None}, "cu_seq_lens"),
     ],
-    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+    ids=lambda arguments: next(iter(arguments)) if isinstance(arguments, dict) else "",
 )
-def test_what_this_attention_does_not_compute_is_an_error(given: dict[str, Any], words: str) -> None:
+def test_what_this_attention_does_not_compute_is_an_error(arguments: dict[str, Any], words: str) -> None:
     class SomeAttention(torch.nn.Module):
         is_causal = True
 
@@ -130,7 +130,7 @@ def test_what_this_attention_does_not_compute_is_an_error(given: dict[str, Any],
     actual, _ = attention.varlen_attention(SomeAttention(), query, key, key, **plain, **HARMLESS, is_causal=True)
     assert torch.equal(actual, expected)
     with pytest.raises(FinetuneError, match=f"^model.attention: SomeAttention .*{words}.*set model.attention: eager"):
-        attention.varlen_attention(SomeAttention(), query, key, key, **plain | given)
+        attention.varlen_attention(SomeAttention(), query, key, key, **plain | arguments)
     SomeAttention.is_causal = False
     with pytest.raises(FinetuneError, match="is not causal"):
         attention.varlen_attention(SomeAttention(), query, key, key, **plain)

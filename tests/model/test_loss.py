@@ -41,18 +41,18 @@ def positions(targets: Tensor) -> Tensor:
     return (targets.flatten() != IGNORE).nonzero().flatten()
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["all positions", "supervised alone"])
+@pytest.mark.parametrize("indexed", [False, True], ids=["all positions", "supervised alone"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens_per_chunk", [1, 8, 100, 1000])  # 8: the last chunk is not a whole one
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_loss_and_gradients(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bound: float, tokens_per_chunk: int, bias: bool, told: bool
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bound: float, tokens_per_chunk: int, bias: bool, indexed: bool
 ) -> None:
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * VOCABULARY * tokens_per_chunk)
     hidden, weight, offset, targets = inputs(dtype, bias=bias)
     assert (targets.numel(), len(positions(targets))) == (ALL, SUPERVISED)
     expected, gradients = reference(hidden, weight, offset, targets)
-    loss = summed_cross_entropy(hidden, weight, targets, offset, positions(targets) if told else None)
+    loss = summed_cross_entropy(hidden, weight, targets, offset, positions(targets) if indexed else None)
     assert loss.dtype == torch.float32
     assert loss.shape == ()
     assert abs(loss.item() / expected.item() - 1) < (1e-6 if dtype == torch.float32 else 1e-3)
@@ -83,11 +83,11 @@ def test_trained_head_under_frozen_hidden() -> None:
     assert relative(weight.grad, gradients[1]) < 1e-6
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["all positions", "supervised alone"])
-def test_nothing_learned_is_zero(told: bool) -> None:
+@pytest.mark.parametrize("indexed", [False, True], ids=["all positions", "supervised alone"])
+def test_nothing_learned_is_zero(indexed: bool) -> None:
     hidden, weight, _, targets = inputs(torch.float32, bias=False)
     none = torch.full_like(targets, IGNORE)
-    loss = summed_cross_entropy(hidden, weight, none, None, positions(none) if told else None)
+    loss = summed_cross_entropy(hidden, weight, none, None, positions(none) if indexed else None)
     loss.backward()
     assert loss.item() == 0
     assert hidden.grad is not None
@@ -96,10 +96,10 @@ def test_nothing_learned_is_zero(told: bool) -> None:
     assert weight.grad.abs().max() == 0
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["all positions", "supervised alone"])
-def test_autocast_multiplies_in_its_own_dtype(told: bool) -> None:
+@pytest.mark.parametrize("indexed", [False, True], ids=["all positions", "supervised alone"])
+def test_autocast_multiplies_in_its_own_dtype(indexed: bool) -> None:
     hidden, weight, _, targets = inputs(torch.float32, bias=False)
-    where = positions(targets) if told else None
+    where = positions(targets) if indexed else None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = summed_cross_entropy(hidden, weight, targets, None, where)
     rounded = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]

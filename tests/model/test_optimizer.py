@@ -46,7 +46,7 @@ def train(network: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed
         optimizer.step()
 
 
-def made(optim: str, folder: Path) -> tuple[Network, torch.optim.Optimizer]:
+def build(optim: str, folder: Path) -> tuple[Network, torch.optim.Optimizer]:
     network = Network()
     return network, make_optimizer(network, float32_recipe(folder, optim=optim, learning_rate=1e-2, weight_decay=0.1))
 
@@ -61,7 +61,7 @@ def formats(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, s
 
 
 def test_fused_adamw_keeps_float32_moments(tmp_path: Path) -> None:
-    network, optimizer = made("adamw", tmp_path)
+    network, optimizer = build("adamw", tmp_path)
     assert state_dtypes(optimizer) == "none"
     train(network, optimizer, 1, seed=0)
     assert all(group["fused"] for group in optimizer.param_groups)
@@ -70,8 +70,8 @@ def test_fused_adamw_keeps_float32_moments(tmp_path: Path) -> None:
 
 def test_8_bits_are_for_large_matrices_alone(tmp_path: Path) -> None:
     """The CPU kernel is real: one byte a moment, and the curve of AdamW within what a byte can say."""
-    network, optimizer = made("adamw_8bit", tmp_path)
-    plain, reference = made("adamw", tmp_path)
+    network, optimizer = build("adamw_8bit", tmp_path)
+    plain, reference = build("adamw", tmp_path)
     train(network, optimizer, 10, seed=0)
     train(plain, reference, 10, seed=0)
     assert formats(network, optimizer) == {
@@ -89,7 +89,7 @@ def test_8_bits_are_for_large_matrices_alone(tmp_path: Path) -> None:
 
 
 def test_exceptions_of_another_run_are_forgotten(tmp_path: Path) -> None:
-    network, _ = made("adamw_8bit", tmp_path)
+    network, _ = build("adamw_8bit", tmp_path)
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
     manager.override_config(list(network.parameters()), "optim_bits", 32)  # as if identities were used again
     optimizer = make_optimizer(network, float32_recipe(tmp_path, optim="adamw_8bit"))
@@ -99,7 +99,7 @@ def test_exceptions_of_another_run_are_forgotten(tmp_path: Path) -> None:
 
 def test_decay_reaches_matrices_alone(tmp_path: Path) -> None:
     for optim in ("adamw", "adamw_8bit"):
-        _, optimizer = made(optim, tmp_path)
+        _, optimizer = build(optim, tmp_path)
         by_decay = {group["weight_decay"]: len(group["params"]) for group in optimizer.param_groups}
         assert by_decay == {0.1: 3, 0.0: 1}
 
@@ -108,7 +108,7 @@ def test_decay_reaches_matrices_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("optim", ["adamw", *BITSANDBYTES])
 def test_it_continues_bitwise(optim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under bitsandbytes the state lies in its own buffers (a paged one in its pages) and shares its code books."""
-    network, optimizer = made(optim, tmp_path)
+    network, optimizer = build(optim, tmp_path)
     train(network, optimizer, 3, seed=1)
     groups = {"model": model_tensors(network), "optimizer": optimizer_tensors(network, optimizer)}
     folder = write_checkpoint(tmp_path, 3, groups, {}, keep=1)
@@ -117,7 +117,7 @@ def test_it_continues_bitwise(optim: str, tmp_path: Path, monkeypatch: pytest.Mo
     saved, _ = read_checkpoint(newest)
 
     pages: list[torch.Tensor] = []
-    again, resumed = made(optim, tmp_path)
+    again, resumed = build(optim, tmp_path)
     if optim in BITSANDBYTES:
         own = resumed.get_state_buffer
         monkeypatch.setattr(resumed, "get_state_buffer", lambda *a, **k: (pages.append(own(*a, **k)), pages[-1])[1])
@@ -144,11 +144,11 @@ def test_it_continues_bitwise(optim: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_state_of_another_kind_is_refused(tmp_path: Path) -> None:
-    network, optimizer = made("adamw_8bit", tmp_path)
+    network, optimizer = build("adamw_8bit", tmp_path)
     train(network, optimizer, 1, seed=1)
     tensors = optimizer_tensors(network, optimizer)
     tensors["large.weight:absmax1"] = tensors["large.weight:absmax1"][:3]
-    other, resumed = made("adamw_8bit", tmp_path)
+    other, resumed = build("adamw_8bit", tmp_path)
     with pytest.raises(FinetuneError, match="absmax1"):
         load_optimizer(other, resumed, tensors)
     tensors["large.weight:state1"] = torch.zeros(3, dtype=torch.uint8)
@@ -185,7 +185,7 @@ def test_without_bitsandbytes_the_line_to_install_it(optim: str, monkeypatch: py
 
 def test_the_state_is_told_once_it_is_there(tmp_path: Path) -> None:
     states: list[Counter[str]] = []
-    network, optimizer = made("adamw_8bit", tmp_path)
+    network, optimizer = build("adamw_8bit", tmp_path)
     call_after_first_step(optimizer, states.append)
     assert states == []
     train(network, optimizer, 3, seed=1)

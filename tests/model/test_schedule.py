@@ -31,7 +31,7 @@ def test_every_name_of_the_recipe_is_tried() -> None:
     assert set(CASES) == set(get_args(Scheduler))
 
 
-def theirs(name: str, warmup: int, total: int, kwargs: dict[str, Any]) -> list[float]:
+def transformers_rates(name: str, warmup: int, total: int, kwargs: dict[str, Any]) -> list[float]:
     """transformers' rates, by stepping its scheduler."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
     scheduler = get_scheduler(name, optimizer, warmup, total, scheduler_specific_kwargs=dict(kwargs))
@@ -43,7 +43,7 @@ def theirs(name: str, warmup: int, total: int, kwargs: dict[str, Any]) -> list[f
     return rates
 
 
-def ours(name: str, warmup: int, total: int, kwargs: dict[str, Any]) -> list[float]:
+def rates_of(name: str, warmup: int, total: int, kwargs: dict[str, Any]) -> list[float]:
     training = Training(learning_rate=3e-4, lr_scheduler_type=name, lr_scheduler_kwargs=kwargs, warmup_steps=warmup)
     rate = learning_rate_schedule(training, total)
     return [rate(step) for step in range(total)]
@@ -53,13 +53,13 @@ def ours(name: str, warmup: int, total: int, kwargs: dict[str, Any]) -> list[flo
 @pytest.mark.parametrize("warmup", [0, 1, 3])
 def test_after_the_warmup_each_step_has_transformers_rate(name: str, warmup: int) -> None:
     first = 0 if name == "constant" else warmup  # which knows no warmup
-    mine, its = ours(name, warmup, 20, CASES[name]), theirs(name, warmup, 20, CASES[name])
+    mine, its = rates_of(name, warmup, 20, CASES[name]), transformers_rates(name, warmup, 20, CASES[name])
     assert mine[first:] == pytest.approx(its[first:], rel=1e-12)
 
 
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"constant"}))
 def test_a_warmup_rises_from_a_share_to_the_highest_rate(name: str) -> None:
-    assert ours(name, 4, 20, CASES[name])[:5] == pytest.approx([3e-4 * share for share in (0.25, 0.5, 0.75, 1, 1)])
+    assert rates_of(name, 4, 20, CASES[name])[:5] == pytest.approx([3e-4 * share for share in (0.25, 0.5, 0.75, 1, 1)])
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine", "1-sqrt"])
@@ -72,14 +72,14 @@ def test_a_curved_warmup_has_its_shape_at_the_same_shares(shape: str) -> None:
         "1-sqrt": lambda x: 1 - (1 - x) ** 0.5,
     }
     expected = [3e-4 * (0.2 + 0.8 * curve[shape](step / 4)) for step in (1, 2, 3, 4)]
-    assert ours("warmup_stable_decay", 4, 20, arguments)[:4] == pytest.approx(expected)
+    assert rates_of("warmup_stable_decay", 4, 20, arguments)[:4] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 20])
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_no_step_is_at_rate_0(name: str, total: int) -> None:
     for warmup in {0, 1, total // 2, total}:
-        rates = ours(name, warmup, total, CASES[name])
+        rates = rates_of(name, warmup, total, CASES[name])
         assert min(rates) > 0, (warmup, rates)
         assert max(rates) <= 3e-4 * (1 + 1e-12)
 
@@ -93,7 +93,7 @@ def test_warmup_ratio_rounds_up_and_steps_win() -> None:
 
 
 @pytest.mark.parametrize(
-    ("training", "said"),
+    ("training", "text"),
     [
         (
             {"warmup_steps": 12},
@@ -121,8 +121,8 @@ def test_warmup_ratio_rounds_up_and_steps_win() -> None:
         ),
     ],
 )
-def test_steps_that_would_train_nothing_are_refused_with_the_numbers(training: dict[str, Any], said: str) -> None:
-    with pytest.raises(RecipeError, match=re.escape(said)):
+def test_steps_that_would_train_nothing_are_refused_with_the_numbers(training: dict[str, Any], text: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(text)):
         learning_rate_schedule(Training(**training), 11)
 
 

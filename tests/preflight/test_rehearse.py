@@ -105,18 +105,18 @@ class TestShrink:
         assert torch.equal(torch.random.get_rng_state(), before)
 
     @pytest.mark.parametrize(
-        ("config", "told"),
+        ("config", "text"),
         [
             (None, "its configuration is not on this machine; a local folder .* meta-llama/Llama-3.1-8B"),
             ({"model_type": "mamba"}, "cannot be made small: 'num_attention_heads'.*model.name_or_path=FOLDER"),
         ],
     )
-    def test_what_is_not_known(self, config: dict[str, Any] | None, told: str, tmp_path: Path) -> None:
+    def test_what_is_not_known(self, config: dict[str, Any] | None, text: str, tmp_path: Path) -> None:
         name = "nobody/knows-it"
         if config is not None:
             name = str(tmp_path)
             (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(EnvironmentMismatch, match=told):
+        with pytest.raises(EnvironmentMismatch, match=text):
             shrink_model(name, "main", sample_data(), tmp_path / "small")
 
 
@@ -189,12 +189,12 @@ class TestChanges:
     def test_every_strategy_is_seen(self) -> None:
         assert len(STRATEGIES) == 12
 
-    @pytest.mark.parametrize(("name", "asked", "ranks"), [("single", 4, 1), ("zero2", 2, 2), ("hsdp", 2, 4)])
-    def test_processes(self, name: str, asked: int, ranks: int) -> None:
-        assert processes_of(read_strategy(name), asked) == ranks
+    @pytest.mark.parametrize(("name", "requested", "ranks"), [("single", 4, 1), ("zero2", 2, 2), ("hsdp", 2, 4)])
+    def test_processes(self, name: str, requested: int, ranks: int) -> None:
+        assert processes_of(read_strategy(name), requested) == ranks
 
     @pytest.mark.parametrize(
-        ("given", "told", "key", "value"),
+        ("setting", "text", "key", "value"),
         [
             ("budget.gpus=8", "device: one process on the CPU instead of 8 GPUs over NCCL", "budget.gpus", 0),
             ("data.max_length=4096", f"rows of {LONGEST_ROW} tokens instead of 4,096", "data.max_length", LONGEST_ROW),
@@ -207,9 +207,9 @@ class TestChanges:
             ("timeout_seconds=5", "", "timeout_seconds", 300),
         ],
     )
-    def test_stand_ins(self, given: str, told: str, key: str, value: Any, tmp_path: Path) -> None:
-        _, after, lines = rehearsed(write_recipe(tmp_path, "x"), given)
-        assert not told or any(told in line for line in lines), lines
+    def test_stand_ins(self, setting: str, text: str, key: str, value: Any, tmp_path: Path) -> None:
+        _, after, lines = rehearsed(write_recipe(tmp_path, "x"), setting)
+        assert not text or any(text in line for line in lines), lines
         assert flat(after.model_dump())[key] == value
 
     def test_deepspeed_has_no_fp16_here(self, tmp_path: Path) -> None:
@@ -291,18 +291,18 @@ class TestWhatIsSeen:
             same_curve(CURVE, CURVE[:SAVED_AFTER])
 
     @pytest.mark.parametrize(
-        ("files", "told"),
+        ("files", "text"),
         [
             ([], "neither adapter/ nor model/"),
             (["model/config.json"], "model/ holds no weights"),
             (["adapter/a.safetensors", "adapter/x.bin"], "holds .*x.bin.*safetensors alone"),
         ],
     )
-    def test_no_export(self, files: list[str], told: str, tmp_path: Path) -> None:
+    def test_no_export(self, files: list[str], text: str, tmp_path: Path) -> None:
         for name in files:
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).touch()
-        with pytest.raises(StepFailed, match=told):
+        with pytest.raises(StepFailed, match=text):
             exported(tmp_path)
 
     def test_sharding_in_a_line(self) -> None:
@@ -436,21 +436,21 @@ def test_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.slow
 class TestRehearse:
     @pytest.mark.parametrize(
-        ("strategy", "method", "seen"),
+        ("strategy", "method", "text"),
         [
             ("single", "lora: {r: 4}\nquantization: {load_in_4bit: true}\n", "single on 1: one process"),
             ("fsdp2", "lora: null\n", "fsdp2 on 2: each rank holds 50% of the weights, mesh 2 shards"),
         ],
     )
     def test_kill_resume_load_back(
-        self, strategy: str, method: str, seen: str, tiny_llama: Path, tmp_path: Path
+        self, strategy: str, method: str, text: str, tiny_llama: Path, tmp_path: Path
     ) -> None:
         lines: list[dict[str, Any]] = []
         recipe = write_recipe(tmp_path, str(tiny_llama), f"accelerate_config: {strategy}\n{method}")
         report = rehearse(recipe, [], log=lines.append)
         assert report["ok"], report["steps"]
         assert report["steps"] == [line for line in lines if "differs" not in line]
-        assert report["steps"][1]["seen"].startswith(seen)
+        assert report["steps"][1]["seen"].startswith(text)
         assert report["receipt"]["strategy"] == strategy
         assert not list(tmp_path.glob("run*")), "the recipe's own run folder stays untouched"
 

@@ -66,7 +66,7 @@ def named(nodes: Iterable[ast.AST]) -> set[str]:
     return result
 
 
-def ours(names: Iterable[str]) -> set[str]:
+def own_modules(names: Iterable[str]) -> set[str]:
     """The modules of this package among them, or in which they are."""
     below = {name.removeprefix("finetune.") for name in names if name.startswith("finetune.")}
     return {module for name in below for module in (name, name.rpartition(".")[0]) if module in MODULES}
@@ -108,7 +108,7 @@ def uses(*, at_run_time: bool = False) -> dict[str, set[str]]:
         for module, tree in MODULES.items()
     }
     return {
-        module: ours(named(node for node in ast.walk(tree) if id(node) not in hidden[module])) - {module}
+        module: own_modules(named(node for node in ast.walk(tree) if id(node) not in hidden[module])) - {module}
         for module, tree in MODULES.items()
     }
 
@@ -184,7 +184,7 @@ def test_tests_and_benchmarks_share_through_support_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "line", "seen"),
+    ("module", "line", "forbidden"),
     [
         ("tests.model.test_loss", "from tests.training.test_loop import Bench", True),
         ("tests.support.tiny", "from tests.training import test_loop", True),
@@ -196,8 +196,8 @@ def test_tests_and_benchmarks_share_through_support_alone() -> None:
         ("tests.benchmarks.test_head", "from benchmarks import head", False),
     ],
 )
-def test_a_test_that_takes_from_another_is_seen(module: str, line: str, seen: bool) -> None:
-    assert bool(unshared({module: ast.parse(line)})) == seen
+def test_a_test_that_takes_from_another_is_seen(module: str, line: str, forbidden: bool) -> None:
+    assert bool(unshared({module: ast.parse(line)})) == forbidden
 
 
 def listed(module: str) -> bool:
@@ -212,7 +212,7 @@ def test_light_modules_import_no_torch(module: str) -> None:
         seen.add(now)
         names = named(MODULES[now].body)
         assert not {name.split(".")[0] for name in names} & SLOW_TO_IMPORT, now
-        waiting += ours(names) - seen
+        waiting += own_modules(names) - seen
 
 
 def test_light_names_are_modules() -> None:

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = "model: {name_or_path: x}\ndata:\n  train:\n    - {path: json, data_files: a.jsonl}\n"
 
 
-def told(folder: Path, text: str, *overrides: str) -> str:
+def errors(folder: Path, text: str, *overrides: str) -> str:
     path = folder / "recipe.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(RecipeError) as caught:
@@ -87,16 +87,16 @@ def test_numbers_that_people_write_are_answered_with_ours(written: str, remedy: 
     ],
 )
 def test_one_mistake_reads_as_one(tmp_path: Path, section: str, expected: str) -> None:
-    text = told(tmp_path, SMALL + section + "\n")
+    text = errors(tmp_path, SMALL + section + "\n")
     assert expected in text
     assert sum(not line.startswith("    ") for line in text.splitlines()) == 1, text
 
 
 def test_a_missing_key_that_is_there_misspelt_is_said_once(tmp_path: Path) -> None:
-    text = told(tmp_path, SMALL.replace("name_or_path", "name_or_pth"))
+    text = errors(tmp_path, SMALL.replace("name_or_path", "name_or_pth"))
     assert "did you mean model.name_or_path?" in text
     assert "is missing" not in text
-    assert "4:7: data.train.0.path: is missing; add path: json" in told(tmp_path, SMALL.replace("path: json, ", ""))
+    assert "4:7: data.train.0.path: is missing; add path: json" in errors(tmp_path, SMALL.replace("path: json, ", ""))
 
 
 def test_gradient_checkpointing_anywhere_and_never_twice(tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_gradient_checkpointing_anywhere_and_never_twice(tmp_path: Path) -> None
     assert loaded.recipe.training.activation_checkpointing is False
     assert loaded.origins["training.activation_checkpointing"] == "command line"
     both = "training: {gradient_checkpointing: 1, activation_checkpointing: 1}\n"
-    assert "5:12: training.gradient_checkpointing: is the same key as" in told(tmp_path, SMALL + both)
+    assert "5:12: training.gradient_checkpointing: is the same key as" in errors(tmp_path, SMALL + both)
     both = "training={gradient_checkpointing: 1, activation_checkpointing: 1}"
-    assert told(tmp_path, SMALL, both).startswith("command line: training.gradient_checkpointing: is the same key as")
+    assert errors(tmp_path, SMALL, both).startswith("command line: training.gradient_checkpointing: is the same key as")
 
 
 def test_a_section_given_on_the_command_line_is_not_the_origin_of_its_defaults(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_section_given_on_the_command_line_is_not_the_origin_of_its_defaults(t
 
 
 def test_overrides_that_are_none(tmp_path: Path) -> None:
-    text = told(tmp_path, SMALL, "seed", "=3", "a..b=1", "training.seed=[", "data.train.7.path=x", "model.revision=1")
+    text = errors(tmp_path, SMALL, "seed", "=3", "a..b=1", "training.seed=[", "data.train.7.path=x", "model.revision=1")
     assert [line.split(": ")[1] for line in text.splitlines()] == [
         "seed", "=3", "a..b=1", "training.seed", "data.train.7.path", "model.revision",
     ]  # fmt: skip
@@ -140,7 +140,7 @@ def test_the_part_of_a_long_line_around_the_place_is_shown() -> None:
 
 
 def test_no_more_mistakes_than_a_person_reads(tmp_path: Path) -> None:
-    lines = told(tmp_path, SMALL + "".join(f"key_{n}: 1\n" for n in range(500))).splitlines()
+    lines = errors(tmp_path, SMALL + "".join(f"key_{n}: 1\n" for n in range(500))).splitlines()
     assert sum(not line.startswith("    ") for line in lines) == MAX_MISTAKES + 1
     assert lines[-1].endswith("and 450 more mistakes")
 

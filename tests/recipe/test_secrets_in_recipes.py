@@ -51,7 +51,7 @@ PLACES = {
 }
 
 
-def told(*words: str) -> str:
+def shown(*words: str) -> str:
     """All that `finetune check` says, on both streams."""
     result = CliRunner().invoke(app, ["check", *words])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.output
@@ -76,10 +76,10 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_no_secret_is_told(place: str, recipe: Path) -> None:
     for secret in TOKENS.values():
         recipe.write_text(RIGHT + PLACES[place].replace("SECRET", secret), "utf-8")
-        text = told(str(recipe))
+        text = shown(str(recipe))
         assert f"{recipe}:" in text
         assert_hidden(secret, text)
-        answer = told(str(recipe), "--json")
+        answer = shown(str(recipe), "--json")
         assert json.loads(answer)["mistakes"]
         assert_hidden(secret, answer)
 
@@ -91,7 +91,7 @@ def test_no_secret_is_told(place: str, recipe: Path) -> None:
 def test_nor_one_of_the_command_line(override: str, recipe: Path) -> None:
     recipe.write_text(RIGHT, "utf-8")
     for secret in TOKENS.values():
-        assert_hidden(secret, told(str(recipe), override.replace("SECRET", secret)))
+        assert_hidden(secret, shown(str(recipe), override.replace("SECRET", secret)))
 
 
 @pytest.mark.parametrize("words", [["--resolved"], ["--resolved", "--json"]], ids=" ".join)
@@ -109,7 +109,7 @@ def test_nor_one_of_a_recipe_that_is_right(words: list[str], recipe: Path) -> No
 def test_what_stands_beside_a_tokens_key_is_hidden_whatever_it_looks_like(value: str, recipe: Path) -> None:
     for key in ("hub_token", "wandb_api_key", "password", "AWS_SECRET", "api-key"):
         recipe.write_text(f"{RIGHT}{key}: {value}  # mine\n", "utf-8")
-        text = told(str(recipe))
+        text = shown(str(recipe))
         assert_hidden(value, text)
         assert value.strip("\"'") not in text
         assert "# mine" in text
@@ -118,7 +118,7 @@ def test_what_stands_beside_a_tokens_key_is_hidden_whatever_it_looks_like(value:
 
 def test_other_values_are_quoted_as_ever(recipe: Path) -> None:
     recipe.write_text(RIGHT + "samples: {max_new_tokens: sixtyfour-of-them}\npad_token: <|finetune_pad|>\n", "utf-8")
-    text = told(str(recipe))
+    text = shown(str(recipe))
     assert "max_new_tokens: sixtyfour-of-them" in text
     assert "pad_token: <|finetune_pad|>" in text
     assert HIDDEN not in text
@@ -127,9 +127,9 @@ def test_other_values_are_quoted_as_ever(recipe: Path) -> None:
 def test_the_caret_stays_under_its_place(recipe: Path) -> None:
     secret = TOKENS["hub"]
     recipe.write_text(f"{RIGHT}hub: {{token: {secret}, pushed: true}}\n", "utf-8")
-    line, caret = next(mistake for mistake in told(str(recipe)).split("recipe.yaml:") if "pushed: is" in mistake).split(
-        "\n"
-    )[1:3]
+    line, caret = next(
+        mistake for mistake in shown(str(recipe)).split("recipe.yaml:") if "pushed: is" in mistake
+    ).split("\n")[1:3]
     assert line[caret.index("^") :].startswith("pushed: true")
 
 

@@ -72,10 +72,10 @@ DECISIONS: list[tuple[Callable[[Path], object], str, dict[str, Any], str, int | 
 ]
 
 
-@pytest.mark.parametrize(("there", "resume", "changes", "status", "step", "note"), DECISIONS)
+@pytest.mark.parametrize(("prepare", "resume", "changes", "status", "step", "note"), DECISIONS)
 def test_where_a_run_starts(
     tmp_path: Path,
-    there: Callable[[Path], object],
+    prepare: Callable[[Path], object],
     resume: str,
     changes: dict[str, Any],
     status: str,
@@ -84,7 +84,7 @@ def test_where_a_run_starts(
 ) -> None:
     run_dir = tmp_path / "runs" / "a"
     run_dir.parent.mkdir()
-    there(run_dir)
+    prepare(run_dir)
     claimed = claim(run_dir, resume, **changes)
     assert claimed.status == status
     assert (claimed.checkpoint.step if claimed.checkpoint else None) == step
@@ -136,12 +136,12 @@ REFUSALS: list[tuple[Callable[[Path], object], str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("there", "resume", "changes", "words"), REFUSALS)
+@pytest.mark.parametrize(("prepare", "resume", "changes", "words"), REFUSALS)
 def test_what_is_refused_stays_as_it_was(
-    tmp_path: Path, there: Callable[[Path], object], resume: str, changes: dict[str, Any], words: str
+    tmp_path: Path, prepare: Callable[[Path], object], resume: str, changes: dict[str, Any], words: str
 ) -> None:
     run_dir = tmp_path / "run"
-    there(run_dir)
+    prepare(run_dir)
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock"}
     with pytest.raises(FinetuneError, match=words) as caught:
         claim(run_dir, resume, **changes)
@@ -318,7 +318,7 @@ def test_the_environment_names_versions_and_no_secrets(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("content", "kept"),
+    ("content", "expected"),
     [
         (b"", b""),
         (b'{"step":1}\n{"step":2}\n{"step":3}\n', b'{"step":1}\n{"step":2}\n'),
@@ -331,11 +331,11 @@ def test_the_environment_names_versions_and_no_secrets(monkeypatch: pytest.Monke
         (b'{"step":1, "x": 1e-3}\n', b'{"step":1, "x": 1e-3}\n'),
     ],
 )
-def test_lines_are_cut_bit_for_bit(tmp_path: Path, content: bytes, kept: bytes) -> None:
+def test_lines_are_cut_bit_for_bit(tmp_path: Path, content: bytes, expected: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(content)
     cut_lines(path, 2)
-    assert path.read_bytes() == kept
+    assert path.read_bytes() == expected
 
 
 def test_appended_lines_are_whole_and_json(tmp_path: Path) -> None:

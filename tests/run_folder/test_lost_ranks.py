@@ -49,7 +49,7 @@ def recipe(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path, recipe: Path) -> dict[str, Any]:
+def uninterrupted(folder: Path, recipe: Path) -> dict[str, Any]:
     """The run that nothing happened to."""
     with running([Started(ACCELERATE)], recipe, folder / "whole", [], **OVERRIDES) as processes:
         assert wait_all(processes, folder / "whole") == [0]
@@ -66,7 +66,7 @@ def whole(folder: Path, recipe: Path) -> dict[str, Any]:
     ],
 )
 def test_the_last_line_names_it_and_continues(
-    name: str, launcher: str, lost: int, seconds: float, folder: Path, recipe: Path, whole: dict[str, Any]
+    name: str, launcher: str, lost: int, seconds: float, folder: Path, recipe: Path, uninterrupted: dict[str, Any]
 ) -> None:
     run_dir = folder / f"{name}-{launcher}"
     with running([Started(LAUNCHERS[launcher])], recipe, run_dir, [], **OVERRIDES) as processes:
@@ -91,7 +91,7 @@ def test_the_last_line_names_it_and_continues(
         shlex.split(command), cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600
     )
     assert resumed.returncode == 0, resumed.stderr[-3000:]
-    assert what_counts(run_dir) == whole
+    assert what_counts(run_dir) == uninterrupted
 
 
 FAILING = """
@@ -99,12 +99,12 @@ import os, sys
 from finetune.training import loop, worst_step  # which keeps the real step: those counted here are the training's
 from finetune.errors import EnvironmentMismatch
 from finetune.train import main
-whole, calls = loop.optimizer_step, []
+original, calls = loop.optimizer_step, []
 def step(*arguments, **options):
     calls.append(1)
     if os.environ["RANK"] == "1" and len(calls) == 4:
         raise EnvironmentMismatch("the disk of this machine is full")
-    return whole(*arguments, **options)
+    return original(*arguments, **options)
 loop.optimizer_step = step
 sys.exit(main())
 """

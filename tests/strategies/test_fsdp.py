@@ -48,17 +48,17 @@ def sharded(tiny_llama: Path, tmp_path: Path) -> Iterator[OneRank]:
         yield rank
 
 
-def whole(tensor: Any) -> Tensor:
+def full_tensor(tensor: Any) -> Tensor:
     return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def checkpointed(parts: Assembled) -> dict[str, Tensor]:
     result = checkpoint_tensors(parts)
-    return {f"{group} {name}": whole(tensor) for group in result for name, tensor in result[group].items()}
+    return {f"{group} {name}": full_tensor(tensor) for group in result for name, tensor in result[group].items()}
 
 
 def exported(parts: Assembled) -> dict[str, Tensor]:
-    return {name: whole(tensor) for name, tensor in parts.trained_weights(dtype=None, keep=True).items()}
+    return {name: full_tensor(tensor) for name, tensor in parts.trained_weights(dtype=None, keep=True).items()}
 
 
 def summed(parts: Assembled) -> dict[str, Tensor]:

@@ -46,14 +46,14 @@ def stepped(mesh: DeviceMesh) -> tuple[Offloaded, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def full_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in tensors.items()}
 
 
 def test_resumed_state_of_an_offloaded_weight_is_beside_it(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     trained, its_optimizer = stepped(mesh)
-    saved = whole(optimizer_tensors(trained, its_optimizer))
-    weights = whole(model_tensors(trained))
+    saved = full_tensors(optimizer_tensors(trained, its_optimizer))
+    weights = full_tensors(model_tensors(trained))
     resumed = Offloaded(mesh)
     optimizer = torch.optim.AdamW(resumed.parameters(), fused=True)
     monkeypatch.setattr(mesh, "_device_type", "meta")

@@ -126,10 +126,10 @@ def wholes(tiny_llama: Path, chats: Path, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("wholes")
 
     @cache
-    def whole(name: str) -> Trained:
+    def run_of(name: str) -> Trained:
         return trained(folder / name.replace(" ", "_"), tiny_llama, chats, CASES[name], {})
 
-    return whole
+    return run_of
 
 
 def trained(
@@ -148,15 +148,15 @@ def trained(
     return Trained(losses, norms, lines[-1].get("skipped_steps", 0), receipt)
 
 
-def apart(losses: list[float], expected: list[float]) -> float:
+def largest_difference(losses: list[float], expected: list[float]) -> float:
     """The worst relative difference of a step."""
     assert len(losses) == len(expected) == STEPS
     return max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))
 
 
 def assert_near(actual: Trained, expected: Trained, case: Case) -> None:
-    assert apart(actual.losses, expected.losses) <= MARGIN * case.loss
-    assert apart(actual.norms, expected.norms) <= MARGIN * case.norm
+    assert largest_difference(actual.losses, expected.losses) <= MARGIN * case.loss
+    assert largest_difference(actual.norms, expected.norms) <= MARGIN * case.norm
     assert actual.skipped == expected.skipped == 0
 
 
@@ -290,5 +290,5 @@ def test_the_curve_is_that_of_the_dequantised_weights(
         weight_decay=WEIGHT_DECAY,
     )
     run = wholes(name)
-    assert apart(run.losses, [step.loss for step in curve]) < TOLERANCE
-    assert apart(run.norms, [step.grad_norm for step in curve]) < TOLERANCE
+    assert largest_difference(run.losses, [step.loss for step in curve]) < TOLERANCE
+    assert largest_difference(run.norms, [step.grad_norm for step in curve]) < TOLERANCE

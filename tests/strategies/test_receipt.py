@@ -209,7 +209,7 @@ def test_gradients_reduced_in_another_format_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("optim", "pure", "held", "line"),
+    ("optim", "pure", "elements", "line"),
     [
         ("adamw", False, {"float32": 10}, None),
         ("adamw", False, {"bfloat16": 10}, "state of adamw in float32 was asked for, it is bfloat16"),
@@ -223,16 +223,16 @@ def test_gradients_reduced_in_another_format_are_refused(
     ],
 )
 def test_state_in_another_format_is_refused(
-    optim: str, pure: bool, held: dict[str, int], line: str | None, built: Built
+    optim: str, pure: bool, elements: dict[str, int], line: str | None, built: Built
 ) -> None:
     receipt: dict[str, Any] = {"parameters": {"trained": 5}, "dtypes": {}, "sharding": {}}
     built.training(optim=optim, pure_bf16=pure)
     if line is None:
-        add_optimizer_state(built.recipe, built.strategy, receipt, Counter(held), 1)
+        add_optimizer_state(built.recipe, built.strategy, receipt, Counter(elements), 1)
         assert receipt["sharding"]["optimizer_share"] == 1
         return
     with pytest.raises(EnvironmentMismatch, match=line):
-        add_optimizer_state(built.recipe, built.strategy, receipt, Counter(held), 1)
+        add_optimizer_state(built.recipe, built.strategy, receipt, Counter(elements), 1)
 
 
 def test_state_that_is_not_cut_is_refused(built: Built) -> None:

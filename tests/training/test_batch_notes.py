@@ -94,7 +94,7 @@ def test_few_steps_that_were_asked_for(tiny_llama: Path, chats: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "rows", "told"),
+    ("batch", "rows", "expected"),
     [
         (4, 45, []),
         (
@@ -115,25 +115,25 @@ def test_few_steps_that_were_asked_for(tiny_llama: Path, chats: Path) -> None:
         ),
     ],
 )
-def test_ranks_without_a_row(tiny_llama: Path, chats: Path, batch: int, rows: int, told: list[str]) -> None:
+def test_ranks_without_a_row(tiny_llama: Path, chats: Path, batch: int, rows: int, expected: list[str]) -> None:
     plan = plan_of(recipe_with(tiny_llama, chats, global_batch_size=batch), rows, ranks=4)
-    assert list(idle_ranks(plan)) == told
-    for line in told:
+    assert list(idle_ranks(plan)) == expected
+    for line in expected:
         mended = recipe_with(tiny_llama, chats, SETTING.findall(line)[0], global_batch_size=batch)
         assert list(idle_ranks(plan_of(mended, rows, ranks=4))) == []
 
 
 def test_a_micro_batch_larger_than_a_step(tiny_llama: Path, chats: Path) -> None:
-    def told(**training: int) -> list[str]:
+    def lines_of(**training: int) -> list[str]:
         return list(large_micro_batch(plan_of(recipe_with(tiny_llama, chats, **training), 45, ranks=2)))
 
-    assert told(global_batch_size=8, per_device_batch_size=4) == []
-    assert told(global_batch_size=7, per_device_batch_size=4) == [
+    assert lines_of(global_batch_size=8, per_device_batch_size=4) == []
+    assert lines_of(global_batch_size=7, per_device_batch_size=4) == [
         "training.per_device_batch_size: 4 rows at a time on each of 2 ranks are 8, a step has 7; set "
         "training.per_device_batch_size=3"
     ]
-    assert told(global_batch_size=7, per_device_batch_size=3) == []
-    assert told(global_batch_size=1, per_device_batch_size=1) == [], "that a rank has none is another line"
+    assert lines_of(global_batch_size=7, per_device_batch_size=3) == []
+    assert lines_of(global_batch_size=1, per_device_batch_size=1) == [], "that a rank has none is another line"
     alone = plan_of(recipe_with(tiny_llama, chats, global_batch_size=2, per_device_batch_size=4), 45)
     assert list(large_micro_batch(alone)) == [
         "training.per_device_batch_size: 4 rows at a time, a step has 2; set training.per_device_batch_size=2"
