@@ -1,4 +1,4 @@
-"""Fixtures that several test files share, how many tests run at once, and a pytest of its own for tests that trace."""
+"""Fixtures that several test files share, how many tests run at once, and a second pytest for tests that trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 # Before torch loads, here and in every process that a test starts: on tiny models a second thread only waits (the
-# suite took 446 s with two, beside another program).
+# suite took 446 s with two, while another program ran).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Planning each of the suite's hundreds of runs would take most of its time; tests of the planner process turn it on.

@@ -62,7 +62,7 @@ def test_what_cannot_be_encoded_is_written_with_question_marks() -> None:
     assert raw.getvalue() == b"loss ?? ok\n"
 
 
-def test_a_process_without_streams_prints_to_nobody() -> None:
+def test_a_process_without_streams_prints_nothing() -> None:
     stream = LastingStream(None)
     print("a line", file=stream, flush=True)
     assert not stream.isatty()

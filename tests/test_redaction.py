@@ -9,7 +9,7 @@ import pytest
 from finetune.redaction import HIDDEN, MIN_LENGTH, PATTERNS, find_secret, hide_secrets, known_secrets, secret_key
 
 HEAD = "-----BEGIN "
-# By kind: what is one, and what is none though nearly so. Letters are repeated: nobody's secret looks like that.
+# By kind: secrets, and texts that nearly are. Letters are repeated: no real secret looks like that.
 SAMPLES: dict[str, tuple[list[str], list[str]]] = {
     "a Hugging Face token": (
         [f"{maker}_{'x' * 20}" for maker in ("hf", "api_org")],
@@ -70,7 +70,7 @@ def test_what_is_none_is_left(kind: str) -> None:
         assert hide_secrets(text, []) == text
 
 
-def test_the_first_of_several_is_told() -> None:
+def test_the_first_of_several_is_reported() -> None:
     aws, slack = (SAMPLES[kind][0][0] for kind in ("an AWS key", "a Slack token"))
     assert find_secret(f"\n{slack}\n{aws}", [aws]) == (2, "a Slack token")
     assert find_secret(f"\n{aws}\n{slack}", [slack]) == (2, "an AWS key")

@@ -37,7 +37,7 @@ def test_rows_fill_what_was_asked_and_none_is_too_long(max_length: int, tmp_path
 
 
 def test_speed_is_that_of_a_run_without_gauges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`measure_phases` looks at each operation from Python: it may tell memory, never speed."""
+    """`measure_phases` looks at each operation from Python: it may measure memory, never speed."""
     runs: list[bool] = []
 
     def train(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:

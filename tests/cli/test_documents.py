@@ -94,7 +94,7 @@ def check_pip(words: list[str]) -> None:
 
 @pytest.mark.parametrize("command", commands())
 def test_is_understood(command: str) -> None:
-    # R stands for a machine's number.
+    # R is a machine's number.
     program, *words = ["1" if word == "R" else word for word in shlex.split(command)]
     if program == "finetune":
         verb: Any = typer.main.get_command(app).commands[words[0]]  # type: ignore[attr-defined]

@@ -113,7 +113,7 @@ def test_all_mistakes_up_to_twenty_are_named(tmp_path: Path) -> None:
 
 
 def test_good_rows_are_counted(tmp_path: Path) -> None:
-    """What the corpus' mistakes stand beside is right: marks, blank lines, both JSON shapes, quoted CSV."""
+    """What surrounds the corpus' mistakes is right: marks, blank lines, both JSON shapes, quoted CSV."""
     (tmp_path / "mark.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n{"text": "b", "id": 1e5}')
     (tmp_path / "array.json").write_text('\n [ {"text": "a"} ,\n{"text": "b"}, {"text": "c"}]\n')
     (tmp_path / "rows.csv").write_bytes(b'\xef\xbb\xbftext,id\r\n"two\nlines, and ""quotes""",1\r\n')

@@ -120,7 +120,7 @@ def test_folders_that_do_not_do(tmp_path: Path) -> None:
 
 
 def test_data_sets_that_the_library_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Hub data set goes through `datasets`; a file:// address stands for it here."""
+    """A Hub data set goes through `datasets`; a file:// address takes its place here."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     file = write(tmp_path / "a.jsonl", "a", "b")
     data = source(path="json", data_files=f"file://{file}")

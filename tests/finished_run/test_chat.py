@@ -45,7 +45,7 @@ def greedy() -> GenerationSettings:
 
 
 def talk(session: ChatSession, *lines: str, settings: GenerationSettings | None = None) -> list[str]:
-    """What is said besides the streamed answers."""
+    """What is printed besides the streamed answers."""
     printed: list[str] = []
     chat_loop(session, lines, "both", settings or greedy(), printed.append)
     return printed
@@ -99,7 +99,7 @@ def test_who_answers_and_who_remembers(session: ChatSession, capsys: pytest.Capt
     assert capsys.readouterr().out
 
 
-def test_what_was_said_before_is_part_of_the_prompt(session: ChatSession) -> None:
+def test_the_history_is_part_of_the_prompt(session: ChatSession) -> None:
     first = session.reply(session.tuned, ASKED, greedy())
     alone = len(session.encoder.prompt_ids([{"role": "user", "content": "why"}]))
     session.reply(session.tuned, "why", greedy())

@@ -1,4 +1,4 @@
-"""finetune merge: the merged model is the adapter beside its base, by plain peft and plain transformers."""
+"""finetune merge: the merged model equals its base with the adapter, by plain peft and plain transformers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_merged_model_is_the_adapter_beside_its_base(
+def test_the_merged_model_is_the_base_with_its_adapter(
     tmp_path: Path, bases: dict[str, Path], kind: str, method: str
 ) -> None:
     run = finished_run(tmp_path, bases[kind], lora=METHODS[method])
@@ -132,7 +132,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, bases: dict[str, Path]) -> Pat
     return finished_run(tmp_path_factory.mktemp("run"), bases["tied"])
 
 
-def test_rounded_weights_agree_less_and_are_told_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rounded_weights_agree_less_and_get_a_note(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["merge", str(run), "--dtype", "bfloat16", "--verify", "2", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     rounded = facts["agreement"]["candidates"]["own"]
@@ -316,7 +316,7 @@ def test_a_base_in_many_files_and_its_config_as_it_stands(tmp_path: Path, bases:
     many = plain(run / "merged").state_dict()
     assert all(value.equal(many[name]) for name, value in one_file.items())
     written = json.loads((run / "merged" / "config.json").read_text())
-    # Readers of old files look for the old name; what nobody here knows stays.
+    # Readers of old files look for the old name; unknown keys stay.
     assert written == config | {"torch_dtype": "float16", "rope_theta_of_old": 1}
     (tmp_path / "many" / "config.json").write_text(json.dumps(old | {"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(FinetuneError, match="is stored quantised"):
@@ -325,7 +325,7 @@ def test_a_base_in_many_files_and_its_config_as_it_stands(tmp_path: Path, bases:
 
 @pytest.mark.slow
 def test_a_base_on_the_hub_is_fetched(tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own, because the client reads HF_ENDPOINT when it is imported."""
+    """In a fresh process, because the client reads HF_ENDPOINT when it is imported."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     run = finished_run(tmp_path, tiny_llama)
     recipe = (run / "recipe.yaml").read_text()

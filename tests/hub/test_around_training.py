@@ -76,7 +76,7 @@ def test_it_arrives_and_a_fresh_process_gets_the_same_logits(recipe: Path, hub: 
         assert secret not in sent
 
 
-def test_a_refused_push_is_no_failed_training_and_the_told_command_completes_it(
+def test_a_refused_push_does_not_fail_the_training_and_the_printed_command_completes_it(
     recipe: Path, hub: Hub, tmp_path: Path
 ) -> None:
     hub.fail("commit", status=403)
@@ -100,7 +100,7 @@ def test_a_refused_push_is_no_failed_training_and_the_told_command_completes_it(
     ],
     ids=["token", "public", "owner"],
 )
-def test_what_cannot_work_is_said_before_the_training(
+def test_what_cannot_work_is_reported_before_the_training(
     recipe: Path, hub: Hub, tmp_path: Path, prepare: Any, text: str
 ) -> None:
     hub.users[TOKEN] = dict(hub.users[TOKEN])
@@ -112,7 +112,7 @@ def test_what_cannot_work_is_said_before_the_training(
     assert not (tmp_path / "run").exists()
 
 
-def test_offline_is_said_before_the_training(recipe: Path, hub: Hub, tmp_path: Path) -> None:
+def test_offline_is_reported_before_the_training(recipe: Path, hub: Hub, tmp_path: Path) -> None:
     process = run_python(hub, ["finetune/train.py", str(recipe)], tmp_path, HF_HUB_OFFLINE="1")
     assert (process.returncode, process.stderr.strip().splitlines()[-1][:14]) == (4, "HF_HUB_OFFLINE")
     assert hub.log == []

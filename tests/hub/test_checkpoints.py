@@ -73,7 +73,7 @@ def test_a_checkpoint_pruned_while_it_is_sent_arrives_whole(recipe: Recipe, hub:
     assert on_branch(hub) == names(2)
 
 
-def test_what_is_overtaken_is_told_and_only_the_newest_sent(recipe: Recipe, hub: Hub) -> None:
+def test_a_replaced_checkpoint_is_reported_and_only_the_newest_sent(recipe: Recipe, hub: Hub) -> None:
     lines: list[str] = []
     waiting, go_on = threading.Event(), threading.Event()
 
@@ -97,7 +97,7 @@ def test_what_is_overtaken_is_told_and_only_the_newest_sent(recipe: Recipe, hub:
 
 
 @pytest.mark.parametrize("status", [403, 500])
-def test_a_hub_that_refuses_is_told_and_the_next_goes_on(recipe: Recipe, hub: Hub, status: int) -> None:
+def test_a_refusal_of_the_hub_is_reported_and_the_next_is_sent(recipe: Recipe, hub: Hub, status: int) -> None:
     lines: list[str] = []
     pusher = pusher_of(recipe, hub, lines)
     hub.fail("commit", status=status, times=1 if status == 403 else 3)

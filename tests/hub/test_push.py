@@ -143,7 +143,7 @@ class TestWhatArrives:
         config = json.loads(hub.content("me/devils", "adapter_config.json"))
         assert config["base_model_name_or_path"] == "acme/tiny-llama"
 
-    def test_private_unless_told(self, run: Path, hub: Hub) -> None:
+    def test_private_unless_requested(self, run: Path, hub: Hub) -> None:
         record, _, _ = send(run, hub)
         assert record["private"] is True
         assert hub.repository("me/devils").private
@@ -417,7 +417,7 @@ class TestSecrets:
         with pytest.raises(FinetuneError, match=r"adapter_model.safetensors:1: holds a"):
             prepare_upload(run, ME)
 
-    def test_what_a_server_says_is_told_without_them(self, run: Path, hub: Hub) -> None:
+    def test_a_servers_message_is_shown_without_them(self, run: Path, hub: Hub) -> None:
         hub.fail("whoami", status=403, message=f"bad {TOKEN}")
         with pytest.raises(EnvironmentMismatch) as caught:
             send(run, hub)
@@ -439,7 +439,7 @@ class TestSecrets:
 
 
 class TestCommand:
-    def test_a_dry_run_asks_nobody(self, run: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_dry_run_sends_no_request(self, run: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["push", str(run), "me/devils", "--dry-run"]) == 0
         output = capsys.readouterr().out
         assert "nothing was sent" in output
@@ -535,7 +535,7 @@ class TestTraining:
         (note,) = check_before_training(recipe, pause=lambda _: None)
         assert "training continues" in note
 
-    def test_a_failed_push_is_told_and_a_second_one_completes_it(
+    def test_a_failed_push_is_reported_and_a_second_one_completes_it(
         self, recipe: Any, hub: Hub, run: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         hub.fail("commit", status=403)
@@ -549,7 +549,7 @@ class TestTraining:
         push_after_training(recipe)
         assert hub.log == [], "it is there already"
 
-    def test_without_push_nobody_is_asked(self, run: Path, hub: Hub) -> None:
+    def test_without_push_no_request_is_sent(self, run: Path, hub: Hub) -> None:
         recipe = load_recipe(run / "recipe.yaml").recipe
         assert check_before_training(recipe) == ()
         push_after_training(recipe)

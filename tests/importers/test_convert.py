@@ -106,7 +106,7 @@ def test_nothing_that_they_say_is_dropped(name: str, tmp_path: Path) -> None:
         try:
             shorter = imported(tmp_path, without, gpus=example.gpus, tool=example.tool).text
         except RecipeError:
-            continue  # there is no recipe without it
+            continue  # a recipe needs it
         checked += 1
         assert shorter != full_text or dropped in SO_ANYWAY.get(name, ()), f"{path} leaves no trace"
     assert checked >= 3
@@ -153,7 +153,7 @@ def test_the_defaults_written_out_are_those_of_the_installed_libraries() -> None
 
 @pytest.mark.parametrize("known", known_keys(), ids=lambda known: known.key)
 def test_each_line_of_the_table_decides_about_its_own_key(known: KnownKey) -> None:
-    """Whatever the order of lines: where two match, as log_* and a key of its own, the more specific one decides."""
+    """Whatever the order of lines: where two match, as log_* and the key itself, the more specific one decides."""
     key = known.key.replace(".*", ".x").replace("*", "x")
     assert reason_for(key, value=True) == (known.level, known.reason)
 
@@ -391,7 +391,7 @@ def test_packing_that_splits_documents_is_another_training(tmp_path: Path) -> No
         assert {entry.level for entry in result.left_out if entry.key == "packing_strategy"} == level
 
 
-def test_what_interpolates_and_what_is_nobodys(tmp_path: Path) -> None:
+def test_what_interpolates_and_what_no_tool_has(tmp_path: Path) -> None:
     result = imported(tmp_path, TUNE_LORA | {"batch_size": "${gradient_accumulation_steps}", "surprise": 1})
     assert value(result, "training.global_batch_size") == 64
     assert [entry.reason for entry in result.left_out if entry.key == "surprise"] == [UNKNOWN]

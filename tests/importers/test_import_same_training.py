@@ -46,8 +46,8 @@ trainer = Trainer(
     train_dataset=load_dataset("json", data_files=rows, split="train"),
 )
 trainer.train()
-told = [line for line in trainer.state.log_history if "loss" in line]
-print("CURVE " + json.dumps([(line["loss"], line["learning_rate"], line["grad_norm"]) for line in told]))
+lines = [line for line in trainer.state.log_history if "loss" in line]
+print("CURVE " + json.dumps([(line["loss"], line["learning_rate"], line["grad_norm"]) for line in lines]))
 """
 
 

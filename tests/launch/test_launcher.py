@@ -56,7 +56,7 @@ def test_how_many_were_asked_for(
 def test_the_cpu_that_a_config_asks_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None, on_cpu: bool
 ) -> None:
-    """accelerate 1.15 tells ranks of it by the environment only where it starts one process."""
+    """accelerate 1.15 passes it to ranks in the environment only where it starts one process."""
     config = tmp_path / "config.yaml"
     if text is not None:
         config.write_text(text, "utf-8")

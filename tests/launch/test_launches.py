@@ -127,7 +127,7 @@ def test_a_folder_that_is_not_shared(folder: Path, recipe: Path, hosts: tuple[Ho
     assert "1 of 2 ranks" in said(run_dir, 0)
 
 
-# Processes of its own too: what the first host sees of the second is the network and the shared folder.
+# It has its own processes too: what the first host sees of the second is the network and the shared folder.
 MACHINE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 

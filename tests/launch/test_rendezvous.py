@@ -1,4 +1,4 @@
-"""Ranks that do not find each other are told what to look at."""
+"""Ranks that do not find each other print what to look at."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_words_with_blanks_quotes_and_dollars_arrive(on: str, tmp_path: Path) ->
     assert override in words
     assert words[-2:] == ["budget.nodes=2", "budget.gpus=2"], "the trainer holds the launch against the budget"
     again = said_by(text, tmp_path, "0", "h", **job, SLURM_RESTART_COUNT="1")
-    assert ("training.resume=auto" in again) is (on == "slurm"), "a job that is queued again goes on"
+    assert ("training.resume=auto" in again) is (on == "slurm"), "a job that is queued again resumes"
 
 
 def test_the_recipes_budget_is_the_default() -> None:
@@ -243,7 +243,7 @@ def test_it_loads_no_torch() -> None:
 
 
 SRUN = """#!/bin/bash
-# Two nodes on this machine: a task for each, as Slurm starts them. Their processes stand in $TASKS.
+# Two nodes on this machine: a task for each, as Slurm starts them. Their processes are listed in $TASKS.
 while [[ $1 == --* ]]; do shift; done
 export SLURM_STEP_ID=0 SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_STEP_NODELIST=$SLURM_JOB_NODELIST
 tasks=() code=0

@@ -17,7 +17,7 @@ from finetune.measure.collectives import C10D, CALLS, FUNCTIONAL, WEIGHT, Traffi
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KB = 1024
-# What torch registers beside collectives, and what no engine here uses.
+# What torch registers besides collectives, and what no engine here uses.
 NO_COLLECTIVES = {"check_for_nan", "wait_tensor", "batch_p2p_ops"}
 
 
@@ -112,7 +112,7 @@ def test_the_textbook(engine: str, multiple: int, forward: set[str], backward: s
 
 
 @pytest.mark.slow
-def test_groups_are_told_apart(tmp_path: Path) -> None:
+def test_groups_are_distinguished(tmp_path: Path) -> None:
     """HSDP, two copies of two shards: as FSDP2 within a copy, then an all_reduce of each half between copies."""
     for rank in ranks("hsdp", tmp_path, world=4):
         parameters = rank["parameter_bytes"]

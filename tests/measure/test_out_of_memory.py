@@ -95,7 +95,7 @@ def test_without_a_plan_it_says_why_and_what_to_try() -> None:
     assert lines[2].startswith("  9.0 GiB of this GPU are used by other processes")
 
 
-def test_another_phase_is_told_by_the_largest() -> None:
+def test_another_phase_is_described_by_the_largest() -> None:
     assert "planned: 6.00 GiB at the peak of forward, most of it parameters" in text({"plan": PLAN}, phase="forward")[1]
     assert "planned: 8.00 GiB at the peak of backward" in text({"plan": PLAN}, phase="export")[1]
 
@@ -136,7 +136,7 @@ def test_in_the_middle_of_a_run(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """At the third step of six; the same command then goes on to the end of the same curve."""
+    """At the third step of six; the same command then continues to the end of the same curve."""
     backward, calls = Accelerator.backward, []
     monkeypatch.setattr(PlannerProcess, "result", lambda *_, **__: {"plan": PLAN, "why": None, "changes": None})
 

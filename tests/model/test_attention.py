@@ -44,7 +44,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**SMALL),
     "qwen2-window": Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=6, max_window_layers=1),
     "qwen3": Qwen3Config(**SMALL),
-    # A scale of its own, 1/sqrt(24) where the head's width would give 1/sqrt(8); a window in one layer of two.
+    # A scale that differs, 1/sqrt(24) where the head's width would give 1/sqrt(8); a window in one layer of two.
     "gemma3-scale": Gemma3TextConfig(
         **SMALL,
         query_pre_attn_scalar=24,
@@ -162,7 +162,7 @@ def test_generation_still_works_after_the_loss_moved_in() -> None:
 def test_the_kernel_that_knows_16_bits_alone_is_not_asked_in_float32(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Away from the CPU: tensors on meta stand for those on a GPU."""
+    """Away from the CPU: tensors on meta take the place of those on a GPU."""
     calls: list[torch.dtype] = []
 
     def kernel(query: Tensor, *_: object) -> Tensor:
@@ -170,7 +170,7 @@ def test_the_kernel_that_knows_16_bits_alone_is_not_asked_in_float32(
         return query.transpose(1, 2)
 
     monkeypatch.setattr(attention, "_on_cuda", kernel)
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # which knows no meta
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # which does not take meta
     query, key = (torch.empty(1, heads, sum(LENGTHS), 8, dtype=dtype, device="meta") for heads in (4, 2))
     starts = torch.empty(len(LENGTHS) + 1, dtype=torch.int32, device="meta")
     output, _ = attention.varlen_attention(

@@ -99,7 +99,7 @@ def test_flash_attention_of_several_packed_rows_is_refused(tmp_path: Path) -> No
 
 
 class Spoilt(nn.Module):
-    """What stands for a layer's MLP, and does something with positions besides."""
+    """It replaces a layer's MLP, and also does something with positions."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

@@ -143,7 +143,7 @@ def test_the_head_is_applied_to_what_is_learned_alone() -> None:
     hidden, weight, _, targets = inputs(torch.float32, bias=False)
     targets[1, 5:] = IGNORE
     products = 2 * HIDDEN * VOCABULARY * 3  # forward, the gradient of hidden, that of the head
-    for told, count in ((None, 100), (positions(targets), 41 + 5)):
+    for supervised, count in ((None, 100), (positions(targets), 41 + 5)):
         with FlopCounterMode(display=False) as counter:
-            summed_cross_entropy(hidden, weight, targets, None, told).backward()
+            summed_cross_entropy(hidden, weight, targets, None, supervised).backward()
         assert counter.get_total_flops() == products * count

@@ -1,4 +1,4 @@
-"""Each optimizer is the one asked for, says what its state is made of, and goes on from a checkpoint bitwise."""
+"""Each optimizer is the one asked for, says what its state is made of, and continues from a checkpoint bitwise."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_decay_reaches_matrices_alone(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 @pytest.mark.parametrize("optim", ["adamw", *BITSANDBYTES])
 def test_it_continues_bitwise(optim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under bitsandbytes the state lies in its own buffers (a paged one in its pages) and shares its code books."""
+    """Under bitsandbytes the state is in its own buffers (a paged one in its pages) and shares its code books."""
     network, optimizer = build(optim, tmp_path)
     train(network, optimizer, 3, seed=1)
     groups = {"model": model_tensors(network), "optimizer": optimizer_tensors(network, optimizer)}
@@ -183,7 +183,7 @@ def test_without_bitsandbytes_the_line_to_install_it(optim: str, monkeypatch: py
     check_optimizer("adamw", on_cpu=False)
 
 
-def test_the_state_is_told_once_it_is_there(tmp_path: Path) -> None:
+def test_the_state_is_reported_once_it_exists(tmp_path: Path) -> None:
     states: list[Counter[str]] = []
     network, optimizer = build("adamw_8bit", tmp_path)
     call_after_first_step(optimizer, states.append)

@@ -243,8 +243,8 @@ def test_plain_weights_compute_the_same(kind: str, biased: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_weight_becomes_is_what_its_layer_stands_for(kind: str, dtype: str, tiny_llama: Path) -> None:
-    """Of each layer of a loaded model; that is what is merged when the adapter was trained beside it."""
+def test_what_a_weight_becomes_is_its_layers_dequantised_weight(kind: str, dtype: str, tiny_llama: Path) -> None:
+    """Of each layer of a loaded model; that is what is merged when the adapter was trained with it."""
     requested = quantised_recipe(tiny_llama, KINDS[kind], dtype)
     assert requested.quantization is not None
     unquantised = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=getattr(torch, dtype))

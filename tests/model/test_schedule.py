@@ -52,7 +52,7 @@ def rates_of(name: str, warmup: int, total: int, kwargs: dict[str, Any]) -> list
 @pytest.mark.parametrize("name", sorted(CASES))
 @pytest.mark.parametrize("warmup", [0, 1, 3])
 def test_after_the_warmup_each_step_has_transformers_rate(name: str, warmup: int) -> None:
-    first = 0 if name == "constant" else warmup  # which knows no warmup
+    first = 0 if name == "constant" else warmup  # which has no warmup
     mine, its = rates_of(name, warmup, 20, CASES[name]), transformers_rates(name, warmup, 20, CASES[name])
     assert mine[first:] == pytest.approx(its[first:], rel=1e-12)
 

@@ -200,13 +200,13 @@ def test_what_is_launched(recipe: Path) -> None:
     assert "config_file" not in on_gpus
 
 
-def test_mistakes_are_told_before_anything_runs(recipe: Path, tmp_path: Path) -> None:
+def test_mistakes_are_reported_before_anything_runs(recipe: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError):
         plan_comparison(recipe, ["nonsense=1"], strategies="ddp", steps=1, processes=None, folder=None)
     with pytest.raises(FinetuneError, match="--strategies"):
         comparison(recipe, strategies=" , ")
     with pytest.raises(FinetuneError, match="not a comparison"):
-        comparison(recipe, folder=tmp_path)  # the recipe lies there
+        comparison(recipe, folder=tmp_path)  # the recipe is in it
     assert main(["compare", str(tmp_path / "missing.yaml")]) == 2
 
 

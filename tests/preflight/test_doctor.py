@@ -114,7 +114,7 @@ def test_a_pair_that_fails_says_why_in_one_line(monkeypatch: pytest.MonkeyPatch)
     assert message.endswith("name the network interface by GLOO_SOCKET_IFNAME")
 
 
-def test_a_pair_that_does_not_meet_leaves_nobody_behind() -> None:
+def test_a_pair_that_does_not_meet_leaves_no_process_behind() -> None:
     with pytest.raises(EnvironmentMismatch, match=r"did not meet within 0.05 s"):
         pair_test(gpus=0, patience=0.05)
     assert not [child for child in psutil.Process().children() if "finetune.preflight.process_pair" in child.cmdline()]
@@ -234,7 +234,7 @@ def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path, monkeypatch: pyt
     assert disk.may_write(tmp_path / "new")
 
 
-def test_a_model_that_nobody_knows_is_to_look_at(tmp_path: Path) -> None:
+def test_an_unknown_model_is_to_look_at(tmp_path: Path) -> None:
     findings = list(doctor.check_disk(recipe_of(tmp_path, LLAMA.replace("Llama-3.1-8B-Instruct", "Llama-99"))))
     assert states(findings) == [("disk", "ok"), ("disk", "look")]
 

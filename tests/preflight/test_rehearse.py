@@ -162,7 +162,7 @@ class TestChanges:
     )
 
     @pytest.mark.parametrize("path", recipes().values(), ids=lambda path: path.stem)
-    def test_every_change_of_a_recipe_is_told(
+    def test_every_change_of_a_recipe_has_a_note(
         self, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(ROOT)
@@ -173,7 +173,7 @@ class TestChanges:
         for key, value in flat(after.model_dump()).items():
             if value != flat(before.model_dump()).get(key) and not key.startswith(self.UNTOLD):
                 place = aliases.get(key, aliases.get(key.partition(".")[0], key))
-                assert any(place.startswith(section) for section in sections), f"{key} changed without a word"
+                assert any(place.startswith(section) for section in sections), f"{key} changed silently"
 
     @pytest.mark.parametrize("strategy", STRATEGIES)
     def test_strategy_and_method_stay(self, strategy: str, tmp_path: Path) -> None:
@@ -214,24 +214,26 @@ class TestChanges:
 
     def test_deepspeed_has_no_fp16_here(self, tmp_path: Path) -> None:
         given = ["training.mixed_precision=fp16", "model.dtype=float16", "accelerate_config=zero2"]
-        _, after, told = rehearsed(write_recipe(tmp_path, "x"), *given)
+        _, after, notes = rehearsed(write_recipe(tmp_path, "x"), *given)
         assert (after.training.mixed_precision, after.model.dtype) == ("bf16", "bfloat16")
-        assert any("bf16 instead of fp16" in line for line in told)
+        assert any("bf16 instead of fp16" in line for line in notes)
         given[-1] = "accelerate_config=fsdp2"
         assert rehearsed(write_recipe(tmp_path, "x"), *given)[1].training.mixed_precision == "fp16"
 
     def test_rows_of_the_hub_have_a_stand_in(self, tmp_path: Path) -> None:
         file = write_recipe(tmp_path, "x")
-        _, after, told = rehearsed(file, "data.train=[{path: someone/chats, weight: 2.0}]")
+        _, after, notes = rehearsed(file, "data.train=[{path: someone/chats, weight: 2.0}]")
         assert after.data.train[0].path == "json"
         assert after.data.train[0].weight == 2.0
-        assert "data.train: data/sample_chat.jsonl instead of someone/chats" in told
+        assert "data.train: data/sample_chat.jsonl instead of someone/chats" in notes
 
     def test_a_schedule_shrinks_with_its_steps(self, tmp_path: Path) -> None:
         given = "training.lr_scheduler_kwargs={num_decay_steps: 100, decay_type: cosine}"
-        _, after, told = rehearsed(write_recipe(tmp_path, "x"), "training.lr_scheduler_type=warmup_stable_decay", given)
+        _, after, notes = rehearsed(
+            write_recipe(tmp_path, "x"), "training.lr_scheduler_type=warmup_stable_decay", given
+        )
         assert after.training.lr_scheduler_kwargs == {"num_decay_steps": 1, "decay_type": "cosine"}
-        assert "training: lr_scheduler_kwargs: each number of steps is 1" in told
+        assert "training: lr_scheduler_kwargs: each number of steps is 1" in notes
 
     def test_a_shrunken_schedule_has_no_step_at_rate_0(self, tmp_path: Path) -> None:
         given = "training.lr_scheduler_kwargs={num_decay_steps: 100, num_stable_steps: 900}"
@@ -309,10 +311,10 @@ class TestWhatIsSeen:
         facts = {"held_share": 0.5, "mesh": {"copies": 2, "shards": 2}}
         receipt = {"strategy": "hsdp", "world_size": 4, "sharding": facts}
         receipt["dtypes"] = {"master": "float32", "compute": "bfloat16"}
-        told = (
+        expected = (
             "hsdp on 4: each rank holds 50% of the weights, mesh 2 copies x 2 shards; float32 masters, bfloat16 compute"
         )
-        assert sharding(receipt) == told
+        assert sharding(receipt) == expected
 
     def test_a_line_that_failed_ends_the_list(self) -> None:
         lines: list[dict[str, Any]] = []

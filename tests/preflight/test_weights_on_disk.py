@@ -52,7 +52,7 @@ def swapper(buffers: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def in_use_at_once(model: nn.Module) -> list[nn.Parameter]:
-    """A layer that is recomputed, and what lies outside of layers: only matrices are large enough for the disk."""
+    """A layer that is recomputed, and what is outside of layers: only matrices are large enough for the disk."""
     members = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
     inside = {parameter for layer in members for parameter in layer.parameters()}
     outside = [parameter for parameter in model.parameters() if parameter not in inside]
@@ -102,7 +102,7 @@ def test_they_are_set_before_anything_is_loaded(device: str | None, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_run_with_its_weights_on_a_disk(tmp_path: Path) -> None:
-    """Matrices over a megabyte lie there; the curve is the reference's, on two ranks, with and without adapters."""
+    """Matrices over a megabyte are there; the curve is the reference's, on two ranks, with and without adapters."""
     skip_where_missing("zero3_nvme")
     config = tmp_path / "weights_on_disk.yaml"
     shipped = (CONFIG_FOLDER / "zero3_nvme.yaml").read_text("utf-8")

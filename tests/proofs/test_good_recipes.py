@@ -55,7 +55,7 @@ SPARE = 0.1  # of a GPU's memory, for fragmentation and what the arithmetic leav
 
 def test_every_recipe_is_seen() -> None:
     assert len(RECIPES) == COUNT
-    assert len(list((ROOT / "recipes").iterdir())) == COUNT, "something in recipes/ is no .yaml file"
+    assert len(list((ROOT / "recipes").iterdir())) == COUNT, "something in recipes/ is not a .yaml file"
     assert {file.stem for file in RECIPES} >= set(PLAIN)
 
 

@@ -26,7 +26,7 @@ FLOORS = [
     ["planner", "preflight", "finished_run", "train"],
     ["cli"],
 ]
-# The same within the planner; "planner" are the modules beside its three folders, but for its constants.
+# The same within the planner; "planner" are the modules next to its three folders, but for its constants.
 PLANNER_FLOORS = [["planner.constants"], ["planner.trace", "planner.closed_form"], ["planner.depth"], ["planner"]]
 # These import no torch, not through others either, so that checking a recipe, listing recipes and help are instant.
 LIGHT = """
@@ -44,7 +44,7 @@ training.planner_process
 planner.audit planner.command planner.explain planner.pick planner.remedies planner.run_planner planner.variants
 """.split()
 SLOW_TO_IMPORT = {"torch", "transformers", "accelerate", "peft", "datasets"}
-MOST_MODULES = 12  # of one folder, beside its __init__
+MOST_MODULES = 12  # of one folder, besides its __init__
 LONGEST_FILE = 300
 LONGEST_FUNCTION = 60
 
@@ -118,7 +118,7 @@ def is_for_types(node: ast.AST) -> bool:
 
 
 def circle(uses: dict[str, set[str]]) -> list[str]:
-    """The modules of one circle of imports, none where there is none."""
+    """The modules of one circle of imports; empty without a circle."""
     try:
         graphlib.TopologicalSorter(uses).prepare()
     except graphlib.CycleError as error:

@@ -67,7 +67,7 @@ def rewrite(recipe: Path, **changes: Any) -> None:
 
 @contextmanager
 def launched(recipe: Path, run_dir: Path, ranks: int) -> Iterator[subprocess.Popen[str]]:
-    """The main job as a user starts it, in a session of its own, as under a terminal."""
+    """The main job as a user starts it, in its own session, as under a terminal."""
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     if ranks > 1:
         command += ["--config_file", "accelerate_configs/cpu_2proc.yaml"]
@@ -181,7 +181,7 @@ def test_a_failure_is_recorded_and_the_run_continues(tmp_path: Path, monkeypatch
 def test_a_run_that_stopped_early_does_not_train_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = write_resume_recipe(tmp_path, steps=20, dropout=0.1)
     training = yaml.safe_load(recipe.read_text())["training"]
-    # At such a rate weights move by 1e-30: the second evaluation is no better than the first.
+    # At such a rate weights move by 1e-30: the second evaluation is not better than the first.
     training |= {"learning_rate": 1e-30, "early_stopping_patience": 1}
     rewrite(recipe, eval_steps=3, logging_steps=2, training=training)
     with monkeypatch.context() as patch:

@@ -95,7 +95,7 @@ def test_two_thousand_chats_are_a_training(name: str, llama: Path, chats: Path, 
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_forty_chats_are_told_to_be_few(name: str, llama: Path, tmp_path: Path) -> None:
+def test_forty_chats_are_reported_as_few(name: str, llama: Path, tmp_path: Path) -> None:
     """On as many ranks as the recipe is made for; and the settings named are enough."""
     recipe, words = shipped(name, tmp_path, llama, write_many(tmp_path / "chats.jsonl", 40))
     ranks = load_recipe(recipe).recipe.budget.gpus
@@ -113,7 +113,7 @@ def test_forty_chats_are_told_to_be_few(name: str, llama: Path, tmp_path: Path) 
     assert len(notes(*SETTING.findall(few[0]))) == 1, "nothing but the line that there always is"
 
 
-def test_it_is_told_before_weights_are_loaded(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_shown_before_weights_are_loaded(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chats = write_many(tmp_path / "chats.jsonl", 40)
     none = tmp_path / "no weights"
     shutil.copytree(llama, none, ignore=shutil.ignore_patterns("*.safetensors"))

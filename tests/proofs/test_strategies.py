@@ -137,7 +137,7 @@ def test_resume_on_another_number_of_ranks(
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_the_missions_own_line(tiny_llama: Path, tmp_path: Path) -> None:
-    """Without GPUs one line tells what is missing; with a small local model and two gloo ranks it trains, sharded."""
+    """Without GPUs one line says what is missing; with a small local model and two gloo ranks it trains, sharded."""
     line = ["-m", "accelerate.commands.launch", "finetune/train.py", "recipes/llama3_fsdp.yaml"]
     refused = run(line)
     assert refused.returncode != 0

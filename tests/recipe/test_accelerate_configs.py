@@ -61,7 +61,7 @@ def test_fsdp2_is_fsdp2(name: str) -> None:
     assert settings["fsdp_activation_checkpointing"] is False, "the recipe owns it"
 
 
-def test_what_tells_the_sharded_ones_apart() -> None:
+def test_what_distinguishes_the_sharded_ones() -> None:
     strategies = {name: read_strategy(name) for name in FSDP}
     assert {name: strategy.reshard_after_forward for name, strategy in strategies.items()} == {
         "fsdp2": True,
@@ -98,7 +98,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_the_file_is_named(name: str, tmp_path: Path) -> None:
-    """Accelerate reads most of these without a word."""
+    """Accelerate silently reads most of these."""
     changes, words = MISTAKES[name]
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(GOOD | changes))

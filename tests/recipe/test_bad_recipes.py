@@ -2,7 +2,7 @@
 
 A new case is one file. Its first lines are comments:
   # expect: TEXT       once or more: to be found in the messages, which begin after the file's name with :LINE:COLUMN:
-  # mistakes: N        at most so many messages; 1 without this line: a mistake must not draw others after it
+  # mistakes: N        at most N messages; 1 without this line: a mistake must not draw others after it
   # args: key=value    overrides, as typed in a shell
 These lines come before the mistakes, so a line number counts them too.
 """
@@ -32,7 +32,7 @@ class Header:
 
 
 def read_header(case: Path) -> Header:
-    """The comments that a case begins with; bytes, since some cases are no UTF-8 on purpose."""
+    """The comments that a case begins with; bytes, since some cases are not UTF-8 on purpose."""
     header = Header([], 1, [])
     for line in case.read_bytes().split(b"\n"):
         key, _, value = line.removeprefix(b"# ").decode("utf-8", "replace").partition(": ")

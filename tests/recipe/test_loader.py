@@ -139,7 +139,7 @@ def test_at_least_sixty_foreign_keys_and_all_lead_to_ours() -> None:
     collect(Recipe.model_validate(full).model_dump(), "")
     for key, ours in {**RENAMED, "gradient_accumulation_steps": "training.global_batch_size"}.items():
         path = ours.split(":")[0].split(" ")[0]
-        assert path in known or path == "report", f"{key} leads to {path}, which is no key"
+        assert path in known or path == "report", f"{key} leads to {path}, which is not a key"
         assert key not in known, f"{key} is a key of ours"
 
 

@@ -92,7 +92,7 @@ def test_one_mistake_reads_as_one(tmp_path: Path, section: str, expected: str) -
     assert sum(not line.startswith("    ") for line in text.splitlines()) == 1, text
 
 
-def test_a_missing_key_that_is_there_misspelt_is_said_once(tmp_path: Path) -> None:
+def test_a_missing_key_that_is_misspelt_is_reported_once(tmp_path: Path) -> None:
     text = errors(tmp_path, SMALL.replace("name_or_path", "name_or_pth"))
     assert "did you mean model.name_or_path?" in text
     assert "is missing" not in text

@@ -14,7 +14,7 @@ from finetune.cli.app import app
 from finetune.cli.main import main  # noqa: F401  # registers the verbs
 from finetune.redaction import HIDDEN, cover_secrets
 
-# Made up here, and put together so that no scanner of repositories takes them for real.
+# Made up, and joined from parts so that no scanner of repositories takes them for real.
 LETTERS = "AbCdEfGhIjKlMnOpQrStUvWxYz0123456789"
 TOKENS = {
     "hub": "hf_" + LETTERS[:34],
@@ -28,7 +28,7 @@ TOKENS = {
     "this machine's": "a long secret of this machine without any prefix",
 }
 RIGHT = "model: {name_or_path: x}\ndata: {train: [{path: json, data_files: rows.jsonl}]}\n"
-# Where a secret may stand, and what is wrong there; SECRET stands for it.
+# Where a secret may be written, and what is wrong there; SECRET is replaced by it.
 PLACES = {
     "unknown key": "hub_token: SECRET\n",
     "unknown key in a section": "hub:\n  token: SECRET\n",
@@ -63,7 +63,7 @@ def assert_hidden(secret: str, text: str) -> None:
     """Neither whole nor in a part that is worth anything."""
     secret = secret.partition("://")[2].partition("@")[0] or secret
     leaked = [secret[start : start + 10] for start in range(len(secret) - 9) if secret[start : start + 10] in text]
-    assert not leaked, f"{leaked[0]} is told:\n{text}"
+    assert not leaked, f"{leaked[0]} is shown:\n{text}"
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_no_secret_is_told(place: str, recipe: Path) -> None:
+def test_no_secret_is_shown(place: str, recipe: Path) -> None:
     for secret in TOKENS.values():
         recipe.write_text(RIGHT + PLACES[place].replace("SECRET", secret), "utf-8")
         text = shown(str(recipe))
@@ -127,9 +127,8 @@ def test_other_values_are_quoted_as_ever(recipe: Path) -> None:
 def test_the_caret_stays_under_its_place(recipe: Path) -> None:
     secret = TOKENS["hub"]
     recipe.write_text(f"{RIGHT}hub: {{token: {secret}, pushed: true}}\n", "utf-8")
-    line, caret = next(
-        mistake for mistake in shown(str(recipe)).split("recipe.yaml:") if "pushed: is" in mistake
-    ).split("\n")[1:3]
+    mistake = next(each for each in shown(str(recipe)).split("recipe.yaml:") if "pushed: is" in each)
+    line, caret = mistake.split("\n")[1:3]
     assert line[caret.index("^") :].startswith("pushed: true")
 
 

@@ -44,7 +44,7 @@ def write(folder: Path, model: Path, rows: list[dict[str, Any]], **data: Any) ->
     return folder / "recipe.yaml"
 
 
-def test_tokens_put_together_are_the_text_and_the_learned_ones_the_answer(tmp_path: Path, model: Path) -> None:
+def test_tokens_joined_are_the_text_and_the_learned_ones_the_answer(tmp_path: Path, model: Path) -> None:
     answer = "naïve 東京 🐦 birds"
     view = preview(load_recipe(write(tmp_path, model, [chat(answer)])).recipe, 3)
     (row,) = view.rows
@@ -70,7 +70,7 @@ def test_facts_are_those_of_training(tmp_path: Path, model: Path) -> None:
     assert view.ok
 
 
-def test_answers_cut_at_the_row_are_found(tmp_path: Path, model: Path) -> None:
+def test_answers_truncated_at_the_row_are_found(tmp_path: Path, model: Path) -> None:
     rows = [chat("short"), chat("very " * 100)]
     view = preview(load_recipe(write(tmp_path, model, rows, truncation="right")).recipe, 0)
     texts = {finding.severity: finding for finding in view.findings}

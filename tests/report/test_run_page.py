@@ -147,7 +147,7 @@ def test_no_run_and_the_same_run_twice_are_one_line(tmp_path: Path, capsys: pyte
     assert "name each once" in capsys.readouterr().err
 
 
-def test_what_fails_is_told_and_disturbs_nothing(tmp_path: Path) -> None:
+def test_what_fails_is_reported_and_disturbs_nothing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "one", steps=1)
     (run / "report.html").mkdir()
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""A rank that dies or freezes ends the job in time, and the printed command makes the run whole again."""
+"""A rank that dies or freezes ends the job in time, and the printed command completes the run."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ sys.exit(main())
 """
 
 
-def test_a_failure_of_one_rank_is_told_by_another(folder: Path, recipe: Path) -> None:
+def test_a_failure_of_one_rank_is_reported_by_another(folder: Path, recipe: Path) -> None:
     """Rank 1 alone meets an error that is a line for the user, and only rank 0 speaks to the user."""
     script, run_dir = folder / "failing_train.py", folder / "failing"
     script.write_text(FAILING)

@@ -248,7 +248,7 @@ def test_the_thread_ends_this_process_when_another_rank_dies(
     assert state is not None
     assert (state["state"], state["rank"]) == ("failed", 1)
     assert last is not None
-    assert last.state == "left", "so that nobody takes this rank for the first cause"
+    assert last.state == "left", "so that this rank is not taken for the first cause"
 
 
 @pytest.mark.parametrize("words", ["[gloo] Connection closed by peer", "NCCL error: remote process exited"])
@@ -296,7 +296,7 @@ def test_a_wait_without_a_loss_says_where_everybody_is(run_dir: Path, monkeypatc
     assert error.__notes__ == ["rank 0 at step 0, load; alive: rank 1 at step 7, training"]
 
 
-def test_said_again_when_the_launcher_is_gone(tmp_path: Path) -> None:
+def test_printed_again_when_the_launcher_is_gone(tmp_path: Path) -> None:
     """The launcher's own report comes between."""
     rank = "import sys; from finetune.launch.launcher import print_after_launcher; "
     rank += "print_after_launcher('rank 1 died'); sys.exit(1)"
@@ -311,7 +311,9 @@ print("forty lines of report", file=sys.stderr)
     assert process.stderr.split("\n") == ["", "rank 1 died", "forty lines of report", "", "rank 1 died", ""]
 
 
-def test_without_a_launcher_it_is_said_once(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_launcher_it_is_printed_once(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
     print_after_launcher("rank 1 died")

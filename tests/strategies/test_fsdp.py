@@ -176,7 +176,7 @@ def test_every_rank_gets_its_rows_and_each_row_is_written_once(world: int, copie
 def test_copies_are_the_outer_dimension(
     copies: int | None, shape: tuple[int, ...], place: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 5 of 8. 0 stands for one copy a node, of four ranks here."""
+    """Rank 5 of 8. 0 means one copy a node, of four ranks here."""
     strategy = read_strategy("fsdp2")
     sizes = {"parallelism_config": {"parallelism_config_dp_replicate_size": copies}}
     if copies is not None:

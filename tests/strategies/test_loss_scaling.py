@@ -62,7 +62,7 @@ class Bench:
         )
 
 
-def test_accelerate_alone_computes_in_float32_without_a_word(tiny_llama: Path) -> None:
+def test_accelerate_alone_silently_computes_in_float32(tiny_llama: Path) -> None:
     """When this turns red, scale_losses_on_cpu can go."""
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     assert (accelerator.mixed_precision, accelerator.native_amp, accelerator.scaler) == ("fp16", False, None)
@@ -88,7 +88,7 @@ def test_one_read_a_step(tiny_llama: Path, micro_steps: int) -> None:
 
 
 def test_what_overflows_is_skipped_until_the_scale_fits(tiny_llama: Path) -> None:
-    """A loss times 2**30 is beyond float16 in truth; the scale comes down until training goes on."""
+    """A loss times 2**30 is beyond float16 in truth; the scale comes down until training continues."""
     bench = Bench(tiny_llama, scale=2.0**30)
     before, results = weights(bench.model), []
     while not results or results[-1].skipped:

@@ -1,6 +1,6 @@
-"""State of shards that lie in host memory comes back there, though their mesh is one of GPUs.
+"""State of shards in host memory comes back there, though their mesh is one of GPUs.
 
-A mesh that claims another device than its shards lie on stands for FSDP2 with offload: `DTensor.from_local` takes what
+A mesh that claims another device than its shards' is FSDP2 with offload, in small: `DTensor.from_local` moves what
 it is given to the mesh's device.
 """
 

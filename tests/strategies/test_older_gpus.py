@@ -103,7 +103,7 @@ def test_the_recipes_for_a_t4_are_let_through(name: str, gpus: list[tuple[int, i
 def test_gpus_without_flash_attention_take_a_document_at_a_time(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensors without data stand for those on a GPU: shapes and devices are theirs."""
+    """Tensors without data take the place of those on a GPU: shapes and devices are theirs."""
     flash: list[torch.device] = []
     calls: list[tuple[torch.Size, torch.Size, bool]] = []
     real = torch.nn.functional.scaled_dot_product_attention

@@ -231,7 +231,7 @@ RESUMED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_killed_run_goes_on_bitwise(
+def test_a_killed_run_continues_bitwise(
     name: str, tiny_llama: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, strategy = RESUMED[name]
@@ -275,7 +275,7 @@ def test_it_learns_and_the_receipt_says_in_what(name: str, wholes: Callable[[str
 def test_the_curve_is_that_of_the_dequantised_weights(
     name: str, wholes: Callable[[str], Trained], tiny_llama: Path, chats: Path
 ) -> None:
-    """The independent loop, one document at a time, over the weights that the quantised ones stand for."""
+    """The independent loop, one document at a time, over the dequantised weights."""
     requested = quantised_recipe(tiny_llama, CASES[name].changes["quantization"])
     quantised, plain = build_model(requested, torch.device("cpu")), base_model(tiny_llama, "lora")
     layers = set(quantized_layers(quantised))

@@ -129,7 +129,7 @@ def none_kept(built: Built) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What is spoilt, and the line that tells of it."""
+    """What is spoilt, and the line that reports it."""
 
     spoil: Callable[[Built], None]
     line: str

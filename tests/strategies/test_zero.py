@@ -209,7 +209,7 @@ CASES: Mapping[str, tuple[str, list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_the_engine_cannot_do_is_told(case: str, tmp_path: Path) -> None:
+def test_what_the_engine_cannot_do_is_reported(case: str, tmp_path: Path) -> None:
     strategy, words, text = CASES[case]
     lines = list(refusals(tmp_path, strategy, *words))
     assert len(lines) == bool(text)
@@ -224,7 +224,7 @@ def test_what_the_engine_cannot_do_is_told(case: str, tmp_path: Path) -> None:
         ("zero3_nvme", "libaio", "apt-get install libaio-dev"),
     ],
 )
-def test_what_is_missing_is_told_with_the_line_to_install(
+def test_what_is_missing_is_reported_with_the_line_to_install(
     name: str, missing: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "recipe.yaml"

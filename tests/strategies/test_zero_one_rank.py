@@ -62,7 +62,7 @@ def test_a_step_is_one_update(strategy: str, tiny_llama: Path, tmp_path: Path) -
 
 
 def test_the_last_micro_batch_alone_ends_a_step(strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
-    """Between ranks ZeRO-1 reduces there all that was added up: a second time if it were told so of each."""
+    """Between ranks ZeRO-1 reduces there all that was added up: a second time if each were marked as a boundary."""
     boundaries: list[bool] = []
     with one_rank(half_recipe(tiny_llama, tmp_path, strategy)) as rank:
         engine = rank.parts.engine

@@ -82,7 +82,7 @@ DOCUMENTS = st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=12), min_
 
 
 def documents_in(batch: MicroBatch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(tokens, targets) of each document, told apart by where positions begin at 0."""
+    """(tokens, targets) of each document, separated where positions begin at 0."""
     result = []
     for ids, positions, targets in zip(
         *(batch[key] for key in ("input_ids", "position_ids", "shift_labels")), strict=True

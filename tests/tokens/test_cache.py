@@ -152,8 +152,8 @@ def test_processes_that_prepare_at_once_build_once(rows: Path) -> None:
         "import sys; from pathlib import Path\n"
         "from tests.tokens import test_cache as t; from finetune.tokens import cache\n"
         "build = cache._build\n"
-        "def told(*arguments):\n    print('built'); build(*arguments)\n"
-        "cache._build = told\n"
+        "def counted(*arguments):\n    print('built'); build(*arguments)\n"
+        "cache._build = counted\n"
         "print(t.store(Path(sys.argv[1]))[1].tokens.sum())"
     )
     root = Path(__file__).resolve().parents[2]

@@ -135,7 +135,7 @@ def test_an_answer_that_begins_with_a_line_break_does_not_melt_into_the_header()
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"no_prompt", "deepseek"}))
 def test_a_row_begins_as_its_prompt(family: str) -> None:
-    """What is learned goes on from just what the model is given at inference."""
+    """What is learned continues exactly what the model is given at inference."""
     encoder = encoder_of(family)
     document, prompt = encoder.encode({"messages": HELLO}, "auto"), encoder.prompt_ids(HELLO[:1])
     assert document.input_ids[: len(prompt)] == prompt

@@ -53,7 +53,7 @@ def test_the_line_of_rows_that_are_not_packed(tiny_llama: Path, chats: Path) -> 
     ]
 
 
-def test_few_steps_are_told_with_their_reason(tiny_llama: Path, chats: Path) -> None:
+def test_few_steps_are_reported_with_their_reason(tiny_llama: Path, chats: Path) -> None:
     notes = notes_of(recipe_with(tiny_llama, chats))
     assert notes == [
         "data: 45 rows of up to 128 tokens (4,500 tokens); 3 steps of 16 rows, about 1,600 tokens each, "

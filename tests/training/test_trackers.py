@@ -85,7 +85,7 @@ def test_tensorboard_has_every_number_once_after_a_resume_too(recipe: Path, tmp_
     assert any("samples/0" in tag for tag in read.Tags()["tensors"])
 
 
-def test_a_tracker_that_fails_is_told_of_once_and_the_run_goes_on(
+def test_a_failing_tracker_is_reported_once_and_the_run_continues(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(recipe)]) == 0

@@ -138,7 +138,7 @@ def test_another_recipe_in_the_same_folder_is_refused(
 
 def test_early_stopping_ends_and_exports(recipe: Path, tmp_path: Path) -> None:
     overrides = ["training.learning_rate=1e-30", "training.early_stopping_patience=1", "eval_steps=1"]
-    # At such a rate weights move by 1e-30: the second evaluation is no better than the first.
+    # At such a rate weights move by 1e-30: the second evaluation is not better than the first.
     assert main([str(recipe), *overrides, "training.max_steps=40"]) == 0
     steps = [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
     assert steps[-1] < 40
@@ -250,7 +250,7 @@ def test_bf16_learns_too(recipe: Path, tmp_path: Path, method: str) -> None:
 
 @pytest.mark.slow
 def test_silently_alone_is_refused(recipe: Path, tmp_path: Path) -> None:
-    """`accelerate launch --cpu --num_processes 2` starts one process without a word."""
+    """`accelerate launch --cpu --num_processes 2` silently starts one process."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     process = subprocess.run(
         [*command, "finetune/train.py", str(recipe)], cwd=ROOT, capture_output=True, text=True, timeout=200

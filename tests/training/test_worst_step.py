@@ -45,7 +45,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path, tiny_llama: Path, chats: Path) -> Write:
-    """Writes a recipe whose run folder is beside it; keyword arguments go into `training`."""
+    """Writes a recipe whose run folder is next to it; keyword arguments go into `training`."""
 
     def written(name: str, *, lora: dict[str, Any] | None = None, **training: Any) -> Path:
         plain = {"global_batch_size": 4, "max_steps": 4, "learning_rate": 1e-2}
@@ -266,7 +266,7 @@ def test_a_full_disk_ends_it_in_one_line(
         patch.setattr(checkpoint, "save_file", full)
         code = main([str(recipe)])
     assert_it_failed_cleanly(recipe, code, 4, capfd.readouterr().err, "the disk is full")
-    assert main([str(recipe)]) == 0, "with space the same command goes on"
+    assert main([str(recipe)]) == 0, "with space the same command continues"
 
 
 @pytest.mark.parametrize("message", ["CUDA out of memory", "DefaultCPUAllocator: can't allocate memory"])
@@ -289,7 +289,7 @@ def test_too_little_memory_ends_it_in_one_line(
     errors = capfd.readouterr().err
     assert_it_failed_cleanly(recipe, code, 3, errors, f"{where} on 4 rows of")
     assert "training.per_device_batch_size=2" in errors
-    assert main([str(recipe)]) == 0, "with memory the same command goes on"
+    assert main([str(recipe)]) == 0, "with memory the same command continues"
 
 
 def test_another_error_is_no_matter_of_memory(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
