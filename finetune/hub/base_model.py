@@ -27,7 +27,7 @@ LICENCE_KEYS = ("license", "license_name", "license_link")
 class BaseFacts:
     """The base model as a card names it."""
 
-    shown: str  # a name, never a path
+    name: str  # never a path
     repository: str | None  # on the Hub; None where it is not known
     revision: str
     licence: Mapping[str, str]  # of LICENCE_KEYS; empty where it is not known

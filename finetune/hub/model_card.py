@@ -108,8 +108,8 @@ def _data_name(entry: DataSet) -> str:
 
 def _base_link(base: BaseFacts) -> str:
     if base.repository:
-        return f"[{base.shown}](https://huggingface.co/{base.repository})"
-    return f"`{base.shown}`, a model that is not on the Hub"
+        return f"[{base.name}](https://huggingface.co/{base.repository})"
+    return f"`{base.name}`, a model that is not on the Hub"
 
 
 def _data_line(entry: DataSet) -> str:

@@ -103,7 +103,7 @@ def prepare_upload(run_dir: Path, to: Destination, *, api: HfApi | None = None) 
     base = read_base(recipe.model, repository=to.base and check_repository(to.base, "--base"))
     base = ask_licence(base, api) if api is not None else base
     text = card_text(to.repo_id, read_run(run_dir, recipe, merged=to.merged), base)
-    files, left_out = collect(run_dir, recipe, base=base.shown, card=text, merged=to.merged)
+    files, left_out = collect(run_dir, recipe, base=base.name, card=text, merged=to.merged)
     check_no_secrets(files, known_secrets())
     card = next(file for file in files if file.path == "README.md").read().decode()
     return Upload(run_dir, files, left_out, card, tuple(_notes(to, base)))
@@ -112,7 +112,7 @@ def prepare_upload(run_dir: Path, to: Destination, *, api: HfApi | None = None) 
 def _notes(to: Destination, base: BaseFacts) -> list[str]:
     notes = []
     if base.repository is None:
-        notes.append(f"the base model {base.shown} has no name on the Hub; if it has one: --base owner/name")
+        notes.append(f"the base model {base.name} has no name on the Hub; if it has one: --base owner/name")
     elif not base.licence:
         notes.append(f"the licence of {base.repository} is not known; the card says so")
     licence = str(base.licence.get("license", "")).lower()

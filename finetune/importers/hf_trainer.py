@@ -43,14 +43,14 @@ def training(foreign: ForeignConfig, *, learning_rate: float, recompute: bool) -
     keys = ("gradient_checkpointing", "activation_checkpointing")
     checkpointing(foreign, *keys, default=recompute)
     foreign.carry("training.seed", "seed", default=TRAINER_DEFAULTS["seed"])
-    _kept(foreign)
+    _output_and_saving(foreign)
     if foreign.get("average_tokens_across_devices") is False:
         reason = "every token of a step has the same weight, on every rank"
         foreign.leave("average_tokens_across_devices", "differs", reason)
     return name
 
 
-def _kept(foreign: ForeignConfig) -> None:
+def _output_and_saving(foreign: ForeignConfig) -> None:
     foreign.carry("logging_steps", "logging_steps", change=as_count)
     every(foreign, "eval_steps", "eval_steps")
     if str(foreign.get("save_strategy", "steps")) == "steps":

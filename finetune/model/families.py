@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.errors import FinetuneError
 from finetune.model import attention
-from finetune.model.trial import TRIED, Unsuitable, documents_apart, head_alone, masks_apart
+from finetune.model.trial import TRIED, Unsuitable, check_documents_isolated, check_head_is_last, check_masks_isolate
 from finetune.recipe.schema import Recipe
 
 # Settings under which the logits are not simply the head applied to the last hidden state.
@@ -91,10 +91,10 @@ def _problem(tried: _Tried, layout: DocumentLayout) -> str | None:
     kind, config = tried.kind, tried.config
     try:
         if layout.isolated or layout.packing:
-            documents_apart(kind, config, isolated=layout.isolated)
+            check_documents_isolated(kind, config, isolated=layout.isolated)
         if not layout.isolated and layout.packing:
-            masks_apart(kind, config)
-        head_alone(kind, config, None if layout.isolated else layout.attention)
+            check_masks_isolate(kind, config)
+        check_head_is_last(kind, config, None if layout.isolated else layout.attention)
     except Unsuitable as found:
         return str(found)
     except FinetuneError as refusal:  # of the attention; the remedy is found here

@@ -36,7 +36,7 @@ KINDS = {"full_attention", "sliding_attention"}
 # Which argument, and which axis of it, a product sums over.
 SUMMED = {"mm": (0, 1), "bmm": (0, 2), "addmm": (1, 1), "baddbmm": (1, 2), "mv": (0, 1), "dot": (0, 0)}
 # These name an axis but do not mix what is along it. Experts get their tokens by gather, scatter and the like.
-APART = {
+UNMIXED = {
     "unsqueeze",
     "squeeze",
     "transpose",
@@ -71,7 +71,7 @@ class Unsuitable(Exception):
     """The kit would compute something wrongly for this architecture; the text says what."""
 
 
-def documents_apart(kind: Architecture, config: PreTrainedConfig, *, isolated: bool) -> None:
+def check_documents_isolated(kind: Architecture, config: PreTrainedConfig, *, isolated: bool) -> None:
     """Check that documents of one row do not see each other outside of transformers' attention.
 
     Args:
@@ -103,7 +103,7 @@ def documents_apart(kind: Architecture, config: PreTrainedConfig, *, isolated: b
     if isolated:
         ends = torch.tensor([0, LENGTHS[0], TOKENS], dtype=torch.int32, device="meta")
         batch |= {"cu_seq_lens": ends, "document_lengths": LENGTHS}
-    positions = _PositionsApart(batch["position_ids"])
+    positions = _UnmixedPositions(batch["position_ids"])
     with torch.no_grad(), _Watching(positions.look):
         assert isinstance(model.base_model(**batch, use_cache=False).last_hidden_state, Tensor)
     if not positions.read:
@@ -123,20 +123,20 @@ def _windows_known(config: PreTrainedConfig, windows: Sequence[int | None]) -> N
         raise Unsuitable(f"has a sliding window, which reaches {windowed} of its {len(windows)} attentions")
 
 
-def masks_apart(kind: Architecture, config: PreTrainedConfig) -> None:
+def check_masks_isolate(kind: Architecture, config: PreTrainedConfig) -> None:
     """Check that the masks that transformers makes for this architecture isolate the documents of a row: the model
     passes the positions to the mask function, which finds in them where documents begin, and then forbids to skip a
     causal mask."""
 
     def mask(*, batch_size: int, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **_: Any) -> Tensor:
         empty: Any = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
-        empty.keeps_apart = not allow_is_causal_skip
+        empty.isolates = not allow_is_causal_skip
         return empty  # type: ignore[no-any-return]
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
     ) -> tuple[Tensor, None]:
-        if not getattr(attention_mask, "keeps_apart", False):
+        if not getattr(attention_mask, "isolates", False):
             raise Unsuitable("makes masks by which documents of one row see each other")
         return _answer(query, value), None
 
@@ -147,7 +147,7 @@ def masks_apart(kind: Architecture, config: PreTrainedConfig) -> None:
         model.base_model(**_batch(), use_cache=False)
 
 
-def head_alone(kind: Architecture, config: PreTrainedConfig, implementation: str | None) -> None:
+def check_head_is_last(kind: Architecture, config: PreTrainedConfig, implementation: str | None) -> None:
     """Check that the logits are the head applied to the decoder's last hidden states: one product, nothing after it.
 
     Args:
@@ -222,7 +222,7 @@ class _Watching(TorchDispatchMode):
         return result
 
 
-class _PositionsApart:
+class _UnmixedPositions:
     """Raises Unsuitable at an operation that mixes positions."""
 
     def __init__(self, positions: Tensor) -> None:
@@ -232,7 +232,7 @@ class _PositionsApart:
         self.read |= any(argument is self.positions for argument in args)
         if name == "arange" and result.numel() == TOKENS:
             raise Unsuitable(f"counts positions of its own ({_place()})")
-        if _brings_together(name, func, args, kwargs, result):
+        if _mixes_positions(name, func, args, kwargs, result):
             raise Unsuitable(f"brings positions together outside of its attention ({_place()}: {name})")
 
 
@@ -257,7 +257,7 @@ class _AfterDecoder:
             self.names.append(name)
 
 
-def _brings_together(name: str, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+def _mixes_positions(name: str, func: Any, args: Any, kwargs: Any, result: Any) -> bool:
     if "convolution" in name or "scaled_dot_product" in name:
         return True
     if name in SUMMED:
@@ -269,7 +269,7 @@ def _brings_together(name: str, func: Any, args: Any, kwargs: Any, result: Any) 
     if name == "constant_pad_nd":
         padded = [tensor.ndim - 1 - index // 2 for index, width in enumerate(args[1]) if width]
         return any(tensor.shape[axis] == TOKENS for axis in padded)
-    if name in APART or (name == "slice" and result.shape == tensor.shape):
+    if name in UNMIXED or (name == "slice" and result.shape == tensor.shape):
         return False
     return any(tensor.shape[axis] == TOKENS for axis in _axes(func, args, kwargs) if axis < tensor.ndim)
 

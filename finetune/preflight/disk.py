@@ -22,14 +22,14 @@ class Need:
     """Bytes that a run writes."""
 
     checkpoint: int  # one of them
-    kept: int
+    keep: int  # checkpoints
     export: int
     download: int  # of base weights that are not on this machine yet
 
     @property
     def in_run_folder(self) -> int:
         """All checkpoints, one more while it is written, and the result."""
-        return (self.kept + 1) * self.checkpoint + self.export
+        return (self.keep + 1) * self.checkpoint + self.export
 
 
 def need_of(recipe: Recipe) -> Need:
@@ -40,7 +40,7 @@ def need_of(recipe: Recipe) -> Need:
     on_disk = weights_are_here(recipe.model.name_or_path, recipe.model.revision)
     return Need(
         checkpoint=trained * (width + OPTIMIZERS[training.optim].state_bytes(width)),
-        kept=recipe.save_total_limit,
+        keep=recipe.save_total_limit,
         export=trained * width if recipe.lora else total * frozen,
         download=0 if on_disk else total * 2,  # published in 16 bits
     )

@@ -198,7 +198,7 @@ def check_disk(recipe: Recipe | None) -> Iterator[Finding]:
     for name, size in (("run folder", need.in_run_folder), ("model cache", need.download)):
         short = size > free[name]
         text = f"{name}: the recipe needs {size / GIB:.1f} GiB"
-        text += f", {need.kept + 1} checkpoints of {need.checkpoint / GIB:.1f}" if name == "run folder" else ""
+        text += f", {need.keep + 1} checkpoints of {need.checkpoint / GIB:.1f}" if name == "run folder" else ""
         remedy = "free some space, lower save_total_limit, or name another folder" if short else ""
         yield Finding("disk", "bad" if short else "ok", text, remedy)
 

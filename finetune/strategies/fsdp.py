@@ -113,9 +113,9 @@ def _empty(module: nn.Module) -> None:
     """Move to meta; not by `Module.to`, which fails on a planner's fake tensors in torch 2.13."""
     for name, parameter in list(module.named_parameters()):
         empty = torch.empty_like(parameter.detach(), device="meta")
-        put(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+        replace_tensor(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
     for name, buffer in list(module.named_buffers()):
-        put(module, name, torch.empty_like(buffer, device="meta"))
+        replace_tensor(module, name, torch.empty_like(buffer, device="meta"))
 
 
 @contextmanager
@@ -129,10 +129,10 @@ def ties_kept(module: nn.Module) -> Iterator[None]:
             ties[name] = owner
     yield
     for name, owner in ties.items():
-        put(module, name, module.get_parameter(owner))
+        replace_tensor(module, name, module.get_parameter(owner))
 
 
-def put(module: nn.Module, name: str, tensor: Tensor) -> None:
+def replace_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Replace a parameter or buffer, by its dotted name."""
     path, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(path), leaf, tensor)
@@ -153,11 +153,11 @@ def _fill(model: nn.Module, full: Mapping[str, Tensor], device: torch.device, *,
         )
         # Not before from_local, which moves a tensor in host memory to the mesh's device.
         placed: Tensor = sharded.cpu() if on_host else sharded
-        put(model, name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+        replace_tensor(model, name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
     for name, buffer in list(model.named_buffers()):
         value = full[name].to(device) if name in full else torch.empty_like(buffer, device=device)
         dist.broadcast(value, src=0)
-        put(model, name, value)
+        replace_tensor(model, name, value)
 
 
 def _scattered(parameter: DTensor, full: Tensor | None, device: torch.device) -> Tensor:

@@ -140,10 +140,10 @@ def test_what_brings_positions_together_is_seen_whatever_it_is_called(how: str) 
 
     config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
     if how == "nothing":
-        trial.documents_apart(built, config, isolated=True)
+        trial.check_documents_isolated(built, config, isolated=True)
         return
     with pytest.raises(trial.Unsuitable, match="own" if how == "positions" else "brings positions together"):
-        trial.documents_apart(built, config, isolated=True)
+        trial.check_documents_isolated(built, config, isolated=True)
 
 
 def test_every_way_of_the_table_is_a_recipe(tmp_path: Path) -> None:

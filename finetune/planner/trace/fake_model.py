@@ -25,7 +25,7 @@ from finetune.model.build import build_model
 from finetune.model.quantization import empty_int8_weights, plain_quantized_weights
 from finetune.recipe.schema import Recipe
 from finetune.strategies import fsdp
-from finetune.strategies.fsdp import put, ties_kept
+from finetune.strategies.fsdp import replace_tensor, ties_kept
 from finetune.tokens.batches import MicroBatch
 
 OnParameter = Callable[[nn.Parameter], None]
@@ -138,11 +138,11 @@ def fill_with_fakes(model: nn.Module, device: torch.device, on_parameter: OnPara
         for name, parameter in list(model.named_parameters()):
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             filled = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            put(model, name, filled)
+            replace_tensor(model, name, filled)
             if on_parameter is not None:
                 on_parameter(filled)
     for name, buffer in list(model.named_buffers()):
-        put(model, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
+        replace_tensor(model, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
     # Accelerate moves models to a device that these are on; torch 2.13 cannot swap a fake tensor with references.
     unmoved: Any = model
     unmoved.to = lambda *_, **__: model
