@@ -95,12 +95,12 @@ def collect(
         merged: The merged model instead of the adapter.
     """
     product, short = product_folder(run_dir, merged=merged), path_replacements(recipe, run_dir)
-    names_of_product = _matching(product, (*WEIGHT_FILES[product.name], *TOKENIZER))
+    product_files = _matching(product, (*WEIGHT_FILES[product.name], *TOKENIZER))
     files = [Outgoing("README.md", _shortened(card, short).encode())]
-    for folder, names in ((product, names_of_product), (run_dir, _matching(run_dir, RUN))):
+    for folder, names in ((product, product_files), (run_dir, _matching(run_dir, RUN))):
         files += [Outgoing(name, _cleaned(name, folder / name, short, base)) for name in names]
     present = {str(path.relative_to(product)) for path in product.rglob("*") if path.is_file()}
-    return sorted(files, key=lambda file: file.path), sorted(present - set(names_of_product) - {"README.md"})
+    return sorted(files, key=lambda file: file.path), sorted(present - set(product_files) - {"README.md"})
 
 
 def _matching(folder: Path, patterns: Iterable[str]) -> list[str]:

@@ -43,7 +43,7 @@ def processes_of(strategy: Strategy, requested: int) -> int:
 
 def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int, folder: Path) -> list[RecipeChange]:
     """Everything that the rehearsal sets; `folder` takes what it writes besides the model."""
-    every = [
+    candidates = [
         *_device(recipe, strategy, processes, folder),
         *_model(recipe, model),
         *_data(recipe),
@@ -54,7 +54,7 @@ def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int
         RecipeChange({"save_steps": SAVED_AFTER, "save_total_limit": max(2, recipe.save_total_limit)}),
         RecipeChange({"timeout_seconds": max(300, recipe.timeout_seconds)}),  # ranks share a core here
     ]
-    return [change for change in every if change.settings or change.note]
+    return [change for change in candidates if change.settings or change.note]
 
 
 def _hub_and_trackers(recipe: Recipe) -> Iterator[RecipeChange]:
