@@ -155,7 +155,7 @@ FAULTS = (
     Fault(
         "any optimizer state passes",
         "strategies/receipt.py",
-        'if not set(dtypes.split(", ")) <= set(asked):',
+        'if not set(dtypes.split(", ")) <= set(requested):',
         "if False:",
         RECEIPT,
     ),
