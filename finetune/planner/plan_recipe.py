@@ -45,11 +45,10 @@ class Planned:
     ranks: int
     gpus: Gpus | None
     notes: tuple[str, ...]
-    work: StepWork | None = None  # what one rank computes and sends
-    layout: Layout | None = None
-    reserved: tuple[int, int] | None = (
-        None  # bytes by torch's allocator on a GPU: at least, and with all the room it asks for
-    )
+    work: StepWork  # what one rank computes and sends
+    layout: Layout
+    # Bytes by torch's allocator on a GPU: at least, and with all the room it asks for.
+    reserved: tuple[int, int] | None = None
     upper: int = 0  # bytes that certainly suffice, by the allocator's replay
     host: Mapping[str, int] = field(default_factory=dict)  # rank 0's tensors in host memory, at each phase's peak
     node: int = 1  # ranks on one machine
@@ -129,9 +128,8 @@ def _with_allocator(planned: Planned, changes: Sequence[StorageChange], room: in
     """With the reserved bytes of the allocator's replay; with less room, whether returning cached segments suffices."""
     peaks = replay(changes)
     short = {name: phase.peak.nbytes - peaks[name].allocated for name, phase in planned.phases.items()}
-    if (
-        max(short.values()) > 0
-    ):  # storages that belong to no layer and grow with depth: DDP's buckets, ZeRO's partitions
+    if max(short.values()) > 0:
+        # Storages that belong to no layer and grow with depth: DDP's buckets, ZeRO's partitions.
         changes = list(add_unlayered_storage(changes, short))
         peaks = replay(changes)
     least, most = (max(getattr(phase, kind) for phase in peaks.values()) for kind in ("allocated", "reserved"))
@@ -208,9 +206,9 @@ def _trace_shallow(
     traced = trace(
         shallow, request.strategy, request.batches, ranks=request.ranks, node=request.node, gpu=request.on_gpu
     )
-    moved = {name: phase.collectives for name, phase in traced.measured.items()}
+    collectives = {name: phase.collectives for name, phase in traced.measured.items()}
     steps, once = len(request.batches), request.strategy.reduces_once
-    return traced.timeline, per_step(traced.operations, moved, steps=STEPS, micro_steps=steps, reduces_once=once)
+    return traced.timeline, per_step(traced.operations, collectives, steps=STEPS, micro_steps=steps, reduces_once=once)
 
 
 def _refuse_if_larger(changes: Sequence[StorageChange], outside_bytes: int, must_fit_bytes: int) -> None:

@@ -18,6 +18,7 @@ from finetune.planner.trace.flops import StepWork
 
 NVLINK_MACHINE = 50e9  # bytes/s a GPU to other machines: 400 Gbit/s each
 PCIE_MACHINE = 12.5e9 / 8  # 100 Gbit/s a machine of eight
+WORK_PHASES = ("forward", "backward", "step")
 SCALE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -109,10 +110,12 @@ def compute_seconds(work: StepWork, chip: Chip, phase: str) -> float:
 
 def step_time(work: StepWork, chip: Chip, layout: Layout, traced: Layout) -> StepTime:
     """A step of `layout`, from the work of a rank of `traced`: only a sharded update depends on the number of ranks."""
-    forward, backward, update = (compute_seconds(work, chip, phase) for phase in ("forward", "backward", "step"))
+    forward, backward, update = (compute_seconds(work, chip, phase) for phase in WORK_PHASES)
     if layout.shards_state:
         update *= traced.ranks / traced.copies * layout.copies / layout.ranks
-    sent = {phase: _ring_seconds(work.moved.get(phase, {}), chip, layout) for phase in ("forward", "backward", "step")}
+    sent = {
+        phase: _ring_seconds(work.collectives.get(phase, {}), chip, layout) for phase in ("forward", "backward", "step")
+    }
     reductions = 1 if layout.reduces_once else layout.micro_steps
     exposed = (
         layout.micro_steps * _exposed(sent["forward"], forward, layout.layers)
@@ -133,9 +136,9 @@ def scaled_step_times(work: StepWork, chip: Chip, traced: Layout) -> Iterator[St
         yield step_time(work, chip, replace(traced, ranks=ranks, copies=copies), traced)
 
 
-def _ring_seconds(moved: Mapping[str, CollectiveStats], chip: Chip, layout: Layout) -> float:
+def _ring_seconds(collectives: Mapping[str, CollectiveStats], chip: Chip, layout: Layout) -> float:
     total = 0.0
-    for name, each in moved.items():
+    for name, each in collectives.items():
         # Under HSDP shards are exchanged within a copy, and gradients are reduced between the copies.
         between = layout.copies > 1 and name == "all_reduce"
         group = layout.copies if between else layout.ranks // layout.copies

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.measure.collectives import CollectiveStats
 from finetune.measure.phases import Phases
 from finetune.planner.roofline import Chip, Layout, scaled_step_times, step_time
-from finetune.planner.trace.flops import Operation, OperationCounter, StepWork, per_step, work_at_depth
+from finetune.planner.trace.flops import Operation, StepWork, count_operations, per_step, work_at_depth
 
 CPU = torch.device("cpu")
 
@@ -38,12 +38,12 @@ def model(layers: int = 3, *, recompute: bool = False, frozen: bool = False) -> 
 
 def counted(made: nn.Module) -> tuple[StepWork, int]:
     phases = Phases(CPU, enabled=False)
-    with OperationCounter(phases) as work, FlopCounterMode(display=False) as torchs:
+    with count_operations(phases) as counts, FlopCounterMode(display=False) as torchs:
         with phases("forward"):
             loss = made(input_ids=torch.arange(14).view(2, 7), use_cache=False).logits.sum()
         with phases("backward"):
             loss.backward()
-    return per_step(work.operations, {}, steps=1, micro_steps=1), torchs.get_total_flops()
+    return per_step(counts, {}, steps=1, micro_steps=1), torchs.get_total_flops()
 
 
 @pytest.mark.parametrize("how", [{}, {"recompute": True}, {"frozen": True}], ids=str)
@@ -90,9 +90,9 @@ def test_depth_is_a_line() -> None:
 
 def operations(run: Any) -> Counter[Operation]:
     phases = Phases(CPU, enabled=False)
-    with OperationCounter(phases) as work, phases("forward"):
+    with count_operations(phases) as counts, phases("forward"):
         run()
-    return work.operations
+    return counts
 
 
 def nbytes(run: Any) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -26,19 +26,12 @@ from finetune.model.build import decoder_parts
 from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import unwrap_optimizer
 from finetune.planner.constants import CUBLAS_WORKSPACE_HOPPER
+from finetune.planner.trace import stand_ins
 from finetune.planner.trace.fake_device import pretend_device
 from finetune.planner.trace.fake_model import dataless_build, fake_batch, has_joined_documents, host_pages, no_data
-from finetune.planner.trace.flops import Operation, OperationCounter
-from finetune.planner.trace.kernel_workspaces import Workspaces
-from finetune.planner.trace.recorder import Recorder, Tagging
-from finetune.planner.trace.stand_ins import (
-    Replica,
-    as_on_gpus,
-    engine_parts,
-    engine_without_ranks,
-    partitioner,
-    without_disks,
-)
+from finetune.planner.trace.flops import Operation, count_operations
+from finetune.planner.trace.kernel_workspaces import workspaces
+from finetune.planner.trace.recorder import Recorder, tagging
 from finetune.planner.trace.timeline import Timeline
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
@@ -88,7 +81,7 @@ def trace(
             everything is on the CPU.
         cublas: Bytes of a workspace of cuBLAS, where `gpu`.
     """
-    strategy = without_disks(strategy)
+    strategy = stand_ins.without_disks(strategy)
     # ZeRO's engine has one number format; its third stage partitions each weight as it is loaded.
     build = dataless_build(recipe, dtype=_engine_dtype(recipe, strategy))
     supervised = sum(len(batch["supervised"]) for batch in batches)
@@ -101,8 +94,9 @@ def trace(
         inside.enter_context(_stand_ins(strategy, paged=OPTIMIZERS[recipe.training.optim].paged))
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
-        work = OperationCounter(recorder.phases, mode)
-        with Workspaces(recorder, device, cublas) if gpu else nullcontext(), Tagging(recorder, gloo=not gpu), work:
+        if gpu:
+            inside.enter_context(workspaces(recorder, device, cublas))
+        with tagging(recorder, gloo=not gpu), count_operations(recorder.phases, mode) as operations:
             with recorder.phases("load"):
                 # The ranks [ranks] int32, which torch's device mesh keeps in host memory.
                 numbers = None if mesh is None else torch.empty(ranks, dtype=torch.int32, device="cpu")
@@ -118,13 +112,13 @@ def trace(
                 _save(parts)
             _record_layers(parts, recorder)
             del numbers
-        return Traced(recorder.timeline, recorder.phases.take(), work.operations)
+        return Traced(recorder.timeline, recorder.phases.take(), operations)
 
 
 def _partitioning_build(build: Build, accelerator: Accelerator, *, adapters: bool) -> Build:
     """Partition each weight as it is created, on the device: also a quantised one, which a run moves there from the
     host itself, as fake tensors cannot."""
-    partition = partitioner(accelerator, adapters=adapters)
+    partition = stand_ins.partitioner(accelerator, adapters=adapters)
 
     def building(recipe: Recipe, _: torch.device, **options: Any) -> nn.Module:
         return build(recipe, accelerator.device, on_parameter=partition, **options)
@@ -147,7 +141,7 @@ def _step_batches(
 def _stand_ins(strategy: Strategy, *, paged: bool) -> Iterator[None]:
     """Replace what a trace cannot run, or does not need."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", Replica))
+        stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", stand_ins.Replica))
         # There are no other ranks to broadcast to, and the pickled object would be counted as memory.
         stack.enter_context(mock.patch.object(dist, "broadcast_object_list"))
         if not strategy.uses_engine:
@@ -177,7 +171,7 @@ def _step(
 ) -> None:
     def note_gradients(*_: Any) -> None:
         recorder.mark((parameter.grad for parameter in parts.unwrapped_model.parameters()), "gradients")
-        for component, tensors in engine_parts(parts).items():
+        for component, tensors in stand_ins.engine_parts(parts).items():
             recorder.mark(tensors, component)
 
     handle = unwrap_optimizer(parts.optimizer).register_step_pre_hook(note_gradients)
@@ -254,10 +248,10 @@ def _accelerator(
     try:
         # Else Accelerate imports DeepSpeed, where it is installed, for an isinstance check: a second.
         no_engine = mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False)
-        with engine_without_ranks(device) if strategy.uses_engine else no_engine:
+        with stand_ins.engine_without_ranks(device) if strategy.uses_engine else no_engine:
             accelerator = build_accelerator(recipe, strategy, launch)
             if strategy.uses_engine and device.type != "cpu":
-                as_on_gpus(accelerator)
+                stand_ins.as_on_gpus(accelerator)
             # On CPU ranks it is "cpu:0", which fake tensors do not treat as "cpu".
             PartialState().device = accelerator.state.device = device
             yield accelerator
