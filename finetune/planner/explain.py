@@ -76,9 +76,9 @@ def _recomputation(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Ite
     tokens = recipe.training.per_device_batch_size * recipe.data.max_length
     kept, needed = [], []
     for setting in (False, True):
-        found = estimate(changed(recipe, {"training.activation_checkpointing": setting}), config, gpus)
-        kept.append(found.phases["backward"].get("activations", 0))
-        needed.append(found.needed)
+        estimated = estimate(changed(recipe, {"training.activation_checkpointing": setting}), config, gpus)
+        kept.append(estimated.phases["backward"].get("activations", 0))
+        needed.append(estimated.needed)
     yield (
         f"Activations: what {tokens:,} tokens leave for backward takes {_gb(kept[0])} without recomputation and "
         f"{_gb(kept[1])} with it (activation_checkpointing: true), which costs a third more compute."

@@ -83,10 +83,10 @@ def offloaded(model: str, gpus: Gpus) -> Iterator[Recipe]:
 
 def smallest(model: str, config: Mapping[str, Any], gpus: Gpus) -> int:
     """Bytes that the smallest variant needs. Raises DoesNotFit where no variant can be estimated."""
-    found = _by_need(model, config, gpus)
-    if not found:
+    variants = _by_need(model, config, gpus)
+    if not variants:
         raise DoesNotFit(f"--model: {model}: no variant of it can be estimated; plan a recipe of your own instead")
-    return found[0][0]
+    return variants[0][0]
 
 
 def _by_need(model: str, config: Mapping[str, Any], gpus: Gpus) -> list[tuple[int, Recipe]]:

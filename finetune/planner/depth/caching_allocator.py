@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from finetune.planner.depth.repeat_layers import StorageChange
 
@@ -156,17 +157,15 @@ class AllocatorPeak:
     allocated: int
     reserved: int
 
-    def with_peaks_of(self, allocator: CachingAllocator) -> AllocatorPeak:
-        """The larger of each, with the allocator's peaks."""
-        return AllocatorPeak(max(self.allocated, allocator.peak_allocated), max(self.reserved, allocator.peak_reserved))
-
 
 def replay(changes: Iterable[StorageChange], capacity: int | None = None) -> dict[str, AllocatorPeak]:
     """By phase, over all its runs. Raises NoMemory where `capacity` bytes are not enough."""
     allocator, peaks, running = CachingAllocator(capacity), dict[str, AllocatorPeak](), ""
-    for storage, nbytes, phase, stream in changes:
+    for storage, nbytes, phase, stream in chain(changes, [StorageChange(None, 0, "")]):  # the end of the last phase
         if running and (storage is None or phase != running):
-            peaks[running] = peaks.get(running, AllocatorPeak(0, 0)).with_peaks_of(allocator)
+            before = peaks.get(running, AllocatorPeak(0, 0))
+            allocated = max(before.allocated, allocator.peak_allocated)
+            peaks[running] = AllocatorPeak(allocated, max(before.reserved, allocator.peak_reserved))
             running = ""
         if storage is None:  # storages that ended before it are freed just before it, under its name
             allocator.restart_peaks()
@@ -174,4 +173,4 @@ def replay(changes: Iterable[StorageChange], capacity: int | None = None) -> dic
         else:
             allocator.free(storage)
             allocator.malloc(storage, nbytes, stream)
-    return peaks | ({running: peaks.get(running, AllocatorPeak(0, 0)).with_peaks_of(allocator)} if running else {})
+    return peaks
