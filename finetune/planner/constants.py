@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+STEP_PHASES = ("forward", "backward", "step")  # of an optimizer step; load and save are around it
 HALF, FLOAT32 = 2, 4  # bytes of a bfloat16 or float16 number, and of a float32 one
 
 # Outside of the tensors, and so of every trace: measured by others, see docs/planner.md. Bytes.
@@ -33,3 +34,8 @@ COMPONENTS = (
     BACKWARD_WORKSPACE := "backward workspace",  # gradients of activations, and of weights before they are accumulated
     OTHER := "other",  # batches, norms, temporaries of an update
 )
+
+
+def rounded_up(number: int, multiple: int) -> int:
+    """The smallest multiple that is not less."""
+    return -(-number // multiple) * multiple

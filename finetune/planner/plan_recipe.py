@@ -91,7 +91,8 @@ def plan_recipe(
     config, source = full_config(recipe.model.name_or_path, recipe.model.revision)
     notes = [f"model: {source}"]
     if recipe.training.mixed_precision == "fp16":
-        recipe = _changed(recipe, mixed_precision="bf16")
+        training = recipe.training.model_copy(update={"mixed_precision": "bf16"})
+        recipe = recipe.model_copy(update={"training": training})
         notes.append("fp16 is planned as bf16, which has as many bytes")
     ranks = strategy.rank_count(gpus.count * gpus.nodes if gpus else ranks or 1)
     node = gpus.count if gpus else node or ranks
@@ -270,7 +271,3 @@ def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
 
 def _copied(value: Any) -> Any:
     return value.contiguous().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _changed(recipe: Recipe, **training: Any) -> Recipe:
-    return recipe.model_copy(update={"training": recipe.training.model_copy(update=training)})

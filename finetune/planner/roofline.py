@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.measure.collectives import WEIGHT, CollectiveStats
+from finetune.planner.constants import STEP_PHASES
 from finetune.planner.trace.flops import StepWork
 
 NVLINK_MACHINE = 50e9  # bytes/s a GPU to other machines: 400 Gbit/s each
 PCIE_MACHINE = 12.5e9 / 8  # 100 Gbit/s a machine of eight
-WORK_PHASES = ("forward", "backward", "step")
 SCALE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -110,7 +110,7 @@ def compute_seconds(work: StepWork, chip: Chip, phase: str) -> float:
 
 def step_time(work: StepWork, chip: Chip, layout: Layout, traced: Layout) -> StepTime:
     """A step of `layout`, from the work of a rank of `traced`: only a sharded update depends on the number of ranks."""
-    forward, backward, update = (compute_seconds(work, chip, phase) for phase in WORK_PHASES)
+    forward, backward, update = (compute_seconds(work, chip, phase) for phase in STEP_PHASES)
     if layout.shards_state:
         update *= traced.ranks / traced.copies * layout.copies / layout.ranks
     sent = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from finetune.planner.constants import STEP_PHASES
 from finetune.planner.plan_recipe import Planned
-from finetune.planner.roofline import CHIPS, WORK_PHASES, StepTime, scaled_step_times, step_time
+from finetune.planner.roofline import CHIPS, StepTime, scaled_step_times, step_time
 from finetune.planner.trace.flops import StepWork
 
 ASSUMED = (
@@ -24,7 +25,7 @@ def roofline_json(planned: Planned) -> dict[str, Any]:
     }
     arithmetic = {
         f"{phase}_flops_per_token": (work.flops(phase, "product") + work.flops(phase, "attention")) / layout.tokens
-        for phase in WORK_PHASES[:2]
+        for phase in STEP_PHASES[:2]
     }
     arithmetic["attention_share"] = _attention_share(work)
     time, scale = _step_times(planned)
@@ -35,12 +36,12 @@ def roofline_json(planned: Planned) -> dict[str, Any]:
 def roofline_lines(planned: Planned) -> Iterator[str]:
     """What one rank sends and computes, and how long that takes at best."""
     work, layout = planned.work, planned.layout
-    for phase in WORK_PHASES:
+    for phase in STEP_PHASES:
         for name, each in work.collectives.get(phase, {}).items():
             if each.payload_bytes >= 2**20:
                 once = "step" if phase == "step" or (phase == "backward" and layout.reduces_once) else "micro-step"
                 yield f"{phase}: {each.calls:,} x {name}, {each.payload_bytes / 2**30:.2f} GiB a {once}"
-    forward, backward = (work.flops(phase) / layout.tokens / 1e9 for phase in WORK_PHASES[:2])
+    forward, backward = (work.flops(phase) / layout.tokens / 1e9 for phase in STEP_PHASES[:2])
     share = _attention_share(work)
     yield f"GFLOP a token: {forward:.2f} forward, {backward:.2f} backward, {share:.0%} of both in attention"
     time, scale = _step_times(planned)
@@ -49,7 +50,7 @@ def roofline_lines(planned: Planned) -> Iterator[str]:
 
 
 def _attention_share(work: StepWork) -> float:
-    both = [sum(work.flops(phase, *kinds) for phase in WORK_PHASES[:2]) for kinds in (("attention",), ())]
+    both = [sum(work.flops(phase, *kinds) for phase in STEP_PHASES[:2]) for kinds in (("attention",), ())]
     return both[0] / both[1]
 
 

@@ -145,7 +145,7 @@ def _at_the_beginning(rank: RankSizes) -> Iterator[Bytes]:
     live = _before_backward(rank, activations=activations + _last_norm_bytes(rank), casts=casts)
     if rank.sharded:
         # The last layer's all-gather, which runs ahead of its backward.
-        prefetched = rank.gathered_layer_bytes if rank.strategy.reshard_after_forward else 0
+        prefetched = rank.gathered_layer_bytes * rank.strategy.reshard_after_forward
         live = live.plus({c.GATHERED_LAYERS: rank.unresharded_bytes(layers), c.COMMUNICATION_BUFFERS: prefetched})
     at_head = live.plus({c.LOGITS_AND_LOSS: residual})  # the hidden states' gradient [T, h]
     if rank.gathered_head_bytes:
@@ -189,25 +189,17 @@ def _in_layer(rank: RankSizes, layer: int) -> Iterator[Bytes]:
     if rank.recomputed(layer) and not rank.numerics.casts_residual:
         activations += rank.residual_bytes  # its input [T, h]; a float32 one is counted in its first norm
     finished = rank.shape.layers - 1 - layer  # layers whose backward is over
-    gradients = rank.trained_weight_bytes * rank.reduced_weights(finished)
-    if rank.gradients_exist:
-        gradients = rank.gradient_bytes
+    reduced = rank.trained_weight_bytes * rank.reduced_weights(finished)
+    gradients = rank.gradient_bytes if rank.gradients_exist else reduced
     live = _always_live(rank, gradients=gradients, activations=activations, casts=casts)
     live = live.plus({c.BACKWARD_WORKSPACE: rank.ddp_private_gradient_bytes(layer + 1)})
     live = _with_head_gradient(rank, live)
     if rank.sharded:
         # The all-gather of the layer whose backward is next; of the embeddings [vocabulary, h], where they are untied.
-        prefetched = rank.gathered_layer_bytes
-        if layer == 0:
-            prefetched = HALF * rank.shape.embedding_weights * (not rank.shape.tied)
-        if not rank.strategy.reshard_after_forward:
-            prefetched = 0
-        live = live.plus(
-            {
-                c.GATHERED_LAYERS: rank.gathered_layer_bytes + rank.unresharded_bytes(layer),
-                c.COMMUNICATION_BUFFERS: rank.reduction_buffer_bytes(finished) + prefetched,
-            }
-        )
+        following = rank.gathered_layer_bytes if layer else HALF * rank.shape.embedding_weights * (not rank.shape.tied)
+        prefetched = following * rank.strategy.reshard_after_forward
+        live = live.plus({c.GATHERED_LAYERS: rank.gathered_layer_bytes + rank.unresharded_bytes(layer)})
+        live = live.plus({c.COMMUNICATION_BUFFERS: rank.reduction_buffer_bytes(finished) + prefetched})
     if rank.recomputed(layer):
         yield from _recomputing(rank, live)
     yield from _steps_backward(rank, live)
@@ -227,18 +219,16 @@ def _steps_backward(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
     saved, casts, layer_gradients = rank.saved_layer_bytes, rank.cast_layer_bytes, 0
     casting = rank.numerics.casts_residual or rank.numerics.adapters_cast
     for step in reversed(rank.layer_steps):
-        in_step = live.plus(
-            {c.ACTIVATIONS: saved, c.CAST_WEIGHTS: casts, c.BACKWARD_WORKSPACE: step.backward_transient}
-        )
+        in_step = live.plus({c.ACTIVATIONS: saved, c.CAST_WEIGHTS: casts})
+        in_step = in_step.plus({c.BACKWARD_WORKSPACE: step.backward_transient})
         if rank.sharded:  # bfloat16 gradients of the layer's weights as far as backward has come
             in_step = in_step.plus({c.UNSHARDED_GRADIENTS: layer_gradients + step.weight_gradients})
         else:  # of this step's weights, and those in float32 where bfloat16 casts of them were multiplied
             in_step = in_step.plus({c.BACKWARD_WORKSPACE: step.weight_gradients * (3 if casting else 1)})
         yield in_step
         if step.dequantised_weights:  # backward of the adapter is over by then
-            yield in_step.plus(
-                {c.ACTIVATIONS: -step.saved_for_backward, c.QUANTISATION_WORKSPACE: step.dequantised_weights}
-            )
+            dequantised = {c.QUANTISATION_WORKSPACE: step.dequantised_weights}
+            yield in_step.plus({c.ACTIVATIONS: -step.saved_for_backward} | dequantised)
         saved, casts = saved - step.saved_for_backward, casts - step.cast_weights
         layer_gradients += step.weight_gradients
 

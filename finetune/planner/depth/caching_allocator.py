@@ -18,6 +18,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
+from finetune.planner.constants import rounded_up
 from finetune.planner.depth.repeat_layers import StorageChange
 
 MIB = 2**20
@@ -62,7 +63,7 @@ class CachingAllocator:
         """Allocate a block for `key`; for 0 bytes none."""
         if not nbytes:
             return
-        nbytes = _up(nbytes, ROUND)
+        nbytes = rounded_up(nbytes, ROUND)
         pool = stream, nbytes <= SMALL
         block = self._best_fit(pool, nbytes) or self._new_segment(pool, nbytes)
         self._split(block, nbytes)
@@ -107,7 +108,7 @@ class CachingAllocator:
         elif nbytes < MIDDLE:
             nbytes = MIDDLE_SEGMENT
         else:
-            nbytes = _up(nbytes, 2 * MIB)
+            nbytes = rounded_up(nbytes, 2 * MIB)
         if self.capacity is not None and self.reserved + nbytes > self.capacity:
             self.empty_cache()
             if self.reserved + nbytes > self.capacity:
@@ -144,10 +145,6 @@ def _merged(first: _Block, second: _Block) -> _Block:
     if second.after is not None:
         second.after.before = first
     return first
-
-
-def _up(nbytes: int, multiple: int) -> int:
-    return -(-nbytes // multiple) * multiple
 
 
 @dataclass(frozen=True)

@@ -53,18 +53,8 @@ class StepWork:
 
     def flops(self, phase: str, *kinds: str) -> float:
         """Floating-point operations of a phase; of these kinds, or of all."""
-        return sum(times * op.flops for op, times in self._of(phase, kinds))
-
-    def nbytes(self, phase: str, *kinds: str) -> float:
-        """Bytes read and written in a phase."""
-        return sum(times * op.nbytes for op, times in self._of(phase, kinds))
-
-    def _of(self, phase: str, kinds: tuple[str, ...]) -> Iterator[tuple[Operation, float]]:
-        return (
-            (op, times)
-            for op, times in self.operations.items()
-            if op.phase == phase and (not kinds or op.kind in kinds)
-        )
+        chosen = (op for op in self.operations if op.phase == phase and (not kinds or op.kind in kinds))
+        return sum(self.operations[op] * op.flops for op in chosen)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from finetune.planner.constants import FLASH_BLOCK, FLOAT32, SORTED_TOKENS
+from finetune.planner.constants import FLASH_BLOCK, FLOAT32, SORTED_TOKENS, rounded_up
 from finetune.planner.trace.recorder import OnOperations, Recorder
 
 EFFICIENT_BLOCK = 64
@@ -33,7 +33,7 @@ MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 def _flash(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any) -> int:
     """All [batch, heads, tokens, head_dim]; mha_bwd."""
     batch, heads, tokens, size = query.shape
-    return _flash_sums(batch * _up(tokens, FLASH_BLOCK), heads, size) + _expanded_gradients(query, key)
+    return _flash_sums(batch * rounded_up(tokens, FLASH_BLOCK), heads, size) + _expanded_gradients(query, key)
 
 
 def _varlen(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any) -> int:
@@ -45,7 +45,7 @@ def _varlen(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: A
 
 def _flash_sums(rows: int, heads: int, size: int) -> int:
     """dq_accum [rows, heads, rounded head_dim] and softmax_d [heads, rows], float32."""
-    return rows * heads * (_up(size, 32 if size <= 128 else 64) + 1) * FLOAT32
+    return rows * heads * (rounded_up(size, 32 if size <= 128 else 64) + 1) * FLOAT32
 
 
 def _expanded_gradients(query: torch.Tensor, key: torch.Tensor) -> int:
@@ -57,7 +57,7 @@ def _expanded_gradients(query: torch.Tensor, key: torch.Tensor) -> int:
 def _efficient(grad: torch.Tensor, query: torch.Tensor, *_: Any) -> int:
     """The sum of dq [batch, heads, rounded tokens, head_dim] and delta [batch, heads, tokens], float32."""
     batch, heads, tokens, size = query.shape
-    return batch * heads * (_up(tokens, EFFICIENT_BLOCK) * size + tokens) * FLOAT32
+    return batch * heads * (rounded_up(tokens, EFFICIENT_BLOCK) * size + tokens) * FLOAT32
 
 
 def _four_bit(
@@ -80,10 +80,6 @@ def _embedding(grad: torch.Tensor, tokens: torch.Tensor, *_: Any) -> int:
     if count <= SORTED_TOKENS:
         return 0
     return 4 * count * tokens.element_size() + count * 11 // 10 * grad.shape[-1] * FLOAT32
-
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 WORKSPACES: dict[str, tuple[Callable[..., int], str]] = {

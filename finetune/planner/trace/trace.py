@@ -83,7 +83,8 @@ def trace(
     """
     strategy = stand_ins.without_disks(strategy)
     # ZeRO's engine has one number format; its third stage partitions each weight as it is loaded.
-    build = dataless_build(recipe, dtype=_engine_dtype(recipe, strategy))
+    dtype = (COMPUTE[recipe.training.mixed_precision] or torch.float32) if strategy.uses_engine else None
+    build = dataless_build(recipe, dtype=dtype)
     supervised = sum(len(batch["supervised"]) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
     device = _device(gpu)
@@ -91,7 +92,11 @@ def trace(
         if strategy.uses_engine and strategy.shards_parameters:
             build = _partitioning_build(build, accelerator, adapters=recipe.lora is not None)
         mesh = make_mesh(strategy, accelerator.device) if strategy.shards_modules else None
-        inside.enter_context(_stand_ins(strategy, paged=OPTIMIZERS[recipe.training.optim].paged))
+        inside.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", stand_ins.Replica))
+        # There are no other ranks to broadcast to, and the pickled object would be counted as memory.
+        inside.enter_context(mock.patch.object(dist, "broadcast_object_list"))
+        if OPTIMIZERS[recipe.training.optim].paged:
+            inside.enter_context(host_pages())
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
         if gpu:
@@ -101,7 +106,8 @@ def trace(
                 # The ranks [ranks] int32, which torch's device mesh keeps in host memory.
                 numbers = None if mesh is None else torch.empty(ranks, dtype=torch.int32, device="cpu")
                 parts = assemble(recipe, strategy, accelerator, build, mesh, launch=None)
-            recorder.mark(_weights(parts), "parameters")
+            recorder.mark(map(local_shard, parts.unwrapped_model.parameters()), "parameters")
+            recorder.mark(parts.unwrapped_model.buffers(), "parameters")
             parts.model.train()
             with recorder.modules(parts.unwrapped_model, decoder_parts(parts.unwrapped_model).get_output_embeddings()):
                 for _ in range(STEPS):
@@ -135,21 +141,6 @@ def _step_batches(
     if not strategy.distributed or strategy.uses_engine or accelerator.device.type != "cpu":
         return prefetch(list(on_host), accelerator.device, recipe.training.non_blocking)
     return on_host
-
-
-@contextmanager
-def _stand_ins(strategy: Strategy, *, paged: bool) -> Iterator[None]:
-    """Replace what a trace cannot run, or does not need."""
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", stand_ins.Replica))
-        # There are no other ranks to broadcast to, and the pickled object would be counted as memory.
-        stack.enter_context(mock.patch.object(dist, "broadcast_object_list"))
-        if not strategy.uses_engine:
-            # Else Accelerate imports DeepSpeed, where it is installed, for an isinstance check: a second.
-            stack.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
-        if paged:
-            stack.enter_context(host_pages())
-        yield
 
 
 def _device(gpu: bool) -> torch.device:
@@ -191,16 +182,6 @@ def _step(
     )
     handle.remove()
     recorder.mark(_state(parts), "optimizer state")
-
-
-def _engine_dtype(recipe: Recipe, strategy: Strategy) -> torch.dtype | None:
-    return (COMPUTE[recipe.training.mixed_precision] or torch.float32) if strategy.uses_engine else None
-
-
-def _weights(parts: Assembled) -> Iterator[torch.Tensor]:
-    for parameter in parts.unwrapped_model.parameters():
-        yield local_shard(parameter)
-    yield from parts.unwrapped_model.buffers()
 
 
 def _record_layers(parts: Assembled, recorder: Recorder) -> None:
