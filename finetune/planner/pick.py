@@ -42,17 +42,14 @@ def candidates(model: str, gpus: Gpus) -> Iterator[Recipe]:
 def _variant(model: str, gpus: Gpus, method: str, length: int, strategy: str, every: bool | int, rows: int) -> Recipe:
     at_once = rows * gpus.count * gpus.nodes
     four_bit = schema.Quantization(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16") if method == "qlora" else None
+    sample = schema.DataSet(path="json", data_files=SAMPLE)
     return Recipe(
         budget=schema.Budget(gpus=gpus.count, gpu_memory_gb=gpus.memory / 1e9, nodes=gpus.nodes),
         accelerate_config=strategy,
         model=schema.ModelSection(name_or_path=model),
         quantization=four_bit,
         lora=None if method == "full" else schema.Lora(),
-        data=schema.Data(
-            train=[schema.DataSet(path="json", data_files=SAMPLE)],
-            eval=schema.EvalFraction(fraction=0.05),
-            max_length=length,
-        ),
+        data=schema.Data(train=[sample], eval=schema.EvalFraction(fraction=0.05), max_length=length),
         training=Training(
             global_batch_size=at_once * max(1, round(TOKENS_A_STEP / (at_once * length))),
             per_device_batch_size=rows,

@@ -105,8 +105,6 @@ def _load(rank: RankSizes) -> Mapping[str, int]:
     table = shape.embedding_weights  # [vocabulary, h]
     last = shape.linears["down"].weights // (4 if rank.four_bit else 1) if shape.tied else table
     first_shard = width * rank.shard_of(shape.vocabulary, shape.hidden)
-    moments = [
-        Bytes({c.PARAMETERS: first_shard, c.COMMUNICATION_BUFFERS: width * table}),
-        Bytes({c.PARAMETERS: rank.parameter_bytes, c.COMMUNICATION_BUFFERS: width * last}),
-    ]
-    return _largest(moments)
+    at_first = Bytes({c.PARAMETERS: first_shard, c.COMMUNICATION_BUFFERS: width * table})
+    at_last = Bytes({c.PARAMETERS: rank.parameter_bytes, c.COMMUNICATION_BUFFERS: width * last})
+    return _largest((at_first, at_last))

@@ -103,12 +103,8 @@ class CachingAllocator:
         return blocks.pop(index)[2] if index < len(blocks) else None
 
     def _new_segment(self, pool: tuple[int, bool], nbytes: int) -> _Block:
-        if nbytes <= SMALL:
-            nbytes = SMALL_SEGMENT
-        elif nbytes < MIDDLE:
-            nbytes = MIDDLE_SEGMENT
-        else:
-            nbytes = rounded_up(nbytes, 2 * MIB)
+        own = rounded_up(nbytes, 2 * MIB)
+        nbytes = SMALL_SEGMENT if nbytes <= SMALL else MIDDLE_SEGMENT if nbytes < MIDDLE else own
         if self.capacity is not None and self.reserved + nbytes > self.capacity:
             self.empty_cache()
             if self.reserved + nbytes > self.capacity:

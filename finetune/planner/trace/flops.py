@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from typing import Any, NamedTuple
@@ -24,8 +24,17 @@ from finetune.measure.phases import Phases
 from finetune.planner.constants import DDP_BUCKET, DDP_FIRST_BUCKET
 from finetune.planner.trace.recorder import OnOperations, tensors_in
 
-# bitsandbytes' products, which torch's table lacks: [..., inputs] with packed weights.
-QUANTISED_PRODUCTS = ("gemm_4bit", "int8_scaled_mm")
+# Multiply-adds of the products that torch's table lacks, from their operands.
+MULTIPLY_ADDS: dict[str, Callable[..., int]] = {
+    "dot": lambda vector, *_: vector.numel(),
+    "vdot": lambda vector, *_: vector.numel(),
+    "mv": lambda matrix, *_: matrix.numel(),
+    "addmv": lambda _, matrix, *__: matrix.numel(),
+    "addbmm": lambda _, left, right: left.numel() * right.shape[-1],  # [b, n, m] and [b, m, p]
+    "_int_mm": lambda left, right: left.numel() * right.shape[-1],
+    "gemm_4bit": lambda given, _, weight_shape, *__: given.numel() * weight_shape[0],  # bitsandbytes: [outputs, inputs]
+    "int8_scaled_mm": lambda given, weight, *_: given.numel() * weight.shape[0],
+}
 # Forward: scores = q k^T, output = p v. Backward recomputes the scores: those, dp = do v^T, dq = ds k, dk = ds^T q and
 # dv = p^T do (flash_attn/flash_api.cpp).
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
@@ -87,8 +96,8 @@ def _arithmetic(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """The kind of an operation, and its floating-point operations."""
     if "attention" in name or "varlen_attn" in name:
         return "attention", _attention(name, func, args, kwargs)
-    if name in QUANTISED_PRODUCTS:
-        return "product", 2 * result.numel() * int(args[0].shape[-1])
+    if name in MULTIPLY_ADDS:
+        return "product", 2 * int(MULTIPLY_ADDS[name](*args))
     formula = flop_registry.get(func.overloadpacket)
     return ("other", 0) if formula is None else ("product", int(formula(*args, **kwargs, out_val=result)))
 
@@ -157,13 +166,8 @@ def with_ddp_reductions(work: StepWork, gradient_bytes: int) -> StepWork:
     """The work with the collectives of DDP's reducer, which is C++ and not traced: all gradients once a step, in
     buckets (torch/csrc/distributed/c10d/reducer.hpp); and with the all-reduce of the loop's three numbers."""
     buckets = 1 + math.ceil(max(0, gradient_bytes - DDP_FIRST_BUCKET) / DDP_BUCKET)
-    return StepWork(
-        work.operations,
-        {
-            "backward": {"all_reduce": CollectiveStats(buckets, gradient_bytes)},
-            "step": {"all_reduce": CollectiveStats(1, STEP_SUMS_BYTES)},
-        },
-    )
+    gradients, sums = CollectiveStats(buckets, gradient_bytes), CollectiveStats(1, STEP_SUMS_BYTES)
+    return StepWork(work.operations, {"backward": {"all_reduce": gradients}, "step": {"all_reduce": sums}})
 
 
 def work_at_depth(work: Mapping[int, StepWork], layers: int) -> StepWork:
@@ -176,13 +180,11 @@ def work_at_depth(work: Mapping[int, StepWork], layers: int) -> StepWork:
         op: shallow.operations.get(op, 0.0) + times * (deep.operations.get(op, 0.0) - shallow.operations.get(op, 0.0))
         for op in {**shallow.operations, **deep.operations}
     }
-    collectives = {
-        phase: {
-            name: _line(shallow.collectives.get(phase, {}).get(name, CollectiveStats()), stats, times)
-            for name, stats in by_name.items()
-        }
-        for phase, by_name in deep.collectives.items()
-    }
+    collectives = {}
+    for phase, deep_stats in deep.collectives.items():
+        stats = shallow.collectives.get(phase, {})
+        lines = {name: _line(stats.get(name, CollectiveStats()), each, times) for name, each in deep_stats.items()}
+        collectives[phase] = lines
     return StepWork(operations, collectives)
 
 

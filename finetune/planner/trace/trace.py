@@ -31,7 +31,7 @@ from finetune.planner.trace.fake_device import pretend_device
 from finetune.planner.trace.fake_model import dataless_build, fake_batch, has_joined_documents, host_pages, no_data
 from finetune.planner.trace.flops import Operation, count_operations
 from finetune.planner.trace.kernel_workspaces import workspaces
-from finetune.planner.trace.recorder import Recorder, tagging
+from finetune.planner.trace.recorder import Recorder, tagging, tensors_in
 from finetune.planner.trace.timeline import Timeline
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
@@ -87,7 +87,10 @@ def trace(
     build = dataless_build(recipe, dtype=dtype)
     supervised = sum(len(batch["supervised"]) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
-    device = _device(gpu)
+    # Registered for a CPU's plan too: autograd's engine reads which kinds of devices exist at a process's first
+    # backward, and aborts at a tensor on one that is registered later (torch 2.13).
+    pretend = pretend_device()
+    device = pretend if gpu else torch.device("cpu")
     with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
         if strategy.uses_engine and strategy.shards_parameters:
             build = _partitioning_build(build, accelerator, adapters=recipe.lora is not None)
@@ -143,13 +146,6 @@ def _step_batches(
     return on_host
 
 
-def _device(gpu: bool) -> torch.device:
-    # Registered for a CPU's plan too: autograd's engine reads which kinds of devices exist at a process's first
-    # backward, and aborts at a tensor on one that is registered later (torch 2.13).
-    pretend = pretend_device()
-    return pretend if gpu else torch.device("cpu")
-
-
 def _step(
     recipe: Recipe,
     strategy: Strategy,
@@ -181,21 +177,15 @@ def _step(
         skip_gradient_sync=accumulation_context(accelerator, strategy, parts.model),
     )
     handle.remove()
-    recorder.mark(_state(parts), "optimizer state")
+    recorder.mark(tensors_in(list(parts.optimizer.state.values())), "optimizer state")
 
 
 def _record_layers(parts: Assembled, recorder: Recorder) -> None:
     """Record the layers of weights and optimizer state, which are allocated outside of the layers' modules."""
     for name, tensor in (*parts.unwrapped_model.named_parameters(), *parts.unwrapped_model.named_buffers()):
         recorder.place_in_layer(tensor, name)
-        for value in parts.optimizer.state.get(tensor, {}).values():
-            if isinstance(value, torch.Tensor):
-                recorder.place_in_layer(value, name)
-
-
-def _state(parts: Assembled) -> Iterator[torch.Tensor]:
-    for state in parts.optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        for value in tensors_in(parts.optimizer.state.get(tensor, {})):
+            recorder.place_in_layer(value, name)
 
 
 def _save(parts: Assembled) -> None:
