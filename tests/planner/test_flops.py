@@ -92,13 +92,15 @@ def test_products_of_quantised_weights_are_products(bits: int) -> None:
         ("bmm", [(2, 3, 5), (2, 5, 7)]),
         ("baddbmm", [(2, 3, 7), (2, 3, 5), (2, 5, 7)]),
         ("addbmm", [(3, 7), (2, 3, 5), (2, 5, 7)]),
+        ("addmm_", [(3, 7), (3, 5), (5, 7)]),
+        ("addbmm_", [(3, 7), (2, 3, 5), (2, 5, 7)]),
         ("_int_mm", [(32, 16), (16, 8)]),
     ],
 )
 def test_every_product_of_matrices_and_vectors_is_counted(name: str, shapes: list[tuple[int, ...]]) -> None:
     dtype = torch.int8 if name == "_int_mm" else torch.float32
     operands = [torch.ones(shape, dtype=dtype) for shape in shapes]
-    (product,) = operations(lambda: getattr(torch, name)(*operands))
+    (product,) = operations(lambda: getattr(torch.Tensor if name.endswith("_") else torch, name)(*operands))
     left, right = operands[-2:]  # the numbers of the left operand, each times a row of the right one
     assert product.kind == "product"
     assert product.flops == 2 * left.numel() * (right.shape[-1] if right.dim() > 1 else 1)

@@ -24,6 +24,7 @@ from finetune.measure.phases import Phases
 from finetune.planner.constants import DDP_BUCKET, DDP_FIRST_BUCKET
 from finetune.planner.trace.recorder import OnOperations, tensors_in
 
+FORMULAS = {str(packet).removeprefix("aten."): formula for packet, formula in flop_registry.items()}
 # Multiply-adds of the products that torch's table lacks, from their operands.
 MULTIPLY_ADDS: dict[str, Callable[..., int]] = {
     "dot": lambda vector, *_: vector.numel(),
@@ -96,9 +97,10 @@ def _arithmetic(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """The kind of an operation, and its floating-point operations."""
     if "attention" in name or "varlen_attn" in name:
         return "attention", _attention(name, func, args, kwargs)
+    name = name.removesuffix("_")  # in place
     if name in MULTIPLY_ADDS:
         return "product", 2 * int(MULTIPLY_ADDS[name](*args))
-    formula = flop_registry.get(func.overloadpacket)
+    formula = FORMULAS.get(name)
     return ("other", 0) if formula is None else ("product", int(formula(*args, **kwargs, out_val=result)))
 
 
@@ -183,8 +185,9 @@ def work_at_depth(work: Mapping[int, StepWork], layers: int) -> StepWork:
     collectives = {}
     for phase, deep_stats in deep.collectives.items():
         stats = shallow.collectives.get(phase, {})
-        lines = {name: _line(stats.get(name, CollectiveStats()), each, times) for name, each in deep_stats.items()}
-        collectives[phase] = lines
+        collectives[phase] = {
+            name: _line(stats.get(name, CollectiveStats()), each, times) for name, each in deep_stats.items()
+        }
     return StepWork(operations, collectives)
 
 

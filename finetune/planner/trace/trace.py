@@ -96,8 +96,6 @@ def trace(
             build = _partitioning_build(build, accelerator, adapters=recipe.lora is not None)
         mesh = make_mesh(strategy, accelerator.device) if strategy.shards_modules else None
         inside.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", stand_ins.Replica))
-        # There are no other ranks to broadcast to, and the pickled object would be counted as memory.
-        inside.enter_context(mock.patch.object(dist, "broadcast_object_list"))
         if OPTIMIZERS[recipe.training.optim].paged:
             inside.enter_context(host_pages())
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
@@ -219,7 +217,9 @@ def _accelerator(
     try:
         # Else Accelerate imports DeepSpeed, where it is installed, for an isinstance check: a second.
         no_engine = mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False)
-        with stand_ins.engine_without_ranks(device) if strategy.uses_engine else no_engine:
+        # There are no other ranks to broadcast to, and the pickled object would be counted as memory.
+        no_broadcast = mock.patch.object(dist, "broadcast_object_list")
+        with stand_ins.engine_without_ranks(device) if strategy.uses_engine else no_engine, no_broadcast:
             accelerator = build_accelerator(recipe, strategy, launch)
             if strategy.uses_engine and device.type != "cpu":
                 stand_ins.as_on_gpus(accelerator)
