@@ -113,9 +113,7 @@ def step_time(work: StepWork, chip: Chip, layout: Layout, traced: Layout) -> Ste
     forward, backward, update = (compute_seconds(work, chip, phase) for phase in STEP_PHASES)
     if layout.shards_state:
         update *= traced.ranks / traced.copies * layout.copies / layout.ranks
-    sent = {
-        phase: _ring_seconds(work.collectives.get(phase, {}), chip, layout) for phase in ("forward", "backward", "step")
-    }
+    sent = {phase: _ring_seconds(work.collectives.get(phase, {}), chip, layout) for phase in STEP_PHASES}
     reductions = 1 if layout.reduces_once else layout.micro_steps
     exposed = (
         layout.micro_steps * _exposed(sent["forward"], forward, layout.layers)
