@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from finetune.data.messages import checked_text, is_learned, json_text, nearest, read_message, read_tools
 from finetune.data.readers import BadRow, json_kind
-from finetune.recipe.schema import RowFormat
+from finetune.recipe.schema import KnownFormat, RowFormat
 
-KnownFormat = Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"]
 # In the order of preference where a row has the columns of several: a chat holds more than its rendering.
 COLUMNS: dict[KnownFormat, tuple[str, ...]] = {
     "messages": ("messages",),

@@ -16,7 +16,8 @@ from finetune.recipe.optimizers import Optimizer
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 Attention = Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"]
-RowFormat = Literal["auto", "messages", "prompt_completion", "text", "alpaca", "sharegpt"]
+KnownFormat = Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"]
+RowFormat = Literal["auto", KnownFormat]
 TrainOn = Literal["assistant", "completion", "all"]
 Truncation = Literal["error", "right", "drop"]
 Scheduler = Literal[

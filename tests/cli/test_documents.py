@@ -186,3 +186,14 @@ def test_the_guides_last_line_is_the_trainers() -> None:
     words = "killed, perhaps for memory (see dmesg), or crashed"
     assert words in line
     assert words in "".join(path.read_text("utf-8") for path in (ROOT / "finetune").rglob("*.py"))
+
+
+@pytest.mark.parametrize("page", [ROOT / "AGENTS.md", *PAGES], ids=lambda page: page.name)
+def test_the_files_it_names_are_there(page: Path) -> None:
+    """In the form of `recipe/schema.py`, from the checkout or the package."""
+    if page.name == "log.md":  # which tells of files that are gone
+        return
+    named = set(re.findall(r"`((?:[\w.]+/)+[\w.*]+\.(?:py|jsonl?|yaml|md|csv))\b", page.read_text("utf-8")))
+    roots = [ROOT, ROOT / "finetune", ROOT / "finetune" / "planner"]
+    missing = {name for name in named if not any([*root.glob(name)] for root in roots)}
+    assert missing <= {"benchmarks/results/NAME.json"}

@@ -89,7 +89,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Gpus | None]:
         raise DoesNotFit("too large", 10**15)
 
     monkeypatch.setattr(command, "plan_by_trace", plan)
-    monkeypatch.setattr(command, "unknown", lambda *_: "traced")
+    monkeypatch.setattr(command, "unsupported", lambda *_: "traced")
     return asked
 
 
