@@ -26,7 +26,8 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.common import RESULTS, write_result
-from finetune.planner.audit import UPDATE_PHASES, audited
+from finetune.planner.audit import audited
+from finetune.planner.constants import STEP_PHASES
 
 MODELS = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B")
 METHODS = {
@@ -69,7 +70,7 @@ def measure(changes: Sequence[str], folder: Path, *, shrunken: bool) -> dict[str
         "planned_bytes": planned,
         "measured_bytes": measured,
         "error": planned / measured - 1,
-        "phases": {row.phase: [row.planned_bytes, row.measured_bytes] for row in rows if row.phase in UPDATE_PHASES},
+        "phases": {row.phase: [row.planned_bytes, row.measured_bytes] for row in rows if row.phase in STEP_PHASES},
         "reserved_bytes": {
             "planned": memory["planned"]["reserved_bytes"],
             "measured": memory["measured"]["reserved_bytes"],

@@ -213,8 +213,8 @@ FAULTS = (
     Fault(
         "the allocator splits off a rest of exactly 1 MiB",
         "planner/depth/caching_allocator.py",
-        "left > SMALL)",
-        "left >= SMALL)",
+        "remainder > SMALL)",
+        "remainder >= SMALL)",
         "planner/test_caching_allocator.py",
     ),
 )

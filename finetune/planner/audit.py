@@ -12,8 +12,7 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.files import read_lines
 from finetune.measure.units import GIB
-
-UPDATE_PHASES = ("forward", "backward", "step")
+from finetune.planner.constants import STEP_PHASES
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def _why_not(receipt: Mapping[str, Any]) -> str | None:
 
 def _summary(rows: Sequence[AuditRow]) -> dict[str, Any]:
     """Over the phases of an update. Loading is left out: temporaries of reading files are measured, not planned."""
-    errors = [abs(row.error) for row in rows if row.phase in UPDATE_PHASES]
+    errors = [abs(row.error) for row in rows if row.phase in STEP_PHASES]
     if not errors:
         return {"median_error": None, "worst_error": None}
     return {"median_error": statistics.median(errors), "worst_error": max(errors)}

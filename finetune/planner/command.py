@@ -107,29 +107,27 @@ def _plan_one(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Output:
     text = [plan_text(planned), "", *roofline_lines(planned)]
     config = full_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and not planned.fits:
-        found = remedies.remedies(recipe, config, gpus, plan_by_trace)
-        result["changes"] = [each.as_json() for each in found]
-        text += ["", *_what_fits(found)]
+        fitting = remedies.remedies(recipe, config, gpus, plan_by_trace)
+        result["changes"] = [each.as_json() for each in fitting]
+        text += ["", *_fitting_lines(fitting)]
     elif gpus is not None and unsupported(recipe, config, gpus) is None:
         spare = remedies.spare(recipe, config, gpus)
         result["spare"] = [each.as_json() for each in spare]
-        text += (
-            ["", "the spare memory could be used for one of these (by the closed form):", *remedies.lines(spare)]
-            if spare
-            else []
-        )
+        if spare:
+            text += ["", "the spare memory could be used for one of these (by the closed form):"]
+            text += remedies.lines(spare)
     if explained:
         result["explanation"] = explain_plan(recipe, config, gpus)
         text += ["", result["explanation"]]
     return result, "\n".join(text)
 
 
-def _what_fits(found: Sequence[remedies.Remedy]) -> Iterator[str]:
-    if not found:
+def _fitting_lines(fitting: Sequence[remedies.Remedy]) -> Iterator[str]:
+    if not fitting:
         yield "no change that the planner knows makes it fit; use more GPUs, larger ones, or a smaller model"
         return
     yield "changes that make it fit at the same global_batch_size, the cheapest first, each planned:"
-    yield from remedies.lines(found)
+    yield from remedies.lines(fitting)
 
 
 def _largest(recipe: Recipe, gpus: Gpus | None, name: str) -> Output:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+STEP_PHASES = ("forward", "backward", "step")  # of an optimizer step; load and save are around it
 HALF, FLOAT32 = 2, 4  # bytes of a bfloat16 or float16 number, and of a float32 one
 
 # Outside of the tensors, and so of every trace: measured by others, see docs/planner.md. Bytes.
@@ -18,32 +19,23 @@ DDP_FIRST_BUCKET, DDP_BUCKET = 2**20, 25 * 2**20
 LOSS_CHUNK_BYTES = 256 * 2**20  # model/loss.py: CHUNK_BYTES, which imports torch; test_closed_form.py compares
 
 # What a tensor is for. Every byte of a plan has one of these components.
-PARAMETERS = "parameters"
-MASTERS = "masters"
-GRADIENTS = "gradients"
-UNSHARDED_GRADIENTS = "unsharded gradients"
-OPTIMIZER_STATE = "optimizer state"
-ACTIVATIONS = "activations"
-LOGITS_AND_LOSS = "logits and loss"
-GATHERED_LAYERS = "gathered layers"
-CAST_WEIGHTS = "cast weights"
-COMMUNICATION_BUFFERS = "communication buffers"
-QUANTISATION_WORKSPACE = "quantisation workspace"
-BACKWARD_WORKSPACE = "backward workspace"
-OTHER = "other"
-
 COMPONENTS = (
-    PARAMETERS,
-    MASTERS,  # float32 copies that ZeRO's engine updates; under other strategies the parameters are these
-    GRADIENTS,  # as the optimizer sees them: of shards where the strategy shards
-    UNSHARDED_GRADIENTS,  # of full size, until they are reduced and scattered to the ranks
-    OPTIMIZER_STATE,
-    ACTIVATIONS,  # made by forward, and by recomputation in backward
-    LOGITS_AND_LOSS,
-    GATHERED_LAYERS,  # unsharded weights
-    CAST_WEIGHTS,  # copies in the computation's number format
-    COMMUNICATION_BUFFERS,
-    QUANTISATION_WORKSPACE,  # 4-bit weights, dequantised for a matrix product
-    BACKWARD_WORKSPACE,  # gradients of activations, and of weights before they are accumulated
-    OTHER,  # batches, norms, temporaries of an update
+    PARAMETERS := "parameters",
+    MASTERS := "masters",  # float32 copies that ZeRO's engine updates; under other strategies the parameters are these
+    GRADIENTS := "gradients",  # as the optimizer sees them: of shards where the strategy shards
+    UNSHARDED_GRADIENTS := "unsharded gradients",  # of full size, until they are reduced and scattered to the ranks
+    OPTIMIZER_STATE := "optimizer state",
+    ACTIVATIONS := "activations",  # made by forward, and by recomputation in backward
+    LOGITS_AND_LOSS := "logits and loss",
+    GATHERED_LAYERS := "gathered layers",  # unsharded weights
+    CAST_WEIGHTS := "cast weights",  # copies in the computation's number format
+    COMMUNICATION_BUFFERS := "communication buffers",
+    QUANTISATION_WORKSPACE := "quantisation workspace",  # 4-bit weights, dequantised for a matrix product
+    BACKWARD_WORKSPACE := "backward workspace",  # gradients of activations, and of weights before they are accumulated
+    OTHER := "other",  # batches, norms, temporaries of an update
 )
+
+
+def rounded_up(number: int, multiple: int) -> int:
+    """The smallest multiple that is not less."""
+    return -(-number // multiple) * multiple

@@ -74,16 +74,14 @@ def _zero(recipe: Recipe, trained: int, ranks: int) -> Iterator[str]:
 
 def _recomputation(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Iterator[str]:
     tokens = recipe.training.per_device_batch_size * recipe.data.max_length
-    kept, needed = [], []
-    for setting in (False, True):
-        found = estimate(changed(recipe, {"training.activation_checkpointing": setting}), config, gpus)
-        kept.append(found.phases["backward"].get("activations", 0))
-        needed.append(found.needed)
+    variants = [changed(recipe, {"training.activation_checkpointing": setting}) for setting in (False, True)]
+    estimates = [estimate(variant, config, gpus) for variant in variants]
+    kept = [each.phases["backward"].get("activations", 0) for each in estimates]
     yield (
         f"Activations: what {tokens:,} tokens leave for backward takes {_gb(kept[0])} without recomputation and "
         f"{_gb(kept[1])} with it (activation_checkpointing: true), which costs a third more compute."
     )
-    yield f"  In total {_gb(needed[0])} a GPU without it, {_gb(needed[1])} with it."
+    yield f"  In total {_gb(estimates[0].needed)} a GPU without it, {_gb(estimates[1].needed)} with it."
 
 
 def _loss(recipe: Recipe, shape: Shape) -> Iterator[str]:

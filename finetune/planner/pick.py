@@ -13,18 +13,9 @@ from typing import Any
 
 from finetune.errors import DoesNotFit
 from finetune.planner.closed_form.estimate import estimate, unsupported
+from finetune.recipe import schema
 from finetune.recipe.gpus import Gpus
-from finetune.recipe.schema import (
-    Budget,
-    Data,
-    DataSet,
-    EvalFraction,
-    Lora,
-    ModelSection,
-    Quantization,
-    Recipe,
-    Training,
-)
+from finetune.recipe.schema import Recipe, Training
 
 ROW_LENGTHS = (4096, 2048, 1024, 512)
 METHODS = ("full", "lora", "qlora")
@@ -50,14 +41,15 @@ def candidates(model: str, gpus: Gpus) -> Iterator[Recipe]:
 
 def _variant(model: str, gpus: Gpus, method: str, length: int, strategy: str, every: bool | int, rows: int) -> Recipe:
     at_once = rows * gpus.count * gpus.nodes
-    four_bit = Quantization(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16") if method == "qlora" else None
+    four_bit = schema.Quantization(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16") if method == "qlora" else None
+    sample = schema.DataSet(path="json", data_files=SAMPLE)
     return Recipe(
-        budget=Budget(gpus=gpus.count, gpu_memory_gb=gpus.memory / 1e9, nodes=gpus.nodes),
+        budget=schema.Budget(gpus=gpus.count, gpu_memory_gb=gpus.memory / 1e9, nodes=gpus.nodes),
         accelerate_config=strategy,
-        model=ModelSection(name_or_path=model),
+        model=schema.ModelSection(name_or_path=model),
         quantization=four_bit,
-        lora=None if method == "full" else Lora(),
-        data=Data(train=[DataSet(path="json", data_files=SAMPLE)], eval=EvalFraction(fraction=0.05), max_length=length),
+        lora=None if method == "full" else schema.Lora(),
+        data=schema.Data(train=[sample], eval=schema.EvalFraction(fraction=0.05), max_length=length),
         training=Training(
             global_batch_size=at_once * max(1, round(TOKENS_A_STEP / (at_once * length))),
             per_device_batch_size=rows,
@@ -88,10 +80,10 @@ def offloaded(model: str, gpus: Gpus) -> Iterator[Recipe]:
 
 def smallest(model: str, config: Mapping[str, Any], gpus: Gpus) -> int:
     """Bytes that the smallest variant needs. Raises DoesNotFit where no variant can be estimated."""
-    found = _by_need(model, config, gpus)
-    if not found:
+    variants = _by_need(model, config, gpus)
+    if not variants:
         raise DoesNotFit(f"--model: {model}: no variant of it can be estimated; plan a recipe of your own instead")
-    return found[0][0]
+    return variants[0][0]
 
 
 def _by_need(model: str, config: Mapping[str, Any], gpus: Gpus) -> list[tuple[int, Recipe]]:

@@ -45,11 +45,10 @@ class Planned:
     ranks: int
     gpus: Gpus | None
     notes: tuple[str, ...]
-    work: StepWork | None = None  # what one rank computes and sends
-    layout: Layout | None = None
-    reserved: tuple[int, int] | None = (
-        None  # bytes by torch's allocator on a GPU: at least, and with all the room it asks for
-    )
+    work: StepWork  # what one rank computes and sends
+    layout: Layout
+    # Bytes by torch's allocator on a GPU: at least, and with all the room it asks for.
+    reserved: tuple[int, int] | None = None
     upper: int = 0  # bytes that certainly suffice, by the allocator's replay
     host: Mapping[str, int] = field(default_factory=dict)  # rank 0's tensors in host memory, at each phase's peak
     node: int = 1  # ranks on one machine
@@ -92,7 +91,8 @@ def plan_recipe(
     config, source = full_config(recipe.model.name_or_path, recipe.model.revision)
     notes = [f"model: {source}"]
     if recipe.training.mixed_precision == "fp16":
-        recipe = _changed(recipe, mixed_precision="bf16")
+        training = recipe.training.model_copy(update={"mixed_precision": "bf16"})
+        recipe = recipe.model_copy(update={"training": training})
         notes.append("fp16 is planned as bf16, which has as many bytes")
     ranks = strategy.rank_count(gpus.count * gpus.nodes if gpus else ranks or 1)
     node = gpus.count if gpus else node or ranks
@@ -101,15 +101,14 @@ def plan_recipe(
     outside_bytes = sum(outside.values())
     must_fit_bytes = gpus.memory if gpus and must_fit else None
     with tempfile.TemporaryDirectory() as folder:
-        request = _TraceRequest(
-            recipe, strategy, batches_traced, ranks, node, gpus is not None, outside_bytes, must_fit_bytes
-        )
-        deep = _trace_to_depth(request, config, Path(folder), full_depth=exact)
+        sizes = ranks, node, gpus is not None, outside_bytes, must_fit_bytes
+        request = _TraceRequest(recipe, config, strategy, batches_traced, *sizes)
+        deep = _trace_to_depth(request, Path(folder), full_depth=exact)
     work = deep.work
     if strategy.gradient_buckets:
         work = with_ddp_reductions(work, deep.phases["step"].peak.parts["gradients"])
-    layout = _layout(recipe, strategy, batches_traced, ranks, node, int(config["num_hidden_layers"]))
-    planned = Planned(deep.phases, outside if gpus else {}, strategy.name, ranks, gpus, tuple(notes), work, layout)
+    outside, layout = outside if gpus else {}, _layout(request)
+    planned = Planned(deep.phases, outside, strategy.name, ranks, gpus, tuple(notes), work, layout)
     if gpus is None:
         return planned
     planned = dataclasses.replace(planned, host=deep.host, node=min(node, ranks))
@@ -129,9 +128,8 @@ def _with_allocator(planned: Planned, changes: Sequence[StorageChange], room: in
     """With the reserved bytes of the allocator's replay; with less room, whether returning cached segments suffices."""
     peaks = replay(changes)
     short = {name: phase.peak.nbytes - peaks[name].allocated for name, phase in planned.phases.items()}
-    if (
-        max(short.values()) > 0
-    ):  # storages that belong to no layer and grow with depth: DDP's buckets, ZeRO's partitions
+    if max(short.values()) > 0:
+        # Storages that belong to no layer and grow with depth: DDP's buckets, ZeRO's partitions.
         changes = list(add_unlayered_storage(changes, short))
         peaks = replay(changes)
     least, most = (max(getattr(phase, kind) for phase in peaks.values()) for kind in ("allocated", "reserved"))
@@ -146,6 +144,7 @@ def _with_allocator(planned: Planned, changes: Sequence[StorageChange], room: in
 @dataclass(frozen=True)
 class _TraceRequest:
     recipe: Recipe
+    config: Mapping[str, Any]  # of the model at full depth
     strategy: Strategy
     batches: Sequence[MicroBatch]
     ranks: int
@@ -164,15 +163,16 @@ class _DeepTrace:
     reserved_share: float | None = None  # instead of `changes`: reserved over allocated bytes, at most
 
 
-def _trace_to_depth(request: _TraceRequest, config: Mapping[str, Any], folder: Path, *, full_depth: bool) -> _DeepTrace:
+def _trace_to_depth(request: _TraceRequest, folder: Path, *, full_depth: bool) -> _DeepTrace:
     """Trace shallow models and extrapolate to this one's depth, or trace it at `full_depth`."""
+    config = request.config
     layers, period = int(config["num_hidden_layers"]), max(1, int(request.recipe.training.activation_checkpointing))
     shallow = SHALLOW
     if not request.strategy.layers_repeat:
         shallow += layers_kept_gathered(config, _weights_an_element(request.recipe))
     few, more = depths(layers, period, shallow)
     needed = (layers,) if full_depth or layers <= more else (more, few)
-    with run_in_forks({depth: partial(_trace_shallow, request, config, depth, folder) for depth in needed}) as traced:
+    with run_in_forks({depth: partial(_trace_shallow, request, depth, folder) for depth in needed}) as traced:
         work: dict[int, StepWork] = {}
         timelines: dict[int, Timeline] = {}
 
@@ -200,17 +200,14 @@ def _trace_to_depth(request: _TraceRequest, config: Mapping[str, Any], folder: P
         return _DeepTrace(phases, work_at_depth(work, layers), host, changes_of(needed[0]))
 
 
-def _trace_shallow(
-    request: _TraceRequest, config: Mapping[str, Any], layers: int, folder: Path
-) -> tuple[Timeline, StepWork]:
+def _trace_shallow(request: _TraceRequest, layers: int, folder: Path) -> tuple[Timeline, StepWork]:
     """Trace the model with `layers` layers."""
-    shallow = with_layers(request.recipe, config, layers, folder)
-    traced = trace(
-        shallow, request.strategy, request.batches, ranks=request.ranks, node=request.node, gpu=request.on_gpu
-    )
-    moved = {name: phase.collectives for name, phase in traced.measured.items()}
+    shallow = with_layers(request.recipe, request.config, layers, folder)
+    options: dict[str, Any] = {"ranks": request.ranks, "node": request.node, "gpu": request.on_gpu}
+    traced = trace(shallow, request.strategy, request.batches, **options)
+    collectives = {name: phase.collectives for name, phase in traced.measured.items()}
     steps, once = len(request.batches), request.strategy.reduces_once
-    return traced.timeline, per_step(traced.operations, moved, steps=STEPS, micro_steps=steps, reduces_once=once)
+    return traced.timeline, per_step(traced.operations, collectives, steps=STEPS, micro_steps=steps, reduces_once=once)
 
 
 def _refuse_if_larger(changes: Sequence[StorageChange], outside_bytes: int, must_fit_bytes: int) -> None:
@@ -233,17 +230,15 @@ def _weights_an_element(recipe: Recipe) -> int:
     return 2 * int(getattr(torch, recipe.quantization.bnb_4bit_quant_storage).itemsize)
 
 
-def _layout(
-    recipe: Recipe, strategy: Strategy, batches: Sequence[MicroBatch], ranks: int, node: int, layers: int
-) -> Layout:
-    training = recipe.training
+def _layout(request: _TraceRequest) -> Layout:
+    training, strategy = request.recipe.training, request.strategy
     return Layout(
-        ranks=ranks,
-        node=node,
-        tokens=max(batch["input_ids"].numel() for batch in batches),
+        ranks=request.ranks,
+        node=request.node,
+        tokens=max(batch["input_ids"].numel() for batch in request.batches),
         rows=math.ceil(training.global_batch_size / training.per_device_batch_size),
-        layers=layers,
-        copies=strategy.replica_count(ranks, node),
+        layers=int(request.config["num_hidden_layers"]),
+        copies=strategy.replica_count(request.ranks, request.node),
         reduces_once=strategy.reduces_once,
         shards_state=strategy.shards_optimizer_state,
     )
@@ -272,7 +267,3 @@ def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
 
 def _copied(value: Any) -> Any:
     return value.contiguous().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _changed(recipe: Recipe, **training: Any) -> Recipe:
-    return recipe.model_copy(update={"training": recipe.training.model_copy(update=training)})

@@ -55,7 +55,8 @@ def remedies(
     for variant in smaller_variants(recipe, gpus):
         if len(result) == count or not tries:
             break
-        if any(_contains(variant.changes, shown.changes) for shown in result) or not _may_fit(variant, config, gpus):
+        contains_one = any(variant.changes.keys() >= shown.changes.keys() for shown in result)
+        if contains_one or not _may_fit(variant, config, gpus):
             continue
         tries -= 1
         try:
@@ -78,10 +79,6 @@ def spare(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> list[Remedy]
             if upper <= gpus.memory:
                 result[key] = Remedy(variant.words(), variant.changes, upper, variant.says)
     return list(result.values())
-
-
-def _contains(changes: Changes, other: Changes) -> bool:
-    return changes.keys() >= other.keys()
 
 
 def _may_fit(variant: Variant, config: Mapping[str, Any], gpus: Gpus) -> bool:

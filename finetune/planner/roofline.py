@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.measure.collectives import WEIGHT, CollectiveStats
+from finetune.planner.constants import STEP_PHASES
 from finetune.planner.trace.flops import StepWork
 
 NVLINK_MACHINE = 50e9  # bytes/s a GPU to other machines: 400 Gbit/s each
@@ -109,10 +110,10 @@ def compute_seconds(work: StepWork, chip: Chip, phase: str) -> float:
 
 def step_time(work: StepWork, chip: Chip, layout: Layout, traced: Layout) -> StepTime:
     """A step of `layout`, from the work of a rank of `traced`: only a sharded update depends on the number of ranks."""
-    forward, backward, update = (compute_seconds(work, chip, phase) for phase in ("forward", "backward", "step"))
+    forward, backward, update = (compute_seconds(work, chip, phase) for phase in STEP_PHASES)
     if layout.shards_state:
         update *= traced.ranks / traced.copies * layout.copies / layout.ranks
-    sent = {phase: _ring_seconds(work.moved.get(phase, {}), chip, layout) for phase in ("forward", "backward", "step")}
+    sent = {phase: _ring_seconds(work.collectives.get(phase, {}), chip, layout) for phase in STEP_PHASES}
     reductions = 1 if layout.reduces_once else layout.micro_steps
     exposed = (
         layout.micro_steps * _exposed(sent["forward"], forward, layout.layers)
@@ -133,9 +134,9 @@ def scaled_step_times(work: StepWork, chip: Chip, traced: Layout) -> Iterator[St
         yield step_time(work, chip, replace(traced, ranks=ranks, copies=copies), traced)
 
 
-def _ring_seconds(moved: Mapping[str, CollectiveStats], chip: Chip, layout: Layout) -> float:
+def _ring_seconds(collectives: Mapping[str, CollectiveStats], chip: Chip, layout: Layout) -> float:
     total = 0.0
-    for name, each in moved.items():
+    for name, each in collectives.items():
         # Under HSDP shards are exchanged within a copy, and gradients are reduced between the copies.
         between = layout.copies > 1 and name == "all_reduce"
         group = layout.copies if between else layout.ranks // layout.copies

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import product
 from typing import Any
 
@@ -121,7 +122,7 @@ def larger_variants(recipe: Recipe, gpus: Gpus, longest: int) -> Iterator[Varian
     ]
     for option in options:
         key, value = option.changes[0]
-        before = _value(recipe, key)
+        before: Any = reduce(getattr, key.split("."), recipe)
         larger_number = isinstance(value, int) and not isinstance(value, bool) and key.endswith(("size", "length"))
         allowed = {
             "training.activation_checkpointing": every == 1 or (every > 1 and value is False),
@@ -136,13 +137,6 @@ def larger_variants(recipe: Recipe, gpus: Gpus, longest: int) -> Iterator[Varian
 def _powers(most: int) -> list[int]:
     """Powers of two up to `most`, the largest first."""
     return [2**exponent for exponent in range(most.bit_length() - 1, -1, -1)]
-
-
-def _value(recipe: Recipe, key: str) -> Any:
-    result: Any = recipe
-    for name in key.split("."):
-        result = getattr(result, name)
-    return result
 
 
 def _sharding(recipe: Recipe, now: str) -> Iterator[Option]:
@@ -161,13 +155,10 @@ def _sharding(recipe: Recipe, now: str) -> Iterator[Option]:
 
 
 def _batches(rows: int) -> list[Option]:
-    """Half as many rows, down to one."""
-    result, cost = [], 1
-    while rows > 1:
-        rows //= 2
-        result.append(_set("training.per_device_batch_size", rows, cost, "more, smaller micro-batches"))
-        cost += 1
-    return result
+    """Half as many rows, down to one; each halving costs one more."""
+    halves = [rows >> cost for cost in range(1, rows.bit_length())]
+    why = "more, smaller micro-batches"
+    return [_set("training.per_device_batch_size", half, cost, why) for cost, half in enumerate(halves, 1)]
 
 
 def _four_bit(recipe: Recipe) -> Option:

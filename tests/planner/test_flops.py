@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.measure.collectives import CollectiveStats
 from finetune.measure.phases import Phases
 from finetune.planner.roofline import Chip, Layout, scaled_step_times, step_time
-from finetune.planner.trace.flops import Operation, OperationCounter, StepWork, per_step, work_at_depth
+from finetune.planner.trace.flops import Operation, StepWork, count_operations, per_step, work_at_depth
 
 CPU = torch.device("cpu")
 
@@ -38,12 +38,12 @@ def model(layers: int = 3, *, recompute: bool = False, frozen: bool = False) -> 
 
 def counted(made: nn.Module) -> tuple[StepWork, int]:
     phases = Phases(CPU, enabled=False)
-    with OperationCounter(phases) as work, FlopCounterMode(display=False) as torchs:
+    with count_operations(phases) as counts, FlopCounterMode(display=False) as torchs:
         with phases("forward"):
             loss = made(input_ids=torch.arange(14).view(2, 7), use_cache=False).logits.sum()
         with phases("backward"):
             loss.backward()
-    return per_step(work.operations, {}, steps=1, micro_steps=1), torchs.get_total_flops()
+    return per_step(counts, {}, steps=1, micro_steps=1), torchs.get_total_flops()
 
 
 @pytest.mark.parametrize("how", [{}, {"recompute": True}, {"frozen": True}], ids=str)
@@ -80,19 +80,49 @@ def test_products_of_quantised_weights_are_products(bits: int) -> None:
     assert [op.flops for op in products] == [2 * tokens * inputs * outputs]
 
 
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("dot", [(5,), (5,)]),
+        ("vdot", [(5,), (5,)]),
+        ("mv", [(3, 5), (5,)]),
+        ("addmv", [(3,), (3, 5), (5,)]),
+        ("mm", [(3, 5), (5, 7)]),
+        ("addmm", [(7,), (3, 5), (5, 7)]),
+        ("bmm", [(2, 3, 5), (2, 5, 7)]),
+        ("baddbmm", [(2, 3, 7), (2, 3, 5), (2, 5, 7)]),
+        ("addbmm", [(3, 7), (2, 3, 5), (2, 5, 7)]),
+        ("addmm_", [(3, 7), (3, 5), (5, 7)]),
+        ("addbmm_", [(3, 7), (2, 3, 5), (2, 5, 7)]),
+        ("_int_mm", [(32, 16), (16, 8)]),
+    ],
+)
+def test_every_product_of_matrices_and_vectors_is_counted(name: str, shapes: list[tuple[int, ...]]) -> None:
+    dtype = torch.int8 if name == "_int_mm" else torch.float32
+    operands = [torch.ones(shape, dtype=dtype) for shape in shapes]
+    (product,) = operations(lambda: getattr(torch.Tensor if name.endswith("_") else torch, name)(*operands))
+    left, right = operands[-2:]  # the numbers of the left operand, each times a row of the right one
+    assert product.kind == "product"
+    assert product.flops == 2 * left.numel() * (right.shape[-1] if right.dim() > 1 else 1)
+
+
 def test_depth_is_a_line() -> None:
     by_layers = {layers: counted(model(layers))[0] for layers in (2, 3, 6)}
     grown = work_at_depth({2: by_layers[2], 3: by_layers[3]}, 6)
     for phase in ("forward", "backward"):
         assert grown.flops(phase) == pytest.approx(by_layers[6].flops(phase))
-        assert grown.nbytes(phase) == pytest.approx(by_layers[6].nbytes(phase))
+        assert bytes_of(grown, phase) == pytest.approx(bytes_of(by_layers[6], phase))
+
+
+def bytes_of(work: StepWork, phase: str) -> float:
+    return sum(times * op.nbytes for op, times in work.operations.items() if op.phase == phase)
 
 
 def operations(run: Any) -> Counter[Operation]:
     phases = Phases(CPU, enabled=False)
-    with OperationCounter(phases) as work, phases("forward"):
+    with count_operations(phases) as counts, phases("forward"):
         run()
-    return work.operations
+    return counts
 
 
 def nbytes(run: Any) -> int:

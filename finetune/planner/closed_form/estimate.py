@@ -18,10 +18,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from finetune.planner import constants as c
 from finetune.planner.closed_form.peaks import Bytes, backward, forward
 from finetune.planner.closed_form.rank import RankSizes, cached_strategy
 from finetune.planner.closed_form.shape import FAMILIES
-from finetune.planner.constants import COMMUNICATION_BUFFERS, CUDA_CONTEXT, GRADIENTS, HALF, NCCL_BUFFERS, PARAMETERS
+from finetune.planner.constants import CUDA_CONTEXT, HALF, NCCL_BUFFERS
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
@@ -58,35 +59,32 @@ class Estimate:
 def unsupported(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -> str | None:
     """Why there is no closed form for this recipe; None where there is one."""
     strategy, training, lora = cached_strategy(recipe.accelerate_config), recipe.training, recipe.lora
-    if gpus is None:
-        return "on a CPU"
-    if config.get("model_type") not in FAMILIES:
-        return f"the architecture {config.get('model_type')}"
-    if strategy.kind not in RESERVED or strategy.offloaded:
-        return f"accelerate_config: {strategy.name}"
-    if training.mixed_precision == "no":
-        return "training.mixed_precision: no"
-    if recipe.model.attention != "auto":
-        return f"model.attention: {recipe.model.attention}"
-    if OPTIMIZERS[training.optim].moment_bytes is not None:
-        return f"training.optim: {training.optim}"
-    if recipe.quantization is not None and recipe.quantization.load_in_8bit:
-        return "quantization.load_in_8bit"
-    if lora is not None and (lora.use_dora or lora.lora_dropout or lora.modules_to_save):
-        return "lora: DoRA, dropout or modules_to_save"
-    if lora is not None and recipe.model.dtype == "float32":
-        return "model.dtype: float32 under lora"
-    return None
+    family, attention, quantization = config.get("model_type"), recipe.model.attention, recipe.quantization
+    reasons = (
+        (gpus is None, "on a CPU"),
+        (family not in FAMILIES, f"the architecture {family}"),
+        (strategy.kind not in RESERVED or strategy.offloaded, f"accelerate_config: {strategy.name}"),
+        (training.mixed_precision == "no", "training.mixed_precision: no"),
+        (attention != "auto", f"model.attention: {attention}"),
+        (OPTIMIZERS[training.optim].moment_bytes is not None, f"training.optim: {training.optim}"),
+        (quantization and quantization.load_in_8bit, "quantization.load_in_8bit"),
+        (
+            lora and (lora.use_dora or lora.lora_dropout or lora.modules_to_save),
+            "lora: DoRA, dropout or modules_to_save",
+        ),
+        (lora and recipe.model.dtype == "float32", "model.dtype: float32 under lora"),
+    )
+    return next((why for applies, why in reasons if applies), None)
 
 
 def estimate(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Estimate:
-    """Estimate one rank. Only for recipes for which `unknown` returns None."""
+    """Estimate one rank. Only for recipes for which `unsupported` returns None."""
     rank = RankSizes(recipe, config, gpus)
     phases: dict[str, Mapping[str, int]] = {
         "load": _load(rank),
         "forward": _largest(forward(rank)),
         "backward": _largest(backward(rank)),
-        "step": rank.static | {GRADIENTS: rank.gradient_bytes},
+        "step": rank.static | {c.GRADIENTS: rank.gradient_bytes},
         "save": rank.static,
     }
     outside = {"CUDA context": CUDA_CONTEXT} | ({"NCCL": NCCL_BUFFERS} if rank.ranks > 1 else {})
@@ -101,14 +99,12 @@ def _largest(moments: Iterable[Bytes]) -> Bytes:
 def _load(rank: RankSizes) -> Mapping[str, int]:
     shape = rank.shape
     if not rank.sharded:
-        return {PARAMETERS: rank.parameter_bytes} | rank.ddp_buckets
+        return {c.PARAMETERS: rank.parameter_bytes} | rank.ddp_buckets
     # Rank 0 holds each tensor unsharded while it scatters it: the embeddings first, the head or the last matrix last.
     width = rank.trained_weight_bytes if rank.base_trained else HALF
     table = shape.embedding_weights  # [vocabulary, h]
     last = shape.linears["down"].weights // (4 if rank.four_bit else 1) if shape.tied else table
     first_shard = width * rank.shard_of(shape.vocabulary, shape.hidden)
-    moments = [
-        Bytes({PARAMETERS: first_shard, COMMUNICATION_BUFFERS: width * table}),
-        Bytes({PARAMETERS: rank.parameter_bytes, COMMUNICATION_BUFFERS: width * last}),
-    ]
-    return _largest(moments)
+    at_first = Bytes({c.PARAMETERS: first_shard, c.COMMUNICATION_BUFFERS: width * table})
+    at_last = Bytes({c.PARAMETERS: rank.parameter_bytes, c.COMMUNICATION_BUFFERS: width * last})
+    return _largest((at_first, at_last))

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from finetune.planner.closed_form.shape import QUANTISED_BLOCK, Linear, Shape
-from finetune.planner.constants import FLASH_BLOCK, FLOAT32, HALF
+from finetune.planner.constants import FLASH_BLOCK, FLOAT32, HALF, rounded_up
 
 
 @dataclass(frozen=True)
@@ -266,8 +266,7 @@ def _with_adapter(
 def _flash(shape: Shape, numerics: LayerNumerics) -> int:
     """flash_attn/flash_api.cpp, mha_varlen_bwd: its float32 sums, and gradients of each head where heads share keys."""
     rows = numerics.tokens + FLASH_BLOCK * numerics.documents  # documents are a block apart
-    multiple = 32 if shape.head_size <= 128 else 64
-    rounded = -(-shape.head_size // multiple) * multiple
+    rounded = rounded_up(shape.head_size, 32 if shape.head_size <= 128 else 64)
     query_sums = rows * shape.heads * rounded * FLOAT32  # dq_accum [rows, heads, rounded head size]
     row_sums = rows * shape.heads * FLOAT32  # softmax_d [heads, rows]
     expanded = 2 * HALF * numerics.tokens * shape.query_size  # dk_expanded and dv_expanded [T, q]

@@ -13,22 +13,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from finetune.planner import constants as c
+from finetune.planner.closed_form.layer import LayerStep
 from finetune.planner.closed_form.rank import RankSizes
-from finetune.planner.constants import (
-    ACTIVATIONS,
-    BACKWARD_WORKSPACE,
-    CAST_WEIGHTS,
-    COMMUNICATION_BUFFERS,
-    FLOAT32,
-    GATHERED_LAYERS,
-    GRADIENTS,
-    HALF,
-    LOGITS_AND_LOSS,
-    LOSS_CHUNK_BYTES,
-    QUANTISATION_WORKSPACE,
-    SORTED_TOKENS,
-    UNSHARDED_GRADIENTS,
-)
+from finetune.planner.constants import FLOAT32, HALF, LOSS_CHUNK_BYTES, SORTED_TOKENS
 
 
 class Bytes(Counter[str]):
@@ -46,10 +34,10 @@ def _always_live(rank: RankSizes, *, gradients: int, activations: int, casts: in
     rope = 2 * rank.numerics.residual_bytes * rank.tokens * rank.shape.head_size  # cos and sin [T, head_size]
     batch = 32 * rank.tokens  # input_ids, position_ids, shift_labels and supervised [T] int64
     live = {
-        GRADIENTS: gradients,
-        ACTIVATIONS: activations + rope + batch,
-        CAST_WEIGHTS: casts,
-        GATHERED_LAYERS: rank.always_gathered_bytes,
+        c.GRADIENTS: gradients,
+        c.ACTIVATIONS: activations + rope + batch,
+        c.CAST_WEIGHTS: casts,
+        c.GATHERED_LAYERS: rank.always_gathered_bytes,
     }
     return Bytes(rank.static | live)
 
@@ -60,7 +48,7 @@ def _before_backward(rank: RankSizes, *, activations: int, casts: int) -> Bytes:
     live = _always_live(rank, gradients=existing, activations=activations, casts=casts)
     if rank.data_parallel and rank.micro_steps > 1:
         # Gradients of the micro-batches before, which are not views of DDP's buckets.
-        live = live.plus({BACKWARD_WORKSPACE: rank.gradient_bytes})
+        live = live.plus({c.BACKWARD_WORKSPACE: rank.gradient_bytes})
     return live
 
 
@@ -72,7 +60,7 @@ def forward(rank: RankSizes) -> Iterator[Bytes]:
         live = _before_backward(rank, activations=residual, casts=0)
         # The first layer's all-gather, besides the output of the embeddings' [vocabulary, h] bfloat16.
         buffers = HALF * shape.embedding_weights + layer
-        yield live.plus({GATHERED_LAYERS: layer + rank.unresharded_bytes(0), COMMUNICATION_BUFFERS: buffers})
+        yield live.plus({c.GATHERED_LAYERS: layer + rank.unresharded_bytes(0), c.COMMUNICATION_BUFFERS: buffers})
     saved, _ = rank.saved_by_layers(last)
     # The layer's input [T, h], and the embeddings' output [T, h], to which the model's forward refers unless
     # checkpointing saves it. In float32 both are saved by norms, and counted there.
@@ -82,20 +70,25 @@ def forward(rank: RankSizes) -> Iterator[Bytes]:
         saved += residual * (1 if rank.recompute_period else 2)
     live = _before_backward(rank, activations=saved, casts=rank.cast_layer_bytes * last)
     if rank.sharded:
-        live = live.plus({GATHERED_LAYERS: layer + rank.unresharded_bytes(last), COMMUNICATION_BUFFERS: layer})
-        yield live.plus({COMMUNICATION_BUFFERS: layer})  # its all-gather's output, besides that of the layer before
+        live = live.plus({c.GATHERED_LAYERS: layer + rank.unresharded_bytes(last), c.COMMUNICATION_BUFFERS: layer})
+        yield live.plus({c.COMMUNICATION_BUFFERS: layer})  # its all-gather's output, besides that of the layer before
     saved_in_layer = casts = 0
     for step in rank.layer_steps:
         saved_in_layer, casts = saved_in_layer + step.saved_for_backward, casts + step.cast_weights
         # Of a recomputed layer this is approximate: a step's tensors live a little longer than the step. Its
         # recomputation takes more in any case.
         alive = step.saved_for_backward if rank.recomputed(last) else saved_in_layer
-        live_in_layer = live.plus({ACTIVATIONS: alive, CAST_WEIGHTS: casts})
-        yield live_in_layer.plus({ACTIVATIONS: step.forward_transient})
-        if step.dequantised_weights:
-            dequantised = {QUANTISATION_WORKSPACE: step.dequantised_weights}
-            yield live_in_layer.plus({ACTIVATIONS: step.dequantise_transient} | dequantised)
+        in_layer = live.plus({c.ACTIVATIONS: alive, c.CAST_WEIGHTS: casts})
+        yield from _in_step(step, in_layer, step.forward_transient)
     yield from _at_the_head(rank)
+
+
+def _in_step(step: LayerStep, live: Bytes, transient: int) -> Iterator[Bytes]:
+    """At a step's end, and while its weights are dequantised."""
+    yield live.plus({c.ACTIVATIONS: transient})
+    if step.dequantised_weights:
+        dequantised = {c.QUANTISATION_WORKSPACE: step.dequantised_weights}
+        yield live.plus({c.ACTIVATIONS: step.dequantise_transient} | dequantised)
 
 
 def _last_norm_bytes(rank: RankSizes) -> int:
@@ -111,12 +104,12 @@ def _at_the_head(rank: RankSizes) -> Iterator[Bytes]:
     activations = saved + _last_norm_bytes(rank) + residual
     live = _before_backward(rank, activations=activations, casts=rank.cast_layer_bytes * layers)
     if rank.sharded:
-        live = live.plus({GATHERED_LAYERS: head + rank.unresharded_bytes(layers), COMMUNICATION_BUFFERS: head})
-        yield live.plus({COMMUNICATION_BUFFERS: rank.gathered_layer_bytes})
+        live = live.plus({c.GATHERED_LAYERS: head + rank.unresharded_bytes(layers), c.COMMUNICATION_BUFFERS: head})
+        yield live.plus({c.COMMUNICATION_BUFFERS: rank.gathered_layer_bytes})
         if not head:
-            live = live.plus({COMMUNICATION_BUFFERS: rank.gathered_layer_bytes})
+            live = live.plus({c.COMMUNICATION_BUFFERS: rank.gathered_layer_bytes})
     # model/loss.py computes the hidden states' gradient [T, h] in forward.
-    yield from (live.plus({LOGITS_AND_LOSS: residual + size}) for size in _loss(rank))
+    yield from (live.plus({c.LOGITS_AND_LOSS: residual + size}) for size in _loss(rank))
 
 
 def _loss(rank: RankSizes) -> Iterator[int]:
@@ -152,19 +145,19 @@ def _at_the_beginning(rank: RankSizes) -> Iterator[Bytes]:
     live = _before_backward(rank, activations=activations + _last_norm_bytes(rank), casts=casts)
     if rank.sharded:
         # The last layer's all-gather, which runs ahead of its backward.
-        prefetched = rank.gathered_layer_bytes if rank.strategy.reshard_after_forward else 0
-        live = live.plus({GATHERED_LAYERS: rank.unresharded_bytes(layers), COMMUNICATION_BUFFERS: prefetched})
-    at_head = live.plus({LOGITS_AND_LOSS: residual})  # the hidden states' gradient [T, h]
+        prefetched = rank.gathered_layer_bytes * rank.strategy.reshard_after_forward
+        live = live.plus({c.GATHERED_LAYERS: rank.unresharded_bytes(layers), c.COMMUNICATION_BUFFERS: prefetched})
+    at_head = live.plus({c.LOGITS_AND_LOSS: residual})  # the hidden states' gradient [T, h]
     if rank.gathered_head_bytes:
         gradient = HALF * shape.embedding_weights * rank.base_trained  # [vocabulary, h] bfloat16
-        yield at_head.plus({GATHERED_LAYERS: rank.gathered_head_bytes, UNSHARDED_GRADIENTS: gradient})
+        yield at_head.plus({c.GATHERED_LAYERS: rank.gathered_head_bytes, c.UNSHARDED_GRADIENTS: gradient})
         yield _reducing_table(rank, at_head)
     elif not shape.tied:  # added to the gradient that exists, or becomes it
-        yield at_head.plus({LOGITS_AND_LOSS: rank.head_gradient_bytes})
-    at_norm = _with_head_gradient(rank, live).plus({COMMUNICATION_BUFFERS: rank.reduction_buffer_bytes(0)})
+        yield at_head.plus({c.LOGITS_AND_LOSS: rank.head_gradient_bytes})
+    at_norm = _with_head_gradient(rank, live).plus({c.COMMUNICATION_BUFFERS: rank.reduction_buffer_bytes(0)})
     # As in LayerStep of a norm: five [T, h] float32; its output [T, h], saved for its weight, is freed by then.
     workspace = 5 * FLOAT32 * rank.tokens * shape.hidden
-    yield at_norm.plus({ACTIVATIONS: -residual * rank.base_trained, BACKWARD_WORKSPACE: workspace})
+    yield at_norm.plus({c.ACTIVATIONS: -residual * rank.base_trained, c.BACKWARD_WORKSPACE: workspace})
 
 
 def _reducing_table(rank: RankSizes, live: Bytes) -> Bytes:
@@ -173,9 +166,9 @@ def _reducing_table(rank: RankSizes, live: Bytes) -> Bytes:
     shard = rank.shard_of(rank.shape.vocabulary, rank.shape.hidden) * rank.base_trained
     return live.plus(
         {
-            UNSHARDED_GRADIENTS: HALF * unsharded,  # [vocabulary, h] bfloat16
-            COMMUNICATION_BUFFERS: FLOAT32 * (unsharded + shard),  # the collective's input, and its output
-            BACKWARD_WORKSPACE: HALF * shard if rank.trained_weight_bytes == HALF else 0,  # the output, cast
+            c.UNSHARDED_GRADIENTS: HALF * unsharded,  # [vocabulary, h] bfloat16
+            c.COMMUNICATION_BUFFERS: FLOAT32 * (unsharded + shard),  # the collective's input, and its output
+            c.BACKWARD_WORKSPACE: HALF * shard if rank.trained_weight_bytes == HALF else 0,  # the output, cast
         }
     )
 
@@ -184,10 +177,10 @@ def _with_head_gradient(rank: RankSizes, live: Bytes) -> Bytes:
     """The head's gradient [vocabulary, h], where it stays: a tied one is added to the embeddings' at the end, another
     becomes the weight's."""
     if rank.sharded:
-        return live.plus({UNSHARDED_GRADIENTS: rank.head_gradient_bytes})
+        return live.plus({c.UNSHARDED_GRADIENTS: rank.head_gradient_bytes})
     if rank.shape.tied:
-        return live.plus({LOGITS_AND_LOSS: rank.head_gradient_bytes})
-    return live if rank.gradients_exist else live.plus({GRADIENTS: rank.head_gradient_bytes})
+        return live.plus({c.LOGITS_AND_LOSS: rank.head_gradient_bytes})
+    return live if rank.gradients_exist else live.plus({c.GRADIENTS: rank.head_gradient_bytes})
 
 
 def _in_layer(rank: RankSizes, layer: int) -> Iterator[Bytes]:
@@ -196,41 +189,29 @@ def _in_layer(rank: RankSizes, layer: int) -> Iterator[Bytes]:
     if rank.recomputed(layer) and not rank.numerics.casts_residual:
         activations += rank.residual_bytes  # its input [T, h]; a float32 one is counted in its first norm
     finished = rank.shape.layers - 1 - layer  # layers whose backward is over
-    gradients = rank.trained_weight_bytes * rank.reduced_weights(finished)
-    if rank.gradients_exist:
-        gradients = rank.gradient_bytes
+    reduced = rank.trained_weight_bytes * rank.reduced_weights(finished)
+    gradients = rank.gradient_bytes if rank.gradients_exist else reduced
     live = _always_live(rank, gradients=gradients, activations=activations, casts=casts)
-    live = live.plus({BACKWARD_WORKSPACE: rank.ddp_private_gradient_bytes(layer + 1)})
+    live = live.plus({c.BACKWARD_WORKSPACE: rank.ddp_private_gradient_bytes(layer + 1)})
     live = _with_head_gradient(rank, live)
     if rank.sharded:
         # The all-gather of the layer whose backward is next; of the embeddings [vocabulary, h], where they are untied.
-        prefetched = rank.gathered_layer_bytes
-        if layer == 0:
-            prefetched = HALF * rank.shape.embedding_weights * (not rank.shape.tied)
-        if not rank.strategy.reshard_after_forward:
-            prefetched = 0
-        live = live.plus(
-            {
-                GATHERED_LAYERS: rank.gathered_layer_bytes + rank.unresharded_bytes(layer),
-                COMMUNICATION_BUFFERS: rank.reduction_buffer_bytes(finished) + prefetched,
-            }
-        )
+        following = rank.gathered_layer_bytes if layer else HALF * rank.shape.embedding_weights * (not rank.shape.tied)
+        prefetched = following * rank.strategy.reshard_after_forward
+        live = live.plus({c.GATHERED_LAYERS: rank.gathered_layer_bytes + rank.unresharded_bytes(layer)})
+        live = live.plus({c.COMMUNICATION_BUFFERS: rank.reduction_buffer_bytes(finished) + prefetched})
     if rank.recomputed(layer):
         yield from _recomputing(rank, live)
     yield from _steps_backward(rank, live)
 
 
 def _recomputing(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
-    live = live.plus({BACKWARD_WORKSPACE: rank.residual_bytes})  # the gradient [T, h] that waits for backward
+    live = live.plus({c.BACKWARD_WORKSPACE: rank.residual_bytes})  # the gradient [T, h] that waits for backward
     saved = casts = 0
     for step in rank.layer_steps:
         saved, casts = saved + step.saved_for_backward, casts + step.cast_weights
-        transient = step.recompute_transient or step.forward_transient
-        in_step = live.plus({ACTIVATIONS: saved, CAST_WEIGHTS: casts})
-        yield in_step.plus({ACTIVATIONS: transient})
-        if step.dequantised_weights:
-            dequantised = {QUANTISATION_WORKSPACE: step.dequantised_weights}
-            yield in_step.plus({ACTIVATIONS: step.dequantise_transient} | dequantised)
+        in_layer = live.plus({c.ACTIVATIONS: saved, c.CAST_WEIGHTS: casts})
+        yield from _in_step(step, in_layer, step.recompute_transient or step.forward_transient)
 
 
 def _steps_backward(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
@@ -238,16 +219,16 @@ def _steps_backward(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
     saved, casts, layer_gradients = rank.saved_layer_bytes, rank.cast_layer_bytes, 0
     casting = rank.numerics.casts_residual or rank.numerics.adapters_cast
     for step in reversed(rank.layer_steps):
-        in_step = live.plus({ACTIVATIONS: saved, CAST_WEIGHTS: casts, BACKWARD_WORKSPACE: step.backward_transient})
+        in_step = live.plus({c.ACTIVATIONS: saved, c.CAST_WEIGHTS: casts})
+        in_step = in_step.plus({c.BACKWARD_WORKSPACE: step.backward_transient})
         if rank.sharded:  # bfloat16 gradients of the layer's weights as far as backward has come
-            in_step = in_step.plus({UNSHARDED_GRADIENTS: layer_gradients + step.weight_gradients})
+            in_step = in_step.plus({c.UNSHARDED_GRADIENTS: layer_gradients + step.weight_gradients})
         else:  # of this step's weights, and those in float32 where bfloat16 casts of them were multiplied
-            in_step = in_step.plus({BACKWARD_WORKSPACE: step.weight_gradients * (3 if casting else 1)})
+            in_step = in_step.plus({c.BACKWARD_WORKSPACE: step.weight_gradients * (3 if casting else 1)})
         yield in_step
         if step.dequantised_weights:  # backward of the adapter is over by then
-            yield in_step.plus(
-                {ACTIVATIONS: -step.saved_for_backward, QUANTISATION_WORKSPACE: step.dequantised_weights}
-            )
+            dequantised = {c.QUANTISATION_WORKSPACE: step.dequantised_weights}
+            yield in_step.plus({c.ACTIVATIONS: -step.saved_for_backward} | dequantised)
         saved, casts = saved - step.saved_for_backward, casts - step.cast_weights
         layer_gradients += step.weight_gradients
 
@@ -265,13 +246,13 @@ def _at_the_end(rank: RankSizes) -> Iterator[Bytes]:
     if rank.sharded:
         yield from _sharded_embeddings(rank, live, workspace, table)
         return
-    live = live.plus({LOGITS_AND_LOSS: rank.head_gradient_bytes * shape.tied})
+    live = live.plus({c.LOGITS_AND_LOSS: rank.head_gradient_bytes * shape.tied})
     private = rank.ddp_private_gradient_bytes(0)
     # A new table [vocabulary, h] where one exists to which it is added, and one more where the head is tied.
     tables = table * (rank.gradients_exist + shape.tied)
-    yield live.plus({BACKWARD_WORKSPACE: private + workspace + tables})
+    yield live.plus({c.BACKWARD_WORKSPACE: private + workspace + tables})
     if private:  # of the first micro-batch, whose gradients are all outside of DDP's buckets by now
-        yield live.plus({BACKWARD_WORKSPACE: rank.gradient_bytes + max(workspace, table * shape.tied)})
+        yield live.plus({c.BACKWARD_WORKSPACE: rank.gradient_bytes + max(workspace, table * shape.tied)})
 
 
 def _sharded_embeddings(rank: RankSizes, live: Bytes, workspace: int, table: int) -> Iterator[Bytes]:
@@ -279,15 +260,15 @@ def _sharded_embeddings(rank: RankSizes, live: Bytes, workspace: int, table: int
     gathered = HALF * shape.embedding_weights  # [vocabulary, h] bfloat16
     buffers = rank.reduction_buffer_bytes(shape.layers)
     # By the time the table is reduced the last layer's reduce-scatter is over.
-    without_layer = live.plus({COMMUNICATION_BUFFERS: buffers - FLOAT32 * rank.trained_layer_weights})
+    without_layer = live.plus({c.COMMUNICATION_BUFFERS: buffers - FLOAT32 * rank.trained_layer_weights})
     reducing = _reducing_table(rank, without_layer)
-    live = live.plus({COMMUNICATION_BUFFERS: buffers})
+    live = live.plus({c.COMMUNICATION_BUFFERS: buffers})
     if not shape.tied:
-        yield live.plus({GATHERED_LAYERS: gathered, UNSHARDED_GRADIENTS: table, BACKWARD_WORKSPACE: workspace})
+        yield live.plus({c.GATHERED_LAYERS: gathered, c.UNSHARDED_GRADIENTS: table, c.BACKWARD_WORKSPACE: workspace})
         yield reducing
         return
     # The head's gradient and the embeddings', then their sum; the weights are resharded before it is reduced.
-    both = live.plus({LOGITS_AND_LOSS: rank.head_gradient_bytes, BACKWARD_WORKSPACE: table})
-    yield both.plus({BACKWARD_WORKSPACE: workspace})
-    yield both.plus({UNSHARDED_GRADIENTS: table})
-    yield reducing.plus({GATHERED_LAYERS: -gathered})
+    both = live.plus({c.LOGITS_AND_LOSS: rank.head_gradient_bytes, c.BACKWARD_WORKSPACE: table})
+    yield both.plus({c.BACKWARD_WORKSPACE: workspace})
+    yield both.plus({c.UNSHARDED_GRADIENTS: table})
+    yield reducing.plus({c.GATHERED_LAYERS: -gathered})

@@ -9,96 +9,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
+from finetune.planner import constants as c
 from finetune.planner.closed_form.layer import LayerNumerics, LayerStep, layer_steps
-from finetune.planner.closed_form.shape import Shape, shape_of
-from finetune.planner.constants import (
-    CUBLAS_WORKSPACE_HOPPER,
-    FLOAT32,
-    GRADIENTS,
-    HALF,
-    OPTIMIZER_STATE,
-    OTHER,
-    PARAMETERS,
-)
+from finetune.planner.closed_form.shape import shape_of
+from finetune.planner.constants import CUBLAS_WORKSPACE_HOPPER, FLOAT32, HALF
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
-from finetune.recipe.strategy import Strategy, read_strategy
+from finetune.recipe.strategy import read_strategy
 
 cached_strategy = lru_cache(read_strategy)  # of a few names, thousands of times
 
 
-@dataclass(frozen=True)
 class RankSizes:
     """The tensors of one recipe on one rank: how many weights, and how many bytes."""
 
-    recipe: Recipe
-    config: Mapping[str, Any]
-    gpus: Gpus
-    strategy: Strategy = field(init=False)
-    shape: Shape = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "strategy", cached_strategy(self.recipe.accelerate_config))
-        object.__setattr__(self, "shape", shape_of(self.recipe, self.config))
-
-    # What the recipe asks for.
-
-    @cached_property
-    def sharded(self) -> bool:
-        return self.strategy.shards_parameters
-
-    @cached_property
-    def data_parallel(self) -> bool:
-        """Whether DDP keeps a copy of the model on each rank."""
-        return self.strategy.gradient_buckets
-
-    @cached_property
-    def ranks(self) -> int:
-        return self.strategy.rank_count(self.gpus.count * self.gpus.nodes)
-
-    @cached_property
-    def shards(self) -> int:
-        """Ranks that share one copy of the model."""
-        return self.ranks // self.strategy.replica_count(self.ranks, self.gpus.count) if self.sharded else 1
-
-    @cached_property
-    def keeps_all_reduce_buffers(self) -> bool:
-        """Whether gradients that are reduced over shards are reduced again over HSDP's replicas, in buffers that stay
-        until backward ends. A float32 gradient that is the first of its weight is this buffer itself."""
-        return self.strategy.replicates and (self.micro_steps > 1 or self.trained_weight_bytes == HALF)
-
-    @cached_property
-    def base_trained(self) -> bool:
-        return self.recipe.lora is None
-
-    @cached_property
-    def four_bit(self) -> bool:
-        return self.recipe.quantization is not None
-
-    @cached_property
-    def trained_weight_bytes(self) -> int:
-        """Of one trained weight, of its gradient, and of each of AdamW's moments."""
-        return HALF if self.recipe.training.pure_bf16 else FLOAT32
-
-    @cached_property
-    def tokens(self) -> int:
-        """Of a micro-batch."""
-        return self.recipe.training.per_device_batch_size * self.recipe.data.max_length
-
-    @cached_property
-    def micro_steps(self) -> int:
-        training = self.recipe.training
-        return math.ceil(training.global_batch_size / (training.per_device_batch_size * self.ranks))
-
-    @cached_property
-    def gradients_exist(self) -> bool:
-        """Whether gradients are allocated before backward makes them: by an earlier micro-batch or in DDP's buckets."""
-        return self.micro_steps > 1 or self.data_parallel
+    def __init__(self, recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> None:
+        training, strategy = recipe.training, cached_strategy(recipe.accelerate_config)
+        self.recipe, self.strategy, self.shape = recipe, strategy, shape_of(recipe, config)
+        self.sharded = strategy.shards_parameters
+        self.data_parallel = strategy.gradient_buckets  # DDP: a copy of the model on each rank
+        self.ranks = strategy.rank_count(gpus.count * gpus.nodes)
+        copies = strategy.replica_count(self.ranks, gpus.count)
+        self.shards = self.ranks // copies if self.sharded else 1  # ranks that share one copy of the model
+        self.base_trained = recipe.lora is None
+        self.four_bit = recipe.quantization is not None
+        # Of one trained weight, of its gradient, and of each of AdamW's moments.
+        self.trained_weight_bytes = HALF if training.pure_bf16 else FLOAT32
+        self.tokens = training.per_device_batch_size * recipe.data.max_length  # of a micro-batch
+        self.micro_steps = math.ceil(training.global_batch_size / (training.per_device_batch_size * self.ranks))
+        # Whether gradients are allocated before backward makes them: by an earlier micro-batch or in DDP's buckets.
+        self.gradients_exist = self.micro_steps > 1 or self.data_parallel
+        # Whether gradients that are reduced over shards are reduced again over HSDP's replicas, in buffers that stay
+        # until backward ends. A float32 gradient that is the first of its weight is this buffer itself.
+        self.keeps_all_reduce_buffers = strategy.replicates and (self.micro_steps > 1 or training.pure_bf16)
+        self.recompute_period = int(training.activation_checkpointing)  # every n-th layer, in backward; 0: none
 
     # One layer.
 
@@ -139,11 +87,6 @@ class RankSizes:
         """Of one layer, unsharded."""
         base = self.shape.matrix_weights + self.shape.vector_weights
         return base if self.base_trained else self.shape.adapter_weights
-
-    @cached_property
-    def recompute_period(self) -> int:
-        """Every n-th layer is recomputed in backward; 0: none."""
-        return int(self.recipe.training.activation_checkpointing)
 
     def recomputed(self, layer: int) -> bool:
         return bool(self.recompute_period) and layer % self.recompute_period == 0
@@ -225,7 +168,7 @@ class RankSizes:
         that multiply matrices (forward's and backward's), and DDP's buckets."""
         moments = OPTIMIZERS[self.recipe.training.optim].state_bytes(self.trained_weight_bytes) * self.trained_weights
         workspaces = 2 * CUBLAS_WORKSPACE_HOPPER
-        return {PARAMETERS: self.parameter_bytes, OPTIMIZER_STATE: moments, OTHER: workspaces} | self.ddp_buckets
+        return {c.PARAMETERS: self.parameter_bytes, c.OPTIMIZER_STATE: moments, c.OTHER: workspaces} | self.ddp_buckets
 
     # Gathered weights.
 
@@ -264,7 +207,7 @@ class RankSizes:
     @cached_property
     def ddp_buckets(self) -> dict[str, int]:
         """The buckets of DDP's reducer, of which gradients are views: there from the beginning to the end."""
-        return {GRADIENTS: self.gradient_bytes} if self.data_parallel else {}
+        return {c.GRADIENTS: self.gradient_bytes} if self.data_parallel else {}
 
     def ddp_private_gradient_bytes(self, layers: int) -> int:
         """Gradients besides DDP's buckets, of `layers` layers and the embeddings: a micro-batch without reduction makes

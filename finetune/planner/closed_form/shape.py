@@ -103,18 +103,19 @@ def shape_of(recipe: Recipe, config: Mapping[str, Any]) -> Shape:
     queries, keys = heads * head_size, key_value_heads * head_size
     # models/qwen2/modeling_qwen2.py, Qwen2Attention: these biases exist whatever the configuration says.
     bias = bool(config.get("attention_bias")) or config["model_type"] == "qwen2"
-    sizes = {
-        "q": ("self_attn.q_proj", hidden, queries, bias),
-        "k": ("self_attn.k_proj", hidden, keys, bias),
-        "v": ("self_attn.v_proj", hidden, keys, bias),
-        "o": ("self_attn.o_proj", queries, hidden, bool(config.get("attention_bias"))),
-        "gate": ("mlp.gate_proj", hidden, inner, bool(config.get("mlp_bias"))),
-        "up": ("mlp.up_proj", hidden, inner, bool(config.get("mlp_bias"))),
-        "down": ("mlp.down_proj", inner, hidden, bool(config.get("mlp_bias"))),
-    }
+    output_bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+
+    def linear(name: str, inputs: int, outputs: int, bias: bool) -> Linear:
+        return Linear(name, inputs, outputs, _rank(recipe.lora, name), bias)
+
     linears = {
-        key: Linear(name, inputs, outputs, _rank(recipe.lora, name), has_bias)
-        for key, (name, inputs, outputs, has_bias) in sizes.items()
+        "q": linear("self_attn.q_proj", hidden, queries, bias),
+        "k": linear("self_attn.k_proj", hidden, keys, bias),
+        "v": linear("self_attn.v_proj", hidden, keys, bias),
+        "o": linear("self_attn.o_proj", queries, hidden, output_bias),
+        "gate": linear("mlp.gate_proj", hidden, inner, mlp_bias),
+        "up": linear("mlp.up_proj", hidden, inner, mlp_bias),
+        "down": linear("mlp.down_proj", inner, hidden, mlp_bias),
     }
     return Shape(
         hidden=hidden,

@@ -16,7 +16,9 @@ from __future__ import annotations
 import bisect
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
+from finetune.planner.constants import rounded_up
 from finetune.planner.depth.repeat_layers import StorageChange
 
 MIB = 2**20
@@ -61,7 +63,7 @@ class CachingAllocator:
         """Allocate a block for `key`; for 0 bytes none."""
         if not nbytes:
             return
-        nbytes = _up(nbytes, ROUND)
+        nbytes = rounded_up(nbytes, ROUND)
         pool = stream, nbytes <= SMALL
         block = self._best_fit(pool, nbytes) or self._new_segment(pool, nbytes)
         self._split(block, nbytes)
@@ -101,12 +103,8 @@ class CachingAllocator:
         return blocks.pop(index)[2] if index < len(blocks) else None
 
     def _new_segment(self, pool: tuple[int, bool], nbytes: int) -> _Block:
-        if nbytes <= SMALL:
-            nbytes = SMALL_SEGMENT
-        elif nbytes < MIDDLE:
-            nbytes = MIDDLE_SEGMENT
-        else:
-            nbytes = _up(nbytes, 2 * MIB)
+        own = rounded_up(nbytes, 2 * MIB)
+        nbytes = SMALL_SEGMENT if nbytes <= SMALL else MIDDLE_SEGMENT if nbytes < MIDDLE else own
         if self.capacity is not None and self.reserved + nbytes > self.capacity:
             self.empty_cache()
             if self.reserved + nbytes > self.capacity:
@@ -145,10 +143,6 @@ def _merged(first: _Block, second: _Block) -> _Block:
     return first
 
 
-def _up(nbytes: int, multiple: int) -> int:
-    return -(-nbytes // multiple) * multiple
-
-
 @dataclass(frozen=True)
 class AllocatorPeak:
     """The most bytes that the allocator allocated and reserved during a phase."""
@@ -156,17 +150,15 @@ class AllocatorPeak:
     allocated: int
     reserved: int
 
-    def with_peaks_of(self, allocator: CachingAllocator) -> AllocatorPeak:
-        """The larger of each, with the allocator's peaks."""
-        return AllocatorPeak(max(self.allocated, allocator.peak_allocated), max(self.reserved, allocator.peak_reserved))
-
 
 def replay(changes: Iterable[StorageChange], capacity: int | None = None) -> dict[str, AllocatorPeak]:
     """By phase, over all its runs. Raises NoMemory where `capacity` bytes are not enough."""
     allocator, peaks, running = CachingAllocator(capacity), dict[str, AllocatorPeak](), ""
-    for storage, nbytes, phase, stream in changes:
+    for storage, nbytes, phase, stream in chain(changes, [StorageChange(None, 0, "")]):  # the end of the last phase
         if running and (storage is None or phase != running):
-            peaks[running] = peaks.get(running, AllocatorPeak(0, 0)).with_peaks_of(allocator)
+            before = peaks.get(running, AllocatorPeak(0, 0))
+            allocated = max(before.allocated, allocator.peak_allocated)
+            peaks[running] = AllocatorPeak(allocated, max(before.reserved, allocator.peak_reserved))
             running = ""
         if storage is None:  # storages that ended before it are freed just before it, under its name
             allocator.restart_peaks()
@@ -174,4 +166,4 @@ def replay(changes: Iterable[StorageChange], capacity: int | None = None) -> dic
         else:
             allocator.free(storage)
             allocator.malloc(storage, nbytes, stream)
-    return peaks | ({running: peaks.get(running, AllocatorPeak(0, 0)).with_peaks_of(allocator)} if running else {})
+    return peaks

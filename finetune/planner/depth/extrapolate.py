@@ -51,15 +51,13 @@ def depths(layers: int, period: int, shallow: int = SHALLOW) -> tuple[int, int]:
 
 def _segments(timeline: Timeline, device: str, layers: int) -> dict[str, dict[str, Peak]]:
     """The largest peak of each segment, under names that do not depend on the number of layers."""
-    found: dict[str, dict[str, Peak]] = {}
+    result: dict[str, dict[str, Peak]] = {}
     for phase, peaks in timeline.segments(device).items():
-        named: dict[str, Peak] = {}
+        named = result.setdefault(phase, {})
         for module, peak in peaks.items():
             name = _segment(module, layers)
-            if name not in named or peak.nbytes > named[name].nbytes:
-                named[name] = peak
-        found[phase] = named
-    return found
+            named[name] = max(named.get(name, peak), peak, key=lambda peak: peak.nbytes)
+    return result
 
 
 def _segment(module: str, layers: int) -> str:

@@ -112,8 +112,8 @@ class _Casts:
         )
 
     def _widest(self, args: Any) -> torch.dtype:
-        found = {value.dtype for value in args if self._eligible(value)}
-        return torch.float32 if torch.float32 in found else torch.get_autocast_dtype(self.device)
+        dtypes = {value.dtype for value in args if self._eligible(value)}
+        return torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype(self.device)
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         if isinstance(value, list | tuple):

@@ -61,23 +61,13 @@ class _Module:
     def current_device(self) -> int:
         return 0
 
-    def set_device(self, _: Any) -> None:
+    def _do_nothing(self, *_: Any) -> None:
         pass
 
-    def synchronize(self, *_: Any) -> None:
-        pass
-
-    def manual_seed(self, _: int) -> None:
-        pass
-
-    def manual_seed_all(self, _: int) -> None:
-        pass
+    set_device = synchronize = manual_seed = manual_seed_all = set_rng_state = _do_nothing
 
     def get_rng_state(self, *_: Any) -> torch.Tensor:
         return torch.empty(16, dtype=torch.uint8, device="cpu")  # as large as CUDA's
-
-    def set_rng_state(self, *_: Any) -> None:
-        pass
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16, torch.float32]

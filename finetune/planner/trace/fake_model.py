@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -89,11 +89,7 @@ def no_data(host_reads: float, *, masks: bool) -> Iterator[FakeTensorMode]:
 
 def constant_function(answer: Any) -> Callable[..., Any]:
     """A function; a mock would keep the tensors that it is called with alive."""
-
-    def function(*_: Any, **__: Any) -> Any:
-        return answer
-
-    return function
+    return lambda *_, **__: answer
 
 
 def first_chunk(tensor: torch.Tensor, chunks: int, dim: int) -> list[torch.Tensor]:
@@ -159,17 +155,12 @@ def host_pages() -> Iterator[None]:
         page.is_paged = True
         return page  # type: ignore[no-any-return]
 
-    with (
-        mock.patch.object(functional, "get_paged", get_paged),
-        mock.patch.object(functional, "fill", constant_function(None)),
-        mock.patch.object(functional, "prefetch_tensor", constant_function(None)),
-    ):
+    ignored = constant_function(None)
+    with mock.patch.multiple(functional, get_paged=get_paged, fill=ignored, prefetch_tensor=ignored):
         yield
 
 
 def fake_batch(mode: FakeTensorMode, batch: MicroBatch) -> MicroBatch:
     """The batch as fake tensors; non-tensor entries unchanged."""
-    made: Any = {
-        key: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for key, value in batch.items()
-    }
-    return made  # type: ignore[no-any-return]
+    fakes = {key: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    return cast(MicroBatch, fakes)

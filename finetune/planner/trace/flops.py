@@ -11,21 +11,31 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
 from torch.utils.flop_counter import flop_registry
 
 from finetune.measure.collectives import CALLS, CollectiveStats
 from finetune.measure.phases import Phases
 from finetune.planner.constants import DDP_BUCKET, DDP_FIRST_BUCKET
-from finetune.planner.trace.recorder import tensors_in
+from finetune.planner.trace.recorder import OnOperations, tensors_in
 
-# bitsandbytes' products, which torch's table lacks: [..., inputs] with packed weights.
-QUANTISED_PRODUCTS = ("gemm_4bit", "int8_scaled_mm")
+FORMULAS = {str(packet).removeprefix("aten."): formula for packet, formula in flop_registry.items()}
+# Multiply-adds of the products that torch's table lacks, from their operands.
+MULTIPLY_ADDS: dict[str, Callable[..., int]] = {
+    "dot": lambda vector, *_: vector.numel(),
+    "vdot": lambda vector, *_: vector.numel(),
+    "mv": lambda matrix, *_: matrix.numel(),
+    "addmv": lambda _, matrix, *__: matrix.numel(),
+    "addbmm": lambda _, left, right: left.numel() * right.shape[-1],  # [b, n, m] and [b, m, p]
+    "_int_mm": lambda left, right: left.numel() * right.shape[-1],
+    "gemm_4bit": lambda given, _, weight_shape, *__: given.numel() * weight_shape[0],  # bitsandbytes: [outputs, inputs]
+    "int8_scaled_mm": lambda given, weight, *_: given.numel() * weight.shape[0],
+}
 # Forward: scores = q k^T, output = p v. Backward recomputes the scores: those, dp = do v^T, dq = ds k, dk = ds^T q and
 # dv = p^T do (flash_attn/flash_api.cpp).
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
@@ -49,64 +59,48 @@ class StepWork:
     """What one rank computes and sends in one forward, one backward and one update."""
 
     operations: Mapping[Operation, float]  # how often
-    moved: Mapping[str, Mapping[str, CollectiveStats]] = field(default_factory=dict)  # by phase and collective
+    collectives: Mapping[str, Mapping[str, CollectiveStats]] = field(default_factory=dict)  # by phase and name
 
     def flops(self, phase: str, *kinds: str) -> float:
         """Floating-point operations of a phase; of these kinds, or of all."""
-        return sum(times * op.flops for op, times in self._of(phase, kinds))
-
-    def nbytes(self, phase: str, *kinds: str) -> float:
-        """Bytes read and written in a phase."""
-        return sum(times * op.nbytes for op, times in self._of(phase, kinds))
-
-    def _of(self, phase: str, kinds: tuple[str, ...]) -> Iterator[tuple[Operation, float]]:
-        return (
-            (op, times)
-            for op, times in self.operations.items()
-            if op.phase == phase and (not kinds or op.kind in kinds)
-        )
+        chosen = (op for op in self.operations if op.phase == phase and (not kinds or op.kind in kinds))
+        return sum(self.operations[op] * op.flops for op in chosen)
 
 
-class OperationCounter(TorchDispatchMode):
-    """Counts operations by the phase in which they run."""
+@contextmanager
+def count_operations(phases: Phases, fake_mode: Any = None) -> Iterator[Counter[Operation]]:
+    """Count the operations in the block by the phase in which they run.
 
-    def __init__(self, phases: Phases, fake_mode: Any = None) -> None:
-        """`fake_mode`: count the operations on this mode's tensors, and no others."""
-        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no constructor here
-        self.operations: Counter[Operation] = Counter()
-        self._phases = phases
-        self._fake_mode = fake_mode
+    `fake_mode`: count those on this mode's tensors, and no others.
+    """
+    operations: Counter[Operation] = Counter()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):  # a wrapper: its parts are dispatched again
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        if self._phases.current:
-            self._count(func, args, kwargs or {}, result)
-        return result
-
-    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
-        if func.is_view or name in NO_WORK or func.namespace in (*CALLS, "prim"):
-            return
-        if any(getattr(tensor, "fake_mode", None) is not self._fake_mode for tensor in tensors_in([args, result])):
-            return  # skip DTensor's own shape-inference fakes, which have the unsharded size
+        if not phases.current or func.is_view or name in NO_WORK or func.namespace in (*CALLS, "prim"):
+            return result
+        if any(getattr(tensor, "fake_mode", None) is not fake_mode for tensor in tensors_in([args, result])):
+            return result  # skip DTensor's own shape-inference fakes, which have the unsharded size
         itemsize = next((tensor.itemsize for tensor in tensors_in(args)), 0)
         kind, flops = _arithmetic(name, func, args, kwargs, result)
         nbytes = _bytes(func, name, args, kwargs, result)
         if flops or nbytes:
-            self.operations[Operation(self._phases.current, kind, flops, nbytes, itemsize)] += 1
+            operations[Operation(phases.current, kind, flops, nbytes, itemsize)] += 1
+        return result
+
+    with OnOperations(count):
+        yield operations
 
 
 def _arithmetic(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[str, int]:
     """The kind of an operation, and its floating-point operations."""
     if "attention" in name or "varlen_attn" in name:
         return "attention", _attention(name, func, args, kwargs)
-    if name in QUANTISED_PRODUCTS:
-        return "product", 2 * result.numel() * int(args[0].shape[-1])
-    formula = flop_registry.get(func.overloadpacket)
+    name = name.removesuffix("_")  # in place
+    if name in MULTIPLY_ADDS:
+        return "product", 2 * int(MULTIPLY_ADDS[name](*args))
+    formula = FORMULAS.get(name)
     return ("other", 0) if formula is None else ("product", int(formula(*args, **kwargs, out_val=result)))
 
 
@@ -146,7 +140,7 @@ def _size(tensor: torch.Tensor) -> int:
 
 def per_step(
     operations: Mapping[Operation, float],
-    moved: Mapping[str, Mapping[str, CollectiveStats]],
+    collectives: Mapping[str, Mapping[str, CollectiveStats]],
     *,
     steps: int,
     micro_steps: int,
@@ -161,8 +155,10 @@ def per_step(
     if reduces_once:
         times["backward"] = steps
     sent = {
-        phase: {name: _scaled(each, times[phase]) for name, each in found.items()}
-        for phase, found in moved.items()
+        phase: {
+            name: CollectiveStats(*(round(n / times[phase]) for n in astuple(each))) for name, each in stats.items()
+        }
+        for phase, stats in collectives.items()
         if phase in times
     }
     return StepWork(done, sent)
@@ -172,13 +168,8 @@ def with_ddp_reductions(work: StepWork, gradient_bytes: int) -> StepWork:
     """The work with the collectives of DDP's reducer, which is C++ and not traced: all gradients once a step, in
     buckets (torch/csrc/distributed/c10d/reducer.hpp); and with the all-reduce of the loop's three numbers."""
     buckets = 1 + math.ceil(max(0, gradient_bytes - DDP_FIRST_BUCKET) / DDP_BUCKET)
-    return StepWork(
-        work.operations,
-        {
-            "backward": {"all_reduce": CollectiveStats(buckets, gradient_bytes)},
-            "step": {"all_reduce": CollectiveStats(1, STEP_SUMS_BYTES)},
-        },
-    )
+    gradients, sums = CollectiveStats(buckets, gradient_bytes), CollectiveStats(1, STEP_SUMS_BYTES)
+    return StepWork(work.operations, {"backward": {"all_reduce": gradients}, "step": {"all_reduce": sums}})
 
 
 def work_at_depth(work: Mapping[int, StepWork], layers: int) -> StepWork:
@@ -186,32 +177,20 @@ def work_at_depth(work: Mapping[int, StepWork], layers: int) -> StepWork:
     if layers in work:
         return work[layers]
     few, more = sorted(work)
-    return _extrapolated(work[few], work[more], (layers - few) / (more - few))
-
-
-def _extrapolated(shallow: StepWork, more: StepWork, times: float) -> StepWork:
-    """Layers are alike: `shallow`, and `times` times what `more` has in addition."""
+    shallow, deep, times = work[few], work[more], (layers - few) / (more - few)
     operations = {
-        op: shallow.operations.get(op, 0.0) + times * (more.operations.get(op, 0.0) - shallow.operations.get(op, 0.0))
-        for op in {**shallow.operations, **more.operations}
+        op: shallow.operations.get(op, 0.0) + times * (deep.operations.get(op, 0.0) - shallow.operations.get(op, 0.0))
+        for op in {**shallow.operations, **deep.operations}
     }
-    moved = {
-        phase: {
-            name: _line(shallow.moved.get(phase, {}).get(name, CollectiveStats()), each, times)
-            for name, each in found.items()
+    collectives = {}
+    for phase, deep_stats in deep.collectives.items():
+        stats = shallow.collectives.get(phase, {})
+        collectives[phase] = {
+            name: _line(stats.get(name, CollectiveStats()), each, times) for name, each in deep_stats.items()
         }
-        for phase, found in more.moved.items()
-    }
-    return StepWork(operations, moved)
+    return StepWork(operations, collectives)
 
 
-def _scaled(moved: CollectiveStats, share: float) -> CollectiveStats:
-    return CollectiveStats(*(round(value / share) for value in _figures(moved)))
-
-
-def _line(here: CollectiveStats, there: CollectiveStats, times: float) -> CollectiveStats:
-    return CollectiveStats(*(round(a + times * (b - a)) for a, b in zip(_figures(here), _figures(there), strict=True)))
-
-
-def _figures(moved: CollectiveStats) -> tuple[int, int, int, int]:
-    return moved.calls, moved.payload_bytes, moved.ring_bytes, moved.textbook_bytes
+def _line(start: CollectiveStats, end: CollectiveStats, times: float) -> CollectiveStats:
+    """Each figure of `start`, and `times` times what `end` has in addition."""
+    return CollectiveStats(*(round(a + times * (b - a)) for a, b in zip(astuple(start), astuple(end), strict=True)))

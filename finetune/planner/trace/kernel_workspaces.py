@@ -21,10 +21,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
 
-from finetune.planner.constants import FLASH_BLOCK, FLOAT32, SORTED_TOKENS
-from finetune.planner.trace.recorder import Recorder
+from finetune.planner.constants import FLASH_BLOCK, FLOAT32, SORTED_TOKENS, rounded_up
+from finetune.planner.trace.recorder import OnOperations, Recorder
 
 EFFICIENT_BLOCK = 64
 NORM_CHUNK = 65_536  # elements
@@ -34,7 +33,7 @@ MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 def _flash(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any) -> int:
     """All [batch, heads, tokens, head_dim]; mha_bwd."""
     batch, heads, tokens, size = query.shape
-    return _flash_sums(batch * _up(tokens, FLASH_BLOCK), heads, size) + _expanded_gradients(query, key)
+    return _flash_sums(batch * rounded_up(tokens, FLASH_BLOCK), heads, size) + _expanded_gradients(query, key)
 
 
 def _varlen(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any) -> int:
@@ -46,7 +45,7 @@ def _varlen(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: A
 
 def _flash_sums(rows: int, heads: int, size: int) -> int:
     """dq_accum [rows, heads, rounded head_dim] and softmax_d [heads, rows], float32."""
-    return rows * heads * (_up(size, 32 if size <= 128 else 64) + 1) * FLOAT32
+    return rows * heads * (rounded_up(size, 32 if size <= 128 else 64) + 1) * FLOAT32
 
 
 def _expanded_gradients(query: torch.Tensor, key: torch.Tensor) -> int:
@@ -58,7 +57,7 @@ def _expanded_gradients(query: torch.Tensor, key: torch.Tensor) -> int:
 def _efficient(grad: torch.Tensor, query: torch.Tensor, *_: Any) -> int:
     """The sum of dq [batch, heads, rounded tokens, head_dim] and delta [batch, heads, tokens], float32."""
     batch, heads, tokens, size = query.shape
-    return batch * heads * (_up(tokens, EFFICIENT_BLOCK) * size + tokens) * FLOAT32
+    return batch * heads * (rounded_up(tokens, EFFICIENT_BLOCK) * size + tokens) * FLOAT32
 
 
 def _four_bit(
@@ -83,10 +82,6 @@ def _embedding(grad: torch.Tensor, tokens: torch.Tensor, *_: Any) -> int:
     return 4 * count * tokens.element_size() + count * 11 // 10 * grad.shape[-1] * FLOAT32
 
 
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
 WORKSPACES: dict[str, tuple[Callable[..., int], str]] = {
     "aten._scaled_dot_product_flash_attention_backward.default": (_flash, "backward workspace"),
     "torch_attn._varlen_attn_backward.default": (_varlen, "backward workspace"),
@@ -97,48 +92,36 @@ WORKSPACES: dict[str, tuple[Callable[..., int], str]] = {
 }
 
 
-class Workspaces(TorchDispatchMode):
-    """Records, after each operation's results, the workspace that its kernel allocates in addition to them."""
+def workspaces(recorder: Recorder, device: torch.device, cublas: int) -> OnOperations:
+    """Records, after each operation's results, the workspace that its kernel allocates in addition to them.
 
-    def __init__(self, recorder: Recorder, device: torch.device, cublas: int) -> None:
-        """`cublas`: bytes of one of its workspaces."""
-        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no constructor here
-        self._recorder = recorder
-        self._device = device
-        self._cublas = cublas
-        self._cublas_workspaces: dict[int, torch.Tensor] = {}  # by thread
+    `cublas`: bytes of one of its workspaces.
+    """
+    of_threads: dict[int, torch.Tensor] = {}  # cuBLAS' workspaces
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):  # a wrapper: its parts are dispatched again
-            return NotImplemented
+    def allocate(nbytes: int, component: str) -> torch.Tensor:
+        work = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        recorder.ledger.see(work)
+        recorder.mark([work], component)
+        return work
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = str(func)
         if name == "aten._pin_memory.default":
             return torch.empty_like(args[0])
         if name == "aten.record_stream.default":
             return None
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
+        thread = threading.get_ident()
         if func.namespace == "aten" and name.split(".")[1] in MATRIX_PRODUCTS:
-            self._note_cublas(result)
+            if result.device == device and thread not in of_threads:
+                of_threads[thread] = allocate(cublas, "other")
         elif name in WORKSPACES:
-            self._note_workspace(name, args, result)
+            workspace_bytes, component = WORKSPACES[name]
+            first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
+            if first.device == device and (nbytes := workspace_bytes(*args)):
+                recorder.ledger.see(result)
+                allocate(nbytes, component)
         return result
 
-    def _note_cublas(self, result: torch.Tensor) -> None:
-        thread = threading.get_ident()
-        if result.device == self._device and thread not in self._cublas_workspaces:
-            self._cublas_workspaces[thread] = self._allocate(self._cublas, "other")
-
-    def _note_workspace(self, name: str, args: tuple[Any, ...], result: Any) -> None:
-        count, component = WORKSPACES[name]
-        first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
-        if first.device == self._device and (nbytes := count(*args)):
-            self._recorder.ledger.see(result)
-            self._allocate(nbytes, component)
-
-    def _allocate(self, nbytes: int, component: str) -> torch.Tensor:
-        work = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self._recorder.ledger.see(work)
-        self._recorder.mark([work], component)
-        return work
+    return OnOperations(run)

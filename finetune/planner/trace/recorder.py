@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,13 +112,10 @@ class Recorder:
         if self.phases.current == "forward":
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._backward_of(name))
+                    tensor.register_hook(partial(self._reached, name))
 
-    def _backward_of(self, name: str) -> Callable[[torch.Tensor], None]:
-        def reached(_: torch.Tensor) -> None:
-            self._latest = name
-
-        return reached
+    def _reached(self, name: str, _: torch.Tensor) -> None:
+        self._latest = name
 
     def _changed(self, serial: int, device: str, nbytes: int) -> None:
         timeline = self.timeline
@@ -153,24 +151,34 @@ class Recorder:
         return "backward workspace" if phase == "backward" else "other"
 
 
-class Tagging(TorchDispatchMode):
-    """Passes each operation to the recorder; entered after the phases' own mode, so that it runs first."""
+class OnOperations(TorchDispatchMode):
+    """Calls a function in place of each operation, with the operation and its arguments, while it is entered."""
 
-    def __init__(self, recorder: Recorder, *, gloo: bool) -> None:
-        """`gloo`: the backend of CPU ranks, which reduces and scatters a copy of its input."""
+    def __init__(self, function: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no constructor here
-        self._recorder = recorder
-        self._gloo = gloo
+        self._function = function
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):  # a wrapper: its parts are dispatched again
             return NotImplemented
-        self._recorder.begin_operation(func, args)
-        if self._gloo and str(func) == "c10d._reduce_scatter_base_.default":
-            self._recorder.ledger.see(args[1].clone())
-        return func(*args, **(kwargs or {}))
+        return self._function(func, args, kwargs or {})
+
+
+def tagging(recorder: Recorder, *, gloo: bool) -> OnOperations:
+    """Passes each operation to the recorder; entered after the phases' own mode, so that it runs first.
+
+    `gloo`: the backend of CPU ranks, which reduces and scatters a copy of its input.
+    """
+
+    def tag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        recorder.begin_operation(func, args)
+        if gloo and str(func) == "c10d._reduce_scatter_base_.default":
+            recorder.ledger.see(args[1].clone())
+        return func(*args, **kwargs)
+
+    return OnOperations(tag)
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:

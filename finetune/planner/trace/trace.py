@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -26,19 +26,12 @@ from finetune.model.build import decoder_parts
 from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import unwrap_optimizer
 from finetune.planner.constants import CUBLAS_WORKSPACE_HOPPER
+from finetune.planner.trace import stand_ins
 from finetune.planner.trace.fake_device import pretend_device
 from finetune.planner.trace.fake_model import dataless_build, fake_batch, has_joined_documents, host_pages, no_data
-from finetune.planner.trace.flops import Operation, OperationCounter
-from finetune.planner.trace.kernel_workspaces import Workspaces
-from finetune.planner.trace.recorder import Recorder, Tagging
-from finetune.planner.trace.stand_ins import (
-    Replica,
-    as_on_gpus,
-    engine_parts,
-    engine_without_ranks,
-    partitioner,
-    without_disks,
-)
+from finetune.planner.trace.flops import Operation, count_operations
+from finetune.planner.trace.kernel_workspaces import workspaces
+from finetune.planner.trace.recorder import Recorder, tagging, tensors_in
 from finetune.planner.trace.timeline import Timeline
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
@@ -88,26 +81,34 @@ def trace(
             everything is on the CPU.
         cublas: Bytes of a workspace of cuBLAS, where `gpu`.
     """
-    strategy = without_disks(strategy)
+    strategy = stand_ins.without_disks(strategy)
     # ZeRO's engine has one number format; its third stage partitions each weight as it is loaded.
-    build = dataless_build(recipe, dtype=_engine_dtype(recipe, strategy))
+    dtype = (COMPUTE[recipe.training.mixed_precision] or torch.float32) if strategy.uses_engine else None
+    build = dataless_build(recipe, dtype=dtype)
     supervised = sum(len(batch["supervised"]) for batch in batches)
     masks = any(has_joined_documents(batch) for batch in batches)
-    device = _device(gpu)
+    # Registered for a CPU's plan too: autograd's engine reads which kinds of devices exist at a process's first
+    # backward, and aborts at a tensor on one that is registered later (torch 2.13).
+    pretend = pretend_device()
+    device = pretend if gpu else torch.device("cpu")
     with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
         if strategy.uses_engine and strategy.shards_parameters:
             build = _partitioning_build(build, accelerator, adapters=recipe.lora is not None)
         mesh = make_mesh(strategy, accelerator.device) if strategy.shards_modules else None
-        inside.enter_context(_stand_ins(strategy, paged=OPTIMIZERS[recipe.training.optim].paged))
+        inside.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", stand_ins.Replica))
+        if OPTIMIZERS[recipe.training.optim].paged:
+            inside.enter_context(host_pages())
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
-        work = OperationCounter(recorder.phases, mode)
-        with Workspaces(recorder, device, cublas) if gpu else nullcontext(), Tagging(recorder, gloo=not gpu), work:
+        if gpu:
+            inside.enter_context(workspaces(recorder, device, cublas))
+        with tagging(recorder, gloo=not gpu), count_operations(recorder.phases, mode) as operations:
             with recorder.phases("load"):
                 # The ranks [ranks] int32, which torch's device mesh keeps in host memory.
                 numbers = None if mesh is None else torch.empty(ranks, dtype=torch.int32, device="cpu")
                 parts = assemble(recipe, strategy, accelerator, build, mesh, launch=None)
-            recorder.mark(_weights(parts), "parameters")
+            recorder.mark(map(local_shard, parts.unwrapped_model.parameters()), "parameters")
+            recorder.mark(parts.unwrapped_model.buffers(), "parameters")
             parts.model.train()
             with recorder.modules(parts.unwrapped_model, decoder_parts(parts.unwrapped_model).get_output_embeddings()):
                 for _ in range(STEPS):
@@ -118,13 +119,13 @@ def trace(
                 _save(parts)
             _record_layers(parts, recorder)
             del numbers
-        return Traced(recorder.timeline, recorder.phases.take(), work.operations)
+        return Traced(recorder.timeline, recorder.phases.take(), operations)
 
 
 def _partitioning_build(build: Build, accelerator: Accelerator, *, adapters: bool) -> Build:
     """Partition each weight as it is created, on the device: also a quantised one, which a run moves there from the
     host itself, as fake tensors cannot."""
-    partition = partitioner(accelerator, adapters=adapters)
+    partition = stand_ins.partitioner(accelerator, adapters=adapters)
 
     def building(recipe: Recipe, _: torch.device, **options: Any) -> nn.Module:
         return build(recipe, accelerator.device, on_parameter=partition, **options)
@@ -143,28 +144,6 @@ def _step_batches(
     return on_host
 
 
-@contextmanager
-def _stand_ins(strategy: Strategy, *, paged: bool) -> Iterator[None]:
-    """Replace what a trace cannot run, or does not need."""
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", Replica))
-        # There are no other ranks to broadcast to, and the pickled object would be counted as memory.
-        stack.enter_context(mock.patch.object(dist, "broadcast_object_list"))
-        if not strategy.uses_engine:
-            # Else Accelerate imports DeepSpeed, where it is installed, for an isinstance check: a second.
-            stack.enter_context(mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False))
-        if paged:
-            stack.enter_context(host_pages())
-        yield
-
-
-def _device(gpu: bool) -> torch.device:
-    # Registered for a CPU's plan too: autograd's engine reads which kinds of devices exist at a process's first
-    # backward, and aborts at a tensor on one that is registered later (torch 2.13).
-    pretend = pretend_device()
-    return pretend if gpu else torch.device("cpu")
-
-
 def _step(
     recipe: Recipe,
     strategy: Strategy,
@@ -177,7 +156,7 @@ def _step(
 ) -> None:
     def note_gradients(*_: Any) -> None:
         recorder.mark((parameter.grad for parameter in parts.unwrapped_model.parameters()), "gradients")
-        for component, tensors in engine_parts(parts).items():
+        for component, tensors in stand_ins.engine_parts(parts).items():
             recorder.mark(tensors, component)
 
     handle = unwrap_optimizer(parts.optimizer).register_step_pre_hook(note_gradients)
@@ -196,31 +175,15 @@ def _step(
         skip_gradient_sync=accumulation_context(accelerator, strategy, parts.model),
     )
     handle.remove()
-    recorder.mark(_state(parts), "optimizer state")
-
-
-def _engine_dtype(recipe: Recipe, strategy: Strategy) -> torch.dtype | None:
-    return (COMPUTE[recipe.training.mixed_precision] or torch.float32) if strategy.uses_engine else None
-
-
-def _weights(parts: Assembled) -> Iterator[torch.Tensor]:
-    for parameter in parts.unwrapped_model.parameters():
-        yield local_shard(parameter)
-    yield from parts.unwrapped_model.buffers()
+    recorder.mark(tensors_in(list(parts.optimizer.state.values())), "optimizer state")
 
 
 def _record_layers(parts: Assembled, recorder: Recorder) -> None:
     """Record the layers of weights and optimizer state, which are allocated outside of the layers' modules."""
     for name, tensor in (*parts.unwrapped_model.named_parameters(), *parts.unwrapped_model.named_buffers()):
         recorder.place_in_layer(tensor, name)
-        for value in parts.optimizer.state.get(tensor, {}).values():
-            if isinstance(value, torch.Tensor):
-                recorder.place_in_layer(value, name)
-
-
-def _state(parts: Assembled) -> Iterator[torch.Tensor]:
-    for state in parts.optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        for value in tensors_in(parts.optimizer.state.get(tensor, {})):
+            recorder.place_in_layer(value, name)
 
 
 def _save(parts: Assembled) -> None:
@@ -254,10 +217,12 @@ def _accelerator(
     try:
         # Else Accelerate imports DeepSpeed, where it is installed, for an isinstance check: a second.
         no_engine = mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False)
-        with engine_without_ranks(device) if strategy.uses_engine else no_engine:
+        # There are no other ranks to broadcast to, and the pickled object would be counted as memory.
+        no_broadcast = mock.patch.object(dist, "broadcast_object_list")
+        with stand_ins.engine_without_ranks(device) if strategy.uses_engine else no_engine, no_broadcast:
             accelerator = build_accelerator(recipe, strategy, launch)
             if strategy.uses_engine and device.type != "cpu":
-                as_on_gpus(accelerator)
+                stand_ins.as_on_gpus(accelerator)
             # On CPU ranks it is "cpu:0", which fake tensors do not treat as "cpu".
             PartialState().device = accelerator.state.device = device
             yield accelerator
