@@ -53,7 +53,7 @@ def sent(work: StepWork, times: dict[str, int]) -> dict[str, dict[str, tuple[int
     return {
         phase: {
             name: (times[phase] * each.calls, times[phase] * each.payload_bytes)
-            for name, each in work.moved.get(phase, {}).items()
+            for name, each in work.collectives.get(phase, {}).items()
         }
         for phase in times
     }
