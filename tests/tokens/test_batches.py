@@ -272,7 +272,10 @@ def test_truncation(cache: Path, tmp_path: Path) -> None:
         "documents": 2, "truncated": 1, "dropped": 1,
     }  # fmt: skip
     assert right.train.lengths.max() == 64
-    assert [note.split()[0:3] for note in right.notes] == [["1", "documents", "dropped:"], ["1", "documents", "truncated"]]
+    assert [note.split()[0:3] for note in right.notes] == [
+        ["1", "documents", "dropped:"],
+        ["1", "documents", "truncated"],
+    ]
     dropped = prepared(entry, truncation="drop")
     assert {key: dropped.facts[key] for key in ("documents", "truncated", "dropped")} == {
         "documents": 1, "truncated": 0, "dropped": 2,
