@@ -55,7 +55,7 @@ def varlen_attention(
     assert not dropout, "attention dropout is refused when the model is built"
     refuse_unknown(module, attention_mask, cu_seq_lens, others)
     assert cu_seq_lens is not None
-    if query.device.type == "cpu" or _computed_in(query) == torch.float32 or not _has_flash(query.device):
+    if query.device.type == "cpu" or _computed_in(query) == torch.float32 or not has_flash(query.device):
         output = _by_document(query, key, value, document_lengths, scaling, sliding_window)
     else:
         output = _on_cuda(query, key, value, cu_seq_lens, max(document_lengths), scaling, sliding_window)
@@ -152,7 +152,7 @@ def _computed_in(tensor: Tensor) -> torch.dtype:
 
 
 @cache
-def _has_flash(device: torch.device) -> bool:
+def has_flash(device: torch.device) -> bool:
     """Not on a T4 or V100, whose memory-efficient kernel takes a document at a time just as well."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= AMPERE
 

@@ -105,7 +105,7 @@ def load_base(
     options = _common_options(recipe, dtype) | {"use_safetensors": True, "output_loading_info": True}
     if recipe.quantization:
         # Without a device map transformers quantises on this rank's GPU, also what is to be sharded from the host.
-        options |= {"quantization_config": _bitsandbytes(recipe.quantization), "device_map": {"": str(device)}}
+        options |= {"quantization_config": bitsandbytes_config(recipe.quantization), "device_map": {"": str(device)}}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path or resolve_model_path(section.name_or_path), revision=section.revision, **options
@@ -137,7 +137,7 @@ def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrai
         raise not_loaded("configuration", section.name_or_path, error) from error
     assert isinstance(model, PreTrainedModel)
     if recipe.quantization:
-        quantize_structure(model, _bitsandbytes(recipe.quantization))
+        quantize_structure(model, bitsandbytes_config(recipe.quantization))
     model.config.use_cache = False
     return model
 
@@ -153,7 +153,8 @@ def _common_options(recipe: Recipe, dtype: torch.dtype | None) -> dict[str, Any]
     }
 
 
-def _bitsandbytes(quantization: Quantization) -> BitsAndBytesConfig:
+def bitsandbytes_config(quantization: Quantization) -> BitsAndBytesConfig:
+    """The recipe's section for `from_pretrained`. Raises EnvironmentMismatch where bitsandbytes is not installed."""
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:

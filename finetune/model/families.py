@@ -55,7 +55,7 @@ def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> None:
             "set training.per_device_batch_size: 1, or model.attention: auto"
         )
     tried = _Tried(model)
-    if problem := _problem(tried, layout):
+    if problem := problem_of_layout(tried, layout):
         raise FinetuneError(f"model.name_or_path: {name} {problem}; {_remedy(tried, layout)}")
 
 
@@ -63,7 +63,7 @@ def _remedy(tried: _Tried, layout: DocumentLayout) -> str:
     """The first layout that passes the same trial."""
     for packing in (True, False) if layout.packing else (False,):
         for kind in ("sdpa", "eager"):
-            if _problem(tried, DocumentLayout(kind, packing)) is None:
+            if problem_of_layout(tried, DocumentLayout(kind, packing)) is None:
                 settings = [f"model.attention: {kind}"] if kind != layout.attention else []
                 settings += ["data.packing: false"] if packing != layout.packing else []
                 return f"set {' and '.join(settings)}"
@@ -86,7 +86,7 @@ class _Tried:
 
 
 @lru_cache(maxsize=64)  # a planner builds the same model many times
-def _problem(tried: _Tried, layout: DocumentLayout) -> str | None:
+def problem_of_layout(tried: _Tried, layout: DocumentLayout) -> str | None:
     """What is wrong with training this architecture in this layout, None where nothing is."""
     kind, config = tried.kind, tried.config
     try:

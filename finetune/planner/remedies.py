@@ -110,7 +110,7 @@ def largest(
 
     values = _values(recipe, config, gpus, key)
     guess = _guess(recipe, config, room, key, values, planned)
-    best = _last_fitting_near(values, guess, lambda value: planned(value).fits)
+    best = last_fitting_near(values, guess, lambda value: planned(value).fits)
     if best < 0:
         raise FinetuneError(f"{key}: not even {values[0]} fits; plan without --max to see changes that do")
     return key, values[best], planned(values[best]).needed
@@ -158,9 +158,9 @@ def _last_fitting(values: Sequence[int], fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _last_fitting_near(values: Sequence[int], guess: int, fits: Callable[[int], bool]) -> int:
-    """As `_last_fitting`, but from a guess that is near: in steps that double until the edge is passed, then by
-    bisection."""
+def last_fitting_near(values: Sequence[int], guess: int, fits: Callable[[int], bool]) -> int:
+    """Index of the last value that fits, -1 for none, searched from a guess: in steps that double until the edge is
+    passed, then by bisection."""
     low, high, at, step = -1, len(values), guess, 1
     while high - low > 1:
         at = min(max(at, low + 1), high - 1)

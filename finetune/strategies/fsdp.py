@@ -166,13 +166,13 @@ def _scattered(parameter: DTensor, full: Tensor | None, device: torch.device) ->
     shards = shard_count(parameter)
     rows = -(-parameter.shape[0] // shards)  # of every shard but the last ones
     padded = torch.empty((rows, *parameter.shape[1:]), dtype=parameter.dtype, device=device)
-    parts = None if full is None else _parts(full.to(device), rows, shards) * (world // shards)
+    parts = None if full is None else shard_parts(full.to(device), rows, shards) * (world // shards)
     dist.scatter(padded, parts, src=0)
     first, last = row_range(parameter)
     return padded[: last - first]
 
 
-def _parts(tensor: Tensor, rows: int, shards: int) -> list[Tensor]:
+def shard_parts(tensor: Tensor, rows: int, shards: int) -> list[Tensor]:
     """One tensor of [rows, ...] for each shard: views, the last rows padded, and one of zeros for all ranks without."""
     full = len(tensor) // rows
     parts = views(tensor[: full * rows].contiguous(), rows) if full else []

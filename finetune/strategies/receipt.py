@@ -158,7 +158,7 @@ def _adapted_modules(model: nn.Module) -> dict[str, int]:
     return dict(Counter(path.rpartition(".")[2] for path in adapted))
 
 
-def _checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Place in the recipe, what it asks for there, and what runs."""
     every = int(recipe.training.activation_checkpointing)
     expected_master = "bfloat16" if recipe.training.pure_bf16 else "float32"
@@ -189,7 +189,7 @@ def _checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> list
 
 
 def _compare(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> None:
-    checks = _checks(recipe, strategy, receipt)
+    checks = receipt_checks(recipe, strategy, receipt)
     differing = [f"{place}: asked {requested}, runs {runs}" for place, requested, runs in checks if requested != runs]
     if differing:
         raise EnvironmentMismatch("\n".join([*differing, "what is built is not what the recipe asks for"]))

@@ -35,7 +35,7 @@ def compile_engine(strategy: Strategy, *, on_cpu: bool) -> None:
     os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
     _require_disk_access(strategy, on_cpu)
     if on_cpu and shutil.which("g++") and shutil.which("ninja"):  # else the engine says what it misses
-        _compile_ahead("ShareMemCommBuilder", "deepspeed_shm_comm", on_cpu)
+        compile_ahead("ShareMemCommBuilder", "deepspeed_shm_comm", on_cpu)
 
 
 def require_engine(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
@@ -45,7 +45,7 @@ def require_engine(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise _missing(strategy, "DeepSpeed is not installed", "DS_BUILD_OPS=0 pip install 'finetune[deepspeed]'")
-    for reason in _unsuitable(recipe, strategy, on_cpu):
+    for reason in unsuitable_for_engine(recipe, strategy, on_cpu):
         raise EnvironmentMismatch(reason)
 
 
@@ -57,14 +57,14 @@ def _require_disk_access(strategy: Strategy, on_cpu: bool) -> None:
         raise _missing(strategy, what, "apt-get install g++ ninja-build")
     if not _links("#include <libaio.h>\nint main() { io_context_t c = 0; return io_setup(1, &c); }", "aio"):
         raise _missing(strategy, "NVMe offload needs libaio and its header", "apt-get install libaio-dev")
-    _compile_ahead("AsyncIOBuilder", "async_io", on_cpu)
+    compile_ahead("AsyncIOBuilder", "async_io", on_cpu)
 
 
 def _missing(strategy: Strategy, what: str, remedy: str) -> EnvironmentMismatch:
     return EnvironmentMismatch(f"accelerate_config: {strategy.name}: {what}; install it with: {remedy}")
 
 
-def _unsuitable(recipe: Recipe, strategy: Strategy, on_cpu: bool) -> Iterator[str]:
+def unsuitable_for_engine(recipe: Recipe, strategy: Strategy, on_cpu: bool) -> Iterator[str]:
     """Settings that the engine would refuse with a traceback, or compute in another number format."""
     training, name = recipe.training, f"accelerate_config: {strategy.name}"
     half = training.mixed_precision
@@ -99,7 +99,7 @@ def _links(program: str, library: str) -> bool:
     return subprocess.run(command, input=program, text=True, capture_output=True, check=False).returncode == 0
 
 
-def _compile_ahead(builder: str, folder: str, on_cpu: bool) -> None:
+def compile_ahead(builder: str, folder: str, on_cpu: bool) -> None:
     """Compile now what the engine would compile within its process group: two minutes on a slow machine, once.
 
     One process at a time. torch's own lock is a file, which a killed compiler leaves behind, and then every later
@@ -107,7 +107,7 @@ def _compile_ahead(builder: str, folder: str, on_cpu: bool) -> None:
     """
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    root = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(_own_builds())))
+    root = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(own_builds())))
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / "finetune.lock"), silenced_deepspeed():
         for lock in root.glob(f"**/{folder}/lock"):
@@ -124,7 +124,7 @@ def _compile_ahead(builder: str, folder: str, on_cpu: bool) -> None:
             op_builder.load(verbose=False)
 
 
-def _own_builds() -> Path:
+def own_builds() -> Path:
     """A folder for this environment's compiled code: two that share one compile everything anew for each other."""
     from torch.utils.cpp_extension import get_default_build_root
 

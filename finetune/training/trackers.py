@@ -69,7 +69,7 @@ class Trackers:
             return
         folder = Path(self._recipe.run_dir)
         run = _TrackedRun(folder, first_step, _saved_identities(folder) if first_step else {})
-        settings = dict(_flat(self._recipe.model_dump(mode="json")))
+        settings = dict(tracked_settings(self._recipe.model_dump(mode="json")))
         for name in self._recipe.report_to:
             with self._guarded(name):
                 self._open[name] = tracker = _open_tracker(name, run)
@@ -111,7 +111,7 @@ class Trackers:
             self._log(f"report_to: {name} failed and is disabled for the rest of this run: {problem}")
 
 
-def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, str | int | float | bool]]:
+def tracked_settings(values: Mapping[str, Any]) -> Iterator[tuple[str, str | int | float | bool]]:
     """Nested settings as training.learning_rate; a value that is neither a number nor text is its JSON."""
     for path, value in leaves(values, lists="none"):
         if value != {}:

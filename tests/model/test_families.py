@@ -152,8 +152,8 @@ def test_every_way_of_the_table_is_a_recipe(tmp_path: Path) -> None:
 
 def test_the_trial_draws_no_random_numbers_and_is_not_repeated(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path)
-    families._problem.cache_clear()
+    families.problem_of_layout.cache_clear()
     before = torch.random.get_rng_state()
     refuse_early(recipe(folder))
     assert torch.equal(before, torch.random.get_rng_state())
-    assert families._problem.cache_info().misses == 1
+    assert families.problem_of_layout.cache_info().misses == 1

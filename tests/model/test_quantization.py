@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import EnvironmentMismatch, RecipeError
-from finetune.model.build import _bitsandbytes, build_model, decoder_parts, load_tokenizer
+from finetune.model.build import bitsandbytes_config, build_model, decoder_parts, load_tokenizer
 from finetune.model.quantization import (
     TENSORS,
     as_quantized,
@@ -291,7 +291,7 @@ def test_a_model_on_meta_has_the_structure_of_the_real_one(kind: str, tiny_llama
     real = build_model(requested, CPU)
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_llama), dtype=torch.bfloat16)
-        quantize_structure(base, _bitsandbytes(requested.quantization))
+        quantize_structure(base, bitsandbytes_config(requested.quantization))
         config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=32, target_modules="all-linear")
         hollow = get_peft_model(base, config)
     plain_quantized_weights(real)

@@ -40,7 +40,7 @@ def test_parts_of_a_tensor(rows: int) -> None:
     """What rank 0 sends: as torch.chunk cuts it, each padded to the first one's size."""
     whole = torch.arange(2.0 * rows).reshape(rows, 2)
     size = -(-rows // 4)
-    parts = fsdp._parts(whole, size, 4)
+    parts = fsdp.shard_parts(whole, size, 4)
     assert [part.shape for part in parts] == [(size, 2)] * 4
     assert torch.equal(torch.cat(parts)[:rows], whole)
     assert not torch.cat(parts)[rows:].any()

@@ -16,7 +16,7 @@ from finetune.model.known_configs import HUB_NAMES, full_config
 from finetune.planner import pick
 from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.planner.explain import explain_plan
-from finetune.planner.remedies import LENGTH, ROWS, _last_fitting_near, largest, remedies, spare
+from finetune.planner.remedies import LENGTH, ROWS, largest, last_fitting_near, remedies, spare
 from finetune.planner.variants import changed, smaller_variants
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.loader import load_recipe
@@ -133,7 +133,7 @@ def test_the_edge_is_found_from_near_in_few_plans() -> None:
             asked.append(value)
             return value <= edge
 
-        assert _last_fitting_near(values, guess, fits) == edge - 100
+        assert last_fitting_near(values, guess, fits) == edge - 100
         far = abs(edge - 100 - guess) + 1
         assert len(asked) == len(set(asked)) <= 2 * math.log2(far) + 3
 

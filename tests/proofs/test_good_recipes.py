@@ -22,7 +22,7 @@ from finetune.model.quantization import check_sharded_quantization
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Budget, Recipe
 from finetune.recipe.strategy import read_strategy
-from finetune.strategies.zero_requirements import _unsuitable
+from finetune.strategies.zero_requirements import unsuitable_for_engine
 from tests.support.memory_arithmetic import GB, disk_bytes, host_bytes, parts, shape_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,7 +130,7 @@ class TestRecipe:
         if strategy.kind == "fsdp":
             check_sharded_quantization(recipe)
         if strategy.kind == "deepspeed":
-            assert list(_unsuitable(recipe, strategy, on_cpu=False)) == []
+            assert list(unsuitable_for_engine(recipe, strategy, on_cpu=False)) == []
         check_optimizer(recipe.training.optim, on_cpu=not recipe.budget.gpus, sharded=strategy.kind == "fsdp")
         if (recipe.budget.gpus, recipe.budget.gpu_memory_gb) == (1, 16):  # a T4: no bfloat16, no flash attention
             assert recipe.training.mixed_precision == "fp16"

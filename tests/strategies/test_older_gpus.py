@@ -119,14 +119,14 @@ def test_gpus_without_flash_attention_take_a_document_at_a_time(
     monkeypatch.setattr(attention, "_on_cuda", on_cuda)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    attention._has_flash.cache_clear()
+    attention.has_flash.cache_clear()
     with FakeTensorMode():
         query, key = (torch.empty(1, heads, sum(LENGTHS), 8, dtype=torch.float16, device="cuda:0") for heads in (4, 2))
         starts = torch.empty(len(LENGTHS) + 1, dtype=torch.int32, device="cuda:0")
         output, _ = attention.varlen_attention(
             torch.nn.Module(), query, key, key, None, cu_seq_lens=starts, document_lengths=LENGTHS
         )
-    attention._has_flash.cache_clear()
+    attention.has_flash.cache_clear()
     assert output.shape == (1, sum(LENGTHS), 4, 8)
     if capability >= (8, 0):
         assert len(flash) == 1

@@ -24,7 +24,7 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, read_strategy
 from finetune.strategies import fsdp
 from finetune.strategies.assemble import Assembled
-from finetune.strategies.receipt import _checks, add_optimizer_state, write_receipt
+from finetune.strategies.receipt import add_optimizer_state, receipt_checks, write_receipt
 from tests.support.recipes import least_recipe
 
 CPU = torch.device("cpu")
@@ -180,7 +180,7 @@ def test_other_quantised_layers_are_refused(tiny_llama: Path) -> None:
 
 
 def test_every_check_has_a_case(built: Built) -> None:
-    places = [place for place, _, _ in _checks(built.recipe, built.strategy, built.receipt())]
+    places = [place for place, _, _ in receipt_checks(built.recipe, built.strategy, built.receipt())]
     assert len(places) == len(set(places)) == 10
     seen = {place for place in places if any(case.line.startswith(f"{place}: asked ") for case in CASES)}
     assert seen | {REDUCTION} == set(places)

@@ -188,7 +188,7 @@ def refusals(tmp_path: Path, strategy: str, *words: str) -> Iterator[str]:
     file = tmp_path / "recipe.yaml"
     file.write_text("model: {name_or_path: x}\ndata: {train: [{path: y}]}\n")
     loaded = load_recipe(str(file), [*words])
-    return zero_requirements._unsuitable(loaded.recipe, read_strategy(strategy), on_cpu=True)
+    return zero_requirements.unsuitable_for_engine(loaded.recipe, read_strategy(strategy), on_cpu=True)
 
 
 CASES: Mapping[str, tuple[str, list[str], str]] = {
@@ -259,7 +259,7 @@ def test_a_lock_that_a_killed_compiler_left_is_waited_for_and_taken_away(
     lock.parent.mkdir()
     lock.touch()
     began = time.monotonic()
-    zero_requirements._compile_ahead("NoSuchBuilder", "async_io", True)  # DeepSpeed knows none of that name
+    zero_requirements.compile_ahead("NoSuchBuilder", "async_io", True)  # DeepSpeed knows none of that name
     assert time.monotonic() - began >= 0.4
     assert not lock.exists()
 
@@ -272,8 +272,8 @@ def test_two_environments_do_not_compile_for_each_other(tmp_path: Path, monkeypa
     builds = []
     for prefix in ("/venv/one", "/venv/two", "/venv/one"):
         monkeypatch.setattr(sys, "prefix", prefix)
-        builds.append(zero_requirements._own_builds())
+        builds.append(zero_requirements.own_builds())
     assert builds[0] == builds[2] != builds[1]
     assert all(build.is_relative_to(tmp_path) for build in builds)
-    zero_requirements._compile_ahead("NoSuchBuilder", "async_io", True)
+    zero_requirements.compile_ahead("NoSuchBuilder", "async_io", True)
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(builds[0])

@@ -17,7 +17,7 @@ import pytest
 from finetune.errors import EnvironmentMismatch
 from finetune.recipe.loader import load_recipe
 from finetune.train import main
-from finetune.training.trackers import _flat, check_trackers, metric_values
+from finetune.training.trackers import tracked_settings, check_trackers, metric_values
 from tests.support.recipes import tiny, write_recipe
 from tests.support.tiny import write_chats
 
@@ -119,7 +119,7 @@ def test_lines_become_numbers_under_their_kind() -> None:
 def test_settings_are_flat() -> None:
     nested = {"training": {"learning_rate": 0.1, "optim": "adamw"}, "lora": None, "data": {"train": [{"path": "x"}]}}
     flat = {"training.learning_rate": 0.1, "training.optim": "adamw", "lora": "null", "data.train": '[{"path": "x"}]'}
-    assert dict(_flat(nested)) == flat
+    assert dict(tracked_settings(nested)) == flat
 
 
 @pytest.mark.slow
