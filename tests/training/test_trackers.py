@@ -17,7 +17,7 @@ import pytest
 from finetune.errors import EnvironmentMismatch
 from finetune.recipe.loader import load_recipe
 from finetune.train import main
-from finetune.training.trackers import tracked_settings, check_trackers, metric_values
+from finetune.training.trackers import check_trackers, metric_values, tracked_settings
 from tests.support.recipes import tiny, write_recipe
 from tests.support.tiny import write_chats
 
