@@ -5,6 +5,7 @@ Every rank has these objects, so that no caller asks for its rank; on the others
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -17,6 +18,8 @@ from finetune.strategies.receipt import add_optimizer_state
 from finetune.training.start import Start
 from finetune.training.trackers import Trackers
 
+SECONDS_BETWEEN_PAGES = 60.0  # drawing takes half a second of CPU for 1,000 steps
+
 
 class RunOutput:
     """The lines of a run, to its folder, the terminal and its trackers."""
@@ -25,6 +28,7 @@ class RunOutput:
         self.terminal = Terminal(start.plan.total_steps, silent=not start.launch.is_main)
         self._run_dir, self._writes = start.run_dir, start.writes
         self._trackers, self._pusher = Trackers(start.recipe), CheckpointPusher(start.recipe)
+        self._page_drawn = time.monotonic()  # a run shorter than a minute has its page at its end
 
     def open_trackers(self, first_step: int) -> None:
         """After the Accelerator is made; a `first_step` above 0 continues what an earlier start reported."""
@@ -32,12 +36,13 @@ class RunOutput:
             self._trackers.start(first_step)
 
     def write_metrics(self, line: dict[str, Any]) -> None:
-        """A line of metrics.jsonl; after an evaluation report.html is drawn again."""
+        """A line of metrics.jsonl; after an evaluation report.html is drawn again, once a minute at most."""
         if self._writes:
             append_lines(self._run_dir / "metrics.jsonl", [line])
             self._trackers.log(line)
-            if line["kind"] == "eval":
+            if line["kind"] == "eval" and time.monotonic() - self._page_drawn >= SECONDS_BETWEEN_PAGES:
                 write_page(self._run_dir, self.terminal.log)
+                self._page_drawn = time.monotonic()
 
     def write_samples(self, lines: Iterable[dict[str, Any]]) -> None:
         """Lines of samples.jsonl, each as soon as it is computed; on every rank, so that all of them compute it."""
