@@ -24,7 +24,7 @@ def test_the_page_is_drawn_at_evaluations_and_not_again_within_a_minute(
         launch=SimpleNamespace(is_main=True),
         run_dir=tmp_path,
         writes=True,
-        recipe=least_recipe(),
+        recipe=least_recipe(output_dir=str(tmp_path)),
     )
     output = RunOutput(start)
     for seconds, kind in [(1, "eval"), (60, "train"), (0, "eval"), (59, "eval"), (1, "eval")]:
