@@ -1,4 +1,4 @@
 """The same peaks by arithmetic, in milliseconds, for the search through many variants.
 
-May import: what is below the planner.
+May import: planner/constants and what is below the planner.
 """
