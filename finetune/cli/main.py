@@ -69,10 +69,11 @@ def check(
 
     def work() -> dict[str, Any]:
         loaded = load_recipe(recipe, overrides or [])
+        notes: list[str] = []
         if data:
             from finetune.data.check import check_rows
 
-            check_rows(loaded.recipe.data)
+            check_rows(loaded.recipe.data, notes.append)
         known = known_secrets() if resolved else ()
         if not as_json:
             text = hide_secrets(resolved_yaml(loaded), known) if resolved else f"{recipe}: right"

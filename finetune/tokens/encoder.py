@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from finetune.data.columns import layout_of
 from finetune.data.formats import Chat, Passage, read_row
 from finetune.data.readers import BadRow
-from finetune.recipe.schema import Data, RowFormat
+from finetune.recipe.schema import Data, DataSet, RowFormat
 from finetune.tokens.assistant_spans import Rendered, Span, SpanFinder
 from finetune.tokens.chat_template import ChatTemplate, read_source
 from finetune.tokens.tokenizer import IGNORE, Document, Script, TextTokenizer
@@ -49,15 +50,18 @@ class Encoder:
         self._template: ChatTemplate | None = None
 
     def encode(self, row: Mapping[str, Any], format: RowFormat) -> Document:
-        """Encode a row. Raises RowError (mistake; remedy)."""
-        document = self.texts.tokenise([self.script(row, format)])[0]
+        """Encode a row with the columns of a layout. Raises RowError (mistake; remedy)."""
+        return self.document(read_row(row, layout_of(DataSet(path="json", format=format), [row])))
+
+    def document(self, read: Chat | Passage) -> Document:
+        """Encode a row that was read. Raises RowError."""
+        document = self.texts.tokenise([self.script(read)])[0]
         if isinstance(document, RowError):
             raise document
         return document
 
-    def script(self, row: Mapping[str, Any], format: RowFormat) -> Script:
+    def script(self, read: Chat | Passage) -> Script:
         """The row's text and its learned spans. Raises RowError."""
-        read = read_row(row, format)
         script = self._passage(read) if isinstance(read, Passage) else self._chat(read)
         if not script.learned:
             raise RowError("nothing in this row is learned; give an assistant turn the weight 1, or remove the row")

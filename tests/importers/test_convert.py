@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 from finetune.cli.main import main
+from finetune.data.columns import Layout
+from finetune.data.formats import read_row
 from finetune.errors import RecipeError
 from finetune.importers import hf_trainer, trl
 from finetune.importers.convert import TOOLS, Imported, convert, known_tool
@@ -430,7 +432,8 @@ def test_their_templates_and_what_is_learned_in_them(name: str) -> None:
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]}
     )
-    script = Encoder(tokenizer, data).script({"instruction": "What is it?", "output": answer}, "alpaca")
+    row = read_row({"instruction": "What is it?", "output": answer}, Layout("alpaca"))
+    script = Encoder(tokenizer, data).script(row)
     assert script.text.startswith(prompt + answer + end)
     start, stop = script.learned[0]
     assert script.text[start:stop] == answer + end
