@@ -78,9 +78,11 @@ def check(
         if not as_json:
             text = hide_secrets(resolved_yaml(loaded), known) if resolved else f"{recipe}: right"
             typer.echo(text, nl=not resolved)
+            for note in notes:
+                typer.echo(note, err=resolved)  # what is resolved may be written into a file
         values = {"recipe": loaded.recipe.model_dump(mode="json"), "origins": loaded.origins} if resolved else {}
         values = hide_in(values, known)
-        return {"ok": True, "path": str(recipe), **values}
+        return {"ok": True, "path": str(recipe), **({"notes": notes} if data else {}), **values}
 
     run_verb(work, as_json=as_json)
 

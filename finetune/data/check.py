@@ -51,14 +51,16 @@ def check_rows(data: Data, tell: Callable[[str], object] = lambda note: None) ->
 
     Raises DataError with every mistake.
     """
-    mistakes, counts, notes = Mistakes(), {}, []
+    mistakes = Mistakes()
+    counts: dict[str, int] = {}
+    notes: list[str] = []
     for entry in data.sets:
         try:
             source = resolve(entry)
             if source.kind != "hub":
                 reader = RowReader(source)
                 counts[source.name] = _good_rows(reader, mistakes)
-                notes += notes_of(source.name, reader.facts)
+                notes += notes_of(source.name, reader.facts())
         except DataError as error:
             mistakes.take(error)
     mistakes.raise_if_any()

@@ -57,7 +57,10 @@ def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> Layout:
     guessed = _known_names(entry, rows)
     layout = Layout("text", guessed or entry.columns, entry.roles, entry.chat_template_kwargs, bool(guessed))
     for row in rows:
-        if found := _detect(layout.view(row), entry, layouts_with(layout.columns)):
+        view = layout.view(row)
+        if found := _detect(view, entry, layouts_with(layout.columns)):
+            if entry.chat_template_kwargs and (found == "text" or isinstance(view.get("prompt"), str)):
+                raise BadRow("chat_template_kwargs: these rows are texts, which no chat template renders; remove them")
             return replace(layout, format=found)
     raise BadRow(_answer(entry, rows))
 
@@ -136,6 +139,9 @@ def _missing(entry: DataSet, found: Sequence[str]) -> str:
     if near := nearest(ours, others):
         line = written({**entry.columns, ours: near})
         return f"the field {ours!r} is missing; {near!r} is there: rename it, or write columns: {line}"
+    if entry.columns:
+        line = written({**entry.columns, ours: "..."}).replace('"..."', "...")
+        return f"the field {ours!r} is missing, the columns are {listed(found)}; write columns: {line}"
     return f"the field {ours!r} is missing; add it, or choose another data format than {names[0]}"
 
 

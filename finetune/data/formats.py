@@ -90,11 +90,10 @@ def _prompt_completion(view: Mapping[str, Any], layout: Layout) -> Chat | Passag
         return replace(chat, learned=inside)
     if isinstance(prompt, list) or isinstance(completion, list):
         raise BadRow("'prompt' and 'completion' must both be texts or both lists of messages; change one")
-    for column in OF_CHATS:
-        if view.get(column):
-            as_chat = written({"instruction": layout.columns.get("prompt", "prompt"),
-                               "output": layout.columns.get("completion", "completion")})  # fmt: skip
-            raise BadRow(f"{column!r} has no place in texts without a chat template; read them as a chat: {as_chat}")
+    if column := next((column for column in OF_CHATS if view.get(column)), None):
+        theirs = [layout.columns.get(name, name) for name in ("prompt", "completion")]
+        line = written(dict(zip(("instruction", "output"), theirs, strict=True)))
+        raise BadRow(f"{column!r} has no place in texts without a chat template; as chats: columns: {line}")
     return Passage(checked_text(prompt, "prompt", may_be_empty=True), checked_text(completion, "completion"))
 
 

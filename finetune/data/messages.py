@@ -17,6 +17,15 @@ MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+def reasoning_of(message: Mapping[str, Any]) -> str:
+    """What an assistant's turn thinks before its answer: its own key, or what its content has before </think>."""
+    for key in REASONING:
+        if message.get(key):
+            return str(message[key])
+    before, end, _ = message["content"].partition("</think>")
+    return before.lstrip().removeprefix("<think>") if end else ""
+
+
 class UnknownRole(BadRow):
     """A role that is neither ours nor in the recipe's `roles`: told once for each, not for each row."""
 
@@ -53,6 +62,8 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
             raise BadRow(f"{where}: tool_calls on a {role} turn; only the assistant calls tools")
         result["tool_calls"] = _tool_calls(result["tool_calls"], f"{where}.tool_calls")
     for key in REASONING:
+        if key in result and role != "assistant" and result[key]:
+            raise BadRow(f"{where}: {key} on a {role} turn; only the assistant's is learned: move or remove it")
         if key in result:
             result[key] = checked_text(result[key], f"{where}.{key}", may_be_empty=True)
     return result | {"content": _content(message, where, may_be_empty="tool_calls" in result or role == "tool")}

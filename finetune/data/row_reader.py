@@ -5,17 +5,18 @@ Checking, tokenising and previewing read rows here, so that none of them takes a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from finetune.data.columns import Layout, layout_of, listed, written
 from finetune.data.formats import Chat, Passage, read_row
-from finetune.data.messages import UnknownRole, nearest
+from finetune.data.messages import REASONING, UnknownRole, nearest
 from finetune.data.readers import BadRow, SourceRow
 from finetune.data.sources import Source
 from finetune.recipe.cross_checks import OPTIONAL_COLUMNS
 
+READ_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)  # of messages, by templates or our checks
 HEAD = 10  # rows from which the layout is found
 
 
@@ -38,6 +39,7 @@ class RowReader:
         self._source = source
         self._layout: Layout | None = None
         self._unused: dict[str, None] = {}  # columns, in the order in which they were seen
+        self._message_keys: dict[str, None] = {}  # besides those that every template reads
         self._roles: set[str] = set()  # unknown ones that were told
         self._unanswered = 0
         self._run_together = 0
@@ -93,17 +95,18 @@ class RowReader:
     def _note(self, read: Chat | Passage) -> None:
         if isinstance(read, Chat):
             self._unanswered += read.messages[-1]["role"] != "assistant"
+            self._message_keys |= dict.fromkeys(key for each in read.messages for key in each if key not in READ_KEYS)
         elif read.prompt:
             end, start = read.prompt[-1], read.completion[0]
             self._run_together += end.isascii() and not end.isspace() and start.isascii() and start.isalnum()
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What `notes_of` tells, of the rows read so far."""
+    def facts(self, is_read: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
+        """What `notes_of` tells, of the rows read so far; `is_read`: whether the template reads a key of messages."""
         guess = self._layout if self._layout and self._layout.is_guess else None
         return {
             "read_as": [guess.format, written(guess.columns)] if guess else None,
             "unused_columns": [*self._unused],
+            "unused_message_keys": [key for key in self._message_keys if not is_read(key)],
             "unanswered": self._unanswered,
             "run_together": self._run_together,
         }
@@ -116,6 +119,8 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
         yield f"{name}: read as {layout}, columns: {columns}"
     if facts["unused_columns"]:
         yield f"{name}: columns not used: {listed(facts['unused_columns'])}"
+    if facts["unused_message_keys"]:
+        yield f"{name}: keys of messages that the chat template does not read: {listed(facts['unused_message_keys'])}"
     if count := facts["unanswered"]:
         yield f"{name}: {count:,} of its dialogues end without an answer; nothing is learned from the last turn"
     if count := facts["run_together"]:

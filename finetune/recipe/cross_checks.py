@@ -114,8 +114,9 @@ def _column_mistakes(entry: DataSet) -> Iterator[CrossCheck]:
     unknown = [ours for ours in entry.columns if ours not in known]
     for ours in unknown:
         near = difflib.get_close_matches(ours.lower(), known, 1, 0.6)
-        swapped = "write our name first: columns: {ours: theirs}; " if entry.columns[ours] in known else ""
-        remedy = swapped + (f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}")
+        remedy = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
+        if entry.columns[ours] in known:
+            remedy = f"our name comes first: write {entry.columns[ours]}: {ours}"
         yield CrossCheck(f"columns.{ours}", "is not a column of any layout", remedy)
     layouts = layouts_with(entry.columns)
     if not unknown and not layouts:

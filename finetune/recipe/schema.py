@@ -154,6 +154,12 @@ class Data(Section):
         return self.eval if isinstance(self.eval, list) else []
 
     @property
+    def chat_template_kwargs(self) -> dict[str, Any]:
+        """What the template is given when the model is prompted: what all training sets say, nothing if they differ."""
+        first = self.train[0].chat_template_kwargs
+        return first if all(entry.chat_template_kwargs == first for entry in self.train) else {}
+
+    @property
     def sets(self) -> list[DataSet]:
         """All data sets, those of training first."""
         return [*self.train, *self.eval_sets]

@@ -21,7 +21,7 @@ from finetune.recipe.schema import Data, DataSet, Recipe
 from finetune.tokens.cache import StoredDocuments
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import IGNORE, Document, Encoder
-from finetune.tokens.mixture import DocumentPool
+from finetune.tokens.mixture import DocumentPool, shares
 from finetune.tokens.tokenizer import TextTokenizer
 
 LONGEST = 3  # documents named
@@ -153,11 +153,19 @@ def _all_roles(data: Data) -> dict[str, int]:
     return dict(counted)
 
 
+def _named(entry: DataSet) -> dict[str, Any]:
+    """A data set by name, configuration and split, and its weight."""
+    split = entry.split if entry.split != "train" else None
+    return {"name": " ".join(filter(None, (resolve(entry).name, entry.name, split))), "weight": entry.weight}
+
+
 def _facts(recipe: Recipe, prepared: Prepared, lengths: np.ndarray) -> dict[str, Any]:
     """What `prepare` counted, and the arithmetic of an epoch."""
     rows, per_step = prepared.facts["rows"], recipe.training.global_batch_size
     middle, high = np.percentile(lengths, [50, 99])
+    each = shares(prepared.pool, prepared.split, len(recipe.data.train))
     return prepared.facts | {
+        "data_sets": [_named(entry) | part for entry, part in zip(recipe.data.train, each, strict=True)],
         "tokens_median": float(middle),
         "tokens_99th": float(high),
         "tokens_longest": int(lengths.max()),

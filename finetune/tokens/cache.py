@@ -26,7 +26,7 @@ from finetune.data.check import Mistakes
 from finetune.data.readers import SourceRow
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import Source
-from finetune.errors import EnvironmentMismatch
+from finetune.errors import DataError, EnvironmentMismatch
 from finetune.files import cache_folder
 from finetune.recipe.schema import Data
 from finetune.tokens.encoder import IGNORE, Document, Encoder, RowError, Script
@@ -116,6 +116,7 @@ def _open(folder: Path, names: tuple[str, ...]) -> StoredDocuments | None:
 
 
 def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
+    _check_variables(source, encoder)
     aside = folder.with_suffix(".partial")  # the lock makes it ours; its content is left from a killed process
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
@@ -129,7 +130,7 @@ def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
                 elif (fitted := _fit(document, place, data, mistakes, writer.counts)) and not mistakes.count:
                     writer.add(place, fitted)
         mistakes.raise_if_any()
-        writer.close(reader.facts)
+        writer.close(reader.facts(encoder.template_reads))
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
     finally:
@@ -150,6 +151,14 @@ def _tokenised(
             print(f"tokenising {source.name}: {rows:,} rows", file=sys.stderr, flush=True)
         counts["control_token_texts"] += sum(bool(script.literals) for _, script in chunk)
         yield [row for row, _ in chunk], encoder.texts.tokenise([script for _, script in chunk])
+
+
+def _check_variables(source: Source, encoder: Encoder) -> None:
+    """Raises DataError, once for the data set, where the chat template does not have its variables."""
+    try:
+        encoder.check_variables(source.entry.chat_template_kwargs)
+    except RowError as error:
+        raise DataError([f"{source.name}: {error}"]) from None
 
 
 def _scripts(reader: RowReader, encoder: Encoder, mistakes: Mistakes) -> Iterator[tuple[SourceRow, Script]]:

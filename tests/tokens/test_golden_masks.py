@@ -19,7 +19,12 @@ GOLDEN = Path(__file__).parent / "golden_masks"
 ROWS: dict[str, dict[str, Any]] = json.loads((GOLDEN / "rows.json").read_text("utf-8"))
 CASES = [(family, case) for family in FAMILIES for case in ROWS]
 # What a template cannot say is refused, in these words.
-REFUSED = {"tools": "does not write the row's tools", "system": "System role not supported"}
+REFUSED = {
+    "tools": "does not write the row's tools",
+    "system": "System role not supported",
+    "thinking": "leaves out the reasoning of turn 4",
+    "thinking_inside": "leaves out the reasoning of turn 2",
+}
 WRITES_TOOLS = {"llama31", "qwen", "mistral"}
 
 
@@ -35,7 +40,12 @@ def as_templates_want(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def refused(family: str, case: str) -> bool:
-    return (case == "tools" and family not in WRITES_TOOLS) or (case == "system" and family == "gemma")
+    return (
+        (case == "tools" and family not in WRITES_TOOLS)
+        or (case == "system" and family == "gemma")
+        or (case == "thinking" and family != "qwen3")
+        or (case == "thinking_inside" and family == "deepseek")
+    )
 
 
 @pytest.mark.parametrize(("family", "case"), CASES)
