@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.data.columns import layout_of
-from finetune.data.formats import Chat, Passage, read_row
+from finetune.data.formats import Chat, Passage
 from finetune.data.messages import REASONING, reasoning_of
 from finetune.data.readers import BadRow
-from finetune.recipe.schema import Data, DataSet, RowFormat
+from finetune.recipe.schema import Data
 from finetune.tokens.assistant_spans import Rendered, Span, SpanFinder, texts_of
 from finetune.tokens.chat_template import ChatTemplate, read_source
 from finetune.tokens.tokenizer import IGNORE, Document, Script, TextTokenizer
@@ -52,10 +51,6 @@ class Encoder:
         self.texts = TextTokenizer(tokenizer)
         self._template: ChatTemplate | None = None
         self._finders: dict[str, SpanFinder] = {}  # by the template's variables
-
-    def encode(self, row: Mapping[str, Any], format: RowFormat) -> Document:
-        """Encode a row with the columns of a layout. Raises RowError (mistake; remedy)."""
-        return self.document(read_row(row, layout_of(DataSet(path="json", format=format), [row])))
 
     def document(self, read: Chat | Passage) -> Document:
         """Encode a row that was read. Raises RowError."""

@@ -19,6 +19,7 @@ from finetune.report.preview import Oddity, doubled_begin, length_histogram, pie
 from finetune.report.preview_views import as_page, facts_lines
 from finetune.tokens.cache import StoredDocuments
 from finetune.tokens.encoder import Encoder
+from tests.support.masks import encoded
 from tests.support.tiny import SPECIAL_TOKENS, save_tiny
 
 QUESTION = {"role": "user", "content": "which seven birds sing?"}
@@ -206,7 +207,7 @@ def test_the_lengths_are_drawn_once_each(tmp_path: Path, model: Path) -> None:
 def test_words_keep_their_spaces_where_decoding_one_token_drops_them(model: Path, tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, model, [chat("x")])).recipe
     encoder = Encoder(load_tokenizer(recipe), recipe.data)
-    document = encoder.encode(chat("old stone bridge"), "messages")
+    document = encoded(encoder, chat("old stone bridge"), "messages")
     tokens = list(pieces(encoder.texts, document))
     assert len(tokens) == len(document.input_ids)
     assert encoder.texts.decode(document.input_ids) == "".join(piece.text for piece in tokens)

@@ -21,6 +21,7 @@ from finetune.tokens import cache
 from finetune.tokens.cache import ArrayWriter, StoredDocuments, read_array, stored_documents
 from finetune.tokens.encoder import IGNORE, Encoder
 from tests.support.chat_families import LLAMA3, tokenizer_of
+from tests.support.masks import encoded
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": f"answer {n}"}]}
@@ -61,7 +62,7 @@ def test_what_is_stored_is_what_was_encoded(rows: Path) -> None:
     encoder = Encoder(tokenizer_of("llama3"), Data.model_validate({"train": [{"path": "x"}]}))
     assert len(stored) == len(ROWS)
     for index, row in enumerate(ROWS):
-        document = encoder.encode(row, "messages")
+        document = encoded(encoder, row, "messages")
         ids, labels = stored.document(index)
         assert ids.tolist() == document.input_ids
         assert labels.tolist() == document.labels
