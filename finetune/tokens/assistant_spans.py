@@ -143,10 +143,12 @@ class SpanFinder:
     def _start(self, messages: Messages, tools: Tools, index: int, marked: _Marked) -> int:
         before, own = marked.last[index - 1], marked.first[index]
         key = (messages[index - 1]["role"], bool(tools))
-        tail = self._tails.get(key)
-        if tail is None or not marked.text.startswith(tail, before):
+        tail, matched = self._tails.get(key), 0
+        if tail is not None:
+            matched = _common(tail, marked.text, before)
+        if tail is None or matched < min(len(tail), own - before):  # not all of the header: the row has another tail
             tail = self._tails[key] = self._tail(messages, tools, index)
-        matched = _common(tail, marked.text, before)
+            matched = _common(tail, marked.text, before)
         if matched == len(tail):
             return min(before + matched, own)
         # The generation prompt continues where a finished turn does not (DeepSeek-R1 opens a thinking block there), so
