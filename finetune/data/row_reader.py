@@ -122,9 +122,9 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
     if facts["unused_message_keys"]:
         yield f"{name}: keys of messages that the chat template does not read: {listed(facts['unused_message_keys'])}"
     if count := facts["unanswered"]:
-        yield f"{name}: {count:,} of its dialogues end without an answer; nothing is learned from the last turn"
+        yield f"{name}: dialogues that end without an answer: {count:,}; nothing is learned from their last turn"
     if count := facts["run_together"]:
         yield (
-            f"{name}: {count:,} of its prompts run into the completion without a space or line break; end them with "
+            f"{name}: prompts that run into their completion without a space or line break: {count:,}; end them with "
             "one, or read them as chats: columns: {instruction: ..., output: ...}"
         )

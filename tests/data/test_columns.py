@@ -299,8 +299,8 @@ def test_variables_of_the_template(tmp_path: Path) -> None:
 
 def test_what_is_odd_is_told_with_its_count(tmp_path: Path) -> None:
     assert checked(tmp_path, {"messages": TURNS}, {"messages": [*TURNS, ASKED]}, {"messages": [*TURNS, ASKED]}) == [
-        "2 of its dialogues end without an answer; nothing is learned from the last turn"
+        "dialogues that end without an answer: 2; nothing is learned from their last turn"
     ]
     rows = [{"prompt": prompt, "completion": "So."} for prompt in ("Why?", "Why? ", "Why?\n", "", "なぜ")]
     (note,) = checked(tmp_path, *rows)
-    assert note.startswith("1 of its prompts run into the completion without a space or line break")
+    assert note.startswith("prompts that run into their completion without a space or line break: 1; end them with one")

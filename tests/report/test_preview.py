@@ -109,7 +109,7 @@ def test_what_was_not_used_of_the_rows_is_a_note(tmp_path: Path, model: Path) ->
     view = preview(load_recipe(write(tmp_path, model, rows)).recipe, 0)
     assert [(finding.severity, finding.text.partition(": ")[2]) for finding in view.findings] == [
         ("note", "columns not used: 'source'"),
-        ("note", "1 of its dialogues end without an answer; nothing is learned from the last turn"),
+        ("note", "dialogues that end without an answer: 1; nothing is learned from their last turn"),
     ]
 
 
