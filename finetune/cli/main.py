@@ -69,17 +69,20 @@ def check(
 
     def work() -> dict[str, Any]:
         loaded = load_recipe(recipe, overrides or [])
+        notes: list[str] = []
         if data:
             from finetune.data.check import check_rows
 
-            check_rows(loaded.recipe.data)
+            check_rows(loaded.recipe.data, notes.append)
         known = known_secrets() if resolved else ()
         if not as_json:
             text = hide_secrets(resolved_yaml(loaded), known) if resolved else f"{recipe}: right"
             typer.echo(text, nl=not resolved)
+            for note in notes:
+                typer.echo(note, err=resolved)  # what is resolved may be written into a file
         values = {"recipe": loaded.recipe.model_dump(mode="json"), "origins": loaded.origins} if resolved else {}
         values = hide_in(values, known)
-        return {"ok": True, "path": str(recipe), **values}
+        return {"ok": True, "path": str(recipe), **({"notes": notes} if data else {}), **values}
 
     run_verb(work, as_json=as_json)
 

@@ -7,13 +7,12 @@ order it refuses, a length) comes up in the same form when the rows are tokenise
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 
-from finetune.data.formats import detect_format, read_row
-from finetune.data.readers import BadRow, SourceRow
-from finetune.data.sources import Source, resolve
+from finetune.data.row_reader import RowReader, notes_of
+from finetune.data.sources import resolve
 from finetune.errors import DataError
-from finetune.recipe.schema import Data, DataSet, RowFormat
+from finetune.recipe.schema import Data
 
 SHOWN_MISTAKES = 20
 _MORE = re.compile(r"and (\d+) more")
@@ -47,43 +46,34 @@ class Mistakes:
         self.count += int(match[1]) if match else 0
 
 
-class FormatOfSource:
-    """The layout of a data set's rows: the entry's own, or that of its first good row, which all must have."""
+def check_rows(data: Data, tell: Callable[[str], object] = lambda note: None) -> dict[str, int]:
+    """Check every local row; returns how many rows each data set has, and tells what their owner should know.
 
-    def __init__(self, entry: DataSet) -> None:
-        self.format: RowFormat = entry.format
-
-    def of(self, row: SourceRow) -> RowFormat:
-        """The layout to read this row by. Raises BadRow."""
-        assert row.values is not None
-        if self.format == "auto":
-            self.format = detect_format(row.values)
-        return self.format
-
-
-def check_rows(data: Data) -> dict[str, int]:
-    """Check every local row; returns how many rows each data set has. Raises DataError with every mistake."""
-    mistakes, counts = Mistakes(), {}
+    Raises DataError with every mistake.
+    """
+    mistakes = Mistakes()
+    counts: dict[str, int] = {}
+    notes: list[str] = []
     for entry in data.sets:
         try:
             source = resolve(entry)
+            if source.kind != "hub":
+                reader = RowReader(source)
+                counts[source.name] = _good_rows(reader, mistakes)
+                notes += notes_of(source.name, reader.facts())
         except DataError as error:
             mistakes.take(error)
-            continue
-        if source.kind != "hub":
-            counts[source.name] = sum(1 for _ in _good_rows(source, mistakes))
     mistakes.raise_if_any()
+    for note in notes:
+        tell(note)
     return counts
 
 
-def _good_rows(source: Source, mistakes: Mistakes) -> Iterator[SourceRow]:
-    layout = FormatOfSource(source.entry)
-    for row in source.rows():
-        try:
-            if row.values is None:
-                raise BadRow(row.problem)
-            read_row(row.values, layout.of(row))
-        except BadRow as error:
-            mistakes.add(f"{row.place}: {error}")
+def _good_rows(reader: RowReader, mistakes: Mistakes) -> int:
+    count = 0
+    for row in reader.rows():
+        if row.problem is None:
+            count += 1
         else:
-            yield row
+            mistakes.add(f"{row.place}: {row.problem}")
+    return count

@@ -1,4 +1,4 @@
-"""A row's layout: found from its columns, checked strictly, and brought into one of two forms.
+"""A row by the layout of its data set: checked strictly, and brought into one of two forms.
 
 Chat     messages as chat templates read them (messages, sharegpt, alpaca, prompt/completion of messages)
 Passage  a prompt and what follows it, without a template (text, prompt/completion of texts)
@@ -7,22 +7,24 @@ Passage  a prompt and what follows it, without a template (text, prompt/completi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from finetune.data.messages import checked_text, is_learned, json_text, nearest, read_message, read_tools
+from finetune.data.columns import REASONING_COLUMNS, Layout, written
+from finetune.data.messages import (
+    UnknownRole,
+    check_inside,
+    checked_text,
+    is_learned,
+    json_text,
+    nearest,
+    read_message,
+    read_tools,
+    with_our_role,
+)
 from finetune.data.readers import BadRow, json_kind
-from finetune.recipe.schema import KnownFormat, RowFormat
+from finetune.recipe.cross_checks import OF_CHATS, ROW_COLUMNS, TEMPLATE_ARGUMENTS
 
-# In the order of preference where a row has the columns of several: a chat holds more than its rendering.
-COLUMNS: dict[KnownFormat, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-    "prompt_completion": ("prompt", "completion"),
-    "alpaca": ("instruction", "output"),
-    "text": ("text",),
-}
-OPTIONAL = ("tools", "system", "input")
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "model": "assistant", "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
@@ -37,6 +39,7 @@ class Chat:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     learned: list[bool]  # per message: an assistant's whose weight is not 0
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables for the template
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,91 +50,85 @@ class Passage:
     completion: str
 
 
-def detect_format(row: Mapping[str, Any]) -> KnownFormat:
-    """The layout that the row's columns show. Raises BadRow with the nearest right name."""
-    for name, columns in COLUMNS.items():
-        if all(row.get(column) is not None for column in columns):
-            return name
-    expected = [column for columns in COLUMNS.values() for column in columns]
-    for column in row:
-        if column not in expected and (near := nearest(column, expected)):
-            raise BadRow(f"unknown column {column!r}; did you mean {near!r}?")
-    for columns in COLUMNS.values():
-        missing = [column for column in columns if row.get(column) is None]
-        if len(missing) < len(columns):
-            raise BadRow(f"the field {missing[0]!r} is missing next to {_other(columns, missing[0])!r}; add it")
-    has = ", ".join(map(repr, list(row)[:8])) or "none"
-    raise BadRow(f"no known layout: the columns are {has}; name them messages, text, or prompt and completion")
-
-
-def _other(columns: tuple[str, ...], missing: str) -> str:
-    return next(column for column in columns if column != missing)
-
-
-def read_row(row: Mapping[str, Any], layout: RowFormat) -> Chat | Passage:
+def read_row(row: Mapping[str, Any], layout: Layout) -> Chat | Passage:
     """The row in its common form, checked strictly. Raises BadRow (mistake; remedy)."""
-    known = detect_format(row) if layout == "auto" else layout
-    _check_columns(row, known)
-    match known:
+    view = layout.view(row)
+    _check_columns(view, layout)
+    match layout.format:
         case "messages":
-            return _chat(row, row["messages"], "messages")
+            return _chat(view, view["messages"], "messages", layout)
         case "sharegpt":
-            return _chat(row, _from_sharegpt(row["conversations"]), "conversations")
+            return _chat(view, _from_sharegpt(view["conversations"], layout), "conversations", layout)
         case "prompt_completion":
-            return _prompt_completion(row)
+            return _prompt_completion(view, layout)
         case "alpaca":
-            return _alpaca(row)
+            return _alpaca(view, layout)
         case "text":
-            return Passage("", checked_text(row["text"], "text"))
+            return Passage("", checked_text(view["text"], "text"))
 
 
-def _check_columns(row: Mapping[str, Any], known: KnownFormat) -> None:
-    expected = COLUMNS[known]
-    for column in expected:
-        if column not in row:
-            others = [name for name in row if name not in expected]
-            near = nearest(column, others)
-            hint = f"{near!r} is there: rename it" if near else f"add it, or choose another data format than {known}"
-            raise BadRow(f"the field {column!r} is missing; {hint}")
-        if row[column] is None:
-            raise BadRow(f"{column!r} is null; give it a value, or remove the row")
-    known_names = [*expected, *OPTIONAL]
-    for column in row:
-        if column not in known_names and (near := nearest(column, OPTIONAL, cutoff=0.8)) and near not in row:
-            raise BadRow(f"unknown column {column!r}; did you mean {near!r}?")
+def _check_columns(view: Mapping[str, Any], layout: Layout) -> None:
+    for column in ROW_COLUMNS[layout.format]:
+        theirs = layout.columns.get(column, column)
+        if column not in view:
+            near = nearest(theirs, [name for name in view if name not in ROW_COLUMNS[layout.format]])
+            hint = f"{near!r} is there: rename it" if near else "add it, or remove the row"
+            raise BadRow(f"the field {theirs!r} is missing; {hint}")
+        if view[column] is None:
+            raise BadRow(f"{theirs!r} is null; give it a value, or remove the row")
 
 
-def _prompt_completion(row: Mapping[str, Any]) -> Chat | Passage:
-    prompt, completion = row["prompt"], row["completion"]
+def _prompt_completion(view: Mapping[str, Any], layout: Layout) -> Chat | Passage:
+    prompt, completion = view["prompt"], view["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        chat = _chat(row, [*prompt, *completion], "prompt and completion")
+        chat = _chat(view, [*prompt, *completion], "prompt and completion", layout)
         # The prompt's own assistant turns are examples to read, not to learn.
-        inside = [index >= len(prompt) and learned for index, learned in enumerate(chat.learned)]
+        before = len(chat.messages) - len(completion)
+        inside = [index >= before and learned for index, learned in enumerate(chat.learned)]
         if not any(inside):
             raise BadRow("'completion' has no assistant turn to learn; add one")
-        return Chat(chat.messages, chat.tools, inside)
+        return replace(chat, learned=inside)
     if isinstance(prompt, list) or isinstance(completion, list):
         raise BadRow("'prompt' and 'completion' must both be texts or both lists of messages; change one")
+    if column := next((column for column in OF_CHATS if view.get(column)), None):
+        theirs = [layout.columns.get(name, name) for name in ("prompt", "completion")]
+        line = written(dict(zip(("instruction", "output"), theirs, strict=True)))
+        raise BadRow(f"{column!r} has no place in texts without a chat template; as chats: columns: {line}")
     return Passage(checked_text(prompt, "prompt", may_be_empty=True), checked_text(completion, "completion"))
 
 
-def _alpaca(row: Mapping[str, Any]) -> Chat:
-    instruction = checked_text(row["instruction"], "instruction")
-    context = checked_text(row.get("input") or "", "input", may_be_empty=True)
-    system = checked_text(row.get("system") or "", "system", may_be_empty=True)
-    messages = [{"role": "system", "content": system}] if system.strip() else []
-    messages.append({"role": "user", "content": f"{instruction}\n\n{context}" if context.strip() else instruction})
-    messages.append({"role": "assistant", "content": checked_text(row["output"], "output")})
-    return Chat(messages, None, [message["role"] == "assistant" for message in messages])
+def _alpaca(view: Mapping[str, Any], layout: Layout) -> Chat:
+    instruction = checked_text(view["instruction"], "instruction")
+    context = checked_text(view.get("input") or "", "input", may_be_empty=True)
+    answer = {"role": "assistant", "content": checked_text(view["output"], "output")}
+    for column in REASONING_COLUMNS:
+        if view.get(column) and "reasoning_content" not in answer:
+            answer["reasoning_content"] = checked_text(view[column], column)
+    question = f"{instruction}\n\n{context}" if context.strip() else instruction
+    return _chat(view, [*_history(view), {"role": "user", "content": question}, answer], "turns", layout)
 
 
-def _from_sharegpt(turns: Any) -> list[dict[str, Any]]:
+def _history(view: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Earlier turns of an Alpaca row, given as pairs of question and answer."""
+    pairs = view.get("history") or []
+    if isinstance(pairs, str):  # in tables
+        pairs = json_text(pairs, "history") if pairs.strip() else []
+    turns: list[dict[str, Any]] = []
+    for index, pair in enumerate(pairs if isinstance(pairs, list) else [pairs]):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise BadRow(f"history[{index}] is {json_kind(pair)}; write a list of pairs: [[question, answer], ...]")
+        for role, text in zip(("user", "assistant"), pair, strict=True):
+            turns.append({"role": role, "content": checked_text(text, f"history[{index}]")})
+    return turns
+
+
+def _from_sharegpt(turns: Any, layout: Layout) -> list[dict[str, Any]]:
     if not isinstance(turns, list):
         raise BadRow(f"'conversations' must be a list of turns, this is {json_kind(turns)}; write [{{\"from\": ...}}]")
-    return [_sharegpt_turn(turn, f"conversations[{index}]") for index, turn in enumerate(turns)]
+    return [_sharegpt_turn(turn, f"conversations[{index}]", layout) for index, turn in enumerate(turns)]
 
 
-def _sharegpt_turn(turn: Any, where: str) -> dict[str, Any]:
+def _sharegpt_turn(turn: Any, where: str, layout: Layout) -> dict[str, Any]:
     if not isinstance(turn, dict):
         raise BadRow(f'{where} must be an object, this is {json_kind(turn)}; write {{"from": ..., "value": ...}}')
     if "role" in turn and "from" not in turn:
@@ -140,21 +137,21 @@ def _sharegpt_turn(turn: Any, where: str) -> dict[str, Any]:
         if key not in turn:
             near = nearest(key, turn)
             raise BadRow(f"{where}: {key!r} is missing; " + (f"{near!r} is there: rename it" if near else "add it"))
-    speaker = turn["from"]
-    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-        near = nearest(str(speaker), SHAREGPT_ROLES)
-        hint = f"did you mean {near!r}?" if near else "known are human, gpt, system, function_call, observation"
-        raise BadRow(f"{where}: unknown speaker {speaker!r}; {hint}")
-    message = {"role": SHAREGPT_ROLES[speaker], "content": turn["value"]}
-    if turn.get("weight") is not None:
-        message["weight"] = turn["weight"]
-    if speaker == "function_call":
+    speaker, roles = turn["from"], {**SHAREGPT_ROLES, **layout.roles}
+    if not isinstance(speaker, str) or speaker not in roles:
+        near = nearest(str(speaker), roles)
+        known = f"did you mean {near!r}?" if near else "known are human, gpt, system, function_call, observation;"
+        line = written({str(speaker): roles[near] if near else "user"})
+        raise UnknownRole(f"{where}: unknown speaker {speaker!r}; {known} or add roles: {line}", str(speaker))
+    message = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    message |= {"role": roles[speaker], "content": turn["value"]}
+    if speaker == "function_call" and speaker not in layout.roles:
         call = json_text(checked_text(turn["value"], f"{where}: value"), f"{where}: value")
         message |= {"content": "", "tool_calls": call if isinstance(call, list) else [call]}
     return message
 
 
-def _chat(row: Mapping[str, Any], messages: Any, column: str) -> Chat:
+def _chat(view: Mapping[str, Any], messages: Any, column: str, layout: Layout) -> Chat:
     if not isinstance(messages, list):
         raise BadRow(f'{column!r} must be a list of messages, this is {json_kind(messages)}; write [{{"role": ...}}]')
     if not messages:
@@ -162,10 +159,39 @@ def _chat(row: Mapping[str, Any], messages: Any, column: str) -> Chat:
     checked, learned = [], []
     for index, message in enumerate(messages):
         where = f"{column}[{index}]"
-        checked.append(read_message(message, where))
-        learned.append(is_learned(message, where))
+        ours = with_our_role(message, layout.roles)
+        checked.append(read_message(ours, where))
+        learned.append(is_learned(ours, where))
+    if system := _system(view, checked):
+        checked, learned = [system, *checked], [False, *learned]
     _check_turns(checked)
-    return Chat(checked, read_tools(row.get("tools")), learned)
+    return Chat(checked, read_tools(view.get("tools")), learned, _template_kwargs(view, layout))
+
+
+def _system(view: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The system turn from the column of that name; None where there is none, or the messages begin with it."""
+    text = checked_text(view.get("system") or "", "system", may_be_empty=True)
+    if not text.strip():
+        return None
+    first = messages[0]
+    if first["role"] not in ("system", "developer"):
+        return {"role": "system", "content": text}
+    if first["content"].strip() != text.strip():
+        raise BadRow("the column 'system' and the system turn of the messages differ; keep one of them")
+    return None
+
+
+def _template_kwargs(view: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """Variables for the template: the row's own, else the data set's."""
+    own = view.get("chat_template_kwargs") or {}
+    if isinstance(own, str):  # in tables
+        own = json_text(own, "chat_template_kwargs") if own.strip() else {}
+    if not isinstance(own, dict):
+        raise BadRow(f"'chat_template_kwargs' must be an object, this is {json_kind(own)}; write {{\"name\": value}}")
+    if given := [name for name in own if name in TEMPLATE_ARGUMENTS]:
+        raise BadRow(f"chat_template_kwargs: {given[0]!r} is given to the template by this program; remove it")
+    check_inside(own, "chat_template_kwargs")
+    return {**layout.chat_template_kwargs, **own}
 
 
 def _check_turns(messages: list[dict[str, Any]]) -> None:

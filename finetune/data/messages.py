@@ -17,6 +17,23 @@ MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
+def reasoning_of(message: Mapping[str, Any]) -> str:
+    """What an assistant's turn thinks before its answer: its own key, or what its content has before </think>."""
+    for key in REASONING:
+        if message.get(key):
+            return str(message[key])
+    before, end, _ = message["content"].partition("</think>")
+    return before.lstrip().removeprefix("<think>") if end else ""
+
+
+class UnknownRole(BadRow):
+    """A role that is neither ours nor in the recipe's `roles`: told once for each, not for each row."""
+
+    def __init__(self, mistake: str, role: str) -> None:
+        super().__init__(mistake)
+        self.role = role
+
+
 def is_learned(message: Mapping[str, Any], where: str) -> bool:
     """Whether a message is learned: an assistant's without weight 0. Raises BadRow."""
     weight = message.get("weight")
@@ -45,6 +62,8 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
             raise BadRow(f"{where}: tool_calls on a {role} turn; only the assistant calls tools")
         result["tool_calls"] = _tool_calls(result["tool_calls"], f"{where}.tool_calls")
     for key in REASONING:
+        if key in result and role != "assistant" and result[key]:
+            raise BadRow(f"{where}: {key} on a {role} turn; only the assistant's is learned: move or remove it")
         if key in result:
             result[key] = checked_text(result[key], f"{where}.{key}", may_be_empty=True)
     return result | {"content": _content(message, where, may_be_empty="tool_calls" in result or role == "tool")}
@@ -55,14 +74,21 @@ def _role(message: Mapping[str, Any], where: str) -> str:
         near = nearest("role", message)
         hint = f"{near!r} is there: rename it" if near else "add it: user, assistant, system or tool"
         if "from" in message:
-            hint = "'from' is there: this is format: sharegpt, whose column is 'conversations'"
+            hint = "'from' is there: this is format: sharegpt; write columns: {conversations: messages}"
         raise BadRow(f"{where}: 'role' is missing; {hint}")
     role = message["role"]
     if not isinstance(role, str) or role not in ROLES:
         near = OTHER_ROLES.get(str(role).lower()) or nearest(str(role), ROLES)
-        hint = f"did you mean {near!r}?" if near else f"known are {', '.join(ROLES)}"
-        raise BadRow(f"{where}: unknown role {json.dumps(role, ensure_ascii=False)}; {hint}")
+        known = f"did you mean {near!r}?" if near else f"known are {', '.join(ROLES)};"
+        shown = json.dumps(role, ensure_ascii=False)
+        raise UnknownRole(f"{where}: unknown role {shown}; {known} or add roles: {{{shown}: {near or 'user'}}}", shown)
     return role
+
+
+def with_our_role(message: Any, roles: Mapping[str, str]) -> Any:
+    """The message with the role that the recipe's `roles` give it."""
+    role = message.get("role") if isinstance(message, dict) and roles else None
+    return {**message, "role": roles[role]} if isinstance(role, str) and role in roles else message
 
 
 def _content(message: Mapping[str, Any], where: str, *, may_be_empty: bool) -> str:
@@ -99,7 +125,7 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             arguments = json_text(arguments or "{}", f"{where}[{index}]: arguments")
         if not isinstance(arguments, dict):
             raise BadRow(f"{where}[{index}]: arguments must be an object, not {json_kind(arguments)}; write {{...}}")
-        _check_inside(arguments, f"{where}[{index}]: arguments")
+        check_inside(arguments, f"{where}[{index}]: arguments")
         checked_text(function["name"], f"{where}[{index}]: name")
         others = {key: value for key, value in call.items() if key not in ("name", "arguments") and value is not None}
         calls_read.append({"type": "function", **others, "function": {**function, "arguments": arguments}})
@@ -114,7 +140,7 @@ def read_tools(tools: Any) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow(f"'tools' must be a list of JSON schemas, this is {json_kind(tools)}; write [{{\"type\": ...}}]")
-    _check_inside(tools, "tools")
+    check_inside(tools, "tools")
     return tools
 
 
@@ -126,8 +152,8 @@ def json_text(text: str, where: str) -> Any:
         raise BadRow(f"{where}: {error}") from None
 
 
-def _check_inside(value: Any, where: str) -> None:
-    """The text checks for every text inside a JSON value."""
+def check_inside(value: Any, where: str) -> None:
+    """The text checks for every text inside a JSON value. Raises BadRow."""
     todo = [value]
     while todo:
         item = todo.pop()

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.readers import SourceRow, read_rows, without_filled_nulls
+from finetune.data.splits import check_named_files, files_of_split, read_split
 from finetune.errors import DataError
 from finetune.recipe.schema import DataSet
 
 SUFFIXES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet"}
-_SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<first>-?\d+%?)?:(?P<last>-?\d+%?)?\])?")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Source:
         """Every row of the split, in the order of the files; unreadable rows as mistakes."""
         if self.kind == "hub":
             return self._hub_rows()
-        return islice(self._file_rows(), *self._bounds()) if self._slice() else self._file_rows()
+        is_sliced = read_split(self.entry.split).is_sliced
+        return islice(self._file_rows(), *self._bounds()) if is_sliced else self._file_rows()
 
     def key(self) -> dict[str, Any]:
         """What the rows follow from: the bytes of the files, or the Hub data set's fingerprint."""
@@ -44,7 +45,11 @@ class Source:
             # A private name, but the only address of a loaded data set's content; tests watch that it is there.
             return {"hub": self.entry.path, "fingerprint": self._hub_data_set._fingerprint}
         hashes = [_hash_file(file) for file in self.files]
-        return {"kind": self.kind, "files": hashes, "split": self.entry.split if self._slice() else "all"}
+        return {
+            "kind": self.kind,
+            "files": hashes,
+            "split": self.entry.split if read_split(self.entry.split).is_sliced else "all",
+        }
 
     @property
     def name(self) -> str:
@@ -55,27 +60,10 @@ class Source:
         for file in self.files:
             yield from read_rows(file, self.kind)
 
-    def _slice(self) -> tuple[str | None, str | None] | None:
-        match = _SPLIT.fullmatch(self.entry.split)
-        if match is None:
-            raise DataError([f"data: split: {self.entry.split!r} is not readable; write train, or train[:1000]"])
-        first, last = match["first"], match["last"]
-        return None if first is None and last is None else (first, last)
-
     def _bounds(self) -> tuple[int, int]:
-        """First and last row of a split like train[10%:-5]; counts the rows where that needs their number."""
-        parts = self._slice() or (None, None)
-        needs_total = parts[1] is None or any(part and (part[0] == "-" or part[-1] == "%") for part in parts)
-        total = sum(1 for _ in self._file_rows()) if needs_total else 0
-
-        def bound(part: str | None, otherwise: int) -> int:
-            if part is None:
-                return otherwise
-            value = round(int(part[:-1]) * total / 100) if part.endswith("%") else int(part)
-            return max(0, value + total) if value < 0 else value
-
-        first = bound(parts[0], 0)
-        return first, max(first, bound(parts[1], total))
+        """First row of the slice, and the one after its last; counts the rows where that needs their number."""
+        split = read_split(self.entry.split)
+        return split.bounds(sum(1 for _ in self._file_rows()) if split.needs_total else 0)
 
     @cached_property
     def _hub_data_set(self) -> Any:
@@ -87,34 +75,50 @@ class Source:
                 entry.path, entry.name, data_files=entry.data_files, split=entry.split, revision=entry.revision
             )
         except (OSError, ValueError, RuntimeError, ConnectionError) as error:
-            words = str(error).strip().splitlines() or [type(error).__name__]
-            raise DataError(
-                [f"{entry.path}: cannot be loaded: {words[0]}; check the name, the network, or name local data_files"]
-            ) from None
+            raise DataError([f"{entry.path}: {_why_not_loaded(entry, error)}"]) from None
 
     def _hub_rows(self) -> Iterator[SourceRow]:
         for number, values in enumerate(self._hub_data_set, start=1):
             yield SourceRow(self.entry.path, number, without_filled_nulls(values), None)
 
 
+def _why_not_loaded(entry: DataSet, error: Exception) -> str:
+    """The library's words in one line; where they name configurations or splits, those to choose from."""
+    text = " ".join(str(error).split())
+    if found := re.search(r"(?:available configs|Available): \[(.*?)\]", text):
+        names = re.findall(r"[^', ]+", found[1])
+        return f"name: its configurations are {', '.join(names)}; add name: {names[0] if names else '...'}"
+    if found := re.search(r"Unknown split .*?one of \[(.*?)\]", text):
+        splits = found[1].replace("'", "")
+        return f"split: there is no split {entry.split!r}, but {splits}; write one of them"
+    words = str(error).strip().splitlines() or [type(error).__name__]
+    return f"cannot be loaded: {words[0]}; check the name, the network, or name local data_files"
+
+
 def resolve(entry: DataSet) -> Source:
-    """The files of a data entry. Raises DataError when a named file or folder is not there."""
+    """The files of a data entry. Raises DataError when a named file, folder or split is not there."""
     path, builder = Path(entry.path), BUILDERS.get(entry.path)
     patterns = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
     if any("://" in pattern for pattern in patterns or ()):
         return Source(entry, "hub", ())
     if builder and patterns is None:
         raise DataError([f"data: path: {entry.path} names a kind of file; name the files too: data_files: chats.jsonl"])
-    if builder and patterns is not None:
-        return Source(entry, builder, _expand(patterns))
-    if path.is_file():
-        return Source(entry, _kind_of([path]), (path,))
-    if path.is_dir():
-        files = _expand([str(path / pattern) for pattern in patterns]) if patterns else _files_of(path, entry.split)
+    if path.is_dir() and not (builder or patterns):
+        files = _files_of(path, entry.split)
         return Source(entry, _kind_of(files), tuple(files))
+    if builder or path.is_file() or path.is_dir():
+        named = _named_files(path, builder, patterns or [])
+        check_named_files(read_split(entry.split).name, named)
+        return Source(entry, builder or _kind_of(named), named)
     if path.suffix in SUFFIXES or entry.path.startswith((".", "/", "~")) or path.suffix == ".gz":
         raise DataError([f"{entry.path}: no such file; paths are relative to the working folder ({Path.cwd()})"])
     return Source(entry, "hub", ())
+
+
+def _named_files(path: Path, builder: str | None, patterns: list[str]) -> tuple[Path, ...]:
+    if builder or path.is_dir():
+        return _expand(patterns if builder else [str(path / pattern) for pattern in patterns])
+    return (path,)
 
 
 def _expand(patterns: list[str]) -> tuple[Path, ...]:
@@ -131,13 +135,11 @@ def _expand(patterns: list[str]) -> tuple[Path, ...]:
 
 
 def _files_of(folder: Path, split: str) -> list[Path]:
-    """Data files of a folder; those named after the split when there are such, as the Hub does it."""
+    """Data files of a folder that belong to the split. Raises DataError."""
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and _kind(file)]
-    name = split.split("[")[0].lower()
-    named = [file for file in files if name in re.split(r"[\W_]+", str(file.relative_to(folder)).lower())]
     if not files:
         raise DataError([f"{folder}: no data files; put .jsonl, .json, .csv or .parquet files there"])
-    return named or files
+    return files_of_split(read_split(split).name, files, folder)
 
 
 def _kind(file: Path) -> str | None:

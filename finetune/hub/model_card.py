@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -129,6 +130,8 @@ def _hyperparameters(run: RunFacts) -> Iterator[tuple[str, object]]:
         "learned from",
         {"assistant": "the assistant's turns", "completion": "the last answer"}.get(recipe.data.train_on, "all tokens"),
     )
+    given = recipe.data.chat_template_kwargs
+    yield "chat template, variables", ", ".join(f"{name}: {json.dumps(value)}" for name, value in given.items()) or None
     yield "learning rate", f"{training.learning_rate:g}, {training.lr_scheduler_type}"
     yield "warm-up", training.warmup_steps if training.warmup_steps is not None else f"{training.warmup_ratio:.0%}"
     yield "optimizer", f"{training.optim}, weight decay {training.weight_decay:g}"

@@ -17,6 +17,7 @@ from finetune.importers.shared import (
     optimizer,
     quantised_by,
     remote_code,
+    renamed,
     scheduler,
     strategy,
     unused,
@@ -161,13 +162,10 @@ _USUAL = {
     "roles_to_train": (["assistant"], ["gpt"], ["gpt", "assistant"], ["assistant", "gpt"]),
     "train_on_eos": ("turn", "all"),
     "train_on_eot": ("turn", "all"),
-    "roles.assistant": (["gpt"], ["assistant"], ["gpt", "model"], ["model"], ["gpt", "assistant"]),
-    "roles.user": (["human"], ["user"], ["human", "user"]),
-    "roles.system": (["system"],),
-    "roles.tool": (["tool"],),
-    "field": ("text",),
-    "field_tools": ("tools",),
 }
+_KNOWN_ROLES = {"messages": ("user", "assistant", "system", "tool"), "sharegpt": (
+    "human", "user", "gpt", "assistant", "model", "chatgpt", "system", "tool", "observation",
+)}  # fmt: skip
 
 
 def data(foreign: ForeignConfig) -> None:
@@ -202,6 +200,7 @@ def _entry(foreign: ForeignConfig, at: str) -> dict[str, Any]:
     files = foreign.get(f"{at}.data_files")
     if foreign.get(f"{at}.trust_remote_code"):
         foreign.leave(f"{at}.trust_remote_code", "look", "code of data sets is never run")
+    layout, columns = _layout(foreign, at)
     return data_set(
         str(foreign.get(f"{at}.path")),
         files=files,
@@ -209,27 +208,48 @@ def _entry(foreign: ForeignConfig, at: str) -> dict[str, Any]:
         name=foreign.get(f"{at}.name"),
         split=foreign.get(f"{at}.split"),
         revision=foreign.get(f"{at}.revision"),
-        format=_format(foreign, at),
+        format=layout,
+        columns=columns,
+        roles=_roles(foreign, at, layout),
+        chat_template_kwargs=foreign.get("chat_template_kwargs"),
     )
 
 
-def _format(foreign: ForeignConfig, at: str) -> str:
-    kind, column = foreign.get(f"{at}.type"), foreign.get(f"{at}.field_messages")
-    word = "text" if at.startswith("pretraining") else str(kind).split(".")[0].split(":")[0]
+def _roles(foreign: ForeignConfig, at: str, layout: str) -> dict[str, str]:
+    """Their names of roles, without those that the layout knows."""
+    given = foreign.get(f"{at}.roles")
+    if not isinstance(given, dict):
+        return {}
+    known = _KNOWN_ROLES.get(layout, ())
+    lists = {ours: names if isinstance(names, list) else [names] for ours, names in given.items()}
+    return {str(name): ours for ours, names in lists.items() for name in names if name not in known}
+
+
+def _layout(foreign: ForeignConfig, at: str) -> tuple[str, dict[str, str]]:
+    """Format and columns of a data set."""
+    kind, turns = foreign.get(f"{at}.type"), foreign.get(f"{at}.field_messages")
+    shared = {"system": foreign.get(f"{at}.field_system"), "tools": foreign.get(f"{at}.field_tools")}
     if isinstance(kind, dict):
-        foreign.leave(f"{at}.type", "differs", "a custom prompt; write rows with the columns prompt and completion")
-        return "auto"
+        reason = "a custom prompt; the chat template's turns take its place"
+        foreign.leave(f"{at}.type", "differs", reason)
+        named = {ours: kind.get(f"field_{ours}") for ours in ("instruction", "input", "output", "system")}
+        return "alpaca", renamed(**{**shared, **named})
+    word = "text" if at.startswith("pretraining") else str(kind).split(".")[0].split(":")[0]
     layout = "text" if word == "text" else _FORMATS.get(word)
+    if layout == "text":
+        column = foreign.get(f"{at}.text_column")
+        return layout, renamed(text=foreign.get(f"{at}.field", column))
     if layout == "messages":
-        layout = _COLUMNS.get(str(column or "messages"))
-        if layout is None:
-            foreign.leave(f"{at}.field_messages", "look", "rename the column messages, or conversations")
+        layout = _COLUMNS.get(str(turns or "messages"), "messages")
         for name in ("role", "content"):
             field = foreign.peek(f"{at}.message_property_mappings.{name}") or foreign.peek(f"{at}.message_field_{name}")
             layout = "sharegpt" if field in ("from", "value") else layout
-    if layout is None and kind is not None and column is None:
+    if layout in ("messages", "sharegpt"):
+        ours = "messages" if layout == "messages" else "conversations"
+        return layout, renamed(**{ours: turns, **shared})
+    if layout is None and kind is not None and turns is None:
         foreign.leave(f"{at}.type", "look", "the layout is found from the columns; look at it by: finetune preview")
-    return layout or "auto"
+    return layout or "auto", renamed(**shared)
 
 
 def _template(foreign: ForeignConfig, key: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.importers import hf_trainer
 from finetune.importers.foreign_config import ForeignConfig, as_count
-from finetune.importers.shared import data_set, held_out, named_template, remote_code, unused
+from finetune.importers.shared import data_set, held_out, named_template, remote_code, renamed, unused
 
 _NAMES = {
     "llama3": "llama3",
@@ -137,7 +137,14 @@ def _sets(foreign: ForeignConfig, key: str, pretraining: bool) -> list[dict[str,
         foreign.refuse(key, "a data set is needed")
     split = f"train[:{most}]" if most else None
     rows = [_set(foreign, key, name, (known or {}).get(name), str(folder), split) for name in _names(foreign.get(key))]
-    return [row | ({"format": "text"} if pretraining else {}) for row in rows]
+    return [_as_text(row) for row in rows] if pretraining else rows
+
+
+def _as_text(row: dict[str, Any]) -> dict[str, Any]:
+    """A data set of pretraining: the text is in the column that an instruction would be in."""
+    others = {key: value for key, value in row.items() if key != "columns"}
+    text = renamed(text=row.get("columns", {}).get("instruction"))
+    return others | {"format": "text"} | ({"columns": text} if text else {})
 
 
 def _known_sets(foreign: ForeignConfig, folder: str) -> Mapping[str, Any] | None:
@@ -155,15 +162,30 @@ def _set(
 ) -> dict[str, Any]:
     if known is None:
         return data_set(f"{folder}/{name}.json", split=split)
-    layout = known.get("formatting", "alpaca")
-    columns = known.get("columns") or {}
-    named = {"messages": {"messages": "messages", "conversations": "sharegpt"}.get(columns.get("messages", ""))}
-    format = layout if layout == "alpaca" else named["messages"] or "sharegpt"
-    if any(columns.get(field, field) != field for field in ("system", "tools")) or "prompt" in columns:
-        foreign.leave(f"{key}: {name}", "look", f"rename its columns as format {format} has them", columns)
+    tags, columns = known.get("tags") or {}, known.get("columns") or {}
     for strange in ("ranking", "images", "videos", "audios"):
         if known.get(strange) or strange in columns:
             foreign.leave(f"{key}: {name}", "differs", f"{strange} are not read", columns or True)
+    shared = {"system": columns.get("system"), "tools": columns.get("tools")}
+    if known.get("formatting", "alpaca") == "alpaca":
+        pairs = {"instruction": "prompt", "input": "query", "output": "response", "history": "history"}
+        format, mapped = "alpaca", renamed(**{ours: columns.get(theirs) for ours, theirs in pairs.items()}, **shared)
+    else:
+        format, turns = ("messages", "messages") if tags.get("content_tag") == "content" else _SHAREGPT
+        mapped = renamed(**{turns: columns.get("messages", "conversations")}, **shared)
+    if not {tags.get("role_tag"), tags.get("content_tag")} <= {None, "from", "value", "role", "content"}:
+        foreign.leave(f"{key}: {name}", "differs", "turns are read by from and value, or role and content", tags)
+    more: dict[str, Any] = {"format": format, "columns": mapped, "roles": _roles(tags)}
     if "hf_hub_url" in known:
-        return data_set(known["hf_hub_url"], name=known.get("subset"), split=split or known.get("split"), format=format)
-    return data_set(f"{folder}/{known.get('file_name', name + '.json')}", split=split, format=format)
+        split = split or known.get("split")
+        return data_set(known["hf_hub_url"], name=known.get("subset"), split=split, **more)
+    return data_set(f"{folder}/{known.get('file_name', name + '.json')}", split=split, **more)
+
+
+_SHAREGPT = ("sharegpt", "conversations")
+_TAGS = {"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool", "system_tag": "system"}
+_KNOWN_ROLES = ("human", "user", "gpt", "assistant", "observation", "tool", "system")
+
+
+def _roles(tags: Mapping[str, Any]) -> dict[str, str]:
+    return {str(tags[tag]): role for tag, role in _TAGS.items() if tags.get(tag) not in (None, *_KNOWN_ROLES)}

@@ -220,7 +220,12 @@ def data_set(path: str, *, files: Any = None, kind: str | None = None, **more: A
     elif files is not None:
         entry["data_files"] = files
     usual = {"split": "train", "format": "auto", "weight": 1.0, "revision": "main"}
-    return entry | {key: value for key, value in more.items() if value is not None and value != usual.get(key)}
+    return entry | {key: value for key, value in more.items() if value not in (None, {}, usual.get(key))}
+
+
+def renamed(**columns: Any) -> dict[str, str]:
+    """`columns` of a data set: ours -> theirs, without those that are not given or have our name already."""
+    return {ours: str(theirs) for ours, theirs in columns.items() if theirs and theirs != ours}
 
 
 def held_out(foreign: ForeignConfig, key: str) -> None:

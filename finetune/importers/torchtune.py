@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from finetune.importers.foreign_config import ForeignConfig, as_count, positive_or_none
-from finetune.importers.shared import batch, chosen_strategy, data_set
+from finetune.importers.shared import batch, chosen_strategy, data_set, renamed
 from finetune.importers.templates import TEMPLATES
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES, OPTIMIZERS
 
@@ -130,16 +130,34 @@ def _set(foreign: ForeignConfig, at: str) -> dict[str, Any]:
     column, style = foreign.get(f"{at}.conversation_column"), foreign.get(f"{at}.conversation_style")
     if style in ("sharegpt", "openai"):
         layout = "sharegpt" if style == "sharegpt" else "messages"
-    if column not in (None, {"sharegpt": "conversations", "messages": "messages"}.get(layout)):
-        foreign.leave(f"{at}.conversation_column", "look", f"rename the column as format {layout} has it")
-    if layout == "auto" and foreign.peek(f"{at}.column_map") is None:
+    columns = _columns(foreign, at, builder, layout)
+    if column is not None:
+        columns = renamed(**{"conversations" if layout == "sharegpt" else "messages": column})
+    if layout == "auto" and not columns:
         foreign.leave(f"{at}._component_", "look", "rows need known columns: messages, or prompt and completion")
     for key in ("train_on_input", "masking_strategy", "packed"):
         foreign.get(f"{at}.{key}")
     name, files = foreign.get(f"{at}.name"), foreign.get(f"{at}.data_files")
     kind = source if source in ("json", "csv", "parquet") else None
     split = foreign.get(f"{at}.split")
-    return data_set(str(source or builder), files=files, kind=kind, name=name, split=split, format=layout)
+    more: dict[str, Any] = {"split": split, "format": layout, "columns": columns}
+    return data_set(str(source or builder), files=files, kind=kind, name=name, **more)
+
+
+# The columns that a builder reads where its data set has other names; of inputs and outputs, by instruct_dataset's.
+_COLUMN_OF_TEXT = {"wikitext_dataset": "page", "cnn_dailymail_articles_dataset": "article"}
+
+
+def _columns(foreign: ForeignConfig, at: str, builder: str, layout: str) -> dict[str, str]:
+    """A data set's columns by our names."""
+    given, text = foreign.get(f"{at}.column_map", {}), foreign.get(f"{at}.column", _COLUMN_OF_TEXT.get(builder))
+    if not isinstance(given, dict):
+        return {}
+    if layout == "alpaca":
+        return renamed(**{ours: given.get(ours) for ours in ("instruction", "input", "output")})
+    if builder == "instruct_dataset":
+        return renamed(instruction=given.get("input", "input"), output=given.get("output", "output"))
+    return renamed(text=text)
 
 
 def _training(foreign: ForeignConfig) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune.importers import hf_trainer
 from finetune.importers.foreign_config import ForeignConfig
-from finetune.importers.shared import data_set, quantised_by, remote_code, unused
+from finetune.importers.shared import data_set, quantised_by, remote_code, renamed, unused
 
 # Defaults of SFTConfig and ModelConfig, besides those of transformers.
 TRL_DEFAULTS: dict[str, Any] = {
@@ -90,7 +90,8 @@ def _formats(foreign: ForeignConfig) -> None:
 
 
 def _data(foreign: ForeignConfig) -> None:
-    foreign.write("data.train", _sets(foreign), "data sets")
+    text = renamed(text=foreign.get("dataset_text_field"))
+    foreign.write("data.train", [entry | ({"columns": text} if text else {}) for entry in _sets(foreign)], "data sets")
     looked_at = foreign.peek("eval_strategy") or foreign.peek("evaluation_strategy") or "no"
     if looked_at != "no":
         _held_out(foreign)
@@ -109,8 +110,6 @@ def _data(foreign: ForeignConfig) -> None:
         foreign.leave(key, "look", "a tokenizer's folder; name a file of Jinja text")
     elif template:
         foreign.write("data.chat_template", template, key)
-    if foreign.get("dataset_text_field", "text") != "text":
-        foreign.leave("dataset_text_field", "look", "rename the column text")
 
 
 def _learned(foreign: ForeignConfig) -> None:

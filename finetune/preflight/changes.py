@@ -140,6 +140,8 @@ def _data_sets(key: str, entries: list[DataSet]) -> Iterator[RecipeChange]:
         source = resolve(entry)
         if source.kind == "hub":
             stand_in = {"path": "json", "data_files": str(SAMPLE_CHAT), "format": "messages", "weight": entry.weight}
+            if entry.chat_template_kwargs:
+                stand_in["chat_template_kwargs"] = entry.chat_template_kwargs
             yield RecipeChange({f"{key}.{index}": stand_in}, f"{key}: data/sample_chat.jsonl instead of {entry.path}")
         elif "[" not in entry.split and any(islice(source.rows(), FEW_ROWS, None)):
             settings = {f"{key}.{index}.split": f"{entry.split}[:{FEW_ROWS}]"}

@@ -13,6 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.data.formats import Chat
+from finetune.data.row_reader import RowReader
 from finetune.data.sources import resolve
 from finetune.errors import EnvironmentMismatch
 from finetune.model.known_configs import full_config
@@ -32,7 +34,9 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{%- if tools %}{{ '<|im_start|>tools\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
     "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') }}"
+    "{{- '<|im_start|>' + message['role'] + '\n' }}"
+    "{%- if message['reasoning_content'] %}{{- '<think>' + message['reasoning_content'] + '</think>' }}{% endif %}"
+    "{{- message['content'] or '' }}"
     "{%- if message['tool_calls'] %}{{- message['tool_calls'] | tojson }}{% endif %}"
     "{{- '<|im_end|>\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
@@ -120,7 +124,7 @@ def shrink_model(name_or_path: str, revision: str, data: Data, folder: Path) -> 
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config, source = full_config(name_or_path, revision)
-    tokenizer = train_tokenizer(sample_texts(data))
+    tokenizer = train_tokenizer(sample_texts(data), template_variables(data))
     try:
         small = shrunken_config(config, len(tokenizer))
         kind = AutoConfig.for_model(**small)
@@ -165,6 +169,16 @@ def sample_texts(data: Data) -> list[str]:
     return [*texts, *BUILT_IN]
 
 
+def template_variables(data: Data) -> list[str]:
+    """Variables that the data sets and the first of their rows give the chat template. Raises DataError."""
+    names = [name for entry in data.sets for name in entry.chat_template_kwargs]
+    for source in map(resolve, data.sets):
+        if source.kind != "hub":
+            read = (row.read for row in islice(RowReader(source).rows(), SAMPLED_ROWS))
+            names += [name for row in read if isinstance(row, Chat) for name in row.template_kwargs]
+    return list(dict.fromkeys(names))
+
+
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
@@ -176,8 +190,11 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of at most 1,024 tokens, with a template in the manner of ChatML; pad and eos differ."""
+def train_tokenizer(texts: Iterable[str], variables: Iterable[str] = ()) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of at most 1,024 tokens, with a template in the manner of ChatML; pad and eos differ.
+
+    `variables`: names that the template has, as the model's own has them, and does not use.
+    """
     from tokenizers import Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE
@@ -199,6 +216,6 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         pad_token="<|endoftext|>",
         eos_token="<|im_end|>",
-        chat_template=CHAT_TEMPLATE,
+        chat_template="".join(f"{{#- {name} #}}" for name in variables) + CHAT_TEMPLATE,
         model_max_length=2048,
     )

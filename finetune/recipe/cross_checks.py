@@ -6,6 +6,7 @@ CrossCheck found; mistakes.py places them in the file.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from pydantic_core import PydanticCustomError
 
 if TYPE_CHECKING:
-    from finetune.recipe.schema import Lora, Quantization, Recipe, Training
+    from finetune.recipe.schema import DataSet, Lora, Quantization, Recipe, Training
 
 # The arguments that each shape of the schedule knows, by transformers' names.
 SCHEDULER_ARGUMENTS: dict[str, tuple[str, ...]] = {
@@ -38,6 +39,35 @@ SCHEDULER_ARGUMENTS: dict[str, tuple[str, ...]] = {
 }
 
 CURVE_SHAPES = ("linear", "cosine", "1-sqrt")  # of the arguments warmup_type and decay_type
+
+# The columns that each layout of a row has by our names, and those that it may have besides.
+ROW_COLUMNS: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+}
+OF_CHATS = ("system", "tools", "chat_template_kwargs")
+OPTIONAL_COLUMNS: dict[str, tuple[str, ...]] = {
+    "messages": OF_CHATS,
+    "sharegpt": OF_CHATS,
+    "prompt_completion": OF_CHATS,
+    "alpaca": ("input", "history", "reasoning_content", *OF_CHATS),
+    "text": (),
+}
+# What the chat template is given by the tokenizer's own arguments and by this program.
+TEMPLATE_ARGUMENTS = (
+    "messages",
+    "conversation",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "date_string",
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +97,55 @@ def check_target_modules(lora: Lora) -> None:
     """A misspelt all-linear would be a pattern that matches no layer."""
     if lora.target_modules != "all-linear" and re.fullmatch(r"all[-_ ]?linear", str(lora.target_modules), re.I):
         refuse([CrossCheck("target_modules", f"is {lora.target_modules}, the name of no layer", "write all-linear")])
+
+
+def check_data_set(entry: DataSet) -> None:
+    """Columns are mapped to names that the layout has, and the template is given nothing that this program gives it."""
+    refuse([*_column_mistakes(entry), *_template_argument_mistakes(entry)])
+
+
+def layouts_with(columns: Iterable[str]) -> list[str]:
+    """The layouts that have all of these columns, by our names; in the order of preference."""
+    return [name for name in ROW_COLUMNS if {*columns} <= {*ROW_COLUMNS[name], *OPTIONAL_COLUMNS[name]}]
+
+
+def _column_mistakes(entry: DataSet) -> Iterator[CrossCheck]:
+    known = list(dict.fromkeys([*sum(ROW_COLUMNS.values(), ()), *sum(OPTIONAL_COLUMNS.values(), ())]))
+    unknown = [ours for ours in entry.columns if ours not in known]
+    for ours in unknown:
+        near = difflib.get_close_matches(ours.lower(), known, 1, 0.6)
+        remedy = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
+        if entry.columns[ours] in known:
+            remedy = f"our name comes first: write {entry.columns[ours]}: {ours}"
+        yield CrossCheck(f"columns.{ours}", "is not a column of any layout", remedy)
+    layouts = layouts_with(entry.columns)
+    if not unknown and not layouts:
+        yield CrossCheck("columns", f"{' and '.join(entry.columns)} belong to no one layout", _layouts_in_words())
+    elif not unknown and entry.format != "auto" and entry.format not in layouts:
+        has = ", ".join([*ROW_COLUMNS[entry.format], *OPTIONAL_COLUMNS[entry.format]])
+        yield CrossCheck(
+            "columns", f"does not fit format {entry.format}, whose columns are {has}", "write format: auto"
+        )
+    theirs = list(entry.columns.values())
+    twice = next((ours for index, ours in enumerate(entry.columns) if entry.columns[ours] in theirs[:index]), None)
+    if twice:
+        yield CrossCheck(f"columns.{twice}", f"{entry.columns[twice]} is mapped twice", "keep one of them")
+
+
+def _layouts_in_words() -> str:
+    return "choose from " + ", or ".join(" and ".join(columns) for columns in ROW_COLUMNS.values())
+
+
+def _template_argument_mistakes(entry: DataSet) -> Iterator[CrossCheck]:
+    for name, value in entry.chat_template_kwargs.items():
+        key = f"chat_template_kwargs.{name}"
+        if name in TEMPLATE_ARGUMENTS:
+            remedy = "write data.date_string" if name == "date_string" else "remove it"
+            yield CrossCheck(key, "is given to the template by this program", remedy)
+        elif any(isinstance(part, dict | list) for part in (value if isinstance(value, list) else [value])):
+            yield CrossCheck(
+                key, "is not a value or a list of values", "write one; rows may have a column of their own"
+            )
 
 
 def check_schedule(training: Training) -> None:

@@ -112,7 +112,11 @@ RENAMED: dict[str, str] = {
     "num_warmup_steps": "training.warmup_steps",
     # unsloth
     "use_gradient_checkpointing": "training.activation_checkpointing",
-    "dataset_text_field": "data.train: [{format: text}]",
+    "dataset_text_field": "data.train: [{columns: {text: ...}}]",
+    "field_messages": "data.train: [{columns: {messages: ...}}]",
+    "field_system": "data.train: [{columns: {system: ...}}]",
+    "column_map": "data.train: [{columns: {...}}]",
+    "enable_thinking": "data.train: [{chat_template_kwargs: {enable_thinking: ...}}]",
     "full_finetuning": "lora: null",
     "max_completion_length": "samples.max_new_tokens",
     # the Hub, as Trainer and axolotl call it
@@ -134,7 +138,7 @@ REPLACED: dict[str, str] = {
     "torch_compile": "not offered; remove the key",
     "dataloader_num_workers": "tokenised rows are read from memory-mapped files; remove the key",
     "preprocessing_num_workers": "rows are tokenised once, into a cache; remove the key",
-    "remove_unused_columns": "columns that the format does not know are ignored; remove the key",
+    "remove_unused_columns": "columns that no format reads are told and not used; remove the key",
     "neftune_noise_alpha": "noise on embeddings is not offered; remove the key",
     "stage": "this kit does supervised fine-tuning; remove the key",
     "do_train": "the command says what is done; remove the key",

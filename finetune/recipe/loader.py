@@ -252,10 +252,9 @@ def _origins(source: _Source, recipe: Recipe) -> dict[str, str]:
     """Where each value of the resolved recipe comes from."""
     origins = {}
     for path, _ in leaves(recipe.model_dump(mode="json")):
-        if any(path[: len(over)] == over for over in source.overridden):
-            origins[dotted(path)] = COMMAND_LINE if path in source.set_keys else "default"
-        else:
-            origins[dotted(path)] = "recipe" if path in source.parsed.values else "default"
+        overridden = any(path[: len(over)] == over for over in source.overridden)
+        given, origin = (source.set_keys, COMMAND_LINE) if overridden else (source.parsed.values, "recipe")
+        origins[dotted(path)] = origin if path in given else "default"
     return origins
 
 
@@ -265,21 +264,24 @@ def resolved_yaml(loaded: LoadedRecipe) -> str:
 
 
 def _written(value: dict[str, Any], path: Path, origins: dict[str, str], item: bool = False) -> Iterator[str]:
-    indent = "  " * sum(1 for part in path if isinstance(part, str)) + "  " * sum(isinstance(p, int) for p in path)
+    indent = "  " * len(path)
     for index, (key, inner) in enumerate(value.items()):
         inner_path = (*path, key)
-        lead = indent[:-2] + "- " if item and index == 0 else indent
+        lead = (indent[:-2] + "- " if item and index == 0 else indent) + _in_one_line(key)
         if isinstance(inner, dict) and inner:
-            yield f"{lead}{key}:"
+            yield f"{lead}:"
             yield from _written(inner, inner_path, origins)
         elif isinstance(inner, list) and inner and isinstance(inner[0], dict):
-            yield f"{lead}{key}:"
+            yield f"{lead}:"
             for number, entry in enumerate(inner):
                 yield from _written(entry, (*inner_path, number), origins, item=True)
         else:
-            text = yaml.dump(inner, Dumper=_Writer, default_flow_style=True, width=2**30, allow_unicode=True)
-            text = text.removesuffix("\n").removesuffix("...").strip()
-            yield f"{lead}{key}: {text}  # {origins[dotted(inner_path)]}"
+            yield f"{lead}: {_in_one_line(inner)}  # {origins[dotted(inner_path)]}"
+
+
+def _in_one_line(value: Any) -> str:
+    text = yaml.dump(value, Dumper=_Writer, default_flow_style=True, width=2**30, allow_unicode=True)
+    return str(text).removesuffix("\n").removesuffix("...").strip()
 
 
 class _Writer(yaml.SafeDumper):

@@ -18,6 +18,7 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 Attention = Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"]
 KnownFormat = Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"]
 RowFormat = Literal["auto", KnownFormat]
+Role = Literal["system", "user", "assistant", "tool"]
 TrainOn = Literal["assistant", "completion", "all"]
 Truncation = Literal["error", "right", "drop"]
 Scheduler = Literal[
@@ -112,7 +113,21 @@ class DataSet(Section):
     split: str = Field("train", min_length=1, description="Split, slices allowed: train[:1000].")
     revision: str = Field("main", min_length=1, description="Branch, tag or commit on the Hub.")
     format: RowFormat = Field("auto", description="Layout of a row; auto looks at the columns.")
+    columns: dict[str, str] = Field(
+        {}, description="Our column to the data set's: {prompt: question, completion: answer}; others keep their names."
+    )
+    roles: dict[str, Role] = Field(
+        {}, description="The data set's role names to ours: {Human: user}; those of messages and sharegpt are known."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="Variables for the chat template: {enable_thinking: false}; a row's own column wins."
+    )
     weight: float = Field(1.0, gt=0, le=1000, description="How often each row is seen an epoch; 0.5: half of the rows.")
+
+    @model_validator(mode="after")
+    def known_columns(self) -> DataSet:
+        cross_checks.check_data_set(self)
+        return self
 
 
 class EvalFraction(Section):
@@ -137,6 +152,12 @@ class Data(Section):
     def eval_sets(self) -> list[DataSet]:
         """The data sets of held-out rows; none where `eval` is null or a share of the training rows."""
         return self.eval if isinstance(self.eval, list) else []
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any]:
+        """What the template is given when the model is prompted: what all training sets say, nothing if they differ."""
+        first = self.train[0].chat_template_kwargs
+        return first if all(entry.chat_template_kwargs == first for entry in self.train) else {}
 
     @property
     def sets(self) -> list[DataSet]:

@@ -11,17 +11,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from finetune.data.check import FormatOfSource
-from finetune.data.formats import Chat, read_row
-from finetune.data.readers import BadRow, SourceRow
+from finetune.data.formats import Chat, Passage
+from finetune.data.readers import BadRow
+from finetune.data.row_reader import RowReader
 from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.model.build import load_tokenizer
-from finetune.recipe.schema import Data, DataSet, Recipe, RowFormat
+from finetune.recipe.schema import Data, DataSet, Recipe
 from finetune.tokens.cache import StoredDocuments
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import IGNORE, Document, Encoder
-from finetune.tokens.mixture import DocumentPool
+from finetune.tokens.mixture import DocumentPool, shares
 from finetune.tokens.tokenizer import TextTokenizer
 
 LONGEST = 3  # documents named
@@ -128,22 +128,19 @@ def _readable(data: Data, encoder: Encoder) -> Iterator[ShownRow]:
 
 
 def _rows_of(entry: DataSet, encoder: Encoder) -> Iterator[ShownRow]:
-    layout = FormatOfSource(entry)
-    for row in resolve(entry).rows():
+    for row, read, _ in RowReader(resolve(entry)).rows():
         try:
-            if row.values is None:
-                continue
-            format = layout.of(row)
-            document = encoder.encode(row.values, format)
+            document = encoder.document(read) if read is not None else None
         except BadRow:
+            continue
+        if document is None:
             continue
         tokens = list(pieces(encoder.texts, document))
         learned = sum(label != IGNORE for label in document.labels)
-        yield ShownRow(row.place, _roles(row, format), tokens, len(document.labels), learned)
+        yield ShownRow(row.place, _roles(read), tokens, len(document.labels), learned)
 
 
-def _roles(row: SourceRow, format: RowFormat) -> dict[str, int]:
-    read = read_row(row.values or {}, format)
+def _roles(read: Chat | Passage | None) -> dict[str, int]:
     return dict(Counter(message["role"] for message in read.messages)) if isinstance(read, Chat) else {}
 
 
@@ -151,20 +148,24 @@ def _all_roles(data: Data) -> dict[str, int]:
     """Messages of each role; rows that cannot be read have none."""
     counted: Counter[str] = Counter()
     for entry in data.sets:
-        layout = FormatOfSource(entry)
-        for row in resolve(entry).rows():
-            try:
-                counted.update(_roles(row, layout.of(row)) if row.values is not None else {})
-            except BadRow:
-                continue
+        for _, read, _ in RowReader(resolve(entry)).rows():
+            counted.update(_roles(read))
     return dict(counted)
+
+
+def _named(entry: DataSet) -> dict[str, Any]:
+    """A data set by name, configuration and split, and its weight."""
+    split = entry.split if entry.split != "train" else None
+    return {"name": " ".join(filter(None, (resolve(entry).name, entry.name, split))), "weight": entry.weight}
 
 
 def _facts(recipe: Recipe, prepared: Prepared, lengths: np.ndarray) -> dict[str, Any]:
     """What `prepare` counted, and the arithmetic of an epoch."""
     rows, per_step = prepared.facts["rows"], recipe.training.global_batch_size
     middle, high = np.percentile(lengths, [50, 99])
+    each = shares(prepared.pool, prepared.split, len(recipe.data.train))
     return prepared.facts | {
+        "data_sets": [_named(entry) | part for entry, part in zip(recipe.data.train, each, strict=True)],
         "tokens_median": float(middle),
         "tokens_99th": float(high),
         "tokens_longest": int(lengths.max()),

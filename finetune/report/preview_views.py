@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from rich.console import Console, Group
 from rich.text import Text
@@ -71,12 +72,19 @@ def facts_lines(preview: Preview) -> list[str]:
         f"tokens of a document: median {facts['tokens_median']:,.0f}, 99 % up to {facts['tokens_99th']:,.0f}, longest "
         f"{facts['tokens_longest']:,} of {preview.max_length:,}",
     ]
+    if len(facts["data_sets"]) > 1:
+        lines += [_part_of_mixture(part) for part in facts["data_sets"]]
     if facts["eval_documents"]:
         lines.append(f"held out: {facts['eval_documents']:,} documents, {facts['eval_tokens']:,} tokens")
     if preview.roles:
         lines.append("messages: " + ", ".join(f"{count:,} {role}" for role, count in preview.roles.items()))
     lines.append("longest: " + ", ".join(f"{place} ({tokens:,})" for place, tokens in preview.longest))
     return lines
+
+
+def _part_of_mixture(part: dict[str, Any]) -> str:
+    weight = f", weight {part['weight']:g}" if part["weight"] != 1 else ""
+    return f"  {part['share']:.1%} {part['name']}: {part['documents']:,} documents, {part['tokens']:,} tokens{weight}"
 
 
 def _bars(preview: Preview) -> Iterator[str]:

@@ -92,7 +92,7 @@ class SpanFinder:
 
     def find_literals(self, messages: Messages, tools: Tools, prompt: str) -> list[Span]:
         """Texts in a rendered prompt that only look like control tokens. Raises BadRow."""
-        if not any(self.special.search(part) for part in _texts([messages, tools])):
+        if not any(self.special.search(part) for part in texts_of([messages, tools])):
             return []
         marked = self._mark_and_render(messages, tools, generation_prompt=True)
         if marked is None or marked.text != prompt:
@@ -100,7 +100,7 @@ class SpanFinder:
         return marked.literals if marked else []
 
     def _refuse_literals(self, messages: Messages, tools: Tools) -> None:
-        spelt = next((token for part in _texts([messages, tools]) if (token := self.special.search(part))), None)
+        spelt = next((token for part in texts_of([messages, tools]) if (token := self.special.search(part))), None)
         if spelt:
             raise BadRow(
                 f"the text spells the control token {spelt.group()!r}, and the chat template changes it on its way; "
@@ -126,7 +126,7 @@ class SpanFinder:
             return mark
 
         with_marks = [_mark_message(message, marker(index)) for index, message in enumerate(messages)]
-        fenced_tools = tools and _map_texts(tools, lambda text: self.special.sub(fence, text))
+        fenced_tools = tools and _maptexts_of(tools, lambda text: self.special.sub(fence, text))
         try:
             rendered = self._render(with_marks, fenced_tools, generation_prompt=generation_prompt)
         except BadRow:  # the plain texts rendered, so it is the marks that the template does not take
@@ -143,10 +143,12 @@ class SpanFinder:
     def _start(self, messages: Messages, tools: Tools, index: int, marked: _Marked) -> int:
         before, own = marked.last[index - 1], marked.first[index]
         key = (messages[index - 1]["role"], bool(tools))
-        tail = self._tails.get(key)
-        if tail is None or not marked.text.startswith(tail, before):
+        tail, matched = self._tails.get(key), 0
+        if tail is not None:
+            matched = _common(tail, marked.text, before)
+        if tail is None or matched < min(len(tail), own - before):  # not all of the header: the row has another tail
             tail = self._tails[key] = self._tail(messages, tools, index)
-        matched = _common(tail, marked.text, before)
+            matched = _common(tail, marked.text, before)
         if matched == len(tail):
             return min(before + matched, own)
         # The generation prompt continues where a finished turn does not (DeepSeek-R1 opens a thinking block there), so
@@ -247,32 +249,33 @@ def _mark_message(message: dict[str, Any], mark: Callable[[str], str]) -> dict[s
     if "tool_calls" in marked:
         marked["tool_calls"] = [
             call | {"function": call["function"] | {
-                "name": mark(call["function"]["name"]), "arguments": _map_texts(call["function"]["arguments"], mark)
+                "name": mark(call["function"]["name"]), "arguments": _maptexts_of(call["function"]["arguments"], mark)
             }}
             for call in marked["tool_calls"]
         ]  # fmt: skip
     return marked
 
 
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+def _maptexts_of(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {key: _map_texts(item, change) for key, item in value.items()}
+        return {key: _maptexts_of(item, change) for key, item in value.items()}
     if isinstance(value, list):
-        return [_map_texts(item, change) for item in value]
+        return [_maptexts_of(item, change) for item in value]
     return value
 
 
-def _texts(value: Any) -> list[str]:
+def texts_of(value: Any) -> list[str]:
+    """Every text inside a JSON value."""
     texts: list[str] = []
-    _map_texts(value, lambda text: texts.append(text) or text)  # type: ignore[func-returns-value]
+    _maptexts_of(value, lambda text: texts.append(text) or text)  # type: ignore[func-returns-value]
     return texts
 
 
 def _free_block(value: Any, size: int) -> int:
     """First of `size` private characters in a row that the value's own texts do not use."""
-    used = {ord(char) for text in _texts(value) if not text.isascii() for char in _PRIVATE.findall(text)}
+    used = {ord(char) for text in texts_of(value) if not text.isascii() for char in _PRIVATE.findall(text)}
     for plane in _PLANES:
         for block in range(plane, plane + _PLANE_SIZE - size, size):
             if not used or not any(block <= code < block + size for code in used):

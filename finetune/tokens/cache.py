@@ -22,15 +22,16 @@ import numpy as np
 from filelock import FileLock
 from numpy.lib import format as npy
 
-from finetune.data.check import FormatOfSource, Mistakes
+from finetune.data.check import Mistakes
 from finetune.data.readers import SourceRow
+from finetune.data.row_reader import RowReader
 from finetune.data.sources import Source
-from finetune.errors import EnvironmentMismatch
+from finetune.errors import DataError, EnvironmentMismatch
 from finetune.files import cache_folder
 from finetune.recipe.schema import Data
 from finetune.tokens.encoder import IGNORE, Document, Encoder, RowError, Script
 
-VERSION = 1
+VERSION = 2
 CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; memory holds this many rows
 SECONDS_BETWEEN_NOTES = 10.0  # data in the cache need no note; until then, report progress
 ARRAYS = {"tokens": "<i4", "learned": "|b1", "lengths": "<i8", "supervised": "<i8", "digests": "<u8", "lines": "<i8",
@@ -73,7 +74,8 @@ def content_key(parts: dict[str, Any]) -> str:
 def documents_key(source: Source, data: Data, encoder: Encoder) -> str:
     """The address of one tokenised data set."""
     settings = data.model_dump(include={"max_length", "train_on", "truncation", "date_string"})
-    parts = {"version": VERSION, "source": source.key(), "format": source.entry.format, "encoder": encoder.identity()}
+    reading = source.entry.model_dump(include={"format", "columns", "roles", "chat_template_kwargs"})
+    parts = {"version": VERSION, "source": source.key(), "reading": reading, "encoder": encoder.identity()}
     return content_key(parts | settings)
 
 
@@ -114,20 +116,21 @@ def _open(folder: Path, names: tuple[str, ...]) -> StoredDocuments | None:
 
 
 def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
+    _check_variables(source, encoder)
     aside = folder.with_suffix(".partial")  # the lock makes it ours; its content is left from a killed process
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     writer = _Writer(aside, source)
     try:
-        mistakes = Mistakes()
-        for places, documents in _tokenised(source, encoder, mistakes, writer.counts):
+        mistakes, reader = Mistakes(), RowReader(source)
+        for places, documents in _tokenised(source, reader, encoder, mistakes, writer.counts):
             for place, document in zip(places, documents, strict=True):
                 if isinstance(document, RowError):
                     mistakes.add(f"{place.place}: {document}")
                 elif (fitted := _fit(document, place, data, mistakes, writer.counts)) and not mistakes.count:
                     writer.add(place, fitted)
         mistakes.raise_if_any()
-        writer.close()
+        writer.close(reader.facts(encoder.template_reads))
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
     finally:
@@ -136,10 +139,10 @@ def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
 
 
 def _tokenised(
-    source: Source, encoder: Encoder, mistakes: Mistakes, counts: dict[str, int]
+    source: Source, reader: RowReader, encoder: Encoder, mistakes: Mistakes, counts: dict[str, int]
 ) -> Iterator[tuple[list[SourceRow], list[Document | RowError]]]:
     """Rows and their documents, a chunk at a time."""
-    scripts = _scripts(source, encoder, mistakes)
+    scripts = _scripts(reader, encoder, mistakes)
     rows, last_said = 0, time.monotonic()
     while chunk := list(islice(scripts, CHUNK_ROWS)):
         rows += len(chunk)
@@ -150,13 +153,20 @@ def _tokenised(
         yield [row for row, _ in chunk], encoder.texts.tokenise([script for _, script in chunk])
 
 
-def _scripts(source: Source, encoder: Encoder, mistakes: Mistakes) -> Iterator[tuple[SourceRow, Script]]:
-    layout = FormatOfSource(source.entry)
-    for row in source.rows():
+def _check_variables(source: Source, encoder: Encoder) -> None:
+    """Raises DataError, once for the data set, where the chat template does not have its variables."""
+    try:
+        encoder.check_variables(source.entry.chat_template_kwargs)
+    except RowError as error:
+        raise DataError([f"{source.name}: {error}"]) from None
+
+
+def _scripts(reader: RowReader, encoder: Encoder, mistakes: Mistakes) -> Iterator[tuple[SourceRow, Script]]:
+    for row, read, problem in reader.rows():
         try:
-            if row.values is None:
-                raise RowError(row.problem)
-            script = encoder.script(row.values, layout.of(row))
+            if read is None:
+                raise RowError(problem)
+            script = encoder.script(read)
         except RowError as error:
             mistakes.add(f"{row.place}: {error}")
         else:
@@ -219,10 +229,10 @@ class _Writer:
         for array in self._arrays.values():
             array.abandon()
 
-    def close(self) -> None:
-        """Finish the arrays; facts.json, written last, vouches for them."""
+    def close(self, of_rows: dict[str, Any]) -> None:
+        """Finish the arrays; facts.json, written last, vouches for them. `of_rows`: the reader's facts."""
         digests = {name: array.close() for name, array in self._arrays.items()}
-        facts = {"digests": digests, "facts": self.counts}
+        facts = {"digests": digests, "facts": {**self.counts, "rows": of_rows}}
         (self._folder / "facts.json").write_text(json.dumps(facts), "utf-8")
 
 

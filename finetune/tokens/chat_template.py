@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.readers import BadRow
@@ -39,14 +40,27 @@ class ChatTemplate:
             self._pinned[tools] = pin_date(text, self._date)
         return self._pinned[tools]
 
+    def reads(self, key: str) -> bool:
+        """Whether the template looks at this key of a message: m.key, m['key'], or 'key' in m."""
+        word = re.escape(key)
+        return self._mentions(rf"\.{word}\b|['\"]{word}['\"]")
+
+    def takes(self, variable: str) -> bool:
+        """Whether the template has a variable of this name."""
+        return self._mentions(rf"\b{re.escape(variable)}\b")
+
+    def _mentions(self, pattern: str) -> bool:
+        return any(re.search(pattern, self.source(tools=tools)) for tools in (False, True))
+
     def render(
         self,
         messages: Sequence[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         *,
         generation_prompt: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The text of a chat. Raises BadRow with the template's own words."""
+        """The text of a chat; `variables` are the template's own. Raises BadRow with the template's own words."""
         from jinja2 import TemplateError, TemplateSyntaxError
 
         try:
@@ -57,6 +71,7 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
                 date_string=self._date,
+                **variables,
             )
         except TemplateSyntaxError as error:
             mistake = f"data.chat_template: line {error.lineno}: {error.message}; correct the template"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from finetune.data.check import Mistakes
+from finetune.data.row_reader import notes_of
 from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import Data, DataSet, EvalFraction, Recipe
@@ -40,7 +41,9 @@ class Prepared:
             "eval_duplicates_left_out": "held-out documents left out: identical ones are trained on",
             "control_token_texts": "texts spell control tokens; they stay text",
         }
-        return [f"{self.facts[name]:,} {words}" for name, words in notes.items() if self.facts[name]]
+        told = [f"{self.facts[name]:,} {words}" for name, words in notes.items() if self.facts[name]]
+        read = (note for store in self.pool.stores for note in notes_of(store.names[0], store.facts["rows"]))
+        return [*told, *dict.fromkeys(read)]
 
 
 def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -123,6 +124,16 @@ def split_documents(
     if not len(trained):
         raise DataError(["data.train: weights leave no document; raise them"])
     return Split(trained, np.concatenate(held_groups), int(copies.sum()))
+
+
+def shares(pool: DocumentPool, split: Split, training_sets: int) -> list[dict[str, Any]]:
+    """What each training set gives to an epoch, copies by weight included: documents, tokens, share of all tokens."""
+    total, parts = int(pool.lengths[split.train].sum()), []
+    for store in range(training_sets):
+        inside = (split.train >= pool.starts[store]) & (split.train < pool.starts[store + 1])
+        tokens = int(pool.lengths[split.train[inside]].sum())
+        parts.append({"documents": int(inside.sum()), "tokens": tokens, "share": tokens / total})
+    return parts
 
 
 def weigh(documents: np.ndarray, pool: DocumentPool, store: int, weight: float, seed: int) -> np.ndarray:

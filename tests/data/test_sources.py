@@ -27,7 +27,7 @@ def texts(data: Source) -> list[str]:
 
 
 def write(file: Path, *words: str) -> Path:
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
     return file
 
@@ -108,6 +108,54 @@ def test_files_that_are_not_there(entry: dict[str, Any], words: str) -> None:
         source(**entry)
 
 
+@pytest.mark.parametrize(
+    ("files", "splits"),
+    [
+        # as the Hub's own names
+        (["data/train_sft-00000-of-00002.jsonl", "data/train_sft-00001-of-00002.jsonl",
+          "data/test_sft-00000-of-00001.jsonl"], {"train_sft": 2, "test_sft": 1}),
+        (["dev.jsonl", "train1.jsonl", "train2.jsonl"], {"train": 2, "validation": 1, "dev": 1}),
+        (["eval/a.jsonl", "training/a.jsonl", "training/b.jsonl"], {"train": 2, "test": 1}),
+        (["a.jsonl", "contrained.jsonl"], {"train": 2, "a": 1}),
+    ],
+)  # fmt: skip
+def test_the_split_chooses_the_files_of_a_folder(tmp_path: Path, files: list[str], splits: dict[str, int]) -> None:
+    for name in files:
+        write(tmp_path / name, name)
+    for split, count in splits.items():
+        assert len(texts(source(path=str(tmp_path), split=split))) == count, split
+        assert len(texts(source(path=str(tmp_path), split=f"{split}[:1]"))) == 1, split
+    with pytest.raises(DataError, match="there is no split 'trian', but ") as raised:
+        source(path=str(tmp_path), split="trian")
+    assert raised.value.exit_code == 2
+    known = [split for split in splits if split not in ("dev", "a")]
+    assert all(split in str(raised.value) for split in known)
+
+
+def test_rows_to_test_on_are_not_trained_on(tmp_path: Path) -> None:
+    write(tmp_path / "test.jsonl", "test")
+    with pytest.raises(DataError, match="there is no split 'train', but test; write split: test"):
+        source(path=str(tmp_path))
+
+
+@pytest.mark.parametrize("split", ["trian", "validation", "train_sft", "trian[:10]"])
+def test_a_split_that_named_files_do_not_have_is_refused(tmp_path: Path, split: str) -> None:
+    file, name = write(tmp_path / "a.jsonl", "a"), split.split("[")[0]
+    for entry in ({"path": str(file)}, {"path": "json", "data_files": str(file)}):
+        with pytest.raises(DataError, match=f"a.jsonl: there is no split '{name}', but train; write split: train"):
+            source(**entry, split=split)
+    with pytest.raises(DataError, match=f"there is no split '{name}', but train; write split: train"):
+        source(path=str(tmp_path), data_files="a.jsonl", split=split)
+
+
+def test_files_named_after_a_split_are_it(tmp_path: Path) -> None:
+    file = write(tmp_path / "valid-2.jsonl", "a")
+    for split in ("train", "validation", "valid", "validation[:1]"):
+        assert texts(source(path="json", data_files=str(file), split=split)) == ["a"]
+    with pytest.raises(DataError, match="there is no split 'test', but train, validation; write split: train"):
+        source(path="json", data_files=str(file), split="test")
+
+
 def test_folders_that_do_not_do(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no data files"):
         source(path=str(tmp_path))
@@ -130,6 +178,34 @@ def test_data_sets_that_the_library_loads(tmp_path: Path, monkeypatch: pytest.Mo
     key = data.key()
     assert key["fingerprint"], "datasets no longer names the fingerprint of a data set"
     assert source(path="json", data_files=f"file://{file}").key() == key
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("Config name is missing.\nPlease pick one among the available configs: ['main', 'socratic']\nExample:",
+         "openai/x: name: its configurations are main, socratic; add name: main"),
+        ("BuilderConfig 'maine' not found. Available: ['main', 'socratic']",
+         "openai/x: name: its configurations are main, socratic; add name: main"),
+        ("Unknown split \"trian\". Should be one of ['train_sft', 'test_sft'].",
+         "openai/x: split: there is no split 'trian', but train_sft, test_sft; write one of them"),
+    ],
+)  # fmt: skip
+def test_what_the_library_names_is_passed_on(words: str, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*_: Any, **__: Any) -> None:
+        raise ValueError(words)
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with pytest.raises(DataError) as raised:
+        list(source(path="openai/x", split="trian").rows())
+    assert raised.value.mistakes == (answer,)
+
+
+def test_the_libraries_words_for_a_split_are_those(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    file = write(tmp_path / "a.jsonl", "a")
+    with pytest.raises(DataError, match="there is no split 'trian', but train; write one of them"):
+        list(source(path="json", data_files=f"file://{file}", split="trian").rows())
 
 
 def test_a_data_set_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 from finetune.cli.main import main
+from finetune.data.columns import Layout
+from finetune.data.formats import read_row
 from finetune.errors import RecipeError
 from finetune.importers import hf_trainer, trl
 from finetune.importers.convert import TOOLS, Imported, convert, known_tool
@@ -246,9 +248,93 @@ def test_llama_factorys_list_of_data_sets_is_read(tmp_path: Path) -> None:
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(listed))
     result = imported(tmp_path, FACTORY_LLAMA)
     files = {"path": "json", "data_files": "data/identity.json", "split": "train[:1000]", "format": "alpaca"}
-    chats = {"path": "org/chats", "split": "train[:1000]", "format": "messages"}
+    chats = {"path": "org/chats", "split": "train[:1000]", "format": "sharegpt"}
+    chats |= {"columns": {"conversations": "messages"}}  # their turns have from and value where no tags say otherwise
     assert value(result, "data.train") == [files, chats]
     assert "dataset" not in {entry.key for entry in result.left_out}
+
+
+def factory_set(folder: Path, known: Values, **keys: Any) -> Any:
+    """The entry of data.train for one data set of LLaMA-Factory's dataset_info.json."""
+    (folder / "data").mkdir()
+    (folder / "data" / "dataset_info.json").write_text(json.dumps({"mine": {"hf_hub_url": "org/mine", **known}}))
+    (entry,) = value(imported(folder, FACTORY_LLAMA | {"dataset": "mine", "max_samples": None, **keys}), "data.train")
+    return entry
+
+
+@pytest.mark.parametrize(
+    ("known", "keys", "expected"),
+    [
+        (
+            {"columns": {"prompt": "q", "query": "c", "response": "a", "system": "s", "history": "h"}}, {},
+            {"format": "alpaca", "columns": {
+                "instruction": "q", "input": "c", "output": "a", "history": "h", "system": "s"}},
+        ),
+        ({"columns": {"prompt": "instruction", "history": "history"}}, {}, {"format": "alpaca"}),
+        ({"columns": {"prompt": "content"}}, {"stage": "pt"}, {"format": "text", "columns": {"text": "content"}}),
+        (
+            {"formatting": "sharegpt", "columns": {"messages": "turns"}, "tags": {
+                "role_tag": "role", "content_tag": "content", "user_tag": "Q", "assistant_tag": "assistant"}},
+            {}, {"format": "messages", "columns": {"messages": "turns"}, "roles": {"Q": "user"}},
+        ),
+        ({"formatting": "sharegpt", "columns": {"tools": "functions"}}, {},
+         {"format": "sharegpt", "columns": {"tools": "functions"}}),
+    ],
+)  # fmt: skip
+def test_llama_factorys_columns_and_tags(known: Values, keys: Values, expected: Values, tmp_path: Path) -> None:
+    assert factory_set(tmp_path, known, **keys) == {"path": "org/mine", **expected}
+
+
+@pytest.mark.parametrize(
+    ("their_set", "expected"),
+    [
+        (
+            {"type": "chat_template", "field_messages": "dialog", "field_system": "persona",
+             "roles": {"user": ["human", "asker"], "assistant": ["assistant"]}},
+            {"format": "messages", "columns": {"messages": "dialog", "system": "persona"},
+             "roles": {"human": "user", "asker": "user"}},
+        ),
+        (
+            {"type": "chat_template", "field_messages": "messages", "message_field_role": "from",
+             "message_field_content": "value", "roles": {"user": ["human"], "assistant": ["gpt", "bot"]}},
+            {"format": "sharegpt", "columns": {"conversations": "messages"}, "roles": {"bot": "assistant"}},
+        ),
+        ({"type": "completion", "field": "body"}, {"format": "text", "columns": {"text": "body"}}),
+        (
+            {"type": {"field_instruction": "q", "field_output": "a", "format": "[INST] {instruction} [/INST]"}},
+            {"format": "alpaca", "columns": {"instruction": "q", "output": "a"}},
+        ),
+    ],
+)  # fmt: skip
+def test_axolotls_columns_and_roles(their_set: Values, expected: Values, tmp_path: Path) -> None:
+    values = AXOLOTL_LORA_8B | {"datasets": [{"path": "org/mine", **their_set}]}
+    assert value(imported(tmp_path, values), "data.train") == [{"path": "org/mine", **expected}]
+    given = imported(tmp_path, values | {"chat_template_kwargs": {"enable_thinking": False}})
+    entry = {"path": "org/mine", **expected, "chat_template_kwargs": {"enable_thinking": False}}
+    assert value(given, "data.train") == [entry]
+
+
+@pytest.mark.parametrize(
+    ("their_set", "expected"),
+    [
+        ({"_component_": "torchtune.datasets.instruct_dataset", "column_map": {"input": "q", "output": "a"}},
+         {"columns": {"instruction": "q", "output": "a"}}),
+        ({"_component_": "torchtune.datasets.alpaca_dataset", "column_map": {"instruction": "q"}},
+         {"format": "alpaca", "columns": {"instruction": "q"}}),
+        ({"_component_": "torchtune.datasets.text_completion_dataset", "column": "body"},
+         {"format": "text", "columns": {"text": "body"}}),
+        ({"_component_": "torchtune.datasets.chat_dataset", "conversation_column": "talk",
+          "conversation_style": "sharegpt"}, {"format": "sharegpt", "columns": {"conversations": "talk"}}),
+    ],
+)  # fmt: skip
+def test_torchtunes_columns(their_set: Values, expected: Values, tmp_path: Path) -> None:
+    values = TUNE_LORA | {"dataset": {"source": "org/mine", **their_set}}
+    assert value(imported(tmp_path, values), "data.train") == [{"path": "org/mine", **expected}]
+
+
+def test_trls_text_column(tmp_path: Path) -> None:
+    result = imported(tmp_path, TRL_SHORT | {"dataset_text_field": "body"})
+    assert all(entry["columns"] == {"text": "body"} for entry in value(result, "data.train"))
 
 
 @pytest.mark.parametrize(
@@ -430,7 +516,8 @@ def test_their_templates_and_what_is_learned_in_them(name: str) -> None:
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]}
     )
-    script = Encoder(tokenizer, data).script({"instruction": "What is it?", "output": answer}, "alpaca")
+    row = read_row({"instruction": "What is it?", "output": answer}, Layout("alpaca"))
+    script = Encoder(tokenizer, data).script(row)
     assert script.text.startswith(prompt + answer + end)
     start, stop = script.learned[0]
     assert script.text[start:stop] == answer + end

@@ -16,9 +16,10 @@ from finetune.cli.main import main
 from finetune.model.build import load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.report.preview import Oddity, doubled_begin, length_histogram, pieces, preview, unfinished
-from finetune.report.preview_views import as_page
+from finetune.report.preview_views import as_page, facts_lines
 from finetune.tokens.cache import StoredDocuments
 from finetune.tokens.encoder import Encoder
+from tests.support.masks import encoded
 from tests.support.tiny import SPECIAL_TOKENS, save_tiny
 
 QUESTION = {"role": "user", "content": "which seven birds sing?"}
@@ -68,6 +69,48 @@ def test_facts_are_those_of_training(tmp_path: Path, model: Path) -> None:
     assert [finding.text for finding in view.findings] == ["4 training documents are copies of another one"]
     assert [place.rsplit(":", 1)[1] for place in view.findings[0].places] == ["5", "6", "7"]
     assert view.ok
+
+
+def test_a_mixture_shows_what_each_data_set_gives(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shares are counted by hand from the documents of each set alone."""
+    entries, tokens = [], []
+    for name, rows in (("short", [chat(f"one {n}") for n in range(4)]), ("long", [chat("two " * 20)])):
+        folder = tmp_path / name
+        folder.mkdir()
+        recipe = write(folder, model, rows)
+        (entry,) = yaml.safe_load(recipe.read_text())["data"]["train"]
+        entries.append(entry)
+        alone = preview(load_recipe(recipe).recipe, 9)
+        tokens.append(sum(row.tokens for row in alone.rows))
+        assert "%" not in "".join(facts_lines(alone)[3:])
+    entries[0] |= {"weight": 0.5}
+    entries[1] |= {"weight": 3.0, "split": "train[:1]"}
+    recipe = write(tmp_path, model, [chat("x")], train=entries)
+    short, long = preview(load_recipe(recipe).recipe, 0).facts["data_sets"]
+    of_short, of_long = tokens[0] // 2, 3 * tokens[1]  # the four short chats are as long as each other
+    assert short == {
+        "name": str(tmp_path / "short" / "rows.jsonl"), "weight": 0.5, "documents": 2, "tokens": of_short,
+        "share": pytest.approx(of_short / (of_short + of_long)),
+    }  # fmt: skip
+    assert long["name"] == f"{tmp_path / 'long' / 'rows.jsonl'} train[:1]"
+    assert (long["documents"], long["tokens"]) == (3, of_long)
+    assert short["share"] + long["share"] == pytest.approx(1)
+    assert main(["preview", str(recipe), "-n", "0"]) == 0
+    output = capsys.readouterr().out.replace("\n", " ")
+    assert f"{short['share']:.1%} {short['name']}" in output
+    assert f"3 documents, {of_long} tokens, weight 3" in output.replace("  ", " ")
+
+
+def test_what_was_not_used_of_the_rows_is_a_note(tmp_path: Path, model: Path) -> None:
+    rows = [chat(answer) | {"source": "x"} for answer in ("one", "two")]
+    rows[0]["messages"].append(QUESTION)
+    view = preview(load_recipe(write(tmp_path, model, rows)).recipe, 0)
+    assert [(finding.severity, finding.text.partition(": ")[2]) for finding in view.findings] == [
+        ("note", "columns not used: 'source'"),
+        ("note", "dialogues that end without an answer: 1; nothing is learned from their last turn"),
+    ]
 
 
 def test_answers_truncated_at_the_row_are_found(tmp_path: Path, model: Path) -> None:
@@ -164,7 +207,7 @@ def test_the_lengths_are_drawn_once_each(tmp_path: Path, model: Path) -> None:
 def test_words_keep_their_spaces_where_decoding_one_token_drops_them(model: Path, tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, model, [chat("x")])).recipe
     encoder = Encoder(load_tokenizer(recipe), recipe.data)
-    document = encoder.encode(chat("old stone bridge"), "messages")
+    document = encoded(encoder, chat("old stone bridge"), "messages")
     tokens = list(pieces(encoder.texts, document))
     assert len(tokens) == len(document.input_ids)
     assert encoder.texts.decode(document.input_ids) == "".join(piece.text for piece in tokens)

@@ -6,12 +6,19 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from finetune.recipe.schema import Data
-from finetune.tokens.encoder import IGNORE, Document
+from finetune.data.columns import layout_of
+from finetune.data.formats import read_row
+from finetune.recipe.schema import Data, DataSet, RowFormat
+from finetune.tokens.encoder import IGNORE, Document, Encoder
 
 
 def data_section(**settings: Any) -> Data:
     return Data.model_validate({"train": [{"path": "json", "data_files": "x.jsonl"}], **settings})
+
+
+def encoded(encoder: Encoder, row: dict[str, Any], format: RowFormat = "auto") -> Document:
+    """The document of one row of a data set. Raises RowError."""
+    return encoder.document(read_row(row, layout_of(DataSet(path="json", format=format), [row])))
 
 
 def shown(document: Document, tokenizer: PreTrainedTokenizerFast) -> str:

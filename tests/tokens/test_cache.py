@@ -21,6 +21,7 @@ from finetune.tokens import cache
 from finetune.tokens.cache import ArrayWriter, StoredDocuments, read_array, stored_documents
 from finetune.tokens.encoder import IGNORE, Encoder
 from tests.support.chat_families import LLAMA3, tokenizer_of
+from tests.support.masks import encoded
 
 ROWS = [
     {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": f"answer {n}"}]}
@@ -51,7 +52,8 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def store(file: Path, family: str = "llama3", **settings: Any) -> tuple[str, StoredDocuments]:
-    data = Data.model_validate({"train": [{"path": "json", "data_files": str(file)}], "max_length": 256, **settings})
+    entry = {"path": "json", "data_files": str(file)} | settings.pop("entry", {})
+    data = Data.model_validate({"train": [entry], "max_length": 256, **settings})
     return stored_documents(resolve(data.train[0]), data, Encoder(tokenizer_of(family), data))
 
 
@@ -60,7 +62,7 @@ def test_what_is_stored_is_what_was_encoded(rows: Path) -> None:
     encoder = Encoder(tokenizer_of("llama3"), Data.model_validate({"train": [{"path": "x"}]}))
     assert len(stored) == len(ROWS)
     for index, row in enumerate(ROWS):
-        document = encoder.encode(row, "messages")
+        document = encoded(encoder, row, "messages")
         ids, labels = stored.document(index)
         assert ids.tolist() == document.input_ids
         assert labels.tolist() == document.labels
@@ -85,12 +87,29 @@ def test_the_address_covers_everything_that_tokens_follow_from(rows: Path, build
     different: list[dict[str, Any]] = [
         {"family": "llama31"}, {"family": "qwen"}, {"chat_template": LLAMA3 + "!"}, {"train_on": "all"},
         {"truncation": "drop"}, {"max_length": 255}, {"date_string": "1 May 2020"},
+        {"entry": {"format": "messages"}}, {"entry": {"columns": {"messages": "messages"}}},
+        {"entry": {"roles": {"narrator": "user"}}}, {"entry": {"chat_template_kwargs": {"bos_token": "x"}}},
     ]  # fmt: skip
     keys += [store(rows, **settings)[0] for settings in different]
     rows.write_text(rows.read_text().replace("q3", "q4"))
     keys.append(store(rows)[0])
     assert len(set(keys)) == len(keys) == len(builds)
     assert store(rows, packing=False)[0] == keys[-1]  # packing is laid over the tokens, it does not change them
+
+
+def test_what_is_told_of_the_rows_is_told_from_the_cache_too(rows: Path, builds: list[Path]) -> None:
+    more = {"role": "user", "id": 7, "content": "?"}
+    told = [{"source": "x", "messages": [*row["messages"], more]} for row in ROWS]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in told))
+    expected = {
+        "read_as": None, "unused_columns": ["source"], "unused_message_keys": ["id"], "unanswered": 9,
+        "run_together": 0,
+    }  # fmt: skip
+    assert [store(rows)[1].facts["rows"] for _ in range(2)] == [expected] * 2
+    assert len(builds) == 1
+    # A template that reads the key uses it.
+    reading = LLAMA3.replace("m['content']", "(m.id | string if m.id else '') + m['content']")
+    assert store(rows, chat_template=reading)[1].facts["rows"]["unused_message_keys"] == []
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "missing", "facts", "empty_folder"])

@@ -1,0 +1,130 @@
+"""The rows of a data set, read by its layout, and what their owner should know about them.
+
+Checking, tokenising and previewing read rows here, so that none of them takes a row for something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+from finetune.data.columns import Layout, layout_of, listed, written
+from finetune.data.formats import Chat, Passage, read_row
+from finetune.data.messages import REASONING, UnknownRole, nearest
+from finetune.data.readers import BadRow, SourceRow
+from finetune.data.sources import Source
+from finetune.recipe.cross_checks import OPTIONAL_COLUMNS
+
+READ_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)  # of messages, by templates or our checks
+HEAD = 10  # rows from which the layout is found
+
+
+class ReadRow(NamedTuple):
+    """A row in its common form, or the mistake in it."""
+
+    row: SourceRow
+    read: Chat | Passage | None
+    problem: str | None
+
+    @property
+    def place(self) -> str:
+        return self.row.place
+
+
+class RowReader:
+    """Reads the rows of one data set, once; `facts` then says what was not read and what is odd."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._layout: Layout | None = None
+        self._unused: dict[str, None] = {}  # columns, in the order in which they were seen
+        self._message_keys: dict[str, None] = {}  # besides those that every template reads
+        self._roles: set[str] = set()  # unknown ones that were told
+        self._unanswered = 0
+        self._run_together = 0
+
+    def rows(self) -> Iterator[ReadRow]:
+        """Every row; a data set whose columns are not known ends with that one mistake."""
+        rows = self._source.rows()
+        head: list[SourceRow] = []
+        while self._layout is None:
+            head = list(islice(rows, HEAD))
+            good = [row for row in head if row.values is not None]
+            if good:
+                try:
+                    self._layout = layout_of(self._source.entry, [row.values for row in good if row.values is not None])
+                except BadRow as error:
+                    yield ReadRow(good[0], None, str(error))
+                    return
+            elif head:
+                yield from (ReadRow(row, None, row.problem) for row in head)
+            else:
+                return
+        for row in chain(head, rows):
+            problem = self._read(row, self._layout)
+            if problem is not None:
+                yield problem
+
+    def _read(self, row: SourceRow, layout: Layout) -> ReadRow | None:
+        """The row; None for one with an unknown role that was told before."""
+        if row.values is None:
+            return ReadRow(row, None, row.problem)
+        try:
+            self._note_unused(row.values, layout)
+            read = read_row(row.values, layout)
+        except UnknownRole as error:
+            told = error.role in self._roles
+            self._roles.add(error.role)
+            return None if told else ReadRow(row, None, str(error))
+        except BadRow as error:
+            return ReadRow(row, None, str(error))
+        self._note(read)
+        return ReadRow(row, read, None)
+
+    def _note_unused(self, values: dict[str, Any], layout: Layout) -> None:
+        """Raises BadRow for a column that is nearly one of those that the layout may have."""
+        for name in layout.unused(values):
+            if name not in self._unused:
+                self._unused[name] = None
+                near = nearest(name, OPTIONAL_COLUMNS[layout.format], cutoff=0.8)
+                if near and near not in values and near not in layout.columns:
+                    line = written({near: name})
+                    raise BadRow(f"unknown column {name!r}; did you mean {near!r}? rename it, or add columns: {line}")
+
+    def _note(self, read: Chat | Passage) -> None:
+        if isinstance(read, Chat):
+            self._unanswered += read.messages[-1]["role"] != "assistant"
+            self._message_keys |= dict.fromkeys(key for each in read.messages for key in each if key not in READ_KEYS)
+        elif read.prompt:
+            end, start = read.prompt[-1], read.completion[0]
+            self._run_together += end.isascii() and not end.isspace() and start.isascii() and start.isalnum()
+
+    def facts(self, is_read: Callable[[str], bool] = lambda key: True) -> dict[str, Any]:
+        """What `notes_of` tells, of the rows read so far; `is_read`: whether the template reads a key of messages."""
+        guess = self._layout if self._layout and self._layout.is_guess else None
+        return {
+            "read_as": [guess.format, written(guess.columns)] if guess else None,
+            "unused_columns": [*self._unused],
+            "unused_message_keys": [key for key in self._message_keys if not is_read(key)],
+            "unanswered": self._unanswered,
+            "run_together": self._run_together,
+        }
+
+
+def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
+    """What the owner of a data set should know, a line each; `facts` are a reader's."""
+    if facts["read_as"]:
+        layout, columns = facts["read_as"]
+        yield f"{name}: read as {layout}, columns: {columns}"
+    if facts["unused_columns"]:
+        yield f"{name}: columns not used: {listed(facts['unused_columns'])}"
+    if facts["unused_message_keys"]:
+        yield f"{name}: keys of messages that the chat template does not read: {listed(facts['unused_message_keys'])}"
+    if count := facts["unanswered"]:
+        yield f"{name}: dialogues that end without an answer: {count:,}; nothing is learned from their last turn"
+    if count := facts["run_together"]:
+        yield (
+            f"{name}: prompts that run into their completion without a space or line break: {count:,}; end them with "
+            "one, or read them as chats: columns: {instruction: ..., output: ...}"
+        )

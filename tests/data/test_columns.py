@@ -1,0 +1,306 @@
+"""The columns of the data sets that people train on: each is read, or answered with the line to add."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune.data.check import check_rows
+from finetune.data.formats import Chat, Passage
+from finetune.data.row_reader import RowReader
+from finetune.data.sources import resolve
+from finetune.errors import DataError
+from finetune.recipe.schema import Data, DataSet
+
+ASKED, ANSWERED = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
+TURNS = [ASKED, ANSWERED]
+SHAREGPT = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
+BRIEF = {"role": "system", "content": "Be brief."}
+
+
+def write(folder: Path, *rows: dict[str, Any]) -> dict[str, Any]:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"path": "json", "data_files": str(file)}
+
+
+def read(folder: Path, *rows: dict[str, Any], **entry: Any) -> list[Chat | Passage]:
+    """The rows as the one reader of all verbs gives them."""
+    found = list(RowReader(resolve(DataSet.model_validate(write(folder, *rows) | entry))).rows())
+    assert not [row.problem for row in found if row.problem]
+    return [row.read for row in found if row.read is not None]
+
+
+def checked(folder: Path, *rows: dict[str, Any], **entry: Any) -> list[str]:
+    """What `check --data` tells of good rows, without the file's name."""
+    source = write(folder, *rows) | entry
+    notes: list[str] = []
+    assert [*check_rows(Data.model_validate({"train": [source]}), notes.append).values()] == [len(rows)]
+    return [note.removeprefix(f"{source['data_files']}: ") for note in notes]
+
+
+def answers(folder: Path, *rows: dict[str, Any], **entry: Any) -> list[str]:
+    """What it answers to rows that it refuses, each without the file's name."""
+    source = write(folder, *rows) | entry
+    with pytest.raises(DataError) as raised:
+        check_rows(Data.model_validate({"train": [source]}))
+    assert raised.value.exit_code == 2
+    return [mistake.removeprefix(f"{source['data_files']}:") for mistake in raised.value.mistakes]
+
+
+# Name -> (columns as the data set's page states them, keys of its entry, messages read, what is told of it).
+DATA_SETS: dict[str, tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]], list[str]]] = {
+    "HuggingFaceTB/smoltalk": ({"messages": TURNS, "source": "x"}, {}, TURNS, ["columns not used: 'source'"]),
+    "HuggingFaceH4/no_robots": (
+        {"prompt": "Why?", "prompt_id": "1f", "messages": TURNS, "category": "Open QA"},
+        {}, TURNS, ["columns not used: 'prompt', 'prompt_id', 'category'"],
+    ),
+    "HuggingFaceH4/ultrachat_200k": (
+        {"prompt": "Why?", "prompt_id": "1f", "messages": TURNS}, {}, TURNS, ["columns not used: 'prompt', 'prompt_id'"]
+    ),
+    "allenai/tulu-3-sft-mixture": (
+        {"id": "1", "messages": TURNS, "source": "x"}, {}, TURNS, ["columns not used: 'id', 'source'"]
+    ),
+    "yahma/alpaca-cleaned": ({"instruction": "Why?", "input": "", "output": "So."}, {}, TURNS, []),
+    "yahma/alpaca-cleaned with an input": (
+        {"instruction": "Why?", "input": "It rains.", "output": "So."},
+        {}, [{"role": "user", "content": "Why?\n\nIt rains."}, ANSWERED], [],
+    ),
+    "databricks/databricks-dolly-15k": (
+        {"instruction": "Why?", "context": "It rains.", "response": "So.", "category": "closed_qa"},
+        {}, [{"role": "user", "content": "Why?\n\nIt rains."}, ANSWERED],
+        ["read as alpaca, columns: {input: context, output: response}", "columns not used: 'category'"],
+    ),
+    "mlabonne/FineTome-100k": (
+        {"conversations": SHAREGPT, "source": "x", "score": 4.5}, {}, TURNS, ["columns not used: 'source', 'score'"]
+    ),
+    "open-thoughts/OpenThoughts-114k": (
+        {"system": "Be brief.", "conversations": [SHAREGPT[0] | {"from": "user"}, SHAREGPT[1] | {"from": "assistant"}]},
+        {}, [BRIEF, *TURNS], [],
+    ),
+    "openai/gsm8k": (
+        {"question": "Why?", "answer": "So."}, {"columns": {"instruction": "question", "output": "answer"}}, TURNS, []
+    ),
+    "b-mc2/sql-create-context": (
+        {"answer": "So.", "question": "Why?", "context": "CREATE TABLE t"},
+        {"columns": {"instruction": "question", "input": "context", "output": "answer"}},
+        [{"role": "user", "content": "Why?\n\nCREATE TABLE t"}, ANSWERED], [],
+    ),
+    "beomi/KoAlpaca-v1.1a": (
+        {"instruction": "Why?", "output": "So.", "url": "x"}, {}, TURNS, ["columns not used: 'url'"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DATA_SETS)
+def test_the_columns_of_public_data_sets_are_read(name: str, tmp_path: Path) -> None:
+    row, entry, messages, told = DATA_SETS[name]
+    first, second = read(tmp_path, row, row, **entry)
+    assert isinstance(first, Chat)
+    assert first == second
+    assert first.messages == messages
+    assert first.learned == [message["role"] == "assistant" for message in messages]
+    assert checked(tmp_path, row, row, **entry) == told
+
+
+def test_texts_are_read_as_texts(tmp_path: Path) -> None:
+    assert read(tmp_path, {"text": "Once upon a time"}) == [Passage("", "Once upon a time")]
+    mapped = {"prompt": "question", "completion": "answer"}
+    assert read(tmp_path, {"question": "Why? ", "answer": "So."}, columns=mapped) == [Passage("Why? ", "So.")]
+
+
+# Rows -> what is answered, once for three of them.
+ANSWERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "question and answer": (
+        {"question": "Why?", "answer": "So."}, {},
+        "the columns are 'question', 'answer'; add to this data set: columns: {instruction: question, output: answer}",
+    ),
+    "question, context and answer": (
+        {"question": "Why?", "context": "It rains.", "answer": "So."},
+        {}, "columns: {instruction: question, input: context, output: answer}",
+    ),
+    "a reasoning column": (
+        {"Question": "Why?", "Reasoning": "Hm", "Response": "So."},
+        {}, "columns: {instruction: Question, reasoning_content: Reasoning, output: Response}",
+    ),
+    "another answer": ({"prompt": "Why?", "response": "So."}, {}, "columns: {instruction: prompt, output: response}"),
+    "turns of another name": ({"conversation": TURNS, "model": "x"}, {}, "columns: {messages: conversation}"),
+    "sharegpt of another name": ({"dialog": SHAREGPT}, {}, "columns: {conversations: dialog}"),
+    "a text of another name": ({"title": "x", "content": "Once"}, {}, "columns: {text: content}"),
+    "a name to quote": ({"my question": "x", "no": SHAREGPT}, {}, 'columns: {conversations: "no"}'),
+    "preference texts": (
+        {"prompt": "Why?", "chosen": "So.", "rejected": "No."}, {},
+        "preference rows ('prompt', 'chosen', 'rejected') are not trained on as pairs; to learn what was chosen add "
+        "columns: {instruction: prompt, output: chosen}",
+    ),
+    "preference chats": ({"prompt": "Why?", "chosen": TURNS, "rejected": TURNS}, {}, "columns: {messages: chosen}"),
+    "preference answers": ({"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [ANSWERED]}, {}, "completion: chosen"),
+    "preference transcripts": ({"chosen": "Human: Why?", "rejected": "x"}, {}, "columns: {text: chosen}"),
+    "unknown": ({"x": 1, "y": 2}, {}, "the columns are 'x', 'y'; name those to learn from by columns:"),
+    "a column that is not there": (
+        {"question": "Why?", "answer": "So."}, {"columns": {"prompt": "qestion", "completion": "answer"}},
+        "columns: prompt: the data set has no column 'qestion', but 'question', 'answer'; did you mean columns: "
+        "{prompt: question}?",
+    ),
+    "half of a layout": (
+        {"question": "Why?", "x": "So."}, {"columns": {"instruction": "question"}},
+        "'output' is missing, the columns are 'question', 'x'; write columns: {instruction: question, output: ...}",
+    ),
+    "not the format asked for": ({"text": "a"}, {"format": "messages"}, "the field 'messages' is missing; add it, or"),
+    "an unknown role": (
+        {"messages": [{"role": "Human", "content": "Why?"}, ANSWERED]},
+        {}, "messages[0]: unknown role \"Human\"; did you mean 'user'? or add roles: {\"Human\": user}",
+    ),
+    "an unknown speaker": (
+        {"conversations": [{"from": "Mensch", "value": "Why?"}, SHAREGPT[1]]},
+        {}, "conversations[0]: unknown speaker 'Mensch'; known are human, gpt, system, function_call, observation; or "
+        "add roles: {Mensch: user}",
+    ),
+    "variables for texts": ({"text": "a"}, {"chat_template_kwargs": {"x": 1}}, "no chat template renders; remove them"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_a_data_set_is_answered_once(case: str, tmp_path: Path) -> None:
+    row, entry, words = ANSWERS[case]
+    (answer,) = answers(tmp_path, row, row, row, **entry)
+    assert answer.startswith("1: ")
+    assert words in answer
+    assert len(answer) <= 240
+
+
+RIGHT_LINES = ["question, context and answer", "a reasoning column", "preference answers", "a name to quote"]
+
+
+@pytest.mark.parametrize("case", RIGHT_LINES)
+def test_the_line_of_the_answer_is_right(case: str, tmp_path: Path) -> None:
+
+    row, _, _ = ANSWERS[case]
+    (answer,) = answers(tmp_path, row)
+    columns = yaml.safe_load(answer.partition("columns: ")[2])
+    (chat,) = read(tmp_path, row, columns=columns)
+    assert isinstance(chat, Chat)
+    assert chat.messages[-1]["content"] == "So."
+
+
+def test_columns_that_are_mapped_win_over_those_of_the_same_name(tmp_path: Path) -> None:
+    row = {"prompt": "Which?", "q": "Why? ", "a": "So.", "messages": TURNS}
+    columns = {"prompt": "q", "completion": "a"}
+    assert read(tmp_path, row, columns=columns) == [Passage("Why? ", "So.")]
+    assert checked(tmp_path, row, columns=columns) == ["columns not used: 'prompt', 'messages'"]
+    swapped = {"prompt": "completion", "completion": "prompt"}
+    assert read(tmp_path, {"prompt": "a", "completion": "b "}, columns=swapped) == [Passage("b ", "a")]
+    # What is an instruction under its own name is not an input too.
+    (chat,) = read(tmp_path, {"input": "Why?", "answer": "So."}, columns={"instruction": "input", "output": "answer"})
+    assert isinstance(chat, Chat)
+    assert chat.messages == TURNS
+
+
+def test_roles_of_the_recipe(tmp_path: Path) -> None:
+    (chat,) = read(tmp_path, {"messages": [ASKED | {"role": "Human"}, ANSWERED]}, roles={"Human": "user"})
+    (turns,) = read(tmp_path, {"conversations": [{"from": "Q", "value": "Why?"}, SHAREGPT[1]]}, roles={"Q": "user"})
+    (swapped,) = read(tmp_path, {"messages": TURNS[::-1]}, roles={"user": "assistant", "assistant": "user"})
+    assert isinstance(chat, Chat)
+    assert isinstance(turns, Chat)
+    assert isinstance(swapped, Chat)
+    assert chat.messages == turns.messages == TURNS
+    assert [message["content"] for message in swapped.messages] == ["So.", "Why?"]
+    assert swapped.learned == [False, True]
+
+
+def test_each_unknown_role_is_told_once(tmp_path: Path) -> None:
+    rows = [{"messages": [ASKED | {"role": role}, ANSWERED]} for role in ("Human", "user", "Human", "asker", "asker")]
+    assert [answer.partition(":")[0] for answer in answers(tmp_path, *rows)] == ["1", "4"]
+
+
+def test_the_layout_is_found_although_the_first_row_is_odd(tmp_path: Path) -> None:
+    (answer,) = answers(tmp_path, {"id": 7}, {"messages": TURNS}, {"messages": TURNS})
+    assert answer.startswith("1: the field 'messages' is missing")
+
+
+# -- nothing of a row is dropped silently ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "entry"),
+    [
+        ({"messages": TURNS}, {}),
+        ({"conversations": SHAREGPT}, {}),
+        ({"instruction": "Why?", "output": "So."}, {}),
+        ({"prompt": [ASKED], "completion": [ANSWERED]}, {}),
+    ],
+)
+def test_a_system_column_is_the_system_turn(row: dict[str, Any], entry: dict[str, Any], tmp_path: Path) -> None:
+    plain, instructed = read(tmp_path, row | {"system": None}, row | {"system": "Be brief."}, **entry)
+    assert isinstance(plain, Chat)
+    assert isinstance(instructed, Chat)
+    assert plain.messages == TURNS
+    assert instructed.messages == [BRIEF, *TURNS]
+    assert instructed.learned == [False, False, True]
+    assert checked(tmp_path, row | {"system": "Be brief."}) == []
+
+
+def test_a_system_column_beside_a_system_turn(tmp_path: Path) -> None:
+    (chat,) = read(tmp_path, {"system": "Be brief. ", "messages": [BRIEF, *TURNS]})
+    assert isinstance(chat, Chat)
+    assert chat.messages == [BRIEF, *TURNS]
+    (answer,) = answers(tmp_path, {"system": "Be long.", "messages": [BRIEF, *TURNS]})
+    assert "'system' and the system turn of the messages differ; keep one" in answer
+
+
+def test_history_is_earlier_turns(tmp_path: Path) -> None:
+    row = {"instruction": "Why?", "output": "So.", "history": [["Hello", "Hi"], ["Rain?", "Yes."]]}
+    as_text = row | {"history": json.dumps(row["history"])}
+    said = ["Hello", "Hi", "Rain?", "Yes.", "Why?", "So."]
+    for chat in read(tmp_path, row, as_text, row | {"history": None}, row | {"history": []}):
+        assert isinstance(chat, Chat)
+        assert [message["content"] for message in chat.messages] in (said, said[-2:])
+    (first, *_) = read(tmp_path, row)
+    assert isinstance(first, Chat)
+    assert first.learned == [False, True] * 3
+
+
+def test_tools_and_reasoning_of_alpaca_rows(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    row = {"instruction": "Why?", "output": "So.", "thinking": "Hm", "tools": tools}
+    (chat,) = read(tmp_path, row)
+    assert isinstance(chat, Chat)
+    assert chat.tools == tools
+    assert chat.messages == [ASKED, {"role": "assistant", "reasoning_content": "Hm", "content": "So."}]
+    assert checked(tmp_path, row) == []
+
+
+def test_other_keys_of_a_turn_are_kept(tmp_path: Path) -> None:
+    (chat,) = read(tmp_path, {"conversations": [SHAREGPT[0], SHAREGPT[1] | {"thinking": "Hm", "weight": 1}]})
+    assert isinstance(chat, Chat)
+    assert chat.messages[1] == {"role": "assistant", "content": "So.", "thinking": "Hm"}
+
+
+@pytest.mark.parametrize("column", ["system", "tools", "chat_template_kwargs"])
+def test_what_plain_texts_have_no_place_for_is_refused(column: str, tmp_path: Path) -> None:
+    row = {"question": "Why? ", "completion": "So.", column: {"a": 1}}
+    (answer,) = answers(tmp_path, row, columns={"prompt": "question"})
+    assert f"{column!r} has no place in texts" in answer
+    assert answer.endswith("columns: {instruction: question, output: completion}")
+    assert checked(tmp_path, row | {column: None}, columns={"prompt": "question"}) == []
+
+
+def test_variables_of_the_template(tmp_path: Path) -> None:
+    rows = [{"messages": TURNS, "chat_template_kwargs": own} for own in (None, {"effort": "high"}, '{"think": true}')]
+    chats = read(tmp_path, *rows, chat_template_kwargs={"think": False})
+    assert [chat.template_kwargs for chat in chats if isinstance(chat, Chat)] == [
+        {"think": False}, {"think": False, "effort": "high"}, {"think": True},
+    ]  # fmt: skip
+
+
+def test_what_is_odd_is_told_with_its_count(tmp_path: Path) -> None:
+    assert checked(tmp_path, {"messages": TURNS}, {"messages": [*TURNS, ASKED]}, {"messages": [*TURNS, ASKED]}) == [
+        "dialogues that end without an answer: 2; nothing is learned from their last turn"
+    ]
+    rows = [{"prompt": prompt, "completion": "So."} for prompt in ("Why?", "Why? ", "Why?\n", "", "なぜ")]
+    (note,) = checked(tmp_path, *rows)
+    assert note.startswith("prompts that run into their completion without a space or line break: 1; end them with one")
