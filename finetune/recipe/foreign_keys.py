@@ -139,9 +139,6 @@ REPLACED: dict[str, str] = {
     "stage": "this kit does supervised fine-tuning; remove the key",
     "do_train": "the command says what is done; remove the key",
     "do_eval": "data.eval turns evaluation on; remove the key",
-    "adam_beta1": "betas are 0.9 and 0.999; remove the key",
-    "adam_beta2": "betas are 0.9 and 0.999; remove the key",
-    "adam_epsilon": "epsilon is 1e-8; remove the key",
 }
 
 
