@@ -122,8 +122,8 @@ def _best_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
         yield CrossCheck("training.metric_for_best_model", problem, f"write {' or '.join(recipe.data.metrics)}")
     whole = isinstance(recipe.eval_steps, int) and isinstance(recipe.save_steps, int)
     steps = training.max_steps or (math.inf if whole else None)  # else the rows decide, which nobody has counted yet
-    if steps is not None and (problem := unsaved_evaluations(recipe, steps)):
-        yield CrossCheck("save_steps", *problem)
+    if steps is not None and (unsaved := unsaved_evaluations(recipe, steps)):
+        yield CrossCheck("save_steps", *unsaved)
 
 
 def steps_between(interval: float, total_steps: float) -> int:

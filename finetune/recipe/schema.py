@@ -159,8 +159,9 @@ class Data(Section):
 
     @property
     def metrics(self) -> list[str]:
-        """What metric_for_best_model may name: the loss of all held-out rows, and of each data set of `eval`."""
-        return ["eval_loss", *(f"eval_{name}_loss" for name in self.eval_names)]
+        """What metric_for_best_model may name: the loss of all held-out rows, and of each of several data sets."""
+        names = self.eval_names if len(self.eval_sets) > 1 else []
+        return ["eval_loss", *(f"eval_{name}_loss" for name in names)]
 
     @property
     def sets(self) -> list[DataSet]:
@@ -247,7 +248,7 @@ class Recipe(Section):
     logging_steps: Count = Field(1, description="Optimizer steps between two lines of metrics.")
     eval_steps: Interval = Field(0.1, description="Steps between two evaluations, or below 1 their share of the run.")
     save_steps: Interval = Field(0.1, description="Steps between two checkpoints, or below 1 their share of the run.")
-    save_total_limit: Count = Field(2, description="Newest checkpoints kept; the best evaluation's is kept besides them.")
+    save_total_limit: Count = Field(2, description="Newest checkpoints kept, besides the best evaluation's.")
     timeout_seconds: int = Field(
         600,
         ge=5,
