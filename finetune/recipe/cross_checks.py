@@ -133,7 +133,7 @@ def steps_between(interval: float, total_steps: float) -> int:
 
 def unsaved_evaluations(recipe: Recipe, total_steps: float) -> tuple[str, str] | None:
     """What is wrong, and the remedy, where the best evaluation may be one without a checkpoint; else None."""
-    if not recipe.training.exports_best:
+    if not recipe.training.exports_best or recipe.data.eval is None:
         return None
     evaluated = steps_between(recipe.eval_steps, total_steps)
     saved = steps_between(recipe.save_steps, total_steps)

@@ -42,8 +42,8 @@ RENAMED: dict[str, str] = {
     "load_in_8bit": "quantization.load_in_8bit",
     "gradient_checkpointing": "training.activation_checkpointing",
     "fsdp_config": "accelerate_config: fsdp2",
-    "saves_per_epoch": "save_steps",
-    "evals_per_epoch": "eval_steps",
+    "saves_per_epoch": "save_steps: a share of the run, 1 / (saves_per_epoch x num_epochs)",
+    "evals_per_epoch": "eval_steps: a share of the run, 1 / (evals_per_epoch x num_epochs)",
     "tokenizer_config": "model.name_or_path",
     "special_tokens": "data.chat_template",
     # LLaMA-Factory
