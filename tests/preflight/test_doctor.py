@@ -178,6 +178,9 @@ def test_weights_are_counted_without_weights(tmp_path: Path) -> None:
     assert count_weights(recipe_of(tmp_path, LLAMA, "lora=null")) == (8_030_261_248, 8_030_261_248)
 
 
+BEST = ("training.load_best_model_at_end=true", "data.eval={fraction: 0.1}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "checkpoint", "export"),
@@ -192,6 +195,8 @@ def test_what_a_run_writes(override: str, checkpoint: int, export: int, tmp_path
     need = need_of(recipe_of(tmp_path, LLAMA, override, "save_total_limit=2"))
     assert (need.checkpoint, need.export) == (checkpoint, export)
     assert need.in_run_folder == 3 * checkpoint + export
+    best = need_of(recipe_of(tmp_path, LLAMA, override, "save_total_limit=2", *BEST))
+    assert best.in_run_folder == 4 * checkpoint + export
     assert need.download >= 2 * 8_030_261_248
 
 
@@ -225,6 +230,8 @@ def test_too_little_disk_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert states(findings) == [("disk", "ok"), ("disk", "bad"), ("disk", "bad")]
     assert "6 checkpoints of 0.5" in findings[1].seen
     assert free_bytes(tmp_path / "not" / "there" / "yet") > 0
+    findings = list(doctor.check_disk(recipe_of(tmp_path, LLAMA, "save_total_limit=5", *BEST)))
+    assert "7 checkpoints of 0.5" in findings[1].seen
 
 
 def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
