@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -119,7 +119,6 @@ class Run:
     optimizer: torch.optim.Optimizer
     train_rows: Rows
     eval_rows: Rows | None
-    eval_sets: Mapping[str, Rows]  # the same rows by data set, where there are several; else empty
     plan: BatchPlan
     learning_rate: Callable[[int], float]
     terminal: Terminal
@@ -128,6 +127,7 @@ class Run:
     write_metrics: Callable[[dict[str, Any]], None]
     save: Callable[[TrainState], None]
     skip_gradient_sync: Callable[[], AbstractContextManager[Any]]  # entered for every micro-batch but a step's last
+    eval_sets: Mapping[str, Rows] = field(default_factory=dict)  # eval_rows by data set, where there are several
 
 
 def steps_of(recipe: Recipe, total_steps: int) -> dict[str, int]:
