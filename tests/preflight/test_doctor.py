@@ -207,7 +207,7 @@ def test_the_need_is_what_a_real_run_writes(tiny_llama: Path, tmp_path: Path) ->
     write_chats(tmp_path / "chats.jsonl", [20] * 16)
     text = f"model: {{name_or_path: {tiny_llama}, dtype: float32}}\nlora: null\nsamples: {{count: 0}}\n"
     text += f"data: {{train: [{{path: json, data_files: {tmp_path}/chats.jsonl}}], max_length: 64}}\n"
-    text += f"training: {{global_batch_size: 2, max_steps: 2, mixed_precision: 'no'}}\nsave_steps: 2\n"
+    text += "training: {global_batch_size: 2, max_steps: 2, mixed_precision: 'no'}\nsave_steps: 2\n"
     text += f"output_dir: {tmp_path}/run\n"
     recipe = recipe_of(tmp_path, text)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "FINETUNE_CACHE": str(tmp_path / "cache")}
