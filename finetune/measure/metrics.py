@@ -81,7 +81,7 @@ def eval_line(step: int, losses: Mapping[str, float]) -> dict[str, Any]:
     return {"kind": "eval", "step": step, **losses, "perplexity": math.exp(min(losses["loss"], 700.0))}
 
 
-def held_out_in_words(line: Mapping[str, Any]) -> str:
+def evaluation_in_words(line: Mapping[str, Any]) -> str:
     """An evaluation's figures for the terminal: the mean loss, its perplexity, and the loss of each of several sets."""
     sets = "".join(f", {key.removesuffix('_loss')} {loss:.4f}" for key, loss in line.items() if key.endswith("_loss"))
     return f"held-out loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f}{sets}"

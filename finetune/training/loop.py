@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from finetune.errors import NotFinite
-from finetune.measure.metrics import StepRecord, eval_line, held_out_in_words
+from finetune.measure.metrics import StepRecord, eval_line, evaluation_in_words
 from finetune.measure.phases import Phases
 from finetune.run_folder.train_state import TrainState
 from finetune.strategies.loss_scaling import FLOOR, loss_scale, scaler_state
@@ -291,7 +291,7 @@ def _evaluate_and_compare(run: Run, state: TrainState) -> None:
         raise NotFinite(f"step {state.step}: {error}") from error
     line = eval_line(state.step, losses)
     run.write_metrics(line)
-    run.terminal.log(f"step {state.step}: {held_out_in_words(line)}")
+    run.terminal.log(f"step {state.step}: {evaluation_in_words(line)}")
     state.compare(losses[run.recipe.training.metric_for_best_model.removeprefix("eval_")])
     if _early_stopped(run, state):
         run.terminal.log(f"early stopping: {state.worse_evaluations} evaluations without a better loss")

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from finetune.measure.metrics import eval_line, held_out_in_words
+from finetune.measure.metrics import eval_line, evaluation_in_words
 from finetune.model.generate import answer, answering
 from finetune.tokens.encoder import SamplePrompt
 from finetune.training.loop import evaluate
@@ -23,7 +23,7 @@ def look_before(start: Start, run: Run, model: nn.Module, output: RunOutput) -> 
     if run.eval_rows is not None:
         line = eval_line(0, evaluate(run.accelerator, run.model, run.eval_rows, run.plan, run.eval_sets))
         run.write_metrics(line)
-        run.terminal.log(f"before training: {held_out_in_words(line)}")
+        run.terminal.log(f"before training: {evaluation_in_words(line)}")
 
 
 def write_samples(start: Start, model: nn.Module, output: RunOutput, *, when: str, step: int) -> None:
