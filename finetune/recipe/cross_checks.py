@@ -145,7 +145,7 @@ def unsaved_evaluations(recipe: Recipe, total_steps: float) -> tuple[str, str] |
         "best one's weights are to be exported (training.load_best_model_at_end)"
     )
     multiple = max(1, round(evaluated / saved)) * saved
-    remedy = f"write save_steps: {recipe.eval_steps:g}, as eval_steps is, or eval_steps: {multiple}"
+    remedy = f"write save_steps: {recipe.eval_steps}, as eval_steps is, or eval_steps: {multiple}"
     return problem, remedy
 
 

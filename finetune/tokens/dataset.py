@@ -58,9 +58,9 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     capacity = data.max_length if data.packing else None
     train = pool.rows(split.train, capacity)
     eval_sets = _eval_sets(data, pool, split, capacity)
-    held_out = pool.rows(split.held_out, capacity) if len(split.held_out) else None
-    if eval_sets:
-        held_out = pool.join(list(eval_sets.values()))
+    held_out = pool.join([*eval_sets.values()]) if eval_sets else None
+    if held_out is None and len(split.held_out):
+        held_out = pool.rows(split.held_out, capacity)
     _refuse_empty_metric(recipe, held_out, eval_sets)
     eval_key = data.eval.fraction if isinstance(data.eval, EvalFraction) else None
     settings = [recipe.training.seed, data.packing, data.max_length, eval_key, [entry.weight for entry in entries]]

@@ -124,7 +124,7 @@ def _train(
         unchanged = unchanged_tensors(parts, state.start_checksums)
         receipt.add("change", {"unchanged_tensors": unchanged})
         log(describe_change(unchanged, state.start_checksums))
-        write_samples(start, parts.unwrapped_model, output, when="after", step=exported.step)
+        write_samples(start, parts.unwrapped_model, output, when="after", step=state.step)
         folder = export(start.recipe, parts, start.tokenizer, write=start.writes)
         if start.writes:
             memory = memory_facts(planner.result(PLANNER_TIMEOUT), measured, device)

@@ -52,7 +52,7 @@ def test_the_best_evaluations_weights_are_exported(
     said = f"exported: the weights of step {best}, held-out loss {losses[best]['loss']:.4f}, the best evaluation; "
     assert said + f"of step {STEPS}, the last, it is {losses[STEPS]['loss']:.4f}\n" in capsys.readouterr().out
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text("utf-8").splitlines()]
-    assert [(line["when"], line["step"]) for line in samples] == [("before", 0), ("after", best)]
+    assert [(line["when"], line["step"]) for line in samples] == [("before", 0), ("after", STEPS)]
     assert f"step {best}, the best: {losses[best]['loss']:.4f}" in (tmp_path / "run" / "report.html").read_text("utf-8")
     facts = read_run(tmp_path / "run", load_recipe(recipe).recipe)
     assert facts.exported_eval() == losses[best]
