@@ -129,6 +129,8 @@ def train(
         "training.global_batch_size": rows,
         "training.warmup_steps": 0,
         "training.warmup_ratio": 0,
+        "training.early_stopping_patience": None,
+        "training.load_best_model_at_end": None,
         "samples.count": 0,
         "logging_steps": 1,
         "save_steps": steps,

@@ -69,7 +69,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     from finetune.run_folder.folder import claim_run_folder, curve_identity
     from finetune.tokens.dataset import prepare
     from finetune.training.batch_notes import batch_notes
-    from finetune.training.run import plan_batches
+    from finetune.training.run import check_best, plan_batches
     from finetune.training.session import train_and_report
     from finetune.training.start import Start
     from finetune.training.trackers import check_trackers
@@ -86,6 +86,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     flat = attention_name(recipe) == attention.NAME
     plan = plan_batches(recipe, len(prepared.train), world_size=launch.world_size, rank=launch.rank, flat=flat)
     learning_rate_schedule(recipe.training, plan.total_steps)  # raises before the folder is made
+    check_best(recipe, plan.total_steps)
     claim = None
     if launch.is_main:
         identity = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint}

@@ -29,7 +29,7 @@ def held_out_figures(run: FinishedRun, device: torch.device) -> dict[str, Any]:
     """The trainer's own evaluation, of the finished model and of its base.
 
     Loss is the mean over every supervised token of the held-out rows, perplexity its exponential. `recorded` is what
-    the run's last evaluation wrote. Raises FinetuneError when no rows are held out.
+    the run wrote when it evaluated the exported weights. Raises FinetuneError when no rows are held out.
     """
     recipe = run.recipe
     if recipe.data.eval is None:
@@ -46,10 +46,10 @@ def held_out_figures(run: FinishedRun, device: torch.device) -> dict[str, Any]:
     }
     for name, model in models_of(run, device, with_loss=True):
         with fitting(device), _arithmetic(recipe.training.mixed_precision, device):
-            loss = evaluate(accelerator, model, prepared.eval, plan)
+            loss = evaluate(accelerator, model, prepared.eval, plan)["loss"]
         figures[name] = {"loss": loss, "perplexity": math.exp(loss)}
-    evals = read_run(run.folder, recipe).evals()
-    return figures | {"recorded": evals[-1]["loss"] if evals else None}
+    exported = read_run(run.folder, recipe).exported_eval()
+    return figures | {"recorded": exported["loss"] if exported else None}
 
 
 def models_of(run: FinishedRun, device: torch.device, *, with_loss: bool) -> Iterator[tuple[str, nn.Module]]:
@@ -79,7 +79,7 @@ def held_out_in_words(figures: dict[str, Any]) -> str:
     lines += [f"{'':8}{'loss':>9}{'perplexity':>13}"]
     lines += [f"{n:8}{figures[n]['loss']:>9.4f}{figures[n]['perplexity']:>13.2f}" for n in ("base", "tuned")]
     if figures["recorded"] is not None:
-        lines.append(f"at the end of its training the run wrote {figures['recorded']:.4f}")
+        lines.append(f"of these weights the run itself wrote {figures['recorded']:.4f}")
     return "\n".join(lines)
 
 

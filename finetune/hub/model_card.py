@@ -83,8 +83,8 @@ def _eval_results(run: RunFacts) -> list[Any]:
     """As a model-index; `.eval_results/` is for the benchmarks that the Hub lists, which these rows are not."""
     from huggingface_hub import EvalResult
 
-    evals = run.evals()
-    if not evals:
+    exported = run.exported_eval()
+    if exported is None:
         return []
     entry = (run.recipe.data.eval_sets or run.recipe.data.train)[0]
     return [
@@ -95,10 +95,10 @@ def _eval_results(run: RunFacts) -> list[Any]:
             dataset_split=entry.split,
             metric_type=key,
             metric_name=f"held-out {key}",
-            metric_value=round(float(evals[-1][key]), 6),
+            metric_value=round(float(exported[key]), 6),
         )
         for key in ("loss", "perplexity")
-        if evals[-1].get(key) is not None
+        if exported.get(key) is not None
     ]
 
 
@@ -123,6 +123,8 @@ def _hyperparameters(run: RunFacts) -> Iterator[tuple[str, object]]:
     recipe, training, receipt = run.recipe, run.recipe.training, run.receipt
     trained = receipt.get("parameters", {})
     yield "optimizer steps", run.trained()[-1]["step"] if run.trained() else None
+    if (export := receipt.get("export", {})).get("best"):
+        yield "weights of step", f"{export['step']}, the best evaluation by {export['metric']}"
     yield "rows per step", training.global_batch_size
     yield "tokens per row, at most", recipe.data.max_length
     yield "packing", "whole documents, which do not see each other" if recipe.data.packing else "none"
@@ -134,7 +136,8 @@ def _hyperparameters(run: RunFacts) -> Iterator[tuple[str, object]]:
     yield "chat template, variables", ", ".join(f"{name}: {json.dumps(value)}" for name, value in given.items()) or None
     yield "learning rate", f"{training.learning_rate:g}, {training.lr_scheduler_type}"
     yield "warm-up", training.warmup_steps if training.warmup_steps is not None else f"{training.warmup_ratio:.0%}"
-    yield "optimizer", f"{training.optim}, weight decay {training.weight_decay:g}"
+    betas = f"betas {training.adam_beta1:g} and {training.adam_beta2:g}, epsilon {training.adam_epsilon:g}"
+    yield "optimizer", f"{training.optim}, {betas}, weight decay {training.weight_decay:g}"
     yield "gradient norm, at most", training.max_grad_norm
     if recipe.lora:
         yield "LoRA", f"r {recipe.lora.r}, alpha {recipe.lora.lora_alpha:g}, dropout {recipe.lora.lora_dropout:g}"
@@ -175,13 +178,14 @@ def _cell(value: object) -> str:
 
 
 def _evaluations(run: RunFacts) -> list[tuple[str, int, str, str]]:
-    """(when, step, loss, perplexity) before training, at the lowest loss, and after training."""
-    evals = run.evals()
-    if not evals:
+    """(when, step, loss, perplexity) before training, of these weights, at the lowest loss, and after training."""
+    evals, exported = run.evals(), run.exported_eval()
+    if exported is None:
         return []
-    last, best = evals[-1], min(evals, key=lambda line: line["loss"])
+    last, lowest = evals[-1], min(evals, key=lambda line: line["loss"])
     rows = [("before training", evals[0])] if evals[0]["step"] == 0 else []
-    rows += [("lowest loss", best)] if best["step"] not in (0, last["step"]) else []
+    rows += [("lowest loss", lowest)] if lowest["step"] not in (0, last["step"], exported["step"]) else []
+    rows += [("these weights, the best evaluation", exported)] if exported is not last else []
     rows += [("after training", last)]
     return [(when, line["step"], f"{line['loss']:.4f}", f"{line['perplexity']:.2f}") for when, line in rows]
 

@@ -106,11 +106,24 @@ def _training(foreign: ForeignConfig) -> None:
     foreign.carry("training.seed", "seed", default=42)
     foreign.carry("training.early_stopping_patience", "early_stopping_patience")
     foreign.carry("logging_steps", "logging_steps", change=as_count)
-    every(foreign, "eval_steps", "eval_steps")
-    every(foreign, "save_steps", "save_steps")
+    _intervals(foreign)
     foreign.carry("save_total_limit", "save_total_limit", default=4)
     foreign.carry("output_dir", "output_dir", default="./model-out")
     hub(foreign, push=bool(foreign.peek("hub_model_id")))
+
+
+def _intervals(foreign: ForeignConfig) -> None:
+    """eval_steps and save_steps; axolotl makes a share of the run of a number an epoch, over num_epochs."""
+    epochs = foreign.peek("num_epochs") or 1
+    for recipe_key, an_epoch in (("eval_steps", "evals_per_epoch"), ("save_steps", "saves_per_epoch")):
+        every(foreign, recipe_key, recipe_key)
+        times = foreign.get(an_epoch)
+        if not times or recipe_key in foreign.carried:
+            continue
+        if times * epochs > 1:
+            foreign.write(recipe_key, 1 / (times * epochs), f"{an_epoch} {times} x num_epochs {epochs:g}")
+        else:
+            foreign.leave(an_epoch, "same", "the last step is always evaluated and saved")
 
 
 def _schedule(foreign: ForeignConfig) -> None:

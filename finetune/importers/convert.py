@@ -15,7 +15,7 @@ from finetune.importers import axolotl, llamafactory, torchtune, trl
 from finetune.importers.foreign_config import ForeignConfig, LeftOut
 from finetune.importers.left_out import reason_for
 from finetune.importers.recipe_writer import page, written
-from finetune.importers.shared import fit_quantization
+from finetune.importers.shared import best_model, fit_quantization
 from finetune.recipe.gpus import budget_of, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Budget
@@ -64,6 +64,7 @@ def convert(file: Path, *, tool: Tool | None = None, gpus: str | None = None) ->
     try:
         _CONVERT[tool](foreign)
         fit_quantization(foreign)
+        best_model(foreign)
     except RecipeError as error:
         raise RecipeError([f"{file}: {mistake}" for mistake in error.mistakes]) from None
     except (AttributeError, TypeError, ValueError, KeyError) as error:

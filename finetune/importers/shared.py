@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
-from finetune.importers.foreign_config import ForeignConfig, as_count
+from finetune.importers.foreign_config import ForeignConfig, as_count, recipe_default
 from finetune.importers.templates import TEMPLATES
 from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES, OPTIMIZERS
@@ -16,7 +16,6 @@ from finetune.recipe.schema import Scheduler
 from finetune.recipe.strategy import Strategy, read_strategy
 
 _SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
-_CONSTANTS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
 
 
 def chosen_strategy(foreign: ForeignConfig) -> Strategy:
@@ -25,7 +24,7 @@ def chosen_strategy(foreign: ForeignConfig) -> Strategy:
 
 
 def optimizer(foreign: ForeignConfig, key: str, default: str) -> None:
-    """training.optim, and the constants of AdamW that a recipe has no keys for; after accelerate_config."""
+    """training.optim and AdamW's constants; after accelerate_config."""
     name = foreign.get(key)
     offered = OPTIMIZER_NAMES.get(str(name or default))
     if offered is None:
@@ -40,10 +39,8 @@ def optimizer(foreign: ForeignConfig, key: str, default: str) -> None:
         foreign.write("training.optim", offered, f"{key}: {name}")
     else:
         foreign.default("training.optim", offered)
-    for constant, usual in _CONSTANTS.items():
-        value = foreign.get(constant)
-        if value is not None and value != usual:
-            foreign.leave(constant, "differs", f"AdamW's constant is {usual:g} here")
+    for constant in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+        foreign.carry(f"training.{constant}", constant)
 
 
 def remote_code(foreign: ForeignConfig) -> None:
@@ -249,14 +246,32 @@ def named_template(foreign: ForeignConfig, key: str, names: Mapping[str, str]) -
 
 
 def every(foreign: ForeignConfig, recipe_key: str, key: str) -> None:
-    """eval_steps or save_steps, where they are steps; a share of the run is left to the reader."""
-    steps = foreign.get(key)
-    if isinstance(steps, float) and 0 < steps < 1:
-        foreign.leave(
-            key, "look", f"a share of the run; set {recipe_key} once `finetune preview` has counted its steps"
-        )
-    elif steps is not None:
-        foreign.write(recipe_key, as_count(steps), key)
+    """eval_steps or save_steps: steps, or below 1 a share of the run, there as here."""
+    foreign.carry(recipe_key, key, change=as_count)
+
+
+def best_model(foreign: ForeignConfig) -> None:
+    """training.load_best_model_at_end and its metric, which is a held-out loss here; after data.eval and steps."""
+    metric, wanted = foreign.get("metric_for_best_model"), foreign.get("load_best_model_at_end")
+    if wanted and "data.eval" not in foreign.carried:
+        remedy = "add data.eval: {fraction: 0.05}, and training.load_best_model_at_end: true"
+        foreign.leave("load_best_model_at_end", "look", f"needs held-out rows; {remedy}")
+        wanted = None
+    if wanted is not None:
+        foreign.write("training.load_best_model_at_end", wanted, "load_best_model_at_end")
+    if metric not in (None, "loss", "eval_loss"):
+        foreign.leave("metric_for_best_model", "differs", "the held-out loss over all rows decides here")
+    patience = foreign.carried.get("training.early_stopping_patience", (None,))[0]
+    if wanted or (wanted is None and patience):
+        _save_each_evaluation(foreign)
+
+
+def _save_each_evaluation(foreign: ForeignConfig) -> None:
+    """transformers evaluates more often than it saves, and takes the best of what was saved; here each is saved."""
+    evaluated, saved = (foreign.carried.get(key, (recipe_default(key), ""))[0] for key in ("eval_steps", "save_steps"))
+    whole = isinstance(evaluated, int) and isinstance(saved, int) and saved > 0
+    if evaluated != saved and not (whole and evaluated % saved == 0):
+        foreign.write("save_steps", evaluated, "eval_steps: the best evaluation's checkpoint is exported")
 
 
 def hub(foreign: ForeignConfig, *, push: bool) -> None:

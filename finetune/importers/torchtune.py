@@ -201,9 +201,11 @@ def _optimizer(foreign: ForeignConfig) -> None:
         reason = "decays biases and norms there, matrices alone here"
         foreign.leave("optimizer.weight_decay", "differs", reason, foreign.carried["training.weight_decay"][0])
     foreign.get("optimizer.fused")
-    for key, usual in (("betas", [0.9, 0.999]), ("eps", 1e-8)):
-        if foreign.get(f"optimizer.{key}", usual) != usual:
-            foreign.leave(f"optimizer.{key}", "differs", f"AdamW's constant is {usual} here")
+    betas = foreign.get("optimizer.betas")
+    if betas:
+        for constant, value in zip(("adam_beta1", "adam_beta2"), betas, strict=True):
+            foreign.write(f"training.{constant}", value, "optimizer.betas")
+    foreign.carry("training.adam_epsilon", "optimizer.eps")
 
 
 def _schedule(foreign: ForeignConfig) -> None:

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -76,9 +76,15 @@ class Window:
         return line
 
 
-def eval_line(step: int, loss: float) -> dict[str, Any]:
-    """An evaluation's line of metrics.jsonl."""
-    return {"kind": "eval", "step": step, "loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+def eval_line(step: int, losses: Mapping[str, float]) -> dict[str, Any]:
+    """An evaluation's line of metrics.jsonl: `loss`, and `NAME_loss` of each data set where there are several."""
+    return {"kind": "eval", "step": step, **losses, "perplexity": math.exp(min(losses["loss"], 700.0))}
+
+
+def evaluation_in_words(line: Mapping[str, Any]) -> str:
+    """An evaluation's figures for the terminal: the mean loss, its perplexity, and the loss of each of several sets."""
+    sets = "".join(f", {key.removesuffix('_loss')} {loss:.4f}" for key, loss in line.items() if key.endswith("_loss"))
+    return f"held-out loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f}{sets}"
 
 
 def sparkline(values: list[float], width: int = 24) -> str:

@@ -48,13 +48,13 @@ def check_optimizer(name: Optimizer, *, on_cpu: bool, sharded: bool = False) -> 
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """AdamW over what is trained: betas 0.9 and 0.999, epsilon 1e-8, decay on matrices alone.
+    """AdamW over what is trained, with the recipe's betas, epsilon and decay, the last on matrices alone.
 
     Biases and norms are vectors and are not decayed, as in transformers' Trainer. The learning rate of each step is
     written into the groups by the loop.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decay = recipe.training.weight_decay
+    training, decay = recipe.training, recipe.training.weight_decay
     groups: list[dict[str, Any]] = [{"params": trained}]
     if decay:  # else one group: the fused kernel runs once for each
         groups = [
@@ -63,12 +63,12 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         ]
     groups = [group for group in groups if group["params"]]
     settings: dict[str, Any] = {
-        "lr": recipe.training.learning_rate,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
+        "lr": training.learning_rate,
+        "betas": (training.adam_beta1, training.adam_beta2),
+        "eps": training.adam_epsilon,
         "weight_decay": 0.0,
     }
-    spec = OPTIMIZERS[recipe.training.optim]
+    spec = OPTIMIZERS[training.optim]
     if spec.bitsandbytes_class is not None:
         return _from_bitsandbytes(spec.bitsandbytes_class, model, groups, settings)
     # Fused: one kernel for all parameters; on a CPU too.

@@ -158,6 +158,7 @@ def _training(recipe: Recipe, strategy: Strategy, processes: int) -> Iterator[Re
             "training.global_batch_size": rows,
             "training.per_device_batch_size": each,
             "training.early_stopping_patience": None,
+            "training.load_best_model_at_end": training.exports_best,
             "training.resume": "auto",
             "samples.count": 1,
             "samples.prompts": recipe.samples.prompts[:1] if recipe.samples.prompts else None,

@@ -124,6 +124,7 @@ def job_command(comparison: Comparison, strategy: str) -> list[str]:
         f"save_steps={comparison.steps}",
         f"eval_steps={comparison.steps}",
         "training.early_stopping_patience=null",
+        "training.load_best_model_at_end=false",
         "training.resume=never",
         "logging_steps=1",
         "measure_phases=true",

@@ -22,7 +22,7 @@ class Need:
     """Bytes that a run writes."""
 
     checkpoint: int  # one of them
-    keep: int  # checkpoints
+    keep: int  # checkpoints, the best evaluation's included
     export: int
     download: int  # of base weights that are not on this machine yet
 
@@ -40,7 +40,7 @@ def need_of(recipe: Recipe) -> Need:
     on_disk = weights_are_here(recipe.model.name_or_path, recipe.model.revision)
     return Need(
         checkpoint=trained * (width + OPTIMIZERS[training.optim].state_bytes(width)),
-        keep=recipe.save_total_limit,
+        keep=recipe.save_total_limit + training.exports_best,
         export=trained * width if recipe.lora else total * frozen,
         download=0 if on_disk else total * 2,  # published in 16 bits
     )

@@ -13,16 +13,17 @@ from finetune.recipe.schema import Lora, Recipe
 def load_back(recipe: Recipe, run_dir: Path) -> str:
     """Load the adapter in plain peft, or the model in plain transformers, in float32; what was seen, in a line.
 
-    Its weights and its logits must equal, bit by bit, those of the newest checkpoint in the export's number format,
-    and differ from the base's. Raises FinetuneError where they do not.
+    Its weights and its logits must equal, bit by bit, those of the exported step's checkpoint in the export's number
+    format, and differ from the base's. Raises FinetuneError where they do not.
     """
     import torch
 
-    from finetune.run_folder.checkpoint import newest_valid, read_checkpoint
+    from finetune.run_folder.checkpoint import examine, read_checkpoint, step_folder
 
-    checkpoint, _ = newest_valid(run_dir)
-    if checkpoint is None:
-        raise FinetuneError(f"{run_dir}: no checkpoint is complete")
+    folder = step_folder(run_dir, json.loads((run_dir / "receipt.json").read_text("utf-8"))["export"]["step"])
+    checkpoint = examine(folder)
+    if isinstance(checkpoint, str):
+        raise FinetuneError(f"{folder}: {checkpoint}")
     trained = read_checkpoint(checkpoint)[0]["model"]
     if recipe.lora is not None:
         _same_settings(recipe.lora, run_dir / "adapter" / "adapter_config.json")

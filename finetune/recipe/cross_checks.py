@@ -184,9 +184,48 @@ def _training_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     if training.early_stopping_patience and recipe.data.eval is None:
         key, remedy = "training.early_stopping_patience", "add data.eval: {fraction: 0.05}"
         yield CrossCheck(key, "early stopping needs held-out rows", remedy)
+    yield from _best_mistakes(recipe)
     if training.pure_bf16 and training.mixed_precision != "bf16":
         key, remedy = "training.pure_bf16", "set mixed_precision: bf16, or pure_bf16: false"
         yield CrossCheck(key, "pure_bf16 needs mixed_precision: bf16", remedy)
+
+
+def _best_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
+    """What cannot be compared or exported: weights of an evaluation that there is not, or that is not saved."""
+    training = recipe.training
+    if training.load_best_model_at_end and recipe.data.eval is None:
+        remedy = "add data.eval: {fraction: 0.05}, or set it to false"
+        yield CrossCheck("training.load_best_model_at_end", "the best evaluation needs held-out rows", remedy)
+    if training.metric_for_best_model not in recipe.data.metrics:
+        problem = f"is {training.metric_for_best_model}, which no evaluation measures"
+        yield CrossCheck("training.metric_for_best_model", problem, f"write {' or '.join(recipe.data.metrics)}")
+    whole = isinstance(recipe.eval_steps, int) and isinstance(recipe.save_steps, int)
+    steps = training.max_steps or (math.inf if whole else None)  # else the rows decide, which nobody has counted yet
+    if steps is not None and (unsaved := unsaved_evaluations(recipe, steps)):
+        yield CrossCheck("save_steps", *unsaved)
+
+
+def steps_between(interval: float, total_steps: float) -> int:
+    """Steps from one evaluation, or checkpoint, to the next; a share is rounded up, as transformers does."""
+    return math.ceil(interval * total_steps) if interval < 1 else int(interval)
+
+
+def unsaved_evaluations(recipe: Recipe, total_steps: float) -> tuple[str, str] | None:
+    """What is wrong, and the remedy, where the best evaluation may be one without a checkpoint; else None."""
+    if not recipe.training.exports_best or recipe.data.eval is None:
+        return None
+    evaluated = steps_between(recipe.eval_steps, total_steps)
+    saved = steps_between(recipe.save_steps, total_steps)
+    if evaluated >= total_steps or evaluated % saved == 0:  # the last step is always evaluated and saved
+        return None
+    counted = "" if total_steps == math.inf else f" of {int(total_steps):,}"
+    problem = (
+        f"evaluations every {evaluated:,} steps{counted} are not all saved by checkpoints every {saved:,}, and the "
+        "best one's weights are to be exported (training.load_best_model_at_end)"
+    )
+    multiple = max(1, round(evaluated / saved)) * saved
+    remedy = f"write save_steps: {recipe.eval_steps}, as eval_steps is, or eval_steps: {multiple}"
+    return problem, remedy
 
 
 def _hub_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:

@@ -42,8 +42,8 @@ RENAMED: dict[str, str] = {
     "load_in_8bit": "quantization.load_in_8bit",
     "gradient_checkpointing": "training.activation_checkpointing",
     "fsdp_config": "accelerate_config: fsdp2",
-    "saves_per_epoch": "save_steps",
-    "evals_per_epoch": "eval_steps",
+    "saves_per_epoch": "save_steps: a share of the run, 1 / (saves_per_epoch x num_epochs)",
+    "evals_per_epoch": "eval_steps: a share of the run, 1 / (evals_per_epoch x num_epochs)",
     "tokenizer_config": "model.name_or_path",
     "special_tokens": "data.chat_template",
     # LLaMA-Factory
@@ -143,9 +143,6 @@ REPLACED: dict[str, str] = {
     "stage": "this kit does supervised fine-tuning; remove the key",
     "do_train": "the command says what is done; remove the key",
     "do_eval": "data.eval turns evaluation on; remove the key",
-    "adam_beta1": "betas are 0.9 and 0.999; remove the key",
-    "adam_beta2": "betas are 0.9 and 0.999; remove the key",
-    "adam_epsilon": "epsilon is 1e-8; remove the key",
 }
 
 

@@ -20,6 +20,7 @@ from finetune.recipe.foreign_keys import answer_for, other_word_for
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.recipe.yaml_text import Path, dotted, number_trap, shown
 
+INTERVAL = "a whole number of steps, at least 1, or a share of the run between 0 and 1"
 # The values that a key of several kinds takes.
 EITHER = {
     "data.eval": "{fraction: 0.05}, a list of data sets, or null",
@@ -27,6 +28,8 @@ EITHER = {
     "target_modules": "all-linear, a pattern, or a list of at least one layer name",
     "activation_checkpointing": "true, false, or n for every n-th layer",
     "init_lora_weights": "true, gaussian, orthogonal, olora or pissa",
+    "eval_steps": INTERVAL,
+    "save_steps": INTERVAL,
 }
 # Examples of certain sections and keys; also what to add where one is missing.
 EXAMPLES = {

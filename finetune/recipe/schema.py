@@ -7,6 +7,8 @@ Schema are generated from them.
 
 from __future__ import annotations
 
+import re
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -38,6 +40,9 @@ INITS = "peft's initialisation: true, gaussian, orthogonal, olora, pissa."
 Count = Annotated[int, Field(ge=1)]
 WholeNumber = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+# Steps between two events, or their share of the run: of T steps, ceil(T x share), as transformers counts.
+Interval = Count | Annotated[float, Field(gt=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -129,6 +134,13 @@ class DataSet(Section):
         cross_checks.check_data_set(self)
         return self
 
+    @property
+    def short_name(self) -> str:
+        """The stem of the first file, or the last part of the data set's path; letters, digits, dots and dashes."""
+        files = [self.data_files] if isinstance(self.data_files, str) else self.data_files
+        name = PurePath(files[0]).stem if files else PurePath(self.path).name
+        return re.sub(r"[^\w.-]+", "_", name).strip("_") or "set"
+
 
 class EvalFraction(Section):
     """Held-out share of the training rows."""
@@ -160,6 +172,19 @@ class Data(Section):
         return first if all(entry.chat_template_kwargs == first for entry in self.train) else {}
 
     @property
+    def eval_names(self) -> list[str]:
+        """The name of each of `eval_sets` in metrics: its file's or its own, with its place where names are equal."""
+        names = [entry.short_name for entry in self.eval_sets]
+        distinct = len(set(names)) == len(names)
+        return names if distinct else [f"{name}_{place}" for place, name in enumerate(names, 1)]
+
+    @property
+    def metrics(self) -> list[str]:
+        """What metric_for_best_model may name: the loss of all held-out rows, and of each of several data sets."""
+        names = self.eval_names if len(self.eval_sets) > 1 else []
+        return ["eval_loss", *(f"eval_{name}_loss" for name in names)]
+
+    @property
     def sets(self) -> list[DataSet]:
         """All data sets, those of training first."""
         return [*self.train, *self.eval_sets]
@@ -178,6 +203,9 @@ class Training(Section):
     warmup_ratio: Fraction = Field(0.03, description="Share of the steps spent warming up.")
     warmup_steps: WholeNumber | None = Field(None, description="Steps of warming up; wins over warmup_ratio.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled decay; not on biases and norms.")
+    adam_beta1: Decay = Field(0.9, description="AdamW's decay of the gradient's running mean.")
+    adam_beta2: Decay = Field(0.999, description="AdamW's decay of the squared gradient's running mean.")
+    adam_epsilon: float = Field(1e-8, gt=0, description="Added to the root of that mean before AdamW divides by it.")
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the gradient's global norm to this; null: never.")
     optim: Optimizer = Field("adamw", description="AdamW: fused; bitsandbytes', not sharded; paged: on CUDA.")
     mixed_precision: Literal["bf16", "fp16", "no"] = Field("bf16", description="For computation; fp16 scales losses.")
@@ -189,6 +217,19 @@ class Training(Section):
     seed: WholeNumber = Field(42, description="Seed of row order, adapter initialisation and dropout.")
     resume: Literal["auto", "never"] = Field("auto", description="auto: continue the run folder's newest checkpoint.")
     early_stopping_patience: Count | None = Field(None, description="Evaluations without a better loss before the end.")
+    load_best_model_at_end: bool | None = Field(
+        None, description="Export the best evaluation's weights, not the last; null: with early_stopping_patience."
+    )
+    metric_for_best_model: str = Field(
+        "eval_loss", description="eval_loss: of all held-out rows; eval_NAME_loss: of the data.eval set NAME."
+    )
+
+    @property
+    def exports_best(self) -> bool:
+        """Whether the weights of the best evaluation are exported; else those of the last step."""
+        if self.load_best_model_at_end is None:
+            return self.early_stopping_patience is not None
+        return self.load_best_model_at_end
 
     @model_validator(mode="after")
     def known_schedule(self) -> Training:
@@ -226,9 +267,9 @@ class Recipe(Section):
     training: Training = Field(default_factory=Training, description="The training itself.")
     samples: Samples = Field(default_factory=Samples, description="Answers before and after training.")
     logging_steps: Count = Field(1, description="Optimizer steps between two lines of metrics.")
-    eval_steps: Count = Field(100, description="Optimizer steps between two evaluations.")
-    save_steps: Count = Field(100, description="Optimizer steps between two checkpoints.")
-    save_total_limit: Count = Field(2, description="Checkpoints kept.")
+    eval_steps: Interval = Field(0.1, description="Steps between two evaluations, or below 1 their share of the run.")
+    save_steps: Interval = Field(0.1, description="Steps between two checkpoints, or below 1 their share of the run.")
+    save_total_limit: Count = Field(2, description="Newest checkpoints kept, besides the best evaluation's.")
     timeout_seconds: int = Field(
         600,
         ge=5,

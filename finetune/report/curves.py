@@ -145,10 +145,17 @@ def summary(run: ReportedRun) -> dict[str, str]:
         "steps": str(trained[-1]["step"]) if trained else "0",
         "loss": f"{trained[-1]['loss']:.4f}" if trained else "",
         "held out": " to ".join(f"{evals[index]['loss']:.4f}" for index in ({0, len(evals) - 1} if evals else ())),
+        "exported": _exported(run.facts),
         "s per 20 steps": f"{20 * statistics.fmean(seconds):.2f}" if seconds else "",
         "tokens/s": f"{_rate(trained):,.0f}" if trained else "",
         "peak GiB": f"{max(line['peak_memory_gib'] for line in trained):.2f}" if trained else "",
     }
+
+
+def _exported(facts: RunFacts) -> str:
+    """The step whose weights were exported, where it is the best evaluation's, and its held-out loss."""
+    export = facts.receipt.get("export", {})
+    return f"step {export['step']}, the best: {export['loss']:.4f}" if export.get("best") else ""
 
 
 def _rate(trained: Sequence[Mapping[str, Any]]) -> float:

@@ -59,6 +59,7 @@ def write_checkpoint(
     state: Mapping[str, Any],
     *,
     keep: int,
+    best: int | None = None,
     ranks: Ranks = Ranks(),  # noqa: B008  # frozen
 ) -> Path:
     """Saves a checkpoint and prunes older ones: whenever a crash comes, the old or the new one is complete.
@@ -73,7 +74,8 @@ def write_checkpoint(
         tensors: Group -> name -> tensor, of any device, shape (0-dim too) and layout, or this rank's piece of it;
             shared ones are stored once.
         state: Everything that is not a tensor, as JSON; no NaN or infinity.
-        keep: Checkpoints to keep, at least 1; this one is always kept.
+        keep: Newest checkpoints to keep, at least 1; this one is always kept.
+        best: The step of one that is kept besides them.
 
     Raises:
         NotFinite: a tensor of any rank holds a NaN or an infinity; nothing is written, on all ranks alike.
@@ -102,7 +104,7 @@ def write_checkpoint(
                     remove_folder(temporary)  # a full disk gets its space back
                 raise
     if first:
-        _prune(run_dir, step, keep)
+        _prune(run_dir, step, keep, best)
     ranks.gather(None)
     return folder
 
@@ -219,15 +221,16 @@ def _step(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def _prune(run_dir: Path, step: int, keep: int) -> None:
-    """Deletes all but the `keep` newest good checkpoints up to `step`, which was just written and is valid.
+def _prune(run_dir: Path, step: int, keep: int, best: int | None) -> None:
+    """Deletes all but the `keep` newest good checkpoints up to `step`, which was just written and is valid, and `best`.
 
     Bad ones do not count towards `keep`. Those of later steps can only be bad ones, which the run passed over when it
     resumed and will write again.
     """
     earlier = [path for path in _folders(run_dir) if _step(path) <= step]
     good = [path for path in earlier if isinstance(examine(path, hashes=False), Checkpoint)]
-    for folder in set(earlier) - set(good[: max(keep, 1)]):
+    kept = [*good[: max(keep, 1)], *(path for path in good if _step(path) == best)]
+    for folder in set(earlier) - set(kept):
         remove_folder(folder)
 
 

@@ -35,6 +35,12 @@ class RunFacts:
         lines = [line for line in self.metrics if line.get("kind") == "eval" and line.get("loss") is not None]
         return sorted(lines, key=lambda line: line["step"])
 
+    def exported_eval(self) -> Mapping[str, Any] | None:
+        """The evaluation of the exported weights: of the step that the receipt names, else the last; None: none."""
+        evals = self.evals()
+        step = self.receipt.get("export", {}).get("step")
+        return next((line for line in evals if line["step"] == step), evals[-1] if evals else None)
+
     def trained(self) -> list[Mapping[str, Any]]:
         return [line for line in self.metrics if line.get("kind") == "train"]
 

@@ -46,6 +46,7 @@ FREE_TO_CHANGE = (
     "hub",
     "timeout_seconds",
     "training.per_device_batch_size",
+    "training.load_best_model_at_end",
     "training.non_blocking",
     "training.resume",
 )
@@ -215,11 +216,12 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
     return state
 
 
-def mark_run(run_dir: Path, state: RunState, *, step: int) -> str:
-    """Writes the run's state after `step`; returns the command that continues it."""
+def mark_run(run_dir: Path, state: RunState, *, step: int, exported: Mapping[str, Any] | None = None) -> str:
+    """Writes the run's state after `step`, and whose weights were exported; returns the command that continues it."""
     known = read_state(run_dir)
     assert known is not None, "claim_run_folder comes first"
-    _write_state(run_dir, state, step, known["command"], known["identity"])
+    more = {"exported": dict(exported)} if exported else None
+    _write_state(run_dir, state, step, known["command"], known["identity"], more)
     return str(known["command"])
 
 
@@ -239,10 +241,10 @@ def _write_state(
     step: int,
     command: str,
     identity: Mapping[str, Any],
-    failure: Mapping[str, Any] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    facts = {"state": state, "step": step, **(failure or {}), "command": command, "updated": now}
+    facts = {"state": state, "step": step, **(more or {}), "command": command, "updated": now}
     write_json(run_dir / STATE, {**facts, "process": os.getpid(), "identity": dict(identity)})
 
 

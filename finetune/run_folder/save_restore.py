@@ -24,20 +24,23 @@ from finetune.errors import FinetuneError, NotFinite
 from finetune.model.dtypes import dtype_name
 from finetune.model.packaged import published_name
 from finetune.recipe.schema import Recipe
-from finetune.run_folder.checkpoint import examine, read_state_of, step_folder, write_checkpoint
+from finetune.run_folder.checkpoint import Checkpoint, examine, read_state_of, step_folder, write_checkpoint
 from finetune.run_folder.tensor_checks import not_finite
 from finetune.run_folder.train_state import TrainState
 from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import reshard
 from finetune.strategies.pieces import all_ranks
-from finetune.strategies.zero_state import load_pieces, trained_pieces
+from finetune.strategies.zero_state import load_masters_from, load_pieces, trained_pieces
 
 
 def save(recipe: Recipe, parts: Assembled, state: TrainState) -> None:
     """Write a checkpoint; every rank calls it and writes what it holds."""
     tensors, keep = checkpoint_tensors(parts), recipe.save_total_limit
-    write_checkpoint(Path(recipe.run_dir), state.step, tensors, state.as_json(), keep=keep, ranks=all_ranks())
+    best = state.best_step if recipe.training.exports_best else None
+    write_checkpoint(
+        Path(recipe.run_dir), state.step, tensors, state.as_json(), keep=keep, best=best, ranks=all_ranks()
+    )
 
 
 def restore(recipe: Recipe, parts: Assembled, step: int) -> TrainState:
@@ -49,6 +52,15 @@ def restore(recipe: Recipe, parts: Assembled, step: int) -> TrainState:
         return TrainState()
     # Rank 0 verified the hash of every byte when it claimed the run folder.
     return TrainState.from_json(_fill(parts, step_folder(Path(recipe.run_dir), step), hashes=False))
+
+
+def load_weights(parts: Assembled, checkpoint: Checkpoint) -> None:
+    """Trained weights from a checkpoint, in place, on every rank; the optimizer's state stays what it is."""
+    if parts.engine is not None:
+        load_masters_from(parts.engine, checkpoint.groups["model"])
+    else:
+        reshard(parts.unwrapped_model)
+        load_model(parts.unwrapped_model, checkpoint.groups["model"])
 
 
 def save_temporary(recipe: Recipe, parts: Assembled) -> Path:

@@ -15,13 +15,23 @@ class TrainState:
     """Everything that a resumed run needs besides weights and optimizer."""
 
     step: int = 0  # finished optimizer steps: rows, learning rate and dropout seeds follow from this integer
-    best_eval_loss: float = math.inf
+    best_eval_loss: float = math.inf  # of evaluations from step 1 on, by training.metric_for_best_model
+    best_step: int | None = None  # of that evaluation
+    last_eval_loss: float | None = None  # by the same metric
     worse_evaluations: int = 0
     skipped_steps: int = 0  # steps whose fp16 gradients overflowed
     loss_scaler: dict[str, Any] | None = None  # that of fp16 at the latest save
     # A checksum of each trained tensor before the first step; empty where an earlier release began the run.
     start_checksums: dict[str, str] = field(default_factory=dict)
     window: Window = field(default_factory=Window)
+
+    def compare(self, loss: float) -> None:
+        """Take in the evaluation after `step` steps; of equal losses the first is the best."""
+        better = loss < self.best_eval_loss
+        self.worse_evaluations = 0 if better else self.worse_evaluations + 1
+        self.last_eval_loss = loss
+        if better:
+            self.best_eval_loss, self.best_step = loss, self.step
 
     def as_json(self) -> dict[str, Any]:
         """The state for a checkpoint; before the first evaluation the best loss is null, as JSON has no infinity."""
@@ -36,6 +46,8 @@ class TrainState:
         return cls(
             step=int(saved["step"]),
             best_eval_loss=best,
+            best_step=saved.get("best_step"),
+            last_eval_loss=saved.get("last_eval_loss"),
             worse_evaluations=int(saved["worse_evaluations"]),
             skipped_steps=int(saved.get("skipped_steps", 0)),
             loss_scaler=saved.get("loss_scaler"),

@@ -65,6 +65,13 @@ def load_pieces(engine: Any, model: Mapping[str, Stored], optimizer: Mapping[str
     _refresh(engine)
 
 
+def load_masters_from(engine: Any, model: Mapping[str, Stored]) -> None:
+    """Fill the masters alone with this rank's ranges, and from them the weights that the model computes with."""
+    for owned in _owned(engine, writing=True):
+        owned.master.copy_(model[owned.name].read(owned.start, owned.master.numel()))
+    _refresh(engine)
+
+
 def load_masters(engine: Any, weights: Mapping[str, Tensor]) -> None:
     """Give the masters of some parameters these unsharded values, which the engine rounded when it took them over."""
     for owned in _owned(engine, writing=True):

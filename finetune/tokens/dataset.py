@@ -26,6 +26,7 @@ class Prepared:
 
     train: Rows
     eval: Rows | None
+    eval_sets: dict[str, Rows]  # the rows of `eval` by data set, where data.eval names several; else empty
     fingerprint: str  # content address of data, tokenizer, template and settings
     facts: dict[str, Any]  # counts for receipt and terminal
     prompts: list[SamplePrompt]  # to be answered before and after training
@@ -59,12 +60,17 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     split = split_documents(pool, entries, len(data.train), data.eval, seed)
     capacity = data.max_length if data.packing else None
     train = pool.rows(split.train, capacity)
-    held_out = pool.rows(split.held_out, capacity) if len(split.held_out) else None
+    eval_sets = _eval_sets(data, pool, split, capacity)
+    held_out = pool.join([*eval_sets.values()]) if eval_sets else None
+    if held_out is None and len(split.held_out):
+        held_out = pool.rows(split.held_out, capacity)
+    _refuse_empty_metric(recipe, held_out, eval_sets)
     eval_key = data.eval.fraction if isinstance(data.eval, EvalFraction) else None
     settings = [recipe.training.seed, data.packing, data.max_length, eval_key, [entry.weight for entry in entries]]
     return Prepared(
         train=train,
         eval=held_out,
+        eval_sets=eval_sets,
         fingerprint=content_key({"documents": keys, "settings": settings, "training sets": len(data.train)}),
         facts=_facts(pool, split, train, held_out, capacity),
         prompts=_prompts(recipe, encoder, pool, split),
@@ -83,6 +89,29 @@ def _store_all(entries: list[DataSet], data: Data, encoder: Encoder) -> list[tup
             mistakes.take(error)
     mistakes.raise_if_any()
     return stored
+
+
+def _eval_sets(data: Data, pool: DocumentPool, split: Split, capacity: int | None) -> dict[str, Rows]:
+    """Rows of each data set of `eval` that has any left, packed by themselves; empty where there is one set."""
+    if len(data.eval_sets) < 2:
+        return {}
+    groups = {
+        name: split.held_out[np.isin(split.held_out, pool.group(len(data.train) + index))]
+        for index, name in enumerate(data.eval_names)
+    }
+    return {name: pool.rows(documents, capacity) for name, documents in groups.items() if len(documents)}
+
+
+def _refuse_empty_metric(recipe: Recipe, held_out: Rows | None, eval_sets: dict[str, Rows]) -> None:
+    """Raises DataError where evaluations decide something and there is no held-out row to decide by."""
+    training = recipe.training
+    if not (training.exports_best or training.early_stopping_patience):
+        return
+    metric = training.metric_for_best_model
+    measured = {"eval_loss", *(f"eval_{name}_loss" for name in eval_sets)} if held_out else set()
+    if metric not in measured:
+        remedy = "name other rows" + (f", or training.metric_for_best_model: {min(measured)}" if measured else "")
+        raise DataError([f"data.eval: no held-out document is left for {metric}, which finds the best step; {remedy}"])
 
 
 def _facts(

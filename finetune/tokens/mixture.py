@@ -51,6 +51,18 @@ class DocumentPool:
         )
         return Rows(lengths, supervised, self, offsets, members)
 
+    def join(self, parts: Sequence[Rows]) -> Rows:
+        """All rows of these parts, in order; no row holds documents of two of them."""
+        shifts = np.cumsum([0, *(part._offsets[-1] for part in parts)]).astype(np.int64)
+        ends = [part._offsets[1:] + shift for part, shift in zip(parts, shifts, strict=False)]
+        return Rows(
+            np.concatenate([part.lengths for part in parts]),
+            np.concatenate([part.supervised for part in parts]),
+            self,
+            np.concatenate([[0], *ends]).astype(np.int64),
+            np.concatenate([part._members for part in parts]),
+        )
+
     def _locate(self, index: int) -> tuple[StoredDocuments, int]:
         store = int(np.searchsorted(self.starts, index, side="right")) - 1
         return self.stores[store], int(index - self.starts[store])

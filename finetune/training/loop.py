@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -22,13 +22,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from finetune.errors import NotFinite
-from finetune.measure.metrics import StepRecord, eval_line
+from finetune.measure.metrics import StepRecord, eval_line, evaluation_in_words
 from finetune.measure.phases import Phases
 from finetune.run_folder.train_state import TrainState
 from finetune.strategies.loss_scaling import FLOOR, loss_scale, scaler_state
 from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.tokens.mixture import Rows
-from finetune.training.run import BatchPlan, Run
+from finetune.training.run import BatchPlan, Run, steps_of
 
 
 @dataclass(frozen=True)
@@ -130,24 +130,31 @@ def _seed_dropout(device: torch.device, seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def evaluate(accelerator: Accelerator, model: nn.Module, rows: Rows, plan: BatchPlan) -> float:
-    """Mean loss over all supervised tokens of `rows`, exact for any number of ranks: one sum, one division.
+def evaluate(
+    accelerator: Accelerator, model: nn.Module, rows: Rows, plan: BatchPlan, sets: Mapping[str, Rows] | None = None
+) -> dict[str, float]:
+    """`loss`: the mean over all supervised tokens of `rows`, exact for any number of ranks: one sum, one division.
 
-    Raises NotFinite, on every rank.
+    `sets` are the same rows by data set, where there are several: `NAME_loss` is the mean of each. Raises NotFinite,
+    on every rank.
     """
-    tally = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    parts = sets or {"": rows}
+    tally = torch.zeros(len(parts), 2, dtype=torch.float64, device=accelerator.device)  # loss sum, supervised tokens
     model.eval()
     with torch.no_grad():
-        for batch in prefetch(plan.batches_of_all(rows), accelerator.device, non_blocking=True):
-            tally[0] += model(**batch)
-            tally[1] += len(batch["supervised"])
+        for part, counted in zip(parts.values(), tally, strict=True):
+            for batch in prefetch(plan.batches_of_all(part), accelerator.device, non_blocking=True):
+                counted[0] += model(**batch)
+                counted[1] += len(batch["supervised"])
     model.train()
-    loss_sum, tokens = accelerator.reduce(tally, reduction="sum").tolist()
-    loss = float(loss_sum / tokens)
-    if not math.isfinite(loss):
+    sums = accelerator.reduce(tally, reduction="sum").tolist()
+    losses = {"loss": sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)}
+    if sets:
+        losses |= {f"{name}_loss": loss / tokens for name, (loss, tokens) in zip(sets, sums, strict=True)}
+    if not math.isfinite(losses["loss"]):
         remedy = "look at the held-out rows, lower training.learning_rate, or lengthen the warmup"
-        raise NotFinite(f"the held-out loss is {loss}: not finite; earlier checkpoints are intact; {remedy}")
-    return loss
+        raise NotFinite(f"the held-out loss is {losses['loss']}: not finite; earlier checkpoints are intact; {remedy}")
+    return losses
 
 
 def train(run: Run, state: TrainState) -> bool:
@@ -158,16 +165,16 @@ def train(run: Run, state: TrainState) -> bool:
     recipe, plan = run.recipe, run.plan
     remaining = plan.batches_from(state.step, run.train_rows)
     batches = prefetch(remaining, run.accelerator.device, recipe.training.non_blocking)
-    stopped = False
+    stopped, steps = False, steps_of(recipe, plan.total_steps)
     while not (stopped or _finished(run, state)):
         stopped = step_and_record(run, state, batches)
         last = state.step == plan.total_steps
         logging = last or state.step % recipe.logging_steps == 0
         if logging:
             _flush(run, state)
-        if run.eval_rows is not None and (last or state.step % recipe.eval_steps == 0):
+        if run.eval_rows is not None and (last or state.step % steps["eval_steps"] == 0):
             _evaluate_and_compare(run, state)
-        saving = _finished(run, state) or stopped or state.step % recipe.save_steps == 0
+        saving = _finished(run, state) or stopped or state.step % steps["save_steps"] == 0
         if saving:
             with run.phases("save"):
                 state.loss_scaler = scaler_state(run.accelerator)
@@ -279,15 +286,13 @@ def _write_phases(run: Run, state: TrainState) -> None:
 def _evaluate_and_compare(run: Run, state: TrainState) -> None:
     assert run.eval_rows is not None
     try:
-        loss = evaluate(run.accelerator, run.model, run.eval_rows, run.plan)
+        losses = evaluate(run.accelerator, run.model, run.eval_rows, run.plan, run.eval_sets)
     except NotFinite as error:
         raise NotFinite(f"step {state.step}: {error}") from error
-    line = eval_line(state.step, loss)
+    line = eval_line(state.step, losses)
     run.write_metrics(line)
-    run.terminal.log(f"step {state.step}: held-out loss {loss:.4f}, perplexity {line['perplexity']:.2f}")
-    better = loss < state.best_eval_loss
-    state.worse_evaluations = 0 if better else state.worse_evaluations + 1
-    state.best_eval_loss = min(loss, state.best_eval_loss)
+    run.terminal.log(f"step {state.step}: {evaluation_in_words(line)}")
+    state.compare(losses[run.recipe.training.metric_for_best_model.removeprefix("eval_")])
     if _early_stopped(run, state):
         run.terminal.log(f"early stopping: {state.worse_evaluations} evaluations without a better loss")
         if state.window.records:

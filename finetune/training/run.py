@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, RecipeError
 from finetune.measure.metrics import Terminal
 from finetune.measure.phases import Phases
 from finetune.model.build import decoder_parts
+from finetune.recipe.cross_checks import steps_between, unsaved_evaluations
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.train_state import TrainState
 from finetune.strategies.zero_state import full_shape
@@ -126,6 +127,21 @@ class Run:
     write_metrics: Callable[[dict[str, Any]], None]
     save: Callable[[TrainState], None]
     skip_gradient_sync: Callable[[], AbstractContextManager[Any]]  # entered for every micro-batch but a step's last
+    eval_sets: Mapping[str, Rows] = field(default_factory=dict)  # eval_rows by data set, where there are several
+
+
+def steps_of(recipe: Recipe, total_steps: int) -> dict[str, int]:
+    """eval_steps and save_steps in optimizer steps of this run."""
+    return {
+        "eval_steps": steps_between(recipe.eval_steps, total_steps),
+        "save_steps": steps_between(recipe.save_steps, total_steps),
+    }
+
+
+def check_best(recipe: Recipe, total_steps: int) -> None:
+    """Refuse a best evaluation that may have no checkpoint to export. Raises RecipeError."""
+    if unsaved := unsaved_evaluations(recipe, total_steps):
+        raise RecipeError([f"save_steps: {'; '.join(unsaved)}"])
 
 
 def check_vocabulary(prepared: Prepared, model: nn.Module) -> None:

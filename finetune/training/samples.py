@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from finetune.measure.metrics import eval_line
+from finetune.measure.metrics import eval_line, evaluation_in_words
 from finetune.model.generate import answer, answering
 from finetune.tokens.encoder import SamplePrompt
 from finetune.training.loop import evaluate
@@ -21,9 +21,9 @@ def look_before(start: Start, run: Run, model: nn.Module, output: RunOutput) -> 
     """Answers and held-out loss of the `model` that training starts from; `model` is unwrapped."""
     write_samples(start, model, output, when="before", step=0)
     if run.eval_rows is not None:
-        line = eval_line(0, evaluate(run.accelerator, run.model, run.eval_rows, run.plan))
+        line = eval_line(0, evaluate(run.accelerator, run.model, run.eval_rows, run.plan, run.eval_sets))
         run.write_metrics(line)
-        run.terminal.log(f"before training: held-out loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f}")
+        run.terminal.log(f"before training: {evaluation_in_words(line)}")
 
 
 def write_samples(start: Start, model: nn.Module, output: RunOutput, *, when: str, step: int) -> None:

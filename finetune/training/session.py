@@ -21,6 +21,7 @@ from finetune.launch.rendezvous import rendezvous
 from finetune.launch.signals import stop_on_signals
 from finetune.measure.phases import Phase, Phases
 from finetune.model.optimizer import call_after_first_step, learning_rate_schedule
+from finetune.run_folder.best import describe_exported, forget_lost_best, weights_to_export
 from finetune.run_folder.folder import Claim, mark_run
 from finetune.run_folder.heartbeat import clear_heartbeats
 from finetune.run_folder.save_restore import export, remove_temporary, restore, restore_temporary, save, save_temporary
@@ -35,7 +36,7 @@ from finetune.strategies.zero import release_engine, remove_swap
 from finetune.training.loop import train
 from finetune.training.memory_report import describe_memory, memory_facts, out_of_memory_explained, plan_request
 from finetune.training.planner_process import PLANNER_TIMEOUT, PlannerProcess, planner_process
-from finetune.training.run import Run, check_vocabulary
+from finetune.training.run import Run, check_vocabulary, steps_of
 from finetune.training.run_output import Receipt, RunOutput
 from finetune.training.samples import look_before, write_samples
 from finetune.training.start import Start
@@ -119,6 +120,7 @@ def _train(
             accelerator.wait_for_everyone()
             return Stopped.exit_code
         progress.phase = "export"
+        exported = weights_to_export(start.recipe, parts, state)
         unchanged = unchanged_tensors(parts, state.start_checksums)
         receipt.add("change", {"unchanged_tensors": unchanged})
         log(describe_change(unchanged, state.start_checksums))
@@ -128,7 +130,9 @@ def _train(
             memory = memory_facts(planner.result(PLANNER_TIMEOUT), measured, device)
             receipt.add("memory", memory)
             log(describe_memory(memory))
-            mark_run(start.run_dir, "finished", step=state.step)
+            receipt.add("export", exported.as_json())
+            mark_run(start.run_dir, "finished", step=state.step, exported=exported.as_json())
+            log(describe_exported(exported, state))
             log(f"finished: {folder}\ntalk to it: finetune chat {start.run_dir}")
         accelerator.wait_for_everyone()
         return 0
@@ -144,6 +148,7 @@ def _build(
         check_vocabulary(start.prepared, parts.unwrapped_model)
         state = restore(recipe, parts, first_step)
         load_scaler_state(accelerator, state.loss_scaler)
+        output.terminal.log(forget_lost_best(recipe, state))
         if first_step == 0:
             state.start_checksums = trained_checksums(parts)
     output.open_trackers(first_step)
@@ -170,6 +175,7 @@ def _build(
         optimizer=parts.optimizer,
         train_rows=start.prepared.train,
         eval_rows=start.prepared.eval,
+        eval_sets=start.prepared.eval_sets,
         plan=start.plan,
         learning_rate=learning_rate_schedule(recipe.training, start.plan.total_steps),
         terminal=output.terminal,
@@ -186,7 +192,7 @@ def _begin_receipt(start: Start, accelerator: Accelerator, parts: Assembled, out
     """The receipt of what was built, written and printed; optimizer state is added once there is some."""
     content = write_receipt(start.recipe, accelerator, parts, start.strategy)
     content |= {"nodes": start.launch.nodes, "local_world_size": start.launch.local_world_size}
-    content |= {"batch": start.plan.facts()}
+    content |= {"batch": start.plan.facts() | steps_of(start.recipe, start.plan.total_steps)}
     content |= {"data": {"fingerprint": start.prepared.fingerprint, **start.prepared.facts}}
     receipt = Receipt(start, content)
     receipt.write()

@@ -52,7 +52,7 @@ def test_the_figures_of_the_training_come_again(
     assert main(["eval", str(tmp_path / "run"), "--json"]) == 0
     actual = json.loads(capsys.readouterr().out)["held_out"]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
-    before, after = [line for line in lines if line["kind"] == "eval"]
+    before, *_, after = [line for line in lines if line["kind"] == "eval"]
     assert actual["tuned"]["loss"] == pytest.approx(after["loss"], rel=1e-6)
     assert actual["recorded"] == after["loss"]
     # What PiSSA and OLoRA train begins a rounding away from the base; over 4 bits, a second one.

@@ -248,6 +248,18 @@ class TestCard:
         assert "chats.jsonl, split `train`" in card
         assert "````text\n``` after\n````" in card  # an answer cannot break out of its fence
 
+    def test_it_tells_which_step_the_weights_are_of(self, run: Path) -> None:
+        append_lines(run / "metrics.jsonl", [{"kind": "eval", "step": 3, "loss": 6.0, "perplexity": 403.0}])
+        receipt = json.loads((run / "receipt.json").read_text("utf-8")) if (run / "receipt.json").is_file() else {}
+        export = {"step": 2, "best": True, "metric": "eval_loss", "loss": 4.0}
+        (run / "receipt.json").write_text(json.dumps(receipt | {"export": export}), "utf-8")
+        card = prepare_upload(run, ME).card
+        assert "| weights of step | 2, the best evaluation by eval_loss |" in card
+        assert "| these weights, the best evaluation | 2 | 4.0000 |" in card
+        assert "| after training | 3 | 6.0000 |" in card
+        results = {result.metric_type: result.metric_value for result in ModelCard(card).data.eval_results}
+        assert results == {"loss": 4.0, "perplexity": 9.0}
+
     def test_what_a_model_answers_is_text_and_never_a_template(self, run: Path) -> None:
         answer = "{{ run.environment }} {% if %} {# gone #}"
         lines = [{"when": when, "prompt": "{{ 6 * 7 }}", "answer": answer} for when in ("before", "after")]

@@ -39,6 +39,8 @@ from tests.support.others_configs import (
 )
 from tests.support.tiny import tiny_tokenizer
 
+ADAMW = TUNE_LORA["optimizer"]
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
 # What is so anyway, in their words: taking it away must change nothing.
 SO_ANYWAY: dict[str, tuple[Any, ...]] = {
     "load_in_4bit": (False,), "load_in_8bit": (False,), "val_set_size": (0,), "field_messages": ("conversations",),
@@ -138,7 +140,7 @@ def test_the_recipe_says_what_its_comments_say(tmp_path: Path) -> None:
     text = imported(tmp_path, AXOLOTL_LORA_8B, gpus="4x80GB").text
     assert "global_batch_size: 32  # micro_batch_size 2 x gradient_accumulation_steps 4 x 4 GPUs" in text
     assert "truncation: drop  # axolotl's default" in text
-    assert "#   evals_per_epoch: 4 (set eval_steps when" in text
+    assert "eval_steps: 0.0625  # evals_per_epoch 4 x num_epochs 4\n" in text
     assert "#   another way to compute the same:\n#     tf32: false\n" in text
 
 
@@ -364,6 +366,17 @@ def test_trls_text_column(tmp_path: Path) -> None:
         (TUNE_LORA, {"max_steps_per_epoch": 50, "epochs": 3}, "training.max_steps", 150),
         (TUNE_LORA, {"dtype": "fp32"}, "training.mixed_precision", "no"),
         (TUNE_LORA, {"run_val_every_n_steps": 20}, "eval_steps", 20),
+        (TUNE_LORA, {"optimizer": ADAMW | {"betas": [0.9, 0.95]}}, "training.adam_beta2", 0.95),
+        (TUNE_LORA, {"optimizer": ADAMW | {"eps": 1e-6}}, "training.adam_epsilon", 1e-6),
+        (FACTORY_LLAMA, {"adam_beta1": 0.8}, "training.adam_beta1", 0.8),
+        (AXOLOTL_LORA_8B, {"adam_beta2": 0.95}, "training.adam_beta2", 0.95),
+        (AXOLOTL_LORA_8B, {"adam_epsilon": 1e-5}, "training.adam_epsilon", 1e-5),
+        (AXOLOTL_LORA_8B, {"saves_per_epoch": 2}, "save_steps", 0.125),
+        (AXOLOTL_LORA_8B, {"evals_per_epoch": 1, "num_epochs": 1}, "eval_steps", ABSENT),
+        (FACTORY_LLAMA, {"eval_steps": 0.2}, "eval_steps", 0.2),
+        (FACTORY_LLAMA, {"val_size": 0.1} | BEST, "training.load_best_model_at_end", True),
+        (FACTORY_LLAMA, {"val_size": 0.1, "eval_steps": 50} | BEST, "save_steps", 50),
+        (FACTORY_LLAMA, {"val_size": 0.1, "early_stopping_steps": 3, "eval_steps": 50}, "save_steps", 50),
     ],
 )
 def test_one_key_more(values: Values, more: Values, key: str, expected: Any, tmp_path: Path) -> None:
@@ -402,6 +415,19 @@ def test_a_mistake_is_one_line(
     assert text in output.err
     assert str(file) in output.err
     assert len(output.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "level", "reason"),
+    [
+        ({"load_best_model_at_end": True}, "look", "needs held-out rows; add data.eval: {fraction: 0.05}, and"),
+        ({"val_size": 0.1, "metric_for_best_model": "accuracy"}, "differs", "the held-out loss over all rows decides"),
+    ],
+)
+def test_a_best_that_nothing_here_measures(more: Values, level: Level, reason: str, tmp_path: Path) -> None:
+    left_out = {entry.key: entry for entry in imported(tmp_path, FACTORY_LLAMA | more).left_out}
+    entry = left_out[list(more)[-1]]
+    assert (entry.level, entry.reason.startswith(reason)) == (level, True)
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1\n", "", "a: 1\na: 2\n"])

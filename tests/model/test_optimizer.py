@@ -97,6 +97,35 @@ def test_exceptions_of_another_run_are_forgotten(tmp_path: Path) -> None:
     assert formats(network, optimizer)["large.weight"] == "torch.uint8"
 
 
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+@pytest.mark.parametrize("optim", ["adamw", *BITSANDBYTES])
+def test_three_steps_are_adamws_by_definition(optim: str, tmp_path: Path) -> None:
+    """Loshchilov and Hutter 2019, algorithm 2, in float64, with constants that are nobody's default."""
+    constants = {"adam_beta1": 0.6, "adam_beta2": 0.7, "adam_epsilon": 0.1}
+    network = Network()
+    settings = constants | {"optim": optim, "learning_rate": 1e-2, "weight_decay": 0.1}
+    optimizer = make_optimizer(network, float32_recipe(tmp_path, **settings))
+    start = Network()
+    expected = {name: weight.detach().double() for name, weight in start.named_parameters()}
+    mean, square = ({name: torch.zeros_like(weight) for name, weight in expected.items()} for _ in range(2))
+    draws = torch.Generator().manual_seed(5)
+    for step in (1, 2, 3):
+        for name, parameter in network.named_parameters():
+            gradient = torch.randn(parameter.shape, generator=draws)
+            parameter.grad, gradient = gradient, gradient.double()
+            mean[name] = 0.6 * mean[name] + 0.4 * gradient
+            square[name] = 0.7 * square[name] + 0.3 * gradient**2
+            unbiased = mean[name] / (1 - 0.6**step), square[name] / (1 - 0.7**step)
+            decay = 0.1 if parameter.ndim > 1 else 0.0
+            update = unbiased[0] / (unbiased[1].sqrt() + 0.1) + decay * expected[name]
+            expected[name] = expected[name] - 1e-2 * update
+        optimizer.step()
+    for name, parameter in network.named_parameters():
+        moved = (expected[name] - start.get_parameter(name)).norm()
+        allowed = 0.05 if "8bit" in optim and name == "large.weight" else 1e-5  # what a moment of one byte can say
+        assert (parameter - expected[name]).norm() < allowed * moved, name
+
+
 def test_decay_reaches_matrices_alone(tmp_path: Path) -> None:
     for optim in ("adamw", "adamw_8bit"):
         _, optimizer = build(optim, tmp_path)

@@ -178,6 +178,9 @@ def test_weights_are_counted_without_weights(tmp_path: Path) -> None:
     assert count_weights(recipe_of(tmp_path, LLAMA, "lora=null")) == (8_030_261_248, 8_030_261_248)
 
 
+BEST = ("training.load_best_model_at_end=true", "data.eval={fraction: 0.1}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "checkpoint", "export"),
@@ -192,6 +195,8 @@ def test_what_a_run_writes(override: str, checkpoint: int, export: int, tmp_path
     need = need_of(recipe_of(tmp_path, LLAMA, override, "save_total_limit=2"))
     assert (need.checkpoint, need.export) == (checkpoint, export)
     assert need.in_run_folder == 3 * checkpoint + export
+    best = need_of(recipe_of(tmp_path, LLAMA, override, "save_total_limit=2", *BEST))
+    assert best.in_run_folder == 4 * checkpoint + export
     assert need.download >= 2 * 8_030_261_248
 
 
@@ -202,7 +207,8 @@ def test_the_need_is_what_a_real_run_writes(tiny_llama: Path, tmp_path: Path) ->
     write_chats(tmp_path / "chats.jsonl", [20] * 16)
     text = f"model: {{name_or_path: {tiny_llama}, dtype: float32}}\nlora: null\nsamples: {{count: 0}}\n"
     text += f"data: {{train: [{{path: json, data_files: {tmp_path}/chats.jsonl}}], max_length: 64}}\n"
-    text += f"training: {{global_batch_size: 2, max_steps: 2, mixed_precision: 'no'}}\noutput_dir: {tmp_path}/run\n"
+    text += "training: {global_batch_size: 2, max_steps: 2, mixed_precision: 'no'}\nsave_steps: 2\n"
+    text += f"output_dir: {tmp_path}/run\n"
     recipe = recipe_of(tmp_path, text)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "FINETUNE_CACHE": str(tmp_path / "cache")}
     words = [sys.executable, str(ROOT / "finetune" / "train.py"), str(tmp_path / "recipe.yaml")]
@@ -225,6 +231,8 @@ def test_too_little_disk_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert states(findings) == [("disk", "ok"), ("disk", "bad"), ("disk", "bad")]
     assert "6 checkpoints of 0.5" in findings[1].seen
     assert free_bytes(tmp_path / "not" / "there" / "yet") > 0
+    findings = list(doctor.check_disk(recipe_of(tmp_path, LLAMA, "save_total_limit=5", *BEST)))
+    assert "7 checkpoints of 0.5" in findings[1].seen
 
 
 def test_a_folder_that_cannot_be_written_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

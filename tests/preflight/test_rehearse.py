@@ -204,6 +204,9 @@ class TestChanges:
             ("training.warmup_steps=100", "warmup_steps: each number of steps is 1", "training.warmup_steps", 1),
             ("model.attention=flash_attention_2", "own kernel, no flash_attention_2", "model.attention", "auto"),
             ("save_total_limit=1", "", "save_total_limit", 2),
+            ("training.early_stopping_patience=3", "", "training.load_best_model_at_end", True),
+            ("training.load_best_model_at_end=true", "", "training.load_best_model_at_end", True),
+            ("training.adam_beta2=0.95", "", "training.adam_beta2", 0.95),
             ("timeout_seconds=5", "", "timeout_seconds", 300),
         ],
     )
@@ -346,6 +349,14 @@ class TestWhatIsSeen:
         assert lines[3].startswith("failed in")
 
 
+def write_exported_checkpoint(run: Path, trained: dict[str, torch.Tensor]) -> None:
+    """Of step 4, which the receipt names, and a newer one of other weights."""
+    others = {name: tensor + 1 for name, tensor in trained.items()}
+    for step, tensors in ((4, trained), (6, others)):
+        write_checkpoint(run, step, {"model": tensors, "optimizer": {}}, {}, keep=2)
+    (run / "receipt.json").write_text('{"export": {"step": 4}}', "utf-8")
+
+
 @pytest.fixture
 def lora_run(tiny_llama: Path, tmp_path: Path) -> tuple[Recipe, Path]:
     """A run folder with a checkpoint and the adapter of the same weights."""
@@ -355,7 +366,7 @@ def lora_run(tiny_llama: Path, tmp_path: Path) -> tuple[Recipe, Path]:
             if "lora_B" in name:
                 parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
     trained = {name: tensor.detach() for name, tensor in model.named_parameters() if tensor.requires_grad}
-    write_checkpoint(tmp_path, 4, {"model": trained, "optimizer": {}}, {}, keep=1)
+    write_exported_checkpoint(tmp_path, trained)
     export_adapter(model, trained, tiny_tokenizer(), tmp_path, base=str(tiny_llama))
     return Recipe.model_validate(QUICK | {"model": {"name_or_path": str(tiny_llama)}, "lora": {"r": 4}}), tmp_path
 
@@ -383,7 +394,7 @@ class TestLoadBack:
     def test_nothing_learned(self, tiny_llama: Path, tmp_path: Path) -> None:
         model = tiny_model()
         trained = {name: tensor.detach() for name, tensor in model.named_parameters()}
-        write_checkpoint(tmp_path, 4, {"model": trained, "optimizer": {}}, {}, keep=1)
+        write_exported_checkpoint(tmp_path, trained)
         shutil.copytree(tiny_llama, tmp_path / "model")
         section = {"name_or_path": str(tiny_llama), "dtype": "float32"}
         with pytest.raises(FinetuneError, match="nothing was learned"):

@@ -85,6 +85,19 @@ def test_a_tied_tensor_is_stored_once(tmp_path: Path) -> None:
     assert (step_folder(tmp_path, 1) / "model-00000.safetensors").stat().st_size < 41_000
 
 
+def test_keeps_the_best_besides_the_newest(tmp_path: Path) -> None:
+    """`keep` counts the newest; the best is one more where it is not among them, and goes when another is better."""
+    for step, best in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2)):
+        write_checkpoint(tmp_path, step, simple(step), {}, keep=2, best=best)
+    assert steps(tmp_path) == ["step-00000002", "step-00000004", "step-00000005"]
+    write_checkpoint(tmp_path, 6, simple(6), {}, keep=2, best=6)
+    assert steps(tmp_path) == ["step-00000005", "step-00000006"]
+    write_checkpoint(tmp_path, 7, simple(7), {}, keep=1, best=6)
+    assert steps(tmp_path) == ["step-00000006", "step-00000007"]
+    write_checkpoint(tmp_path, 8, simple(8), {}, keep=1, best=None)
+    assert steps(tmp_path) == ["step-00000008"]
+
+
 def test_keeps_the_newest_and_clears_older_ones(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         write_checkpoint(tmp_path, step, simple(step), {}, keep=2)

@@ -34,7 +34,7 @@ def look(rank: OneRank) -> None:
     """An evaluation."""
     rows = Documents([7, 12, 5])
     plan = plan_batches(rank.recipe, len(rows), world_size=1, rank=0, flat=True)
-    assert math.isfinite(evaluate(rank.accelerator, rank.parts.model, rows, plan))
+    assert math.isfinite(evaluate(rank.accelerator, rank.parts.model, rows, plan)["loss"])
 
 
 def gathered(rank: OneRank) -> list[str]:

@@ -88,6 +88,8 @@ def write_curve_recipe(
             "seed": SEED,
         },
         "samples": {"count": 0},
+        "eval_steps": STEPS,
+        "save_steps": STEPS,
         "output_dir": str(folder / "run"),
     }
     folder.mkdir(exist_ok=True)

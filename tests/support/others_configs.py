@@ -241,7 +241,7 @@ TUNE_70B: Values = TUNE_LORA | {
     },
 }  # fmt: skip
 
-INPUT = frozenset({"datasets.*.type", "evals_per_epoch"})
+INPUT = frozenset({"datasets.*.type"})
 FACTORY_LOOK = frozenset({"dataset", "trust_remote_code"})
 PEFT_LINEAR = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 DEMO = [
@@ -258,6 +258,7 @@ EXAMPLES: dict[str, Example] = {
             "data.packing": True, "data.truncation": "drop", "training.global_batch_size": 16,
             "training.per_device_batch_size": 2, "training.num_train_epochs": 4, "training.optim": "adamw_8bit",
             "training.warmup_ratio": 0.1, "training.pure_bf16": ABSENT, "save_total_limit": 4,
+            "eval_steps": 0.0625, "save_steps": 0.25,
         },
         look=INPUT,
     ),
@@ -277,11 +278,11 @@ EXAMPLES: dict[str, Example] = {
             "data.train": [{"path": "mlabonne/FineTome-100k", "split": "train[:20%]", "format": "sharegpt"}],
             "training.pure_bf16": ABSENT, "training.optim": "adamw", "training.learning_rate": 2e-5,
         },
-        differs=frozenset({"special_tokens.eos_token"}), look=frozenset({"evals_per_epoch"}),
+        differs=frozenset({"special_tokens.eos_token"}),
     ),
     "axolotl fft-8b-liger on one GPU": Example(
         "axolotl", AXOLOTL_FULL, "80GB", {"accelerate_config": "single", "training.pure_bf16": True},
-        differs=frozenset({"special_tokens.eos_token"}), look=frozenset({"evals_per_epoch", "accelerate_config"}),
+        differs=frozenset({"special_tokens.eos_token"}), look=frozenset({"accelerate_config"}),
     ),
     "axolotl qlora-fsdp-70b": Example(
         "axolotl", AXOLOTL_70B, "2x80GB",

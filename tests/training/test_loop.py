@@ -157,6 +157,8 @@ def test_the_state_survives_json() -> None:
     state = TrainState(
         step=3,
         best_eval_loss=1.25,
+        best_step=2,
+        last_eval_loss=1.5,
         worse_evaluations=2,
         skipped_steps=4,
         loss_scaler={"scale": 512.0, "_growth_tracker": 7},
@@ -236,7 +238,7 @@ def test_an_evaluation_is_over_all_rows_whatever_divides_them(
 ) -> None:
     rows = Documents([7, 12, 5, 9, 16])
     once = BatchPlan(5, 5, 1, 5, 5, world_size=1, rank=0, seed=0, flat=True)
-    expected = evaluate(bench.accelerator, bench.model, rows, once)
+    expected = evaluate(bench.accelerator, bench.model, rows, once)["loss"]
     alone = []
     for row in range(5):
         (batch,) = once.micro_batches(rows, np.array([row]))
@@ -244,10 +246,10 @@ def test_an_evaluation_is_over_all_rows_whatever_divides_them(
             alone.append(float(bench.model(**batch)))
     assert expected == pytest.approx(sum(alone) / rows.supervised.sum(), rel=1e-6)
     tallies: list[torch.Tensor] = []
-    bench.accelerator.reduce = lambda tally, reduction: (tallies.append(tally), torch.ones(2))[1]
+    bench.accelerator.reduce = lambda tally, reduction: (tallies.append(tally), torch.ones(1, 2))[1]
     for rank in range(world_size):
         plan = BatchPlan(5, 5, 1, 5, per_device_batch_size, world_size=world_size, rank=rank, seed=0, flat=True)
         evaluate(bench.accelerator, bench.model, rows, plan)
-    loss_sum, tokens = torch.stack(tallies).sum(0).tolist()
+    loss_sum, tokens = torch.stack(tallies).sum(0)[0].tolist()
     assert tokens == rows.supervised.sum()
     assert loss_sum / tokens == pytest.approx(expected, rel=1e-6)

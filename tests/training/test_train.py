@@ -137,7 +137,7 @@ def test_another_recipe_in_the_same_folder_is_refused(
 
 
 def test_early_stopping_ends_and_exports(recipe: Path, tmp_path: Path) -> None:
-    overrides = ["training.learning_rate=1e-30", "training.early_stopping_patience=1", "eval_steps=1"]
+    overrides = ["training.learning_rate=1e-30", "training.early_stopping_patience=1", "eval_steps=1", "save_steps=1"]
     # At such a rate weights move by 1e-30: the second evaluation is not better than the first.
     assert main([str(recipe), *overrides, "training.max_steps=40"]) == 0
     steps = [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
