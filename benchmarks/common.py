@@ -26,8 +26,9 @@ from finetune.model.optimizer import learning_rate_schedule, make_optimizer
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.train_state import TrainState
 from finetune.tokens.dataset import Prepared, prepare
+from finetune.training.batch_plan import plan_batches
 from finetune.training.loop import train
-from finetune.training.run import Run, plan_batches
+from finetune.training.run import Run
 from tests.support.recipe_results import RESULTS
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "trl")

@@ -24,7 +24,7 @@ import torch
 from benchmarks.common import prepare_silenced, run_ours, scratch, tiny_recipe, write_result
 from finetune.recipe.schema import Recipe
 from finetune.tokens.dataset import Prepared
-from finetune.training.run import plan_batches
+from finetune.training.batch_plan import plan_batches
 from tests.support.tiny import save_tiny, write_chats
 
 CHATS, MEDIAN, SPREAD, MAX_LENGTH, BATCH, TURNS = 192, 100, 0.77, 1024, 8, 5

@@ -14,9 +14,10 @@ import math
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ TEMPORARY_PREFIX = ".tmp-"
 
 def cache_folder() -> Path:
     """$FINETUNE_CACHE, or ~/.cache/finetune: converted models and tokenised data sets."""
-    return Path(os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
+    return Path(os.environ.get("FINETUNE_CACHE") or "~/.cache/finetune").expanduser()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -115,19 +116,23 @@ def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a JSONL file; one that is still being written, or torn by a crash, ends the list."""
-    return [row for row, _ in _complete_lines(path)]
+    """The complete lines of a JSONL file; torn ones, of a crash or a damaged disk, are passed over."""
+    return [row for row, _ in _lines(path) if row is not None]
+
+
+def torn_lines(path: Path) -> int:
+    """How many lines cannot be read; without one at the file's end that is still being written, or was at a crash."""
+    return sum(row is None and line.endswith(b"\n") for row, line in _lines(path))
 
 
 def cut_lines(path: Path, last_step: int) -> None:
     """Keeps, bit for bit, the lines up to `last_step`: those that were there when that step's checkpoint was written.
 
-    A line without an integer `step` is kept. A torn line and all after it are dropped: every line up to a checkpoint
-    was synced before it, so a torn line is younger.
+    A line without an integer `step` is kept, a torn line is dropped.
     """
     if not path.exists():
         return
-    lines = [line for row, line in _complete_lines(path) if not _later(row, last_step)]
+    lines = [line for row, line in _lines(path) if row is not None and not _later(row, last_step)]
     content = b"".join(lines).decode("utf-8")
     if content != path.read_bytes().decode("utf-8", errors="replace"):
         write_text(path, content)
@@ -138,16 +143,14 @@ def _later(row: Mapping[str, Any], last_step: int) -> bool:
     return isinstance(step, int) and step > last_step
 
 
-def _complete_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+def _lines(path: Path) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
+    """Each line and what it holds; None where it is torn."""
     with open(path, "rb") as file:
         for line in file:
-            try:
+            row = None
+            with suppress(ValueError):
                 row = json.loads(line)
-            except ValueError:
-                return
-            if not line.endswith(b"\n") or not isinstance(row, dict):
-                return
-            yield row, line
+            yield (row if line.endswith(b"\n") and isinstance(row, dict) else None), line
 
 
 def _finite(value: Any) -> Any:
@@ -184,6 +187,17 @@ def _disk_message(path: Path, number: int | None, reason: str, kept: str) -> str
         f"{path}: could not be written: the disk is full ({free / 2**20:,.0f} MiB free); {kept}"
         "free some space or choose another output_dir, then run the same command again"
     )
+
+
+_one_thread = threading.Lock()  # a record lock excludes other processes alone
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """While the block runs no other thread or process is in one of the same `path`, which is made."""
+    with _one_thread, open(path, "w", encoding="utf-8") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        yield
 
 
 def lock(path: Path, *, wait_seconds: float) -> int:

@@ -1,4 +1,5 @@
-"""Standard output and error that never end a training: on a closed pipe or a full disk lines are lost instead.
+"""Standard output and error: on a closed pipe or a full disk lines are lost and no training ends; in a file or a pipe
+no line is broken.
 
 `train.py ... | head -1`, a killed `tee`, a broken ssh connection, a log on a full disk: the figures of lines that could
 not be printed are in metrics.jsonl.
@@ -8,7 +9,13 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from typing import Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+UNBROKEN = 100_000  # columns
 
 
 class LastingStream:
@@ -39,6 +46,13 @@ class LastingStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def rich_console() -> Console:
+    """rich's console on standard output; where that is no terminal, no line is broken."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else UNBROKEN)
 
 
 def _write(stream: TextIO | None, text: str) -> None:

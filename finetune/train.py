@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, file=sys.stdout if arguments else sys.stderr)
         return 0 if arguments else 2
     try:
-        return run_recipe(load_recipe(arguments[0], arguments[1:]))
+        return run_recipe(load_recipe(arguments[0], arguments[1:], here=True))
     except FinetuneError as error:
         # All ranks fail alike, and one of them prints; where they did not find each other, one on each machine.
         which = "LOCAL_RANK" if isinstance(error, NoRendezvous) else "RANK"
@@ -69,7 +69,8 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     from finetune.run_folder.folder import claim_run_folder, curve_identity
     from finetune.tokens.dataset import prepare
     from finetune.training.batch_notes import batch_notes
-    from finetune.training.run import check_best, plan_batches
+    from finetune.training.batch_plan import plan_batches
+    from finetune.training.run import check_best
     from finetune.training.session import train_and_report
     from finetune.training.start import Start
     from finetune.training.trackers import check_trackers
@@ -105,7 +106,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
 
 def _write_start(loaded: LoadedRecipe, claim: Claim) -> None:
     from finetune.files import write_json, write_text
-    from finetune.run_folder.folder import environment
+    from finetune.measure.environment import environment
 
     for note in claim.notes:
         print(note, file=sys.stderr)

@@ -19,12 +19,23 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file.", show_default=False)]
+
+
+def user_path(text: str) -> Path:
+    """A path as typed: no shell puts the home folder into `--output=~/page`."""
+    return Path(text).expanduser()
+
+
+RecipeFile = Annotated[
+    Path, typer.Argument(parser=user_path, metavar="RECIPE", help="A recipe file.", show_default=False)
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Win over the recipe.", show_default=False)
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")]
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A finished run's folder.", show_default=False)]
+RunFolder = Annotated[
+    Path, typer.Argument(parser=user_path, metavar="RUN", help="A finished run's folder.", show_default=False)
+]
 
 
 def one_of(option: str, value: str | None, choices: Sequence[str]) -> None:

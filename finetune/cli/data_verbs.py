@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune.cli.app import AsJson, Overrides, RecipeFile, run_verb
+from finetune.cli.app import AsJson, Overrides, RecipeFile, run_verb, user_path
 from finetune.errors import EnvironmentMismatch
 from finetune.files import write_text
+from finetune.output_stream import rich_console
 from finetune.recipe.loader import load_recipe
 
 
@@ -17,37 +18,42 @@ def preview(
     recipe: RecipeFile,
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option("-n", "--rows", min=0, help="Rows shown token by token.")] = 3,
-    html: Annotated[Path | None, typer.Option(help="Write it as a page too.", show_default=False)] = None,
+    html: Annotated[
+        Path | None, typer.Option(parser=user_path, help="Write it as a page too.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """What will be learned? Rows as the model sees them, and findings over all data. Exit code 2 if refused."""
 
     def work() -> dict[str, Any]:
-        loaded = load_recipe(recipe, overrides or []).recipe
-        from rich.console import Console
-
+        loaded = load_recipe(recipe, overrides or [], here=True).recipe
         from finetune.report.preview import preview as look
         from finetune.report.preview_views import as_page, print_preview
+        from finetune.training.batch_notes import notes_before_launch
 
-        result = look(loaded, rows)
+        result = look(loaded, rows, lambda prepared: notes_before_launch(loaded, prepared))
         if html is not None:
             write_text(html, as_page(result, recipe.name))
         if not as_json:
-            print_preview(result, Console())
+            print_preview(result, rich_console())
         return result.as_json() | ({} if result.ok else {"exit_code": 2})
 
     run_verb(work, as_json=as_json)
 
 
 def import_recipe(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Another tool's YAML.", show_default=False)],
+    config: Annotated[
+        Path, typer.Argument(parser=user_path, metavar="CONFIG", help="Another tool's YAML.", show_default=False)
+    ],
     gpus: Annotated[
         str | None, typer.Option(help="GPUs it was written for: 4x24GB, 2x8xH100, cpu; one GPU.", show_default=False)
     ] = None,
     tool: Annotated[
         str | None, typer.Option(help="axolotl, llamafactory, trl or torchtune.", show_default="by its keys")
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="A file to write.", show_default=False)] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", parser=user_path, help="A file to write.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """A recipe from a configuration of axolotl, LLaMA-Factory, TRL or torchtune; what is left out is listed."""
@@ -68,7 +74,8 @@ def import_recipe(
 
 def doctor(
     recipe: Annotated[
-        Path | None, typer.Argument(metavar="[RECIPE]", help="Also check the disk for it.", show_default=False)
+        Path | None,
+        typer.Argument(parser=user_path, metavar="[RECIPE]", help="Also check the disk for it.", show_default=False),
     ] = None,
     online: Annotated[bool, typer.Option("--online", help="Ask the Hub what the token may do.")] = False,
     as_json: AsJson = False,

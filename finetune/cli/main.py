@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from finetune.cli import data_verbs, run_verbs
-from finetune.cli.app import AsJson, Overrides, RecipeFile, app, run_verb
+from finetune.cli.app import AsJson, Overrides, RecipeFile, app, run_verb, user_path
 
 
 @app.callback()
@@ -47,7 +47,9 @@ def list_recipes(
 
 @app.command()
 def check(
-    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="A recipe file.", show_default=False)] = None,
+    recipe: Annotated[
+        Path | None, typer.Argument(parser=user_path, metavar="RECIPE", help="A recipe file.", show_default=False)
+    ] = None,
     overrides: Overrides = None,
     resolved: Annotated[bool, typer.Option(help="Print every value and where it came from.")] = False,
     data: Annotated[bool, typer.Option("--data", help="Check the rows of local data files too.")] = False,
@@ -68,21 +70,24 @@ def check(
         raise typer.BadParameter("name a recipe", param_hint="RECIPE")
 
     def work() -> dict[str, Any]:
-        loaded = load_recipe(recipe, overrides or [])
+        loaded = load_recipe(recipe, overrides or [], here=True)
         notes: list[str] = []
+        batches: dict[str, Any] = {}
         if data:
             from finetune.data.check import check_rows
+            from finetune.training.batch_notes import notes_before_launch
 
             check_rows(loaded.recipe.data, notes.append)
+            batches = {"batches": notes_before_launch(loaded.recipe)}
         known = known_secrets() if resolved else ()
         if not as_json:
             text = hide_secrets(resolved_yaml(loaded), known) if resolved else f"{recipe}: right"
             typer.echo(text, nl=not resolved)
-            for note in notes:
+            for note in (*(batches["batches"]["notes"] if data else ()), *notes):
                 typer.echo(note, err=resolved)  # what is resolved may be written into a file
         values = {"recipe": loaded.recipe.model_dump(mode="json"), "origins": loaded.origins} if resolved else {}
         values = hide_in(values, known)
-        return {"ok": True, "path": str(recipe), **({"notes": notes} if data else {}), **values}
+        return {"ok": True, "path": str(recipe), **batches, **({"notes": notes} if data else {}), **values}
 
     run_verb(work, as_json=as_json)
 
@@ -99,7 +104,10 @@ def compare(
         int | None, typer.Option(min=1, help="Ranks; all GPUs, or 2 on a CPU.", show_default=False)
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Output folder; next to the run folder.", show_default=False)
+        Path | None,
+        typer.Option(
+            "-o", "--output", parser=user_path, help="Output folder; next to the run folder.", show_default=False
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -158,7 +166,7 @@ def plan(
     model: Annotated[str | None, typer.Option(help="For --pick: a Hub name or a folder.", show_default=False)] = None,
     pick: Annotated[bool, typer.Option("--pick", help="Find the best recipe for --model and --gpus.")] = False,
     file: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write what was picked.", show_default=False)
+        Path | None, typer.Option("-o", "--output", parser=user_path, help="Write what was picked.", show_default=False)
     ] = None,
     audit: Annotated[bool, typer.Option("--audit", help="RUN [RUN ...]: their plans against measurements.")] = False,
     as_json: AsJson = False,
@@ -171,7 +179,7 @@ def plan(
 
         options = PlanOptions(gpus, nodes, largest, explain)
         if audit:
-            result, text = audit_in_words([Path(word) for word in words or []])
+            result, text = audit_in_words([user_path(word) for word in words or []])
         elif pick:
             result, text = pick_in_words(model, options, file)
         else:
@@ -192,7 +200,9 @@ def launch(
     gpus_per_node: Annotated[
         int | None, typer.Option(min=0, help="0 is the CPU; the recipe's.", show_default=False)
     ] = None,
-    file: Annotated[Path | None, typer.Option("-o", "--output", help="Write it too.", show_default=False)] = None,
+    file: Annotated[
+        Path | None, typer.Option("-o", "--output", parser=user_path, help="Write it too.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the file that starts the recipe on its machines: a Slurm job, or what to run on each of them."""
@@ -223,6 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a letter shows its number, no traceback
             stream.reconfigure(errors="backslashreplace")
+    # Frames, and lines broken at 80 columns, are for eyes: in a file or a pipe a message is one line that can be found.
+    app.rich_markup_mode = "rich" if sys.stdout.isatty() and sys.stderr.isatty() else None
     try:
         app(args=None if argv is None else list(argv), prog_name="finetune")
     except SystemExit as end:

@@ -14,6 +14,7 @@ from finetune.paths import CHECKOUT
 from finetune.recipe.gpus import budget_of, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Budget, Recipe
+from finetune.wording import counted
 
 RECIPE_FOLDER = CHECKOUT / "recipes"
 
@@ -71,7 +72,7 @@ def _read_all(folder: Path) -> tuple[list[Listed], list[str]]:
             every.append(_read(path))
         except RecipeError as error:
             count = len(error.mistakes)
-            left_out.append(f"{path}: left out, finetune check finds {count} mistake{'s' * (count > 1)} in it")
+            left_out.append(f"{path}: left out, finetune check finds {counted(count, 'mistake')} in it")
     return every, left_out
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune.cli.app import AsJson, RunFolder, one_of, run_verb
+from finetune.cli.app import AsJson, RunFolder, one_of, run_verb, user_path
 
 
 def chat(
@@ -48,9 +48,15 @@ def chat(
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs, or a comparison.", show_default=False)],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(parser=user_path, metavar="RUN...", help="Runs, or a comparison.", show_default=False),
+    ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Folder; one run's own, else ./report.", show_default=False)
+        Path | None,
+        typer.Option(
+            "-o", "--output", parser=user_path, help="Folder; one run's own, else ./report.", show_default=False
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -66,6 +72,9 @@ def report(
         write_report(reported, folder / PAGE_NAME)
         write_pictures(reported, folder)
         files = [str(folder / name) for name in (PAGE_NAME, *PICTURES)]
+        for run in reported:
+            if missing := run.facts.missing():
+                typer.echo(f"{run.folder}: {missing}; the report shows where", err=True)
         if not as_json:
             typer.echo("\n".join(files))
         return {"ok": True, "files": files, "runs": {run.name: summary(run) for run in reported}}
@@ -78,7 +87,9 @@ def evaluate(
     tasks: Annotated[
         str | None, typer.Option(help="lm-eval's benchmarks too, with commas between.", show_default=False)
     ] = None,
-    include: Annotated[Path | None, typer.Option(help="Folder of task files for lm-eval.", show_default=False)] = None,
+    include: Annotated[
+        Path | None, typer.Option(parser=user_path, help="Folder of task files for lm-eval.", show_default=False)
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Questions of each task; all.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
 from finetune.data.json_array import JsonArray
+from finetune.wording import counted
 
 MAX_ROW_BYTES = 16 * 2**20  # a chat of 16 MiB is some 4 million tokens: surely a file without line ends
 MAX_ROW_DEPTH = 64
@@ -259,7 +260,7 @@ def _check_header(names: list[str]) -> str | None:
 def _check_width(values: list[str], names: list[str]) -> str | None:
     if len(values) == len(names):
         return None
-    return f"{len(values)} values for {len(names)} columns; put quotes around texts with commas"
+    return f"{counted(len(values), 'value')} for {counted(len(names), 'column')}; put quotes around texts with commas"
 
 
 def without_filled_nulls(values: dict[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from finetune.model.build import attention_name, load_tokenizer
 from finetune.model.dtypes import COMPUTE
 from finetune.run_folder.facts import read_run
 from finetune.tokens.dataset import prepare
+from finetune.training.batch_plan import plan_batches
 from finetune.training.loop import evaluate
-from finetune.training.run import plan_batches
+from finetune.wording import counted
 
 
 def held_out_figures(run: FinishedRun, device: torch.device) -> dict[str, Any]:
@@ -75,8 +76,8 @@ def _arithmetic(mixed_precision: str, device: torch.device) -> AbstractContextMa
 
 def held_out_in_words(figures: dict[str, Any]) -> str:
     """A table, and what the run itself wrote down."""
-    lines = [f"{figures['documents']:,} held-out documents, {figures['tokens']:,} tokens that would be learned:"]
-    lines += [f"{'':8}{'loss':>9}{'perplexity':>13}"]
+    documents, tokens = counted(figures["documents"], "held-out document"), counted(figures["tokens"], "token")
+    lines = [f"{documents}, {tokens} that would be learned:", f"{'':8}{'loss':>9}{'perplexity':>13}"]
     lines += [f"{n:8}{figures[n]['loss']:>9.4f}{figures[n]['perplexity']:>13.2f}" for n in ("base", "tuned")]
     if figures["recorded"] is not None:
         lines.append(f"of these weights the run itself wrote {figures['recorded']:.4f}")

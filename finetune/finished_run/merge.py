@@ -30,6 +30,7 @@ from finetune.model.build import structure_alone
 from finetune.model.dtypes import dtype_name
 from finetune.model.quantization import as_quantized, quantized_layers
 from finetune.recipe.schema import Recipe
+from finetune.wording import counted
 
 SHARD_BYTES = 2 * 10**9  # of one file; a larger tensor is alone in its file
 NOT_THE_MODELS = ("adapter_config.json", "adapter_model.safetensors", "README.md")
@@ -117,9 +118,10 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
     merge = Merge(recipe, base, adapter, quantized, embedding, head, tied, device)
     changed = {*adapter.replaced, *(f"{layer}.weight" for layer in adapter.layers)}
     if missing := sorted(changed - merge.shapes().keys()):
+        tensors = counted(len(missing), "tensor")
         raise FinetuneError(
-            f"{recipe.model.name_or_path}: the adapter changes {len(missing)} tensors that the base's files do not "
-            f"have, first {missing[0]}; save the base once by transformers' save_pretrained and name that folder"
+            f"{recipe.model.name_or_path}: the adapter changes {tensors} that the base's files do "
+            f"not have, first {missing[0]}; save the base once by transformers' save_pretrained and name that folder"
         )
     return merge
 
@@ -147,7 +149,7 @@ def _write_weights(
         save_file(tensors, folder / file, metadata={"format": "pt"})
         total += sum(tensor.nbytes for tensor in tensors.values())
         places |= dict.fromkeys(names, file)
-        log(f"{file}: {len(names)} tensors")
+        log(f"{file}: {counted(len(names), 'tensor')}")
         tensors.clear()  # before the next shard is begun
     if len(shards) > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))})

@@ -25,6 +25,7 @@ from finetune.finished_run.merge import Merge, plan_merge, write_merged
 from finetune.model.build import load_tokenizer
 from finetune.recipe.schema import Dtype
 from finetune.tokens.dataset import prepare
+from finetune.wording import counted
 
 # What the adapter of a quantised base can be merged into: the base's own weights, or the dequantised ones that it
 # was trained with.
@@ -102,7 +103,7 @@ def _verify(
     prepared = prepare(run.recipe, load_tokenizer(run.recipe))
     vocabulary = merge.shapes().get(merge.head, merge.shapes()[merge.embedding])[0]
     documents = documents_to_compare(prepared, prompts, vocabulary)
-    log(f"comparing over {len(documents)} documents")
+    log(f"comparing over {counted(len(documents), 'document')}")
     with fitting(merge.device):
         reference, without = _reference_and_base(run, documents, merge.device)
         candidates = {kind: _compared(folder, reference, merge.device) for kind, folder in merged.items()}
@@ -150,7 +151,7 @@ def _nearest(candidates: Mapping[Base, Mapping[str, float]]) -> Base:
 
 def in_words(facts: Mapping[str, Any]) -> str:
     """What the verb shows: the folder, a table, and what to make of it."""
-    size = f"{facts['files']} files, {facts['bytes'] / 1e6:,.0f} MB, {facts['dtype']}"
+    size = f"{counted(facts['files'], 'file')}, {facts['bytes'] / 1e6:,.0f} MB, {facts['dtype']}"
     return "\n".join([*_table(facts), f"merged: {facts['folder']} ({size})", *_advice(facts)])
 
 
@@ -160,7 +161,8 @@ def _table(facts: Mapping[str, Any]) -> Iterator[str]:
         yield "not compared with the adapter: --verify is 0"
         return
     kind = "held-out" if agreement["held_out"] else "training (none are held out)"
-    yield f"{agreement['tokens']:,} answer tokens of {agreement['documents']} {kind} documents, computed in float32:"
+    documents = f"{agreement['documents']:,} {kind} document{'s' * (agreement['documents'] != 1)}"
+    yield f"{counted(agreement['tokens'], 'answer token')} of {documents}, computed in float32:"
     yield f"{'':24}{'same top token':>15}{'mean KL':>11}{'largest logit difference':>26}{'loss':>9}"
     rows = {"the adapter": agreement["adapter"]}
     for kind, figures in agreement["candidates"].items():

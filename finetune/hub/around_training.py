@@ -14,6 +14,7 @@ from finetune.hub.client import check_permission, check_visibility, retry
 from finetune.hub.push import RECORD, Destination, destination_of, push, refuse_offline
 from finetune.recipe.schema import Recipe
 from finetune.redaction import hide_secrets, known_secrets, secret_key
+from finetune.wording import counted
 
 ATTEMPTS_BEFORE = 2
 
@@ -67,7 +68,8 @@ def push_after_training(recipe: Recipe) -> None:
     except FinetuneError as error:
         print(f"the training is finished and saved; the push failed:\n{error}", file=sys.stderr)
     else:
-        print(f"pushed: {record['url']} ({'private' if record['private'] else 'public'}, {len(record['files'])} files)")
+        files = counted(len(record["files"]), "file")
+        print(f"pushed: {record['url']} ({'private' if record['private'] else 'public'}, {files})")
 
 
 def _is_pushed(run_dir: Path, to: Destination) -> bool:

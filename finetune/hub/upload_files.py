@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,8 @@ def product_folder(run_dir: Path, *, merged: bool = False) -> Path:
         if (run_dir / name).is_dir():
             return run_dir / name
     if merged and (run_dir / "adapter").is_dir():
-        raise FinetuneError(f"{run_dir}: is not merged yet; first: finetune merge {run_dir}")
+        command = shlex.join(["finetune", "merge", str(run_dir)])
+        raise FinetuneError(f"{run_dir}: is not merged yet; first: {command}")
     if merged and (run_dir / "model").is_dir():
         raise FinetuneError(f"{run_dir}: all weights were trained, there is nothing to merge; push it without --merged")
     if not (run_dir / "recipe.yaml").is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -129,7 +130,8 @@ def _tool_of(file: Path, values: Mapping[str, Any]) -> Tool:
     if "model_name_or_path" in values:
         return "trl"
     if "model" in values and "data" in values:
-        raise RecipeError([f"{file}: is already a recipe; check it by: finetune check {file}"])
+        command = shlex.join(["finetune", "check", str(file)])
+        raise RecipeError([f"{file}: is already a recipe; check it by: {command}"])
     raise RecipeError([f"{file}: is not a configuration of {', '.join(_TITLES.values())}; name the tool by --tool"])
 
 

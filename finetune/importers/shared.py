@@ -14,6 +14,7 @@ from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES, OPTIMIZERS
 from finetune.recipe.schema import Scheduler
 from finetune.recipe.strategy import Strategy, read_strategy
+from finetune.wording import counted
 
 _SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -116,7 +117,7 @@ def batch(foreign: ForeignConfig, micro_key: str, default: int, *, accumulation:
 
 
 def _counted(gpus: int) -> str:
-    return f"{gpus} GPU{'s' * (gpus > 1)}"
+    return counted(gpus, "GPU")
 
 
 def strategy(foreign: ForeignConfig) -> str:

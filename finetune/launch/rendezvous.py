@@ -18,6 +18,7 @@ import torch
 from finetune.errors import EnvironmentMismatch, NoRendezvous
 from finetune.launch.launcher import Launch
 from finetune.recipe.schema import Recipe
+from finetune.wording import counted
 
 _TIMEOUT_SECONDS = 1800  # gloo's default; NCCL's is 600
 _HINT_SECONDS = 60
@@ -34,8 +35,9 @@ def check_world(recipe: Recipe, launch: Launch, requested: int | None) -> None:
             "CPU use: accelerate launch --config_file accelerate_configs/cpu_2proc.yaml"
         )
     if requested is not None and requested != launch.world_size:
+        machines = counted(launch.nodes, "machine")
         raise EnvironmentMismatch(
-            f"launch: {requested} processes were asked for, {launch.world_size} run on {launch.nodes} machines; "
+            f"launch: {requested} processes were asked for, {launch.world_size} run on {machines}; "
             "accelerate's --num_processes counts all machines and must be a multiple of --num_machines"
         )
     _check_torchrun_variables(launch)
@@ -53,8 +55,10 @@ def _check_torchrun_variables(launch: Launch) -> None:
     requested = dict(setting.split("=", 1) for setting in launch.settings)
     each, nodes = requested.get("PET_NPROC_PER_NODE", ""), requested.get("PET_NNODES", "1")
     if each.isdigit() and nodes.isdigit() and int(each) * int(nodes) != launch.world_size:
+        machines = counted(int(nodes), "machine")
+        processes = counted(int(each) * int(nodes), "process", "processes")
         raise EnvironmentMismatch(
-            f"launch: PET_NPROC_PER_NODE={each} on {nodes} machine(s) asks for {int(each) * int(nodes)} processes, but "
+            f"launch: PET_NPROC_PER_NODE={each} on {machines} asks for {processes}, but "
             f"`accelerate launch` does not read it and started {launch.world_size}; unset it, or write "
             f"--num_processes {int(each) * int(nodes)}, or start with torchrun"
         )

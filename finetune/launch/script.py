@@ -19,6 +19,7 @@ from finetune.paths import TRAIN_SCRIPT
 from finetune.recipe.loader import CONFIG_FOLDER, LoadedRecipe, load_recipe
 from finetune.recipe.strategy import Strategy, read_strategy
 from finetune.recipe.yaml_text import printable
+from finetune.wording import counted
 
 Launcher = Literal["slurm", "torchrun", "accelerate"]
 LAUNCHERS: tuple[str, ...] = get_args(Launcher)
@@ -93,7 +94,8 @@ def _options(nodes: int | None, gpus_per_node: int | None) -> dict[str, int]:
 def _misfits(plan: LaunchPlan) -> Iterator[str]:
     """Why the trainer would refuse these machines, or which ranks would be idle."""
     strategy, world = plan.strategy, plan.world
-    where = f"{plan.nodes} x {plan.gpus} GPUs" if plan.gpus else f"{plan.nodes} x {plan.ranks} CPU processes"
+    each = counted(plan.gpus, "GPU") if plan.gpus else counted(plan.ranks, "CPU process", "CPU processes")
+    where = f"{plan.nodes} x {each}"
     named = f"accelerate_config: {strategy.name}"
     if strategy.only_where and plan.gpus:
         yield f"{named} runs on a CPU, not on {where}; set accelerate_config=ddp, or --gpus-per-node 0"
@@ -109,7 +111,7 @@ def _misfits(plan: LaunchPlan) -> Iterator[str]:
         )
     rows = plan.loaded.recipe.training.global_batch_size
     if rows < world:
-        idle = f"{rows} rows a step leave {world - rows} of {world} ranks without one"
+        idle = f"{counted(rows, 'row')} a step leave {world - rows} of {world} ranks without one"
         yield f"training.global_batch_size: {idle}; raise it to {world}, or take fewer GPUs"
 
 
@@ -128,9 +130,9 @@ def write_script(path: Path, text: str) -> None:
 
 
 def _head(plan: LaunchPlan) -> list[str]:
-    what = f"{plan.gpus} GPU{'s' * (plan.gpus > 1)}" if plan.gpus else "its CPU"
+    what = counted(plan.gpus, "GPU") if plan.gpus else "its CPU"
     machines = f"{plan.nodes} machines with {what} each" if plan.nodes > 1 else f"one machine with {what}"
-    of_them = "1 rank" if plan.world == 1 else f"{plan.world} ranks"
+    of_them = counted(plan.world, "rank")
     return [
         _MARK + printable(plan.verb_arguments),
         f"# {plan.strategy.name} on {machines}, {of_them}. Paths are as seen from the folder where it is started.",

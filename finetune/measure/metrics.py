@@ -21,6 +21,8 @@ from finetune.measure.units import GIB
 from finetune.output_stream import lasting
 
 BARS = "▁▂▃▄▅▆▇█"
+FEWEST_BARS, MOST_BARS = 8, 24
+SLOW_DATA = 0.05  # of a step; a smaller share is the first to be left out of a narrow terminal
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def evaluation_in_words(line: Mapping[str, Any]) -> str:
     return f"held-out loss {line['loss']:.4f}, perplexity {line['perplexity']:.2f}{sets}"
 
 
-def sparkline(values: list[float], width: int = 24) -> str:
+def sparkline(values: list[float], width: int = MOST_BARS) -> str:
     """The last `width` values as bars between their own smallest and largest."""
     values = [value for value in values if math.isfinite(value)][-width:]
     if not values:
@@ -125,6 +127,7 @@ class Terminal:
         self._clock = clock
         self._began: tuple[float, int] | None = None
         self._drawn = False
+        self.memory_of = "process"  # what `peak_memory_gib` is the peak of; on a GPU its tensors
 
     def log(self, text: str) -> None:
         """Print a line that stays; an empty text prints nothing."""
@@ -141,25 +144,38 @@ class Terminal:
         self._losses.append(line["loss"])
         if self._began is None:  # the first step compiles and warms up; time is counted from its end
             self._began = (self._clock(), line["step"])
-        text = self._text(line)
+        parts = self._parts(line)
         if not self._live:
-            self._stream.write(text + "\n")
+            self._stream.write("  ".join(parts.values()) + "\n")
         else:
             width = shutil.get_terminal_size().columns - 1
-            self._stream.write("\r\x1b[2K" + text[:width])
+            self._stream.write("\r\x1b[2K" + self._fitted(parts, width, line["data_wait_fraction"] < SLOW_DATA))
             self._drawn = True
         self._stream.flush()
 
-    def _text(self, line: dict[str, Any]) -> str:
-        bars = f" {sparkline(list(self._losses))}" if self._live else ""
+    def _parts(self, line: dict[str, Any]) -> dict[str, str]:
         norm = "overflow" if line["grad_norm"] is None else f"{line['grad_norm']:.3g}"
         if "loss_scale" in line:
             norm += f"  scale {line['loss_scale']:.0f}, {line['skipped_steps']} skipped"
-        return (
-            f"step {line['step']}/{self._total}  loss {line['loss']:.4f}{bars}  norm {norm}  "
-            f"{line['tokens_per_second']:,.0f} tok/s  {line['peak_memory_gib']:.1f} GiB  "
-            f"data wait {line['data_wait_fraction']:.0%}  ETA {self._remaining(line)}"
-        )
+        return {
+            "step": f"step {line['step']}/{self._total}",
+            "loss": f"loss {line['loss']:.4f}",
+            "norm": f"norm {norm}",
+            "speed": f"{line['tokens_per_second']:,.0f} tok/s",
+            "memory": f"{self.memory_of} {line['peak_memory_gib']:.1f} GiB",
+            "wait": f"data wait {line['data_wait_fraction']:.0%}",
+            "ETA": f"ETA {self._remaining(line)}",
+        }
+
+    def _fitted(self, parts: dict[str, str], width: int, data_are_quick: bool) -> str:
+        """Within `width` columns: step, loss, ETA, of the others what fits, and the losses as bars in the room left."""
+        order = ["wait", "norm", "memory", "speed"] if data_are_quick else ["norm", "memory", "speed", "wait"]
+        while len("  ".join(parts.values())) + 1 + FEWEST_BARS > width and order:
+            del parts[order.pop(0)]
+        bars = min(MOST_BARS, width - 1 - len("  ".join(parts.values())))
+        if bars >= FEWEST_BARS:
+            parts["loss"] += f" {sparkline(list(self._losses), bars)}"
+        return "  ".join(parts.values())[:width]
 
     def _remaining(self, line: dict[str, Any]) -> str:
         assert self._began is not None

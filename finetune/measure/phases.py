@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import distributed
@@ -195,6 +195,11 @@ def _gather(value: Any) -> list[Any]:
     values: list[Any] | None = [None] * distributed.get_world_size() if distributed.get_rank() == 0 else None
     distributed.gather_object(value, values)
     return values or []
+
+
+def peak_of(device: torch.device) -> Literal["tensors", "process"]:
+    """What `peak_bytes` is the peak of."""
+    return "tensors" if device.type == "cuda" else "process"
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,6 +16,7 @@ from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.model.dtypes import dtype_name
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS, Optimizer
 from finetune.recipe.schema import Recipe, Training
+from finetune.wording import counted
 
 
 def check_optimizer(name: Optimizer, *, on_cpu: bool, sharded: bool = False) -> None:
@@ -181,13 +181,6 @@ def _dimensions(parameter: nn.Parameter) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def warmup_steps(training: Training, total_steps: int) -> int:
-    """Optimizer steps of the warmup: `warmup_steps`, or `warmup_ratio` of the run rounded up."""
-    if training.warmup_steps is not None:
-        return training.warmup_steps
-    return math.ceil(training.warmup_ratio * total_steps)
-
-
 def learning_rate_schedule(training: Training, total_steps: int) -> Callable[[int], float]:
     """The learning rate of step 0, 1, ... `total_steps - 1`; above 0 in the first and the last of them.
 
@@ -195,7 +188,7 @@ def learning_rate_schedule(training: Training, total_steps: int) -> Callable[[in
     its lambda is kept. Raises RecipeError when the shape refuses its arguments, the warmup is longer than the run, or
     steps at either end would train nothing.
     """
-    warmup = warmup_steps(training, total_steps)
+    warmup = training.warmup_of(total_steps)
     if warmup > total_steps:
         raise RecipeError([_too_long(training, warmup, total_steps)])
     factor = _shape(training, warmup, total_steps)
@@ -232,7 +225,8 @@ def _shape(training: Training, warmup: int, total_steps: int) -> Callable[[int],
 
 def _too_long(training: Training, warmup: int, total_steps: int) -> str:
     remedy = f"set training.warmup_steps to at most {total_steps}, or train for more steps"
-    return f"training.warmup_steps: a warmup of {warmup:,} steps is longer than the run of {total_steps:,}; {remedy}"
+    warming = counted(warmup, "step")
+    return f"training.warmup_steps: a warmup of {warming} is longer than the run of {total_steps:,}; {remedy}"
 
 
 def _refuse_idle_ends(training: Training, rate: Callable[[int], float], total_steps: int) -> None:
@@ -240,7 +234,9 @@ def _refuse_idle_ends(training: Training, rate: Callable[[int], float], total_st
     shape, last = training.lr_scheduler_type, total_steps - 1
     moving = next((step for step in range(total_steps) if rate(step) > 0), None)
     if moving is None:
-        problem = f"the highest rate of all {total_steps:,} steps is 0 (learning_rate {training.learning_rate:g})"
+        problem = (
+            f"the highest rate of all {counted(total_steps, 'step')} is 0 (learning_rate {training.learning_rate:g})"
+        )
         raise RecipeError([f"training.lr_scheduler_type: {shape}: {problem}; {_REMEDY}"])
     if moving == 0 and rate(last) > 0:
         return

@@ -99,6 +99,20 @@ def weights_are_here(name: str, revision: str) -> bool:
     return local or any(in_hub_cache(name, file, revision) for file in files)
 
 
+def tokenizer_file(name: str, revision: str) -> Path | None:
+    """tokenizer.json of `model.name_or_path` where it is on this machine; nothing is converted or downloaded."""
+    folder = Path(name)
+    if name.startswith(PREFIX):
+        try:
+            folder = cache_folder() / "models" / _find(name.removeprefix(PREFIX).strip())[1].folder_name
+        except FinetuneError:
+            return None
+    elif not folder.is_dir():
+        return in_hub_cache(name, "tokenizer.json", revision)
+    file = folder / "tokenizer.json"
+    return file if file.is_file() else None
+
+
 def read_origin(model_path: str | Path) -> dict[str, Any] | None:
     """origin.json of a folder made here; None for any other model."""
     file = Path(model_path, "origin.json")

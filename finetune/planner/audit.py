@@ -13,6 +13,7 @@ from finetune.errors import FinetuneError
 from finetune.files import read_lines
 from finetune.measure.units import GIB
 from finetune.planner.constants import STEP_PHASES
+from finetune.wording import counted
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ def _lines(rows: Sequence[AuditRow], unplanned: Mapping[str, str], result: Mappi
     for run, why in unplanned.items():
         yield f"{run}: not planned: {why}"
     if result["worst_error"] is not None:
+        runs = counted(len({row.run for row in rows}), "run")
         yield (
-            f"bytes at the peak, rank 0; forward, backward and step of {len({row.run for row in rows})} run(s): "
+            f"bytes at the peak, rank 0; forward, backward and step of {runs}: "
             f"median error {result['median_error']:.3%}, worst {result['worst_error']:.3%}"
         )

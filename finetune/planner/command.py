@@ -101,10 +101,13 @@ def _plan_one(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Output:
     planned = plan_by_trace(recipe, gpus)
     from finetune.planner.memory_table import plan_json, plan_text
     from finetune.planner.roofline_report import roofline_json, roofline_lines
+    from finetune.training.batch_notes import notes_before_launch
 
     code = 0 if planned.fits else DoesNotFit.exit_code
-    result = {"ok": planned.fits, "exit_code": code, **plan_json(planned), **roofline_json(planned)}
-    text = [plan_text(planned), "", *roofline_lines(planned)]
+    batches = notes_before_launch(recipe, ranks=planned.ranks)
+    result: dict[str, Any] = {"ok": planned.fits, "exit_code": code, **plan_json(planned), **roofline_json(planned)}
+    result["batches"] = batches
+    text = [plan_text(planned), "", *roofline_lines(planned), "", *batches["notes"]]
     config = full_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and not planned.fits:
         fitting = remedies.remedies(recipe, config, gpus, plan_by_trace)

@@ -9,6 +9,7 @@ from typing import Any
 from finetune.measure.units import GIB
 from finetune.planner.constants import COMPONENTS
 from finetune.planner.plan_recipe import Planned
+from finetune.wording import counted
 
 WIDTH, EMPTY = 50, "."
 # The bars' shades: weights, which are there all the time; what a step makes; and buffers.
@@ -38,7 +39,7 @@ def verdict(planned: Planned) -> str:
     most = f"the largest part {largest}, {nbytes / GIB:.1f} GiB"
     needs = f"needs {planned.needed / GIB:.1f} GiB per GPU ({where}; {most})"
     if planned.gpus is None:
-        return f"{planned.strategy} on {planned.ranks} rank(s) {needs}"
+        return f"{planned.strategy} on {counted(planned.ranks, 'rank')} {needs}"
     needs += f", at most about {planned.upper / GIB:.1f} with what torch's allocator caches"
     spare = (planned.gpus.memory - max(planned.needed, planned.upper)) / GIB
     gpus = f"{planned.ranks} x {planned.gpus.name}"

@@ -20,6 +20,7 @@ from finetune.preflight.shrink import Shrunk
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import DataSet, Recipe, Training
 from finetune.recipe.strategy import Strategy
+from finetune.wording import counted
 
 STEPS, SAVED_AFTER = 4, 2
 LONGEST_ROW = 384  # tokens
@@ -164,7 +165,7 @@ def _training(recipe: Recipe, strategy: Strategy, processes: int) -> Iterator[Re
             "samples.prompts": recipe.samples.prompts[:1] if recipe.samples.prompts else None,
             "samples.max_new_tokens": 4,
         },
-        f"training: {STEPS} steps of {rows} rows, {each} at a time on each rank",
+        f"training: {STEPS} steps of {counted(rows, 'row')}, {each} at a time on each rank",
     )
     if plain := OPTIMIZERS[training.optim].unpaged:
         note = f"training.optim: {plain} instead of {training.optim}, whose pages are CUDA's"

@@ -12,8 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from finetune.errors import EnvironmentMismatch
+from finetune.output_stream import rich_console
 from finetune.preflight.compare import Comparison, Row, compare
 from finetune.report.pictures import new_figure
+from finetune.wording import counted
 
 SHOWN_PHASES = ("load", "forward", "backward", "step")
 MOVING = ("forward", "backward", "step")  # traffic while loading is paid once
@@ -27,7 +29,7 @@ def run_and_report(comparison: Comparison, *, quiet: bool) -> dict[str, Any]:
     """
     result = _run_with_progress(comparison)
     if not quiet:
-        print_tables(result, Console())
+        print_tables(result, rich_console())
     draw(result, comparison.folder / "compare.png")
     if not any(row["ok"] for row in result["rows"]):
         raise EnvironmentMismatch("compare: no strategy ran; the reasons are above, the logs beside compare.json")
@@ -68,7 +70,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     """Memory per phase; time, traffic and loss; then reasons of the rows that failed, and what to know."""
     rows = [row for row in result["rows"] if row["ok"]]
     if rows:
-        device = f"{result['processes']} x {result['device']}, {result['steps']} steps"
+        device = f"{result['processes']} x {result['device']}, {counted(result['steps'], 'step')}"
         for title, table in (_memory_table(rows, device, host=result["device"] != "cpu"), _traffic_table(rows)):
             console.print(title, markup=False, highlight=False, style="bold")  # a table's own title breaks at its width
             console.print(table)
@@ -147,10 +149,8 @@ def draw(result: dict[str, Any], file: Path) -> None:
         return
     figure = new_figure(figsize=(max(9.0, 2.5 + 1.5 * len(rows)), 11))
     memory, seconds, traffic = figure.subplots(3, 1, height_ratios=[2.2, 1, 1.3])
-    figure.suptitle(
-        f"{Path(result['recipe']).stem}: {result['processes']} x {result['device']}, {result['steps']} steps",
-        fontweight="bold",
-    )
+    where = f"{result['processes']} x {result['device']}, {counted(result['steps'], 'step')}"
+    figure.suptitle(f"{Path(result['recipe']).stem}: {where}", fontweight="bold")
     _draw_memory(memory, rows)
     _draw_seconds(seconds, rows)
     _draw_traffic(traffic, rows)

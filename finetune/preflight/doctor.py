@@ -24,6 +24,7 @@ from finetune.preflight.disk import folders, free_bytes, may_write, need_of
 from finetune.preflight.process_pair import pair_test
 from finetune.recipe.schema import Recipe
 from finetune.redaction import redact, variables
+from finetune.wording import counted
 
 FindingState = Literal["ok", "look", "bad"]
 # Extra -> what is imported, and what it is for.
@@ -198,7 +199,8 @@ def check_disk(recipe: Recipe | None) -> Iterator[Finding]:
     for name, size in (("run folder", need.in_run_folder), ("model cache", need.download)):
         short = size > free[name]
         text = f"{name}: the recipe needs {size / GIB:.1f} GiB"
-        text += f", {need.keep + 1} checkpoints of {need.checkpoint / GIB:.1f}" if name == "run folder" else ""
+        kept = f", {counted(need.keep + 1, 'checkpoint')} of {need.checkpoint / GIB:.1f}"
+        text += kept if name == "run folder" else ""
         remedy = "free some space, lower save_total_limit, or name another folder" if short else ""
         yield Finding("disk", "bad" if short else "ok", text, remedy)
 
@@ -235,8 +237,9 @@ def check_accelerate() -> Iterator[Finding]:
         return
     try:
         config = yaml.safe_load(path.read_text("utf-8"))
-        kind = f"{config.get('distributed_type', 'NO')}, {config.get('num_processes', 1)} processes"
-    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        processes = counted(int(config.get("num_processes", 1)), "process", "processes")
+        kind = f"{config.get('distributed_type', 'NO')}, {processes}"
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):
         kind = "it cannot be read"
     remedy = f"a bare `accelerate launch` follows it; move {path} away, or pass --config_file"
     yield Finding("accelerate", "look", f"a default config is in the cache: {kind}", remedy)

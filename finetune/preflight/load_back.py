@@ -8,6 +8,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.recipe.schema import Lora, Recipe
+from finetune.wording import counted
 
 
 def load_back(recipe: Recipe, run_dir: Path) -> str:
@@ -46,7 +47,7 @@ def load_back(recipe: Recipe, run_dir: Path) -> str:
     if torch.equal(after, before):
         raise FinetuneError("export: logits are those of the base; nothing was learned")
     library = "peft" if recipe.lora else "transformers"
-    return f"by plain {library}: {len(trained)} tensors and the logits equal the checkpoint's"
+    return f"by plain {library}: {counted(len(trained), 'tensor')} and the logits equal the checkpoint's"
 
 
 def _models(recipe: Recipe, run_dir: Path) -> tuple[Any, Any, Any]:

@@ -38,6 +38,7 @@ from finetune.preflight.shrink import shrink_model
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
+from finetune.wording import counted
 
 KILL_ATTEMPTS = 3  # on a busy machine the whole run may be over before the kill
 
@@ -132,7 +133,7 @@ def train_and_kill(job: TrainingJob, checklist: Checklist) -> tuple[dict[str, An
                 # A busy machine may come so late that only the run's pages were still to be written.
                 if killed and not is_finished(job.run_dir):
                     curve = _as_if_unsaved(job)
-                    step["seen"] = f"SIGKILL to {killed} processes; step {SAVED_AFTER} was saved"
+                    step["seen"] = f"SIGKILL to {counted(killed, 'process', 'processes')}; step {SAVED_AFTER} was saved"
                     return receipt, curve
                 if not attempts_left:
                     raise StepFailed(f"the run was over before the kill, {KILL_ATTEMPTS} times")

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pydantic_core import PydanticCustomError
+
+from finetune.recipe.yaml_text import shown
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import DataSet, Lora, Quantization, Recipe, Training
@@ -255,3 +258,18 @@ def _quantization_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     if base.load_in_4bit and recipe.training.mixed_precision == "fp16" and base.bnb_4bit_compute_dtype == "bfloat16":
         key, problem = "quantization.bnb_4bit_compute_dtype", "is bfloat16 while the rest computes in fp16"
         yield CrossCheck(key, problem, "set it to float16")
+
+
+def local_model_problem(name: str) -> str | None:
+    """What is wrong with a name that can only be a folder's: a Hub name has one slash at most, and no dot before it."""
+    if not (name.startswith((".", os.sep, "~")) or name.count("/") > 1 or os.path.isdir(name)):
+        return None
+    remedy = "name a model's folder, or a repository of the Hub as owner/name"
+    if os.path.isfile(os.path.join(name, "config.json")):
+        return None
+    if os.path.isfile(os.path.join(name, "adapter_config.json")):
+        return f"{shown(name)} holds an adapter without its model; name the model that it was trained on"
+    if os.path.isdir(name):
+        return f"{shown(name)} has no config.json; {remedy}"
+    kind = "is a file" if os.path.exists(name) else f"no such folder (working folder: {os.getcwd()})"
+    return f"{shown(name)}: {kind}; {remedy}"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from finetune.errors import FinetuneError
 from finetune.recipe.schema import Budget
+from finetune.wording import counted
 
 
 class _Model(NamedTuple):
@@ -74,7 +75,7 @@ def parse_gpus(text: str, nodes: int | None = None) -> Gpus | None:
     if not all(float(number) for number in (first or 1, second or 1, gb or 1, last or 1)):
         raise FinetuneError(f"--gpus: {text}: each number must be above 0; {FORMS}")
     if nodes is not None and second and nodes != int(first):
-        raise FinetuneError(f"--nodes: {nodes}: --gpus {text} says {first} nodes; leave --nodes out")
+        raise FinetuneError(f"--nodes: {nodes}: --gpus {text} says {counted(int(first), 'node')}; leave --nodes out")
     count, machines = int(second or first or last or 1), int(first) if second else nodes or 1
     if name:
         return Gpus(count, int(MODELS[name].mib * 2**20 * PROGRAM_SHARE), name, machines)

@@ -15,7 +15,8 @@ import yaml
 from pydantic import ValidationError
 
 from finetune.errors import RecipeError
-from finetune.paths import CHECKOUT
+from finetune.paths import CHECKOUT, in_home
+from finetune.recipe.cross_checks import local_model_problem
 from finetune.recipe.flat import leaves
 from finetune.recipe.mistakes import IN_QUOTES, Mistake, explain_mistake
 from finetune.recipe.schema import Recipe
@@ -102,14 +103,13 @@ class _Source:
         return Place(1, 1)
 
 
-def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Read a recipe; `overrides` are `dotted.key=value` and win over the file.
+def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, here: bool = False) -> LoadedRecipe:
+    """Read a recipe; `overrides` are `dotted.key=value` and win over the file. `here`: a model named by a path is here.
 
     Raises RecipeError with every mistake, each as `file:line:column: key: what is wrong; remedy`, its source line and
     a caret; those of overrides as `command line: key: ...`.
     """
-    file = pathlib.Path(path)
-    source = _Source(file, text := _read(file), parse(text))
+    source = _Source(file := pathlib.Path(path).expanduser(), text := _read(file), parse(text))
     for flaw in source.parsed.flaws:
         source.add(flaw.place, flaw.key, flaw.problem)
     value = source.parsed.value if isinstance(source.parsed.value, dict) else {}
@@ -124,10 +124,11 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         raise source.error()
     _rename_aliases(source, value)  # an override may be a whole section
     recipe = _validate(source, value)
+    if recipe is not None and here and (absent := local_model_problem(recipe.model.name_or_path)):
+        source.report(("model", "name_or_path"), absent, at_key=False)
     if recipe is None or source.mistakes:
         raise source.error()
-    if recipe.output_dir is None:
-        recipe = recipe.model_copy(update={"output_dir": f"runs/{file.stem}"})
+    recipe = recipe if recipe.output_dir else recipe.model_copy(update={"output_dir": f"runs/{file.stem}"})
     return LoadedRecipe(recipe, _origins(source, recipe), file)
 
 
@@ -237,9 +238,8 @@ def _validate(source: _Source, value: dict[str, Any]) -> Recipe | None:
 
 def _strategy_mistakes(name: Any) -> Iterator[Mistake]:
     # os.path, since pathlib raises on a name that is too long for any file.
-    if not isinstance(name, str) or not name:
-        return
-    if os.path.isfile(CONFIG_FOLDER / f"{name}.yaml") or os.path.isfile(name):
+    paths = (CONFIG_FOLDER / f"{name}.yaml", in_home(name)) if isinstance(name, str) and name else ()
+    if not paths or any(os.path.isfile(path) for path in paths):
         return
     known = sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml"))
     close = difflib.get_close_matches(name, known, 1, 0.5)

@@ -7,12 +7,14 @@ Schema are generated from them.
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from finetune.paths import in_home
 from finetune.recipe import cross_checks
 from finetune.recipe.optimizers import Optimizer
 
@@ -37,6 +39,7 @@ Scheduler = Literal[
 Tracker = Literal["tensorboard", "trackio", "wandb", "mlflow"]
 INITS = "peft's initialisation: true, gaussian, orthogonal, olora, pissa."
 
+Local = Annotated[str, AfterValidator(in_home)]  # may be a path; ~ is the home folder
 Count = Annotated[int, Field(ge=1)]
 WholeNumber = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -60,7 +63,7 @@ class Budget(Section):
 class ModelSection(Section):
     """The base model."""
 
-    name_or_path: str = Field(
+    name_or_path: Local = Field(
         min_length=1,
         description="Hub repository, local folder, or `package:NAME` for a model shipped inside an installed package.",
     )
@@ -112,9 +115,9 @@ class Lora(Section):
 class DataSet(Section):
     """One data set: load_dataset's arguments, plus how to read a row and how often."""
 
-    path: str = Field(min_length=1, description="json, csv, parquet, a local folder, or a Hub data set.")
+    path: Local = Field(min_length=1, description="json, csv, parquet, a local folder, or a Hub data set.")
     name: str | None = Field(None, description="Configuration of a Hub data set.")
-    data_files: str | list[str] | None = Field(None, description="Local files, relative to the working folder.")
+    data_files: Local | list[Local] | None = Field(None, description="Local files, relative to the working folder.")
     split: str = Field("train", min_length=1, description="Split, slices allowed: train[:1000].")
     revision: str = Field("main", min_length=1, description="Branch, tag or commit on the Hub.")
     format: RowFormat = Field("auto", description="Layout of a row; auto looks at the columns.")
@@ -157,7 +160,7 @@ class Data(Section):
     packing: bool = Field(True, description="Fill rows with whole documents; they do not see each other.")
     train_on: TrainOn = Field("assistant", description="assistant: its turns; completion: the last answer; all.")
     truncation: Truncation = Field("error", description="What happens to a document longer than max_length.")
-    chat_template: str | None = Field(None, description="Jinja text or a file; null: the tokenizer's own.")
+    chat_template: Local | None = Field(None, description="Jinja text or a file; null: the tokenizer's own.")
     date_string: str = Field("26 Jul 2024", description="The day that templates print as today's.")
 
     @property
@@ -236,6 +239,10 @@ class Training(Section):
         cross_checks.check_schedule(self)
         return self
 
+    def warmup_of(self, total_steps: int) -> int:
+        """Optimizer steps of the warmup: `warmup_steps`, or `warmup_ratio` of the run rounded up."""
+        return math.ceil(self.warmup_ratio * total_steps) if self.warmup_steps is None else self.warmup_steps
+
 
 class Samples(Section):
     """Answers before and after training, to be looked at."""
@@ -259,7 +266,7 @@ class Recipe(Section):
     """One fine-tuning run."""
 
     budget: Budget = Field(default_factory=Budget, description="What the recipe is made for.")
-    accelerate_config: str = Field("single", min_length=1, description="A file of accelerate_configs/, or a path.")
+    accelerate_config: Local = Field("single", min_length=1, description="A file of accelerate_configs/, or a path.")
     model: ModelSection = Field(description="The base model.")
     quantization: Quantization | None = Field(None, description="Quantised base weights; null: none.")
     lora: Lora | None = Field(default_factory=Lora, description="Adapters; null: all weights are trained.")
@@ -278,7 +285,7 @@ class Recipe(Section):
     measure_phases: bool = Field(False, description="Memory, seconds, collectives of each phase; slows.")
     report_to: list[Tracker] = Field([], description="Trackers besides metrics.jsonl; wandb without a key: offline.")
     hub: Hub = Field(default_factory=Hub, description="Where the result goes.")
-    output_dir: str | None = Field(None, min_length=1, description="Run folder; null: runs/ and the recipe's name.")
+    output_dir: Local | None = Field(None, min_length=1, description="Run folder; null: runs/ and the recipe's name.")
 
     @model_validator(mode="after")
     def sections_agree(self) -> Recipe:

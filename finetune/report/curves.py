@@ -5,23 +5,26 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.measure.units import PHASES
 from finetune.recipe.loader import recipe_from_resolved
-from finetune.report.pictures import Chart, Series
+from finetune.report.pictures import Chart, Series, smoothed
 from finetune.run_folder.facts import RunFacts, read_run
 
 # Title, key of a training line, factor.
 CURVES = (
     ("Learning rate", "learning_rate", 1.0),
     ("Gradient norm, before clipping", "grad_norm", 1.0),
+    ("Seconds a step", "step_seconds", 1.0),
     ("Tokens per second, all ranks", "tokens_per_second", 1.0),
     ("Share of a step waiting for data, %", "data_wait_fraction", 100.0),
-    ("Peak memory of a rank, GiB", "peak_memory_gib", 1.0),
 )
+FEWEST_SMOOTHED = 20  # lines of training; a curve of fewer is read as it is
+SMOOTHED_SHARE = 12  # a smoothed point is the mean of this part of the run's lines
 
 
 @dataclass(frozen=True)
@@ -62,25 +65,53 @@ def _read(folder: Path, name: str) -> ReportedRun:
 
 
 def loss_chart(runs: Sequence[ReportedRun]) -> Chart:
-    """Training losses as curves, held-out ones as dots."""
-    alone = len(runs) == 1
-    series = []
-    for run in runs:
-        series.append(Series("training" if alone else run.name, _points(run.facts.trained(), "loss")))
-        held_out = _points(run.facts.evals(), "loss")
-        if held_out:
-            series.append(Series("held out" if alone else f"{run.name}, held out", held_out, dots=True))
-    return Chart("Loss", series)
+    """Training losses as curves, smoothed over the faint single ones; held-out losses as dots."""
+    alone, series = len(runs) == 1, []
+    for index, run in enumerate(runs):
+        name = "training" if alone else run.name
+        lines = [line for line in run.facts.trained() if line.get("loss") is not None]
+        points, window = _points(lines, "loss"), max(5, len(lines) // SMOOTHED_SHARE) | 1
+        smooth = len(points) >= FEWEST_SMOOTHED
+        holes = run.facts.holes()
+        series.append(Series(name, points, colour=2 * index, faint=smooth, holes=holes))
+        if smooth:
+            mean = smoothed(points, [line.get("supervised_tokens", 1) for line in lines], window)
+            between = statistics.median(after[0] - before[0] for before, after in pairwise(points))
+            steps = round(between * window)
+            series.append(Series(f"{name}, mean of {steps} steps", mean, colour=2 * index, holes=holes))
+        if held_out := _points(run.facts.evals(), "loss"):
+            series.append(Series("held out" if alone else f"{run.name}, held out", held_out, True, 2 * index + 1))
+    return Chart("Loss", series, holes=_holes(runs), leads=True)
 
 
 def curve(runs: Sequence[ReportedRun], title: str, key: str, factor: float = 1.0) -> Chart:
     """One value of the training lines, a curve for each run."""
-    return Chart(title, [Series(run.name, _points(run.facts.trained(), key, factor)) for run in runs])
+    series = [
+        Series(run.name, _points(run.facts.trained(), key, factor), colour=2 * index, holes=run.facts.holes())
+        for index, run in enumerate(runs)  # in the colours of the loss, whose every second one is for held-out rows
+    ]
+    return Chart(title, series, holes=_holes(runs))
+
+
+def _holes(runs: Sequence[ReportedRun]) -> list[tuple[int, int]]:
+    """The steps without metrics of a run that is shown alone."""
+    return runs[0].facts.holes() if len(runs) == 1 else []
+
+
+def memory_curve(runs: Sequence[ReportedRun]) -> Chart:
+    """The peaks of the training lines; the title says what they are the peaks of."""
+    return curve(runs, f"Peak memory of {memory_of(runs)}, GiB", "peak_memory_gib")
+
+
+def memory_of(runs: Sequence[ReportedRun]) -> str:
+    """What a training line's memory is that of: on a CPU the process's, on a GPU its tensors'."""
+    kinds = {"the process" if run.facts.receipt.get("device") == "cpu" else "tensors on the GPU" for run in runs}
+    return kinds.pop() if len(kinds) == 1 else "the process (CPU) or tensors (GPU)"
 
 
 def curves(runs: Sequence[ReportedRun]) -> list[Chart]:
     """Everything that is drawn over the optimizer steps."""
-    charts = [loss_chart(runs), *(curve(runs, *each) for each in CURVES)]
+    charts = [loss_chart(runs), *(curve(runs, *each) for each in CURVES), memory_curve(runs)]
     return [chart for chart in charts if chart.shown]
 
 
@@ -96,12 +127,12 @@ def phase_chart(runs: Sequence[ReportedRun]) -> Chart:
         for name, each in peaks.items()
         if each
     ]
-    return Chart("Peak memory of a rank by phase, GiB", series, phases)
+    return Chart("Peak memory of a rank's tensors by phase, GiB", series, phases)
 
 
 def memory_chart(runs: Sequence[ReportedRun]) -> Chart:
     """`phase_chart` where a run measured its phases, else the peak over the steps."""
-    return phase_chart(runs) if any(map(phase_peaks, runs)) else curve(runs, *CURVES[-1])
+    return phase_chart(runs) if any(map(phase_peaks, runs)) else memory_curve(runs)
 
 
 def _points(lines: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> list[tuple[float, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from finetune.report.pictures import Chart, inline_svg
+from finetune.report.pictures import Chart, Size, inline_svg
 
 SHOWN_LETTERS = 1500  # of a prompt or an answer
 
@@ -21,10 +21,10 @@ def render_page(template: str, **values: object) -> str:
     return environment.get_template(template).render(values)
 
 
-def _svg(chart: Chart) -> object:
+def _svg(chart: Chart, size: Size) -> object:
     from markupsafe import Markup
 
-    return Markup(inline_svg(chart))  # matplotlib escapes what it writes
+    return Markup(inline_svg(chart, size))  # matplotlib escapes what it writes
 
 
 def _shortened(text: object) -> str:

@@ -6,16 +6,20 @@ import io
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#9d755d", "#72b7b2", "#eeca3b")
+FAINT = "66"  # the opacity of a curve behind its smoothed one, hexadecimal
+HOLE = "#80808040"  # the ground where steps have no metrics
 MOST_POINTS = 1200  # of one curve; where there are more, each is the mean of its neighbours
 PNG_INCHES = (8.0, 4.5)  # with 12-point letters still readable at half size
-SVG_INCHES = (5.6, 2.4)
-WIDE_SVG_INCHES = (11.4, 2.4)  # both columns of a page
-BARS_OF_A_COLUMN = 10  # more than these need both columns, else their labels overlap
+# (width, height, letters, points of a curve) in the units of a page, CSS pixels. A page shows a chart at nearly its own
+# size, on a phone and on a desk, so that letters are of one size everywhere: page.html.jinja.
+SIZES = {"column": (352, 190, 12, 500), "bars": (704, 220, 12, 500), "page": (1104, 260, 12, MOST_POINTS)}
+Size = Literal["column", "bars", "page"]
+BARS_OF_A_COLUMN = 8  # more than these need the page's width, else their labels overlap
 DPI = 130
 BAR_GROUP = 0.8  # of the distance between two groups; the rest is the gap
 MATPLOTLIB_SETTINGS = {
@@ -49,6 +53,9 @@ class Series:
     name: str
     points: Sequence[tuple[float, float]]  # (optimizer step, value), or (index of the group, value)
     dots: bool = False  # few points that are not connected: evaluations
+    colour: int | None = None  # a place in COLOURS; None: that of the series
+    faint: bool = False  # behind its smoothed curve, which has the same colour
+    holes: Sequence[tuple[int, int]] = ()  # (first, last) step of each stretch without metrics: no line crosses it
 
 
 @dataclass(frozen=True)
@@ -58,21 +65,33 @@ class Chart:
     title: str
     series: Sequence[Series]
     groups: Sequence[str] = ()
+    holes: Sequence[tuple[int, int]] = ()  # those of its series that are shown as a ground
+    leads: bool = False  # the page's first, which takes its width
 
     @property
     def shown(self) -> list[tuple[Series, str]]:
         """Series with a finite point, and their colours: a series keeps its colour where others have no points."""
-        finite = [Series(each.name, _finite(each.points), each.dots) for each in self.series]
-        return [(each, COLOURS[index % len(COLOURS)]) for index, each in enumerate(finite) if each.points]
+        finite = [replace(each, points=_finite(each.points)) for each in self.series]
+        return [(each, _colour(each, index)) for index, each in enumerate(finite) if each.points]
 
     @property
-    def is_wide(self) -> bool:
-        return len(self.groups) * len(self.series) > BARS_OF_A_COLUMN
+    def sizes(self) -> list[Size]:
+        """The sizes that a page holds it in: on a desk, on a phone."""
+        if len(self.groups) * len(self.series) > BARS_OF_A_COLUMN:
+            return ["page", "bars"]
+        return ["page", "column"] if self.leads else ["column"]
 
     @property
     def legend(self) -> list[tuple[str, str]]:
         """(name, colour) of what is shown; empty for a single series, which the title names."""
-        return [(each.name, colour) for each, colour in self.shown] if len(self.series) > 1 else []
+        if len(self.series) == 1:
+            return []
+        return [*((each.name, colour) for each, colour in self.shown), *([("no metrics", HOLE)] if self.holes else [])]
+
+
+def _colour(series: Series, index: int) -> str:
+    own = index if series.colour is None else series.colour
+    return COLOURS[own % len(COLOURS)] + (FAINT if series.faint else "")
 
 
 def _finite(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -96,7 +115,19 @@ def number_label(value: float) -> str:
     return f"{value:,.6f}".rstrip("0").rstrip(".")
 
 
-def inline_svg(chart: Chart) -> str:
+def smoothed(points: Sequence[tuple[float, float]], weights: Sequence[float], window: int) -> list[tuple[float, float]]:
+    """The weighted mean of each point and its neighbours, `window` points in all, fewer at both ends."""
+    half, sums = window // 2, [(0.0, 0.0)]
+    for (_, y), weight in zip(points, weights, strict=True):
+        sums.append((sums[-1][0] + y * weight, sums[-1][1] + weight))
+    result = []
+    for index, (x, _) in enumerate(points):
+        first, last = sums[max(0, index - half)], sums[min(len(points), index + half + 1)]
+        result.append((x, (last[0] - first[0]) / (last[1] - first[1])))
+    return result
+
+
+def inline_svg(chart: Chart, size: Size = "column") -> str:
     """The chart without title and legend, as an <svg> element of a page; empty text where nothing is to be drawn.
 
     Text and background have no colour of their own: the page's style sets them, light or dark.
@@ -106,11 +137,12 @@ def inline_svg(chart: Chart) -> str:
     if not chart.shown:
         return ""
     # The salt makes the ids of clip paths and markers differ between the charts of a page, and not between two writes.
-    with rc_context(MATPLOTLIB_SETTINGS | {"svg.hashsalt": chart.title}):  # type: ignore[arg-type]
-        width, height = WIDE_SVG_INCHES if chart.is_wide else SVG_INCHES
-        figure = new_figure(figsize=(width, height), layout=None)
-        x, bottom = 0.55 / width, 0.28 / height
-        _draw(figure.add_axes((x, bottom, 1 - x - 0.2 / width, 1 - bottom - 0.18 / height)), chart, letters=8)
+    with rc_context(MATPLOTLIB_SETTINGS | {"svg.hashsalt": f"{chart.title}, {size}"}):  # type: ignore[arg-type]
+        width, height, letters, points = SIZES[size]
+        figure = new_figure(figsize=(width / 72, height / 72), layout=None)  # an SVG of matplotlib has 72 units an inch
+        x, bottom = 5 * letters / width, 2 * letters / height
+        box = (x, bottom, 1 - x - 1.8 * letters / width, 1 - bottom - 1.2 * letters / height)
+        _draw(figure.add_axes(box), chart, letters=letters, most_points=points)
         figure.patch.set_visible(False)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata=NO_METADATA)
@@ -142,7 +174,7 @@ def new_figure(*, layout: Literal["constrained"] | None = "constrained", **optio
     return Figure(layout=layout, dpi=DPI, **options)
 
 
-def _draw(axes: Any, chart: Chart, *, letters: int) -> list[Any]:
+def _draw(axes: Any, chart: Chart, *, letters: int, most_points: int = MOST_POINTS) -> list[Any]:
     """Draw all series; returns the handle of each for a legend."""
     series = chart.shown
     axes.patch.set_visible(False)
@@ -160,14 +192,19 @@ def _draw(axes: Any, chart: Chart, *, letters: int) -> list[Any]:
         return [_bars(axes, *each, width, offset, letters) for each, offset in zip(series, offsets, strict=True)]
     axes.xaxis.set_major_formatter(lambda value, _: number_label(value))
     axes.xaxis.get_major_locator().set_params(integer=True)
-    return [_curve(axes, each, colour) for each, colour in series]
+    handles = [_curve(axes, each, colour, most_points) for each, colour in series]
+    grounds = [axes.axvspan(first - 0.5, last + 0.5, color=HOLE, linewidth=0) for first, last in chart.holes]
+    return handles + grounds[:1]
 
 
-def _curve(axes: Any, series: Series, colour: str) -> Any:
-    points = thinned(series.points)
+def _curve(axes: Any, series: Series, colour: str, most_points: int) -> Any:
+    points = thinned(series.points, most_points)
     lonely = series.dots or len(points) == 1
     style = {"marker": "o", "markersize": 4.5, "linestyle": "none"} if lonely else {"linewidth": 1.4}
-    (line,) = axes.plot(*zip(*points, strict=True), color=colour, clip_on=False, zorder=3 if lonely else 2, **style)
+    # A value that is not a number ends a line, and the next one begins another.
+    gaps = [] if lonely else [((first + last) / 2, math.nan) for first, last in series.holes]
+    drawn = sorted([*points, *gaps], key=lambda point: point[0])
+    (line,) = axes.plot(*zip(*drawn, strict=True), color=colour, clip_on=False, zorder=3 if lonely else 2, **style)
     return line
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from finetune.tokens.dataset import Prepared, prepare
 from finetune.tokens.encoder import IGNORE, Document, Encoder
 from finetune.tokens.mixture import DocumentPool, shares
 from finetune.tokens.tokenizer import TextTokenizer
+from finetune.wording import counted
 
 LONGEST = 3  # documents named
 CHARACTER = 4  # tokens that one character of UTF-8 may be split into
@@ -59,6 +60,7 @@ class Preview:
     histogram: list[tuple[int, int, int]]  # (from, below, training documents), tokens
     longest: list[tuple[str, int]]  # (place, tokens)
     max_length: int
+    batches: dict[str, Any] = field(default_factory=dict)  # what a training makes of the rows, and its notes
 
     @property
     def ok(self) -> bool:
@@ -69,9 +71,10 @@ class Preview:
         return asdict(self) | {"findings": [finding.as_json() for finding in self.findings], "ok": self.ok}
 
 
-def preview(recipe: Recipe, rows: int) -> Preview:
+def preview(recipe: Recipe, rows: int, batches: Callable[[Prepared], dict[str, Any]] | None = None) -> Preview:
     """Look at the data of a recipe. Data that training refuses is shown as far as it can be read.
 
+    `batches` answers what a training makes of the data: its `notes` are a line, and a finding for each of the others.
     Raises FinetuneError when tokenizer or data sets cannot be had at all.
     """
     tokenizer = load_tokenizer(recipe)
@@ -89,14 +92,17 @@ def preview(recipe: Recipe, rows: int) -> Preview:
     trained = np.unique(prepared.split.train)
     lengths = prepared.pool.lengths[trained]
     order = np.argsort(-lengths, kind="stable")[:LONGEST]
+    trains = batches(prepared) if batches else {"notes": []}
+    oddities = find_oddities(prepared, recipe.data, begin=tokenizer.bos_token_id, special=encoder.texts.special_ids)
     return Preview(
         examples,
-        find_oddities(prepared, recipe.data, begin=tokenizer.bos_token_id, special=encoder.texts.special_ids),
+        [*oddities, *(Oddity("warning", note) for note in trains["notes"][1:])],
         _facts(recipe, prepared, lengths),
         roles,
         length_histogram(lengths, recipe.data.max_length),
         [(prepared.pool.place(int(trained[index])), int(lengths[index])) for index in order],
         recipe.data.max_length,
+        trains,
     )
 
 
@@ -210,11 +216,11 @@ def _by_store(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """(what is odd, which documents of the data set)"""
     if begin is not None:
-        yield "begin with two begin-of-text tokens; remove the text's own from the row", doubled_begin(store, begin)
+        yield "two begin-of-text tokens at the start; remove the text's own from the row", doubled_begin(store, begin)
     if data.train_on != "all":  # then every last line break is learned, and ends nothing
         truncated, silent = unfinished(store, special, data.max_length)
-        yield "are answers truncated at data.max_length and teach no end; raise it, or set truncation: drop", truncated
-        yield "hold an answer whose end of turn is not learned: the model would not stop; look at the template", silent
+        yield "an answer truncated at data.max_length teaches no end; raise it, or set truncation: drop", truncated
+        yield "an answer whose end of turn is not learned: the model would not stop; look at the template", silent
 
 
 def doubled_begin(store: StoredDocuments, begin: int) -> np.ndarray:
@@ -243,7 +249,9 @@ def _warning(pool: DocumentPool, store: int, members: np.ndarray, text: str) -> 
     name = pool.stores[store].names[0]
     several = pool.group(store)[members[:PLACES]].tolist()
     return Oddity(
-        "warning", f"{len(members):,} documents of {name} {text}", tuple(pool.place(index) for index in several)
+        "warning",
+        f"{counted(len(members), 'document')} of {name}: {text}",
+        tuple(pool.place(index) for index in several),
     )
 
 
@@ -254,7 +262,9 @@ def _copies(prepared: Prepared) -> Iterator[Oddity]:
     again = np.delete(trained, first)
     if len(again):
         places = tuple(pool.place(index) for index in again[:PLACES].tolist())
-        yield Oddity("warning", f"{len(again):,} training documents are copies of another one", places)
+        yield Oddity(
+            "warning", f"{counted(len(again), 'training document')} with the same tokens as another one", places
+        )
 
 
 def length_histogram(lengths: np.ndarray, max_length: int, bins: int = 12) -> list[tuple[int, int, int]]:

@@ -11,6 +11,7 @@ from rich.text import Text
 from finetune.report.html import render_page
 from finetune.report.pictures import Chart, Series
 from finetune.report.preview import Preview, ShownRow, TokenText
+from finetune.wording import counted
 
 HEAD, TAIL = 500, 150  # tokens of a long row shown on the terminal
 BAR = 40  # characters of the longest bar
@@ -34,7 +35,7 @@ def print_preview(preview: Preview, console: Console) -> None:
 
 def _heading(row: ShownRow) -> str:
     roles = ", ".join(f"{count} {role}" for role, count in row.roles.items())
-    return f"{row.place}: {row.tokens:,} tokens, {row.learned:,} learned" + (f"; {roles}" if roles else "")
+    return f"{row.place}: {counted(row.tokens, 'token')}, {row.learned:,} learned" + (f"; {roles}" if roles else "")
 
 
 def _row_text(row: ShownRow, *, marks: bool) -> Text:
@@ -64,18 +65,22 @@ def _add(text: Text, tokens: list[TokenText], *, marks: bool) -> None:
 def facts_lines(preview: Preview) -> list[str]:
     """The data in sentences."""
     facts = preview.facts
+    steps = counted(facts["steps_per_epoch"], "step")
     lines = [
-        f"{facts['documents']:,} documents, {facts['tokens']:,} tokens an epoch, "
+        f"{counted(facts['documents'], 'document')}, {counted(facts['tokens'], 'token')} an epoch, "
         f"{facts['supervised_tokens']:,} learned ({facts['supervised_tokens'] / facts['tokens']:.0%})",
-        f"{facts['rows']:,} rows, {facts['fill']:.0%} full; {facts['steps_per_epoch']:,} steps an epoch of about "
-        f"{facts['tokens_per_step']:,} tokens",
+        f"{counted(facts['rows'], 'row')}, {facts['fill']:.0%} full; {steps} an epoch of "
+        f"about {facts['tokens_per_step']:,} tokens",
         f"tokens of a document: median {facts['tokens_median']:,.0f}, 99 % up to {facts['tokens_99th']:,.0f}, longest "
         f"{facts['tokens_longest']:,} of {preview.max_length:,}",
     ]
     if len(facts["data_sets"]) > 1:
         lines += [_part_of_mixture(part) for part in facts["data_sets"]]
+    lines += preview.batches.get("notes", [])[:1]
     if facts["eval_documents"]:
-        lines.append(f"held out: {facts['eval_documents']:,} documents, {facts['eval_tokens']:,} tokens")
+        lines.append(
+            f"held out: {counted(facts['eval_documents'], 'document')}, {counted(facts['eval_tokens'], 'token')}"
+        )
     if preview.roles:
         lines.append("messages: " + ", ".join(f"{count:,} {role}" for role, count in preview.roles.items()))
     lines.append("longest: " + ", ".join(f"{place} ({tokens:,})" for place, tokens in preview.longest))

@@ -9,9 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from finetune.files import write_text
+from finetune.measure.units import GIB
 from finetune.recipe.flat import leaves
 from finetune.recipe.yaml_text import dotted
-from finetune.report.curves import ReportedRun, curves, loss_chart, memory_chart, phase_chart, read_runs, summary
+from finetune.report.curves import (
+    ReportedRun,
+    curves,
+    loss_chart,
+    memory_chart,
+    memory_of,
+    phase_chart,
+    read_runs,
+    summary,
+)
 from finetune.report.html import render_page
 from finetune.report.pictures import Chart, save_png
 
@@ -42,10 +52,12 @@ def report(runs: Sequence[ReportedRun]) -> str:
         "report.html.jinja",
         title=f"Run {alone.name}" if alone else f"{len(runs)} runs",
         lead=_lead(alone) if alone else ", ".join(run.name for run in runs),
-        columns=["run", *columns],
+        columns=["run", *(_heading(name, runs) for name in columns)],
         rows=[[run.name, *(each[name] for name in columns)] for run, each in zip(runs, summaries, strict=True)],
         numbers=range(3, len(columns) + 1),
         error=alone.facts.state.get("error") if alone else None,
+        missing=[missing for run in runs if (missing := _missing(run, alone))],
+        process=_process(alone) if alone else "",
         curves=curves(runs),
         memory=memory,
         memory_rows=list(_memory_rows(memory)),
@@ -53,6 +65,26 @@ def report(runs: Sequence[ReportedRun]) -> str:
         receipt=_receipt(alone) if alone else [],
         documents=_documents(alone) if alone else [],
     )
+
+
+def _heading(column: str, runs: Sequence[ReportedRun]) -> str:
+    return f"{column}, {memory_of(runs)}" if column == "peak GiB" else column
+
+
+def _missing(run: ReportedRun, alone: ReportedRun | None) -> str:
+    missing = run.facts.missing()
+    return missing if alone or not missing else f"{run.name}: {missing}"
+
+
+def _process(run: ReportedRun) -> str:
+    """What the process took beside its tensors, where the run has measured that."""
+    measured = (run.facts.receipt.get("memory") or {}).get("measured") or {}
+    if measured.get("reserved_bytes"):
+        return f"CUDA's allocator reserved {measured['reserved_bytes'] / GIB:.3f} GiB at its peak, caches included."
+    if measured.get("process_peak_bytes"):
+        gib = measured["process_peak_bytes"] / GIB
+        return f"The process took {gib:.3f} GiB at its peak, with the libraries that no plan covers."
+    return ""
 
 
 def _lead(run: ReportedRun) -> str:
@@ -99,6 +131,8 @@ def write_pages(run_dir: Path, log: Callable[[str], None]) -> None:
     """report.html and its pictures."""
     with _failure_logged(log):
         runs = read_runs([run_dir])
+        if missing := runs[0].facts.missing():
+            log(f"{run_dir}: {missing}; the report shows where")
         write_report(runs, run_dir / PAGE_NAME)
         write_pictures(runs, run_dir)
         log(f"report: {run_dir / PAGE_NAME}")

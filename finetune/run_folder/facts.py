@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.files import read_lines
+from finetune.files import read_lines, torn_lines
 from finetune.recipe.schema import Recipe
+from finetune.wording import counted
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class RunFacts:
     pictures: Sequence[str]
     state: Mapping[str, Any]
     merged: Mapping[str, Any]  # merge.json where the merged model is described; else empty
+    torn: int = 0  # lines of metrics.jsonl that cannot be read
 
     @property
     def is_adapter(self) -> bool:
@@ -41,6 +43,14 @@ class RunFacts:
         step = self.receipt.get("export", {}).get("step")
         return next((line for line in evals if line["step"] == step), evals[-1] if evals else None)
 
+    def holes(self) -> list[tuple[int, int]]:
+        """(first, last) of each stretch of steps without metrics."""
+        return missing_steps(self.metrics, int(self.state.get("step", 0)))
+
+    def missing(self) -> str:
+        """What metrics.jsonl lacks, in words; empty where nothing is missing."""
+        return describe_missing(self.holes(), self.torn)
+
     def trained(self) -> list[Mapping[str, Any]]:
         return [line for line in self.metrics if line.get("kind") == "train"]
 
@@ -50,6 +60,47 @@ class RunFacts:
         for line in self.samples:
             answers.setdefault(str(line.get("prompt")), {})[str(line.get("when"))] = line
         return answers
+
+
+def missing_steps(metrics: Sequence[Mapping[str, Any]], until: int) -> list[tuple[int, int]]:
+    """(first, last) of each stretch of steps that no training line covers, up to `until` finished steps.
+
+    How many steps a line covers follows from its own figures, for logging_steps may differ from start to start. The
+    steps since the last line are missing only where they would have made another line like it.
+    """
+    holes, reached, each = [], 0, 1
+    for line in sorted((line for line in metrics if line.get("kind") == "train"), key=lambda line: line["step"]):
+        each = _steps_of(line) or line["step"] - reached
+        if line["step"] - each > reached:
+            holes.append((reached + 1, line["step"] - each))
+        reached = max(reached, line["step"])
+    return [*holes, (reached + 1, until)] if until - reached >= max(1, each) else holes
+
+
+def _steps_of(line: Mapping[str, Any]) -> int:
+    """Steps that a line is the mean of; 0 where it does not hold the figures."""
+    try:
+        return max(1, round(float(line["tokens"]) / float(line["tokens_per_second"] * line["step_seconds"])))
+    except (KeyError, TypeError, ZeroDivisionError):
+        return 0
+
+
+def describe_missing(holes: Sequence[tuple[int, int]], torn: int) -> str:
+    """What metrics.jsonl lacks, in words; empty where nothing is missing."""
+    steps = ", ".join(f"{first:,} to {last:,}" if last > first else f"{first:,}" for first, last in holes)
+    one = len(holes) == 1 and holes[0][0] == holes[0][1]
+    parts = [f"no line for step{'' if one else 's'} {steps}"] if holes else []
+    parts += [f"{counted(torn, 'torn line')} passed over"] if torn else []
+    return f"metrics.jsonl: {', '.join(parts)}" if parts else ""
+
+
+def lost_lines(run_dir: Path, step: int) -> Iterator[str]:
+    """A line where metrics.jsonl lacks steps up to `step`; to be asked before torn lines are dropped."""
+    file = run_dir / "metrics.jsonl"
+    lines, torn = (read_lines(file), torn_lines(file)) if file.exists() else ([], 0)
+    earlier = [line for line in lines if isinstance(line.get("step"), int) and line["step"] <= step]
+    if lost := describe_missing(missing_steps(earlier, step), torn):
+        yield f"{run_dir}: {lost}; the report shows where"
 
 
 def read_run(run_dir: Path, recipe: Recipe, *, merged: bool = False) -> RunFacts:
@@ -73,4 +124,5 @@ def read_run(run_dir: Path, recipe: Recipe, *, merged: bool = False) -> RunFacts
         pictures,
         document("run_state.json"),
         document("merged/merge.json") if merged else {},
+        torn_lines(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").is_file() else 0,
     )

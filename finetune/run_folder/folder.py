@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from finetune.errors import FinetuneError
-from finetune.files import TEMPORARY_PREFIX, clear_leftovers, cut_lines, lock, sync, write_json
+from finetune.files import TEMPORARY_PREFIX, clear_leftovers, cut_lines, exclusive, lock, sync, write_json
 from finetune.recipe.flat import leaves
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.checkpoint import Checkpoint, newest_valid
+from finetune.run_folder.facts import lost_lines
 
 STATE = "run_state.json"
 LOCK = ".lock"
+STATE_LOCK = ".state.lock"  # between reading the state and writing it
 # How many steps before a checkpoint's step the last line is that was written before it. Metrics of a step are written
 # before its checkpoint; so are samples of step 0, but those after the last step are written after its checkpoint.
 LINES = {"metrics.jsonl": 0, "samples.jsonl": 1}
@@ -121,8 +119,12 @@ def claim_run_folder(
         if status == "finished":
             os.close(locked)
             return Claim(status, checkpoint, (*notes, *damaged), None)
-        _tidy(run_dir, checkpoint.step if checkpoint else None)
-        _write_state(run_dir, "running", checkpoint.step if checkpoint else 0, command, identity)
+        step = checkpoint.step if checkpoint else None
+        if checkpoint is not None:
+            notes.append(f"resumed from step {step} ({checkpoint.path})")
+            notes += lost_lines(run_dir, checkpoint.step)
+        _tidy(run_dir, step)
+        _write_state(run_dir, "running", step or 0, command, identity)
     except BaseException:
         os.close(locked)
         raise
@@ -225,14 +227,21 @@ def mark_run(run_dir: Path, state: RunState, *, step: int, exported: Mapping[str
     return str(known["command"])
 
 
+def mark_step(run_dir: Path, step: int) -> None:
+    """Writes the step of now into a running run's state; a failure that another rank has recorded stays."""
+    with exclusive(run_dir / STATE_LOCK):
+        known = read_state(run_dir)
+        if known is not None and known["state"] == "running":
+            _write_state(run_dir, "running", step, known["command"], known["identity"])
+
+
 def mark_failed(run_dir: Path, error: BaseException, *, phase: str, rank: int, step: int) -> None:
     """Records a failure, from any rank. The first one stays: later failures of other ranks are its consequences."""
-    known = read_state(run_dir)
-    if known is None or known["state"] != "running":
-        return
-    text = f"{type(error).__name__}: {error}"
-    where = {"phase": phase, "rank": rank, "error": text}
-    _write_state(run_dir, "failed", step, known["command"], known["identity"], where)
+    where = {"phase": phase, "rank": rank, "error": f"{type(error).__name__}: {error}"}
+    with exclusive(run_dir / STATE_LOCK):
+        known = read_state(run_dir)
+        if known is not None and known["state"] == "running":
+            _write_state(run_dir, "failed", step, known["command"], known["identity"], where)
 
 
 def _write_state(
@@ -246,41 +255,3 @@ def _write_state(
     now = datetime.now(UTC).isoformat(timespec="seconds")
     facts = {"state": state, "step": step, **(more or {}), "command": command, "updated": now}
     write_json(run_dir / STATE, {**facts, "process": os.getpid(), "identity": dict(identity)})
-
-
-_LIBRARIES = (
-    "finetune",
-    "torch",
-    "transformers",
-    "accelerate",
-    "peft",
-    "datasets",
-    "tokenizers",
-    "safetensors",
-    "huggingface_hub",
-    "numpy",
-    "bitsandbytes",
-    "deepspeed",
-    "liger-kernel",
-)
-
-
-def environment() -> dict[str, Any]:
-    """Versions and devices, for environment.json. No environment variables, no names of users or hosts."""
-    versions: dict[str, str | None] = {}
-    for name in _LIBRARIES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    devices = [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus]
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpu_cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "cuda": torch.version.cuda,
-        "devices": devices,
-        "versions": versions,
-    }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -30,6 +31,7 @@ from finetune.strategies.gpu_needs import check_gpus
 from finetune.strategies.loss_scaling import scale_losses_on_cpu
 from finetune.strategies.zero import zero_environment, zero_plugin
 from finetune.strategies.zero_requirements import compile_engine, require_engine, silenced_deepspeed
+from finetune.wording import counted
 
 Hold = Callable[[], AbstractContextManager[Any]]
 # What a launcher would set, for a single process: engines that shard need a process group even for one rank.
@@ -111,12 +113,12 @@ def _right_device(recipe: Recipe, launch: Launch) -> None:
         raise EnvironmentMismatch(
             f"budget: the recipe is made for {_gpus(budget.gpus * budget.nodes)} of {budget.gpu_memory_gb:g} GB, this "
             f"machine has none{_weights_missing(recipe)}; run it where they are, see all of it work here, small, with "
-            f"`finetune rehearse {launch.recipe}`, or train on this CPU with budget.gpus=0"
+            f"`{shlex.join(['finetune', 'rehearse', launch.recipe])}`, or train on this CPU with budget.gpus=0"
         )
 
 
 def _gpus(count: int) -> str:
-    return f"{count} GPU{'s' * (count > 1)}"
+    return counted(count, "GPU")
 
 
 def _weights_missing(recipe: Recipe) -> str:

@@ -28,6 +28,7 @@ from finetune.recipe.strategy import Strategy
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import reduced_in
 from finetune.strategies.zero_state import full_numel, local_shard, master_dtype
+from finetune.wording import counted
 
 
 def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, strategy: Strategy) -> dict[str, Any]:
@@ -203,13 +204,13 @@ def describe(receipt: dict[str, Any]) -> str:
         f"{receipt['architecture']}: {parameters['trained']:,} parameters trained ({share:.2%}) in {dtypes['master']}, "
         f"computed in {dtypes['compute']}, {receipt['strategy']} on {receipt['world_size']} x {receipt['device']}\n"
         f"{_adapters_line(receipt['adapted_modules'])}"
-        f"data: {data['documents']:,} documents in rows that are {data['fill']:.0%} full, "
-        f"{data['supervised_tokens']:,} tokens learned\n"
-        f"batch: {batch['world_size']} ranks x {batch['micro_steps']} micro-steps x "
-        f"{batch['per_device_batch_size']} rows"
+        f"data: {counted(data['documents'], 'document')} in rows that are {data['fill']:.0%} full, "
+        f"{counted(data['supervised_tokens'], 'token')} learned\n"
+        f"batch: {counted(batch['world_size'], 'rank')} x {counted(batch['micro_steps'], 'micro-step')} x "
+        f"{counted(batch['per_device_batch_size'], 'row')}"
     )
 
 
 def _adapters_line(adapted: dict[str, int]) -> str:
     kinds = ", ".join(f"{name} {count}" for name, count in adapted.items())
-    return f"adapters on {sum(adapted.values())} layers: {kinds}\n" if adapted else ""
+    return f"adapters on {counted(sum(adapted.values()), 'layer')}: {kinds}\n" if adapted else ""

@@ -30,6 +30,7 @@ from finetune.errors import DataError, EnvironmentMismatch
 from finetune.files import cache_folder
 from finetune.recipe.schema import Data
 from finetune.tokens.encoder import IGNORE, Document, Encoder, RowError, Script
+from finetune.wording import counted
 
 VERSION = 2
 CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; memory holds this many rows
@@ -148,7 +149,7 @@ def _tokenised(
         rows += len(chunk)
         if time.monotonic() - last_said > SECONDS_BETWEEN_NOTES:
             last_said = time.monotonic()
-            print(f"tokenising {source.name}: {rows:,} rows", file=sys.stderr, flush=True)
+            print(f"tokenising {source.name}: {counted(rows, 'row')}", file=sys.stderr, flush=True)
         counts["control_token_texts"] += sum(bool(script.literals) for _, script in chunk)
         yield [row for row, _ in chunk], encoder.texts.tokenise([script for _, script in chunk])
 

@@ -15,6 +15,7 @@ from finetune.recipe.schema import Data, DataSet, EvalFraction, Recipe
 from finetune.tokens.cache import StoredDocuments, content_key, stored_documents
 from finetune.tokens.encoder import Encoder, RowError, SamplePrompt
 from finetune.tokens.mixture import DocumentPool, Rows, Split, split_documents
+from finetune.wording import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,12 +38,13 @@ class Prepared:
     def notes(self) -> list[str]:
         """What was done to the data that its owner should know, a line each; nothing goes missing silently."""
         notes = {
-            "dropped": "documents dropped: longer than data.max_length, or without a supervised token",
-            "truncated": "documents truncated at data.max_length",
-            "eval_duplicates_left_out": "held-out documents left out: identical ones are trained on",
-            "control_token_texts": "texts spell control tokens; they stay text",
+            "dropped": ("document", "dropped: longer than data.max_length, or without a supervised token"),
+            "truncated": ("document", "truncated at data.max_length"),
+            "eval_duplicates_left_out": ("held-out document", "left out: identical ones are trained on"),
+            "control_token_texts": ("text", "with control tokens spelt out; they stay text"),
         }
-        told = [f"{self.facts[name]:,} {words}" for name, words in notes.items() if self.facts[name]]
+        counts = {name: int(self.facts[name]) for name in notes}
+        told = [f"{counted(counts[name], noun)} {done}" for name, (noun, done) in notes.items() if counts[name]]
         read = (note for store in self.pool.stores for note in notes_of(store.names[0], store.facts["rows"]))
         return [*told, *dict.fromkeys(read)]
 

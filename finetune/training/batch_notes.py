@@ -1,7 +1,9 @@
 """The size of a run in one line, printed before weights are loaded, and a line for each thing that looks wrong.
 
-A training of three steps, with idle ranks, or of documents longer than the model's positions runs to its end without
-an error and teaches little. Each line names the value that would help, before the minutes are spent.
+A training of three steps, with idle ranks, at a rate for another method, or of documents longer than the model's
+positions runs to its end without an error and teaches little. Each line names the value that would help, before the
+minutes are spent. `finetune preview`, `check --data` and `plan` print the same lines; no torch at import for the last
+two, which estimate the rows.
 """
 
 from __future__ import annotations
@@ -11,39 +13,94 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from transformers import AutoConfig
 
-from finetune.model.optimizer import warmup_steps
 from finetune.model.packaged import resolve_model_path
 from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import read_strategy
 from finetune.tokens.dataset import Prepared
-from finetune.training.run import BatchPlan
+from finetune.tokens.estimate import RowCounts, estimated_rows
+from finetune.training.batch_plan import BatchPlan, plan_batches
+from finetune.wording import counted
 
 FEW = 20  # steps; in fewer, warmup and decay leave few steps at the recipe's learning rate
+# (least, usual, most) learning rate under AdamW. LoRA's best is about ten times that of full training (Biderman et al.,
+# LoRA Learns Less and Forgets Less, 2024); the ends are where either method learns nothing or diverges in practice.
+RATES = {"full training": (1e-6, 1e-5, 1e-4), "LoRA": (1e-5, 2e-4, 2e-3)}
 
 
 def batch_notes(recipe: Recipe, prepared: Prepared, plan: BatchPlan) -> list[str]:
     """The line about the data, and one for each thing that looks wrong. Reads the model's configuration, no weights."""
     return [
-        data_line(recipe, prepared, plan),
-        *few_steps(recipe, plan),
-        *idle_ranks(plan),
-        *large_micro_batch(plan),
+        *notes_of(recipe, counted_rows(recipe, prepared), plan),
         *beyond_positions(recipe, prepared, positions_of(recipe)),
     ]
 
 
-def data_line(recipe: Recipe, prepared: Prepared, plan: BatchPlan) -> str:
-    """Rows, tokens, steps, tokens of a step, steps of the warmup."""
-    tokens, each = prepared.facts["tokens"], min(plan.global_batch_size, plan.total_rows)
+def notes_of(recipe: Recipe, counts: RowCounts, plan: BatchPlan) -> list[str]:
+    """The same of rows that may be estimated, without what only documents can show."""
+    return [
+        data_line(recipe, counts, plan),
+        *few_steps(recipe, plan),
+        *idle_ranks(plan),
+        *large_micro_batch(plan),
+        *far_rate(recipe),
+    ]
+
+
+def notes_before_launch(recipe: Recipe, prepared: Prepared | None = None, ranks: int | None = None) -> dict[str, Any]:
+    """What `batch_notes` says and its figures, on the ranks of the recipe's budget unless they are given.
+
+    Without `prepared` the rows are estimated; where the data are not at hand there is one line that says so, and
+    `rows` is None.
+    """
+    counts = counted_rows(recipe, prepared) if prepared else estimated_rows(recipe)
+    if counts is None:
+        why = "not counted: the data are on the Hub, or large; `finetune preview` counts them"
+        return {"rows": None, "notes": [f"data: {why}", *far_rate(recipe)]}
+    budget = recipe.budget
+    ranks = ranks or read_strategy(recipe.accelerate_config).rank_count(max(1, budget.gpus * budget.nodes))
+    plan = plan_batches(recipe, counts.rows, world_size=ranks, rank=0, flat=True)
+    notes = batch_notes(recipe, prepared, plan) if prepared else notes_of(recipe, counts, plan)
+    return {
+        "rows": counts.rows,
+        "tokens": counts.tokens,
+        "estimated": bool(counts.estimated_by),
+        "steps": plan.total_steps,
+        "tokens_per_step": _tokens_a_step(counts, plan),
+        "warmup_steps": recipe.training.warmup_of(plan.total_steps),
+        "ranks": ranks,
+        "idle_ranks": _idle(plan),
+        "notes": notes,
+    }
+
+
+def counted_rows(recipe: Recipe, prepared: Prepared) -> RowCounts:
+    """The rows of prepared data."""
     longest = recipe.data.max_length if recipe.data.packing else int(prepared.train.lengths.max())
-    warming = warmup_steps(recipe.training, plan.total_steps)
+    return RowCounts(len(prepared.train), int(prepared.facts["tokens"]), longest)
+
+
+def data_line(recipe: Recipe, counts: RowCounts, plan: BatchPlan) -> str:
+    """Rows, tokens, steps, tokens of a step, steps of the warmup, idle ranks."""
+    warming = recipe.training.warmup_of(plan.total_steps)
     once = "" if plan.total_rows == plan.rows else " an epoch"
-    of_a_step = _three_figures(tokens / plan.rows * each)
+    about = f" estimated by {counts.estimated_by}:" if counts.estimated_by else ""
+    tokens = _three_figures(counts.tokens) if about else counts.tokens
+    idle = f"; {_idle(plan)} of {counted(plan.world_size, 'rank')} idle" if _idle(plan) else ""
     return (
-        f"data: {_rows(plan.rows)} of up to {longest:,} tokens ({tokens:,} tokens{once}); "
-        f"{_steps(plan.total_steps)} of {_rows(each)}, about {of_a_step:,} tokens each, {warming:,} of them warming up"
+        f"data:{about} {_rows(plan.rows)} of up to {counts.longest:,} tokens ({tokens:,} tokens{once}); "
+        f"{_steps(plan.total_steps)} of {_rows(min(plan.global_batch_size, plan.total_rows))}, about "
+        f"{_tokens_a_step(counts, plan):,} tokens each, {warming:,} of them warming up{idle}"
     )
+
+
+def _tokens_a_step(counts: RowCounts, plan: BatchPlan) -> int:
+    return _three_figures(counts.tokens / plan.rows * min(plan.global_batch_size, plan.total_rows))
+
+
+def _idle(plan: BatchPlan) -> int:
+    """Ranks that have no row in any step."""
+    return max(0, plan.world_size - min(plan.global_batch_size, plan.total_rows))
 
 
 def few_steps(recipe: Recipe, plan: BatchPlan) -> Iterator[str]:
@@ -88,6 +145,16 @@ def large_micro_batch(plan: BatchPlan) -> Iterator[str]:
         yield f"training.per_device_batch_size: {larger}; set training.per_device_batch_size={max(1, batch // ranks)}"
 
 
+def far_rate(recipe: Recipe) -> Iterator[str]:
+    """A line for a learning rate far from what the method bears."""
+    method = "full training" if recipe.lora is None else "LoRA"
+    rate, (least, usual, most) = recipe.training.learning_rate, RATES[method]
+    if not least <= rate <= most:
+        far = f"{_decimal(rate)} is far {'below' if rate < least else 'above'} what {method} takes"
+        range_of = f"{_decimal(least)} to {_decimal(most)}"
+        yield f"training.learning_rate: {far}, {range_of}; set training.learning_rate={_decimal(usual)}"
+
+
 def beyond_positions(recipe: Recipe, prepared: Prepared, positions: int | None) -> Iterator[str]:
     """A line for documents, or rows, longer than the model's positions, which count within a document."""
     data, pool = recipe.data, prepared.pool
@@ -112,6 +179,8 @@ def beyond_positions(recipe: Recipe, prepared: Prepared, positions: int | None) 
 
 def positions_of(recipe: Recipe) -> int | None:
     """The model's number of positions, its own extension included; None where its configuration has none."""
+    from transformers import AutoConfig
+
     section = recipe.model
     try:
         loaded: Any = AutoConfig.from_pretrained(
@@ -139,11 +208,16 @@ def _rows_a_step(plan: BatchPlan, most: int) -> str:
 
 
 def _rows(count: int) -> str:
-    return f"{count:,} row{'s' * (count != 1)}"
+    return counted(count, "row")
 
 
 def _steps(count: int) -> str:
-    return f"{count:,} step{'s' * (count != 1)}"
+    return counted(count, "step")
+
+
+def _decimal(number: float) -> str:
+    """0.00001 rather than 1e-05, which YAML reads as text."""
+    return np.format_float_positional(number, trim="-")
 
 
 def _three_figures(count: float) -> int:

@@ -28,7 +28,8 @@ from finetune.run_folder.train_state import TrainState
 from finetune.strategies.loss_scaling import FLOOR, loss_scale, scaler_state
 from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.tokens.mixture import Rows
-from finetune.training.run import BatchPlan, Run, steps_of
+from finetune.training.batch_plan import BatchPlan
+from finetune.training.run import Run, steps_of
 
 
 @dataclass(frozen=True)
@@ -294,6 +295,6 @@ def _evaluate_and_compare(run: Run, state: TrainState) -> None:
     run.terminal.log(f"step {state.step}: {evaluation_in_words(line)}")
     state.compare(losses[run.recipe.training.metric_for_best_model.removeprefix("eval_")])
     if _early_stopped(run, state):
-        run.terminal.log(f"early stopping: {state.worse_evaluations} evaluations without a better loss")
+        run.terminal.log(f"early stopping: evaluations without a better loss: {state.worse_evaluations}")
         if state.window.records:
             _flush(run, state)

@@ -60,15 +60,17 @@ def memory_facts(planned: Mapping[str, Any], phases: Mapping[str, Phase], device
 
 
 def describe_memory(facts: Mapping[str, Any]) -> str:
-    """The phase with the largest measured peak and the plan for it, in one line."""
+    """The phase in which tensors took most and the plan for it, and the process's own peak, in one line."""
     phases = facts["measured"]["phases"]
     name = max(phases, key=lambda phase: phases[phase]["peak_bytes"])
     measured = phases[name]["peak_bytes"]
-    line = f"memory: {measured / GIB:.3f} GiB at the peak of {name}"
+    line = f"memory: tensors {measured / GIB:.3f} GiB at the peak of {name}"
+    reserved, process = facts["measured"]["reserved_bytes"], facts["measured"]["process_peak_bytes"]
+    whole = f"the process {process / GIB:.3f}" if reserved is None else f"CUDA's allocator {reserved / GIB:.3f}"
     if facts["planned"] is None:
-        return f"{line}; not planned: {facts['why']}"
+        return f"{line}, {whole}; not planned: {facts['why']}"
     planned = facts["planned"]["phases"][name]["peak_bytes"]
-    return f"{line}, planned {planned / GIB:.3f} ({planned / measured - 1:+.2%})"
+    return f"{line}, planned {planned / GIB:.3f} ({planned / measured - 1:+.2%}); {whole}"
 
 
 @contextmanager

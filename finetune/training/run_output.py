@@ -5,6 +5,7 @@ Every rank has these objects, so that no caller asks for its rank; on the others
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -14,10 +15,12 @@ from finetune.files import append_lines, write_json
 from finetune.hub.checkpoints import CheckpointPusher
 from finetune.measure.metrics import Terminal
 from finetune.report.run_page import write_page, write_pages
+from finetune.run_folder.folder import mark_step
 from finetune.strategies.receipt import add_optimizer_state
 from finetune.training.start import Start
 from finetune.training.trackers import Trackers
 
+SECONDS_BETWEEN_STATES = 1.0  # and a hundred times what the last one took: 12 ms here, for each is synced
 SECONDS_BETWEEN_PAGES = 60.0  # drawing takes half a second of CPU for 1,000 steps
 
 
@@ -28,6 +31,7 @@ class RunOutput:
         self.terminal = Terminal(start.plan.total_steps, silent=not start.launch.is_main)
         self._run_dir, self._writes = start.run_dir, start.writes
         self._trackers, self._pusher = Trackers(start.recipe), CheckpointPusher(start.recipe)
+        self._state_due = -math.inf
         self._page_drawn = time.monotonic()  # a run shorter than a minute has its page at its end
 
     def open_trackers(self, first_step: int) -> None:
@@ -36,10 +40,15 @@ class RunOutput:
             self._trackers.start(first_step)
 
     def write_metrics(self, line: dict[str, Any]) -> None:
-        """A line of metrics.jsonl; after an evaluation report.html is drawn again, once a minute at most."""
+        """A line of metrics.jsonl, and its step into run_state.json, once a second at most; after an evaluation
+        report.html is drawn again, once a minute at most."""
         if self._writes:
             append_lines(self._run_dir / "metrics.jsonl", [line])
             self._trackers.log(line)
+            if (began := time.monotonic()) >= self._state_due:
+                mark_step(self._run_dir, line["step"])
+                ended = time.monotonic()
+                self._state_due = ended + max(SECONDS_BETWEEN_STATES, 100 * (ended - began))
             if line["kind"] == "eval" and time.monotonic() - self._page_drawn >= SECONDS_BETWEEN_PAGES:
                 write_page(self._run_dir, self.terminal.log)
                 self._page_drawn = time.monotonic()

@@ -9,6 +9,7 @@ train_and_report             at the end the run's pages, and all that rank 0 wri
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ from accelerate import Accelerator
 from finetune.errors import Stopped
 from finetune.launch.rendezvous import rendezvous
 from finetune.launch.signals import stop_on_signals
-from finetune.measure.phases import Phase, Phases
+from finetune.measure.phases import Phase, Phases, peak_of
 from finetune.model.optimizer import call_after_first_step, learning_rate_schedule
 from finetune.run_folder.best import describe_exported, forget_lost_best, weights_to_export
 from finetune.run_folder.folder import Claim, mark_run
@@ -100,6 +101,7 @@ def _train(
     start: Start, accelerator: Accelerator, planner: PlannerProcess, output: RunOutput, progress: Progress
 ) -> int:
     device, log = accelerator.device, output.terminal.log
+    output.terminal.memory_of = peak_of(device)
     # The memory of loading and of the worst step is always measured: on CUDA reading its allocator's peak is free,
     # elsewhere each operation is watched.
     phases = Phases(device, enabled=True, watch=start.recipe.measure_phases or device.type != "cuda")
@@ -133,7 +135,7 @@ def _train(
             receipt.add("export", exported.as_json())
             mark_run(start.run_dir, "finished", step=state.step, exported=exported.as_json())
             log(describe_exported(exported, state))
-            log(f"finished: {folder}\ntalk to it: finetune chat {start.run_dir}")
+            log(f"finished: {folder}\ntalk to it: {shlex.join(['finetune', 'chat', str(start.run_dir)])}")
         accelerator.wait_for_everyone()
         return 0
 

@@ -13,7 +13,7 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.run_folder.folder import Claim
 from finetune.tokens.dataset import Prepared
-from finetune.training.run import BatchPlan
+from finetune.training.batch_plan import BatchPlan
 
 
 @dataclass(frozen=True)

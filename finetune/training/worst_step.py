@@ -17,14 +17,16 @@ import torch
 from accelerate.utils import DistributedType
 
 from finetune.errors import NotFinite
-from finetune.measure.phases import Phase, Phases, peak_bytes
+from finetune.measure.phases import Phase, Phases, peak_bytes, peak_of
 from finetune.measure.units import GIB
 from finetune.model.optimizer import allocate_optimizer_state
 from finetune.strategies.loss_scaling import load_scaler_state, scaler_state
 from finetune.tokens.batches import prefetch
 from finetune.tokens.mixture import Rows
+from finetune.training.batch_plan import BatchPlan
 from finetune.training.loop import optimizer_step
-from finetune.training.run import BatchPlan, Run
+from finetune.training.run import Run
+from finetune.wording import counted
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,15 @@ class WorstStep:
     tokens: int  # of the longest micro-batch, over all ranks
     step_seconds: float
     save_seconds: float
-    peak_bytes: int  # of the process so far
+    peak_bytes: int  # so far
     phases: dict[str, Phase] = field(default_factory=dict)  # state (the optimizer's), forward, backward, step
+    peak_of: str = "process"  # on a GPU: tensors
 
     def __str__(self) -> str:
+        tokens, gib = counted(self.tokens, "token"), self.peak_bytes / GIB
         return (
-            f"worst step first: {self.tokens:,} tokens forward, backward, updated and evaluated in "
-            f"{self.step_seconds:.1f} s, peak {self.peak_bytes / GIB:.1f} GiB; saved and read back in "
+            f"worst step first: {tokens} forward, backward, updated and evaluated in "
+            f"{self.step_seconds:.1f} s, peak of {self.peak_of} {gib:.1f} GiB; saved and read back in "
             f"{self.save_seconds:.1f} s"
         )
 
@@ -76,7 +80,7 @@ def worst_step_first(run: Run, save: Callable[[], Path], restore: Callable[[Path
     load_scaler_state(run.accelerator, scaler)
     restored = time.perf_counter()
     peak = max(peak_bytes(device), *(phase.peak_bytes for phase in phases.values()))
-    return WorstStep(tokens, stepped - saved, (saved - began) + (restored - stepped), peak, phases)
+    return WorstStep(tokens, stepped - saved, (saved - began) + (restored - stepped), peak, phases, peak_of(device))
 
 
 @contextmanager
@@ -157,4 +161,6 @@ def _evaluate(run: Run, rows: Rows) -> None:
 
 def _name_what_ran(error: BaseException, run: Run, tokens: int, doing: str) -> None:
     """A note for measure/out_of_memory.py, which puts it into its message."""
-    error.add_note(f"{doing} on {run.recipe.training.per_device_batch_size} rows of {tokens:,} tokens")
+    error.add_note(
+        f"{doing} on {counted(run.recipe.training.per_device_batch_size, 'row')} of {counted(tokens, 'token')}"
+    )

@@ -11,7 +11,7 @@ import torch
 from transformers import get_scheduler
 
 from finetune.errors import RecipeError
-from finetune.model.optimizer import learning_rate_schedule, warmup_steps
+from finetune.model.optimizer import learning_rate_schedule
 from finetune.recipe.schema import Scheduler, Training
 
 CASES: dict[str, dict[str, Any]] = {
@@ -89,7 +89,7 @@ def test_warmup_ratio_rounds_up_and_steps_win() -> None:
     assert [by_ratio(0), by_ratio(1)] == pytest.approx([2e-4 / 2, 2e-4])
     by_steps = learning_rate_schedule(Training(warmup_ratio=0.1, warmup_steps=4, lr_scheduler_type="linear"), 11)
     assert by_steps(0) == pytest.approx(2e-4 / 4)
-    assert (warmup_steps(Training(warmup_ratio=0.1), 11), warmup_steps(Training(warmup_steps=4), 11)) == (2, 4)
+    assert (Training(warmup_ratio=0.1).warmup_of(11), Training(warmup_steps=4).warmup_of(11)) == (2, 4)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_errors_are_tabulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert told["worst_error"] == pytest.approx(0.1), "of loading no error counts"
     code, out, _ = plan_output([str(one), str(other)], capsys)
     assert "+10.000%" in out
-    assert out.splitlines()[-1].endswith("of 2 run(s): median error 2.500%, worst 10.000%")
+    assert out.splitlines()[-1].endswith("of 2 runs: median error 2.500%, worst 10.000%")
 
 
 def test_runs_without_a_plan_say_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,5 +187,7 @@ def test_the_plan_is_the_run_to_the_byte(
     for name in ("forward", "backward", "step"):
         there, here = memory["measured"]["phases"][name], memory["planned"]["phases"][name]
         assert (here["peak_bytes"], here["end_bytes"]) == (there["peak_bytes"], there["end_bytes"]), name
-    assert describe_memory(memory).endswith("(+0.00%)")
+    process = memory["measured"]["process_peak_bytes"] / 2**30
+    assert describe_memory(memory).startswith("memory: tensors ")
+    assert describe_memory(memory).endswith(f"(+0.00%); the process {process:.3f}")
     assert not (recipe.parent / "run" / RESULT_FILE).exists()

@@ -16,7 +16,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "finetune"
 # From the ground up: a room imports from the floors below its own, never from its neighbours.
 FLOORS = [
-    ["errors", "output_stream", "paths", "redaction"],
+    ["errors", "output_stream", "paths", "redaction", "wording"],
     ["recipe", "files"],
     ["importers", "measure", "launch", "model", "data"],
     ["strategies", "tokens"],
@@ -30,17 +30,17 @@ FLOORS = [
 PLANNER_FLOORS = [["planner.constants"], ["planner.trace", "planner.closed_form"], ["planner.depth"], ["planner"]]
 # These import no torch, not through others either, so that checking a recipe, listing recipes and help are instant.
 LIGHT = """
-errors output_stream paths redaction files train
+errors output_stream paths redaction wording files train
 recipe data importers preflight cli planner.closed_form
 launch.launcher launch.script launch.signals launch.slurm
 measure.units
 model.known_configs model.packaged
-tokens.assistant_spans tokens.cache tokens.chat_template tokens.dataset tokens.encoder tokens.mixture tokens.packing
-tokens.tokenizer
+tokens.assistant_spans tokens.cache tokens.chat_template tokens.dataset tokens.encoder tokens.estimate tokens.mixture
+tokens.packing tokens.tokenizer
 run_folder.facts run_folder.heartbeat
 hub.around_training hub.base_model hub.client hub.model_card hub.push hub.upload_files
 report.curves report.html report.pictures report.run_page
-training.planner_process
+training.batch_notes training.batch_plan training.planner_process
 planner.audit planner.command planner.explain planner.pick planner.remedies planner.run_planner planner.variants
 """.split()
 SLOW_TO_IMPORT = {"torch", "transformers", "accelerate", "peft", "datasets"}

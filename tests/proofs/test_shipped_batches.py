@@ -20,7 +20,7 @@ from finetune.recipe.loader import load_recipe
 from finetune.tokens.dataset import prepare
 from finetune.train import main
 from finetune.training.batch_notes import batch_notes
-from finetune.training.run import plan_batches
+from finetune.training.batch_plan import plan_batches
 from tests.support.cells import ROOT, launch
 from tests.support.curve_table import skip_where_missing
 from tests.support.recipes import SETTING

@@ -66,7 +66,7 @@ def test_facts_are_those_of_training(tmp_path: Path, model: Path) -> None:
     assert sum(count for *_, count in view.histogram) == 9
     assert view.histogram[-1][1] == 65
     assert view.longest[0][0].endswith("rows.jsonl:4")
-    assert [finding.text for finding in view.findings] == ["4 training documents are copies of another one"]
+    assert [finding.text for finding in view.findings] == ["4 training documents with the same tokens as another one"]
     assert [place.rsplit(":", 1)[1] for place in view.findings[0].places] == ["5", "6", "7"]
     assert view.ok
 
@@ -117,9 +117,9 @@ def test_answers_truncated_at_the_row_are_found(tmp_path: Path, model: Path) -> 
     rows = [chat("short"), chat("very " * 100)]
     view = preview(load_recipe(write(tmp_path, model, rows, truncation="right")).recipe, 0)
     texts = {finding.severity: finding for finding in view.findings}
-    assert "answers truncated at data.max_length" in texts["warning"].text
+    assert "answer truncated at data.max_length" in texts["warning"].text
     assert texts["warning"].places[0].endswith("rows.jsonl:2")
-    assert texts["note"].text == "1 documents truncated at data.max_length"
+    assert texts["note"].text == "1 document truncated at data.max_length"
 
 
 def test_refused_rows_are_errors_and_the_good_ones_are_shown(

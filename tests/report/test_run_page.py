@@ -8,11 +8,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from finetune.cli.main import main as cli
-from finetune.report.curves import read_runs, summary
+from finetune.report.curves import loss_chart, read_runs, summary
 from finetune.report.pictures import Chart, Series, inline_svg, number_label, save_png, thinned
 from finetune.report.run_page import report, write_page, write_pages
 from finetune.train import main
@@ -209,6 +210,100 @@ def test_bars_leave_a_gap_for_what_was_not_measured() -> None:
     planned, more, measured = (float(foot) - float(top) for foot, top in corners)
     assert measured == pytest.approx(2 * more, rel=0.01) == pytest.approx(4 * planned, rel=0.01)
     assert labels_of(svg)[-3:] == ["1", "2", "4"]
+
+
+def noisy_run(folder: Path, *, steps: int, without: range = range(0), logging_steps: int = 1) -> Path:
+    """A run of uneven losses and supervised tokens, without the lines of some steps."""
+    write_run(folder, steps=1)
+    lines = []
+    for step in range(logging_steps, steps + 1, logging_steps):
+        figures = {"tokens": 100 * logging_steps, "step_seconds": 0.5, "tokens_per_second": 200.0}
+        figures |= {"learning_rate": 1e-4, "peak_memory_gib": 1.0, "supervised_tokens": 50 + 37 * step % 11}
+        lines.append({"kind": "train", "step": step, "loss": 3.0 + (-1) ** step + 1 / step, **figures})
+    text = "".join(json.dumps(line) + "\n" for line in lines if line["step"] not in without)
+    (folder / "metrics.jsonl").write_text(text, "utf-8")
+    (folder / "run_state.json").write_text(json.dumps({"state": "finished", "step": steps}), "utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(("steps", "logging_steps", "window"), [(60, 1, 5), (240, 1, 21), (240, 10, 5)])
+def test_the_smoothed_loss_is_the_mean_that_its_legend_names(
+    tmp_path: Path, steps: int, logging_steps: int, window: int
+) -> None:
+    runs = read_runs([noisy_run(tmp_path / "one", steps=steps, logging_steps=logging_steps)])
+    single, mean = loss_chart(runs).series[:2]
+    assert (single.name, single.faint) == ("training", True)
+    assert mean.name == f"training, mean of {window * logging_steps} steps"
+    lines = runs[0].facts.trained()
+    for index, (step, value) in enumerate(mean.points):
+        near = lines[max(0, index - window // 2) : index + window // 2 + 1]
+        tokens = np.array([line["supervised_tokens"] for line in near], float)
+        losses = np.array([line["loss"] for line in near])
+        assert (step, value) == (lines[index]["step"], pytest.approx(np.average(losses, weights=tokens)))
+    (faint, strong) = [colour for name, colour in loss_chart(runs).legend if name.startswith("training")]
+    assert faint.startswith(strong), "one colour, and less of it"
+
+
+def test_a_short_run_is_not_smoothed(tmp_path: Path) -> None:
+    chart = loss_chart(read_runs([noisy_run(tmp_path / "one", steps=19)]))
+    assert [(each.name, each.faint) for each in chart.series] == [("training", False)]
+
+
+def test_lost_steps_are_named_and_no_line_is_drawn_over_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = noisy_run(tmp_path / "one", steps=19, without=range(8, 12))
+    with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"kind": "train", "st\n')
+    assert cli(["report", str(run)]) == 0
+    told = "metrics.jsonl: no line for steps 8 to 11, 1 torn line passed over"
+    assert f"{run}: {told}; the report shows where\n" == capsys.readouterr().err
+    lines: list[str] = []
+    write_pages(run, lines.append)
+    assert lines[0] == f"{run}: {told}; the report shows where"
+    assert told in text_of((run / "report.html").read_text("utf-8"))
+    chart = loss_chart(read_runs([run]))
+    assert chart.holes == [(8, 11)]
+    svg = inline_svg(chart)
+    (drawn,) = re.findall(r'<path d="([^"]+)"[^>]*stroke-width: 1.4', svg)
+    assert drawn.count("M ") == 2, "a line before the hole and one after it"
+    whole = read_runs([noisy_run(tmp_path / "whole", steps=19)])
+    both = loss_chart([*read_runs([run]), *whole])
+    assert both.holes == [], "of several runs none has the ground to itself"
+    drawn = re.findall(r'<path d="([^"]+)"[^>]*stroke-width: 1.4', inline_svg(both))
+    assert [path.count("M ") for path in drawn] == [2, 1]
+    assert (loss_chart(whole).holes, whole[0].facts.missing()) == ([], "")
+    assert "no line for" not in report(whole)
+
+
+def test_letters_are_of_one_size_at_a_charts_own_width(tmp_path: Path) -> None:
+    html = report(read_runs([write_run(tmp_path / "one", steps=30, phases=True, plan=True)]))
+    pictures = re.findall(r'class="(\w+)"><svg viewBox="0 0 (\d+) \d+"(.*?)</svg>', html, re.DOTALL)
+    assert {(size, int(width)) for size, width, _ in pictures} == {("page", 1104), ("column", 352)}
+    assert [size for size, *_ in pictures[:2]] == ["page", "column"], "the loss, for a desk and for a phone"
+    for _, _, picture in pictures:
+        assert set(re.findall(r"font-size: ([\d.]+)px|font: ([\d.]+)px", picture)) <= {("12", ""), ("", "12")}
+        assert "12px" in picture
+    assert 'name="viewport" content="width=device-width' in html
+
+
+def test_memory_is_that_of_the_process_or_of_tensors(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one", steps=3, phases=True)
+    text = text_of(report(read_runs([run])))
+    assert "Seconds a step" in text
+    assert "Peak memory of the process, GiB" in text
+    assert "peak GiB, the process" in text
+    assert "Peak memory of a rank's tensors by phase, GiB" in text
+    receipt = json.loads((run / "receipt.json").read_text("utf-8"))
+    measured = {"process_peak_bytes": 3 * 2**29, "reserved_bytes": None, "phases": {"forward": {"peak_bytes": 1}}}
+    receipt["memory"] = {"planned": None, "measured": measured}
+    (run / "receipt.json").write_text(json.dumps(receipt), "utf-8")
+    assert "The process took 1.500 GiB at its peak" in text_of(report(read_runs([run])))
+    measured["reserved_bytes"] = 2**31
+    (run / "receipt.json").write_text(json.dumps(receipt | {"device": "NVIDIA L4"}), "utf-8")
+    text = text_of(report(read_runs([run])))
+    assert "CUDA's allocator reserved 2.000 GiB" in text
+    assert "Peak memory of tensors on the GPU, GiB" in text
 
 
 def test_numbers_of_an_axis_are_short() -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,18 @@ import torch
 
 from finetune.errors import FinetuneError
 from finetune.files import append_lines, cut_lines, read_lines
+from finetune.measure.environment import environment
 from finetune.recipe.schema import Recipe
+from finetune.run_folder import folder
 from finetune.run_folder.checkpoint import step_folder, write_checkpoint
+from finetune.run_folder.facts import missing_steps
 from finetune.run_folder.folder import (
     Claim,
     claim_run_folder,
     curve_identity,
-    environment,
     mark_failed,
     mark_run,
+    mark_step,
     read_state,
 )
 from tests.support.recipes import least_recipe
@@ -62,9 +66,9 @@ DECISIONS: list[tuple[Callable[[Path], object], str, dict[str, Any], str, int | 
     (lambda path: run(path, steps=0), "auto", {"lora.r": 8}, "fresh", None, ""),
     (lambda path: run(path, steps=0, end="failed"), "auto", {"lora.r": 8}, "fresh", None, ""),
     (lambda path: run(path, steps=0), "never", {}, "fresh", None, "previous-1"),
-    (lambda path: run(path, steps=2), "auto", {}, "resumed", 2, ""),
-    (lambda path: run(path, steps=2, end="stopped"), "auto", {}, "resumed", 2, ""),
-    (lambda path: run(path, steps=2, end="failed"), "auto", {}, "resumed", 2, ""),
+    (lambda path: run(path, steps=2), "auto", {}, "resumed", 2, "resumed from step 2 ("),
+    (lambda path: run(path, steps=2, end="stopped"), "auto", {}, "resumed", 2, "step-00000002)"),
+    (lambda path: run(path, steps=2, end="failed"), "auto", {}, "resumed", 2, "resumed from step 2 ("),
     (lambda path: run(path, steps=2), "never", {}, "fresh", None, "previous-1"),
     (lambda path: run(path, steps=2), "never", {"lora.r": 8}, "fresh", None, "previous-1"),
     (lambda path: run(path, steps=2, end="finished"), "auto", {}, "finished", 2, ""),
@@ -169,8 +173,9 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_older_one_used(tmp_path: P
     claimed = claim(tmp_path)
     assert claimed.checkpoint is not None
     assert claimed.checkpoint.step == 2
-    assert len(claimed.notes) == 1
-    assert "step-00000003: damaged, not used: model-00000.safetensors" in claimed.notes[0]
+    resumed, damaged = claimed.notes
+    assert resumed == f"resumed from step 2 ({step_folder(tmp_path, 2)})"
+    assert "step-00000003: damaged, not used: model-00000.safetensors" in damaged
     assert [row["step"] for row in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
     claimed.release()
 
@@ -309,6 +314,103 @@ def test_the_first_failure_stays(tmp_path: Path) -> None:
     claimed.release()
 
 
+def test_the_step_of_now(tmp_path: Path) -> None:
+    claimed = claim(tmp_path)
+    mark_step(tmp_path, 3)
+    state = read_state(tmp_path)
+    assert state is not None
+    assert (state["state"], state["step"], state["command"]) == ("running", 3, "python train.py r.yaml")
+    assert state["identity"] == IDENTITY
+    mark_failed(tmp_path, ValueError("loss is nan"), phase="backward", rank=1, step=7)
+    mark_step(tmp_path, 8)
+    state = read_state(tmp_path)
+    assert state is not None
+    assert (state["state"], state["step"], state["rank"]) == ("failed", 7, 1), "a rank's failure stays"
+    claimed.release()
+
+
+def fails_in_another_process(run_dir: Path) -> subprocess.Popen[str]:
+    program = (
+        "from pathlib import Path; from finetune.run_folder.folder import mark_failed; print('now', flush=True)\n"
+        f"mark_failed(Path({str(run_dir)!r}), ValueError('lost'), phase='forward', rank=1, step=1)"
+    )
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+
+
+def test_a_failure_of_another_rank_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes between the reading of the state and its writing, and waits for the second."""
+    claimed = claim(tmp_path)
+    reads, others = [], []
+
+    def read_then_fail(run_dir: Path) -> dict[str, Any] | None:
+        state = read_state(run_dir)
+        if not reads:
+            others.append(fails_in_another_process(run_dir))
+            assert others[0].stdout is not None
+            assert others[0].stdout.readline() == "now\n"
+            with suppress(subprocess.TimeoutExpired):
+                others[0].wait(1)
+        reads.append(state)
+        return state
+
+    monkeypatch.setattr(folder, "read_state", read_then_fail)
+    mark_step(tmp_path, 2)
+    others[0].communicate(timeout=60)
+    mark_step(tmp_path, 3)
+    state = read_state(tmp_path)
+    assert state is not None
+    assert (state["state"], state["error"]) == ("failed", "ValueError: lost")
+    claimed.release()
+
+
+def line_of(step: int, steps: int = 1) -> dict[str, Any]:
+    """A training line that is the mean of `steps` steps."""
+    seconds = 0.1 + 0.01 * (step % 7)
+    figures = {"tokens": 517 * steps, "step_seconds": seconds, "tokens_per_second": 517 / seconds}
+    return {"kind": "train", "step": step, "loss": 1 / step, **figures}
+
+
+@pytest.mark.parametrize(
+    ("lines", "until", "expected"),
+    [
+        ([], 0, []),
+        ([], 3, [(1, 3)]),
+        ([line_of(1), line_of(2), line_of(3)], 3, []),
+        ([line_of(1), line_of(4)], 4, [(2, 3)]),
+        ([line_of(2), line_of(3)], 3, [(1, 1)]),
+        ([line_of(1), line_of(2)], 4, [(3, 4)]),
+        ([line_of(10, 10), line_of(20, 10)], 25, []),  # the next line would be that of step 30
+        ([line_of(10, 10), line_of(20, 10)], 30, [(21, 30)]),
+        ([line_of(10, 10), line_of(30, 10), line_of(31), line_of(32)], 32, [(11, 20)]),  # logging_steps was changed
+        ([line_of(10, 10), line_of(40, 10), line_of(60, 10)], 60, [(11, 30), (41, 50)]),
+        ([{"kind": "train", "step": 5}, {"kind": "eval", "step": 9}], 5, []),  # a line without the figures
+    ],
+)
+def test_steps_without_a_line(lines: list[dict[str, Any]], until: int, expected: list[tuple[int, int]]) -> None:
+    assert missing_steps(lines, until) == expected
+    assert missing_steps(lines[::-1], until) == expected
+
+
+def test_lost_metrics_are_reported_at_a_resume(tmp_path: Path) -> None:
+    def resumed(lines: bytes) -> tuple[str, ...]:
+        (tmp_path / "metrics.jsonl").write_bytes(lines)
+        claimed = claim(tmp_path)
+        claimed.release()
+        return claimed.notes[1:]
+
+    run(tmp_path, steps=4)
+    whole = [json.dumps(line_of(step)).encode() + b"\n" for step in range(1, 6)]
+    assert resumed(b"".join(whole)) == ()
+    assert resumed(b"".join(whole[:4]) + whole[4][:20]) == (), "a line torn by the crash belongs to a later step"
+    place = f"{tmp_path}: metrics.jsonl"
+    assert resumed(whole[0] + whole[1][:-9] + b"\n" + whole[2] + whole[3]) == (
+        f"{place}: no line for step 2, 1 torn line passed over; the report shows where",
+    )
+    assert resumed(whole[3]) == (f"{place}: no line for steps 1 to 3; the report shows where",)
+    (tmp_path / "metrics.jsonl").unlink()
+    assert claim(tmp_path).notes[1:] == (f"{place}: no line for steps 1 to 4; the report shows where",)
+
+
 def test_the_environment_names_versions_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     facts = environment()
@@ -328,6 +430,7 @@ def test_the_environment_names_versions_and_no_secrets(monkeypatch: pytest.Monke
         (b'{"step":1,"t":"\xc3\xa4"}\n{"step":2,"t":"\xc3', b'{"step":1,"t":"\xc3\xa4"}\n'),
         (b'{"step":1}\n\0\0\0\0\0', b'{"step":1}\n'),
         (b'{"step":1}\n[]\n', b'{"step":1}\n'),
+        (b'{"step":1}\n{"st\n{"step":2}\n', b'{"step":1}\n{"step":2}\n'),
         (b'{"step":1, "x": 1e-3}\n', b'{"step":1, "x": 1e-3}\n'),
     ],
 )

@@ -24,8 +24,8 @@ from finetune.run_folder.trained_change import trained_checksums
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import is_first_copy, make_mesh, row_range, shard_model
 from finetune.strategies.pieces import covers, piece_to_write
+from finetune.training.batch_plan import plan_batches
 from finetune.training.loop import evaluate
-from finetune.training.run import plan_batches
 from tests.support.one_rank import CPU, OneRank, as_before, half_recipe, one_rank
 from tests.support.tiny import Documents, flat_batch, save_tiny
 

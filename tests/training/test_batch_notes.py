@@ -12,8 +12,17 @@ from finetune.model.build import load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.tokens.dataset import Prepared, prepare
-from finetune.training.batch_notes import FEW, batch_notes, few_steps, idle_ranks, large_micro_batch, positions_of
-from finetune.training.run import BatchPlan, plan_batches
+from finetune.training.batch_notes import (
+    FEW,
+    batch_notes,
+    far_rate,
+    few_steps,
+    idle_ranks,
+    large_micro_batch,
+    notes_before_launch,
+    positions_of,
+)
+from finetune.training.batch_plan import BatchPlan, plan_batches
 from tests.support.recipes import SETTING, least, write_recipe
 from tests.support.tiny import save_tiny, write_chats
 
@@ -138,6 +147,58 @@ def test_a_micro_batch_larger_than_a_step(tiny_llama: Path, chats: Path) -> None
     assert list(large_micro_batch(alone)) == [
         "training.per_device_batch_size: 4 rows at a time, a step has 2; set training.per_device_batch_size=2"
     ]
+
+
+@pytest.mark.parametrize(
+    ("lora", "rate", "said"),
+    [
+        (True, 2e-3, None),
+        (True, 1e-5, None),
+        (True, 3e-3, "0.003 is far above what LoRA takes, 0.00001 to 0.002; set training.learning_rate=0.0002"),
+        (True, 5e-6, "0.000005 is far below what LoRA takes, 0.00001 to 0.002; set training.learning_rate=0.0002"),
+        (False, 1e-4, None),
+        (False, 1e-6, None),
+        (
+            False,
+            2e-4,
+            "0.0002 is far above what full training takes, 0.000001 to 0.0001; set training.learning_rate=0.00001",
+        ),
+        (
+            False,
+            1e-7,
+            "0.0000001 is far below what full training takes, 0.000001 to 0.0001; set training.learning_rate=0.00001",
+        ),
+    ],
+)
+def test_a_rate_of_another_method(tiny_llama: Path, chats: Path, lora: bool, rate: float, said: str | None) -> None:
+    words = [] if lora else ["lora=null"]
+    notes = list(far_rate(recipe_with(tiny_llama, chats, *words, learning_rate=rate)))
+    assert notes == ([] if said is None else [f"training.learning_rate: {said}"])
+    for note in notes:
+        mended = recipe_with(tiny_llama, chats, *words, *SETTING.findall(note), learning_rate=rate)
+        assert list(far_rate(mended)) == []
+
+
+def test_the_line_tells_idle_ranks(tiny_llama: Path, chats: Path) -> None:
+    told = notes_of(recipe_with(tiny_llama, chats, global_batch_size=2), ranks=4)
+    assert told[0].endswith("23 steps of 2 rows, about 200 tokens each, 1 of them warming up; 2 of 4 ranks idle")
+
+
+def test_ranks_of_the_budget_before_a_launch(tiny_llama: Path, chats: Path) -> None:
+    words = ["budget.gpus=4", "budget.gpu_memory_gb=24", "accelerate_config=ddp"]
+    recipe = recipe_with(tiny_llama, chats, *words, global_batch_size=3)
+    told = notes_before_launch(recipe, prepare(recipe, load_tokenizer(recipe)))
+    figures = {name: told[name] for name in told if name != "notes"}
+    assert figures == {
+        "rows": 45, "tokens": 4500, "estimated": False, "steps": 15, "tokens_per_step": 300, "warmup_steps": 1,
+        "ranks": 4, "idle_ranks": 1,
+    }  # fmt: skip
+    assert [note.split(":")[0] for note in told["notes"]] == [
+        "data", "training.num_train_epochs", "training.global_batch_size"
+    ]  # fmt: skip
+    alone = recipe_with(tiny_llama, chats, *words[:2], "accelerate_config=single", global_batch_size=3)
+    assert notes_before_launch(alone)["ranks"] == 1
+    assert notes_before_launch(recipe, ranks=2)["ranks"] == 2
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,9 @@ from finetune.measure.metrics import StepRecord, Terminal
 from finetune.measure.phases import Phases
 from finetune.model.build import build_model
 from finetune.run_folder.train_state import TrainState
+from finetune.training.batch_plan import BatchPlan, plan_batches
 from finetune.training.loop import NotFinite, StepResult, evaluate, optimizer_step, train
-from finetune.training.run import BatchPlan, Run, plan_batches
+from finetune.training.run import Run
 from tests.support.stepping import CPU, CountReads, float32_recipe, weights
 from tests.support.tiny import Documents, flat_batch
 

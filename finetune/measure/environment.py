@@ -1,0 +1,47 @@
+"""Versions and devices of a run, for environment.json."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+
+_LIBRARIES = (
+    "finetune",
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "numpy",
+    "bitsandbytes",
+    "deepspeed",
+    "liger-kernel",
+)
+
+
+def environment() -> dict[str, Any]:
+    """Versions and devices, for environment.json. No environment variables, no names of users or hosts."""
+    versions: dict[str, str | None] = {}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    devices = [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus]
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+        "devices": devices,
+        "versions": versions,
+    }

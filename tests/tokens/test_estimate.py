@@ -1,0 +1,138 @@
+"""Rows estimated without torch, against the rows that training makes of the same files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.cli.main import main
+from finetune.model.build import load_tokenizer
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Recipe
+from finetune.tokens import estimate
+from finetune.tokens.dataset import prepare
+from finetune.tokens.estimate import RowCounts, estimated_rows
+from tests.support.recipes import least, write_recipe
+from tests.support.tiny import write_chats
+
+
+def recipe_of(folder: Path, model: Path | str, file: Path, **data: Any) -> Recipe:
+    entry = {"path": "json", "data_files": str(file)}
+    content = least(model, data={"train": [entry | data.pop("entry", {})], "max_length": 128} | data)
+    return load_recipe(write_recipe(folder, content)).recipe
+
+
+def estimated(recipe: Recipe) -> RowCounts:
+    counts = estimated_rows(recipe)
+    assert counts is not None
+    return counts
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    lengths = [20 + 7 * (index % 13) for index in range(300)]
+    return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", lengths)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"packing": False},
+        {"eval": {"fraction": 0.3}},
+        {"entry": {"weight": 2.5}},
+        {"truncation": "drop", "max_length": 66},
+    ],
+    ids=lambda data: ",".join(data) or "packed",
+)
+def test_the_estimate_is_near_what_training_counts(
+    tmp_path: Path, tiny_llama: Path, chats: Path, data: dict[str, Any]
+) -> None:
+    recipe = recipe_of(tmp_path, tiny_llama, chats, **data)
+    actual, counts = prepare(recipe, load_tokenizer(recipe)), estimated(recipe)
+    assert counts.estimated_by == "the model's tokenizer"
+    near = 0.15 if "truncation" in data else 0.06  # single documents are estimated less well than all of them
+    assert counts.rows == pytest.approx(len(actual.train), rel=near)
+    assert counts.tokens == pytest.approx(actual.facts["tokens"], rel=near)
+
+
+def test_a_default_system_turn_is_counted(tmp_path: Path, tiny_llama: Path, chats: Path) -> None:
+    """SmolLM2's and Llama 3.1's templates begin with one: a fifth of the tokens of short chats."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    before = estimated(recipe_of(tmp_path, model, chats, packing=False))
+    template = model / "chat_template.jinja"
+    template.write_text("be kind be kind be kind" + template.read_text("utf-8"), "utf-8")
+    recipe = recipe_of(tmp_path, model, chats, packing=False)
+    more = len(load_tokenizer(recipe)("be kind be kind be kind", add_special_tokens=False)["input_ids"])
+    assert more >= 6
+    assert estimated(recipe).tokens - before.tokens == pytest.approx(300 * more, rel=0.02)
+
+
+def test_a_template_that_cannot_be_rendered(tmp_path: Path, tiny_llama: Path, chats: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    (model / "chat_template.jinja").write_text("{% nonsense %}", "utf-8")
+    assert estimated(recipe_of(tmp_path, model, chats)).rows > 0
+
+
+def test_without_the_tokenizer_bytes_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": "a" * 400}) + "\n" for _ in range(10)), "utf-8")
+    counts = estimated(recipe_of(tmp_path, "nobody/nothing", file, packing=False))
+    assert (counts.rows, counts.tokens, counts.longest) == (10, 10 * 101, 101)
+    assert "4 bytes a token" in counts.estimated_by
+
+
+def test_data_that_are_not_at_hand(
+    tmp_path: Path, tiny_llama: Path, chats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert estimated_rows(recipe_of(tmp_path, tiny_llama, tmp_path / "none.jsonl")) is None
+    content = least(tiny_llama, data={"train": [{"path": "someone/chats"}]})
+    assert estimated_rows(load_recipe(write_recipe(tmp_path, content)).recipe) is None
+    monkeypatch.setattr(estimate, "MOST_BYTES", 1000)
+    assert estimated_rows(recipe_of(tmp_path, tiny_llama, chats)) is None
+
+
+def test_check_and_preview_tell_the_same_steps(
+    tmp_path: Path, tiny_llama: Path, chats: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe_of(tmp_path, tiny_llama, chats)
+    path, told = str(tmp_path / "recipe.yaml"), {}
+    for words in (["check", path, "--data"], ["preview", path, "-n", "0"]):
+        assert main([*words, "--json"]) == 0
+        told[words[0]] = json.loads(capsys.readouterr().out)["batches"]
+        assert main(words) == 0
+        lines = " ".join(capsys.readouterr().out.split())
+        assert " ".join(told[words[0]]["notes"][0].split()) in lines
+        assert "steps are few" in lines
+    assert told["check"].keys() == told["preview"].keys()
+    assert (told["check"]["estimated"], told["preview"]["estimated"]) == (True, False)
+    assert told["check"]["steps"] == pytest.approx(told["preview"]["steps"], abs=1)
+    assert told["check"]["notes"][0].startswith("data: estimated by the model's tokenizer: ")
+
+
+def test_check_says_where_it_cannot_count(tmp_path: Path, tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = least(tiny_llama, data={"train": [{"path": "someone/chats"}]}, training={"learning_rate": 0.5})
+    assert main(["check", str(write_recipe(tmp_path, content)), "--data"]) == 0
+    assert [line.split(";")[0] for line in capsys.readouterr().out.splitlines()[1:]] == [
+        "data: not counted: the data are on the Hub, or large",
+        "training.learning_rate: 0.5 is far above what LoRA takes, 0.00001 to 0.002",
+    ]
+
+
+def test_checking_data_imports_no_torch(tmp_path: Path, tiny_llama: Path, chats: Path) -> None:
+    recipe_of(tmp_path, tiny_llama, chats)
+    program = "import sys; from finetune.cli.main import main; main(sys.argv[1:]); print(sorted(sys.modules))"
+    words = ["check", str(tmp_path / "recipe.yaml"), "--data"]
+    process = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
+    assert "estimated by the model's tokenizer" in process.stdout
+    assert "'tokenizers'" in process.stdout
+    assert "'torch'" not in process.stdout
+    assert "'transformers'" not in process.stdout
