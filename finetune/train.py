@@ -1,4 +1,4 @@
-"""The trainer entrypoint: `accelerate launch finetune/train.py RECIPE [key=value ...]`.
+"""The trainer entrypoint: `accelerate launch finetune/train.py RECIPE [key=value ...]`, or `finetune train RECIPE ...`.
 
 Reads the recipe, refuses what would not run as asked, prepares the data before any process group waits, and starts the
 session. However the run ends, run_state.json in its folder says how.
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from finetune.run_folder.folder import Claim
 
 RANK_0_SECONDS = 10  # ranks that share a busy machine reach the same error within seconds of each other
-USAGE = "usage: accelerate launch finetune/train.py RECIPE [key=value ...]"
+USAGE = (
+    "usage: accelerate launch finetune/train.py RECIPE [key=value ...]\n   or: finetune train RECIPE [key=value ...]"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # All ranks fail alike, and one of them prints; where they did not find each other, one on each machine.
         which = "LOCAL_RANK" if isinstance(error, NoRendezvous) else "RANK"
         if int(os.environ.get(which, os.environ.get("SLURM_PROCID", "0"))) == 0:
-            print(error, file=sys.stderr)
+            print(error, file=sys.stderr, flush=True)
+            from finetune.launch.launcher import repeat_after_launcher
+
+            repeat_after_launcher(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -121,6 +126,11 @@ def _wait_for_rank_0(code: int) -> int:
     return code
 
 
-if __name__ == "__main__":
+def process_main(argv: Sequence[str] | None = None) -> int:
+    """`main` as the work of a whole process, perhaps one of several ranks. Returns the exit code."""
     keep_printing()
-    sys.exit(_wait_for_rank_0(main()))
+    return _wait_for_rank_0(main(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(process_main())
