@@ -6,6 +6,7 @@ session. However the run ends, run_state.json in its folder says how.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -47,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             repeat_after_launcher(str(error))
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        if str(error):  # at a second Ctrl-C; the first one may end a start, which leaves nothing to tell
+            print(f"\n{error}", file=sys.stderr)
         return 130
 
 
@@ -56,6 +59,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     # Before torch loads: waiting threads sleep instead of spinning. On two cores shared with another program twenty
     # passes of a small network took 4.8 s, with spinning 18 s (docs/log.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # logs missing optional kernels when it is imported
     from finetune.hub.around_training import check_before_training, push_after_training, refuse_secrets
     from finetune.launch.launcher import continue_command, read_launch, under_launcher
     from finetune.launch.slurm import slurm_ranks

@@ -20,6 +20,7 @@ from types import FrameType
 from finetune.errors import EnvironmentMismatch, RankLost, Stopped
 from finetune.launch.launcher import BY_TRAIN_VERB, under_launcher
 from finetune.launch.script import LaunchPlan, line_of_machine
+from finetune.launch.signals import BROKEN_OFF
 from finetune.launch.slurm import slurm_ranks
 
 GRACE_SECONDS = 30.0  # for ranks to say what happened, after one of them failed; torchrun's
@@ -122,8 +123,10 @@ class _Ranks:
         if received and not self._stopped:
             self._stopped = True
             self._send(signal.SIGTERM)
-        overdue = self._kill_at is not None and time.monotonic() > self._kill_at
-        if overdue or received.count(signal.SIGINT) > 1:
+        if received.count(signal.SIGINT) > 1:
+            self.kill()
+            print(f"\n{BROKEN_OFF}", file=sys.stderr)
+        elif self._kill_at is not None and time.monotonic() > self._kill_at:
             self.kill()
 
     def kill(self) -> None:

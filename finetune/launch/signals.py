@@ -35,6 +35,7 @@ from finetune.launch.launcher import (
     under_launcher,
 )
 
+BROKEN_OFF = "broken off without saving"
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -72,12 +73,12 @@ def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted
         if number == signal.SIGINT and interrupted:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(BROKEN_OFF)
         interrupted |= number == signal.SIGINT
         if announce and not request:
             # os.write, because a handler may interrupt a print that holds the stream's lock.
             with suppress(OSError):  # standard error may be a file on a full disk
-                os.write(2, b"\nstopping: finishing this step, then saving%b\n" % again)
+                os.write(2, b"\nstopping after this step, then saving%b\n" % again)
         request.signal_name = request.signal_name or signal.Signals(number).name
 
     if threading.current_thread() is not threading.main_thread():
