@@ -1,4 +1,4 @@
-"""The launcher of `finetune train`: ranks that know each other, one signal each, the exit code, and nobody left behind."""
+"""The launcher of `finetune train`: ranks that know each other, one signal each, the exit code, nobody left behind."""
 
 from __future__ import annotations
 
