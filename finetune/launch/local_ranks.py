@@ -7,6 +7,7 @@ variables, ends the other ranks when one fails, and passes signals on. No torch 
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -23,7 +24,8 @@ from finetune.launch.script import LaunchPlan, line_of_machine
 from finetune.launch.signals import BROKEN_OFF
 from finetune.launch.slurm import slurm_ranks
 
-GRACE_SECONDS = 30.0  # for ranks to say what happened, after one of them failed; torchrun's
+PATIENCE_SECONDS = 10.0  # for rank 0 to say what happened, after another rank failed
+GRACE_SECONDS = 30.0  # from the SIGTERM that follows to SIGKILL; torchrun's
 _POLL_SECONDS = 0.05
 _COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 
@@ -75,7 +77,7 @@ def run_ranks(command: Sequence[str], count: int, *, on_cpu: bool) -> int:
 
     The first SIGINT, SIGTERM or SIGHUP reaches every rank once, as SIGTERM: before training begins it ends a rank
     without a traceback, afterwards the step is finished and saved, for as long as that takes. A second SIGINT kills all
-    ranks. When a rank fails, the others get SIGTERM and 30 s.
+    ranks. When a rank fails, the others get SIGTERM, at once where it was rank 0, which has said why, and 30 s.
 
     Returns:
         0, or the code of the rank that failed first (1 for one that was killed), or 130 after a signal.
@@ -99,8 +101,8 @@ class _Ranks:
         self._command, self._environments = list(command), environments
         self._processes: list[subprocess.Popen[bytes]] = []
         self._first_failed: int | None = None  # the rank
-        self._stopped = False  # by a signal
-        self._kill_at: float | None = None
+        self._terminated = self._stopped = False  # the ranks have got SIGTERM; because this process got a signal
+        self._terminate_at = self._kill_at = math.inf  # on a steady clock
 
     def start(self) -> None:
         for environment in self._environments:
@@ -113,20 +115,20 @@ class _Ranks:
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, Stopped.exit_code)]
         if failed and self._first_failed is None:
             self._first_failed = min(failed, key=lambda rank: (codes[rank] < 0, rank))  # type: ignore[operator]
-            self._kill_at = time.monotonic() + GRACE_SECONDS
-            if not self._stopped:
-                self._send(signal.SIGTERM)
+            self._terminate_at = time.monotonic() + (PATIENCE_SECONDS if codes[0] is None else 0.0)
+            self._kill_at = self._terminate_at + GRACE_SECONDS
         return None in codes
 
     def obey(self, received: list[int]) -> None:
-        """Pass on what this process received, and kill ranks whose time is up."""
-        if received and not self._stopped:
-            self._stopped = True
+        """Pass on what this process received, and end ranks whose time is up."""
+        now = time.monotonic()
+        if (received or now > self._terminate_at) and not self._terminated:
+            self._terminated, self._stopped = True, bool(received)
             self._send(signal.SIGTERM)
         if received.count(signal.SIGINT) > 1:
             self.kill()
             print(f"\n{BROKEN_OFF}", file=sys.stderr)
-        elif self._kill_at is not None and time.monotonic() > self._kill_at:
+        elif now > self._kill_at:
             self.kill()
 
     def kill(self) -> None:
@@ -146,12 +148,12 @@ class _Ranks:
         return max(codes)
 
     def _killed(self, rank: int, codes: Sequence[int]) -> int:
-        """A rank was killed: 1. The ranks that were training have said so; before that nobody did."""
+        """A rank was killed: 1. Ranks that were training have said so; without them nobody did."""
         if RankLost.exit_code not in codes:
-            name = signal.Signals(-codes[rank]).name
+            name = next((each.name for each in signal.Signals if each == -codes[rank]), f"signal {-codes[rank]}")
             print(
-                f"rank {rank} was ended by {name} (process {self._processes[rank].pid}) before training began, perhaps "
-                "for memory (see dmesg); start it again where more is free",
+                f"rank {rank} was ended by {name} (process {self._processes[rank].pid}), perhaps for memory (see dmesg); "
+                "start the same command again, with more memory free",
                 file=sys.stderr,
             )
         return RankLost.exit_code

@@ -26,7 +26,7 @@ RECIPE = REPOSITORY / "recipes" / "llama3_fsdp.yaml"  # 4 GPUs of one machine
 LAUNCHER = """
 import sys
 from finetune.launch import local_ranks
-local_ranks.GRACE_SECONDS = float(sys.argv[1])
+local_ranks.GRACE_SECONDS, local_ranks.PATIENCE_SECONDS = float(sys.argv[1]), 0.5
 sys.exit(local_ranks.run_ranks([sys.executable, *sys.argv[3:]], int(sys.argv[2]), on_cpu=True))
 """
 # Writes what it was started with, and each signal that it hears; ends as it is told: RANK:WHAT ...
@@ -190,6 +190,15 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
     assert printed.startswith("rank 1 was ended by SIGKILL (process ")
     assert "; " in printed
     assert len(printed.splitlines()) == 1
+    assert heard(tmp_path) == ["SIGTERM"]
+
+
+def test_rank_0_has_time_to_say_what_happened(tmp_path: Path) -> None:
+    """The others have none: rank 0 fails last, and it prints the reason."""
+    with launched(tmp_path, "0:code2", "1:deaf", grace=0.2) as process:
+        began = time.monotonic()
+        assert ended(process, tmp_path)[0] == 2
+        assert time.monotonic() - began < 5
     assert heard(tmp_path) == ["SIGTERM"]
 
 

@@ -169,6 +169,30 @@ def test_handlers_come_back_and_nohup_stays() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.parametrize(
+    ("environment", "again"),
+    [
+        ({}, True),
+        ({"FINETUNE_RANKS": "2"}, True),
+        ({"TORCHELASTIC_RUN_ID": "x"}, False),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, False),
+    ],
+)
+def test_a_second_interrupt_is_offered_where_it_arrives(
+    environment: dict[str, str], again: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with stop_on_signals(StopRequest()):
+        os.kill(os.getpid(), signal.SIGTERM)
+    line = capfd.readouterr().err.strip()
+    assert line.startswith("stopping after this step, then saving")
+    assert ("Ctrl-C again" in line) is again
+    assert len(line) < 80, "one line of a terminal"
+
+
 def test_outside_the_main_thread_the_flag_stays_down() -> None:
     seen: list[bool] = []
 
