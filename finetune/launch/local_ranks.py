@@ -151,11 +151,10 @@ class _Ranks:
         """A rank was killed: 1. Ranks that were training have said so; without them nobody did."""
         if RankLost.exit_code not in codes:
             name = next((each.name for each in signal.Signals if each == -codes[rank]), f"signal {-codes[rank]}")
-            print(
-                f"rank {rank} was ended by {name} (process {self._processes[rank].pid}), perhaps for memory (see dmesg); "
-                "start the same command again, with more memory free",
-                file=sys.stderr,
+            who = (
+                f"rank {rank} (process {self._processes[rank].pid}) was ended by {name}, perhaps for memory (see dmesg)"
             )
+            print(f"{who}; start the same command again, with more memory free", file=sys.stderr)
         return RankLost.exit_code
 
     def _send(self, number: signal.Signals) -> None:
