@@ -18,7 +18,7 @@ if __name__ == "__main__":  # run as a file: this folder must not be the first p
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from finetune.errors import FinetuneError, NoRendezvous
+from finetune.errors import STOPPED, FinetuneError, NoRendezvous
 from finetune.output_stream import keep_printing
 from finetune.recipe.loader import LoadedRecipe, load_recipe, resolved_yaml
 
@@ -49,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             repeat_after_launcher(str(error))
         return error.exit_code
     except KeyboardInterrupt as error:
-        if str(error):  # at a second Ctrl-C; the first one may end a start, which leaves nothing to tell
-            print(f"\n{error}", file=sys.stderr)
+        print(f"\n{str(error) or STOPPED}", file=sys.stderr)  # with words at a second Ctrl-C; a first one ends a start
         return 130
 
 

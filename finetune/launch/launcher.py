@@ -107,7 +107,8 @@ def launcher_words(arguments: Sequence[str]) -> list[str]:
     """
     for index, word in enumerate(arguments[:3]):
         name = os.path.basename(word)
-        if name in ("accelerate", "accelerate-launch", "torchrun") or _is_train_verb(name, arguments, index + 1):
+        by_verb = name == "finetune" and arguments[index + 1 : index + 2] == ["train"]
+        if name in ("accelerate", "accelerate-launch", "torchrun") or by_verb:
             return [name, *arguments[index + 1 :]]
     known = ("accelerate.", "torch.distributed.", _CLI_MODULE)
     if "-m" in arguments[:4] and any(word.startswith(known) for word in arguments[:5]):
@@ -116,11 +117,6 @@ def launcher_words(arguments: Sequence[str]) -> list[str]:
 
 
 _CLI_MODULE = "finetune.cli.main"  # python -m finetune.cli.main train RECIPE
-
-
-def _is_train_verb(program: str, words: Sequence[str], index: int) -> bool:
-    """Whether the word at `index` is the verb of `finetune train`."""
-    return program in ("finetune", _CLI_MODULE) and words[index : index + 1] == ["train"]
 
 
 def _is_accelerate(words: Sequence[str]) -> bool:
@@ -174,7 +170,7 @@ def _asked_processes(options: Sequence[str], inherited: Mapping[str, str]) -> in
 def _before_script(words: Sequence[str]) -> list[str]:
     """The launcher's own arguments: those before our entrypoint, which may be the verb `train`."""
     for index, word in enumerate(words):
-        by_verb = index > 0 and _is_train_verb(words[index - 1], words, index)
+        by_verb = word == "train" and words[index - 1] in ("finetune", _CLI_MODULE)
         if by_verb or word.endswith("train.py") or word == "finetune.train":
             return list(words[:index])
     return list(words)

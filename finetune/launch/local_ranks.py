@@ -18,14 +18,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from finetune.errors import EnvironmentMismatch, RankLost, Stopped
+from finetune.errors import STOPPED, EnvironmentMismatch, RankLost, Stopped
 from finetune.launch.launcher import BY_TRAIN_VERB, under_launcher
 from finetune.launch.script import LaunchPlan, line_of_machine
 from finetune.launch.signals import BROKEN_OFF
 from finetune.launch.slurm import slurm_ranks
 
 PATIENCE_SECONDS = 10.0  # for rank 0 to say what happened, after another rank failed
-GRACE_SECONDS = 30.0  # from the SIGTERM that follows to SIGKILL; torchrun's
+KILL_AFTER_SECONDS = 30.0  # from the SIGTERM that follows to SIGKILL; torchrun's
 _POLL_SECONDS = 0.05
 _COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 
@@ -116,7 +116,7 @@ class _Ranks:
         if failed and self._first_failed is None:
             self._first_failed = min(failed, key=lambda rank: (codes[rank] < 0, rank))  # type: ignore[operator]
             self._terminate_at = time.monotonic() + (PATIENCE_SECONDS if codes[0] is None else 0.0)
-            self._kill_at = self._terminate_at + GRACE_SECONDS
+            self._kill_at = self._terminate_at + KILL_AFTER_SECONDS
         return None in codes
 
     def obey(self, received: list[int]) -> None:
@@ -138,10 +138,13 @@ class _Ranks:
             process.wait()
 
     def exit_code(self) -> int:
+        """The run's exit code, once all ranks have ended; prints why, where no rank can have done so."""
         codes = [process.returncode for process in self._processes]
         if self._first_failed is not None and codes[self._first_failed] > 0:
             return int(codes[self._first_failed])
         if self._stopped:
+            if codes[0] == -signal.SIGTERM:
+                print(f"\n{STOPPED}", file=sys.stderr)
             return Stopped.exit_code if any(codes) else 0
         if self._first_failed is not None:
             return self._killed(self._first_failed, codes)
@@ -173,8 +176,9 @@ def _received_signals() -> Iterator[list[int]]:
         received.append(number)
 
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in heard}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield received
     finally:

@@ -26,7 +26,7 @@ RECIPE = REPOSITORY / "recipes" / "llama3_fsdp.yaml"  # 4 GPUs of one machine
 LAUNCHER = """
 import sys
 from finetune.launch import local_ranks
-local_ranks.GRACE_SECONDS, local_ranks.PATIENCE_SECONDS = float(sys.argv[1]), 0.5
+local_ranks.KILL_AFTER_SECONDS, local_ranks.PATIENCE_SECONDS = float(sys.argv[1]), 0.5
 sys.exit(local_ranks.run_ranks([sys.executable, *sys.argv[3:]], int(sys.argv[2]), on_cpu=True))
 """
 # Writes what it was started with, and each signal that it hears; ends as it is told: RANK:WHAT ...
@@ -149,11 +149,11 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     assert heard(tmp_path) == ["SIGTERM", "SIGTERM"]
 
 
-def test_a_stop_while_ranks_start_is_silent(tmp_path: Path) -> None:
+def test_a_stop_while_ranks_start_is_one_word(tmp_path: Path) -> None:
     with launched(tmp_path, "all:starting") as process:
         ranks_of(tmp_path)
         process.send_signal(signal.SIGINT)
-        assert ended(process, tmp_path) == (130, "")
+        assert ended(process, tmp_path) == (130, "\nstopped\n")
 
 
 @pytest.mark.parametrize(
