@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-
 STOPPED = "stopped"  # printed where a signal came before training, or after it: there was nothing to save
 
 
