@@ -22,7 +22,8 @@ from finetune.cli import train_verb
 from finetune.cli.main import main
 from finetune.files import read_lines
 from finetune.launch import local_ranks
-from tests.support.launching import REPOSITORY
+from tests.support.launching import ACCELERATE, REPOSITORY, Started, running, said, wait_all
+from tests.support.launching import until_step as until_logged
 from tests.support.others_configs import EXAMPLES
 from tests.support.soak_resume import write_resume_recipe
 
@@ -123,6 +124,35 @@ def test_one_process_trains_here_and_several_are_started(
     assert main(["train", *words]) == (130 if ranks is None else 3), "the exit code is handed through"
     script = [str(REPOSITORY / "finetune" / "train.py"), *words]
     assert done == ([words] if ranks is None else [script, ranks, gpus_here == 0])
+
+
+def test_under_another_launcher_a_refusal_is_repeated_below_its_report() -> None:
+    words = ["finetune/train.py", str(FSDP), "training.sed=1"]
+    launcher = f"""
+import os, subprocess, sys, time
+os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+code = subprocess.run([sys.executable, *{words!r}]).returncode
+time.sleep(0.5)
+print(f"Traceback: {{code}}", file=sys.stderr)
+"""
+    process = subprocess.run([sys.executable, "-c", launcher], cwd=REPOSITORY, capture_output=True, text=True)
+    line = "command line: training.sed: is unknown; did you mean training.seed?"
+    assert process.stderr.split("\n") == [line, "Traceback: 2", "", line, ""]
+
+
+@pytest.mark.slow
+def test_under_another_launcher_the_command_that_continues_is_repeated_below_its_report(tmp_path: Path) -> None:
+    recipe, run_dir = write_resume_recipe(tmp_path, steps=4000, dropout=0.0), tmp_path / "run"
+    with running([Started(ACCELERATE)], recipe, run_dir, []) as processes:
+        until_logged(run_dir, 6)
+        processes[0].send_signal(signal.SIGINT)
+        wait_all(processes, run_dir)
+    command = json.loads((run_dir / "run_state.json").read_text())["command"]
+    end = time.monotonic() + 20
+    while not said(run_dir, 0).endswith(f"continue with:\n  {command}\n"):
+        assert time.monotonic() < end, said(run_dir, 0)[-2000:]
+        time.sleep(0.1)
+    assert "Traceback" in said(run_dir, 0), "the launcher no longer reports: nothing needs to be repeated"
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
