@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+STOPPED = "stopped"  # printed where a signal came before training, or after it: there was nothing to save
+
 
 class FinetuneError(Exception):
     """A user's mistake or a failed expectation: its text is printed without a traceback."""

@@ -1,4 +1,4 @@
-"""The trainer entrypoint: `accelerate launch finetune/train.py RECIPE [key=value ...]`.
+"""The trainer entrypoint: `accelerate launch finetune/train.py RECIPE [key=value ...]`, or `finetune train RECIPE ...`.
 
 Reads the recipe, refuses what would not run as asked, prepares the data before any process group waits, and starts the
 session. However the run ends, run_state.json in its folder says how.
@@ -6,6 +6,7 @@ session. However the run ends, run_state.json in its folder says how.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -17,7 +18,7 @@ if __name__ == "__main__":  # run as a file: this folder must not be the first p
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from finetune.errors import FinetuneError, NoRendezvous
+from finetune.errors import STOPPED, FinetuneError, NoRendezvous
 from finetune.output_stream import keep_printing
 from finetune.recipe.loader import LoadedRecipe, load_recipe, resolved_yaml
 
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from finetune.run_folder.folder import Claim
 
 RANK_0_SECONDS = 10  # ranks that share a busy machine reach the same error within seconds of each other
-USAGE = "usage: accelerate launch finetune/train.py RECIPE [key=value ...]"
+USAGE = (
+    "usage: accelerate launch finetune/train.py RECIPE [key=value ...]\n   or: finetune train RECIPE [key=value ...]"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,9 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # All ranks fail alike, and one of them prints; where they did not find each other, one on each machine.
         which = "LOCAL_RANK" if isinstance(error, NoRendezvous) else "RANK"
         if int(os.environ.get(which, os.environ.get("SLURM_PROCID", "0"))) == 0:
-            print(error, file=sys.stderr)
+            print(error, file=sys.stderr, flush=True)
+            from finetune.launch.launcher import repeat_after_launcher
+
+            repeat_after_launcher(str(error))
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        print(f"\n{str(error) or STOPPED}", file=sys.stderr)  # with words at a second Ctrl-C; a first one ends a start
         return 130
 
 
@@ -51,6 +58,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     # Before torch loads: waiting threads sleep instead of spinning. On two cores shared with another program twenty
     # passes of a small network took 4.8 s, with spinning 18 s (docs/log.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # logs missing optional kernels when it is imported
     from finetune.hub.around_training import check_before_training, push_after_training, refuse_secrets
     from finetune.launch.launcher import continue_command, read_launch, under_launcher
     from finetune.launch.slurm import slurm_ranks
@@ -123,6 +131,11 @@ def _wait_for_rank_0(code: int) -> int:
     return code
 
 
-if __name__ == "__main__":
+def process_main(argv: Sequence[str] | None = None) -> int:
+    """`main` as the work of a whole process, perhaps one of several ranks. Returns the exit code."""
     keep_printing()
-    sys.exit(_wait_for_rank_0(main()))
+    return _wait_for_rank_0(main(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(process_main())

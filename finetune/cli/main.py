@@ -11,15 +11,26 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from finetune.cli import data_verbs, run_verbs
+from finetune import __version__
+from finetune.cli import data_verbs, run_verbs, train_verb
 from finetune.cli.app import AsJson, Overrides, RecipeFile, app, run_verb, user_path
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"finetune {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def verbs() -> None:
+def verbs(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
     """Fine-tune Llama-3-style models: one YAML recipe, every strategy, the same curve.
 
-    To train: accelerate launch finetune/train.py RECIPE [key=value ...]
+    To train: finetune train RECIPE, or accelerate launch finetune/train.py RECIPE [key=value ...]
     """
 
 
@@ -90,6 +101,9 @@ def check(
         return {"ok": True, "path": str(recipe), **batches, **({"notes": notes} if data else {}), **values}
 
     run_verb(work, as_json=as_json)
+
+
+app.command()(train_verb.train)
 
 
 @app.command()

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from finetune.errors import FinetuneError, RecipeError
 from finetune.files import write_text
@@ -17,12 +17,12 @@ from finetune.importers.foreign_config import ForeignConfig, LeftOut
 from finetune.importers.left_out import reason_for
 from finetune.importers.recipe_writer import page, written
 from finetune.importers.shared import best_model, fit_quantization
+from finetune.recipe.foreign_keys import TOOL_TITLES, Tool, tool_of
 from finetune.recipe.gpus import budget_of, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Budget
 from finetune.recipe.yaml_text import MAX_BYTES, parse
 
-Tool = Literal["axolotl", "llamafactory", "trl", "torchtune"]
 TOOLS = get_args(Tool)
 _CONVERT: dict[Tool, Callable[[ForeignConfig], None]] = {
     "axolotl": axolotl.convert,
@@ -30,7 +30,6 @@ _CONVERT: dict[Tool, Callable[[ForeignConfig], None]] = {
     "trl": trl.convert,
     "torchtune": torchtune.convert,
 }
-_TITLES = {"axolotl": "axolotl", "llamafactory": "LLaMA-Factory", "trl": "TRL", "torchtune": "torchtune"}
 _MARK = "# Made by `finetune import` from "
 
 
@@ -61,7 +60,7 @@ def convert(file: Path, *, tool: Tool | None = None, gpus: str | None = None) ->
     tool = tool or _tool_of(file, values)
     budget = Budget(gpus=1) if gpus is None else budget_of(parse_gpus(gpus))
     machine = "one GPU" if gpus is None else f"--gpus {gpus}"
-    foreign = ForeignConfig(_TITLES[tool], values, max(1, budget.gpus * budget.nodes), budget.nodes, file.parent)
+    foreign = ForeignConfig(TOOL_TITLES[tool], values, max(1, budget.gpus * budget.nodes), budget.nodes, file.parent)
     try:
         _CONVERT[tool](foreign)
         fit_quantization(foreign)
@@ -70,7 +69,7 @@ def convert(file: Path, *, tool: Tool | None = None, gpus: str | None = None) ->
         raise RecipeError([f"{file}: {mistake}" for mistake in error.mistakes]) from None
     except (AttributeError, TypeError, ValueError, KeyError) as error:
         # A section in place of a word, or a word in place of a number; the tool itself names the place.
-        text = f"{file}: {_TITLES[tool]} cannot read it ({error}); correct it, or name its tool by --tool"
+        text = f"{file}: {TOOL_TITLES[tool]} cannot read it ({error}); correct it, or name its tool by --tool"
         raise RecipeError([text]) from error
     for key, value in foreign.unread():
         level, reason = reason_for(key, value)
@@ -120,24 +119,19 @@ def _interpolated(value: Any, top: Mapping[str, Any], depth: int = 0) -> Any:
 
 
 def _tool_of(file: Path, values: Mapping[str, Any]) -> Tool:
-    """The tool that a configuration belongs to, by keys that only this tool has."""
-    if any(isinstance(value, dict) and "_component_" in value for value in values.values()):
-        return "torchtune"
-    if "base_model" in values:
-        return "axolotl"
-    if {"finetuning_type", "cutoff_len", "template", "dataset_dir"} & set(values):
-        return "llamafactory"
-    if "model_name_or_path" in values:
-        return "trl"
+    """The tool that a configuration belongs to. Raises RecipeError where that cannot be told."""
+    tool = tool_of(values)
+    if tool is not None:
+        return tool
     if "model" in values and "data" in values:
         command = shlex.join(["finetune", "check", str(file)])
         raise RecipeError([f"{file}: is already a recipe; check it by: {command}"])
-    raise RecipeError([f"{file}: is not a configuration of {', '.join(_TITLES.values())}; name the tool by --tool"])
+    raise RecipeError([f"{file}: is not a configuration of {', '.join(TOOL_TITLES.values())}; name the tool by --tool"])
 
 
 def _title(file: Path, tool: Tool, machine: str) -> list[str]:
     return [
-        f"{_MARK.removeprefix('# ')}{file.name} ({_TITLES[tool]}), {machine}.",
+        f"{_MARK.removeprefix('# ')}{file.name} ({TOOL_TITLES[tool]}), {machine}.",
         "Behind each line is the key it came from. Rows come in another order, from other random numbers.",
     ]
 

@@ -19,6 +19,8 @@ from pathlib import Path
 import psutil
 import yaml
 
+PARENT_AT_START = os.getppid()
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -60,10 +62,11 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     options = _before_script(words)
     config = _option(options, "--config_file", "--config-file")
     by_srun = not words and "SLURM_PROCID" in environment and "RANK" in environment
+    own_words = launcher_words(sys.orig_argv) or ["python", *sys.orig_argv[1:]]
     world_size = int(environment.get("WORLD_SIZE", "1"))
     nodes = int(environment.get("GROUP_WORLD_SIZE", "1"))
     return Launch(
-        words=tuple(words or [*(["srun"] if by_srun else []), "python", *sys.orig_argv[1:]]),
+        words=tuple(words or [*(["srun"] if by_srun else []), *own_words]),
         asked_processes=_asked_processes(options, inherited),
         config_file=Path(config) if config else None,
         threads_chosen="OMP_NUM_THREADS" in inherited,
@@ -88,20 +91,32 @@ def _on_cpu(environment: Mapping[str, str], config: str | None) -> bool:
     return isinstance(settings, dict) and settings.get("use_cpu") is True
 
 
+# What launchers leave in the environment of a rank: `finetune train` (local_ranks.py), torchrun, `accelerate launch`.
+BY_TRAIN_VERB, BY_TORCHRUN, BY_ACCELERATE = "FINETUNE_RANKS", "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"
+
+
 def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether `accelerate launch` or torchrun started this process, by what they leave in the environment."""
-    return "TORCHELASTIC_RUN_ID" in environment or "ACCELERATE_MIXED_PRECISION" in environment
+    """Whether a launcher started this process, by what it leaves in the environment."""
+    return any(name in environment for name in (BY_TRAIN_VERB, BY_TORCHRUN, BY_ACCELERATE))
 
 
 def launcher_words(arguments: Sequence[str]) -> list[str]:
-    """`accelerate launch ...` or `torchrun ...` as typed, from a process's arguments; empty for any other program."""
+    """`accelerate launch ...`, `torchrun ...` or `finetune train ...` as typed, from a process's arguments.
+
+    Empty for any other program.
+    """
     for index, word in enumerate(arguments[:3]):
         name = os.path.basename(word)
-        if name in ("accelerate", "accelerate-launch", "torchrun"):
+        by_verb = name == "finetune" and arguments[index + 1 : index + 2] == ["train"]
+        if name in ("accelerate", "accelerate-launch", "torchrun") or by_verb:
             return [name, *arguments[index + 1 :]]
-    if "-m" in arguments[:4] and any(word.startswith(("accelerate.", "torch.distributed.")) for word in arguments[:5]):
+    known = ("accelerate.", "torch.distributed.", _CLI_MODULE)
+    if "-m" in arguments[:4] and any(word.startswith(known) for word in arguments[:5]):
         return ["python", *arguments[1:]]
     return []
+
+
+_CLI_MODULE = "finetune.cli.main"  # python -m finetune.cli.main train RECIPE
 
 
 def _is_accelerate(words: Sequence[str]) -> bool:
@@ -153,9 +168,10 @@ def _asked_processes(options: Sequence[str], inherited: Mapping[str, str]) -> in
 
 
 def _before_script(words: Sequence[str]) -> list[str]:
-    """The launcher's own arguments: those before our entrypoint."""
+    """The launcher's own arguments: those before our entrypoint, which may be the verb `train`."""
     for index, word in enumerate(words):
-        if word.endswith("train.py") or word == "finetune.train":
+        by_verb = word == "train" and words[index - 1] in ("finetune", _CLI_MODULE)
+        if by_verb or word.endswith("train.py") or word == "finetune.train":
             return list(words[:index])
     return list(words)
 
@@ -174,7 +190,8 @@ _OF_RANKS = tuple("RANK WORLD_SIZE LOCAL_ GROUP_ ROLE_ MASTER_ TORCHELASTIC_ PET
 
 def environment_for_child(**variables: str) -> dict[str, str]:
     """The environment for a process that is not a rank of this run: without a rank's variables, with these."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(_OF_RANKS)} | variables
+    ours = (*_OF_RANKS, BY_TRAIN_VERB)
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)} | variables
 
 
 _WAIT_SECONDS = 60  # torchrun ends ranks that do not leave after 30
@@ -190,18 +207,25 @@ os.write(2, os.fsencode(sys.argv[2]))
 
 
 def print_after_launcher(line: str) -> None:
-    """Writes the line to standard error, and under a launcher once more after that has ended, below its own report.
-
-    A small child process in its own session waits for the launcher's end and keeps standard error open. Linux only.
-    """
+    """Writes the line to standard error, and under a launcher once more after that has ended, below its own report."""
     text = f"\n{line}\n"
     sys.stdout.flush()
     with suppress(OSError):
         os.write(2, text.encode(errors="replace"))
-    if not under_launcher() or not hasattr(os, "pidfd_open"):
+    repeat_after_launcher(line)
+
+
+def repeat_after_launcher(line: str) -> None:
+    """Writes the line to standard error when the launcher has ended, below the report that it makes of any exit code.
+
+    A small child process in its own session waits for the launcher's end and keeps standard error open. Nothing happens
+    without a launcher that reports (`finetune train` does not), or where it has ended already. Linux only.
+    """
+    reports = under_launcher() and BY_TRAIN_VERB not in os.environ
+    if not reports or os.getppid() != PARENT_AT_START or not hasattr(os, "pidfd_open"):
         return
     subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _PRINT_AFTER_LAUNCHER, str(os.getppid()), text],
+        [sys.executable, "-I", "-S", "-c", _PRINT_AFTER_LAUNCHER, str(os.getppid()), f"\n{line}\n"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # torchrun ends a rank's whole process group

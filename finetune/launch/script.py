@@ -98,7 +98,7 @@ def _misfits(plan: LaunchPlan) -> Iterator[str]:
     where = f"{plan.nodes} x {each}"
     named = f"accelerate_config: {strategy.name}"
     if strategy.only_where and plan.gpus:
-        yield f"{named} runs on a CPU, not on {where}; set accelerate_config=ddp, or --gpus-per-node 0"
+        yield f"{named} runs on a CPU, not on {where}; set accelerate_config=ddp, or take no GPU: budget.gpus=0"
     if plan.alone and world > 1:
         yield f"{named} runs one process, {where} are {world}; set accelerate_config=ddp, or take one GPU"
     if strategy.needs_ranks and world == 1:
@@ -154,6 +154,11 @@ def _by_hand(plan: LaunchPlan) -> list[str]:
         f"exec {starter} \\",
         f"  {trainer}",
     ]
+
+
+def line_of_machine(plan: LaunchPlan) -> str:
+    """The line that starts one of several machines by hand: machine R, ADDRESS_OF_0 is that of machine 0."""
+    return f"{_starter(plan, machine='R', first='ADDRESS_OF_0', port=str(_PORT))} {shlex.join(plan.words)}"
 
 
 def _starter(plan: LaunchPlan, *, machine: str = "", first: str = "", port: str = "") -> str:

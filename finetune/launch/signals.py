@@ -8,6 +8,8 @@ What reaches the trainer (read in torch 2.13's elastic agent and accelerate 1.15
   and SIGHUP on to every rank, a second Ctrl-C as SIGTERM, and kills the ranks that remain after 30 s
   (TORCH_ELASTIC_SHUTDOWN_TIMEOUT). When one rank ends first, the agent sends the others SIGTERM: so ranks leave
   together, after a barrier.
+- `finetune train`: one process is the trainer itself. Several have sessions of their own, and local_ranks.py sends them
+  one SIGTERM for the first signal, and SIGKILL for a second Ctrl-C.
 
 So only a second SIGINT ends the process at once; further SIGTERMs change nothing.
 """
@@ -24,9 +26,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
-from finetune.launch.launcher import arguments_of, launcher_words, under_launcher
+from finetune.launch.launcher import (
+    BY_ACCELERATE,
+    BY_TORCHRUN,
+    PARENT_AT_START,
+    arguments_of,
+    launcher_words,
+    under_launcher,
+)
 
-_PARENT_AT_START = os.getppid()
+BROKEN_OFF = "broken off without saving"
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -56,16 +65,20 @@ def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[
         KeyboardInterrupt: at the second SIGINT.
     """
     interrupted = False
+    # No second Ctrl-C arrives under these two: of one process the shell has the terminal again, of several the agent
+    # sends SIGTERM.
+    heard_again = not {BY_TORCHRUN, BY_ACCELERATE} & os.environ.keys()
+    again = b"; Ctrl-C again breaks off without saving" if heard_again else b""
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted
         if number == signal.SIGINT and interrupted:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(BROKEN_OFF)
         interrupted |= number == signal.SIGINT
         if announce and not request:
             # os.write, because a handler may interrupt a print that holds the stream's lock.
             with suppress(OSError):  # standard error may be a file on a full disk
-                os.write(2, b"\nstopping: finishing this step, then saving; Ctrl-C again breaks off without saving\n")
+                os.write(2, b"\nstopping after this step, then saving%b\n" % again)
         request.signal_name = request.signal_name or signal.Signals(number).name
 
     if threading.current_thread() is not threading.main_thread():
@@ -107,4 +120,4 @@ def die_with_parent(number: signal.Signals) -> bool:
 
 def _launcher_is_gone() -> bool:
     """Whether our parent is no longer the launcher; in a container the launcher itself may be process 1."""
-    return os.getppid() != _PARENT_AT_START or (os.getppid() == 1 and not launcher_words(arguments_of(1)))
+    return os.getppid() != PARENT_AT_START or (os.getppid() == 1 and not launcher_words(arguments_of(1)))

@@ -5,9 +5,21 @@ A key of theirs gets an error that names ours. Where a key has no counterpart, t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pathlib
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
+from finetune.errors import RecipeError
 from finetune.recipe.optimizers import OPTIMIZER_NAMES
+
+Tool = Literal["axolotl", "llamafactory", "trl", "torchtune"]
+TOOL_TITLES: dict[Tool, str] = {
+    "axolotl": "axolotl",
+    "llamafactory": "LLaMA-Factory",
+    "trl": "TRL",
+    "torchtune": "torchtune",
+}
 
 # Their key -> our dotted key.
 RENAMED: dict[str, str] = {
@@ -190,3 +202,34 @@ OTHER_WORDS: dict[str, tuple[str, ...]] = {
 def other_word_for(word: str, choices: Sequence[str]) -> list[str]:
     """The choice that people mean by another tool's word, if there is one."""
     return [choice for choice in OTHER_WORDS.get(word, ()) if choice in choices][:1]
+
+
+def tool_of(values: Mapping[str, Any]) -> Tool | None:
+    """The tool that a configuration belongs to, by keys that only this tool has; None for any other page."""
+    if any(isinstance(value, Mapping) and "_component_" in value for value in values.values()):
+        return "torchtune"
+    if any(isinstance(values.get(section), Mapping) for section in ("model", "data")):
+        return None  # a recipe, perhaps with a few keys of another tool
+    if "base_model" in values:
+        return "axolotl"
+    if {"finetuning_type", "cutoff_len", "template", "dataset_dir"} & set(values):
+        return "llamafactory"
+    # TrainingArguments of transformers' Trainer are TRL's too.
+    return "trl" if {"model_name_or_path", "per_device_train_batch_size"} & set(values) else None
+
+
+def refuse_configuration_of_a_tool(file: pathlib.Path, values: Mapping[str, Any]) -> None:
+    """Raise RecipeError with the command that converts the file, where it is a whole configuration of another tool."""
+    tool = tool_of(values)
+    if tool is None:
+        return
+    name = TOOL_TITLES[tool] if tool != "trl" else "TRL or transformers' Trainer"
+    alone = tool == "trl" and "model_name_or_path" not in values  # TrainingArguments without their script's arguments
+    first = "add model_name_or_path and dataset_name, then " * alone
+    command = shlex.join(["finetune", "import", str(file), "-o", str(file.with_name(f"{file.stem}_recipe.yaml"))])
+    raise RecipeError(
+        [
+            f"{file}: is a configuration of {name}, not a recipe; {first}convert it, with --gpus 4x24GB or the like "
+            f"where it was written for more than one GPU: {command}"
+        ]
+    )

@@ -18,6 +18,7 @@ from finetune.errors import RecipeError
 from finetune.paths import CHECKOUT, in_home
 from finetune.recipe.cross_checks import local_model_problem
 from finetune.recipe.flat import leaves
+from finetune.recipe.foreign_keys import refuse_configuration_of_a_tool
 from finetune.recipe.mistakes import IN_QUOTES, Mistake, explain_mistake
 from finetune.recipe.schema import Recipe
 from finetune.recipe.yaml_text import (
@@ -113,6 +114,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
     for flaw in source.parsed.flaws:
         source.add(flaw.place, flaw.key, flaw.problem)
     value = source.parsed.value if isinstance(source.parsed.value, dict) else {}
+    refuse_configuration_of_a_tool(file, value)
     _rename_aliases(source, value)
     for override in overrides:
         _override(source, value, override)

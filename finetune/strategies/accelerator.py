@@ -101,9 +101,9 @@ def _right_number_of_processes(recipe: Recipe, strategy: Strategy, launch: Launc
     if strategy.needs_ranks and launch.world_size == 1:
         processes = max(2, recipe.budget.gpus * recipe.budget.nodes)
         raise EnvironmentMismatch(
-            f"accelerate_config: {strategy.name} runs on several processes, the launcher started one; launch with "
-            f"`accelerate launch --multi_gpu --num_processes {processes}`, on a CPU with `--config_file "
-            "accelerate_configs/cpu_2proc.yaml`, or set accelerate_config=single"
+            f"accelerate_config: {strategy.name} runs on several processes, the launcher started one; start it by "
+            f"`finetune train`, or by `accelerate launch --multi_gpu --num_processes {processes}`, on a CPU with "
+            "`--config_file accelerate_configs/cpu_2proc.yaml`, or set accelerate_config=single"
         )
 
 

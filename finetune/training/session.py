@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 
 from finetune.errors import Stopped
+from finetune.launch.launcher import repeat_after_launcher
 from finetune.launch.rendezvous import rendezvous
 from finetune.launch.signals import stop_on_signals
 from finetune.measure.phases import Phase, Phases, peak_of
@@ -118,7 +119,10 @@ def _train(
         progress.phase = "training"
         if not train(run, state):
             command = mark_run(start.run_dir, "stopped", step=state.step) if start.writes else ""
-            log(f"stopped and saved at step {state.step}; continue with:\n  {command}")
+            line = f"stopped and saved at step {state.step}; continue with:\n  {command}"
+            log(line)
+            if start.launch.is_main:
+                repeat_after_launcher(line)
             accelerator.wait_for_everyone()
             return Stopped.exit_code
         progress.phase = "export"

@@ -42,6 +42,7 @@ RUN = [
 ]
 # Commands that take longer, or more than a run on this machine; and where the like is run.
 ELSEWHERE = {
+    "finetune train": "cli/test_train_verb.py",
     "finetune plan": "planner/test_command.py",
     "finetune rehearse": "preflight/test_rehearse.py",
     "finetune compare": "preflight/test_compare.py",
@@ -101,6 +102,8 @@ def test_is_understood(command: str) -> None:
         verb.make_context(words[0], words[1:])
         for word in words[1:]:
             assert not word.startswith("recipes/") or list(ROOT.glob(word)), word
+        if words[0] == "train":
+            check_recipe(words[1:])
         assert prefix(command, [*RUN, *ELSEWHERE]), "is run nowhere"
     elif program == "accelerate":
         requested = launch_command_parser().parse_args(words[1:])

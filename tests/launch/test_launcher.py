@@ -98,6 +98,12 @@ def test_plain_python_has_no_launcher() -> None:
         (["/usr/bin/python3", "/env/bin/torchrun", "--nproc-per-node", "2", "finetune/train.py"], "torchrun --nproc"),
         (["/usr/bin/python3", "-m", "torch.distributed.run", "x.py"], "python -m torch.distributed.run x.py"),
         (["/usr/bin/python3", "-m", "accelerate.commands.launch", "x.py"], "python -m accelerate.commands.launch x.py"),
+        (["/usr/bin/python3", "/env/bin/finetune", "train", "r.yaml", "a=b c"], "finetune train r.yaml 'a=b c'"),
+        (
+            ["/usr/bin/python3", "-m", "finetune.cli.main", "train", "r.yaml"],
+            "python -m finetune.cli.main train r.yaml",
+        ),
+        (["/usr/bin/python3", "/env/bin/finetune", "rehearse", "r.yaml"], "python "),
         (["bash", "run.sh"], "python "),
     ],
 )
@@ -105,6 +111,30 @@ def test_the_command_that_continues(monkeypatch: pytest.MonkeyPatch, arguments: 
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setattr(launcher, "arguments_of", lambda process: arguments)
     assert continue_command(read_launch(), resume="auto").startswith(words)
+
+
+def test_one_process_of_the_train_verb_continues_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["/x/python", "/env/bin/finetune", "train", "my r.yaml", "training.resume=never"]
+    monkeypatch.setattr(sys, "orig_argv", words)
+    launch = read_launch({})
+    assert (launch.words[0], launch.recipe, launch.asked_processes) == ("finetune", "my r.yaml", None)
+    assert continue_command(launch, resume="never") == "finetune train 'my r.yaml' training.resume=auto"
+
+
+def test_a_rank_of_the_train_verb_is_found_under_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["/x/python", "-m", "finetune.cli.main", "train", "r.yaml"]
+    monkeypatch.setattr(launcher, "arguments_of", lambda process: words)
+    environment = {"FINETUNE_RANKS": "2", "RANK": "1", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    launch = read_launch(environment)
+    assert (launch.rank, launch.world_size, launch.recipe) == (1, 2, "r.yaml")
+    assert not launch.by_accelerate
+    assert not launch.by_torchrun
+
+
+def test_a_child_of_a_rank_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FINETUNE_RANKS", "RANK", "ACCELERATE_USE_CPU"):
+        monkeypatch.setenv(name, "1")
+    assert not {"FINETUNE_RANKS", "RANK", "ACCELERATE_USE_CPU"} & launcher.environment_for_child().keys()
 
 
 def test_the_command_that_continues_does_not_start_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def test_without_a_launcher_the_parents_death_is_nothing(tmp_path: Path, script:
 
 def test_a_launcher_that_died_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setattr(signals, "_PARENT_AT_START", 1 if os.getppid() != 1 else 2)
+    monkeypatch.setattr(signals, "PARENT_AT_START", 1 if os.getppid() != 1 else 2)
     monkeypatch.setattr(signals.ctypes, "CDLL", lambda *_, **__: type("C", (), {"prctl": lambda *_: 0}))
     stop = StopRequest()
     with stop_on_signals(stop, announce=False):
@@ -167,6 +167,30 @@ def test_handlers_come_back_and_nohup_stays() -> None:
         assert handlers == {number: signal.getsignal(number) for number in handlers}
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("environment", "again"),
+    [
+        ({}, True),
+        ({"FINETUNE_RANKS": "2"}, True),
+        ({"TORCHELASTIC_RUN_ID": "x"}, False),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, False),
+    ],
+)
+def test_a_second_interrupt_is_offered_where_it_arrives(
+    environment: dict[str, str], again: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with stop_on_signals(StopRequest()):
+        os.kill(os.getpid(), signal.SIGTERM)
+    line = capfd.readouterr().err.strip()
+    assert line.startswith("stopping after this step, then saving")
+    assert ("Ctrl-C again" in line) is again
+    assert len(line) < 80, "one line of a terminal"
 
 
 def test_outside_the_main_thread_the_flag_stays_down() -> None:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from finetune.errors import RankLost
+from finetune.launch import launcher
 from finetune.launch.launcher import print_after_launcher
 from finetune.run_folder import watchdog
 from finetune.run_folder.folder import claim_run_folder, read_state
@@ -311,11 +312,15 @@ print("forty lines of report", file=sys.stderr)
     assert process.stderr.split("\n") == ["", "rank 1 died", "forty lines of report", "", "rank 1 died", ""]
 
 
-def test_without_launcher_it_is_printed_once(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", [None, "FINETUNE_RANKS"])
+def test_without_a_launcher_that_reports_it_is_printed_once(
+    name: str | None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"):
-        monkeypatch.delenv(name, raising=False)
+    for other in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(other, raising=False)
+    if name is not None:
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setattr(launcher.subprocess, "Popen", lambda *_, **__: pytest.fail("somebody waits for the launcher"))
     print_after_launcher("rank 1 died")
     assert capfd.readouterr().err == "\nrank 1 died\n"
 

@@ -1,0 +1,209 @@
+"""The launcher of `finetune train`: the ranks of one machine, as torchrun would start them, without its report.
+
+torchrun and `accelerate launch` turn each exit code into 1 and a traceback, kill ranks that save for longer than 30 s,
+and do not pass a second Ctrl-C on (docs/log.md). On one machine a launcher does little besides: it sets torchrun's
+variables, ends the other ranks when one fails, and passes signals on. No torch here: the ranks import it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from finetune.errors import STOPPED, EnvironmentMismatch, RankLost, Stopped
+from finetune.launch.launcher import BY_TRAIN_VERB, under_launcher
+from finetune.launch.script import LaunchPlan, line_of_machine
+from finetune.launch.signals import BROKEN_OFF
+from finetune.launch.slurm import slurm_ranks
+
+PATIENCE_SECONDS = 10.0  # for rank 0 to say what happened, after another rank failed
+KILL_AFTER_SECONDS = 30.0  # from the SIGTERM that follows to SIGKILL; torchrun's
+_POLL_SECONDS = 0.05
+_COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
+
+
+def is_rank_already(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether srun or another launcher started this process as a rank. Raises EnvironmentMismatch as slurm_ranks."""
+    return under_launcher(environment) or "RANK" in environment or bool(slurm_ranks(environment))
+
+
+def ranks_here(plan: LaunchPlan) -> int:
+    """How many processes train: one for each GPU of the budget, two on a CPU for a strategy of several.
+
+    1 where the trainer itself will say that the machine has no GPU.
+
+    Raises:
+        EnvironmentMismatch: the recipe is made for several machines, or for more GPUs than are here.
+    """
+    if plan.nodes > 1:
+        each = "each with its own number R = 0 to " + str(plan.nodes - 1)
+        raise EnvironmentMismatch(
+            f"budget: the recipe is made for {plan.nodes} machines, and `finetune train` starts the ranks of one; type "
+            f"on all of them, {each}: {line_of_machine(plan)}"
+        )
+    if plan.ranks == 1 or not plan.gpus:
+        return plan.ranks
+    gpus = count_gpus()
+    if gpus == 0:
+        return 1
+    if gpus < plan.gpus:
+        fewer = "budget.gpus=1 accelerate_config=single" if gpus == 1 else f"budget.gpus={gpus}"
+        raise EnvironmentMismatch(
+            f"budget: the recipe is made for {plan.gpus} GPUs, this machine has {gpus}; run it where there are "
+            f"{plan.gpus}, or set {fewer}"
+        )
+    if gpus > plan.gpus:
+        note = f"launch: {plan.gpus} of this machine's {gpus} GPUs, as the budget says; for all set budget.gpus={gpus}"
+        print(note, file=sys.stderr)
+    return plan.ranks
+
+
+def count_gpus() -> int:
+    """The GPUs that torch sees here, asked in another process: this one stays light, and holds no GPU."""
+    asked = subprocess.run([sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True)
+    return int(asked.stdout) if asked.returncode == 0 and asked.stdout.strip().isdigit() else 0
+
+
+def run_ranks(command: Sequence[str], count: int, *, on_cpu: bool) -> int:
+    """Run the command as `count` ranks until all have ended; returns the exit code of the run.
+
+    The first SIGINT, SIGTERM or SIGHUP reaches every rank once, as SIGTERM: before training begins it ends a rank
+    without a traceback, afterwards the step is finished and saved, for as long as that takes. A second SIGINT kills all
+    ranks. When a rank fails, the others get SIGTERM, at once where it was rank 0, which has said why, and 30 s.
+
+    Returns:
+        0, or the code of the rank that failed first (1 for one that was killed), or 130 after a signal.
+    """
+    group = _Ranks(command, _environments(count, on_cpu=on_cpu))
+    with _received_signals() as received:
+        try:
+            group.start()
+            while group.running():
+                group.obey(received)
+                time.sleep(_POLL_SECONDS)
+        finally:
+            group.kill()
+    return group.exit_code()
+
+
+class _Ranks:
+    """The processes of a run, each in a session of its own, so that a signal of the terminal reaches this one alone."""
+
+    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
+        self._command, self._environments = list(command), environments
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._first_failed: int | None = None  # the rank
+        self._terminated = self._stopped = False  # the ranks have got SIGTERM; because this process got a signal
+        self._terminate_at = self._kill_at = math.inf  # on a steady clock
+
+    def start(self) -> None:
+        for environment in self._environments:
+            self._processes.append(subprocess.Popen(self._command, env=environment, start_new_session=True))
+
+    def running(self) -> bool:
+        """Whether a rank still runs. The first failure is noted here, and ends the others."""
+        codes = [process.poll() for process in self._processes]
+        # A rank that a signal stopped leaves while rank 0 writes the run's pages.
+        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, Stopped.exit_code)]
+        if failed and self._first_failed is None:
+            self._first_failed = min(failed, key=lambda rank: (codes[rank] < 0, rank))  # type: ignore[operator]
+            self._terminate_at = time.monotonic() + (PATIENCE_SECONDS if codes[0] is None else 0.0)
+            self._kill_at = self._terminate_at + KILL_AFTER_SECONDS
+        return None in codes
+
+    def obey(self, received: list[int]) -> None:
+        """Pass on what this process received, and end ranks whose time is up."""
+        now = time.monotonic()
+        if (received or now > self._terminate_at) and not self._terminated:
+            self._terminated, self._stopped = True, bool(received)
+            self._send(signal.SIGTERM)
+        if received.count(signal.SIGINT) > 1:
+            self.kill()
+            print(f"\n{BROKEN_OFF}", file=sys.stderr)
+        elif now > self._kill_at:
+            self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to every rank that is left, with the processes of its group."""
+        self._send(signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+
+    def exit_code(self) -> int:
+        """The run's exit code, once all ranks have ended; prints why, where no rank can have done so."""
+        codes = [process.returncode for process in self._processes]
+        if self._first_failed is not None and codes[self._first_failed] > 0:
+            return int(codes[self._first_failed])
+        if self._stopped:
+            if codes[0] == -signal.SIGTERM:
+                print(f"\n{STOPPED}", file=sys.stderr)
+            return Stopped.exit_code if any(codes) else 0
+        if self._first_failed is not None:
+            return self._killed(self._first_failed, codes)
+        return max(codes)
+
+    def _killed(self, rank: int, codes: Sequence[int]) -> int:
+        """A rank was killed: 1. Ranks that were training have said so; without them nobody did."""
+        if RankLost.exit_code not in codes:
+            name = next((each.name for each in signal.Signals if each == -codes[rank]), f"signal {-codes[rank]}")
+            who = (
+                f"rank {rank} (process {self._processes[rank].pid}) was ended by {name}, perhaps for memory (see dmesg)"
+            )
+            print(f"{who}; start the same command again, with more memory free", file=sys.stderr)
+        return RankLost.exit_code
+
+    def _send(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+
+
+@contextmanager
+def _received_signals() -> Iterator[list[int]]:
+    """The signals that ask a run to stop, as they come; a SIGHUP that is ignored (nohup) stays ignored."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _environments(count: int, *, on_cpu: bool) -> list[dict[str, str]]:
+    """torchrun's variables for each rank; its OMP_NUM_THREADS too, which the trainer raises where ranks use the CPU."""
+    shared = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        BY_TRAIN_VERB: str(count),
+    }
+    shared |= {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
+    inherited = {"OMP_NUM_THREADS": "1", **os.environ}
+    return [{**inherited, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def _free_port() -> int:
+    """A port that nobody listens on now; rank 0 takes it seconds later."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
