@@ -43,8 +43,8 @@ NEEDED = ("budget.", "accelerate_config", "model.", "training.optim")
 SAMPLED = 50
 
 
-def train_as_written(path: Path, folder: Path) -> dict[str, Any]:
-    """Train the recipe into `folder`/run; what was seen, a row of the results.
+def train_as_written(path: Path, folder: Path, steps: int = STEPS) -> dict[str, Any]:
+    """Train the recipe into `folder`/run on rows for so many steps; what was seen, a row of the results.
 
     `ok` says that each step had a rate, that the held-out loss fell and that every trained tensor changed. Norms may
     stay under training.pure_bf16: next to 1 a bfloat16 moves by 0.004 or not at all.
@@ -58,7 +58,7 @@ def train_as_written(path: Path, folder: Path) -> dict[str, Any]:
     words = tuple(f"{key}={json.dumps(value)}" for key, value in settings.items())
     job = TrainingJob(path.resolve(), words, ranks, folder)
     with running_hub(users=writer()) as hub:
-        serve_data_of(recipe, hub)
+        serve_data_of(recipe, hub, steps)
         code = run(job, hub)
         row = {"sha256": sha256_of(path), "processes": ranks, "replaced": sorted(settings), "data_sets": loaded(hub)}
     row["seconds"] = round(time.monotonic() - began, 1)
@@ -72,21 +72,21 @@ def writer() -> dict[str, dict[str, Any]]:
     return {TOKEN: {"name": OWNER, "auth": {"accessToken": {"displayName": "tests", "role": "write"}}}}
 
 
-def serve_data_of(recipe: Recipe, hub: Hub) -> None:
-    """Its data sets of the Hub, each with rows for STEPS steps."""
+def serve_data_of(recipe: Recipe, hub: Hub, steps: int) -> None:
+    """Its data sets of the Hub, each with rows for so many steps."""
     for entry in recipe.data.sets:
         if entry.path in DATA_SETS and ("dataset", entry.path) not in hub.repositories:
-            serve(hub, entry.path, rows=rows_for(recipe, entry), held_out=HELD_OUT)
+            serve(hub, entry.path, rows=rows_for(recipe, entry, steps), held_out=HELD_OUT)
 
 
-def rows_for(recipe: Recipe, entry: DataSet) -> int:
-    """So many that their tokens are those of STEPS steps over the recipe's epochs."""
+def rows_for(recipe: Recipe, entry: DataSet, steps: int) -> int:
+    """So many that their tokens are those of the steps over the recipe's epochs."""
     tokenizer, page = train_tokenizer(BUILT_IN), DATA_SETS[entry.path]
     rows = rows_of(entry.path, entry.name or DEFAULT, page.splits[0], SAMPLED)
     texts = [json.dumps(row.get("messages", row), ensure_ascii=False) for row in rows]
     each = sum(len(tokenizer.encode(text)) for text in texts) / SAMPLED
     training = recipe.training
-    return ceil(STEPS * training.global_batch_size * recipe.data.max_length / training.num_train_epochs / each)
+    return ceil(steps * training.global_batch_size * recipe.data.max_length / training.num_train_epochs / each)
 
 
 def run(job: TrainingJob, hub: Hub) -> int:

@@ -140,9 +140,11 @@ def tiny_stories(draw: Draw) -> Row:
 
 @dataclass(frozen=True)
 class DataSetPage:
-    """A data set of the Hub: what its configurations are called, its splits, and one of its rows."""
+    """A data set of the Hub: how many rows its first split really has, its licence, and how it is laid out."""
 
-    rows: Mapping[str, Callable[[Draw], Row]]  # by configuration
+    size: int
+    licence: str
+    rows: Mapping[str, Callable[[Draw], Row]]  # one of them, by configuration
     splits: tuple[str, ...] = ("train",)
 
     @property
@@ -152,19 +154,21 @@ class DataSetPage:
 
 
 DATA_SETS = {
-    "HuggingFaceTB/smoltalk": DataSetPage({"all": smoltalk, "apigen-80k": apigen}, ("train", "test")),
-    "HuggingFaceH4/no_robots": DataSetPage({DEFAULT: no_robots}, ("train", "test")),
-    "HuggingFaceH4/ultrachat_200k": DataSetPage({DEFAULT: ultrachat}, ("train_sft", "test_sft")),
-    "allenai/tulu-3-sft-mixture": DataSetPage({DEFAULT: tulu}),
-    "yahma/alpaca-cleaned": DataSetPage({DEFAULT: alpaca}),
-    "databricks/databricks-dolly-15k": DataSetPage({DEFAULT: dolly}),
-    "mlabonne/FineTome-100k": DataSetPage({DEFAULT: finetome}),
-    "open-thoughts/OpenThoughts-114k": DataSetPage({DEFAULT: open_thoughts}),
-    "open-r1/OpenR1-Math-220k": DataSetPage({DEFAULT: open_r1}),
-    "openai/gsm8k": DataSetPage({"main": gsm8k}, ("train", "test")),
-    "b-mc2/sql-create-context": DataSetPage({DEFAULT: sql_context}),
-    "beomi/KoAlpaca-v1.1a": DataSetPage({DEFAULT: ko_alpaca}),
-    "roneneldan/TinyStories": DataSetPage({DEFAULT: tiny_stories}, ("train", "validation")),
+    "HuggingFaceTB/smoltalk": DataSetPage(
+        1_043_917, "Apache-2.0", {"all": smoltalk, "apigen-80k": apigen}, ("train", "test")
+    ),
+    "HuggingFaceH4/no_robots": DataSetPage(9_500, "CC-BY-NC-4.0", {DEFAULT: no_robots}, ("train", "test")),
+    "HuggingFaceH4/ultrachat_200k": DataSetPage(207_865, "MIT", {DEFAULT: ultrachat}, ("train_sft", "test_sft")),
+    "allenai/tulu-3-sft-mixture": DataSetPage(939_343, "ODC-BY", {DEFAULT: tulu}),
+    "yahma/alpaca-cleaned": DataSetPage(51_760, "CC-BY-4.0", {DEFAULT: alpaca}),
+    "databricks/databricks-dolly-15k": DataSetPage(15_011, "CC-BY-SA-3.0", {DEFAULT: dolly}),
+    "mlabonne/FineTome-100k": DataSetPage(100_000, "see its page", {DEFAULT: finetome}),
+    "open-thoughts/OpenThoughts-114k": DataSetPage(113_957, "Apache-2.0", {DEFAULT: open_thoughts}),
+    "open-r1/OpenR1-Math-220k": DataSetPage(93_733, "Apache-2.0", {DEFAULT: open_r1}),
+    "openai/gsm8k": DataSetPage(7_473, "MIT", {"main": gsm8k}, ("train", "test")),
+    "b-mc2/sql-create-context": DataSetPage(78_577, "CC-BY-4.0", {DEFAULT: sql_context}),
+    "beomi/KoAlpaca-v1.1a": DataSetPage(21_155, "see its page", {DEFAULT: ko_alpaca}),
+    "roneneldan/TinyStories": DataSetPage(2_119_719, "CDLA-Sharing-1.0", {DEFAULT: tiny_stories}, ("train", "validation")),
 }
 
 
