@@ -99,8 +99,6 @@ ONE_OF_EACH = {
     "mistral_7b_lora_1x24gb": 7_248_023_552,
     "smollm2_135m_full_cpu": 134_515_008,
     "smollm2_1.7b_lora_1x8gb": 1_711_376_384,
-    "qwen3_8b_lora_chat_1x24gb": 8_190_735_360,
-    "qwen3_4b_lora_tools_1x24gb": 4_022_468_096,
 }
 
 

@@ -168,7 +168,9 @@ DATA_SETS = {
     "openai/gsm8k": DataSetPage(7_473, "MIT", {"main": gsm8k}, ("train", "test")),
     "b-mc2/sql-create-context": DataSetPage(78_577, "CC-BY-4.0", {DEFAULT: sql_context}),
     "beomi/KoAlpaca-v1.1a": DataSetPage(21_155, "see its page", {DEFAULT: ko_alpaca}),
-    "roneneldan/TinyStories": DataSetPage(2_119_719, "CDLA-Sharing-1.0", {DEFAULT: tiny_stories}, ("train", "validation")),
+    "roneneldan/TinyStories": DataSetPage(
+        2_119_719, "CDLA-Sharing-1.0", {DEFAULT: tiny_stories}, ("train", "validation")
+    ),
 }
 
 
