@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from finetune.files import read_lines
 from finetune.launch.launcher import environment_for_child
@@ -29,6 +30,7 @@ from finetune.recipe.strategy import read_strategy
 from finetune.run_folder.checkpoint import newest_valid, read_checkpoint
 from finetune.training.planner_process import PLANNER_SWITCH
 from tests.support.cells import ROOT
+from tests.support.chat_families import QWEN3
 from tests.support.hub import Hub, running_hub
 from tests.support.hub.data_sets import DATA_SETS, DEFAULT, rows_of, serve
 from tests.support.hub.server import TOKEN
@@ -41,6 +43,10 @@ OWNER = "your-name"  # as recipes have it in hub.repo_id
 # Of what a rehearsal changes, that without which the recipe does not run here; not one key of data or schedule.
 NEEDED = ("budget.", "accelerate_config", "model.", "training.optim")
 SAMPLED = 50
+# Of the families whose recipes give their template variables.
+_PROMPT = "{{ '<|im_start|>assistant\\n' }}{% endif %}"
+_SWITCH = "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+TEMPLATES = {"Qwen/Qwen3-": QWEN3.replace(_PROMPT, _PROMPT.replace("{% endif %}", _SWITCH + "{% endif %}"))}
 
 
 def train_as_written(path: Path, folder: Path, steps: int = STEPS) -> dict[str, Any]:
@@ -53,6 +59,7 @@ def train_as_written(path: Path, folder: Path, steps: int = STEPS) -> dict[str, 
     strategy, began = read_strategy(recipe.accelerate_config), time.monotonic()
     ranks = processes_of(strategy, 2)
     model = shrink_model(recipe.model.name_or_path, recipe.model.revision, recipe.data, folder / "model")
+    give_template(recipe.model.name_or_path, model.folder)
     made = changes(recipe, strategy, model, processes=ranks, folder=folder)
     settings = {key: value for change in made for key, value in change.settings.items() if key.startswith(NEEDED)}
     words = tuple(f"{key}={json.dumps(value)}" for key, value in settings.items())
@@ -65,6 +72,15 @@ def train_as_written(path: Path, folder: Path, steps: int = STEPS) -> dict[str, 
     if code:
         return row | {"ok": False, "reason": failure_reason(job.run_dir, job.log.read_text("utf-8"))}
     return row | seen(recipe, job.run_dir, model.folder)
+
+
+def give_template(name: str, folder: Path) -> None:
+    """The family's own chat template to the tiny model's tokenizer, where it is here."""
+    for start, template in TEMPLATES.items():
+        if name.startswith(start):
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            tokenizer.chat_template = template
+            tokenizer.save_pretrained(folder)
 
 
 def writer() -> dict[str, dict[str, Any]]:
