@@ -44,8 +44,8 @@ OWNER = "your-name"  # as recipes have it in hub.repo_id
 NEEDED = ("budget.", "accelerate_config", "model.", "training.optim")
 SAMPLED = 50
 # Of the families whose recipes give their template variables.
-_PROMPT = "{{ '<|im_start|>assistant\\n' }}{% endif %}"
-_SWITCH = "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+_PROMPT = "{{ '<|im_start|>assistant\n' }}{% endif %}"
+_SWITCH = "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
 TEMPLATES = {"Qwen/Qwen3-": QWEN3.replace(_PROMPT, _PROMPT.replace("{% endif %}", _SWITCH + "{% endif %}"))}
 
 
