@@ -35,6 +35,7 @@ def is_a_training(name: str, row: dict[str, Any]) -> None:
     assert stay == [], name
     assert all(key.startswith(NEEDED) for key in row["replaced"]), name
     assert row["data_sets"] == sorted({entry.path for entry in recipe.data.sets if entry.path in DATA_SETS}), name
+    assert not recipe.hub.push or "adapter_model.safetensors" in row["pushed"], name
     assert row["data_sets"] or not recipe.budget.gpus, name
 
 

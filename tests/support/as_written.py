@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 
 from finetune.files import read_lines
 from finetune.launch.launcher import environment_for_child
+from finetune.model.packaged import ONLINE_REPOSITORIES, PREFIX
 from finetune.preflight.changes import changes, processes_of
 from finetune.preflight.job import TrainingJob
 from finetune.preflight.job_failure import failure_reason
@@ -59,6 +60,7 @@ def train_as_written(path: Path, folder: Path, steps: int = STEPS) -> dict[str, 
     strategy, began = read_strategy(recipe.accelerate_config), time.monotonic()
     ranks = processes_of(strategy, 2)
     model = shrink_model(recipe.model.name_or_path, recipe.model.revision, recipe.data, folder / "model")
+    name_base(recipe.model.name_or_path, model.folder)
     give_template(recipe.model.name_or_path, model.folder)
     made = changes(recipe, strategy, model, processes=ranks, folder=folder)
     settings = {key: value for change in made for key, value in change.settings.items() if key.startswith(NEEDED)}
@@ -68,10 +70,19 @@ def train_as_written(path: Path, folder: Path, steps: int = STEPS) -> dict[str, 
         serve_data_of(recipe, hub, steps)
         code = run(job, hub)
         row = {"sha256": sha256_of(path), "processes": ranks, "replaced": sorted(settings), "data_sets": loaded(hub)}
+        if recipe.hub.push:
+            row["pushed"] = sorted(hub.repository(str(recipe.hub.repo_id)).files()) if not code else []
     row["seconds"] = round(time.monotonic() - began, 1)
     if code:
         return row | {"ok": False, "reason": failure_reason(job.run_dir, job.log.read_text("utf-8"))}
     return row | seen(recipe, job.run_dir, model.folder)
+
+
+def name_base(name: str, folder: Path) -> None:
+    """The tiny model's config says which model it stands for, as the card of a push wants it."""
+    file, package = folder / "config.json", name.removeprefix(PREFIX)
+    config = json.loads(file.read_text("utf-8"))
+    file.write_text(json.dumps(config | {"_name_or_path": ONLINE_REPOSITORIES.get(package, name)}), "utf-8")
 
 
 def give_template(name: str, folder: Path) -> None:
