@@ -69,7 +69,12 @@ def train_as_written(path: Path, folder: Path, steps: int = STEPS) -> dict[str, 
     with running_hub(users=writer()) as hub:
         serve_data_of(recipe, hub, steps)
         code = run(job, hub)
-        row = {"sha256": sha256_of(path), "processes": ranks, "replaced": sorted(settings), "data_sets": loaded(hub)}
+        row: dict[str, Any] = {
+            "sha256": sha256_of(path),
+            "processes": ranks,
+            "replaced": sorted(settings),
+            "data_sets": loaded(hub),
+        }
         if recipe.hub.push:
             row["pushed"] = sorted(hub.repository(str(recipe.hub.repo_id)).files()) if not code else []
     row["seconds"] = round(time.monotonic() - began, 1)
