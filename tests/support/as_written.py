@@ -37,7 +37,7 @@ from tests.support.hub.data_sets import DATA_SETS, DEFAULT, rows_of, serve
 from tests.support.hub.server import TOKEN
 from tests.support.recipe_results import sha256_of
 
-STEPS = 10  # of a recipe whose rows are the Hub's: so many rows are served
+STEPS = 6  # of a recipe whose rows are the Hub's: so many rows are served
 HELD_OUT = 20  # rows of each other split
 TIMEOUT_SECONDS = 900
 OWNER = "your-name"  # as recipes have it in hub.repo_id
