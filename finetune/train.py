@@ -48,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_recipe(loaded: LoadedRecipe) -> int:
     """Train to the end, or to a signal; returns 0 or 130. Raises FinetuneError."""
-    # Before torch loads: waiting threads sleep instead of spinning. On two cores shared with another program twenty
-    # passes of a small network took 4.8 s, with spinning 18 s (docs/log.md).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from finetune.launch.cpu_memory import bound_libraries
+
+    bound_libraries()  # before torch loads
     from finetune.hub.around_training import check_before_training, push_after_training, refuse_secrets
     from finetune.launch.launcher import continue_command, read_launch, under_launcher
     from finetune.launch.slurm import slurm_ranks
