@@ -56,8 +56,8 @@ FAULTS = (
     Fault(
         "attention ignores the sliding window",
         "model/attention.py",
-        "document_lengths, scaling, sliding_window)",
-        "document_lengths, scaling, None)",
+        "_on_cpu(query, key, value, document_lengths, scaling, sliding_window)",
+        "_on_cpu(query, key, value, document_lengths, scaling, None)",
         "model/test_attention.py -k one_document",
     ),
     Fault(

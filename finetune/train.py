@@ -59,6 +59,9 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     # passes of a small network took 4.8 s, with spinning 18 s (docs/log.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # logs missing optional kernels when it is imported
+    from finetune.launch.cpu_memory import bound_libraries
+
+    bound_libraries()  # before torch loads
     from finetune.hub.around_training import check_before_training, push_after_training, refuse_secrets
     from finetune.launch.launcher import continue_command, read_launch, under_launcher
     from finetune.launch.slurm import slurm_ranks

@@ -3,8 +3,8 @@
 A micro-batch is one row of tokens, its documents end to end. No mask function is registered under this name, so
 transformers builds no mask (and makes no host read to look for one), and the forward's `cu_seq_lens` and `max_length`
 reach this function, under activation checkpointing too. On CUDA it is torch's own variable-length flash attention,
-which takes 16-bit numbers only and begins with Ampere; on a CPU, in float32 and on older GPUs, one
-scaled-dot-product call a document.
+which takes 16-bit numbers only and begins with Ampere; in float32 and on older GPUs, one scaled-dot-product call a
+document; on a CPU that too, always in float32.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def varlen_attention(
     assert not dropout, "attention dropout is refused when the model is built"
     refuse_unknown(module, attention_mask, cu_seq_lens, others)
     assert cu_seq_lens is not None
-    if query.device.type == "cpu" or _computed_in(query) == torch.float32 or not has_flash(query.device):
+    if query.device.type == "cpu":
+        output = _on_cpu(query, key, value, document_lengths, scaling, sliding_window)
+    elif _computed_in(query) == torch.float32 or not has_flash(query.device):
         output = _by_document(query, key, value, document_lengths, scaling, sliding_window)
     else:
         output = _on_cuda(query, key, value, cu_seq_lens, max(document_lengths), scaling, sliding_window)
@@ -89,6 +91,16 @@ def refuse_unknown(
         f"model.attention: {type(module).__name__} {problem}, which document-isolated attention does not compute; "
         "set model.attention: eager and data.packing: false"
     )
+
+
+def _on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scaling: float | None, window: int | None
+) -> Tensor:
+    """In float32 at least. 16-bit products go to oneDNN, which keeps 4 MB of kernels for each new document length and
+    which documents of a hundred tokens keep busy with calls: 16 ms forward and backward, 8 in float32 (docs/log.md)."""
+    wide = (x.float() if x.itemsize < 4 else x for x in (query, key, value))
+    with torch.autocast("cpu", enabled=False):
+        return _by_document(*wide, lengths, scaling, window).to(_computed_in(query))
 
 
 def _by_document(

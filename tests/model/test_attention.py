@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -156,6 +157,38 @@ def test_generation_still_works_after_the_loss_moved_in() -> None:
         torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 3), max_new_tokens=3, min_new_tokens=3
     )
     assert output.shape == (1, 6)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_on_a_cpu_16_bit_numbers_are_attended_in_float32(autocast: bool, window: int | None) -> None:
+    """The same as in float64, rounded once."""
+    query, key, value = (torch.randn(1, heads, sum(LENGTHS), 8).bfloat16() for heads in (4, 2, 2))
+    if autocast:
+        query, key = query.float(), key.float()  # as RoPE leaves them between float32 weights
+    ends = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output, _ = attention.varlen_attention(
+            torch.nn.Module(),
+            query,
+            key,
+            value,
+            None,
+            cu_seq_lens=ends,
+            document_lengths=LENGTHS,
+            sliding_window=window,
+        )
+    assert output.dtype == torch.bfloat16
+    documents = []
+    for start, end in pairwise(ends.tolist()):
+        q, k, v = (x[0, :, start:end].double() for x in (query, key, value))
+        k, v = (x.repeat_interleave(2, dim=0) for x in (k, v))
+        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        seen = (distance >= 0) & (distance < (window or end))
+        scores = (q @ k.transpose(1, 2) / 8**0.5).masked_fill(~seen, float("-inf"))
+        documents.append((scores.softmax(-1) @ v).transpose(0, 1))
+    expected = torch.cat(documents)
+    assert torch.allclose(output[0].double(), expected, rtol=2**-8, atol=1e-6)  # half a unit of bfloat16's last place
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
