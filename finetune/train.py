@@ -55,9 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_recipe(loaded: LoadedRecipe) -> int:
     """Train to the end, or to a signal; returns 0 or 130. Raises FinetuneError."""
-    # Before torch loads: waiting threads sleep instead of spinning. On two cores shared with another program twenty
-    # passes of a small network took 4.8 s, with spinning 18 s (docs/log.md).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # logs missing optional kernels when it is imported
     from finetune.launch.cpu_memory import bound_libraries
 
