@@ -1,6 +1,6 @@
 """Every mistake of the data before anything heavy is loaded: file, line, what is wrong, remedy.
 
-Needs neither tokenizer nor torch; memory holds one row. What only a chat template or a tokenizer can know (a role
+Needs neither tokenizer nor torch; memory holds a few rows. What only a chat template or a tokenizer can know (a role
 order it refuses, a length) comes up in the same form when the rows are tokenised, still before the model is loaded.
 """
 

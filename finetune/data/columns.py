@@ -23,11 +23,12 @@ ANSWERS = ("output", "answer", "response", "completion", "solution", "target", "
 CONTEXTS = ("input", "context", "passage")
 REASONS = ("reasoning_content", "thinking", "reasoning")
 REASONING_COLUMNS = REASONS[:2]  # read without being named: others may hold what is not meant to be learned
+SYSTEMS = ("system", "system_prompt", "system_message")
 TEXTS = ("content", "body", "document", "article", "story", "code")
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """How the rows of a data set are read."""
 
     format: KnownFormat
@@ -51,11 +52,11 @@ class Layout:
         return [name for name, value in row.items() if name not in read and value not in (None, "", [], {})]
 
 
-def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> Layout:
+def layout_of(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> RowLayout:
     """The layout of a data set, from its first rows. Raises BadRow, once for the data set."""
     _check_mapped(entry.columns, rows)
     guessed = _known_names(entry, rows)
-    layout = Layout("text", guessed or entry.columns, entry.roles, entry.chat_template_kwargs, bool(guessed))
+    layout = RowLayout("text", guessed or entry.columns, entry.roles, entry.chat_template_kwargs, bool(guessed))
     for row in rows:
         view = layout.view(row)
         if found := _detect(view, entry, layouts_with(layout.columns)):
@@ -81,8 +82,8 @@ def _check_mapped(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]])
     for ours, theirs in columns.items():
         if theirs not in found:
             near = nearest(theirs, found)
-            hint = f"did you mean columns: {written({ours: near})}?" if near else "name one of them"
-            raise BadRow(f"columns: {ours}: the data set has no column {theirs!r}, but {listed(found)}; {hint}")
+            hint = f"did you mean columns: {in_yaml({ours: near})}?" if near else "name one of them"
+            raise BadRow(f"columns: {ours}: the data set has no column {theirs!r}, but {in_quotes(found)}; {hint}")
 
 
 def _known_names(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -114,21 +115,23 @@ def _answer(entry: DataSet, rows: Sequence[Mapping[str, Any]]) -> str:
     if entry.format != "auto" or entry.columns:
         return _missing(entry, found)
     if "chosen" in found:
-        pairs = f"preference rows ({listed(found)}) are not trained on as pairs"
-        return f"{pairs}; to learn what was chosen add columns: {written(_chosen(row))}"
+        pairs = f"preference rows ({in_quotes(found)}) are not trained on as pairs"
+        return f"{pairs}; to learn what was chosen add columns: {in_yaml(_chosen(row))}"
     if suggested := _suggestion(row):
-        return f"no known layout: the columns are {listed(found)}; add to this data set: columns: {written(suggested)}"
+        return (
+            f"no known layout: the columns are {in_quotes(found)}; add to this data set: columns: {in_yaml(suggested)}"
+        )
     expected = list(dict.fromkeys(column for columns in ROW_COLUMNS.values() for column in columns))
     for name in found:
         if name not in expected and (near := nearest(name, expected)):
-            return f"unknown column {name!r}; did you mean {near!r}? rename it, or add columns: {written({near: name})}"
+            return f"unknown column {name!r}; did you mean {near!r}? rename it, or add columns: {in_yaml({near: name})}"
     for columns in ROW_COLUMNS.values():
         missing = [column for column in columns if column not in found]
         if len(missing) < len(columns):
             other = next(column for column in columns if column != missing[0])
             return f"the field {missing[0]!r} is missing next to {other!r}; add it, or columns: {{{missing[0]}: ...}}"
     ours = "columns: {text: ...}, or {prompt: ..., completion: ...}, or {messages: ...}"
-    return f"no known layout: the columns are {listed(found) or 'none'}; name those to learn from by {ours}"
+    return f"no known layout: the columns are {in_quotes(found) or 'none'}; name those to learn from by {ours}"
 
 
 def _missing(entry: DataSet, found: Sequence[str]) -> str:
@@ -137,25 +140,28 @@ def _missing(entry: DataSet, found: Sequence[str]) -> str:
     ours = next(name for name in ROW_COLUMNS[names[0]] if name not in {*found, *entry.columns})
     others = [name for name in found if name not in (*ROW_COLUMNS[names[0]], *entry.columns.values())]
     if near := nearest(ours, others):
-        line = written({**entry.columns, ours: near})
+        line = in_yaml({**entry.columns, ours: near})
         return f"the field {ours!r} is missing; {near!r} is there: rename it, or write columns: {line}"
     if entry.columns:
-        line = written({**entry.columns, ours: "..."}).replace('"..."', "...")
-        return f"the field {ours!r} is missing, the columns are {listed(found)}; write columns: {line}"
+        line = in_yaml({**entry.columns, ours: "..."}).replace('"..."', "...")
+        return f"the field {ours!r} is missing, the columns are {in_quotes(found)}; write columns: {line}"
     return f"the field {ours!r} is missing; add it, or choose another data format than {names[0]}"
 
 
 def _suggestion(row: Mapping[str, Any]) -> dict[str, str]:
     """The columns that these names and values probably are; empty where that is not clear."""
+    named = {name.lower(): name for name, value in row.items() if isinstance(value, str)}
+    system = _first(SYSTEMS, named)
     for name, value in row.items():
         if _has_keys(value, "role", "content") or _has_keys(value, "from", "value"):
-            return {"messages" if "role" in value[0] else "conversations": name}
-    named = {name.lower(): name for name, value in row.items() if isinstance(value, str)}
+            ours = "messages" if "role" in value[0] else "conversations"
+            return {ours: name} | ({"system": named[system]} if system and named[system] != "system" else {})
     question, answer = _first(QUESTIONS, named), _first(ANSWERS, named)
     if question and answer:
         context = _first([name for name in CONTEXTS if name != question], named)
         reason = _first(REASONS, named)
-        pairs = {"instruction": question, "input": context, "reasoning_content": reason, "output": answer}
+        pairs = {"system": system, "instruction": question, "input": context, "reasoning_content": reason}
+        pairs |= {"output": answer}
         return {ours: named[name] for ours, name in pairs.items() if name and named[name] != ours}
     text = _first(TEXTS, named)
     return {"text": named[text]} if text else {}
@@ -177,7 +183,7 @@ def _chosen(row: Mapping[str, Any]) -> dict[str, str]:
     return ({"instruction": question} if question != "instruction" else {}) | {"output": "chosen"}
 
 
-def listed(names: Sequence[str]) -> str:
+def in_quotes(names: Sequence[str]) -> str:
     """Names in quotes, as many as fit into a message."""
     text = ""
     for name in names:
@@ -188,7 +194,7 @@ def listed(names: Sequence[str]) -> str:
     return text
 
 
-def written(mapping: Mapping[str, str]) -> str:
+def in_yaml(mapping: Mapping[str, str]) -> str:
     """A mapping in one line of YAML."""
     return "{" + ", ".join(f"{_quoted(key)}: {_quoted(value)}" for key, value in mapping.items()) + "}"
 

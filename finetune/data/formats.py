@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from finetune.data.columns import REASONING_COLUMNS, Layout, written
+from finetune.data.columns import REASONING_COLUMNS, RowLayout, in_yaml
 from finetune.data.messages import (
     UnknownRole,
     check_inside,
@@ -50,7 +50,7 @@ class Passage:
     completion: str
 
 
-def read_row(row: Mapping[str, Any], layout: Layout) -> Chat | Passage:
+def read_row(row: Mapping[str, Any], layout: RowLayout) -> Chat | Passage:
     """The row in its common form, checked strictly. Raises BadRow (mistake; remedy)."""
     view = layout.view(row)
     _check_columns(view, layout)
@@ -67,7 +67,7 @@ def read_row(row: Mapping[str, Any], layout: Layout) -> Chat | Passage:
             return Passage("", checked_text(view["text"], "text"))
 
 
-def _check_columns(view: Mapping[str, Any], layout: Layout) -> None:
+def _check_columns(view: Mapping[str, Any], layout: RowLayout) -> None:
     for column in ROW_COLUMNS[layout.format]:
         theirs = layout.columns.get(column, column)
         if column not in view:
@@ -78,7 +78,7 @@ def _check_columns(view: Mapping[str, Any], layout: Layout) -> None:
             raise BadRow(f"{theirs!r} is null; give it a value, or remove the row")
 
 
-def _prompt_completion(view: Mapping[str, Any], layout: Layout) -> Chat | Passage:
+def _prompt_completion(view: Mapping[str, Any], layout: RowLayout) -> Chat | Passage:
     prompt, completion = view["prompt"], view["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
         chat = _chat(view, [*prompt, *completion], "prompt and completion", layout)
@@ -90,14 +90,14 @@ def _prompt_completion(view: Mapping[str, Any], layout: Layout) -> Chat | Passag
         return replace(chat, learned=inside)
     if isinstance(prompt, list) or isinstance(completion, list):
         raise BadRow("'prompt' and 'completion' must both be texts or both lists of messages; change one")
-    if column := next((column for column in OF_CHATS if view.get(column)), None):
+    if column := next((column for column in (*OF_CHATS, "history", *REASONING_COLUMNS) if view.get(column)), None):
         theirs = [layout.columns.get(name, name) for name in ("prompt", "completion")]
-        line = written(dict(zip(("instruction", "output"), theirs, strict=True)))
+        line = in_yaml(dict(zip(("instruction", "output"), theirs, strict=True)))
         raise BadRow(f"{column!r} has no place in texts without a chat template; as chats: columns: {line}")
     return Passage(checked_text(prompt, "prompt", may_be_empty=True), checked_text(completion, "completion"))
 
 
-def _alpaca(view: Mapping[str, Any], layout: Layout) -> Chat:
+def _alpaca(view: Mapping[str, Any], layout: RowLayout) -> Chat:
     instruction = checked_text(view["instruction"], "instruction")
     context = checked_text(view.get("input") or "", "input", may_be_empty=True)
     answer = {"role": "assistant", "content": checked_text(view["output"], "output")}
@@ -122,13 +122,13 @@ def _history(view: Mapping[str, Any]) -> list[dict[str, Any]]:
     return turns
 
 
-def _from_sharegpt(turns: Any, layout: Layout) -> list[dict[str, Any]]:
+def _from_sharegpt(turns: Any, layout: RowLayout) -> list[dict[str, Any]]:
     if not isinstance(turns, list):
         raise BadRow(f"'conversations' must be a list of turns, this is {json_kind(turns)}; write [{{\"from\": ...}}]")
     return [_sharegpt_turn(turn, f"conversations[{index}]", layout) for index, turn in enumerate(turns)]
 
 
-def _sharegpt_turn(turn: Any, where: str, layout: Layout) -> dict[str, Any]:
+def _sharegpt_turn(turn: Any, where: str, layout: RowLayout) -> dict[str, Any]:
     if not isinstance(turn, dict):
         raise BadRow(f'{where} must be an object, this is {json_kind(turn)}; write {{"from": ..., "value": ...}}')
     if "role" in turn and "from" not in turn:
@@ -141,7 +141,7 @@ def _sharegpt_turn(turn: Any, where: str, layout: Layout) -> dict[str, Any]:
     if not isinstance(speaker, str) or speaker not in roles:
         near = nearest(str(speaker), roles)
         known = f"did you mean {near!r}?" if near else "known are human, gpt, system, function_call, observation;"
-        line = written({str(speaker): roles[near] if near else "user"})
+        line = in_yaml({str(speaker): roles[near] if near else "user"})
         raise UnknownRole(f"{where}: unknown speaker {speaker!r}; {known} or add roles: {line}", str(speaker))
     message = {name: value for name, value in turn.items() if name not in ("from", "value")}
     message |= {"role": roles[speaker], "content": turn["value"]}
@@ -151,7 +151,7 @@ def _sharegpt_turn(turn: Any, where: str, layout: Layout) -> dict[str, Any]:
     return message
 
 
-def _chat(view: Mapping[str, Any], messages: Any, column: str, layout: Layout) -> Chat:
+def _chat(view: Mapping[str, Any], messages: Any, column: str, layout: RowLayout) -> Chat:
     if not isinstance(messages, list):
         raise BadRow(f'{column!r} must be a list of messages, this is {json_kind(messages)}; write [{{"role": ...}}]')
     if not messages:
@@ -181,7 +181,7 @@ def _system(view: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str
     return None
 
 
-def _template_kwargs(view: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+def _template_kwargs(view: Mapping[str, Any], layout: RowLayout) -> dict[str, Any]:
     """Variables for the template: the row's own, else the data set's."""
     own = view.get("chat_template_kwargs") or {}
     if isinstance(own, str):  # in tables

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from finetune.data.columns import Layout, layout_of, listed, written
+from finetune.data.columns import RowLayout, in_quotes, in_yaml, layout_of
 from finetune.data.formats import Chat, Passage, read_row
 from finetune.data.messages import REASONING, UnknownRole, nearest
 from finetune.data.readers import BadRow, SourceRow
@@ -17,7 +17,7 @@ from finetune.data.sources import Source
 from finetune.recipe.cross_checks import OPTIONAL_COLUMNS
 
 READ_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)  # of messages, by templates or our checks
-HEAD = 10  # rows from which the layout is found
+HEAD = 50  # rows from which the layout is found; a column that is mapped must be in one of them
 
 
 class ReadRow(NamedTuple):
@@ -37,7 +37,7 @@ class RowReader:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._layout: Layout | None = None
+        self._layout: RowLayout | None = None
         self._unused: dict[str, None] = {}  # columns, in the order in which they were seen
         self._message_keys: dict[str, None] = {}  # besides those that every template reads
         self._roles: set[str] = set()  # unknown ones that were told
@@ -66,7 +66,7 @@ class RowReader:
             if problem is not None:
                 yield problem
 
-    def _read(self, row: SourceRow, layout: Layout) -> ReadRow | None:
+    def _read(self, row: SourceRow, layout: RowLayout) -> ReadRow | None:
         """The row; None for one with an unknown role that was told before."""
         if row.values is None:
             return ReadRow(row, None, row.problem)
@@ -82,14 +82,14 @@ class RowReader:
         self._note(read)
         return ReadRow(row, read, None)
 
-    def _note_unused(self, values: dict[str, Any], layout: Layout) -> None:
+    def _note_unused(self, values: dict[str, Any], layout: RowLayout) -> None:
         """Raises BadRow for a column that is nearly one of those that the layout may have."""
         for name in layout.unused(values):
             if name not in self._unused:
                 self._unused[name] = None
                 near = nearest(name, OPTIONAL_COLUMNS[layout.format], cutoff=0.8)
                 if near and near not in values and near not in layout.columns:
-                    line = written({near: name})
+                    line = in_yaml({near: name})
                     raise BadRow(f"unknown column {name!r}; did you mean {near!r}? rename it, or add columns: {line}")
 
     def _note(self, read: Chat | Passage) -> None:
@@ -104,7 +104,7 @@ class RowReader:
         """What `notes_of` tells, of the rows read so far; `is_read`: whether the template reads a key of messages."""
         guess = self._layout if self._layout and self._layout.is_guess else None
         return {
-            "read_as": [guess.format, written(guess.columns)] if guess else None,
+            "read_as": [guess.format, in_yaml(guess.columns)] if guess else None,
             "unused_columns": [*self._unused],
             "unused_message_keys": [key for key in self._message_keys if not is_read(key)],
             "unanswered": self._unanswered,
@@ -118,9 +118,9 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
         layout, columns = facts["read_as"]
         yield f"{name}: read as {layout}, columns: {columns}"
     if facts["unused_columns"]:
-        yield f"{name}: columns not used: {listed(facts['unused_columns'])}"
+        yield f"{name}: columns not used: {in_quotes(facts['unused_columns'])}"
     if facts["unused_message_keys"]:
-        yield f"{name}: keys of messages that the chat template does not read: {listed(facts['unused_message_keys'])}"
+        yield f"{name}: keys of messages that the template does not read: {in_quotes(facts['unused_message_keys'])}"
     if count := facts["unanswered"]:
         yield f"{name}: dialogues that end without an answer: {count:,}; nothing is learned from their last turn"
     if count := facts["run_together"]:

@@ -128,6 +128,10 @@ ANSWERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {}, "columns: {instruction: Question, reasoning_content: Reasoning, output: Response}",
     ),
     "another answer": ({"prompt": "Why?", "response": "So."}, {}, "columns: {instruction: prompt, output: response}"),
+    "Orca": (
+        {"id": "1", "system_prompt": "Be brief.", "question": "Why?", "response": "So."},
+        {}, "columns: {system: system_prompt, instruction: question, output: response}",
+    ),
     "turns of another name": ({"conversation": TURNS, "model": "x"}, {}, "columns: {messages: conversation}"),
     "sharegpt of another name": ({"dialog": SHAREGPT}, {}, "columns: {conversations: dialog}"),
     "a text of another name": ({"title": "x", "content": "Once"}, {}, "columns: {text: content}"),
@@ -173,7 +177,7 @@ def test_a_data_set_is_answered_once(case: str, tmp_path: Path) -> None:
     assert len(answer) <= 240
 
 
-RIGHT_LINES = ["question, context and answer", "a reasoning column", "preference answers", "a name to quote"]
+RIGHT_LINES = ["question, context and answer", "Orca", "a reasoning column", "preference answers", "a name to quote"]
 
 
 @pytest.mark.parametrize("case", RIGHT_LINES)
@@ -280,7 +284,7 @@ def test_other_keys_of_a_turn_are_kept(tmp_path: Path) -> None:
     assert chat.messages[1] == {"role": "assistant", "content": "So.", "thinking": "Hm"}
 
 
-@pytest.mark.parametrize("column", ["system", "tools", "chat_template_kwargs"])
+@pytest.mark.parametrize("column", ["system", "tools", "chat_template_kwargs", "history", "reasoning_content"])
 def test_what_plain_texts_have_no_place_for_is_refused(column: str, tmp_path: Path) -> None:
     row = {"question": "Why? ", "completion": "So.", column: {"a": 1}}
     (answer,) = answers(tmp_path, row, columns={"prompt": "question"})

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from finetune.cli.main import main
-from finetune.data.columns import Layout
+from finetune.data.columns import RowLayout
 from finetune.data.formats import read_row
 from finetune.errors import RecipeError
 from finetune.importers import hf_trainer, trl
@@ -542,7 +542,7 @@ def test_their_templates_and_what_is_learned_in_them(name: str) -> None:
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]}
     )
-    row = read_row({"instruction": "What is it?", "output": answer}, Layout("alpaca"))
+    row = read_row({"instruction": "What is it?", "output": answer}, RowLayout("alpaca"))
     script = Encoder(tokenizer, data).script(row)
     assert script.text.startswith(prompt + answer + end)
     start, stop = script.learned[0]

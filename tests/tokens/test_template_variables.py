@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune.data.columns import Layout
+from finetune.data.columns import RowLayout
 from finetune.data.formats import read_row
 from finetune.data.sources import resolve
 from finetune.errors import DataError
@@ -34,7 +34,7 @@ def thinking(**keys: str) -> list[dict[str, str]]:
 def mask(messages: list[dict[str, Any]], family: str = "qwen3", *, variables: Any = None, **settings: Any) -> str:
     """The text with what is learned in ⟦ ⟧; `variables`: the row's own."""
     row = {"messages": messages, "chat_template_kwargs": variables}
-    document = Encoder(tokenizer_of(family), data_section(**settings)).document(read_row(row, Layout("messages")))
+    document = Encoder(tokenizer_of(family), data_section(**settings)).document(read_row(row, RowLayout("messages")))
     return shown(document, tokenizer_of(family))
 
 
@@ -54,7 +54,7 @@ def test_rows_with_other_variables_do_not_share_what_was_found() -> None:
     masks = []
     for value in (False, True, False, True):
         row = {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": value}}
-        masks.append(shown(encoder.document(read_row(row, Layout("messages"))), tokenizer_of("qwen3")))
+        masks.append(shown(encoder.document(read_row(row, RowLayout("messages"))), tokenizer_of("qwen3")))
     assert masks[0] == masks[2] != masks[1] == masks[3]
     assert masks[0].count("⟦Hi") == masks[1].count("⟦<think>") == 1
 
@@ -62,7 +62,7 @@ def test_rows_with_other_variables_do_not_share_what_was_found() -> None:
 def test_many_different_variables_are_not_kept() -> None:
     encoder = Encoder(tokenizer_of("llama3"), data_section(chat_template="{{ note }}" + LLAMA_LIKE))
     for number in range(40):
-        read = read_row({"messages": HELLO, "chat_template_kwargs": {"note": number}}, Layout("messages"))
+        read = read_row({"messages": HELLO, "chat_template_kwargs": {"note": number}}, RowLayout("messages"))
         assert shown(encoder.document(read), tokenizer_of("llama3")).startswith(f"{number}user")
     assert len(encoder._finders) <= 16
 
