@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from finetune.errors import STOPPED, FinetuneError, NoRendezvous
 from finetune.output_stream import keep_printing
-from finetune.recipe.loader import LoadedRecipe, load_recipe, resolved_yaml
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
 
 if TYPE_CHECKING:
     from finetune.run_folder.folder import Claim

@@ -68,7 +68,8 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Is the recipe right? Every mistake at once, by file, line and column."""
-    from finetune.recipe.loader import load_recipe, resolved_yaml
+    from finetune.recipe.loader import load_recipe
+    from finetune.recipe.resolved import resolved_yaml
     from finetune.redaction import hide_in, hide_secrets, known_secrets
 
     if schema:

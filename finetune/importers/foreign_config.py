@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.errors import RecipeError
-from finetune.recipe.flat import leaves
+from finetune.recipe.resolved import leaves
 from finetune.recipe.schema import Lora, Quantization, Recipe
 from finetune.recipe.yaml_text import dotted, shown
 

@@ -6,20 +6,18 @@ import difflib
 import math
 import os
 import pathlib
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from finetune.errors import RecipeError
 from finetune.paths import CHECKOUT, in_home
 from finetune.recipe.cross_checks import local_model_problem
-from finetune.recipe.flat import leaves
 from finetune.recipe.foreign_keys import refuse_configuration_of_a_tool
 from finetune.recipe.mistakes import IN_QUOTES, Mistake, explain_mistake
+from finetune.recipe.resolved import LoadedRecipe, leaves
 from finetune.recipe.schema import Recipe
 from finetune.recipe.yaml_text import (
     MAX_BYTES,
@@ -29,7 +27,6 @@ from finetune.recipe.yaml_text import (
     dotted,
     excerpt,
     parse,
-    plain_scalar,
     printable,
     shown,
 )
@@ -41,15 +38,6 @@ MAX_MISTAKES = 50  # shown at once
 # Other places and spellings of one key, accepted.
 CHECKPOINTING: Path = ("training", "activation_checkpointing")
 ALIASES: tuple[Path, ...] = (("gradient_checkpointing",), ("training", "gradient_checkpointing"))
-
-
-@dataclass(frozen=True)
-class LoadedRecipe:
-    """A valid recipe, and where its values came from."""
-
-    recipe: Recipe
-    origins: dict[str, str]  # dotted key -> default | recipe | command line
-    path: pathlib.Path
 
 
 @dataclass
@@ -258,43 +246,6 @@ def _origins(source: _Source, recipe: Recipe) -> dict[str, str]:
         given, origin = (source.set_keys, COMMAND_LINE) if overridden else (source.parsed.values, "recipe")
         origins[dotted(path)] = origin if path in given else "default"
     return origins
-
-
-def resolved_yaml(loaded: LoadedRecipe) -> str:
-    """The whole recipe, every key, with its origin as a comment; loads again as the same recipe."""
-    return "\n".join(_written(loaded.recipe.model_dump(mode="json"), (), loaded.origins)) + "\n"
-
-
-def _written(value: dict[str, Any], path: Path, origins: dict[str, str], item: bool = False) -> Iterator[str]:
-    indent = "  " * len(path)
-    for index, (key, inner) in enumerate(value.items()):
-        inner_path = (*path, key)
-        lead = (indent[:-2] + "- " if item and index == 0 else indent) + _in_one_line(key)
-        if isinstance(inner, dict) and inner:
-            yield f"{lead}:"
-            yield from _written(inner, inner_path, origins)
-        elif isinstance(inner, list) and inner and isinstance(inner[0], dict):
-            yield f"{lead}:"
-            for number, entry in enumerate(inner):
-                yield from _written(entry, (*inner_path, number), origins, item=True)
-        else:
-            yield f"{lead}: {_in_one_line(inner)}  # {origins[dotted(inner_path)]}"
-
-
-def _in_one_line(value: Any) -> str:
-    text = yaml.dump(value, Dumper=_Writer, default_flow_style=True, width=2**30, allow_unicode=True)
-    return str(text).removesuffix("\n").removesuffix("...").strip()
-
-
-class _Writer(yaml.SafeDumper):
-    """Writes values in one line, and quotes what PyYAML takes for text and we for a number (1e5)."""
-
-    def represent_text(self, text: str) -> yaml.ScalarNode:
-        plain = plain_scalar(text) == text and not re.search("[\n\r\x85\u2028\u2029]", text)
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
-
-
-_Writer.add_representer(str, _Writer.represent_text)
 
 
 def recipe_from_resolved(path: str | os.PathLike[str]) -> Recipe:

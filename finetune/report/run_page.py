@@ -10,7 +10,7 @@ from typing import Any
 
 from finetune.files import write_text
 from finetune.measure.units import GIB
-from finetune.recipe.flat import leaves
+from finetune.recipe.resolved import leaves
 from finetune.recipe.yaml_text import dotted
 from finetune.report.curves import (
     ReportedRun,

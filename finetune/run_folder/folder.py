@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from finetune.errors import FinetuneError
 from finetune.files import TEMPORARY_PREFIX, clear_leftovers, cut_lines, exclusive, lock, sync, write_json
-from finetune.recipe.flat import leaves
+from finetune.recipe.resolved import leaves
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.checkpoint import Checkpoint, newest_valid
 from finetune.run_folder.facts import lost_lines

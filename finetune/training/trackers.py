@@ -22,7 +22,7 @@ from accelerate.tracking import MLflowTracker, TensorBoardTracker, TrackioTracke
 
 from finetune.errors import EnvironmentMismatch
 from finetune.files import write_json
-from finetune.recipe.flat import leaves
+from finetune.recipe.resolved import leaves
 from finetune.recipe.schema import Recipe, Tracker
 from finetune.recipe.yaml_text import dotted
 

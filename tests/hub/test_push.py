@@ -29,7 +29,8 @@ from finetune.model.known_configs import full_config
 from finetune.preflight.changes import changes, overrides
 from finetune.preflight.compare import Comparison, job_command
 from finetune.preflight.shrink import Shrunk
-from finetune.recipe.loader import load_recipe, resolved_yaml
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.resolved import resolved_yaml
 from finetune.recipe.strategy import read_strategy
 from finetune.redaction import find_secret
 from finetune.run_folder.save_restore import export_adapter

@@ -20,8 +20,9 @@ from finetune.cli.main import main
 from finetune.errors import RecipeError
 from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS
 from finetune.recipe.foreign_keys import RENAMED, REPLACED
-from finetune.recipe.loader import load_recipe, recipe_from_resolved, resolved_yaml
+from finetune.recipe.loader import load_recipe, recipe_from_resolved
 from finetune.recipe.reference import REFERENCE_FILE, SCHEMA_FILE, json_schema, reference_page
+from finetune.recipe.resolved import resolved_yaml
 from finetune.recipe.schema import Recipe
 
 SMALL = "model: {name_or_path: x}\ndata:\n  train:\n    - {path: json, data_files: a.jsonl}\n"

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from finetune.cli.main import main
 from finetune.errors import RecipeError
-from finetune.recipe.loader import MAX_MISTAKES, load_recipe, resolved_yaml
+from finetune.recipe.loader import MAX_MISTAKES, load_recipe
 from finetune.recipe.mistakes import WANTED
+from finetune.recipe.resolved import resolved_yaml
 from finetune.recipe.schema import Recipe
 from finetune.recipe.yaml_text import MAX_BYTES, Place, excerpt, number_trap, parse, plain_scalar
 

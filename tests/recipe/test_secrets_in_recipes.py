@@ -143,7 +143,8 @@ def test_a_private_key_is_covered_to_its_end() -> None:
 
 def test_the_run_folders_recipe_keeps_its_values(recipe: Path) -> None:
     """What is looked at is hidden; what a run is made from is not."""
-    from finetune.recipe.loader import load_recipe, resolved_yaml
+    from finetune.recipe.loader import load_recipe
+    from finetune.recipe.resolved import resolved_yaml
 
     recipe.write_text(RIGHT.replace("rows.jsonl", TOKENS["address"]), "utf-8")
     assert TOKENS["address"] in resolved_yaml(load_recipe(recipe))

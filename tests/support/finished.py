@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from finetune.model.build import build_model, load_tokenizer
-from finetune.recipe.loader import load_recipe, resolved_yaml
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.resolved import resolved_yaml
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.save_restore import export_adapter, export_model
 from finetune.strategies.assemble import Assembled

@@ -1,0 +1,82 @@
+"""A recipe that was read: where its values came from, its leaves with their paths, and its text with every key."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import yaml
+
+from finetune.recipe.schema import Recipe
+from finetune.recipe.yaml_text import Path, dotted, plain_scalar
+
+# Which lists are opened, so that each of their elements is a leaf or holds some: those that hold a mapping, or all.
+OpenedLists = Literal["none", "with mappings", "all"]
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A valid recipe, and where its values came from."""
+
+    recipe: Recipe
+    origins: dict[str, str]  # dotted key -> default | recipe | command line
+    path: pathlib.Path
+
+
+def leaves(value: Any, path: Path = (), *, lists: OpenedLists = "with mappings") -> Iterator[tuple[Path, Any]]:
+    """Every leaf of a nested value with its path of keys and of indices, in order; what is empty is a leaf."""
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        entries = value.items()
+    elif isinstance(value, list) and _is_opened(value, lists):
+        entries = enumerate(value)
+    if not entries:
+        yield path, value
+    for key, inner in entries:
+        yield from leaves(inner, (*path, key), lists=lists)
+
+
+def _is_opened(values: list[Any], lists: OpenedLists) -> bool:
+    if lists == "with mappings":
+        return any(isinstance(value, Mapping) for value in values)
+    return lists == "all" and bool(values)
+
+
+def resolved_yaml(loaded: LoadedRecipe) -> str:
+    """The whole recipe, every key, with its origin as a comment; loads again as the same recipe."""
+    return "\n".join(_written(loaded.recipe.model_dump(mode="json"), (), loaded.origins)) + "\n"
+
+
+def _written(value: dict[str, Any], path: Path, origins: dict[str, str], item: bool = False) -> Iterator[str]:
+    indent = "  " * len(path)
+    for index, (key, inner) in enumerate(value.items()):
+        inner_path = (*path, key)
+        lead = (indent[:-2] + "- " if item and index == 0 else indent) + _in_one_line(key)
+        if isinstance(inner, dict) and inner:
+            yield f"{lead}:"
+            yield from _written(inner, inner_path, origins)
+        elif isinstance(inner, list) and inner and isinstance(inner[0], dict):
+            yield f"{lead}:"
+            for number, entry in enumerate(inner):
+                yield from _written(entry, (*inner_path, number), origins, item=True)
+        else:
+            yield f"{lead}: {_in_one_line(inner)}  # {origins[dotted(inner_path)]}"
+
+
+def _in_one_line(value: Any) -> str:
+    text = yaml.dump(value, Dumper=_Writer, default_flow_style=True, width=2**30, allow_unicode=True)
+    return str(text).removesuffix("\n").removesuffix("...").strip()
+
+
+class _Writer(yaml.SafeDumper):
+    """Writes values in one line, and quotes what PyYAML takes for text and we for a number (1e5)."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        plain = plain_scalar(text) == text and not re.search("[\n\r\x85\u2028\u2029]", text)
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
+
+
+_Writer.add_representer(str, _Writer.represent_text)
