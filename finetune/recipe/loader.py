@@ -186,8 +186,7 @@ def _put(value: dict[str, Any], path: Path, new: Any) -> str | None:
         key = part if isinstance(current, list) else str(part)
         if last:
             current[key] = new
-        else:
-            current = current[key]
+        current = current[key]
     return None
 
 
@@ -232,8 +231,7 @@ def _strategy_mistakes(name: Any) -> Iterator[Mistake]:
     if not paths or any(os.path.isfile(path) for path in paths):
         return
     known = sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml"))
-    close = difflib.get_close_matches(name, known, 1, 0.5)
-    hint = f"did you mean {close[0]}? " if close else ""
+    hint = "".join(f"did you mean {close}? " for close in difflib.get_close_matches(name, known, 1, 0.5))
     text = f"is {shown(name)}; {hint}choose one of {', '.join(known)}, or a path"
     yield Mistake(("accelerate_config",), text, at_key=False)
 

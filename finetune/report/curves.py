@@ -100,10 +100,10 @@ def _holes(runs: Sequence[ReportedRun]) -> list[tuple[int, int]]:
 
 def memory_curve(runs: Sequence[ReportedRun]) -> Chart:
     """The peaks of the training lines; the title says what they are the peaks of."""
-    return curve(runs, f"Peak memory of {memory_of(runs)}, GiB", "peak_memory_gib")
+    return curve(runs, f"Peak memory of {peaks_of(runs)}, GiB", "peak_memory_gib")
 
 
-def memory_of(runs: Sequence[ReportedRun]) -> str:
+def peaks_of(runs: Sequence[ReportedRun]) -> str:
     """What a training line's memory is that of: on a CPU the process's, on a GPU its tensors'."""
     kinds = {"the process" if run.facts.receipt.get("device") == "cpu" else "tensors on the GPU" for run in runs}
     return kinds.pop() if len(kinds) == 1 else "the process (CPU) or tensors (GPU)"

@@ -89,7 +89,8 @@ def facts_lines(preview: Preview) -> list[str]:
 
 def _part_of_mixture(part: dict[str, Any]) -> str:
     weight = f", weight {part['weight']:g}" if part["weight"] != 1 else ""
-    return f"  {part['share']:.1%} {part['name']}: {part['documents']:,} documents, {part['tokens']:,} tokens{weight}"
+    documents, tokens = counted(part["documents"], "document"), counted(part["tokens"], "token")
+    return f"  {part['share']:.1%} {part['name']}: {documents}, {tokens}{weight}"
 
 
 def _bars(preview: Preview) -> Iterator[str]:

@@ -17,7 +17,7 @@ from finetune.report.curves import (
     curves,
     loss_chart,
     memory_chart,
-    memory_of,
+    peaks_of,
     phase_chart,
     read_runs,
     summary,
@@ -68,7 +68,7 @@ def report(runs: Sequence[ReportedRun]) -> str:
 
 
 def _heading(column: str, runs: Sequence[ReportedRun]) -> str:
-    return f"{column}, {memory_of(runs)}" if column == "peak GiB" else column
+    return f"{column}, {peaks_of(runs)}" if column == "peak GiB" else column
 
 
 def _missing(run: ReportedRun, alone: ReportedRun | None) -> str:

@@ -24,7 +24,7 @@ from finetune.tokens.mixture import HOLD_OUT, seeded_order
 from finetune.tokens.packing import pack
 
 MOST_BYTES = 64 * 2**20  # of files read for an estimate: a few seconds; `finetune preview` counts larger ones
-SAMPLE = 200  # documents of each data set that are tokenised
+SAMPLED = 200  # documents of each data set that are tokenised
 AROUND = (1.0, 5.0)  # tokens around a document and around a message; ChatML and Llama 3 have 5
 BYTES_A_TOKEN = 4.0  # of English, and of Korean, whose letters have three bytes
 
@@ -84,7 +84,7 @@ def _read(source: Source) -> _Texts:
         text = "\n".join(parts)
         found.nbytes.append(len(text.encode(errors="replace")))
         found.messages.append(len(parts) if isinstance(read, Chat) else 0)
-        if len(found.sample) < SAMPLE:
+        if len(found.sample) < SAMPLED:
             found.sample.append(text)
     return found
 

@@ -31,12 +31,12 @@ RATES = {"full training": (1e-6, 1e-5, 1e-4), "LoRA": (1e-5, 2e-4, 2e-3)}
 def batch_notes(recipe: Recipe, prepared: Prepared, plan: BatchPlan) -> list[str]:
     """The line about the data, and one for each thing that looks wrong. Reads the model's configuration, no weights."""
     return [
-        *notes_of(recipe, counted_rows(recipe, prepared), plan),
+        *size_notes(recipe, counted_rows(recipe, prepared), plan),
         *beyond_positions(recipe, prepared, positions_of(recipe)),
     ]
 
 
-def notes_of(recipe: Recipe, counts: RowCounts, plan: BatchPlan) -> list[str]:
+def size_notes(recipe: Recipe, counts: RowCounts, plan: BatchPlan) -> list[str]:
     """The same of rows that may be estimated, without what only documents can show."""
     return [
         data_line(recipe, counts, plan),
@@ -60,7 +60,7 @@ def notes_before_launch(recipe: Recipe, prepared: Prepared | None = None, ranks:
     budget = recipe.budget
     ranks = ranks or read_strategy(recipe.accelerate_config).rank_count(max(1, budget.gpus * budget.nodes))
     plan = plan_batches(recipe, counts.rows, world_size=ranks, rank=0, flat=True)
-    notes = batch_notes(recipe, prepared, plan) if prepared else notes_of(recipe, counts, plan)
+    notes = batch_notes(recipe, prepared, plan) if prepared else size_notes(recipe, counts, plan)
     return {
         "rows": counts.rows,
         "tokens": counts.tokens,
