@@ -16,7 +16,9 @@ def train(recipe: RecipeFile, overrides: Overrides = None) -> None:
         from finetune.launch.local_ranks import is_rank_already, ranks_here, run_ranks
         from finetune.launch.script import plan_launch
         from finetune.paths import TRAIN_SCRIPT
+        from finetune.recipe.loader import load_recipe
 
+        load_recipe(recipe, words[1:], here=True)  # refuses at once
         if is_rank_already():
             return {"exit_code": train_here(words)}
         plan = plan_launch(recipe, words[1:], launcher="torchrun")

@@ -55,9 +55,8 @@ class _Source:
     def report(self, path: Path, text: str, *, at_key: bool) -> None:
         """Add a mistake at a key of the recipe, or at the nearest section that is in the file."""
         if any(path[: len(over)] == over or over[: len(path)] == path for over in self.overridden):
-            # A shell takes one pair of quotes away.
-            shell = f"; in a shell: '{dotted(path)}=\"...\"'" if IN_QUOTES in text else ""
-            self.add_override(dotted(path), text + shell)
+            quoted = f"; in a shell: '{dotted(path)}=\"...\"'"  # a shell takes one pair of quotes away
+            self.add_override(dotted(path), text + quoted * (IN_QUOTES in text))
         else:
             self.add(self._place(path, at_key=at_key), dotted(path), text)
 
