@@ -13,6 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import NotFinite
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.best import Exported, weights_to_export
+from finetune.run_folder.save_restore import save
+from finetune.run_folder.train_state import TrainState
 from finetune.strategies.zero_state import trained_pieces
 from tests.support.one_rank import LEARNING_RATE, OneRank, half_recipe, one_rank
 from tests.support.tiny import flat_batch
@@ -59,6 +63,51 @@ def test_a_step_is_one_update(strategy: str, tiny_llama: Path, tmp_path: Path) -
             assert set(counts) == {step}
             moved = max(float((now[name] - start[name]).abs().max()) for name in start)
             assert moved == pytest.approx(step * LEARNING_RATE, rel=0.01)  # AdamW's first steps, of about that each
+
+
+def with_training(recipe: Recipe, **settings: Any) -> Recipe:
+    return recipe.model_copy(update={"training": recipe.training.model_copy(update=settings)})
+
+
+def test_a_step_has_the_recipes_constants(strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
+    """AdamW's first step from its definition; the engine's own first moment says what the gradient was."""
+    recipe = half_recipe(tiny_llama, tmp_path, strategy)
+    constants = {"adam_beta1": 0.75, "adam_beta2": 0.9375, "adam_epsilon": 1e-2}
+    with one_rank(with_training(recipe, **constants)) as rank:
+        start = trained(rank)
+        rank.step([flat_batch()])
+        now = trained(rank)
+        for name in [name for name in now if ":" not in name]:
+            gradient = now[f"{name}:exp_avg"] / 0.25
+            torch.testing.assert_close(now[f"{name}:exp_avg_sq"], gradient**2 / 16, rtol=1e-5, atol=0, msg=name)
+            expected = start[name] - LEARNING_RATE * gradient / (gradient.abs() + 1e-2)
+            torch.testing.assert_close(now[name], expected, rtol=0, atol=1e-7, msg=name)
+
+
+def test_the_best_evaluations_weights_are_exported(strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
+    """Masters and the weights that are computed with are those of its checkpoint, to the bit; moments stay."""
+    recipe = with_training(half_recipe(tiny_llama, tmp_path, strategy), load_best_model_at_end=True)
+    batch, state, seen = flat_batch(seed=9), TrainState(), {}
+    with one_rank(recipe) as rank:
+        for step, loss in ((1, 2.0), (2, 1.0), (3, 1.5)):
+            rank.step([flat_batch(seed=step)])
+            state.step = step
+            state.compare(loss)
+            save(recipe, rank.parts, state)
+            with torch.no_grad():
+                seen[step] = trained(rank), float(rank.parts.model(**batch))
+        assert weights_to_export(recipe, rank.parts, state) == Exported(2, True, "eval_loss", 1.0)
+        (best, loss), now = seen[2], trained(rank)
+        exported = rank.parts.trained_weights(dtype=None, keep=True)
+        for name, tensor in now.items():
+            expected = seen[3][0] if ":" in name else best
+            assert torch.equal(tensor, expected[name]), name
+            if ":" not in name:
+                assert torch.equal(exported[name].reshape(-1), best[name].reshape(-1)), name
+                assert not torch.equal(tensor, seen[3][0][name]), name
+        with torch.no_grad():
+            assert float(rank.parts.model(**batch)) == loss
+    assert loss != seen[3][1]
 
 
 def test_the_last_micro_batch_alone_ends_a_step(strategy: str, tiny_llama: Path, tmp_path: Path) -> None:
