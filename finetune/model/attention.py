@@ -98,9 +98,9 @@ def _on_cpu(
 ) -> Tensor:
     """In float32 at least. 16-bit products go to oneDNN, which keeps 4 MB of kernels for each new document length and
     which documents of a hundred tokens keep busy with calls: 16 ms forward and backward, 8 in float32 (docs/log.md)."""
-    wide = (x.float() if x.itemsize < 4 else x for x in (query, key, value))
+    result, wide = _computed_in(query), (x.float() if x.itemsize < 4 else x for x in (query, key, value))
     with torch.autocast("cpu", enabled=False):
-        return _by_document(*wide, lengths, scaling, window).to(_computed_in(query))
+        return _by_document(*wide, lengths, scaling, window).to(result)
 
 
 def _by_document(
