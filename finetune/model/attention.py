@@ -98,9 +98,10 @@ def _on_cpu(
 ) -> Tensor:
     """In float32 at least. 16-bit products go to oneDNN, which keeps 4 MB of kernels for each new document length and
     which documents of a hundred tokens keep busy with calls: 16 ms forward and backward, 8 in float32 (docs/log.md)."""
+    result = _computed_in(query)  # read before autocast is off
     wide_query, wide_key, wide_value = (x.float() if x.itemsize < 4 else x for x in (query, key, value))
     with torch.autocast("cpu", enabled=False):
-        return _by_document(wide_query, wide_key, wide_value, lengths, scaling, window).to(_computed_in(query))
+        return _by_document(wide_query, wide_key, wide_value, lengths, scaling, window).to(result)
 
 
 def _by_document(

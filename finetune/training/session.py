@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 
 from finetune.errors import Stopped
+from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.launcher import repeat_after_launcher
 from finetune.launch.rendezvous import rendezvous
 from finetune.launch.signals import stop_on_signals
@@ -157,6 +158,7 @@ def _build(
         output.terminal.log(forget_lost_best(recipe, state))
         if first_step == 0:
             state.start_checksums = trained_checksums(parts)
+    give_back_freed_memory()
     output.open_trackers(first_step)
     parts.model.train()  # DeepSpeed's returns nothing
 
@@ -227,5 +229,6 @@ def _try_worst_step(start: Start, parts: Assembled, run: Run) -> dict[str, Phase
     finally:
         if start.writes:
             remove_temporary(start.recipe)
+    give_back_freed_memory()
     run.terminal.log(str(worst))
     return worst.phases
