@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import PydanticCustomError
 
-from finetune.recipe.yaml_text import shown
+from finetune.recipe.yaml_text import printable, shown
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import DataSet, Lora, Quantization, Recipe, Training
@@ -41,6 +41,7 @@ SCHEDULER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+LONGEST_PATH = 300  # characters of a path that a message shows whole
 CURVE_SHAPES = ("linear", "cosine", "1-sqrt")  # of the arguments warmup_type and decay_type
 
 # The columns that each layout of a row has by our names, and those that it may have besides.
@@ -264,12 +265,13 @@ def local_model_problem(name: str) -> str | None:
     """What is wrong with a name that can only be a folder's: a Hub name has one slash at most, and no dot before it."""
     if not (name.startswith((".", os.sep, "~")) or name.count("/") > 1 or os.path.isdir(name)):
         return None
+    place = printable(name) if len(name) <= LONGEST_PATH else shown(name)
     remedy = "name a model's folder, or a repository of the Hub as owner/name"
     if os.path.isfile(os.path.join(name, "config.json")):
         return None
     if os.path.isfile(os.path.join(name, "adapter_config.json")):
-        return f"{shown(name)} holds an adapter without its model; name the model that it was trained on"
+        return f"{place} holds an adapter without its model; name the model that it was trained on"
     if os.path.isdir(name):
-        return f"{shown(name)} has no config.json; {remedy}"
+        return f"{place} has no config.json; {remedy}"
     kind = "is a file" if os.path.exists(name) else f"no such folder (working folder: {os.getcwd()})"
-    return f"{shown(name)}: {kind}; {remedy}"
+    return f"{place}: {kind}; {remedy}"

@@ -22,6 +22,7 @@ from finetune.cli import train_verb
 from finetune.cli.main import main
 from finetune.files import read_lines
 from finetune.launch import local_ranks
+from finetune.recipe.loader import load_recipe
 from tests.support.launching import ACCELERATE, REPOSITORY, Started, running, said, wait_all
 from tests.support.launching import until_step as until_logged
 from tests.support.others_configs import EXAMPLES
@@ -175,7 +176,7 @@ def test_another_tools_configuration_is_named_and_the_command_converts_it(
         assert "not a recipe; convert it" in line
         words = shlex.split(line[line.index(": finetune import") + 2 :])
         assert main(words[1:]) == 0, capsys.readouterr().err
-        assert main(["check", words[-1]]) == 0, "what it writes is a recipe"
+        assert load_recipe(words[-1]).recipe, "what it writes is a recipe; its model may be on another machine"
         capsys.readouterr()
     assert len(EXAMPLES) >= 10
 
