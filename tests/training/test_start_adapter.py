@@ -304,7 +304,7 @@ def torn(adapter: Path) -> None:
 
 REFUSED_BY_TRAINING: list[tuple[Callable[[Path], object], list[str], str]] = [
     (other_shape, [], "lora_A.weight is (4, 63) there and (4, 64) in the model (1 of its tensors do not fit)"),
-    (lambda _: None, ["lora.target_modules=.*q_proj"], "k_proj.lora_A.weight, which is not trained (24 of its tensors"),
+    (lambda _: None, ["lora.target_modules=.*q_proj"], "down_proj.lora_A.weight, which is not trained (24 of its tensors"),
     (torn, [], "adapter_model.safetensors is damaged"),
     (not_finite, [], "not finite: base_model.model"),
 ]
