@@ -24,7 +24,9 @@ from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
 
 if TYPE_CHECKING:
+    from finetune.hub.start_adapter import StartAdapter
     from finetune.run_folder.folder import Claim
+    from finetune.tokens.dataset import Prepared
 
 RANK_0_SECONDS = 10  # ranks that share a busy machine reach the same error within seconds of each other
 USAGE = (
@@ -61,6 +63,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
 
     bound_libraries()  # before torch loads
     from finetune.hub.around_training import check_before_training, push_after_training, refuse_secrets
+    from finetune.hub.start_adapter import find_start_adapter
     from finetune.launch.launcher import continue_command, read_launch, under_launcher
     from finetune.launch.slurm import slurm_ranks
 
@@ -75,7 +78,6 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     from finetune.model import attention
     from finetune.model.build import attention_name, load_tokenizer, refuse_early
     from finetune.model.optimizer import learning_rate_schedule
-    from finetune.run_folder.folder import claim_run_folder, curve_identity
     from finetune.tokens.dataset import prepare
     from finetune.training.batch_notes import batch_notes
     from finetune.training.batch_plan import plan_batches
@@ -92,37 +94,46 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     die_with_launcher()
     tokenizer = load_tokenizer(recipe)
     refuse_early(recipe)
+    adapter = find_start_adapter(recipe)
     prepared = prepare(recipe, tokenizer)
     flat = attention_name(recipe) == attention.NAME
     plan = plan_batches(recipe, len(prepared.train), world_size=launch.world_size, rank=launch.rank, flat=flat)
     learning_rate_schedule(recipe.training, plan.total_steps)  # raises before the folder is made
     check_best(recipe, plan.total_steps)
-    claim = None
-    if launch.is_main:
-        identity = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint}
-        claim = claim_run_folder(
-            Path(recipe.run_dir), resume=recipe.training.resume, identity=identity, command=command
-        )
-        _write_start(loaded, claim)
-        if claim.status != "finished":
-            print(*batch_notes(recipe, prepared, plan), sep="\n", flush=True)
-    start = Start(recipe, launch, strategy, tokenizer, prepared, plan, claim, StopRequest())
+    claim = _claim(loaded, prepared, adapter, command) if launch.is_main else None
+    if claim is not None and claim.status != "finished":
+        print(*batch_notes(recipe, prepared, plan), sep="\n", flush=True)
+    start = Start(recipe, launch, strategy, tokenizer, prepared, plan, adapter, claim, StopRequest())
     code = train_and_report(start)
     if code == 0 and launch.is_main:
         push_after_training(recipe)
     return code
 
 
-def _write_start(loaded: LoadedRecipe, claim: Claim) -> None:
+def _claim(loaded: LoadedRecipe, prepared: Prepared, adapter: StartAdapter | None, command: str) -> Claim:
+    """Rank 0 locks the run's folder, and writes into it what is known at the start."""
     from finetune.files import write_json, write_text
     from finetune.measure.environment import environment
+    from finetune.run_folder.folder import claim_run_folder, curve_identity
+    from finetune.run_folder.longer import Asked
 
+    recipe = loaded.recipe
+    identity = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint}
+    identity |= {"adapter fingerprint": adapter.sha256} if adapter else {}
+    claim = claim_run_folder(
+        Path(recipe.run_dir),
+        resume=recipe.training.resume,
+        identity=identity,
+        command=command,
+        asked=Asked(recipe.training, len(prepared.train)),
+    )
     for note in claim.notes:
         print(note, file=sys.stderr)
     if claim.status != "finished":
         folder = Path(loaded.recipe.run_dir)
         write_text(folder / "recipe.yaml", resolved_yaml(loaded))
         write_json(folder / "environment.json", environment())
+    return claim
 
 
 def _wait_for_rank_0(code: int) -> int:

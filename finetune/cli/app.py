@@ -37,6 +37,10 @@ RunFolder = Annotated[
     Path, typer.Argument(parser=user_path, metavar="RUN", help="A finished run's folder.", show_default=False)
 ]
 
+AtStep = Annotated[
+    int | None, typer.Option("--step", min=0, help="A checkpoint's step, exported first.", show_default=False)
+]
+
 
 def one_of(option: str, value: str | None, choices: Sequence[str]) -> None:
     """Raise typer's own error for a value that is not one of the choices; None means no value was given."""

@@ -236,7 +236,7 @@ def launch(
     run_verb(work, as_json=as_json)
 
 
-for verb in (data_verbs.preview, run_verbs.chat, run_verbs.report, run_verbs.merge, run_verbs.push):
+for verb in (data_verbs.preview, run_verbs.chat, run_verbs.report, run_verbs.export, run_verbs.merge, run_verbs.push):
     app.command()(verb)
 app.command("eval")(run_verbs.evaluate)
 app.command("import")(data_verbs.import_recipe)

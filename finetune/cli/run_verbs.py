@@ -8,11 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from finetune.cli.app import AsJson, RunFolder, one_of, run_verb, user_path
+from finetune.cli.app import AsJson, AtStep, RunFolder, one_of, run_verb, user_path
 
 
 def chat(
     run: RunFolder,
+    step: AtStep = None,
     who: Annotated[str, typer.Option(help="Who answers: base, tuned or both.")] = "both",
     prompt: Annotated[list[str] | None, typer.Option(help="Answer this and end; may be repeated.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer in tokens.")] = 128,
@@ -35,8 +36,9 @@ def chat(
             open_run,
             typed_lines,
         )
+        from finetune.finished_run.export_step import run_at
 
-        session, settings = open_run(run), GenerationSettings(max_new_tokens, temperature, seed)
+        session, settings = open_run(run_at(run, step)), GenerationSettings(max_new_tokens, temperature, seed)
         if as_json:
             return {"ok": True, "answers": answers_to(session, prompt or [], WHO[f"/{who}"], settings)}
         if not prompt:
@@ -84,6 +86,7 @@ def report(
 
 def evaluate(
     run: RunFolder,
+    step: AtStep = None,
     tasks: Annotated[
         str | None, typer.Option(help="lm-eval's benchmarks too, with commas between.", show_default=False)
     ] = None,
@@ -97,9 +100,10 @@ def evaluate(
 
     def work() -> dict[str, Any]:
         from finetune.finished_run import evaluate
+        from finetune.finished_run.export_step import run_at
         from finetune.finished_run.load import best_device, finished_run
 
-        opened, device = finished_run(run), best_device()
+        opened, device = finished_run(run_at(run, step)), best_device()
         result: dict[str, Any] = {}
         if tasks is None or opened.recipe.data.eval is not None:
             result["held_out"] = evaluate.held_out_figures(opened, device)
@@ -116,6 +120,7 @@ def evaluate(
 
 def merge(
     run: RunFolder,
+    step: AtStep = None,
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16, float16 or float32; the recipe's model.dtype.", show_default=False)
     ] = None,
@@ -131,10 +136,11 @@ def merge(
     one_of("--base", base, ("own", "dequantized"))
 
     def work() -> dict[str, Any]:
+        from finetune.finished_run.export_step import run_at
         from finetune.finished_run.merge_command import in_words, merge_run
 
         log: Callable[[str], None] = (lambda _: None) if as_json else typer.echo
-        facts = merge_run(run, dtype=dtype, base=base, prompts=verify, log=log)  # type: ignore[arg-type]
+        facts = merge_run(run_at(run, step), dtype=dtype, base=base, prompts=verify, log=log)  # type: ignore[arg-type]
         if not as_json:
             typer.echo(in_words(facts))
         return {"ok": True, **facts}
@@ -147,6 +153,7 @@ def push(
     repo: Annotated[
         str | None, typer.Argument(metavar="[OWNER/NAME]", help="The recipe's hub.repo_id.", show_default=False)
     ] = None,
+    step: AtStep = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show files and card; no network.")] = False,
     merged: Annotated[bool, typer.Option("--merged", help="The merged model, not the adapter.")] = False,
     public: Annotated[bool, typer.Option("--public", help="Everybody may see it.")] = False,
@@ -163,16 +170,43 @@ def push(
         from finetune.hub.push import chosen_destination, describe_upload, prepare_upload
         from finetune.hub.push import push as send
 
-        to = chosen_destination(run, repo, public=public, revision=revision, base=base, merged=merged)
+        folder = run
+        if step is not None:  # torch is needed for nothing else here
+            from finetune.finished_run.export_step import run_at
+
+            folder = run_at(run, step)
+        to = chosen_destination(folder, repo, public=public, revision=revision, base=base, merged=merged)
         log: Callable[[str], None] = (lambda text: typer.echo(text, err=True)) if as_json else typer.echo
         if dry_run:
-            upload = prepare_upload(run, to)
+            upload = prepare_upload(folder, to)
             if not as_json:
                 typer.echo(describe_upload(upload, to))
             return {"ok": True, "dry_run": True, "repo_id": to.repo_id, "card": upload.card, **upload.as_json()}
-        result = send(run, to, message=message, log=log)
+        result = send(folder, to, message=message, log=log)
         if not as_json:
             typer.echo(f"pushed: {result['url']} ({'private' if result['private'] else 'public'})")
         return {"ok": True, **result}
+
+    run_verb(work, as_json=as_json)
+
+
+def export(
+    run: RunFolder,
+    step: Annotated[int, typer.Option("--step", min=0, help="A checkpoint's step.", show_default=False)],
+    folder: Annotated[
+        Path | None,
+        typer.Option("--to", parser=user_path, help="Output folder; exports/ of the run.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """A checkpoint as a finished run: adapter or model at that step, on a CPU, from any strategy."""
+
+    def work() -> dict[str, Any]:
+        from finetune.finished_run.export_step import describe_export, export_step
+
+        facts = export_step(run, step, folder)
+        if not as_json:
+            typer.echo(describe_export(facts))
+        return {"ok": True, **facts}
 
     run_verb(work, as_json=as_json)

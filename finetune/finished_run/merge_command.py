@@ -65,7 +65,8 @@ def merge_run(
             write_merged(merge, merged[kind], getattr(torch, chosen), dequantized=kind == "dequantized", log=log)
         agreement = _verify(run, merge, merged, prompts, log) if prompts else None
         best = next(iter(merged)) if agreement is None else _nearest(agreement["candidates"])
-        facts = {"base": best, "dtype": chosen, "agreement": agreement, **_sizes(merged[best])}
+        facts: dict[str, Any] = {"base": best, "dtype": chosen, "agreement": agreement, **_sizes(merged[best])}
+        facts |= {"started_from": run.recipe.model.adapter} if run.recipe.model.adapter else {}
         write_json(merged[best] / "merge.json", facts)
         publish_folder(merged[best], run_dir / "merged")
     finally:
@@ -152,7 +153,9 @@ def _nearest(candidates: Mapping[Base, Mapping[str, float]]) -> Base:
 def in_words(facts: Mapping[str, Any]) -> str:
     """What the verb shows: the folder, a table, and what to make of it."""
     size = f"{counted(facts['files'], 'file')}, {facts['bytes'] / 1e6:,.0f} MB, {facts['dtype']}"
-    return "\n".join([*_table(facts), f"merged: {facts['folder']} ({size})", *_advice(facts)])
+    start = facts.get("started_from")
+    lineage = [f"its training started from the adapter {start}, which is in it"] if start else []
+    return "\n".join([*_table(facts), *lineage, f"merged: {facts['folder']} ({size})", *_advice(facts)])
 
 
 def _table(facts: Mapping[str, Any]) -> Iterator[str]:

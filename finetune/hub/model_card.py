@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.hub.base_model import BaseFacts
+from finetune.recipe.adapter_config import names_a_folder
 from finetune.recipe.optimizers import OPTIMIZERS
-from finetune.recipe.schema import DataSet
+from finetune.recipe.schema import DataSet, ModelSection
 from finetune.recipe.yaml_text import shorten
 from finetune.run_folder.facts import RunFacts
 
@@ -122,7 +123,7 @@ def _data_line(entry: DataSet) -> str:
 def _hyperparameters(run: RunFacts) -> Iterator[tuple[str, object]]:
     recipe, training, receipt = run.recipe, run.recipe.training, run.receipt
     trained = receipt.get("parameters", {})
-    yield "optimizer steps", run.trained()[-1]["step"] if run.trained() else None
+    yield "optimizer steps", _steps(run)
     if (export := receipt.get("export", {})).get("best"):
         yield "weights of step", f"{export['step']}, the best evaluation by {export['metric']}"
     yield "rows per step", training.global_batch_size
@@ -142,6 +143,8 @@ def _hyperparameters(run: RunFacts) -> Iterator[tuple[str, object]]:
     if recipe.lora:
         yield "LoRA", f"r {recipe.lora.r}, alpha {recipe.lora.lora_alpha:g}, dropout {recipe.lora.lora_dropout:g}"
         yield "adapted layers", receipt.get("adapted_layers")
+    if recipe.model.adapter:
+        yield "started from the adapter", _started_from(recipe.model)
     if recipe.quantization:
         bits = recipe.quantization.bnb_4bit_quant_type if recipe.quantization.load_in_4bit else "8 bits"
         yield "base weights quantised to", bits
@@ -151,6 +154,20 @@ def _hyperparameters(run: RunFacts) -> Iterator[tuple[str, object]]:
     yield "strategy", receipt.get("strategy")
     yield "hardware", _hardware(run)
     yield "seed", training.seed
+
+
+def _started_from(section: ModelSection) -> str:
+    if names_a_folder(section.adapter or ""):
+        return f"{section.adapter} (a local folder)"
+    return f"[{section.adapter}](https://huggingface.co/{section.adapter}), revision {section.adapter_revision}"
+
+
+def _steps(run: RunFacts) -> str | int | None:
+    """Of a checkpoint that was exported, its own of the run's."""
+    if run.exported:
+        total = run.receipt.get("batch", {}).get("total_steps")
+        return f"{run.exported['step']}" + (f" of {total}" if total else "") + ", exported"
+    return run.trained()[-1]["step"] if run.trained() else None
 
 
 def _hardware(run: RunFacts) -> str | None:
@@ -186,7 +203,7 @@ def _evaluations(run: RunFacts) -> list[tuple[str, int, str, str]]:
     rows = [("before training", evals[0])] if evals[0]["step"] == 0 else []
     rows += [("lowest loss", lowest)] if lowest["step"] not in (0, last["step"], exported["step"]) else []
     rows += [("these weights, the best evaluation", exported)] if exported is not last else []
-    rows += [("after training", last)]
+    rows += [("these weights" if run.exported and exported is last else "after training", last)]
     return [(when, line["step"], f"{line['loss']:.4f}", f"{line['perplexity']:.2f}") for when, line in rows]
 
 

@@ -128,7 +128,12 @@ def _shortened(text: str, short: Mapping[str, str]) -> str:
 def path_replacements(recipe: Recipe, run_dir: Path) -> dict[str, str]:
     """Absolute paths of this machine -> what others read instead; the longest first."""
     values = recipe.model_dump(mode="json")
-    paths = [values["output_dir"], values["model"]["name_or_path"], values["accelerate_config"]]
+    paths = [
+        values["output_dir"],
+        values["model"]["name_or_path"],
+        values["model"]["adapter"],
+        values["accelerate_config"],
+    ]
     paths += [values["data"]["chat_template"] or "", *_data_paths(recipe.data)]
     names = {path: Path(path).name for path in paths if path and os.path.isabs(path) and "\n" not in path}
     names |= {str(run_dir.resolve()): run_dir.name}

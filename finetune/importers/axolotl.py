@@ -63,6 +63,7 @@ def _adapter(foreign: ForeignConfig) -> None:
     foreign.carry("lora.r", "lora_r", default=8)
     foreign.carry("lora.lora_alpha", "lora_alpha", default=8)
     foreign.carry("lora.lora_dropout", "lora_dropout", default=0.0)
+    foreign.carry("model.adapter", "lora_model_dir")
     _targets(foreign)
     foreign.carry("lora.modules_to_save", "lora_modules_to_save")
     foreign.carry("lora.use_rslora", "peft_use_rslora")

@@ -69,7 +69,18 @@ def _method(foreign: ForeignConfig) -> None:
             foreign.leave(
                 "pissa_iter", "differs", "the exact decomposition is taken: a random one cannot be loaded again"
             )
+    _started_from(foreign)
     _quantization(foreign)
+
+
+def _started_from(foreign: ForeignConfig) -> None:
+    """Of several adapters LLaMA-Factory merges all but the last first, of a new one all."""
+    names = _names(foreign.get("adapter_name_or_path", []))
+    several = isinstance(names, list) and len(names) > 1
+    if several or (names and foreign.peek("create_new_adapter")):
+        foreign.leave("adapter_name_or_path", "differs", "one adapter is trained further; merge the others first")
+    elif names:
+        foreign.write("model.adapter", names[0] if isinstance(names, list) else names, "adapter_name_or_path")
 
 
 def _quantization(foreign: ForeignConfig) -> None:

@@ -259,6 +259,8 @@ def _add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool) -> nn.Mod
     refuse_unknown_names(model, lora)
     settings = lora.model_dump()
     settings["modules_to_save"] = lora.modules_to_save or None
+    if float(lora.lora_alpha).is_integer():  # peft and those who read its files declare a whole number
+        settings["lora_alpha"] = int(lora.lora_alpha)
     if model.device.type == "meta":  # the values come from a rank that has the weights some inits are made from
         settings["init_lora_weights"] = True
     config = LoraConfig(task_type="CAUSAL_LM", **settings)

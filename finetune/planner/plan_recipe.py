@@ -90,6 +90,8 @@ def plan_recipe(
     check_combination(recipe, strategy, on_cpu=gpus is None)
     config, source = full_config(recipe.model.name_or_path, recipe.model.revision)
     notes = [f"model: {source}"]
+    if recipe.model.adapter is not None:
+        notes.append(f"model.adapter: training starts from {recipe.model.adapter}, in the memory of a new adapter")
     if recipe.training.mixed_precision == "fp16":
         training = recipe.training.model_copy(update={"mixed_precision": "bf16"})
         recipe = recipe.model_copy(update={"training": training})

@@ -115,6 +115,9 @@ def _model(recipe: Recipe, model: Shrunk) -> Iterator[RecipeChange]:
     yield RecipeChange(
         {}, f"tokenizer: {model.vocabulary} tokens learned from the rows, a ChatML template, instead of the model's own"
     )
+    if recipe.model.adapter is not None:
+        note = f"model.adapter: new adapters instead of {recipe.model.adapter}, which fits the real model alone"
+        yield RecipeChange({"model.adapter": None}, note)
     attention = recipe.model.attention
     if attention.startswith("flash"):
         yield RecipeChange(

@@ -180,7 +180,20 @@ def _schedule_mistakes(training: Training) -> Iterator[CrossCheck]:
 
 def check_sections(recipe: Recipe) -> None:
     """Values of different sections agree with each other."""
-    refuse([*_quantization_mistakes(recipe), *_training_mistakes(recipe), *_hub_mistakes(recipe)])
+    refuse(
+        [
+            *_adapter_mistakes(recipe),
+            *_quantization_mistakes(recipe),
+            *_training_mistakes(recipe),
+            *_hub_mistakes(recipe),
+        ]
+    )
+
+
+def _adapter_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
+    if recipe.model.adapter is not None and recipe.lora is None:
+        remedy = "add lora: {} with the adapter's settings, or merge the adapter and name the result in name_or_path"
+        yield CrossCheck("model.adapter", "all weights are trained, no adapter (lora is null)", remedy)
 
 
 def _training_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
@@ -259,6 +272,13 @@ def _quantization_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     if base.load_in_4bit and recipe.training.mixed_precision == "fp16" and base.bnb_4bit_compute_dtype == "bfloat16":
         key, problem = "quantization.bnb_4bit_compute_dtype", "is bfloat16 while the rest computes in fp16"
         yield CrossCheck(key, problem, "set it to float16")
+
+
+def rows_of_run(training: Training, rows: int) -> int:
+    """Rows that a whole run learns from, each counted every time; `rows` are those of an epoch."""
+    if training.max_steps is not None:
+        return training.max_steps * training.global_batch_size
+    return math.ceil(training.num_train_epochs * rows)
 
 
 def local_model_problem(name: str) -> str | None:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from finetune.errors import RecipeError
 from finetune.paths import CHECKOUT, in_home
-from finetune.recipe.cross_checks import local_model_problem
+from finetune.recipe.adapter_config import folder_mistakes
 from finetune.recipe.foreign_keys import refuse_configuration_of_a_tool
 from finetune.recipe.mistakes import IN_QUOTES, Mistake, explain_mistake
 from finetune.recipe.resolved import LoadedRecipe, leaves
@@ -92,7 +92,7 @@ class _Source:
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, here: bool = False) -> LoadedRecipe:
-    """Read a recipe; `overrides` are `dotted.key=value` and win over the file. `here`: a model named by a path is here.
+    """Read a recipe; `overrides` are `dotted.key=value` and win over the file. `here`: folders that it names are here.
 
     Raises RecipeError with every mistake, each as `file:line:column: key: what is wrong; remedy`, its source line and
     a caret; those of overrides as `command line: key: ...`.
@@ -113,8 +113,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
         raise source.error()
     _rename_aliases(source, value)  # an override may be a whole section
     recipe = _validate(source, value)
-    if recipe is not None and here and (absent := local_model_problem(recipe.model.name_or_path)):
-        source.report(("model", "name_or_path"), absent, at_key=False)
+    for key, problem in folder_mistakes(recipe) if recipe is not None and here else ():
+        source.report(key, problem, at_key=False)
     if recipe is None or source.mistakes:
         raise source.error()
     recipe = recipe if recipe.output_dir else recipe.model_copy(update={"output_dir": f"runs/{file.stem}"})
@@ -218,9 +218,8 @@ def _validate(source: _Source, value: dict[str, Any]) -> Recipe | None:
     mistakes += _strategy_mistakes(value.get("accelerate_config", "single"))
     unreadable = [flaw.unreadable for flaw in source.parsed.flaws if flaw.unreadable is not None]
     for mistake in mistakes:
-        if any(mistake.path[: len(path)] == path for path in unreadable):
-            continue
-        source.report(mistake.path, mistake.text, at_key=mistake.at_key)
+        if not any(mistake.path[: len(path)] == path for path in unreadable):
+            source.report(mistake.path, mistake.text, at_key=mistake.at_key)
     return recipe
 
 
@@ -230,7 +229,7 @@ def _strategy_mistakes(name: Any) -> Iterator[Mistake]:
     if not paths or any(os.path.isfile(path) for path in paths):
         return
     known = sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml"))
-    hint = "".join(f"did you mean {close}? " for close in difflib.get_close_matches(name, known, 1, 0.5))
+    hint = "".join(f"did you mean {near}? " for near in difflib.get_close_matches(name, known, 1, 0.5))
     text = f"is {shown(name)}; {hint}choose one of {', '.join(known)}, or a path"
     yield Mistake(("accelerate_config",), text, at_key=False)
 

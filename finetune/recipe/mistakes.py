@@ -115,7 +115,10 @@ def unknown_key(path: Path) -> str:
     elsewhere = [dotted(p) for p in everywhere if p[-1] == name]
     answer = answer_for(name)
     if elsewhere:
-        return f"belongs elsewhere; write {' or '.join(elsewhere)}"
+        other = (
+            f", or, as another tool means it, {answer}" if answer and not any(p in answer for p in elsewhere) else ""
+        )
+        return f"belongs elsewhere; write {' or '.join(elsewhere)}{other}"
     if answer:
         return f"is another tool's key; {answer}"
     close = difflib.get_close_matches(name, known, 1, 0.55)

@@ -68,6 +68,8 @@ class ModelSection(Section):
         description="Hub repository, local folder, or `package:NAME` for a model shipped inside an installed package.",
     )
     revision: str = Field("main", min_length=1, description="Branch, tag or commit on the Hub.")
+    adapter: Local | None = Field(None, min_length=1, description="LoRA adapter to start from; a folder, or the Hub's.")
+    adapter_revision: str = Field("main", min_length=1, description="Branch, tag or commit of an adapter on the Hub.")
     dtype: Dtype = Field("bfloat16", description="Number format of frozen base weights; trained weights are float32.")
     attention: Attention = Field("auto", description="auto: document-isolated variable-length attention.")
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model's repository.")
@@ -278,9 +280,7 @@ class Recipe(Section):
     save_steps: Interval = Field(0.1, description="Steps between two checkpoints, or below 1 their share of the run.")
     save_total_limit: Count = Field(2, description="Newest checkpoints kept, besides the best evaluation's.")
     timeout_seconds: int = Field(
-        600,
-        ge=5,
-        description="Seconds without a sign of life after which a rank counts as frozen and the run ends, naming it.",
+        600, ge=5, description="Seconds without a sign of life after which a rank counts as frozen and the run ends."
     )
     measure_phases: bool = Field(False, description="Memory, seconds, collectives of each phase; slows.")
     report_to: list[Tracker] = Field([], description="Trackers besides metrics.jsonl; wandb without a key: offline.")

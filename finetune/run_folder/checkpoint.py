@@ -217,6 +217,11 @@ def _folders(run_dir: Path) -> list[Path]:
     return sorted(paths, key=_step, reverse=True)
 
 
+def checkpoint_steps(run_dir: Path) -> list[int]:
+    """The steps of the checkpoints in a run's folder whose files are all there, in order; contents are not hashed."""
+    return sorted(_step(path) for path in _folders(run_dir) if isinstance(examine(path, hashes=False), Checkpoint))
+
+
 def _step(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from finetune.files import read_lines, torn_lines
 from finetune.recipe.schema import Recipe
 from finetune.wording import counted
+
+# What a run handed over at other steps: its folder in the run's, what is copied into it, and its own record.
+EXPORTS, EXPORT_RECORD = "exports", "export.json"
+EXPORTED_RECORDS = ("recipe.yaml", "receipt.json", "environment.json", "metrics.jsonl", "samples.jsonl")
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class RunFacts:
     state: Mapping[str, Any]
     merged: Mapping[str, Any]  # merge.json where the merged model is described; else empty
     torn: int = 0  # lines of metrics.jsonl that cannot be read
+    exported: Mapping[str, Any] = field(default_factory=dict)  # export.json where a checkpoint was exported; else empty
 
     @property
     def is_adapter(self) -> bool:
@@ -38,10 +43,14 @@ class RunFacts:
         return sorted(lines, key=lambda line: line["step"])
 
     def exported_eval(self) -> Mapping[str, Any] | None:
-        """The evaluation of the exported weights: of the step that the receipt names, else the last; None: none."""
+        """The evaluation of the exported weights: of the step that the receipt names, else the last; None: none.
+
+        Of a checkpoint that was exported later it is that of its own step alone.
+        """
         evals = self.evals()
         step = self.receipt.get("export", {}).get("step")
-        return next((line for line in evals if line["step"] == step), evals[-1] if evals else None)
+        last = evals[-1] if evals and not self.exported else None
+        return next((line for line in evals if line["step"] == step), last)
 
     def holes(self) -> list[tuple[int, int]]:
         """(first, last) of each stretch of steps without metrics."""
@@ -125,4 +134,5 @@ def read_run(run_dir: Path, recipe: Recipe, *, merged: bool = False) -> RunFacts
         document("run_state.json"),
         document("merged/merge.json") if merged else {},
         torn_lines(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").is_file() else 0,
+        document(EXPORT_RECORD),
     )

@@ -20,6 +20,7 @@ from finetune.recipe.resolved import leaves
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.checkpoint import Checkpoint, newest_valid
 from finetune.run_folder.facts import lost_lines
+from finetune.run_folder.longer import LENGTH_KEYS, Asked, go_on, set_aside
 
 STATE = "run_state.json"
 LOCK = ".lock"
@@ -88,6 +89,7 @@ def claim_run_folder(
     resume: Literal["auto", "never"],
     identity: Mapping[str, Any],
     command: str,
+    asked: Asked | None = None,
     wait_seconds: float = 10.0,
 ) -> Claim:
     """Locks the folder for this process's life and decides where the run starts. For rank 0 alone.
@@ -99,6 +101,7 @@ def claim_run_folder(
         resume: never: a run that is there already is renamed to `<run_dir>.previous-N`; nothing is deleted.
         identity: `curve_identity(recipe)` and what else the curve depends on (fingerprint of the data, ...), as JSON.
         command: The command that continues the run.
+        asked: The length that the recipe asks for: a finished run that is shorter, and else the same, is resumed.
         wait_seconds: How long to wait for a process that is still saving.
 
     Raises:
@@ -115,7 +118,7 @@ def claim_run_folder(
         os.close(locked)
         locked, previous = _lock(run_dir, wait_seconds), None
     try:
-        status, checkpoint, damaged = _start(run_dir, previous, json.loads(json.dumps(identity)))
+        status, checkpoint, damaged = _start(run_dir, previous, json.loads(json.dumps(identity)), asked)
         if status == "finished":
             os.close(locked)
             return Claim(status, checkpoint, (*notes, *damaged), None)
@@ -132,7 +135,7 @@ def claim_run_folder(
 
 
 def _start(
-    run_dir: Path, previous: Mapping[str, Any] | None, identity: Mapping[str, Any]
+    run_dir: Path, previous: Mapping[str, Any] | None, identity: Mapping[str, Any], asked: Asked | None
 ) -> tuple[Literal["fresh", "resumed", "finished"], Checkpoint | None, tuple[str, ...]]:
     checkpoint, damaged = newest_valid(run_dir)
     finished = previous is not None and previous["state"] == "finished"
@@ -140,6 +143,12 @@ def _start(
         raise FinetuneError("\n".join([*damaged, f"{run_dir}: none of its checkpoints is complete; {_START_OVER}"]))
     if previous is None or (checkpoint is None and not finished):
         return "fresh", None, ()
+    differing = _differing(previous["identity"], identity)
+    if finished and asked is not None and differing and set(differing) <= set(LENGTH_KEYS):
+        longer = go_on(run_dir, previous, asked, checkpoint)
+        if longer is not None:
+            set_aside(run_dir, longer[0].step, int(previous["step"]))
+            return "resumed", longer[0], (*damaged, longer[1])
     _refuse_another_run(run_dir, previous["identity"], identity)
     return ("finished" if finished else "resumed"), checkpoint, damaged
 
@@ -181,14 +190,17 @@ def _rename_previous(run_dir: Path) -> Path:
 
 
 def _refuse_another_run(run_dir: Path, previous: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    differing = [key for key in {**previous, **now} if previous.get(key, _UNSET) != now.get(key, _UNSET)]
-    if differing:
+    if differing := _differing(previous, now):
         lines = [f"  {key}: {previous.get(key, _UNSET)} there, {now.get(key, _UNSET)} now" for key in differing]
         remedy = f"  set them back, choose another output_dir, or start over: {_START_OVER}"
         raise FinetuneError("\n".join([f"{run_dir}: holds a run of another recipe:", *lines, remedy]))
 
 
 _UNSET = "(not set)"
+
+
+def _differing(previous: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [key for key in {**previous, **now} if previous.get(key, _UNSET) != now.get(key, _UNSET)]
 
 
 def _tidy(run_dir: Path, step: int | None) -> None:

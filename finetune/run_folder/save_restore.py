@@ -115,20 +115,41 @@ def export(recipe: Recipe, parts: Assembled, tokenizer: PreTrainedTokenizerBase,
 
     Returns its folder. Raises NotFinite, on every rank, where a number does not fit the export's number format.
     """
-    folder, section = Path(recipe.run_dir), recipe.model
-    dtype = None if recipe.lora else getattr(torch, section.dtype)
-    weights, model = parts.trained_weights(dtype=dtype, keep=write), cast("Any", parts.unwrapped_model)
-    bad = all_ranks().gather(not_finite(weights, 0) if write else [])[0]
+    dtype = export_dtype(recipe)
+    weights = parts.trained_weights(dtype=dtype, keep=write)
+    refuse_unexportable(recipe, all_ranks().gather(not_finite(weights, 0) if write else [])[0])
+    return export_weights(recipe, parts.unwrapped_model, weights, tokenizer) if write else None
+
+
+def export_dtype(recipe: Recipe) -> torch.dtype | None:
+    """The number format of exported weights; None: that in which an adapter was trained."""
+    return None if recipe.lora else getattr(torch, recipe.model.dtype)
+
+
+def refuse_unexportable(recipe: Recipe, bad: list[str]) -> None:
+    """Raise NotFinite where weights, named in `bad`, are not finite in the export's number format."""
     if bad:
+        dtype = recipe.model.dtype
         raise NotFinite(
-            f"export: not finite in {section.dtype}: {len(bad)} of the weights, first {bad[0]}; nothing is exported, "
+            f"export: not finite in {dtype}: {len(bad)} of the weights, first {bad[0]}; nothing is exported, "
             "checkpoints are intact; export in another model.dtype (bfloat16 has float32's range)"
         )
-    if not write:
-        return None
+
+
+def export_weights(
+    recipe: Recipe, model: torch.nn.Module, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase
+) -> Path:
+    """Write adapter/ or model/ into the recipe's run folder, and return it.
+
+    Args:
+        model: Unwrapped, maybe sharded or on meta; its weights are not read.
+        weights: The trained ones by its own names, whole and in `export_dtype`.
+    """
+    folder, dtype, any_model = Path(recipe.run_dir), export_dtype(recipe), cast("Any", model)
     if dtype is None:
-        return export_adapter(model, weights, tokenizer, folder, base=published_name(section.name_or_path))
-    return export_model(model, weights, tokenizer, folder, dtype=dtype)
+        base = published_name(recipe.model.name_or_path)
+        return export_adapter(any_model, weights, tokenizer, folder, base=base)
+    return export_model(any_model, weights, tokenizer, folder, dtype=dtype)
 
 
 def export_adapter(

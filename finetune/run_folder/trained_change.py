@@ -29,8 +29,13 @@ def unchanged_tensors(parts: Assembled, start: Mapping[str, str]) -> list[str] |
     """
     if not start:
         return None
-    unchanged = sorted(name for name, checksum in trained_checksums(parts).items() if start.get(name) == checksum)
-    if len(unchanged) == len(start):
+    return refuse_unchanged(trained_checksums(parts), start)
+
+
+def refuse_unchanged(now: Mapping[str, str], start: Mapping[str, str]) -> list[str]:
+    """The names whose checksums are those of the start. Raises NothingTrained where these are all names."""
+    unchanged = sorted(name for name, checksum in now.items() if start.get(name) == checksum)
+    if start and len(unchanged) == len(start):
         raise NothingTrained(
             f"training: its steps changed no bit of the {len(start)} trained tensors, first {unchanged[0]}; nothing is "
             "exported or pushed; look at grad_norm and learning_rate in metrics.jsonl, and raise "

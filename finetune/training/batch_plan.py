@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from finetune.recipe.cross_checks import rows_of_run
 from finetune.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -90,9 +91,7 @@ class BatchPlan:
 def plan_batches(recipe: Recipe, rows: int, *, world_size: int, rank: int, flat: bool) -> BatchPlan:
     """Steps and rows of the run. The last step of the last epoch may be short; nothing is dropped or doubled."""
     training = recipe.training
-    total_rows = math.ceil(training.num_train_epochs * rows)
-    if training.max_steps is not None:
-        total_rows = training.max_steps * training.global_batch_size
+    total_rows = rows_of_run(training, rows)
     return BatchPlan(
         rows=rows,
         total_rows=total_rows,

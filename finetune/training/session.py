@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 
 from finetune.errors import Stopped
+from finetune.hub.start_adapter import start_from
 from finetune.launch.cpu_memory import give_back_freed_memory
 from finetune.launch.launcher import repeat_after_launcher
 from finetune.launch.rendezvous import rendezvous
@@ -153,6 +154,8 @@ def _build(
     with phases("load"):
         parts = assemble(recipe, start.strategy, accelerator, launch=start.launch)
         check_vocabulary(start.prepared, parts.unwrapped_model)
+        if start.adapter is not None and first_step == 0:
+            start_from(parts, start.adapter)
         state = restore(recipe, parts, first_step)
         load_scaler_state(accelerator, state.loss_scaler)
         output.terminal.log(forget_lost_best(recipe, state))
@@ -201,10 +204,12 @@ def _begin_receipt(start: Start, accelerator: Accelerator, parts: Assembled, out
     content = write_receipt(start.recipe, accelerator, parts, start.strategy)
     content |= {"nodes": start.launch.nodes, "local_world_size": start.launch.local_world_size}
     content |= {"batch": start.plan.facts() | steps_of(start.recipe, start.plan.total_steps)}
+    content |= {"adapter": start.adapter.facts()} if start.adapter else {}
     content |= {"data": {"fingerprint": start.prepared.fingerprint, **start.prepared.facts}}
     receipt = Receipt(start, content)
     receipt.write()
-    output.terminal.log("\n".join([describe(content), *start.prepared.notes]))
+    started = [start.adapter.note(start.recipe)] if start.adapter else []
+    output.terminal.log("\n".join([describe(content), *started, *start.prepared.notes]))
     call_after_first_step(parts.optimizer, receipt.add_optimizer_state)
     return receipt
 

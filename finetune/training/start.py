@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from finetune.hub.start_adapter import StartAdapter
 from finetune.launch.launcher import Launch
 from finetune.launch.signals import StopRequest
 from finetune.recipe.schema import Recipe
@@ -26,6 +27,7 @@ class Start:
     tokenizer: PreTrainedTokenizerBase
     prepared: Prepared
     plan: BatchPlan
+    adapter: StartAdapter | None  # that a new run starts from
     claim: Claim | None  # of rank 0 alone
     stop: StopRequest
 

@@ -44,6 +44,8 @@ RUN = [
 ELSEWHERE = {
     "finetune train": "cli/test_train_verb.py",
     "finetune plan": "planner/test_command.py",
+    "finetune export": "finished_run/test_export_step.py",
+    "finetune chat runs/quickstart --step": "finished_run/test_export_step.py",
     "finetune rehearse": "preflight/test_rehearse.py",
     "finetune compare": "preflight/test_compare.py",
     "finetune report runs/quickstart_compare": "report/test_run_page.py",

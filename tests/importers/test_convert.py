@@ -350,6 +350,8 @@ def test_trls_text_column(tmp_path: Path) -> None:
         (AXOLOTL_LORA_8B, {"context_parallel_size": 2}, "training.global_batch_size", 16),
         (AXOLOTL_LORA_8B, {"optimizer": "lion_8bit"}, "training.optim", "adamw"),
         (AXOLOTL_LORA_8B, {"hub_model_id": "me/mine"}, "hub.push", True),
+        (AXOLOTL_LORA_8B, {"lora_model_dir": "./earlier"}, "model.adapter", "./earlier"),
+        (FACTORY_LLAMA, {"adapter_name_or_path": "me/earlier"}, "model.adapter", "me/earlier"),
         (AXOLOTL_FULL, {"chat_template": "chatml"}, "data.chat_template", TEMPLATES["chatml"]),
         (FACTORY_LLAMA, {"mask_history": True}, "data.train_on", "completion"),
         (FACTORY_LLAMA, {"warmup_ratio": None, "warmup_steps": 0.2}, "training.warmup_ratio", 0.2),

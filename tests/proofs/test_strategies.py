@@ -31,6 +31,7 @@ from tests.support.curve_table import (
     trained_cells,
     worst,
 )
+from tests.support.exports import assert_the_last_step_exports_alike
 from tests.support.one_curve import LENGTHS, checkpointed, curve_of, reference, write_curve_recipe
 from tests.support.reference import Step
 from tests.support.tiny import save_tiny, write_chats
@@ -63,6 +64,8 @@ def test_one_curve(strategy: str, curves: dict[str, list[Step]], tiny_llama: Pat
     assert [cell for cell in cells if cell.reason or not cell.holds] == []
     assert_the_model_is_what_was_trained(tmp_path / "full-packed")
     assert_the_adapter_is_what_was_trained(tmp_path / "lora-packed")
+    for method in HERE:
+        assert_the_last_step_exports_alike(tmp_path / f"{method}-packed" / "run", tmp_path / f"{method} exported")
 
 
 def test_the_table() -> None:

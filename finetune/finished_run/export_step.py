@@ -1,0 +1,197 @@
+"""`finetune export`: a checkpoint of a run as the folder of a run that ended at its step.
+
+    FOLDER/
+        adapter/ or model/   bitwise what the training would have exported at that step
+        recipe.yaml  receipt.json  environment.json
+        metrics.jsonl  samples.jsonl   up to that step
+        export.json          the run, the step, and the checkpoint's hash
+
+So chat, eval, merge and push read it as they read any finished run. One process on a CPU does it, whatever the
+strategy and the number of ranks of the training: a checkpoint's pieces are ranges of whole tensors, and of the base
+model only its configuration is read.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from finetune.errors import FinetuneError
+from finetune.files import (
+    TEMPORARY_PREFIX,
+    cut_lines,
+    disk_errors,
+    publish_folder,
+    read_lines,
+    remove_folder,
+    write_json,
+)
+from finetune.model.build import build_model, decoder_parts, load_tokenizer
+from finetune.model.packaged import resolve_model_path
+from finetune.recipe.loader import recipe_from_resolved
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine, read_state_of, step_folder
+from finetune.run_folder.facts import EXPORT_RECORD, EXPORTED_RECORDS, EXPORTS
+from finetune.run_folder.save_restore import export_dtype, export_weights, refuse_unexportable
+from finetune.run_folder.tensor_checks import checksums, not_finite
+from finetune.run_folder.trained_change import refuse_unchanged
+from finetune.strategies.pieces import Ranks
+
+
+def run_at(run_dir: Path, step: int | None) -> Path:
+    """The folder that other verbs read: the run itself, or with `step` its export, made where it is not there yet."""
+    if step is None:
+        return run_dir
+    folder = _default_folder(run_dir, step)
+    recorded = _record(folder)
+    checkpoint = step_folder(run_dir, step)
+    if recorded and (not checkpoint.is_dir() or recorded["checkpoint"] == _manifest_hash(checkpoint)):
+        return folder
+    export_step(run_dir, step, folder)
+    return folder
+
+
+def export_step(run_dir: Path, step: int, to: Path | None = None) -> dict[str, Any]:
+    """Write the checkpoint after `step` steps into `to`, complete or not at all; returns export.json and the folder.
+
+    Raises FinetuneError where there is no such checkpoint, it is damaged or not finite, or `to` holds other files.
+    """
+    folder = to or _default_folder(run_dir, step)
+    resolved = run_dir / "recipe.yaml"
+    if not resolved.is_file():
+        raise FinetuneError(f"{run_dir}: not a run folder (recipe.yaml is missing); name a run's output_dir")
+    _refuse_foreign(folder)
+    checkpoint = _checkpoint_at(run_dir, step)
+    recipe = recipe_from_resolved(resolved)
+    temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
+    with disk_errors(folder, "the run is untouched; "):
+        remove_folder(temporary)
+        temporary.mkdir(parents=True)
+        try:
+            product = _write_product(recipe.model_copy(update={"output_dir": str(temporary)}), checkpoint)
+            _copy_record(run_dir, temporary, step)
+            record = {"run": run_dir.resolve().name, "step": step, "checkpoint": _manifest_hash(checkpoint.path)}
+            write_json(temporary / EXPORT_RECORD, record)
+            publish_folder(temporary, folder)
+        finally:
+            remove_folder(temporary)
+    return {"folder": str(folder), "product": str(folder / product.name), **record}
+
+
+def _default_folder(run_dir: Path, step: int) -> Path:
+    return run_dir / EXPORTS / f"step-{step:08d}"
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder / EXPORT_RECORD).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def _manifest_hash(checkpoint: Path) -> str:
+    """The hash that a checkpoint's manifest states of itself, and so of every file; empty where it has none."""
+    try:
+        return str(json.loads((checkpoint / "MANIFEST.json").read_text(encoding="utf-8"))["sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _refuse_foreign(folder: Path) -> None:
+    if folder.is_dir() and (_record(folder) or not any(folder.iterdir())):
+        return
+    if folder.exists() or folder.is_symlink():
+        raise FinetuneError(f"{folder}: is there and is not an earlier export; name another folder: --to FOLDER")
+
+
+def _checkpoint_at(run_dir: Path, step: int) -> Checkpoint:
+    """The checkpoint, every byte verified. Raises FinetuneError with the steps that there are."""
+    folder = step_folder(run_dir, step)
+    if not folder.is_dir():
+        steps = ", ".join(map(str, checkpoint_steps(run_dir))) or "none"
+        raise FinetuneError(
+            f"{run_dir}: has no checkpoint of step {step}; name one of those it has: {steps} "
+            "(save_total_limit says how many are kept)"
+        )
+    found = examine(folder)
+    if isinstance(found, str):
+        others = [str(other) for other in checkpoint_steps(run_dir) if other != step]
+        remedy = f"name another step: {', '.join(others)}" if others else "it is the only one: resume or repeat the run"
+        raise FinetuneError(f"{folder}: damaged, not exported: {found}; {remedy}")
+    return found
+
+
+def _write_product(recipe: Recipe, checkpoint: Checkpoint) -> Path:
+    """adapter/ or model/ in the recipe's run folder, by the code that ends a training."""
+    model: Any = build_model(recipe, torch.device("meta"))
+    if recipe.lora is None:
+        decoder_parts(model).generation_config = _generation_config(recipe, decoder_parts(model))
+    else:  # on meta every adapter is built by peft's default, without the weights that others are made from
+        model.peft_config["default"].init_lora_weights = recipe.lora.init_lora_weights
+    weights = _trained_weights(recipe, model, checkpoint)
+    refuse_unexportable(recipe, not_finite(weights, 0))
+    return export_weights(recipe, model, weights, load_tokenizer(recipe))
+
+
+def _trained_weights(recipe: Recipe, model: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The checkpoint's weights by the model's names, in the export's number format; tied ones are one tensor.
+
+    Raises FinetuneError where they are not the model's, NothingTrained where they are those of the run's start.
+    """
+    stored, dtype = checkpoint.groups["model"], export_dtype(recipe)
+    first_names: dict[int, str] = {}
+    weights: dict[str, Tensor] = {}
+    sums: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            continue
+        first = first_names.setdefault(id(parameter), name)
+        if first not in weights:
+            if first not in stored or stored[first].shape != tuple(parameter.shape):
+                raise FinetuneError(f"{checkpoint.path}: {first} is not as the model has it; recipe.yaml was changed")
+            whole = stored[first].whole()
+            sums |= checksums({first: whole}, Ranks())
+            weights[first] = whole if dtype is None else whole.to(dtype)
+        weights[name] = weights[first]
+    refuse_unchanged(sums, read_state_of(checkpoint).get("start_checksums", {}))
+    return weights
+
+
+def _generation_config(recipe: Recipe, model: Any) -> Any:
+    """The base's own, as `from_pretrained` reads it; where it has none, the configuration's, which `model` has."""
+    section = recipe.model
+    try:
+        return GenerationConfig.from_pretrained(resolve_model_path(section.name_or_path), revision=section.revision)
+    except OSError:
+        return model.generation_config
+
+
+def _copy_record(run_dir: Path, folder: Path, step: int) -> None:
+    """What the run wrote down, as far as the step; of its last weights nothing."""
+    for name in EXPORTED_RECORDS:
+        if (run_dir / name).is_file():
+            shutil.copyfile(run_dir / name, folder / name)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        cut_lines(folder / name, step)
+    receipt = folder / "receipt.json"
+    if receipt.is_file():
+        facts = json.loads(receipt.read_text(encoding="utf-8"))
+        facts.pop("change", None)
+        metrics = folder / "metrics.jsonl"
+        lines = read_lines(metrics) if metrics.is_file() else []
+        loss = next((line["loss"] for line in lines if line.get("kind") == "eval" and line["step"] == step), None)
+        facts["export"] = {"step": step, "best": False, "metric": "eval_loss", "loss": loss}
+        write_json(receipt, facts)
+
+
+def describe_export(facts: dict[str, Any]) -> str:
+    """What the verb shows."""
+    folder = shlex.quote(facts["folder"])
+    return f"exported step {facts['step']}: {facts['product']}\ntalk to it: finetune chat {folder}"

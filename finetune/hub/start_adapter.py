@@ -1,0 +1,154 @@
+"""The adapter that `model.adapter` names: a run's first weights, of a folder or of the Hub, under every strategy.
+
+Each rank reads the whole file, which is small, and fills in the ranges that it holds, as of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.model.build import build_model, silenced_peft
+from finetune.model.packaged import published_name, resolve_model_path
+from finetune.recipe.adapter_config import (
+    CONFIG,
+    PICKLED,
+    WEIGHTS,
+    config_mistake,
+    folder_mistake,
+    lacks_weights,
+    names_a_folder,
+)
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.tensor_checks import not_finite
+from finetune.run_folder.trained_tensors import load_model, model_tensors
+from finetune.strategies.assemble import Assembled
+from finetune.strategies.fsdp import reshard
+from finetune.strategies.zero_state import load_masters
+
+
+@dataclass(frozen=True)
+class StartAdapter:
+    """An adapter that fits the recipe's model."""
+
+    name: str  # as the recipe has it
+    revision: str | None  # of a Hub repository
+    file: Path
+    sha256: str
+    base: str  # the base model's name, as the adapter has it
+    keys: Mapping[str, str]  # the model's parameter -> the file's tensor
+
+    def facts(self) -> dict[str, Any]:
+        """For the receipt."""
+        return {"name": self.name, "revision": self.revision, "sha256": self.sha256, "base": self.base}
+
+    def note(self, recipe: Recipe) -> str:
+        """A line for the user; it also tells where the adapter was made for another base."""
+        line = f"model.adapter: training starts from {self.name} ({len(self.keys)} tensors, sha256 {self.sha256[:12]})"
+        model = recipe.model.name_or_path
+        if self.base and self.base not in (model, published_name(model), resolve_model_path(model)):
+            line += f"; it was made for {self.base}, this recipe has {model}: see that the two are one model"
+        return line
+
+
+def find_start_adapter(recipe: Recipe) -> StartAdapter | None:
+    """The adapter, fetched where need be and compared with the model that the recipe builds; None: it names none.
+
+    Its weights stay on disk. Raises FinetuneError where it does not fit, EnvironmentMismatch where the Hub lacks it.
+    """
+    name = recipe.model.adapter
+    if name is None:
+        return None
+    if names_a_folder(name):
+        mistake, folder, revision = folder_mistake(name, recipe.lora), Path(name), None
+    else:
+        revision = recipe.model.adapter_revision
+        folder = _fetched(name, CONFIG, revision).parent
+        mistake = config_mistake(name, (folder / CONFIG).read_text(encoding="utf-8"), recipe.lora)
+    if mistake is not None:
+        raise FinetuneError(f"model.adapter: {mistake}")
+    file = folder / WEIGHTS if revision is None else _fetched(name, WEIGHTS, revision)
+    base = str(json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or "")
+    keys = _fitting_keys(recipe, name, file)
+    with file.open("rb") as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    return StartAdapter(name, revision, file, sha256, base, keys)
+
+
+def _fetched(name: str, file: str, revision: str) -> Path:
+    """A file of a Hub repository on this machine; ranks that ask at once wait for the one that downloads."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, file, revision=revision))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError) and file == WEIGHTS:
+            raise FinetuneError(f"model.adapter: {lacks_weights(name, pickled=_has(name, revision))}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise EnvironmentMismatch(
+            f"model.adapter: {file} of {name} could not be loaded: {reason}; name a local folder, or log in with "
+            "`hf auth login` for a private repository"
+        ) from error
+
+
+def _has(name: str, revision: str) -> bool:
+    from huggingface_hub import file_exists
+
+    return file_exists(name, PICKLED, revision=revision)
+
+
+def _fitting_keys(recipe: Recipe, name: str, file: Path) -> dict[str, str]:
+    """Compare names and shapes with those of the model, built without weights. Raises FinetuneError."""
+    from peft import get_peft_model_state_dict
+
+    with silenced_peft():
+        model = build_model(recipe, torch.device("meta"))
+        every = {name: each for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad}
+        saved = get_peft_model_state_dict(model, state_dict=dict(every), save_embedding_layers=False)
+    parameters = model_tensors(model)  # tied ones once
+    own = {id(every[parameter]): parameter for parameter in parameters}
+    names = {key: own[id(tensor)] for key, tensor in saved.items()}
+    try:
+        with safe_open(file, framework="pt") as opened:
+            shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise FinetuneError(
+            f"model.adapter: {name}: {WEIGHTS} is damaged ({error}); fetch or export it again"
+        ) from None
+    missing, unexpected = sorted(names.keys() - shapes.keys()), sorted(shapes.keys() - names.keys())
+    wrong = [
+        f"{key} is {shapes[key]} there and {tuple(parameters[names[key]].shape)} in the model"
+        for key in sorted(names.keys() & shapes.keys())
+        if shapes[key] != tuple(parameters[names[key]].shape)
+    ]
+    lines = [f"has no {key}" for key in missing] + [f"has {key}, which is not trained" for key in unexpected] + wrong
+    if lines:
+        raise FinetuneError(
+            f"model.adapter: {name}: {lines[0]} ({len(lines)} of its tensors do not fit); give lora.target_modules and "
+            "lora.modules_to_save as the adapter was trained with, and its own base as model.name_or_path"
+        )
+    return {parameter: key for key, parameter in names.items()}
+
+
+def start_from(parts: Assembled, adapter: StartAdapter) -> None:
+    """Fill the trained weights, in place on every rank. Raises FinetuneError where they are not finite."""
+    with safe_open(adapter.file, framework="pt") as opened:
+        tensors: dict[str, Tensor] = {name: opened.get_tensor(key) for name, key in adapter.keys.items()}
+    if bad := not_finite(tensors, 0):
+        raise FinetuneError(f"model.adapter: {adapter.name}: not finite: {bad[0]}; export an earlier step of its run")
+    if parts.engine is not None:
+        load_masters(parts.engine, {name: tensor.float() for name, tensor in tensors.items()})
+        return
+    reshard(parts.unwrapped_model)
+    formats = {name: tensor.dtype for name, tensor in model_tensors(parts.unwrapped_model).items()}
+    load_model(parts.unwrapped_model, {name: tensor.to(formats[name]) for name, tensor in tensors.items()})

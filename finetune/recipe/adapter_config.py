@@ -1,0 +1,126 @@
+"""Does the adapter that `model.adapter` names fit the recipe's `lora`? Read off its adapter_config.json; no torch.
+
+The recipe stays the one place that says what is trained: an adapter with other settings is refused, with the section
+to write.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.recipe.cross_checks import local_model_problem
+from finetune.recipe.schema import Lora, Recipe
+
+CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+SCALARS = ("r", "lora_alpha", "use_rslora", "use_dora")
+# Settings of peft that this kit's adapters do not have; each changes what the weights mean.
+NOT_OFFERED = (
+    "rank_pattern",
+    "alpha_pattern",
+    "lora_bias",
+    "trainable_token_indices",
+    "target_parameters",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "use_bdlora",
+    "velora_config",
+    "monteclora_config",
+    "arrow_config",
+    "kasa_config",
+)
+# Initialisations that move a part of the base into the adapter; with these two the recipe can do it again.
+MOVES_THE_BASE, REPEATABLE = ("pissa", "olora", "corda", "loftq", "lora_ga"), ("pissa", "olora")
+
+
+def names_a_folder(name: str) -> bool:
+    """Whether `model.adapter` means a folder of this machine, there or not, and no repository of the Hub."""
+    if Path(name).is_dir() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
+        return True
+    return Path(name).parent.is_dir()
+
+
+def folder_mistakes(recipe: Recipe) -> Iterator[tuple[tuple[str, str], str]]:
+    """Key and mistake of each folder that a recipe names as its model or adapter and that is not one."""
+    if absent := local_model_problem(recipe.model.name_or_path):
+        yield ("model", "name_or_path"), absent
+    if unfit := folder_mistake(recipe.model.adapter, recipe.lora):
+        yield ("model", "adapter"), unfit
+
+
+def folder_mistake(name: str | None, lora: Lora | None) -> str | None:
+    """What is wrong with an adapter's folder for a recipe, with the remedy; None where nothing is, or it is a Hub's."""
+    if name is None or not names_a_folder(name):
+        return None
+    folder = Path(name)
+    if not folder.is_dir():
+        return f"{name}: no such folder; name a folder with {CONFIG}, or owner/name on the Hub"
+    if not (folder / CONFIG).is_file():
+        inside = folder / "adapter"
+        hint = f"name {inside}" if (inside / CONFIG).is_file() else "name the folder of an adapter that peft saved"
+        return f"{name}: has no {CONFIG}; {hint}"
+    if not (folder / WEIGHTS).is_file():
+        return lacks_weights(name, pickled=(folder / PICKLED).is_file())
+    return config_mistake(name, (folder / CONFIG).read_text(encoding="utf-8", errors="replace"), lora)
+
+
+def lacks_weights(name: str, *, pickled: bool) -> str:
+    """The mistake of an adapter without safetensors."""
+    found = f"has {PICKLED}, a pickle, which is never read" if pickled else f"has no {WEIGHTS}"
+    return f"{name}: {found}; save the adapter once more by peft's save_pretrained, which writes safetensors"
+
+
+def config_mistake(name: str, text: str, lora: Lora | None) -> str | None:
+    """What in an adapter_config.json keeps the recipe from training that adapter; None where nothing does."""
+    try:
+        config = json.loads(text)
+        kind = config.get("peft_type")
+    except (ValueError, AttributeError):
+        return f"{name}: {CONFIG} is not JSON of an adapter; name the folder of an adapter that peft saved"
+    if kind != "LORA":
+        return f"{name}: is an adapter of kind {kind}; name a LoRA adapter"
+    other = [key for key in NOT_OFFERED if config.get(key)] + ["bias"] * (config.get("bias", "none") != "none")
+    init = str(config.get("init_lora_weights", True))
+    if init.startswith(MOVES_THE_BASE) and init not in REPEATABLE:
+        other.append(f"init_lora_weights: {init}")
+    if other:
+        return f"{name}: has {', '.join(other)}, which is not offered here; merge it into its base and name the result"
+    if lora is None:
+        return None  # said by cross_checks.py
+    differing = list(_differing(lora, config, init))
+    if not differing:
+        return None
+    told = ", ".join(
+        f"lora.{key} is {_shown(ours)} and the adapter's {_shown(theirs)}" for key, ours, theirs in differing
+    )
+    section = ", ".join(f"{key}: {_shown(theirs)}" for key, _, theirs in differing)
+    return f"{name}: {told}; write lora: {{{section}}}"
+
+
+def _differing(lora: Lora, config: Mapping[str, Any], init: str) -> Iterator[tuple[str, Any, Any]]:
+    """Key, the recipe's value, the adapter's. Layers by pattern are compared later, with the model at hand."""
+    defaults = Lora.model_fields
+    for key in SCALARS:
+        theirs = config.get(key, False if defaults[key].annotation is bool else None)
+        if getattr(lora, key) != theirs:
+            yield key, getattr(lora, key), theirs
+    targets = config.get("target_modules")
+    if isinstance(lora.target_modules, list) and isinstance(targets, list) and {*lora.target_modules} != {*targets}:
+        yield "target_modules", lora.target_modules, sorted(targets)
+    saved = config.get("modules_to_save") or []
+    if {*lora.modules_to_save} != {*saved}:
+        yield "modules_to_save", lora.modules_to_save, saved
+    ours = str(lora.init_lora_weights)
+    if ours != init and (ours.startswith(MOVES_THE_BASE) or init.startswith(MOVES_THE_BASE)):
+        yield "init_lora_weights", lora.init_lora_weights, config.get("init_lora_weights", True)
+
+
+def _shown(value: Any) -> str:
+    """As YAML takes it in one line."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return value if isinstance(value, str) else json.dumps(value).replace('"', "")

@@ -1,0 +1,139 @@
+"""A finished run whose recipe now asks for more steps: it goes on from its last checkpoint.
+
+What it had handed over is moved to exports/end-NNNNNNNN, a folder that chat, eval, merge and push read, so that nothing
+in the run's folder is older than the run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.files import remove_folder, sync, write_json
+from finetune.model.optimizer import learning_rate_schedule
+from finetune.recipe.cross_checks import rows_of_run
+from finetune.recipe.schema import Training
+from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine, read_state_of, step_folder
+from finetune.run_folder.facts import EXPORT_RECORD, EXPORTED_RECORDS, EXPORTS
+
+LENGTH_KEYS = ("training.num_train_epochs", "training.max_steps")  # of a run's identity: all that may be more
+HANDED_OVER = ("adapter", "model", "merged", "hub.json")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How far the recipe of this start trains."""
+
+    training: Training
+    rows: int  # of an epoch
+
+    @property
+    def total_rows(self) -> int:
+        return rows_of_run(self.training, self.rows)
+
+    @property
+    def steps(self) -> int:
+        return math.ceil(self.total_rows / self.training.global_batch_size)
+
+    @property
+    def last_step_is_short(self) -> bool:
+        return self.total_rows % self.training.global_batch_size != 0
+
+    def as_before(self, identity: Mapping[str, Any]) -> Asked:
+        """The same recipe with the length of the run that is there."""
+        length = {key.removeprefix("training."): identity.get(key) for key in LENGTH_KEYS}
+        return Asked(self.training.model_copy(update=length), self.rows)
+
+
+def go_on(
+    run_dir: Path, previous: Mapping[str, Any], asked: Asked, newest: Checkpoint | None
+) -> tuple[Checkpoint, str] | None:
+    """The checkpoint from which the finished run becomes the longer one, and a line for the user; None: not longer.
+
+    A last step that was short, since the rows ended there, is one that the longer run makes of more rows: where there
+    is a checkpoint before it, the run goes on from that one, and the last is deleted.
+
+    Args:
+        previous: The run's run_state.json.
+        newest: Its newest valid checkpoint.
+
+    Raises FinetuneError where early stopping ended the run, or no checkpoint is left.
+    """
+    planned, done = asked.as_before(previous["identity"]), int(previous["step"])
+    if asked.steps <= planned.steps:
+        return None
+    product = run_dir / ("adapter" if (run_dir / "adapter").is_dir() else "model")
+    key = "model.adapter" if product.name == "adapter" else "model.name_or_path"
+    remedy = f"begin a new run with its result: {shlex.quote(f'{key}={product}')} and another output_dir"
+    if done < planned.steps or (newest is not None and _out_of_patience(asked.training, newest)):
+        raise FinetuneError(f"{run_dir}: early stopping ended this run at step {done} of {planned.steps}; {remedy}")
+    if newest is None:
+        raise FinetuneError(f"{run_dir}: this finished run has no checkpoint to go on from; {remedy}")
+    start, note = newest, ""
+    if planned.last_step_is_short and newest.step == done:
+        start, note = _before_a_short_step(run_dir, planned, newest)
+    return start, f"{run_dir}: {_in_words(asked, planned, start.step)}{note}"
+
+
+def _before_a_short_step(run_dir: Path, planned: Asked, newest: Checkpoint) -> tuple[Checkpoint, str]:
+    batch = planned.training.global_batch_size
+    short = f"step {newest.step} had {planned.total_rows % batch} of {batch} rows"
+    for step in reversed(checkpoint_steps(run_dir)):
+        earlier = examine(step_folder(run_dir, step)) if step < newest.step else ""
+        if isinstance(earlier, Checkpoint):
+            return earlier, f"; {short} and is repeated with all of them"
+    left_out = batch - planned.total_rows % batch
+    return newest, f"; {short}, no checkpoint before it is left: {left_out} rows are skipped"
+
+
+def _out_of_patience(training: Training, checkpoint: Checkpoint) -> bool:
+    """Whether early stopping would end the run at once: also where it did so in the very last step."""
+    patience = training.early_stopping_patience
+    return patience is not None and int(read_state_of(checkpoint)["worse_evaluations"]) >= patience
+
+
+def _in_words(asked: Asked, planned: Asked, start: int) -> str:
+    """Which rate goes on, and whether the longer run is the one that would have been planned."""
+    training, rate = asked.training, learning_rate_schedule(asked.training, asked.steps)
+    before = learning_rate_schedule(planned.training, planned.steps)
+    finished = f"finished after {planned.steps} steps, goes on from step {start} to {asked.steps}"
+    if all(before(step) == rate(step) for step in range(start)):
+        return f"{finished}; its learning rates so far are those of a run planned with {asked.steps} steps"
+    return (
+        f"{finished}; learning rate: {training.lr_scheduler_type} of {asked.steps} steps, {rate(start):.3g} at step "
+        f"{start + 1} ({before(start - 1):.3g} before): the curve is not that of a run planned with {asked.steps} steps"
+    )
+
+
+def set_aside(run_dir: Path, start: int, done: int) -> None:
+    """Move what the run handed over after `done` steps to exports/, and delete checkpoints after step `start`."""
+    folder = run_dir / EXPORTS / f"end-{done:08d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in EXPORTED_RECORDS:
+        if (run_dir / name).is_file():
+            shutil.copyfile(run_dir / name, folder / name)
+    step = _exported_step(folder / "receipt.json") or done
+    write_json(folder / EXPORT_RECORD, {"run": run_dir.resolve().name, "step": step})
+    for name in HANDED_OVER:
+        if (run_dir / name).exists() and not (folder / name).exists():
+            os.rename(run_dir / name, folder / name)
+    sync(folder)
+    for step in checkpoint_steps(run_dir):
+        if step > start:
+            remove_folder(step_folder(run_dir, step))
+
+
+def _exported_step(receipt: Path) -> int | None:
+    """The step whose weights were handed over: not the last where the best evaluation's were."""
+    try:
+        return json.loads(receipt.read_text(encoding="utf-8")).get("export", {}).get("step")  # type: ignore[no-any-return]
+    except (OSError, ValueError):
+        return None
