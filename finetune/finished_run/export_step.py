@@ -194,4 +194,5 @@ def _copy_record(run_dir: Path, folder: Path, step: int) -> None:
 def describe_export(facts: dict[str, Any]) -> str:
     """What the verb shows."""
     folder = shlex.quote(facts["folder"])
-    return f"exported step {facts['step']}: {facts['product']}\ntalk to it: finetune chat {folder}"
+    command = shlex.join(["finetune", "chat", str(folder)])
+    return f"exported step {facts['step']}: {facts['product']}\ntalk to it: {command}"
