@@ -80,7 +80,6 @@ def test_it_begins_where_the_earlier_run_ended(
     ended, began = evals(tmp_path / "first" / "run"), evals(tmp_path / "second" / "run")
     assert began[0] == pytest.approx(ended[-1], rel=1e-5)
     assert abs(ended[0] - ended[-1]) > 1e-2, "else it would prove little"
-    assert began[-1] < began[0]
     adapter = tmp_path / "first" / "run" / "adapter"
     receipt = json.loads((tmp_path / "second" / "run" / "receipt.json").read_text())["adapter"]
     assert receipt["name"] == str(adapter)
@@ -220,7 +219,7 @@ def published(hub: Hub, first: Path) -> None:
         repo_id="me/adapter", path_or_fileobj=adapter / "adapter_config.json", path_in_repo="adapter_config.json"
     )
     api.create_branch("me/adapter", branch="v1")
-    api.upload_folder(repo_id="me/adapter", folder_path=adapter, revision="v1")
+    api.upload_folder(repo_id="me/adapter", folder_path=adapter, revision="v1", ignore_patterns="README.md")
 
 
 def changed(**values: Any) -> Callable[[Path], None]:
@@ -297,7 +296,7 @@ def test_the_folder_of_a_run_is_answered_with_its_adapter(
 def other_shape(adapter: Path) -> None:
     file = adapter / "adapter_model.safetensors"
     tensors = load_file(file)
-    name = next(name for name in tensors if "lora_A" in name)
+    name = next(name for name in tensors if "q_proj.lora_A" in name)
     save_file(tensors | {name: tensors[name][:, 1:].contiguous()}, file, metadata={"format": "pt"})
 
 
