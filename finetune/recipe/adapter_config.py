@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,14 +109,21 @@ def _differing(lora: Lora, config: Mapping[str, Any], init: str) -> Iterator[tup
         if getattr(lora, key) != theirs:
             yield key, getattr(lora, key), theirs
     targets = config.get("target_modules")
-    if isinstance(lora.target_modules, list) and isinstance(targets, list) and {*lora.target_modules} != {*targets}:
-        yield "target_modules", lora.target_modules, sorted(targets)
+    if isinstance(lora.target_modules, list) and isinstance(targets, list):
+        ours, theirs = _last_names(lora.target_modules), _last_names(targets)
+        if ours != theirs:
+            yield "target_modules", lora.target_modules, theirs
     saved = config.get("modules_to_save") or []
     if {*lora.modules_to_save} != {*saved}:
         yield "modules_to_save", lora.modules_to_save, saved
-    ours = str(lora.init_lora_weights)
-    if ours != init and (ours.startswith(MOVES_THE_BASE) or init.startswith(MOVES_THE_BASE)):
+    own = str(lora.init_lora_weights)
+    if own != init and (own.startswith(MOVES_THE_BASE) or init.startswith(MOVES_THE_BASE)):
         yield "init_lora_weights", lora.init_lora_weights, config.get("init_lora_weights", True)
+
+
+def _last_names(targets: Iterable[str]) -> list[str]:
+    """Of all-linear peft keeps the whole path of each layer."""
+    return sorted({str(target).rpartition(".")[2] for target in targets})
 
 
 def _shown(value: Any) -> str:

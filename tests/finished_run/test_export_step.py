@@ -38,6 +38,7 @@ def write(folder: Path, base: Path, *changes: dict[str, Any], steps: int) -> Pat
     return write_recipe(folder, merged(content, constant, {"save_steps": 2, "eval_steps": 2}, *changes))
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_it_is_what_a_shorter_training_hands_over(tmp_path: Path, method: str, tied: bool) -> None:
