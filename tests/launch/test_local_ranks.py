@@ -196,10 +196,10 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
 
 def test_rank_0_has_time_to_say_what_happened(tmp_path: Path) -> None:
     """The others have none: rank 0 fails last, and it prints the reason."""
-    with launched(tmp_path, "0:code2", "1:deaf", grace=0.2) as process:
+    with launched(tmp_path, "0:code2", "1:deaf", grace=2) as process:
         began = time.monotonic()
         assert ended(process, tmp_path)[0] == 2
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 9
     assert heard(tmp_path) == ["SIGTERM"]
 
 

@@ -269,7 +269,7 @@ def test_the_real_program(tmp_path: Path) -> None:
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("finetune.recipe.loader.load_recipe", interrupt)

@@ -249,7 +249,8 @@ def assert_it_failed_cleanly(recipe: Path, code: int, expected: int, text: str, 
     assert "; " in lines[0], "a remedy"
     names = in_folder(recipe)
     assert not {name for name in names if name.startswith(TEMPORARY_PREFIX)}, names
-    assert names <= {"recipe.yaml", "environment.json", "receipt.json", "run_state.json", "metrics.jsonl", ".lock"}
+    left_by_a_start = {"recipe.yaml", "environment.json", "receipt.json", "run_state.json", "metrics.jsonl"}
+    assert names <= left_by_a_start | {".lock", ".state.lock"}
     state = json.loads((recipe.parent / "run" / "run_state.json").read_text("utf-8"))
     assert (state["state"], state["phase"], state["step"]) == ("failed", "worst step first", 0)
 
