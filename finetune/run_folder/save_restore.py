@@ -168,9 +168,17 @@ def export_adapter(
     def write(folder: Path) -> None:
         # "auto" would ask the Hub whether the vocabulary grew; embeddings that are trained are saved as such anyway.
         model.save_pretrained(str(folder), state_dict=weights, save_embedding_layers=False)
+        _sort_layers(folder / "adapter_config.json")
         tokenizer.save_pretrained(str(folder))
 
     return _publish(run_dir / "adapter", write)
+
+
+def _sort_layers(config_file: Path) -> None:
+    """peft writes a set of names, whose order is another one in each process."""
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    if isinstance(config["target_modules"], list):
+        write_json(config_file, config | {"target_modules": sorted(config["target_modules"])})
 
 
 def export_model(

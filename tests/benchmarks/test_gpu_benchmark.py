@@ -26,7 +26,8 @@ def test_the_recipes_are_those_for_one_gpu() -> None:
 def test_rows_fill_what_was_asked_and_none_is_too_long(max_length: int, tmp_path: Path) -> None:
     file = gpu.write_rows(tmp_path / "rows.jsonl", tokens=20 * max_length, max_length=max_length)
     chats = [json.loads(line)["messages"] for line in file.read_text("utf-8").splitlines()]
-    recipe = load_recipe(str(gpu.recipes()["llama3_1b_lora_1x8gb"]), []).recipe
+    own = "data.train=[{path: json, data_files: data/sample_chat.jsonl}]"
+    recipe = load_recipe(str(gpu.recipes()["llama3_1b_lora_1x8gb"]), [own]).recipe
     tokenizer = train_tokenizer(sample_texts(recipe.data))
     tokenizer.model_max_length = max_length
     lengths = [len(tokenizer.apply_chat_template(chat)["input_ids"]) for chat in chats]

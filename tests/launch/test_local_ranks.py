@@ -45,6 +45,8 @@ names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP
 seen = {name: os.environ.get(name) for name in names.split()} | {"pid": os.getpid(), "session": os.getsid(0)}
 (folder / f"aside-{rank}").write_text(json.dumps(seen))
 (folder / f"aside-{rank}").rename(folder / f"rank-{rank}")
+while len(list(folder.glob("rank-*"))) < int(os.environ["WORLD_SIZE"]):  # a rank that is up hears signals
+    time.sleep(0.01)
 if what.startswith("code"):
     sys.exit(int(what[4:]))
 if what == "killed":

@@ -22,7 +22,7 @@ def assert_same_product(export: Path, run: Path) -> None:
     found, expected = contents(product_of(export)), contents(product_of(run))
     assert product_of(export).name == product_of(run).name
     assert found.keys() == expected.keys()
-    assert [name for name in expected if found[name] != expected[name]] == []
+    assert [name for name in expected if found[name] != expected[name]] == [], f"{export} is not {run}"
 
 
 def assert_the_last_step_exports_alike(run: Path, to: Path) -> None:
