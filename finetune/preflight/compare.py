@@ -73,6 +73,8 @@ def plan_comparison(
     names = tuple(dict.fromkeys(name.strip() for name in strategies.split(",") if name.strip()))
     if not names:
         raise FinetuneError("--strategies: names none; for example --strategies ddp,fsdp2")
+    for name in names:
+        read_strategy(name)  # a misspelt one is refused now, not after the jobs before it
     run_dir = Path(loaded.run_dir)
     folder = folder or run_dir.with_name(f"{run_dir.name}_compare")
     if folder.exists() and any(folder.iterdir()) and not (folder / "compare.json").is_file():

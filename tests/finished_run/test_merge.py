@@ -290,7 +290,7 @@ def test_one_shard_and_one_layer_are_held(tmp_path: Path, kind: str, sections: d
     run = finished_run(tmp_path, base, **sections)
     # glibc keeps what is freed of blocks up to a size that grows; so it gives all of them back.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072", "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, str(ROOT / "tests" / "merge_memory.py"), str(run), "float32", "40000000", kind]
+    words = [sys.executable, str(ROOT / "tests" / "support" / "merge_memory.py"), str(run), "float32", "40000000", kind]
     process = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=300)
     sizes = json.loads(process.stdout)
     print(sizes)

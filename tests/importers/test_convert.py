@@ -152,10 +152,10 @@ def test_the_defaults_written_out_are_those_of_the_installed_libraries() -> None
     from transformers import TrainingArguments
     from trl import ModelConfig, SFTConfig
 
-    installed = {name: TrainingArguments.__dataclass_fields__[name].default for name in hf_trainer.DEFAULTS}
-    assert installed == hf_trainer.DEFAULTS
+    installed = {name: TrainingArguments.__dataclass_fields__[name].default for name in hf_trainer.TRAINER_DEFAULTS}
+    assert installed == hf_trainer.TRAINER_DEFAULTS
     both = {**ModelConfig.__dataclass_fields__, **SFTConfig.__dataclass_fields__}
-    assert {name: both[name].default for name in trl.DEFAULTS} == trl.DEFAULTS
+    assert {name: both[name].default for name in trl.TRL_DEFAULTS} == trl.TRL_DEFAULTS
 
 
 @pytest.mark.parametrize("known", known_keys(), ids=lambda known: known.key)

@@ -95,7 +95,7 @@ def figures(calls: int, payload: int, ring: int, textbook: int) -> dict[str, int
 def test_the_textbook(engine: str, multiple: int, forward: set[str], backward: set[str], tmp_path: Path) -> None:
     for rank in ranks(engine, tmp_path):
         parameters = rank["parameter_bytes"]
-        step = {phase: rank[phase]["moved"] for phase in ("forward", "backward")}
+        step = {phase: rank[phase]["collectives"] for phase in ("forward", "backward")}
         assert {phase: set(moved) - {"broadcast"} for phase, moved in step.items()} == {
             "forward": set(forward),
             "backward": backward,
@@ -103,7 +103,7 @@ def test_the_textbook(engine: str, multiple: int, forward: set[str], backward: s
         moved = [entry for phase in step.values() for name, entry in phase.items() if name != "broadcast"]
         assert sum(entry["textbook_bytes"] for entry in moved) == multiple * parameters
         assert sum(entry["ring_bytes"] for entry in moved) == multiple * parameters // 2  # (N-1)/N of it, on two ranks
-        norm = rank["step"]["moved"]  # the norm of sharded gradients, a few numbers
+        norm = rank["step"]["collectives"]  # the norm of sharded gradients, a few numbers
         assert sum(entry["textbook_bytes"] for entry in norm.values()) < 100
         # Half the weights and moments are here; between steps nothing else is.
         share = 1 if engine == "ddp" else 2
@@ -116,9 +116,9 @@ def test_groups_are_distinguished(tmp_path: Path) -> None:
     """HSDP, two copies of two shards: as FSDP2 within a copy, then an all_reduce of each half between copies."""
     for rank in ranks("hsdp", tmp_path, world=4):
         parameters = rank["parameter_bytes"]
-        backward = rank["backward"]["moved"]
+        backward = rank["backward"]["collectives"]
         assert backward["reduce_scatter"]["ring_bytes"] == parameters // 2
         between = backward["all_reduce"]
         assert between["payload_bytes"] == parameters // 2
         assert (between["ring_bytes"], between["textbook_bytes"]) == (parameters // 2, parameters)
-        assert rank["forward"]["moved"]["all_gather"]["textbook_bytes"] == parameters
+        assert rank["forward"]["collectives"]["all_gather"]["textbook_bytes"] == parameters

@@ -130,7 +130,7 @@ def test_what_is_asked_wrongly(words: list[str], told: str, capsys: pytest.Captu
 def test_nothing_fits(model: str, gpus: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = plan_output(["--pick", "--model", f"meta-llama/{model}", "--gpus", gpus], capsys)
     assert code == 3
-    needed, size = (float(found) for found in re.findall(r"([0-9.]+) GiB of each GPU, .* ([0-9.]+); take more", err)[0])
+    needed, size = (float(found) for found in re.findall(r"([0-9.]+) GiB of each GPU, .* ([0-9.]+); use more", err)[0])
     assert (needed > size) == told.startswith("which has")
     assert told in err
 

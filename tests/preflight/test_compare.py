@@ -203,6 +203,8 @@ def test_what_is_launched(recipe: Path) -> None:
 def test_mistakes_are_reported_before_anything_runs(recipe: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError):
         plan_comparison(recipe, ["nonsense=1"], strategies="ddp", steps=1, processes=None, folder=None)
+    with pytest.raises(RecipeError, match="nonsense"):
+        comparison(recipe, strategies="ddp,nonsense")
     with pytest.raises(FinetuneError, match="--strategies"):
         comparison(recipe, strategies=" , ")
     with pytest.raises(FinetuneError, match="not a comparison"):
@@ -213,14 +215,14 @@ def test_mistakes_are_reported_before_anything_runs(recipe: Path, tmp_path: Path
 @pytest.mark.slow
 def test_strategies_and_a_refusal(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "compared"
-    words = ["compare", str(recipe), "--strategies", "single,ddp,fsdp2,nonsense", "--steps", "3", "-o", str(folder)]
+    words = ["compare", str(recipe), "--strategies", "single,ddp,fsdp2,hsdp", "--steps", "3", "-o", str(folder)]
     assert main([*words, "--json"]) == 0
     result = json.loads(capfd.readouterr().out)
     written = json.loads((folder / "compare.json").read_text("utf-8"))
     assert result == {"ok": True, **written}
-    single, ddp, fsdp2, nonsense = written["rows"]
+    single, ddp, fsdp2, hsdp = written["rows"]
     assert [row["ok"] for row in written["rows"]] == [True, True, True, False]
-    assert "nonsense" in nonsense["reason"]
+    assert "hsdp" in hsdp["reason"]
     assert written["losses"]["agree"]
     assert written["losses"]["worst_relative_difference"] < 1e-6
     assert [row["world_size"] for row in (single, ddp, fsdp2)] == [1, 2, 2]
