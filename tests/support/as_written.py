@@ -129,9 +129,13 @@ def run(job: TrainingJob, hub: Hub) -> int:
     environment |= {"FINETUNE_CACHE": str(job.folder / "cache")}
     environment |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with job.log.open("wb") as log:
-        done = subprocess.run(
-            job.command(), env=environment, cwd=ROOT, stdout=log, stderr=log, timeout=TIMEOUT_SECONDS, check=False
-        )
+        try:
+            done = subprocess.run(
+                job.command(), env=environment, cwd=ROOT, stdout=log, stderr=log, timeout=TIMEOUT_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:  # a reason in the results, and the other recipes are trained
+            log.write(f"not done after {TIMEOUT_SECONDS} s\n".encode())
+            return 124
     return done.returncode
 
 
