@@ -273,7 +273,7 @@ def test_truncation(cache: Path, tmp_path: Path) -> None:
     }  # fmt: skip
     assert right.train.lengths.max() == 64
     *cut, run_together = right.notes
-    assert "prompts that run into their completion without a space or line break: 3" in run_together
+    assert "prompts that run into their completion without a space or line break: 2" in run_together
     assert [note.split()[0:3] for note in cut] == [["1", "document", "dropped:"], ["1", "document", "truncated"]]
     dropped = prepared(entry, truncation="drop")
     assert {key: dropped.facts[key] for key in ("documents", "truncated", "dropped")} == {
