@@ -84,6 +84,17 @@ def loss_chart(runs: Sequence[ReportedRun]) -> Chart:
     return Chart("Loss", series, holes=_holes(runs), leads=True)
 
 
+def _losses_by_set(runs: Sequence[ReportedRun]) -> list[Chart]:
+    """Held-out losses of a lone run's data sets, where it has several: NAME_loss in its evaluations."""
+    names = dict.fromkeys(key for run in runs for line in run.facts.evals() for key in line if key.endswith("_loss"))
+    if len(runs) > 1 or not names:
+        return []
+    evals = runs[0].facts.evals()
+    return [
+        Chart("Held-out loss by data set", [Series(key.removesuffix("_loss"), _points(evals, key)) for key in names])
+    ]
+
+
 def curve(runs: Sequence[ReportedRun], title: str, key: str, factor: float = 1.0) -> Chart:
     """One value of the training lines, a curve for each run."""
     series = [
@@ -111,7 +122,7 @@ def peaks_of(runs: Sequence[ReportedRun]) -> str:
 
 def curves(runs: Sequence[ReportedRun]) -> list[Chart]:
     """Everything that is drawn over the optimizer steps."""
-    charts = [loss_chart(runs), *(curve(runs, *each) for each in CURVES), memory_curve(runs)]
+    charts = [loss_chart(runs), *_losses_by_set(runs), *(curve(runs, *each) for each in CURVES), memory_curve(runs)]
     return [chart for chart in charts if chart.shown]
 
 

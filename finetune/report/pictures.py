@@ -17,8 +17,8 @@ MOST_POINTS = 1200  # of one curve; where there are more, each is the mean of it
 PNG_INCHES = (8.0, 4.5)  # with 12-point letters still readable at half size
 # (width, height, letters, points of a curve) in the units of a page, CSS pixels. A page shows a chart at nearly its own
 # size, on a phone and on a desk, so that letters are of one size everywhere: page.html.jinja.
-SIZES = {"column": (352, 190, 12, 500), "bars": (704, 220, 12, 500), "page": (1104, 260, 12, MOST_POINTS)}
-Size = Literal["column", "bars", "page"]
+SIZES = {"column": (352, 190, 12, 500), "middle": (704, 220, 12, 800), "page": (1104, 260, 12, MOST_POINTS)}
+Size = Literal["column", "middle", "page"]
 BARS_OF_A_COLUMN = 8  # more than these need the page's width, else their labels overlap
 DPI = 130
 BAR_GROUP = 0.8  # of the distance between two groups; the rest is the gap
@@ -76,10 +76,10 @@ class Chart:
 
     @property
     def sizes(self) -> list[Size]:
-        """The sizes that a page holds it in: on a desk, on a phone."""
+        """The sizes that a page holds it in, widest first; its style shows the one that fits."""
         if len(self.groups) * len(self.series) > BARS_OF_A_COLUMN:
-            return ["page", "bars"]
-        return ["page", "column"] if self.leads else ["column"]
+            return ["page", "middle"]
+        return ["page", "middle", "column"] if self.leads else ["column"]
 
     @property
     def legend(self) -> list[tuple[str, str]]:

@@ -52,6 +52,7 @@ def report(runs: Sequence[ReportedRun]) -> str:
         "report.html.jinja",
         title=f"Run {alone.name}" if alone else f"{len(runs)} runs",
         lead=_lead(alone) if alone else ", ".join(run.name for run in runs),
+        facts=[(_heading(name, runs), summaries[0][name]) for name in columns] if alone else [],
         columns=["run", *(_heading(name, runs) for name in columns)],
         rows=[[run.name, *(each[name] for name in columns)] for run, each in zip(runs, summaries, strict=True)],
         numbers=range(3, len(columns) + 1),

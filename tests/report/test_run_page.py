@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from finetune.cli.main import main as cli
-from finetune.report.curves import loss_chart, read_runs, summary
+from finetune.report.curves import curves, loss_chart, read_runs, summary
 from finetune.report.pictures import Chart, Series, inline_svg, number_label, save_png, thinned
 from finetune.report.run_page import report, write_page, write_pages
 from finetune.train import main
@@ -103,6 +103,18 @@ def test_the_page_says_what_the_files_say(tmp_path: Path) -> None:
     assert "some/model" in text
     assert not NETWORK.search(html)
     assert "prefers-color-scheme: dark" in html
+
+
+def test_each_evaluation_set_has_its_curve(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", steps=5)
+    sets = [{"kind": "eval", "step": step, "loss": 2.0, "chat_loss": 3.0 - step, "sql_loss": 1.0} for step in (0, 4)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in sets), "utf-8")
+    by_set = {chart.title: chart for chart in curves(read_runs([folder]))}["Held-out loss by data set"]
+    assert [(each.name, list(each.points)) for each in by_set.series] == [
+        ("chat", [(0, 3.0), (4, -1.0)]),
+        ("sql", [(0, 1.0), (4, 1.0)]),
+    ]
+    assert "Held-out loss by data set" in text_of(report(read_runs([folder])))
 
 
 def test_the_row_of_the_table_is_arithmetic(tmp_path: Path) -> None:
@@ -279,8 +291,9 @@ def test_lost_steps_are_named_and_no_line_is_drawn_over_them(
 def test_letters_are_of_one_size_at_a_charts_own_width(tmp_path: Path) -> None:
     html = report(read_runs([write_run(tmp_path / "one", steps=30, phases=True, plan=True)]))
     pictures = re.findall(r'class="(\w+)"><svg viewBox="0 0 (\d+) \d+"(.*?)</svg>', html, re.DOTALL)
-    assert {(size, int(width)) for size, width, _ in pictures} == {("page", 1104), ("column", 352)}
-    assert [size for size, *_ in pictures[:2]] == ["page", "column"], "the loss, for a desk and for a phone"
+    assert {(size, int(width)) for size, width, _ in pictures} == {("page", 1104), ("middle", 704), ("column", 352)}
+    lead = [size for size, *_ in pictures[:3]]
+    assert lead == ["page", "middle", "column"], "the loss, for a desk, a tablet and a phone"
     for _, _, picture in pictures:
         assert set(re.findall(r"font-size: ([\d.]+)px|font: ([\d.]+)px", picture)) <= {("12", ""), ("", "12")}
         assert "12px" in picture
