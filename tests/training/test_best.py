@@ -79,7 +79,7 @@ def test_without_it_the_last_weights_are_exported(
 @pytest.mark.parametrize(
     ("strategy", "method"),
     [
-        ("ddp", "lora"),
+        pytest.param("ddp", "lora", marks=pytest.mark.slow),
         ("fsdp2", "lora"),
         pytest.param("fsdp2", "full", marks=pytest.mark.slow),
         pytest.param("fsdp2_offload", "lora", marks=pytest.mark.slow),

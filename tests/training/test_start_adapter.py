@@ -101,7 +101,7 @@ def test_its_optimizer_is_fresh(tmp_path: Path, base: Path, first: Path) -> None
 
 @pytest.mark.parametrize(
     "strategy",
-    ["ddp", "fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero1", "zero2", "zero3", "hsdp"))],
+    ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2", "zero1", "zero2", "zero3", "hsdp"))],
 )
 def test_every_strategy_begins_alike(strategy: str, tmp_path: Path, base: Path, first: Path) -> None:
     skip_where_missing(strategy)
