@@ -14,6 +14,7 @@ import typer
 from finetune import __version__
 from finetune.cli import data_verbs, run_verbs, train_verb
 from finetune.cli.app import AsJson, Overrides, RecipeFile, app, run_verb, user_path
+from finetune.launch.cpu_memory import bound_libraries
 
 
 def _print_version(asked: bool) -> None:
@@ -259,6 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def console() -> NoReturn:
     """The console script."""
+    bound_libraries()  # eval and chat run a model over ever-new lengths too
     code = main()
     if sys.argv[1:2] == ["plan"]:  # Python would free its million objects one by one, for a second
         sys.stdout.flush()

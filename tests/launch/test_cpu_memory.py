@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from finetune.cli.main import console
 from finetune.launch.cpu_memory import bound_libraries
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,3 +63,15 @@ def test_a_process_keeps_less_of_the_shapes_it_has_seen() -> None:
         ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, check=True, text=True)
         kept.append(float(ended.stdout))
     assert kept[0] < 0.7 * kept[1], kept
+
+
+def test_every_verb_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounded: dict[str, str] = {}
+    bound_libraries(bounded)
+    for name in bounded:
+        monkeypatch.setenv(name, "x")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "argv", ["finetune", "--version"])
+    with pytest.raises(SystemExit):
+        console()
+    assert {name: os.environ.get(name) for name in bounded} == bounded
