@@ -6,7 +6,6 @@ and so does torch's wrapper of it; what one of the two lets go the other still h
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from collections.abc import MutableMapping
@@ -33,6 +32,8 @@ def give_back_freed_memory() -> None:
     """
     if sys.platform != "linux":
         return
+    import ctypes  # `finetune check` has no use for it
+
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
     if trim is not None:
         trim(0)
