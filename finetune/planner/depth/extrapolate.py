@@ -1,8 +1,10 @@
 """A deep model's peaks from two shallow traces: decoder layers are alike, so each further layer adds the same bytes.
 
-Each phase is divided into segments by the module that is running: the first layer, the last, those between, and the
-modules around them. The peak of a segment grows by the same bytes with each layer (or with each period of layers, where
-every n-th is recomputed), component by component; the phase's peak is the largest segment at full depth.
+Each phase is divided into segments by the module that is running: the layers of the front half, counted from the first,
+those of the back half, counted from the last, and the modules around them. The peak of a segment grows by the same
+bytes with each layer (or with each period of layers, where every n-th is recomputed), component by component; the
+phase's peak is the largest segment at full depth. From one layer to the next a peak changes by the same bytes, so none
+of the layers that only the deeper model has can have a larger peak than all others.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def extrapolate(
         return timeline_of(layers).phases(device)
     shallow_timeline, deep = timeline_of(few), timeline_of(more)
     times = (layers - few) // period
-    first, second = _segments(shallow_timeline, device, few), _segments(deep, device, more)
+    first, second = _segments(shallow_timeline, device, few, few), _segments(deep, device, more, few)
     ends, deep_ends = shallow_timeline.ends(device), deep.ends(device)
     result = {}
     for phase, peaks in first.items():
@@ -49,23 +51,27 @@ def depths(layers: int, period: int, shallow: int = SHALLOW) -> tuple[int, int]:
     return few, few + period
 
 
-def _segments(timeline: Timeline, device: str, layers: int) -> dict[str, dict[str, Peak]]:
-    """The largest peak of each segment, under names that do not depend on the number of layers."""
+def _segments(timeline: Timeline, device: str, layers: int, few: int) -> dict[str, dict[str, Peak]]:
+    """The largest peak of each segment, under names that do not depend on the number of layers; the layers that the
+    model of `few` layers lacks have none."""
     result: dict[str, dict[str, Peak]] = {}
     for phase, peaks in timeline.segments(device).items():
         named = result.setdefault(phase, {})
         for module, peak in peaks.items():
-            name = _segment(module, layers)
+            if (name := _segment(module, layers, few)) is None:
+                continue
             named[name] = max(named.get(name, peak), peak, key=lambda peak: peak.nbytes)
     return result
 
 
-def _segment(module: str, layers: int) -> str:
+def _segment(module: str, layers: int, few: int) -> str | None:
     match = LAYER.search(module)
     if match is None:
         return module
-    index = int(match.group(1))
-    which = "first" if index == 0 else "last" if index == layers - 1 else "between"
+    index, front = int(match.group(1)), few // 2
+    if front <= index < layers - (few - front):
+        return None
+    which = f"{index}" if index < front else f"last-{layers - 1 - index}"
     return module[: match.start()] + f".layers.{which}" + module[match.end() :]
 
 
