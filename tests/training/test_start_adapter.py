@@ -35,8 +35,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "pissa": {"lora": {"init_lora_weights": "pissa"}},
     "qlora": {"quantization": {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}},
 }
-FSDP = {
-    "quantization": {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32", "bnb_4bit_quant_storage": "float32"}
+# Each engine shards a quantised base in its own number format.
+SHARDED: dict[str, dict[str, Any]] = {
+    name: {
+        "quantization": {"load_in_4bit": True, "bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": dtype},
+        "training": {"mixed_precision": precision},
+    }
+    for name, dtype, precision in (("fsdp2", "float32", "no"), ("zero3", "bfloat16", "bf16"))
 }
 
 
@@ -123,10 +128,12 @@ def hsdp(folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", SHARDED)
 def test_over_a_quantised_base_that_is_sharded(strategy: str, tmp_path: Path, base: Path) -> None:
     skip_where_missing(strategy)
-    recipes = [write(tmp_path / "first", base, FSDP), from_adapter(tmp_path / "second", base, tmp_path / "first", FSDP)]
+    method = SHARDED[strategy]
+    earlier = write(tmp_path / "first", base, method)
+    recipes = [earlier, from_adapter(tmp_path / "second", base, tmp_path / "first", method)]
     assert launch(recipes, ranks=2, words=[f"accelerate_config={strategy}"]) == [0, 0]
     ended, began = evals(tmp_path / "first" / "run"), evals(tmp_path / "second" / "run")
     assert began[0] == pytest.approx(ended[-1], rel=1e-5)
