@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune.cli.main import main as cli
 from finetune.files import read_lines
+from finetune.finished_run.export_step import describe_export
 from finetune.run_folder.checkpoint import step_folder, write_checkpoint
 from finetune.train import main
 from tests.support.exports import assert_same_product, contents, product_of
@@ -105,6 +107,12 @@ def test_an_export_is_made_once_and_again_when_its_checkpoint_is_another(
     tensors = {name: value + 1 for name, value in load_file(step_folder(run, 4) / "model-00000.safetensors").items()}
     write_checkpoint(copy, 2, {"model": tensors, "optimizer": {}}, {}, keep=9)
     assert said(step, capsys) != first
+
+
+def test_the_command_after_an_export_is_read_by_a_shell() -> None:
+    told = describe_export({"step": 4, "folder": "my runs/$four", "product": "my runs/$four/adapter"})
+    assert told.splitlines()[0] == "exported step 4: my runs/$four/adapter"
+    assert shlex.split(told.rpartition("talk to it: ")[2]) == ["finetune", "chat", "my runs/$four"]
 
 
 def damaged(run: Path) -> None:
