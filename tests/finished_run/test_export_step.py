@@ -17,6 +17,8 @@ from finetune.cli.main import main as cli
 from finetune.files import read_lines
 from finetune.finished_run.export_step import describe_export
 from finetune.run_folder.checkpoint import step_folder, write_checkpoint
+from finetune.run_folder.tensor_checks import checksums
+from finetune.strategies.pieces import Ranks
 from finetune.train import main
 from tests.support.exports import assert_same_product, contents, product_of
 from tests.support.recipes import merged, tiny_lora, write_recipe
@@ -139,6 +141,14 @@ def pruned(run: Path) -> None:
     shutil.rmtree(step_folder(run, 2))
 
 
+def unchanged(run: Path) -> None:
+    """As a run writes it whose steps change no weight, before it is refused at its end."""
+    tensors = load_file(step_folder(run, 2) / "model-00000.safetensors")
+    shutil.rmtree(step_folder(run, 2))
+    state = {"start_checksums": checksums(tensors, Ranks())}
+    write_checkpoint(run, 2, {"model": tensors, "optimizer": {}}, state, keep=9)
+
+
 def foreign(run: Path) -> None:
     (run.parent / "out").mkdir()
     (run.parent / "out" / "thesis.tex").write_text("")
@@ -155,6 +165,7 @@ REFUSALS: list[tuple[Callable[[Path], None], str]] = [
         "damaged, not exported: model-00000.safetensors is not the file that was written; name another step: 4, 6",
     ),
     (not_finite, "damaged, not exported: not finite: base_model"),
+    (unchanged, "training: its steps changed no bit of the 28 trained tensors, first base_model"),
     (foreign, "is there and is not an earlier export; name another folder: --to FOLDER"),
     (no_run, "not a run folder (recipe.yaml is missing); name a run's output_dir"),
 ]
