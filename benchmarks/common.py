@@ -10,6 +10,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,6 +33,21 @@ from finetune.training.run import Run
 from tests.support.recipe_results import RESULTS
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "trl")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One way in which the code could be wrong, for seeded_faults.py."""
+
+    name: str
+    file: str  # below finetune/
+    text: str
+    instead: str
+    tests: str  # a file below tests/, and options of pytest
+
+    def is_named(self, part: str) -> bool:
+        """Whether its name or file holds this text."""
+        return part in self.name or part in self.file
 
 
 def write_result(name: str, result: dict[str, Any]) -> Path:

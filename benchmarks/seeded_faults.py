@@ -3,7 +3,8 @@
     python benchmarks/seeded_faults.py [NAME ...] [--jobs 2]
 
 A fault is a file of the package, a text in it (found exactly once), what replaces it, and the tests that must notice.
-The same tests have to be green without a fault. With all faults it writes benchmarks/results/seeded_faults.json.
+The same tests have to be green without a fault. With all faults it writes benchmarks/results/seeded_faults.json;
+with NAMEs, parts of faults' names or files, it runs those alone and writes nothing.
 """
 
 from __future__ import annotations
@@ -16,27 +17,15 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import write_result
+from benchmarks.common import Fault, write_result
+from benchmarks.faults_of_runs import FAULTS_OF_RUNS
+from benchmarks.faults_of_settings import FAULTS_OF_SETTINGS
 
 COPIED = ("finetune", "tests", "benchmarks", "recipes", "accelerate_configs", "data", "pyproject.toml")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One way in which the code could be wrong."""
-
-    name: str
-    file: str  # below finetune/
-    text: str
-    instead: str
-    tests: str  # a file below tests/, and options of pytest
-
-
 RECEIPT = "strategies/test_receipt.py"
 FAULTS = (
     Fault(
@@ -83,7 +72,7 @@ FAULTS = (
     ),
     Fault(
         "an evaluation drops its last rows",
-        "training/run.py",
+        "training/batch_plan.py",
         "range(0, len(rows), share)",
         "range(0, len(rows) - share + 1, share)",
         "training/test_loop.py -k evaluation",
@@ -217,6 +206,8 @@ FAULTS = (
         "remainder >= SMALL)",
         "planner/test_caching_allocator.py",
     ),
+    *FAULTS_OF_SETTINGS,
+    *FAULTS_OF_RUNS,
 )
 
 
@@ -256,10 +247,10 @@ def run_tests(fault: Fault, *, seeded: bool) -> tuple[bool, float, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="faults whose names hold one of these; none: all")
+    parser.add_argument("names", nargs="*", help="faults whose name or file holds one of these; none: all")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    chosen = [fault for fault in FAULTS if not options.names or any(name in fault.name for name in options.names)]
+    chosen = [fault for fault in FAULTS if not options.names or any(map(fault.is_named, options.names))]
     clean = list({fault.tests: fault for fault in chosen}.values())
     with ThreadPoolExecutor(options.jobs) as pool:
         unseeded = list(pool.map(lambda fault: run_tests(fault, seeded=False), clean))

@@ -193,6 +193,5 @@ def _copy_record(run_dir: Path, folder: Path, step: int) -> None:
 
 def describe_export(facts: dict[str, Any]) -> str:
     """What the verb shows."""
-    folder = shlex.quote(facts["folder"])
-    command = shlex.join(["finetune", "chat", str(folder)])
+    command = shlex.join(["finetune", "chat", str(facts["folder"])])
     return f"exported step {facts['step']}: {facts['product']}\ntalk to it: {command}"

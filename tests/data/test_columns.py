@@ -207,13 +207,19 @@ def test_columns_that_are_mapped_win_over_those_of_the_same_name(tmp_path: Path)
 def test_roles_of_the_recipe(tmp_path: Path) -> None:
     (chat,) = read(tmp_path, {"messages": [ASKED | {"role": "Human"}, ANSWERED]}, roles={"Human": "user"})
     (turns,) = read(tmp_path, {"conversations": [{"from": "Q", "value": "Why?"}, SHAREGPT[1]]}, roles={"Q": "user"})
-    (swapped,) = read(tmp_path, {"messages": TURNS[::-1]}, roles={"user": "assistant", "assistant": "user"})
     assert isinstance(chat, Chat)
     assert isinstance(turns, Chat)
-    assert isinstance(swapped, Chat)
     assert chat.messages == turns.messages == TURNS
-    assert [message["content"] for message in swapped.messages] == ["So.", "Why?"]
-    assert swapped.learned == [False, True]
+
+
+def test_roles_of_the_recipe_win_over_known_ones(tmp_path: Path) -> None:
+    (chat,) = read(tmp_path, {"messages": TURNS[::-1]}, roles={"user": "assistant", "assistant": "user"})
+    (turns,) = read(tmp_path, {"conversations": SHAREGPT[::-1]}, roles={"human": "assistant", "gpt": "user"})
+    assert isinstance(chat, Chat)
+    assert isinstance(turns, Chat)
+    assert chat.messages == turns.messages
+    assert [message["content"] for message in chat.messages] == ["So.", "Why?"]
+    assert chat.learned == turns.learned == [False, True]
 
 
 def test_each_unknown_role_is_told_once(tmp_path: Path) -> None:

@@ -180,6 +180,20 @@ def test_data_sets_that_the_library_loads(tmp_path: Path, monkeypatch: pytest.Mo
     assert source(path="json", data_files=f"file://{file}").key() == key
 
 
+def test_the_library_is_asked_for_what_the_recipe_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load(*names: Any, **more: Any) -> list[dict[str, str]]:
+        asked.append((names, more))
+        return [{"text": "a"}]
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    data = source(path="owner/set", name="main", data_files="a/*.csv", split="test_sft[:9]", revision="v2")
+    assert texts(data) == ["a"]
+    more = {"data_files": "a/*.csv", "split": "test_sft[:9]", "revision": "v2"}
+    assert asked == [(("owner/set", "main"), more)]
+
+
 @pytest.mark.parametrize(
     ("words", "answer"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from finetune.cli.main import main as cli
 from finetune.files import read_lines
+from finetune.finished_run.export_step import describe_export
 from finetune.run_folder.checkpoint import step_folder, write_checkpoint
+from finetune.run_folder.tensor_checks import checksums
+from finetune.strategies.pieces import Ranks
 from finetune.train import main
 from tests.support.exports import assert_same_product, contents, product_of
 from tests.support.recipes import merged, tiny_lora, write_recipe
@@ -107,6 +111,12 @@ def test_an_export_is_made_once_and_again_when_its_checkpoint_is_another(
     assert said(step, capsys) != first
 
 
+def test_the_command_after_an_export_is_read_by_a_shell() -> None:
+    told = describe_export({"step": 4, "folder": "my runs/$four", "product": "my runs/$four/adapter"})
+    assert told.splitlines()[0] == "exported step 4: my runs/$four/adapter"
+    assert shlex.split(told.rpartition("talk to it: ")[2]) == ["finetune", "chat", "my runs/$four"]
+
+
 def damaged(run: Path) -> None:
     (step_folder(run, 2) / "model-00000.safetensors").write_bytes(b"torn")
 
@@ -131,6 +141,14 @@ def pruned(run: Path) -> None:
     shutil.rmtree(step_folder(run, 2))
 
 
+def unchanged(run: Path) -> None:
+    """As a run writes it whose steps change no weight, before it is refused at its end."""
+    tensors = load_file(step_folder(run, 2) / "model-00000.safetensors")
+    shutil.rmtree(step_folder(run, 2))
+    state = {"start_checksums": checksums(tensors, Ranks())}
+    write_checkpoint(run, 2, {"model": tensors, "optimizer": {}}, state, keep=9)
+
+
 def foreign(run: Path) -> None:
     (run.parent / "out").mkdir()
     (run.parent / "out" / "thesis.tex").write_text("")
@@ -147,6 +165,7 @@ REFUSALS: list[tuple[Callable[[Path], None], str]] = [
         "damaged, not exported: model-00000.safetensors is not the file that was written; name another step: 4, 6",
     ),
     (not_finite, "damaged, not exported: not finite: base_model"),
+    (unchanged, "training: its steps changed no bit of the 28 trained tensors, first base_model"),
     (foreign, "is there and is not an earlier export; name another folder: --to FOLDER"),
     (no_run, "not a run folder (recipe.yaml is missing); name a run's output_dir"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from finetune.cli.main import console
 from finetune.launch.cpu_memory import bound_libraries
+from tests.support.recipes import least, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,6 +33,28 @@ def test_what_the_user_set_stays(chosen: dict[str, str]) -> None:
     if "DNNL_PRIMITIVE_CACHE_CAPACITY" in chosen:  # oneDNN would read the newer name first
         names -= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY"}
     assert environment.keys() == chosen.keys() | names
+
+
+AT_TORCHS_IMPORT = """
+import json, os, sys
+from finetune.train import main
+class Look:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(json.dumps(dict(os.environ)), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Look())
+main(sys.argv[1:])
+"""
+
+
+def test_a_training_sets_them_before_it_loads_torch(tmp_path: Path) -> None:
+    bounded: dict[str, str] = {}
+    bound_libraries(bounded)
+    environment = {name: value for name, value in os.environ.items() if name not in bounded}
+    words = [sys.executable, "-c", AT_TORCHS_IMPORT, str(write_recipe(tmp_path, least("me/it")))]
+    ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, check=True, text=True)
+    assert json.loads(ended.stdout).items() >= bounded.items()
 
 
 KEEPS = """

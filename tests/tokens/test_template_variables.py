@@ -122,9 +122,10 @@ def test_reasoning_reaches_the_key_that_the_template_reads(key: str) -> None:
     assert mask(thinking(**{key: ""})).endswith("assistant\n⟦<think>\n\n</think>\n\nHi<|im_end|>⟧\n")
 
 
-def test_a_template_that_reads_another_key_gets_that_one() -> None:
-    template = QWEN3.replace("m.reasoning_content", "m.thinking")
-    for key in ("reasoning_content", "thinking"):
+@pytest.mark.parametrize("read", ["thinking", "reasoning"])  # transformers itself fills in the first and no other
+def test_a_template_that_reads_another_key_gets_that_one(read: str) -> None:
+    template = QWEN3.replace("m.reasoning_content", f"m.{read}")
+    for key in ("reasoning_content", "thinking", "reasoning"):
         assert "⟦<think>\nHm\n</think>" in mask(thinking(**{key: "Hm"}), chat_template=template)
 
 

@@ -9,16 +9,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from finetune.files import read_lines
 from finetune.recipe.loader import load_recipe
 from finetune.run_folder.checkpoint import step_folder
 from finetune.run_folder.facts import read_run
+from finetune.run_folder.trained_tensors import model_tensors
 from finetune.train import main
 from finetune.training import loop
+from finetune.training.run_output import RunOutput
+from finetune.training.start import Start
 from tests.support.cells import launch
 from tests.support.curve_table import skip_where_missing
-from tests.support.overfitting import STEPS, check_exported, document, evaluations, overfitting, saved_steps, write_sets
+from tests.support.overfitting import (
+    STEPS,
+    check_exported,
+    document,
+    evaluations,
+    overfitting,
+    saved_steps,
+    trained_at,
+    write_sets,
+)
 
 pytestmark = pytest.mark.usefixtures("forget_the_last_run")
 
@@ -60,6 +74,28 @@ def test_the_best_evaluations_weights_are_exported(
     assert f"step {best}, the best: {losses[best]['loss']:.4f}" in (tmp_path / "run" / "report.html").read_text("utf-8")
     facts = read_run(tmp_path / "run", load_recipe(recipe).recipe)
     assert facts.exported_eval() == losses[best]
+
+
+def test_answers_after_training_are_those_of_the_exported_weights(
+    tmp_path: Path, tiny_llama: Path, sets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what a longer run sets aside is named by their step."""
+    asked: list[tuple[str, dict[str, torch.Tensor]]] = []
+
+    def look(start: Start, model: nn.Module, output: RunOutput, *, when: str, step: int) -> None:
+        asked.append((when, {name: tensor.detach().clone() for name, tensor in model_tensors(model).items()}))
+
+    monkeypatch.setattr("finetune.training.session.write_samples", look)
+    recipe = overfitting(tmp_path, tiny_llama, sets)
+    assert main([str(recipe)]) == 0
+    run = tmp_path / "run"
+    best = check_best(run)
+    expected = trained_at(run, best)
+    assert [when for when, _ in asked] == ["after"]
+    assert asked[0][1].keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(asked[0][1][name], expected[name])] == []
+    assert main([str(recipe), f"training.max_steps={STEPS + 2}"]) == 0
+    assert document(run, f"exports/end-{STEPS:08d}/export.json") == {"run": "run", "step": best}
 
 
 def test_without_it_the_last_weights_are_exported(

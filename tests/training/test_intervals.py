@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from finetune.recipe.cross_checks import steps_between
+from finetune.run_folder.checkpoint import step_folder
 from finetune.train import main
 from tests.support.overfitting import document, evaluations, overfitting, saved_steps, write_sets
 from tests.support.recipes import tiny_lora, write_recipe
@@ -46,6 +49,19 @@ def test_evaluations_and_checkpoints_by_share_of_the_run(
     assert main([str(recipe), "training.max_steps=23", "training.learning_rate=1e-3", *settings]) == 0
     assert [step for step in evaluations(tmp_path / "run") if step] == evaluated
     assert saved_steps(tmp_path / "run") == saved
+
+
+def test_a_resumed_run_has_the_same_shares(tmp_path: Path, tiny_llama: Path, sets: dict[str, Path]) -> None:
+    """Of the whole run: after 8 of 20 steps a fifth is still four of them, and not three."""
+    fifths = {"eval_steps": 0.2, "save_steps": 0.2, "save_total_limit": 9}
+    recipe = overfitting(tmp_path, tiny_llama, sets, training={"max_steps": 20, "learning_rate": 1e-3}, **fifths)
+    assert main([str(recipe)]) == 0
+    run, whole = tmp_path / "run", [4, 8, 12, 16, 20]
+    for step in whole[2:]:
+        shutil.rmtree(step_folder(run, step))
+    (run / "run_state.json").write_text(json.dumps(document(run, "run_state.json") | {"state": "stopped", "step": 8}))
+    assert main([str(recipe)]) == 0
+    assert [step for step in evaluations(run) if step] == saved_steps(run) == whole
 
 
 def test_the_default_evaluates_and_saves_ten_times(tmp_path: Path, tiny_llama: Path, sets: dict[str, Path]) -> None:

@@ -54,8 +54,9 @@ def curve(run: Path) -> list[tuple[int, float, float, float]]:
 def test_with_a_constant_rate_it_is_the_run_planned_so(
     tmp_path: Path, tiny_llama: Path, rows: int, note: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, two = (written(tmp_path / "longer", tiny_llama, epochs=epochs, rows=rows) for epochs in (1, 2))
-    planned = written(tmp_path / "planned", tiny_llama, epochs=2, rows=rows)
+    keep = {"save_total_limit": 9}
+    one, two = (written(tmp_path / "longer", tiny_llama, epochs=epochs, rows=rows, **keep) for epochs in (1, 2))
+    planned = written(tmp_path / "planned", tiny_llama, epochs=2, rows=rows, **keep)
     run = tmp_path / "longer" / "run"
     assert main([str(one)]) == 0
     handed_over = contents(run / "adapter")
@@ -66,6 +67,8 @@ def test_with_a_constant_rate_it_is_the_run_planned_so(
     assert note in captured.err
     assert_same_product(run, tmp_path / "planned" / "run")
     assert curve(run) == curve(tmp_path / "planned" / "run")
+    ended = {3} if rows == 4 else set()  # a short last step's checkpoint is another run's
+    assert {*checkpoint_steps(run)} == {*checkpoint_steps(tmp_path / "planned" / "run")} | ended
     receipt = json.loads((run / "receipt.json").read_text())
     state = json.loads((run / "run_state.json").read_text())
     assert receipt["batch"]["total_steps"] == state["step"] == len(curve(run))
