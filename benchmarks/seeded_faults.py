@@ -41,21 +41,21 @@ RECEIPT = "strategies/test_receipt.py"
 FAULTS = (
     Fault(
         "the last incomplete chunk of the loss is dropped",
-        "model/loss.py",
+        "architecture/loss.py",
         "supervised.split(size))",
         "tuple(c for c in supervised.split(size) if len(c) == size))",
         "model/test_loss.py",
     ),
     Fault(
         "attention ignores the model's scale",
-        "model/attention.py",
+        "architecture/attention.py",
         "scale=scaling, enable_gqa",
         "enable_gqa",
         "model/test_attention.py -k one_document",
     ),
     Fault(
         "attention ignores the sliding window",
-        "model/attention.py",
+        "architecture/attention.py",
         "_on_cpu(query, key, value, document_lengths, scaling, sliding_window)",
         "_on_cpu(query, key, value, document_lengths, scaling, None)",
         "model/test_attention.py -k one_document",

@@ -11,9 +11,9 @@ import torch
 from peft import PeftModel
 from torch import nn
 
+from finetune.architecture.loss import put_loss_into_forward
 from finetune.errors import DoesNotFit, FinetuneError
 from finetune.model.build import load_base, silenced_peft
-from finetune.model.loss import put_loss_into_forward
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 

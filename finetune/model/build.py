@@ -23,11 +23,11 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from finetune.architecture import attention
+from finetune.architecture.families import refuse_unsuitable
+from finetune.architecture.loss import put_loss_into_forward
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model import attention
 from finetune.model.adapter_names import refuse_unknown_names
-from finetune.model.families import refuse_unsuitable
-from finetune.model.loss import put_loss_into_forward
 from finetune.model.packaged import resolve_model_path
 from finetune.model.quantization import forget_inputs, quantize_structure, quantized_layers
 from finetune.recipe.schema import Lora, Quantization, Recipe

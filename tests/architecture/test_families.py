@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from finetune.architecture import families, trial
+from finetune.architecture.families import refuse_unsuitable
 from finetune.errors import FinetuneError
-from finetune.model import families, trial
 from finetune.model.build import build_model, refuse_early
-from finetune.model.families import refuse_unsuitable
 from finetune.recipe.schema import Recipe
 from tests.support.architectures import ARCHITECTURES, WAYS, Way, config_of, outcomes, recipe_of, save_shaken
 from tests.support.families_page import HEAD, PAGE, line_of

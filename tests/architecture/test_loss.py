@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from finetune.model import loss as loss_module
-from finetune.model.loss import summed_cross_entropy
+from finetune.architecture import loss as loss_module
+from finetune.architecture.loss import summed_cross_entropy
 from finetune.tokens.tokenizer import IGNORE
 
 VOCABULARY, HIDDEN = 97, 32

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,  # no public name; tests/model/test_families.py would turn red
+    TorchDispatchMode,  # no public name; tests/architecture/test_families.py would turn red
 )
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from finetune.model.attention import refuse_unknown
+from finetune.architecture.attention import refuse_unknown
 
 LENGTHS = (67, 46)  # of the documents
 TOKENS = sum(LENGTHS)

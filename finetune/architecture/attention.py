@@ -47,7 +47,7 @@ def varlen_attention(
     """Causal attention inside each document of a flat row. Returns [1, tokens, heads, head_dim] and no weights.
 
     `document_lengths` are the same lengths on the host, so that nothing is read back from the device.
-    Padding-free equivalent of one forward per document (`tests/model/test_attention.py`).
+    Padding-free equivalent of one forward per document (`tests/architecture/test_attention.py`).
 
     Raises FinetuneError where the layer asks for more than this function computes.
     """

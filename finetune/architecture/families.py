@@ -9,9 +9,15 @@ from functools import lru_cache
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from finetune.architecture import attention
+from finetune.architecture.trial import (
+    TRIED,
+    Unsuitable,
+    check_documents_isolated,
+    check_head_is_last,
+    check_masks_isolate,
+)
 from finetune.errors import FinetuneError
-from finetune.model import attention
-from finetune.model.trial import TRIED, Unsuitable, check_documents_isolated, check_head_is_last, check_masks_isolate
 from finetune.recipe.schema import Recipe
 
 # Settings under which the logits are not simply the head applied to the last hidden state.

@@ -22,10 +22,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from finetune.architecture import attention
+from finetune.architecture.loss import put_loss_into_forward
 from finetune.errors import FinetuneError
-from finetune.model import attention
 from finetune.model.build import checkpoint_layers
-from finetune.model.loss import put_loss_into_forward
 from tests.support.tiny import flat_batch
 
 LENGTHS = (5, 20, 1, 13)
