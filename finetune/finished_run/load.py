@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from finetune.architecture.loss import put_loss_into_forward
+from finetune.architecture.families import refuse_unsuitable
 from finetune.errors import DoesNotFit, FinetuneError
 from finetune.model.build import load_base, silenced_peft
 from finetune.recipe.loader import recipe_from_resolved
@@ -79,7 +79,7 @@ def _load(recipe: Recipe, device: torch.device, path: str | None = None, *, with
     with fitting(device):
         model = load_base(recipe, device, dtype=getattr(torch, recipe.model.dtype), path=path)
         if with_loss:
-            put_loss_into_forward(model)
+            refuse_unsuitable(model, recipe).taught_to(model)
         moved: nn.Module = model.to(device)  # type: ignore[arg-type]  # its annotation lacks devices
         return moved
 

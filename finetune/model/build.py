@@ -25,7 +25,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture import attention
 from finetune.architecture.families import refuse_unsuitable
-from finetune.architecture.loss import put_loss_into_forward
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapter_names import refuse_unknown_names
 from finetune.model.packaged import resolve_model_path
@@ -55,8 +54,7 @@ def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | No
     when they cannot be reached.
     """
     model = structure_alone(recipe, dtype) if device.type == "meta" else load_base(recipe, device, dtype=dtype)
-    refuse_unsuitable(model, recipe)
-    put_loss_into_forward(model)
+    refuse_unsuitable(model, recipe).taught_to(model)
     if recipe.quantization is not None and recipe.quantization.load_in_8bit:
         forget_inputs(model)
     adapted: nn.Module = model

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from finetune.architecture import families, trial
+from finetune.architecture import families, operations, trial
 from finetune.architecture.families import refuse_unsuitable
 from finetune.errors import FinetuneError
 from finetune.model.build import build_model, refuse_early
@@ -152,8 +152,8 @@ def test_every_way_of_the_table_is_a_recipe(tmp_path: Path) -> None:
 
 def test_the_trial_draws_no_random_numbers_and_is_not_repeated(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path)
-    families.problem_of_layout.cache_clear()
+    families.computed_in_layout.cache_clear()
     before = torch.random.get_rng_state()
     refuse_early(recipe(folder))
     assert torch.equal(before, torch.random.get_rng_state())
-    assert families.problem_of_layout.cache_info().misses == 1
+    assert families.computed_in_layout.cache_info().misses == 1

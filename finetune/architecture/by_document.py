@@ -1,0 +1,120 @@
+"""Layers that carry something from token to token, run on one document of the flat row after another.
+
+A short convolution, a gated delta rule or a state-space layer would carry its state from one document into the next.
+The kernels that take the documents' ends are on GPUs alone and differ in their names; the same layer on each document
+by itself is right everywhere. Which modules these are is found by the trial (trial.py), with the axes of positions
+among what they take and give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from finetune.architecture.loss import decoder_of
+from finetune.errors import FinetuneError
+
+# What says where documents end. A module that gets it gets each document's own.
+ENDS, LENGTHS = "cu_seq_lens", "document_lengths"
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """A module that is run document by document. Axes of positions by an argument's place: `.0`, `.position_ids`."""
+
+    path: str
+    inputs: Mapping[str, tuple[int, ...]]
+    output: Mapping[str, tuple[int, ...]]
+
+
+class _Row:
+    """The documents of the row in this forward. A checkpointed layer that runs again in backward sets its own."""
+
+    lengths: tuple[int, ...] | None = None
+
+    def __deepcopy__(self, memo: object) -> _Row:
+        """peft copies a module that it trains in full, and the copy sees the same row."""
+        return self
+
+    def of_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.lengths = kwargs.get(LENGTHS)
+
+    def of_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.lengths = kwargs.get(LENGTHS, self.lengths)
+
+
+def run_by_document(model: PreTrainedModel, mixers: Sequence[Mixer]) -> None:
+    """Have these modules of `model` run on each document of a row that comes with `document_lengths`.
+
+    Only instances change, so saving, generation and peft see the classes they know.
+    """
+    if not mixers:
+        return
+    row = _Row()
+    decoder_of(model).register_forward_pre_hook(row.of_forward, with_kwargs=True)
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.register_forward_pre_hook(row.of_layer, with_kwargs=True)
+    for mixer in mixers:
+        module: Any = model.get_submodule(mixer.path)
+        module.finetune_documents = mixer, row
+        # A bound method, not a closure: peft copies modules that are trained in full.
+        module.forward = MethodType(_forward, module)
+
+
+def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    mixer: Mixer
+    mixer, row = module.finetune_documents
+    forward: Any = type(module).forward
+    lengths = row.lengths
+    if lengths is None or len(lengths) == 1:
+        return forward(module, *args, **kwargs)
+    results, start = [], 0
+    for index, length in enumerate(lengths):
+        part_args, part_kwargs = (_cut(given, mixer, start, length, sum(lengths)) for given in (args, kwargs))
+        if LENGTHS in kwargs:
+            part_kwargs[LENGTHS] = (length,)
+        if kwargs.get(ENDS) is not None:
+            part_kwargs[ENDS] = kwargs[ENDS][index : index + 2] - kwargs[ENDS][index]
+        results.append(forward(module, *part_args, **part_kwargs))
+        start += length
+    return _joined(results, mixer.output)
+
+
+def _cut(value: Any, mixer: Mixer, start: int, length: int, tokens: int, place: str = "") -> Any:
+    """The part of a nested value that belongs to one document."""
+    if isinstance(value, Tensor):
+        if place not in mixer.inputs:
+            raise FinetuneError(
+                f"model.name_or_path: {mixer.path} is given {place.lstrip('.')}, which it was not when it was tried; "
+                "set data.packing: false and model.attention: sdpa"
+            )
+        for axis in mixer.inputs[place]:
+            assert value.shape[axis] == tokens, (mixer.path, place, value.shape, tokens)
+            value = value.narrow(axis, start, length)
+        return value
+    if isinstance(value, dict):
+        return {key: _cut(each, mixer, start, length, tokens, f"{place}.{key}") for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        parts = [_cut(each, mixer, start, length, tokens, f"{place}.{index}") for index, each in enumerate(value)]
+        return type(value)(parts)
+    return value
+
+
+def _joined(parts: Sequence[Any], axes: Mapping[str, tuple[int, ...]], place: str = "") -> Any:
+    """What the whole row would have given, of what its documents gave."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        (axis,) = axes[place]
+        return torch.cat(list(parts), dim=axis)
+    if isinstance(first, list | tuple):
+        kinds = enumerate(zip(*parts, strict=True))
+        return type(first)(_joined(each, axes, f"{place}.{index}") for index, each in kinds)
+    return first
