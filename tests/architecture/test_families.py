@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from finetune.architecture import families, operations, trial
+from finetune.architecture import families, trial
 from finetune.architecture.families import refuse_unsuitable
 from finetune.errors import FinetuneError
 from finetune.model.build import build_model, refuse_early
