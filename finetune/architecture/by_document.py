@@ -8,7 +8,8 @@ among what they take and give.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.loss import decoder_of
 from finetune.errors import FinetuneError
@@ -35,7 +35,7 @@ class Mixer:
 
 
 class _Row:
-    """The documents of the row in this forward. A checkpointed layer that runs again in backward sets its own."""
+    """The documents of the row in this forward."""
 
     lengths: tuple[int, ...] | None = None
 
@@ -46,8 +46,17 @@ class _Row:
     def of_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.lengths = kwargs.get(LENGTHS)
 
-    def of_layer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.lengths = kwargs.get(LENGTHS, self.lengths)
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Of a checkpointed layer's forward, and of the same forward in backward, when another row may be here."""
+        return nullcontext(), self._as_it_was(self.lengths)
+
+    @contextmanager
+    def _as_it_was(self, lengths: tuple[int, ...] | None) -> Iterator[None]:
+        present, self.lengths = self.lengths, lengths
+        try:
+            yield
+        finally:
+            self.lengths = present
 
 
 def run_by_document(model: PreTrainedModel, mixers: Sequence[Mixer]) -> None:
@@ -59,14 +68,22 @@ def run_by_document(model: PreTrainedModel, mixers: Sequence[Mixer]) -> None:
         return
     row = _Row()
     decoder_of(model).register_forward_pre_hook(row.of_forward, with_kwargs=True)
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.register_forward_pre_hook(row.of_layer, with_kwargs=True)
     for mixer in mixers:
         module: Any = model.get_submodule(mixer.path)
         module.finetune_documents = mixer, row
         # A bound method, not a closure: peft copies modules that are trained in full.
         module.forward = MethodType(_forward, module)
+
+
+def run_document_by_document(model: nn.Module) -> list[nn.Module]:
+    """The modules of `model` to which `run_by_document` was applied."""
+    return [module for module in model.modules() if hasattr(module, "finetune_documents")]
+
+
+def checkpoint_options(model: nn.Module) -> dict[str, Any]:
+    """Options of torch's non-reentrant checkpoint with which a layer that runs again sees the row that it saw."""
+    modules: list[Any] = run_document_by_document(model)
+    return {"context_fn": modules[0].finetune_documents[1].contexts} if modules else {}
 
 
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,8 +129,8 @@ def _joined(parts: Sequence[Any], axes: Mapping[str, tuple[int, ...]], place: st
     """What the whole row would have given, of what its documents gave."""
     first = parts[0]
     if isinstance(first, Tensor):
-        (axis,) = axes[place]
-        return torch.cat(list(parts), dim=axis)
+        # The state at the end of a row is that of no document, and the trial would have failed where it is used.
+        return torch.cat(list(parts), dim=axes[place][0]) if axes[place] else None
     if isinstance(first, list | tuple):
         kinds = enumerate(zip(*parts, strict=True))
         return type(first)(_joined(each, axes, f"{place}.{index}") for index, each in kinds)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from finetune.architecture.loss import LogitTransform
 from finetune.architecture.operations import SUMMED, TOKENS, Unsuitable, place, tensors_in
@@ -14,7 +14,7 @@ from finetune.architecture.operations import SUMMED, TOKENS, Unsuitable, place, 
 # Operations that change no value.
 LAYOUT = {"slice", "alias", "view", "_unsafe_view", "t", "transpose", "detach", "expand", "clone"}
 SCALED = {"mul", "div"}
-Operation = tuple[str, Sequence[Any], Tensor]  # name, arguments, result
+_Operation = tuple[str, Sequence[Any], Tensor]  # name, arguments, result
 
 
 class AfterDecoder:
@@ -24,7 +24,7 @@ class AfterDecoder:
     """
 
     def __init__(self, padded: bool) -> None:
-        self.padded, self.ended, self.seen = padded, False, list[Operation]()
+        self.padded, self.ended, self.seen = padded, False, list[_Operation]()
 
     def decoder_ended(self, *_: Any) -> None:
         self.ended, self.seen = True, []
@@ -37,26 +37,25 @@ class AfterDecoder:
             self.seen.append((name, args, result))
 
 
-def transform_of(operations: Iterable[Operation], head: Any, logits: Tensor) -> LogitTransform:
+def transform_of(operations: Iterable[_Operation], head: Any, logits: Tensor) -> LogitTransform:
     """What the operations after the decoder make of the head's product.
 
     They must be one line: each takes what the one before it gave, and the weights of the head at most. Raises
     Unsuitable at anything that is not the product, a scale by a number or a tanh, or in another order than scale,
     tanh, scale.
     """
-    weights = [tensor for tensor in (head.weight, head.bias) if tensor is not None]
+    views: list[Tensor] = []
     current: Tensor | None = None
     products, inner, outer = 0, 1.0, None
     for name, args, result in operations:
-        values = [tensor for _, tensor in tensors_in(args) if not any(tensor is weight for weight in weights)]
-        if not values:  # a view of a weight
-            weights.append(result)
-            if name in LAYOUT:
-                continue
-        elif len(values) != 1 or (current is not None and values[0] is not current):
+        values = [tensor for _, tensor in tensors_in(args) if not _is_weight(tensor, views)]
+        if not values and name in LAYOUT:
+            views.append(result)
+            continue
+        if len(values) != 1 or (current is not None and values[0] is not current):
             raise _unknown(name)
         current = result
-        if name in SUMMED and values and args[SUMMED[name][0]] is values[0]:
+        if name in SUMMED and args[SUMMED[name][0]] is values[0]:
             products += 1
         elif name in SCALED and values[0] is args[0] and _is_number(args[1]) and (products or head.bias is None):
             number = float(args[1]) if name == "mul" else 1 / args[1]
@@ -68,6 +67,10 @@ def transform_of(operations: Iterable[Operation], head: Any, logits: Tensor) -> 
     if products != 1 or tuple(logits.shape) != (1, TOKENS, head.weight.shape[0]) or logits is not current:
         raise Unsuitable("changes its logits, which the fused loss does not know")
     return LogitTransform(inner, outer)
+
+
+def _is_weight(tensor: Tensor, views: Iterable[Tensor]) -> bool:
+    return isinstance(tensor, nn.Parameter) or any(tensor is view for view in views)
 
 
 def _is_number(value: Any) -> bool:

@@ -60,9 +60,10 @@ class Positions:
         self.tables |= counts_positions(name, args, result)
         if name == "arange" and result.numel() == TOKENS:
             self.found.setdefault(self._here(), set()).add(COUNTED)
+        elif name in ("slice", "cat") and self._here() in self.cutting:
+            return
         elif mixes_positions(name, func, args, kwargs, result):
-            if name not in ("slice", "cat") or self._here() not in self.cutting:
-                self.found.setdefault(self._here(), set()).add(name)
+            self.found.setdefault(self._here(), set()).add(name)
 
     def _here(self) -> str:
         return self.running[-1] if self.running else ""
@@ -81,7 +82,7 @@ class Positions:
         for path in paths:
             whole = not path or isinstance(self.model.get_submodule(path), PreTrainedModel)
             output = self.returned.get(path, {})
-            if whole or not output or any(len(axes) != 1 for axes in output.values()):
+            if whole or 1 not in map(len, output.values()) or any(len(axes) > 1 for axes in output.values()):
                 raise Unsuitable(self.problem(path))
         return tuple(Mixer(path, self.given[path], self.returned[path]) for path in paths)
 

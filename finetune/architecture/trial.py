@@ -117,7 +117,8 @@ def _windows_known(config: PreTrainedConfig, calls: Sequence[tuple[nn.Module, in
         if "chunked_attention" in named and chunk_of(module) is None:
             raise Unsuitable("has chunks of attention that do not reach it")
     if windowed != kinds.count("sliding_attention") if kinds else window and not windowed:
-        raise Unsuitable(f"has a sliding window, which reaches {windowed} of its {len(calls)} attentions")
+        expected = kinds.count("sliding_attention") if kinds else len(calls)
+        raise Unsuitable(f"has a sliding window in {expected} of its layers, and tells {windowed} of its attentions")
     if not kinds and getattr(config, "attention_chunk_size", None):
         raise Unsuitable("has chunks of attention that do not reach it")
 

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture import attention
+from finetune.architecture.by_document import checkpoint_options
 from finetune.architecture.families import refuse_unsuitable
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapter_names import refuse_unknown_names
@@ -216,7 +217,7 @@ def checkpoint_layers(model: PreTrainedModel, every: int) -> None:
     renamed = hasattr(model, "activation_checkpointing_enable")
     enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
     with suppress(ValueError):  # a class that says it has none
-        enable({"use_reentrant": False})
+        enable({"use_reentrant": False} | checkpoint_options(model))
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise FinetuneError(

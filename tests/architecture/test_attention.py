@@ -113,13 +113,6 @@ HARMLESS = {
     "use_cache": False,
     "later": None,
 }
-    "s_aux": None,
-    "softcap": None,
-    "dropout": 0.0,
-    "position_ids": torch.arange(3)[None],
-    "use_cache": False,
-    "later": None,
-}
 ENDS = {"cu_seq_lens": torch.tensor([0, 3], dtype=torch.int32), "document_lengths": (3,)}
 
 

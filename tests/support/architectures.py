@@ -169,7 +169,9 @@ def librarys(folder: Path) -> Trained:
     return total.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-class _Rows:
+class Rows:
+    """The documents, in the rows of this way."""
+
     def __init__(self, way: Way) -> None:
         made = documents()
         self.rows = [[made[index] for index in row] for row in way.rows]
@@ -195,7 +197,7 @@ def ours(folder: Path, way: Way) -> Trained:
         recipe = recipe_of(folder, way, checkpointing=False)
         refuse_early(recipe)
     model = build_model(recipe, torch.device("cpu"))
-    rows, loss = _Rows(way), 0.0
+    rows, loss = Rows(way), 0.0
     batches = micro_batches(
         rows,
         range(len(rows.rows)),
