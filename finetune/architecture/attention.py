@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from finetune.architecture.varlen_kernel import attend_on_cuda
 from finetune.errors import FinetuneError
@@ -45,6 +45,15 @@ class Attended:
 def register() -> None:
     """Make `attn_implementation="varlen"` known to transformers; harmless when repeated."""
     AttentionInterface.register(NAME, varlen_attention)
+
+
+def use_librarys(model: PreTrainedModel) -> None:
+    """Give the model the fastest of transformers' own attentions that any machine has: those with sinks or soft caps
+    have eager alone."""
+    try:
+        model.set_attn_implementation("sdpa")
+    except ValueError:
+        model.set_attn_implementation("eager")
 
 
 def varlen_attention(
