@@ -131,7 +131,11 @@ def _joined(parts: Sequence[Any], axes: Mapping[str, tuple[int, ...]], place: st
     if isinstance(first, Tensor):
         # The state at the end of a row is that of no document, and the trial would have failed where it is used.
         return torch.cat(list(parts), dim=axes[place][0]) if axes[place] else None
+    if isinstance(first, dict):
+        return {key: _joined([part[key] for part in parts], axes, f"{place}.{key}") for key in first}
     if isinstance(first, list | tuple):
-        kinds = enumerate(zip(*parts, strict=True))
-        return type(first)(_joined(each, axes, f"{place}.{index}") for index, each in kinds)
-    return first
+        each_of = enumerate(zip(*parts, strict=True))
+        return type(first)(_joined(each, axes, f"{place}.{index}") for index, each in each_of)
+    if first is None or isinstance(first, bool | int | float | str):
+        return first
+    raise TypeError(f"a {type(first).__name__} of several documents cannot be joined")  # in the trial already
