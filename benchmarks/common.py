@@ -19,9 +19,9 @@ from unittest import mock
 import torch
 from accelerate import Accelerator
 
+from finetune.architecture import attention
 from finetune.measure.metrics import Terminal
 from finetune.measure.phases import Phases
-from finetune.model import attention
 from finetune.model.build import attention_name, build_model, load_tokenizer
 from finetune.model.optimizer import learning_rate_schedule, make_optimizer
 from finetune.recipe.schema import Recipe

@@ -3,8 +3,8 @@
 python benchmarks/families.py
 
 Each architecture as a tiny model with random weights, in each of six ways: right (loss and gradients are those of the
-library's eager forward on one document at a time, to 1e-5) or refused in a line. tests/model/test_families.py holds the
-page to what is found.
+library's eager forward on one document at a time, to 1e-5) or refused in a line. tests/architecture/test_families.py
+holds the page to what is found.
 """
 
 from __future__ import annotations

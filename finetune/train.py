@@ -74,8 +74,8 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     recipe, launch = loaded.recipe, read_launch()
     refuse_secrets(recipe)
     silence_libraries(launch)
+    from finetune.architecture import attention
     from finetune.launch.signals import StopRequest, die_with_launcher
-    from finetune.model import attention
     from finetune.model.build import attention_name, load_tokenizer, refuse_early
     from finetune.model.optimizer import learning_rate_schedule
     from finetune.tokens.dataset import prepare

@@ -14,9 +14,9 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import AutoTokenizer
 
+from finetune.architecture import attention
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.finished_run.load import FinishedRun, fitting, load_adapted, load_whole
-from finetune.model import attention
 from finetune.model.build import attention_name, load_tokenizer
 from finetune.model.dtypes import COMPUTE
 from finetune.run_folder.facts import read_run

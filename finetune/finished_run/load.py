@@ -11,9 +11,10 @@ import torch
 from peft import PeftModel
 from torch import nn
 
+from finetune.architecture.attention import use_librarys
+from finetune.architecture.families import refuse_unsuitable
 from finetune.errors import DoesNotFit, FinetuneError
 from finetune.model.build import load_base, silenced_peft
-from finetune.model.loss import put_loss_into_forward
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 
@@ -75,11 +76,13 @@ def load_whole(run: FinishedRun, device: torch.device, *, tuned: bool, with_loss
 
 def _load(recipe: Recipe, device: torch.device, path: str | None = None, *, with_loss: bool) -> nn.Module:
     if not with_loss:  # answers and comparisons have no packed rows to isolate, and need a cache
-        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attention": "sdpa"})})
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attention": "eager"})})
     with fitting(device):
         model = load_base(recipe, device, dtype=getattr(torch, recipe.model.dtype), path=path)
         if with_loss:
-            put_loss_into_forward(model)
+            refuse_unsuitable(model, recipe).taught_to(model)
+        else:
+            use_librarys(model)
         moved: nn.Module = model.to(device)  # type: ignore[arg-type]  # its annotation lacks devices
         return moved
 

@@ -1,4 +1,4 @@
-"""What learns: attention, loss, quantisation, adapters, optimizer. A method is a way to build a model.
+"""What learns: base weights, quantisation, adapters, optimizer. A method is a way to build a model.
 
-May import: recipe, files, errors.
+May import: architecture, recipe, files, errors.
 """

@@ -23,11 +23,11 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from finetune.architecture import attention
+from finetune.architecture.by_document import checkpoint_options
+from finetune.architecture.families import refuse_unsuitable
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model import attention
 from finetune.model.adapter_names import refuse_unknown_names
-from finetune.model.families import refuse_unsuitable
-from finetune.model.loss import put_loss_into_forward
 from finetune.model.packaged import resolve_model_path
 from finetune.model.quantization import forget_inputs, quantize_structure, quantized_layers
 from finetune.recipe.schema import Lora, Quantization, Recipe
@@ -55,8 +55,7 @@ def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | No
     when they cannot be reached.
     """
     model = structure_alone(recipe, dtype) if device.type == "meta" else load_base(recipe, device, dtype=dtype)
-    refuse_unsuitable(model, recipe)
-    put_loss_into_forward(model)
+    refuse_unsuitable(model, recipe).taught_to(model)
     if recipe.quantization is not None and recipe.quantization.load_in_8bit:
         forget_inputs(model)
     adapted: nn.Module = model
@@ -218,7 +217,7 @@ def checkpoint_layers(model: PreTrainedModel, every: int) -> None:
     renamed = hasattr(model, "activation_checkpointing_enable")
     enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
     with suppress(ValueError):  # a class that says it has none
-        enable({"use_reentrant": False})
+        enable({"use_reentrant": False} | checkpoint_options(model))
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise FinetuneError(

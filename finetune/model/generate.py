@@ -14,15 +14,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from finetune.architecture.attention import use_librarys
 from finetune.model.build import decoder_parts
 
 
 @contextmanager
 def answering(model: nn.Module) -> Iterator[nn.Module]:
-    """The model in evaluation mode and under "sdpa", for the time of the block."""
+    """The model in evaluation mode and under an attention of transformers' own, for the time of the block."""
     inner = decoder_parts(model)
     trained_with, was_training = inner.config._attn_implementation, model.training
-    inner.set_attn_implementation("sdpa")
+    use_librarys(inner)
     model.eval()
     try:
         with torch.no_grad():  # inference_mode's tensors cannot be sharded

@@ -16,7 +16,7 @@ FLASH_BLOCK = 128  # rows that a block of flash attention's backward works on
 SORTED_TOKENS = 3072  # the embeddings' backward sorts token ids where there are more than these
 # torch/csrc/distributed/c10d/reducer.hpp: a bucket is full when it has reached these bytes.
 DDP_FIRST_BUCKET, DDP_BUCKET = 2**20, 25 * 2**20
-LOSS_CHUNK_BYTES = 256 * 2**20  # model/loss.py: CHUNK_BYTES, which imports torch; test_closed_form.py compares
+LOSS_CHUNK_BYTES = 256 * 2**20  # architecture/loss.py: CHUNK_BYTES, which imports torch; test_closed_form.py compares
 
 # What a tensor is for. Every byte of a plan has one of these components.
 COMPONENTS = (

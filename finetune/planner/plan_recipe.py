@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import torch
 
+from finetune.architecture import attention
 from finetune.errors import DoesNotFit
-from finetune.model import attention
 from finetune.model.build import attention_name
 from finetune.model.known_configs import full_config
 from finetune.planner.constants import CUDA_CONTEXT, NCCL_BUFFERS

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
+from finetune.architecture.attention import AMPERE
 from finetune.errors import EnvironmentMismatch
 from finetune.launch.launcher import Launch
-from finetune.model.attention import AMPERE
 from finetune.recipe.schema import Recipe
 
 

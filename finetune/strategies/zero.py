@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch import Tensor, nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from finetune.architecture.by_document import run_document_by_document
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.zero_requirements import silenced_deepspeed
@@ -222,6 +223,8 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
     exact = _into_engine_dtype(model, engine_dtype(plugin.deepspeed_config))
     if plugin.zero_stage == 3 and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         _partition(model, plugin.deepspeed_config)
+    if plugin.zero_stage == 3:
+        _gather_at_once(run_document_by_document(model))
     plugin.deepspeed_config["zero_optimization"] |= buckets(model, plugin.zero_stage)
     with silenced_deepspeed():
         engine, optimizer = accelerator.prepare(model, optimizer)
@@ -231,6 +234,15 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
     if exact:
         load_masters(engine, exact)
     return engine, optimizer
+
+
+def _gather_at_once(modules: Iterable[nn.Module]) -> None:
+    """Gather these modules' weights before their forward and not inside of it, which runs as often as a rank's row has
+    documents: ranks with different numbers of them would wait for each other for good."""
+    from deepspeed.utils import set_z3_leaf_module
+
+    for module in modules:
+        set_z3_leaf_module(module, True)
 
 
 def fit_swap(plugin: DeepSpeedPlugin, structure: Callable[[], nn.Module], ranks: int) -> None:

@@ -135,7 +135,7 @@ def test_it_takes_no_time() -> None:
 
 
 def test_the_loss_takes_chunks_of_the_size_that_is_planned() -> None:
-    from finetune.model.loss import CHUNK_BYTES
+    from finetune.architecture.loss import CHUNK_BYTES
 
     assert LOSS_CHUNK_BYTES == CHUNK_BYTES
 

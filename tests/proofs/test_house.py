@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "finetune"
 FLOORS = [
     ["errors", "output_stream", "paths", "redaction", "wording"],
     ["recipe", "files"],
+    ["architecture"],
     ["importers", "measure", "launch", "model", "data"],
     ["strategies", "tokens"],
     ["run_folder"],
@@ -144,7 +145,7 @@ def test_imports_go_in_no_circle() -> None:
     ("module", "other"),
     [
         ("recipe.schema", "training.loop"),
-        ("model.loss", "data.readers"),
+        ("architecture.loss", "data.readers"),
         ("strategies.zero", "tokens.cache"),
         ("planner.trace.trace", "planner.closed_form.rank"),
         ("planner.trace.trace", "planner.depth.fork"),
@@ -186,11 +187,11 @@ def test_tests_and_benchmarks_share_through_support_alone() -> None:
 @pytest.mark.parametrize(
     ("module", "line", "forbidden"),
     [
-        ("tests.model.test_loss", "from tests.training.test_loop import Bench", True),
+        ("tests.architecture.test_loss", "from tests.training.test_loop import Bench", True),
         ("tests.support.tiny", "from tests.training import test_loop", True),
-        ("tests.model.test_loss", "def test(): from benchmarks.common import RESULTS", True),
+        ("tests.architecture.test_loss", "def test(): from benchmarks.common import RESULTS", True),
         ("tests.support.tiny", "import benchmarks.common", True),
-        ("benchmarks.head", "from tests.model.test_loss import inputs", True),
+        ("benchmarks.head", "from tests.architecture.test_loss import inputs", True),
         ("benchmarks.head", "from tests.support.tiny import save_tiny", False),
         ("benchmarks.head", "from benchmarks.common import write_result", False),
         ("tests.benchmarks.test_head", "from benchmarks import head", False),

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from finetune.architecture import attention
 from finetune.errors import EnvironmentMismatch
-from finetune.model import attention
 from finetune.recipe.loader import load_recipe
 from finetune.strategies.accelerator import check_launch
 from finetune.strategies.gpu_needs import check_gpus

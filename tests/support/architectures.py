@@ -60,7 +60,7 @@ PLAIN = """
     dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint gemma gemma2 glm
     glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe
     granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax inkling_text
-    internlm3 iquestcoder jais2 jetmoe kolibri1 lfm3 llama llama4_text mamba mamba2 mimo_v2_flash minimax minimax_m2
+    internlm3 iquestcoder jais2 jetmoe kolibri1 lfm3 llama mamba mamba2 mimo_v2_flash minimax minimax_m2
     minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder mpt nanochat nemotron nemotron_h olmo
     olmo2 olmo3 olmo_hybrid olmoe openai-gpt opt persimmon phi phi3 phimoe qwen2_moe qwen3 qwen3_5_moe_text
     qwen3_5_text qwen3_moe qwen3_next recurrent_gemma rwkv seed_oss smollm3 solar_open stablelm starcoder2
@@ -76,6 +76,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma3_text": {**WINDOWS, "query_pre_attn_scalar": 24},  # a scale that is not that of its head's width
     # Its scores are not scaled: rounding grows with each layer, and four are beyond the bound where all is right.
     "gemma4_text": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    # Chunks shorter than the longest document, and a temperature that changes within it.
+    "llama4_text": {"attention_chunk_size": 7, "floor_scale": 4},
     "kimi_linear": {**LATENT, **LINEAR, "linear_head_dim": 8, "linear_num_heads": 4},
     "qwen2": {**WINDOWS, "use_sliding_window": True},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
@@ -127,7 +129,9 @@ def config_of(name: str) -> PreTrainedConfig:
 def save_shaken(name: str, folder: Path) -> None:
     """Weights far from where training starts: biases and norms, sinks and decays too, which begin at 0 or 1."""
     generator = torch.Generator().manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.float32)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
@@ -165,7 +169,9 @@ def librarys(folder: Path) -> Trained:
     return total.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-class _Rows:
+class Rows:
+    """The documents, in the rows of this way."""
+
     def __init__(self, way: Way) -> None:
         made = documents()
         self.rows = [[made[index] for index in row] for row in way.rows]
@@ -191,7 +197,7 @@ def ours(folder: Path, way: Way) -> Trained:
         recipe = recipe_of(folder, way, checkpointing=False)
         refuse_early(recipe)
     model = build_model(recipe, torch.device("cpu"))
-    rows, loss = _Rows(way), 0.0
+    rows, loss = Rows(way), 0.0
     batches = micro_batches(
         rows,
         range(len(rows.rows)),

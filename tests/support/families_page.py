@@ -10,13 +10,15 @@ from tests.support.cells import ROOT
 PAGE = ROOT / "docs" / "families.md"
 HEAD = f"""# Architectures
 
-Written by `benchmarks/families.py` with transformers {{version}}; `tests/model/test_families.py` holds it to what is
-found.
+Written by `benchmarks/families.py` with transformers {{version}}; `tests/architecture/test_families.py` holds it to
+what is found.
 
 An architecture is trained rightly or refused in a line, before its weights are read. Right: tiny models with random
 weights have the loss and the gradients of the library's own eager forward, one document at a time, to 1e-5 in float32.
-What is refused is found by a trial of the architecture itself (`finetune/model/trial.py`), so it holds for
-architectures that are not listed here and for other settings of those that are. *auto* is document-isolated attention.
+What is refused is found by a trial of the architecture itself (`finetune/architecture/trial.py`), so it holds for
+architectures that are not listed here and for other settings of those that are. *auto* is document-isolated attention,
+with sinks, soft caps, windows, chunks and dropout; layers with a state (convolutions, gated delta rules, state spaces)
+run on one document after another.
 
 | architecture | {" | ".join(way.title for way in WAYS)} | why the first is refused, and what to set |
 |---|{"---|" * len(WAYS)}---|

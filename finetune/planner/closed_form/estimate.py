@@ -66,6 +66,7 @@ def unsupported(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) ->
         (strategy.kind not in RESERVED or strategy.offloaded, f"accelerate_config: {strategy.name}"),
         (training.mixed_precision == "no", "training.mixed_precision: no"),
         (attention != "auto", f"model.attention: {attention}"),
+        (config.get("attention_dropout"), "attention dropout"),
         (OPTIMIZERS[training.optim].moment_bytes is not None, f"training.optim: {training.optim}"),
         (quantization and quantization.load_in_8bit, "quantization.load_in_8bit"),
         (

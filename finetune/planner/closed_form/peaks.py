@@ -108,13 +108,13 @@ def _at_the_head(rank: RankSizes) -> Iterator[Bytes]:
         yield live.plus({c.COMMUNICATION_BUFFERS: rank.gathered_layer_bytes})
         if not head:
             live = live.plus({c.COMMUNICATION_BUFFERS: rank.gathered_layer_bytes})
-    # model/loss.py computes the hidden states' gradient [T, h] in forward.
+    # architecture/loss.py computes the hidden states' gradient [T, h] in forward.
     yield from (live.plus({c.LOGITS_AND_LOSS: residual + size}) for size in _loss(rank))
 
 
 def _loss(rank: RankSizes) -> Iterator[int]:
-    """Bytes besides the hidden states' gradient, by model/loss.py: chunks of logits [chunk, vocabulary], and the head's
-    gradient [vocabulary, h] where it is trained."""
+    """Bytes besides the hidden states' gradient, by architecture/loss.py: chunks of logits [chunk, vocabulary], and the
+    head's gradient [vocabulary, h] where it is trained."""
     shape = rank.shape
     chunk = min(rank.tokens, max(1, LOSS_CHUNK_BYTES // (FLOAT32 * shape.vocabulary)))
     logits, table = chunk * shape.vocabulary, shape.embedding_weights

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from finetune.model import loss as loss_module
-from finetune.model.loss import summed_cross_entropy
+from finetune.architecture import loss as loss_module
+from finetune.architecture.loss import AS_IT_IS, LogitTransform, summed_cross_entropy
 from finetune.tokens.tokenizer import IGNORE
 
 VOCABULARY, HIDDEN = 97, 32
@@ -26,9 +26,12 @@ def inputs(dtype: torch.dtype, *, bias: bool) -> tuple[Tensor, Tensor, Tensor | 
     return hidden, weight, offset, targets
 
 
-def reference(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
+def reference(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, transform: LogitTransform = AS_IT_IS
+) -> tuple[Tensor, list[Tensor]]:
     leaves = [x.detach().double().requires_grad_() for x in (hidden, weight, bias) if x is not None]
-    logits = F.linear(leaves[0], leaves[1], leaves[2] if bias is not None else None)
+    logits = transform.inner * F.linear(leaves[0], leaves[1], leaves[2] if bias is not None else None)
+    logits = logits if transform.outer is None else transform.outer * logits.tanh()
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
     return loss, list(torch.autograd.grad(loss * 0.3, leaves))
 
@@ -60,6 +63,24 @@ def test_loss_and_gradients(
     for ours, theirs in zip([x for x in (hidden, weight, offset) if x is not None], gradients, strict=True):
         assert ours.grad is not None
         assert relative(ours.grad, theirs) < bound
+
+
+@pytest.mark.parametrize("transform", [LogitTransform(0.25), LogitTransform(1 / 3, 3.0), LogitTransform(2.0, 0.7)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_scaled_and_capped_logits(monkeypatch: pytest.MonkeyPatch, transform: LogitTransform, bias: bool) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * VOCABULARY * 8)
+    hidden, weight, offset, targets = inputs(torch.float32, bias=bias)
+    expected, gradients = reference(hidden, weight, offset, targets, transform)
+    assert expected.item() != pytest.approx(reference(hidden, weight, offset, targets)[0].item(), rel=0.01)
+    loss = summed_cross_entropy(hidden, weight, targets, offset, positions(targets), transform)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    with torch.no_grad():
+        evaluated = summed_cross_entropy(hidden, weight, targets, offset, None, transform)
+    assert evaluated.item() == pytest.approx(expected.item(), rel=1e-6)
+    (loss * 0.3).backward()
+    for ours, theirs in zip([x for x in (hidden, weight, offset) if x is not None], gradients, strict=True):
+        assert ours.grad is not None
+        assert relative(ours.grad, theirs) < 1e-6
 
 
 def test_a_chunk_size_leaves_a_rest_in_both_counts() -> None:

@@ -9,13 +9,13 @@ from functools import lru_cache
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from finetune.architecture import attention
+from finetune.architecture.by_document import Mixer, run_by_document
+from finetune.architecture.loss import AS_IT_IS, LogitTransform, put_loss_into_forward
+from finetune.architecture.operations import Unsuitable
+from finetune.architecture.trial import TRIED, check_documents_isolated, check_head_is_last, check_masks_isolate
 from finetune.errors import FinetuneError
-from finetune.model import attention
-from finetune.model.trial import TRIED, Unsuitable, check_documents_isolated, check_head_is_last, check_masks_isolate
 from finetune.recipe.schema import Recipe
-
-# Settings under which the logits are not simply the head applied to the last hidden state.
-LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "output_multiplier_scale")
 
 
 @dataclass(frozen=True)
@@ -31,39 +31,48 @@ class DocumentLayout:
         return self.attention == attention.NAME
 
 
-def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> None:
+@dataclass(frozen=True)
+class Computed:
+    """What a trial found: what is wrong with training this architecture, or what it takes to do it right."""
+
+    problem: str | None = None
+    logits: LogitTransform = AS_IT_IS
+    mixers: tuple[Mixer, ...] = ()  # modules to be run on one document after another
+
+    def taught_to(self, model: PreTrainedModel) -> None:
+        """Put the summed loss into the model's forward, and have its mixers respect documents."""
+        put_loss_into_forward(model, self.logits)
+        run_by_document(model, self.mixers)
+
+
+def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> Computed:
     """Raise FinetuneError, in one line with its remedy, where the recipe would train something else than it seems to.
 
-    Only the model's class and configuration are looked at, so its weights may be on meta.
+    Only the model's class and configuration are looked at, so its weights may be on meta. Returns what the forward
+    is to be taught.
     """
-    name, config = type(model).__name__, model.config.get_text_config()
-    for key in LOGIT_TRANSFORMS:
-        if getattr(config, key, None) not in (None, 1, 1.0):
-            raise FinetuneError(
-                f"model.name_or_path: {name} changes its logits by {key}, which the fused loss does not know; "
-                "choose a model without it"
-            )
+    name = type(model).__name__
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise FinetuneError(f"model.name_or_path: {name} has no linear head; choose a causal model")
     requested = recipe.model.attention
     layout = DocumentLayout(attention.NAME if requested == "auto" else requested, recipe.data.packing)
-    if layout.isolated and getattr(config, "attention_dropout", None):
-        raise FinetuneError("model.attention: this model has attention dropout; set model.attention: sdpa")
     if layout.attention == "flash_attention_2" and layout.packing and recipe.training.per_device_batch_size > 1:
         raise FinetuneError(
             "model.attention: flash_attention_2 separates packed documents in a single row only; "
             "set training.per_device_batch_size: 1, or model.attention: auto"
         )
     tried = _Tried(model)
-    if problem := problem_of_layout(tried, layout):
-        raise FinetuneError(f"model.name_or_path: {name} {problem}; {_remedy(tried, layout)}")
+    found = computed_in_layout(tried, layout)
+    if found.problem:
+        raise FinetuneError(f"model.name_or_path: {name} {found.problem}; {_remedy(tried, layout)}")
+    return found
 
 
 def _remedy(tried: _Tried, layout: DocumentLayout) -> str:
     """The first layout that passes the same trial."""
     for packing in (True, False) if layout.packing else (False,):
         for kind in ("sdpa", "eager"):
-            if problem_of_layout(tried, DocumentLayout(kind, packing)) is None:
+            if computed_in_layout(tried, DocumentLayout(kind, packing)).problem is None:
                 settings = [f"model.attention: {kind}"] if kind != layout.attention else []
                 settings += ["data.packing: false"] if packing != layout.packing else []
                 return f"set {' and '.join(settings)}"
@@ -86,20 +95,21 @@ class _Tried:
 
 
 @lru_cache(maxsize=64)  # a planner builds the same model many times
-def problem_of_layout(tried: _Tried, layout: DocumentLayout) -> str | None:
-    """What is wrong with training this architecture in this layout, None where nothing is."""
+def computed_in_layout(tried: _Tried, layout: DocumentLayout) -> Computed:
+    """What training this architecture in this layout takes, or what is wrong with it."""
     kind, config = tried.kind, tried.config
+    mixers: tuple[Mixer, ...] = ()
     try:
         if layout.isolated or layout.packing:
-            check_documents_isolated(kind, config, isolated=layout.isolated)
+            mixers = check_documents_isolated(kind, config, isolated=layout.isolated)
         if not layout.isolated and layout.packing:
             check_masks_isolate(kind, config)
-        check_head_is_last(kind, config, None if layout.isolated else layout.attention)
+        logits = check_head_is_last(kind, config, None if layout.isolated else layout.attention)
     except Unsuitable as found:
-        return str(found)
+        return Computed(str(found))
     except FinetuneError as refusal:  # of the attention; the remedy is found here
-        return f"cannot be trained: {str(refusal).removeprefix('model.attention: ').partition(';')[0]}"
+        return Computed(f"cannot be trained: {str(refusal).removeprefix('model.attention: ').partition(';')[0]}")
     except Exception as error:  # whatever a model's own code raises: it is not trained, and the user gets one line
-        text_of_error = " ".join(str(error).split())[:200].replace(TRIED, layout.attention)
-        return f"does not run with model.attention: {layout.attention} ({type(error).__name__}: {text_of_error})"
-    return None
+        text = " ".join(str(error).split())[:200].replace(TRIED, layout.attention)
+        return Computed(f"does not run with model.attention: {layout.attention} ({type(error).__name__}: {text})")
+    return Computed(logits=logits, mixers=mixers)

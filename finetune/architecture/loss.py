@@ -9,19 +9,48 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from transformers import PreTrainedModel
 
 # One chunk's float32 logits stay near this size: 512 tokens of Llama 3's vocabulary, enough for a matrix product to be
 # bound by arithmetic rather than by reading the head, and 32 times less than 16k tokens would need at once.
 CHUNK_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a model makes of its head's product z: `inner * z`, or `outer * tanh(inner * z)` where it is capped.
+
+    A scale is `inner` (Granite, Cohere); a soft cap c is (1/c, c) (Gemma 2).
+    """
+
+    inner: float = 1.0
+    outer: float | None = None
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        """Logits of the head's float32 product, which is overwritten: by them, or by the tanh."""
+        if self.inner != 1:
+            logits.mul_(self.inner)
+        return logits if self.outer is None else logits.tanh_() * self.outer
+
+    def chain_(self, slope: Tensor, overwritten: Tensor) -> Tensor:
+        """d loss / d product over d loss / d logits, both [chunk, vocabulary].
+
+        Args:
+            overwritten: What `apply_` left in its argument's place; overwritten again where it is the tanh.
+        """
+        if self.outer is not None:
+            slope.mul_(overwritten.square_().neg_().add_(1)).mul_(self.outer)
+        return slope if self.inner == 1 else slope.mul_(self.inner)
+
+
+AS_IT_IS = LogitTransform()
 
 
 def summed_cross_entropy(
@@ -30,8 +59,9 @@ def summed_cross_entropy(
     targets: Tensor,
     bias: Tensor | None = None,
     supervised: Tensor | None = None,
+    transform: LogitTransform = AS_IT_IS,
 ) -> Tensor:
-    """Sum over supervised positions of -log softmax(hidden @ weight.T + bias)[target].
+    """Sum over supervised positions of -log softmax(transform(hidden @ weight.T + bias))[target].
 
     hidden: [..., hidden_size]; weight: [vocabulary, hidden_size]; targets: [...] with -100 where nothing is
     learned, already shifted; supervised: int64, where it is not -100, counted over all of [...] flattened. Where
@@ -44,12 +74,20 @@ def summed_cross_entropy(
     3.8 % off.
     """
     if torch.is_grad_enabled():
-        applied = _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, supervised)  # type: ignore[no-untyped-call]
+        applied = _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, supervised, transform)  # type: ignore[no-untyped-call]
         return cast(Tensor, applied)
-    return _pass(hidden, weight, bias, targets, supervised, (False, False, False))[0]
+    return _pass(hidden, weight, bias, targets, supervised, transform, (False, False, False))[0]
 
 
-def put_loss_into_forward(model: PreTrainedModel) -> None:
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model below the head, whose forward gives the last hidden states."""
+    base = model.base_model
+    if base is model:  # Llama 4's text model has its family's prefix and a name of its own
+        base = next((child for child in model.children() if isinstance(child, PreTrainedModel)), base)
+    return cast("PreTrainedModel", base)
+
+
+def put_loss_into_forward(model: PreTrainedModel, transform: LogitTransform = AS_IT_IS) -> None:
     """Teach `model.forward` and its head `shift_labels` and `supervised`: a scalar loss, and no logits in between.
 
     The head computes the loss in its own forward because under ZeRO-3 and FSDP its weight is gathered only there. Only
@@ -62,8 +100,8 @@ def put_loss_into_forward(model: PreTrainedModel) -> None:
         if shift_labels is None:
             return library_forward(*args, **kwargs)
         arguments = {key: value for key, value in kwargs.items() if value is not None}
-        hidden = model.base_model(*args, use_cache=False, **arguments).last_hidden_state  # [batch, tokens, hidden_size]
-        return model.get_output_embeddings()(hidden, shift_labels, supervised)
+        hidden = decoder_of(model)(*args, use_cache=False, **arguments).last_hidden_state  # [batch, tokens, hidden]
+        return model.get_output_embeddings()(hidden, shift_labels, supervised, transform)
 
     model.forward = forward
     head = model.get_output_embeddings()
@@ -72,11 +110,15 @@ def put_loss_into_forward(model: PreTrainedModel) -> None:
 
 
 def _head_forward(
-    head: nn.Linear, hidden: Tensor, shift_labels: Tensor | None = None, supervised: Tensor | None = None
+    head: nn.Linear,
+    hidden: Tensor,
+    shift_labels: Tensor | None = None,
+    supervised: Tensor | None = None,
+    transform: LogitTransform = AS_IT_IS,
 ) -> Tensor:
     if shift_labels is None:
         return nn.Linear.forward(head, hidden)
-    return summed_cross_entropy(hidden, head.weight, shift_labels, head.bias, supervised)
+    return summed_cross_entropy(hidden, head.weight, shift_labels, head.bias, supervised, transform)
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -87,16 +129,22 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, supervised: Tensor | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        supervised: Tensor | None,
+        transform: LogitTransform,
     ) -> Tensor:
-        loss, *gradients = _pass(hidden, weight, bias, targets, supervised, ctx.needs_input_grad)
+        loss, *gradients = _pass(hidden, weight, bias, targets, supervised, transform, ctx.needs_input_grad)
         ctx.save_for_backward(*gradients)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         # In place: a second copy of the head's gradient would be 2.1 GB for Llama 3 8B.
-        return (*(None if g is None else g.mul_(upstream[0]) for g in ctx.saved_tensors), None, None)
+        return (*(None if g is None else g.mul_(upstream[0]) for g in ctx.saved_tensors), None, None, None)
 
 
 def _pass(
@@ -105,6 +153,7 @@ def _pass(
     bias: Tensor | None,
     targets: Tensor,
     supervised: Tensor | None,
+    transform: LogitTransform,
     wants: Sequence[bool],
 ) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
     """One pass over chunks of tokens: loss, and those of the gradients of hidden, weight and bias that are wanted."""
@@ -118,11 +167,13 @@ def _pass(
     with torch.autocast(hidden.device.type, enabled=False):
         for now in _chunks(len(flat), supervised, max(1, CHUNK_BYTES // (4 * weight.shape[0]))):
             part = flat[now].to(dtype)
-            logits = F.linear(part, cast_weight, cast_bias).float()  # [chunk, vocabulary]
+            product = F.linear(part, cast_weight, cast_bias).float()  # [chunk, vocabulary]
+            logits = transform.apply_(product)  # one more such tensor where there is a cap
             loss += F.cross_entropy(logits, target[now], reduction="sum")
             if not any(wants[:3]):
                 continue
-            slope = _softmax_minus_target(logits, target[now], all_learned=supervised is not None).to(dtype)
+            slope = _softmax_minus_target(logits, target[now], all_learned=supervised is not None)
+            slope = transform.chain_(slope, product).to(dtype)
             if grad_bias is not None:
                 grad_bias += slope.sum(0)
             if grad_hidden is not None:

@@ -22,10 +22,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from finetune.architecture import attention
+from finetune.architecture.loss import put_loss_into_forward
 from finetune.errors import FinetuneError
-from finetune.model import attention
 from finetune.model.build import checkpoint_layers
-from finetune.model.loss import put_loss_into_forward
 from tests.support.tiny import flat_batch
 
 LENGTHS = (5, 20, 1, 13)
@@ -105,15 +105,22 @@ def test_equal_to_one_document_at_a_time(family: str, checkpointing: bool) -> No
         assert (ours.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm() + 1e-7, name
 
 
-HARMLESS = {"s_aux": None, "softcap": None, "position_ids": torch.arange(3)[None], "use_cache": False, "later": None}
+HARMLESS = {
+    "s_aux": None,
+    "softcap": None,
+    "dropout": 0.0,
+    "position_ids": torch.arange(3)[None],
+    "use_cache": False,
+    "later": None,
+}
 ENDS = {"cu_seq_lens": torch.tensor([0, 3], dtype=torch.int32), "document_lengths": (3,)}
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"s_aux": torch.ones(2)}, "asks for s_aux"),
-        ({"softcap": 50.0}, "asks for softcap"),
+        ({"softcap": 50.0, "s_aux": torch.ones(4)}, "asks for a soft cap together with sinks"),
+        ({"softcap": 50.0, "dropout": 0.1}, "asks for a soft cap together with dropout"),
         ({"some_later_argument": 0}, "asks for some_later_argument"),
         ({"is_causal": False}, "is not causal"),
         ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "a mask of its own"),
@@ -202,7 +209,7 @@ def test_the_kernel_that_knows_16_bits_alone_is_not_asked_in_float32(
         calls.append(query.dtype)
         return query.transpose(1, 2)
 
-    monkeypatch.setattr(attention, "_on_cuda", kernel)
+    monkeypatch.setattr(attention, "attend_on_cuda", kernel)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # which does not take meta
     query, key = (torch.empty(1, heads, sum(LENGTHS), 8, dtype=dtype, device="meta") for heads in (4, 2))
     starts = torch.empty(len(LENGTHS) + 1, dtype=torch.int32, device="meta")
@@ -211,3 +218,97 @@ def test_the_kernel_that_knows_16_bits_alone_is_not_asked_in_float32(
     )
     assert output.shape == (1, sum(LENGTHS), 4, 8)
     assert calls == ([] if dtype == torch.float32 else [dtype])
+
+
+class Layer(torch.nn.Module):
+    """What an attention reads of the module that calls it."""
+
+    def __init__(self, kind: str = "full_attention") -> None:
+        super().__init__()
+        self.config, self.layer_idx = LlamaConfig(), 0
+        self.config.layer_types, self.config.attention_chunk_size = [kind], 7
+
+
+@pytest.mark.parametrize("asked", [{}, {"s_aux": True}, {"softcap": 2.0}], ids=["plain", "sinks", "cap"])
+@pytest.mark.parametrize("reach", ["all", "window", "chunk"])
+@pytest.mark.parametrize("block_bytes", [attention.BLOCK_BYTES, 4 * 4 * 20 * 3])  # three queries of the longest
+def test_equal_to_plain_sums(
+    asked: dict[str, Any], reach: str, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and gradients, the sinks' too, against scores written out in float64."""
+    monkeypatch.setattr(attention, "BLOCK_BYTES", block_bytes)
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, 4, sum(LENGTHS), 8), (1, 2, sum(LENGTHS), 8), (1, 2, sum(LENGTHS), 8), (4,)
+    query, key, value, sinks = (torch.randn(shape, generator=generator).requires_grad_() for shape in shapes)
+    window = 6 if reach == "window" else None
+    output, _ = attention.varlen_attention(
+        Layer("chunked_attention" if reach == "chunk" else "full_attention"),
+        query,
+        key,
+        value,
+        None,
+        cu_seq_lens=torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+        document_lengths=LENGTHS,
+        scaling=0.7,
+        sliding_window=window,
+        s_aux=sinks if "s_aux" in asked else None,
+        softcap=asked.get("softcap"),
+    )
+    at = torch.cat([torch.arange(length) for length in LENGTHS])
+    document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    seen = (document[:, None] == document) & (at[:, None] >= at) & (at[:, None] - at < (window or 99))
+    if reach == "chunk":
+        seen &= at[:, None] // 7 == at // 7
+    keys, values = (x[0].double().repeat_interleave(2, dim=0) for x in (key, value))
+    scores = 0.7 * query[0].double() @ keys.mT
+    if "softcap" in asked:
+        scores = 2 * torch.tanh(scores / 2)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if "s_aux" in asked:
+        scores = torch.cat([scores, sinks.double().view(4, 1, 1).expand(4, sum(LENGTHS), 1)], dim=-1)
+    expected = (scores.softmax(-1)[..., : sum(LENGTHS)] @ values).transpose(0, 1)[None]
+    assert torch.allclose(output.double(), expected, rtol=1e-5, atol=1e-6)
+    leaves = [query, key, value, *([sinks] if "s_aux" in asked else [])]
+    slope = torch.randn(output.shape, generator=generator)
+    theirs = torch.autograd.grad((expected * slope).sum(), leaves)
+    for our, their in zip(torch.autograd.grad((output * slope).sum(), leaves), theirs, strict=True):
+        assert (our - their).norm() <= 1e-5 * their.norm()
+
+
+def test_away_from_the_cpu_chunks_are_documents_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's arguments; a stand-in for it computes in tests/architecture/test_varlen_kernel.py."""
+    given: list[Any] = []
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, *rest: Any) -> Tensor:
+        given.extend([starts, longest, *rest])
+        return query.transpose(1, 2)
+
+    monkeypatch.setattr(attention, "attend_on_cuda", kernel)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # which does not take meta
+    query, key = (torch.empty(1, heads, 25, 8, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    starts, sinks = torch.empty(3, dtype=torch.int32, device="meta"), torch.empty(4, device="meta")
+    ends: dict[str, Any] = {"cu_seq_lens": starts, "document_lengths": (5, 20)}
+    attention.varlen_attention(Layer(), query, key, key, None, **ends, scaling=0.7, sliding_window=6, s_aux=sinks)
+    assert given[0] is starts
+    assert given[1:4] == [20, 0.7, 6]
+    assert given[4] is sinks
+    given.clear()
+    attention.varlen_attention(Layer("chunked_attention"), query, key, key, None, **ends)
+    assert given[0].shape == (5,)  # (5, 7, 7, 6)
+    assert given[1:] == [7, 8**-0.5, None, None]
+
+
+def test_dropout_is_that_of_the_library_drawn_in_the_same_order() -> None:
+    """One layer, so that documents draw in the same order: the same numbers, the same probabilities dropped."""
+    config = LlamaConfig(**SMALL | {"num_hidden_layers": 1, "num_key_value_heads": 4}, attention_dropout=0.4)
+    attention.register()
+    packed, alone = build(config, attention.NAME), build(config, "eager")
+    batch = flat_batch(LENGTHS, vocabulary=97)
+    torch.manual_seed(5)
+    loss = packed(**batch)
+    torch.manual_seed(5)
+    expected = one_at_a_time(alone, batch["input_ids"][0])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert loss.item() != pytest.approx(packed(**batch).item(), rel=1e-3)
+    packed.eval()
+    assert packed(**batch).item() == packed(**batch).item()

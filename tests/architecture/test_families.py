@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from finetune.architecture import families, operations, trial
+from finetune.architecture.by_document import run_document_by_document
+from finetune.architecture.families import refuse_unsuitable
 from finetune.errors import FinetuneError
-from finetune.model import families, trial
 from finetune.model.build import build_model, refuse_early
-from finetune.model.families import refuse_unsuitable
 from finetune.recipe.schema import Recipe
 from tests.support.architectures import ARCHITECTURES, WAYS, Way, config_of, outcomes, recipe_of, save_shaken
 from tests.support.families_page import HEAD, PAGE, line_of
@@ -22,7 +23,7 @@ from tests.support.recipes import least_recipe
 from tests.support.tiny import save_tiny
 
 # Of each kind of outcome one or more; all of them are slow (four minutes).
-QUICK = ("llama", "gpt_oss", "qwen3_next", "lfm2", "mamba2", "mixtral", "bloom", "falcon", "stablelm", "llama4_text")
+QUICK = ("llama", "gpt_oss", "gemma2", "cohere", "qwen3_next", "lfm2", "bloom", "falcon", "llama4_text")
 
 
 def lines() -> dict[str, str]:
@@ -36,11 +37,12 @@ def test_the_page_lists_at_least_forty_architectures_and_all_that_are_tried() ->
     assert sorted(lines()) == sorted(ARCHITECTURES)
     assert len(ARCHITECTURES) == 118
     right = [name for name, line in lines().items() if line.startswith(f"| {name} | right |")]
-    assert len(right) >= 40
+    assert len(right) >= 90
     known = (
         "llama mistral ministral ministral3 qwen2 qwen3 smollm3 phi3 gemma3_text gemma4_text glm4 granite olmo2 olmo3"
     )
-    known += " llama mistral exaone4 hunyuan_v1_dense arcee ernie4_5 mixtral qwen3_moe"
+    known += " llama mistral exaone4 hunyuan_v1_dense arcee ernie4_5 mixtral qwen3_moe seed_oss"
+    known += " gpt_oss gemma2 cohere cohere2 llama4_text qwen3_5_text qwen3_next lfm2 falcon_h1 granitemoehybrid"
     assert set(known.split()) <= set(right)
     page = PAGE.read_text("utf-8")
     version = re.search(r"with transformers (\S+);", page)
@@ -69,15 +71,15 @@ def recipe(folder: Path, attention: str = "auto", **changes: Any) -> Recipe:
 
 
 def test_refused_before_weights_are_read(tmp_path: Path) -> None:
-    save_shaken("lfm2", tmp_path)
+    save_shaken("codegen", tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(FinetuneError, match=r"Lfm2ShortConv: convolution.*data\.packing: false"):
+    with pytest.raises(FinetuneError, match=r"CodeGenAttention: _softmax.*data\.packing: false"):
         refuse_early(recipe(tmp_path))
 
 
 def test_building_alone_refuses_too(tmp_path: Path) -> None:
     """As a planner and a rehearsal do; an attention that a model's own table lacks is a line as well."""
-    for name, words in (("lfm2", "Lfm2ShortConv"), ("falcon", "varlen")):
+    for name, words in (("codegen", "CodeGenAttention"), ("falcon", "varlen")):
         save_shaken(name, tmp_path / name)
         for device in ("cpu", "meta"):
             with pytest.raises(FinetuneError, match=words):
@@ -85,9 +87,11 @@ def test_building_alone_refuses_too(tmp_path: Path) -> None:
 
 
 def test_the_users_configuration_is_tried_and_not_the_architecture(tmp_path: Path) -> None:
-    """Without a convolution LFM2 is a plain decoder."""
-    save_tiny(tmp_path, "lfm2", layer_types=["full_attention"] * 2, block_ff_dim=64)
-    refuse_early(recipe(tmp_path))
+    """Without a convolution LFM2 is a plain decoder, on which no layer is run by itself."""
+    for kind, mixers in (("full_attention", 0), ("conv", 1)):
+        save_tiny(tmp_path, "lfm2", layer_types=["full_attention", kind], block_ff_dim=64)
+        model = build_model(recipe(tmp_path), torch.device("meta"))
+        assert len(run_document_by_document(model)) == mixers
 
 
 def test_flash_attention_of_several_packed_rows_is_refused(tmp_path: Path) -> None:
@@ -128,22 +132,25 @@ class Spoilt(nn.Module):
                 return nn.functional.conv1d(hidden.mT, self.linear.weight[:, :, None]).mT
 
 
-@pytest.mark.parametrize(
-    "how", ["nothing", "shift", "scan", "mean", "product", "previous", "loop", "positions", "convolution"]
-)
+KINDS = ["nothing", "shift", "scan", "mean", "product", "previous", "loop", "positions", "convolution"]
+
+
+@pytest.mark.parametrize("how", KINDS)
 def test_what_brings_positions_together_is_seen_whatever_it_is_called(how: str) -> None:
     def built(config: Any) -> PreTrainedModel:
+        asked = config._attn_implementation
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-        config._attn_implementation = trial.TRIED
+        config._attn_implementation = asked
         model.model.layers[0].mlp = Spoilt(how)
         return model
 
     config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
-    if how == "nothing":
-        trial.check_documents_isolated(built, config, isolated=True)
-        return
-    with pytest.raises(trial.Unsuitable, match="own" if how == "positions" else "brings positions together"):
-        trial.check_documents_isolated(built, config, isolated=True)
+    mixers = trial.check_documents_isolated(built, config, isolated=True)
+    assert [mixer.path for mixer in mixers] == ([] if how == "nothing" else ["model.layers.0.mlp"])
+    if how != "nothing":
+        assert (mixers[0].inputs, mixers[0].output) == ({".0": (1,)}, {"": (1,)})
+        with pytest.raises(operations.Unsuitable, match="own" if how == "positions" else "brings positions together"):
+            trial.check_documents_isolated(built, config, isolated=False)
 
 
 def test_every_way_of_the_table_is_a_recipe(tmp_path: Path) -> None:
@@ -152,8 +159,8 @@ def test_every_way_of_the_table_is_a_recipe(tmp_path: Path) -> None:
 
 def test_the_trial_draws_no_random_numbers_and_is_not_repeated(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path)
-    families.problem_of_layout.cache_clear()
+    families.computed_in_layout.cache_clear()
     before = torch.random.get_rng_state()
     refuse_early(recipe(folder))
     assert torch.equal(before, torch.random.get_rng_state())
-    assert families.problem_of_layout.cache_info().misses == 1
+    assert families.computed_in_layout.cache_info().misses == 1

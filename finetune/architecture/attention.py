@@ -1,0 +1,272 @@
+"""Document-isolated attention, registered with transformers under the name "varlen".
+
+A micro-batch is one row of tokens, its documents end to end. No mask function is registered under this name, so
+transformers builds no mask (and makes no host read to look for one), and the forward's `cu_seq_lens` and `max_length`
+reach this function, under activation checkpointing too. On CUDA it is torch's own variable-length flash attention,
+which takes 16-bit numbers only and begins with Ampere; in float32, on older GPUs and with dropout, one
+scaled-dot-product call a document; on a CPU that too, always in float32. Where scores are capped (Gemma 2), which
+neither kernel does, they are computed a block of queries at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, PreTrainedModel
+
+from finetune.architecture.varlen_kernel import attend_on_cuda
+from finetune.errors import FinetuneError
+
+NAME = "varlen"
+AMPERE = (8, 0)  # compute capability: the first with bfloat16 and flash attention
+# Float32 scores of one block of queries, [heads, queries, keys]; their gradient and the probabilities are as large.
+BLOCK_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What a layer asks for, besides queries, keys and values."""
+
+    lengths: tuple[int, ...]  # of the documents, or of what is attended to inside of them
+    scale: float
+    window: int | None  # tokens that each one sees, itself included
+    sinks: Tensor | None  # [heads], a score that takes its share of each softmax and gives no value
+    cap: float | None  # scores become cap * tanh(score / cap)
+    dropout: float
+
+
+def register() -> None:
+    """Make `attn_implementation="varlen"` known to transformers; harmless when repeated."""
+    AttentionInterface.register(NAME, varlen_attention)
+
+
+def use_librarys(model: PreTrainedModel) -> None:
+    """Give the model the fastest of transformers' own attentions that any machine has: those with sinks or soft caps
+    have eager alone."""
+    try:
+        model.set_attn_implementation("sdpa")
+    except ValueError:
+        model.set_attn_implementation("eager")
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, tokens, head_dim]
+    key: Tensor,  # [1, kv_heads, tokens, head_dim]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens: Tensor | None = None,  # int32 [documents + 1], where each document begins, and the end
+    document_lengths: tuple[int, ...] = (),
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each document of a flat row. Returns [1, tokens, heads, head_dim] and no weights.
+
+    `document_lengths` are the same lengths on the host, so that nothing is read back from the device. `s_aux` are
+    attention sinks, one score for each head. Padding-free equivalent of one forward per document
+    (`tests/architecture/test_attention.py`).
+
+    Raises FinetuneError where the layer asks for more than this function computes.
+    """
+    assert query.shape[0] == 1, "varlen attention takes one flat row of documents"
+    refuse_unknown(module, attention_mask, cu_seq_lens, others, sinks=s_aux is not None, cap=softcap, dropout=dropout)
+    assert cu_seq_lens is not None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    chunk = chunk_of(module)
+    lengths = _in_chunks(document_lengths, chunk)
+    asked = Attended(lengths, scale, sliding_window, s_aux, softcap, dropout)
+    if query.device.type == "cpu":
+        output = _on_cpu(query, key, value, asked)
+    elif softcap or dropout or _computed_in(query) == torch.float32 or not has_flash(query.device):
+        output = _by_document(query, key, value, asked)
+    else:
+        starts = cu_seq_lens if lengths == document_lengths else _starts(lengths, query.device)
+        # What autocast would make of them: it knows torch's own attention, and not this one. Between float32 weights
+        # RoPE makes queries and keys float32, and the kernel takes none.
+        q, k, v = (x.to(_computed_in(x)) for x in (query, key, value))
+        output = attend_on_cuda(q, k, v, starts, max(lengths), scale, sliding_window, s_aux)
+    return output, None
+
+
+def refuse_unknown(
+    module: nn.Module,
+    attention_mask: Tensor | None,
+    cu_seq_lens: Tensor | None,
+    others: Mapping[str, Any],
+    *,
+    sinks: bool = False,
+    cap: float | None = None,
+    dropout: float = 0.0,
+) -> None:
+    """Raise FinetuneError, in one line, where a layer hands over what `varlen_attention` would leave out.
+
+    An argument that is None asks for nothing, so what a later release of transformers adds is refused from the first
+    model on that uses it. position_ids have a value, and queries and keys are already rotated by them; use_cache and
+    output_attentions are False in training; is_causal is what this attention is, unless it is False.
+    """
+    if cu_seq_lens is None:
+        problem = "does not hand on where documents end (cu_seq_lens)"
+    elif attention_mask is not None:
+        problem = "brings a mask of its own"
+    elif not getattr(module, "is_causal", True) or others.get("is_causal") is False:
+        problem = "is not causal"
+    elif cap and (sinks or dropout):
+        problem = f"asks for a soft cap together with {'sinks' if sinks else 'dropout'}"
+    else:
+        settled = ("position_ids", "is_causal")
+        unknown = sorted(
+            key for key, value in others.items() if key not in settled and not (value is None or value is False)
+        )
+        if not unknown:
+            return
+        problem = f"asks for {', '.join(unknown)}"
+    raise FinetuneError(
+        f"model.attention: {type(module).__name__} {problem}, which document-isolated attention does not compute; "
+        "set model.attention: eager and data.packing: false"
+    )
+
+
+def chunk_of(module: nn.Module) -> int | None:
+    """The tokens of a chunk, where this layer attends inside chunks alone (Llama 4); None elsewhere.
+
+    Its configuration says so; a mask would else be all that the attention is told.
+    """
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and layer is not None and kinds[layer] == "chunked_attention":
+        return int(config.attention_chunk_size)  # type: ignore[union-attr]  # a model's configuration has any names
+    return None
+
+
+def _in_chunks(lengths: tuple[int, ...], chunk: int | None) -> tuple[int, ...]:
+    """Documents cut at multiples of `chunk`: (5, 20) in chunks of 8 is (5, 8, 8, 4)."""
+    if chunk is None:
+        return lengths
+    return tuple(min(chunk, length - start) for length in lengths for start in range(0, length, chunk))
+
+
+def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return ends.to(device, non_blocking=True)
+
+
+def _on_cpu(query: Tensor, key: Tensor, value: Tensor, asked: Attended) -> Tensor:
+    """In float32 at least. 16-bit products go to oneDNN, which keeps 4 MB of kernels for each new document length and
+    which documents of a hundred tokens keep busy with calls: 16 ms forward and backward, 8 in float32 (docs/log.md)."""
+    result = _computed_in(query)  # read before autocast is off
+    wide_query, wide_key, wide_value = (x.float() if x.itemsize < 4 else x for x in (query, key, value))
+    with torch.autocast("cpu", enabled=False):
+        return _by_document(wide_query, wide_key, wide_value, asked).to(result)
+
+
+def _by_document(query: Tensor, key: Tensor, value: Tensor, asked: Attended) -> Tensor:
+    grouped = key.shape[1] != query.shape[1]
+    if grouped and (query.device.type != "cpu" or asked.cap):
+        # On some torch releases groups lead to plain matrix products, [heads, tokens, tokens] for each document.
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        grouped = False
+    attend = _capped if asked.cap else _with_sinks if asked.sinks is not None else _plain
+    documents = zip(*(torch.split(x, list(asked.lengths), dim=2) for x in (query, key, value)), strict=True)
+    outputs = [attend(q, k, v, asked, grouped).transpose(1, 2) for q, k, v in documents]
+    return torch.cat(outputs, dim=1)  # contiguous, as the library's own are: some models take a view of it
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, asked: Attended, grouped: bool) -> Tensor:
+    """One document, [1, heads, tokens, head_dim]."""
+    mask = _window_mask(query, asked.window)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=asked.dropout,
+        is_causal=mask is None,
+        scale=asked.scale,
+        enable_gqa=grouped,
+    )
+
+
+def _with_sinks(query: Tensor, key: Tensor, value: Tensor, asked: Attended, grouped: bool) -> Tensor:
+    """One document whose every softmax has the head's sink among its scores.
+
+    The sink is one more token before the first: a key that only meets one more column of the queries, the sink's score
+    over the scale, and a value of zeros. So the kernel needs to know of no sinks, and their gradient is its queries'.
+    Eight columns more rather than one, for kernels that want rows of 16 bytes.
+    """
+    assert asked.sinks is not None
+    tokens, width = query.shape[2], value.shape[-1]
+    column = (asked.sinks.to(query.dtype) / asked.scale).view(1, -1, 1, 1).expand(1, -1, tokens + 1, 1)
+    queries = F.pad(torch.cat([F.pad(query, (0, 0, 1, 0)), column], dim=-1), (0, 7))
+    first = F.pad(key.new_ones(1, key.shape[1], 1, 1), (key.shape[-1], 7))
+    keys = torch.cat([first, F.pad(key, (0, 8))], dim=2)
+    mask = _window_mask(query, asked.window)
+    if mask is not None:
+        mask = F.pad(mask, (1, 0, 1, 0), value=True)  # every token sees the sink; what the first line gives is dropped
+    output = F.scaled_dot_product_attention(
+        queries,
+        keys,
+        F.pad(value, (0, 8, 1, 0)),
+        attn_mask=mask,
+        dropout_p=asked.dropout,
+        is_causal=mask is None,
+        scale=asked.scale,
+        enable_gqa=grouped,
+    )
+    return output[:, :, 1:, :width]
+
+
+def _window_mask(query: Tensor, window: int | None) -> Tensor | None:
+    """Which keys each query sees, [tokens, tokens], where the window is shorter than the document."""
+    tokens = query.shape[2]
+    if window is None or window >= tokens:
+        return None
+    return torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+
+
+def _capped(query: Tensor, key: Tensor, value: Tensor, asked: Attended, grouped: bool) -> Tensor:
+    """One document with capped scores, a block of queries at a time, each computed again in backward: what is held is
+    one block's scores, and not the document's [heads, tokens, tokens]."""
+    heads, tokens = query.shape[1:3]
+    step = max(1, BLOCK_BYTES // (4 * heads * tokens))
+    blocks = []
+    for start in range(0, tokens, step):
+        end = min(start + step, tokens)
+        first = 0 if asked.window is None else max(0, start - asked.window + 1)
+        part = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
+        blocks.append(
+            checkpoint(_capped_block, *part, start - first, asked, use_reentrant=False, preserve_rng_state=False)
+        )
+    return torch.cat(blocks, dim=2)
+
+
+def _capped_block(query: Tensor, key: Tensor, value: Tensor, offset: int, asked: Attended) -> Tensor:
+    """`offset`: how many keys come before that of the first query."""
+    assert asked.cap is not None
+    capped = asked.cap * torch.tanh((query @ key.transpose(2, 3)).float() * (asked.scale / asked.cap))
+    seen = torch.ones(capped.shape[2:], dtype=torch.bool, device=query.device).tril(offset)
+    if asked.window is not None:
+        seen = seen.triu(offset + 1 - asked.window)
+    return capped.masked_fill(~seen, float("-inf")).softmax(-1).to(value.dtype) @ value
+
+
+def _computed_in(tensor: Tensor) -> torch.dtype:
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
+@cache
+def has_flash(device: torch.device) -> bool:
+    """Not on a T4 or V100, whose memory-efficient kernel takes a document at a time just as well."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= AMPERE

@@ -1,0 +1,221 @@
+"""One forward of an architecture on meta, without weights or memory, with every operation examined.
+
+A micro-batch holds several documents in one row, so nothing in a decoder but its attention may mix positions, and
+the attention must be the one that the kit puts in its place. That is a property of the computation: a model built anew
+on meta runs one forward, and these are found, whatever the model is called:
+- a module that mixes positions outside of transformers' attention interface: a convolution, a recurrence, linear
+  attention; where it can be run on one document after another, it is (by_document.py);
+- an attention of the model's own, which takes a mask that the kit's layout has not;
+- positions that are not those of the batch;
+- an attention that asks for what document-isolated attention does not compute, or whose window is only in a mask;
+- what becomes of the head's product with the decoder's last hidden states: a scale or a soft cap, which the loss then
+  computes (head.py), or anything else.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+
+from finetune.architecture.attention import chunk_of, refuse_unknown
+from finetune.architecture.by_document import ENDS, Mixer, run_by_document
+from finetune.architecture.by_document import LENGTHS as DOCUMENT_LENGTHS
+from finetune.architecture.head import AfterDecoder, transform_of
+from finetune.architecture.loss import LogitTransform, decoder_of
+from finetune.architecture.operations import LENGTHS, TOKENS, Unsuitable, Watching
+from finetune.architecture.positions import COUNTED, Positions
+
+TRIED = "finetune_trial"  # an attention without masks, as the kit's own is
+MASKED = "finetune_trial_masked"  # one with masks, as the library's are
+FULL = {"full_attention", "attention", "hybrid"}  # kinds of layers whose attention sees all of its document
+
+Architecture = Callable[[PreTrainedConfig], PreTrainedModel]  # its class
+
+
+def check_documents_isolated(kind: Architecture, config: PreTrainedConfig, *, isolated: bool) -> tuple[Mixer, ...]:
+    """Check that documents of one row do not see each other outside of transformers' attention.
+
+    Args:
+        isolated: Check the attention too: it is the kit's own, and computes all that the layers ask of it. Then
+            modules that mix positions are returned, which are to be run on one document after another.
+    """
+    calls: list[tuple[nn.Module, int | None]] = []
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,  # [1, heads, tokens, head_dim]
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        cu_seq_lens: Tensor | None = None,
+        document_lengths: tuple[int, ...] = (),
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        s_aux: Tensor | None = None,
+        softcap: float | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        if isolated:
+            asked: dict[str, Any] = {"sinks": s_aux is not None, "cap": softcap, "dropout": dropout}
+            refuse_unknown(module, attention_mask, cu_seq_lens, others, **asked)
+        calls.append((module, sliding_window))
+        return _answer(query, value), None
+
+    AttentionInterface.register(TRIED, attend)
+    model, batch = _structure(kind, config, TRIED), _batch()
+    if isolated:
+        ends = torch.tensor([0, LENGTHS[0], TOKENS], dtype=torch.int32, device="meta")
+        batch |= {ENDS: ends, DOCUMENT_LENGTHS: LENGTHS}
+    seen = _run(model, batch)
+    mixers = seen.mixers()
+    if mixers and not isolated:
+        raise Unsuitable(seen.first_problem())
+    if isolated:
+        _windows_known(config.get_text_config(), calls)
+    if mixers:
+        _refuse_masked(kind, config, seen)
+        model = _structure(kind, config, TRIED)
+        run_by_document(model, mixers)
+        again = _run(model, batch, mixers)
+        if again.found:
+            raise Unsuitable(again.first_problem())
+        seen.tables = again.tables  # without those that are counted inside of a document
+    if seen.tables and not seen.positions_read:
+        raise Unsuitable("takes no positions, so those of a row's documents would be counted through")
+    return mixers
+
+
+def _run(model: PreTrainedModel, batch: dict[str, Any], mixers: Sequence[Mixer] = ()) -> Positions:
+    seen = Positions(model, batch["position_ids"], mixers)
+    with torch.no_grad(), Watching(seen.look):
+        assert isinstance(decoder_of(model)(**batch, use_cache=False).last_hidden_state, Tensor)
+    return seen
+
+
+def _windows_known(config: PreTrainedConfig, calls: Sequence[tuple[nn.Module, int | None]]) -> None:
+    """Check that each window reaches its attention: one that is only in a mask would be left out.
+
+    Args:
+        calls: Of the attention: the module, and the window that it was told.
+    """
+    kinds: list[str] = getattr(config, "layer_types", None) or []
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    windowed = sum(1 for _, each in calls if each is not None)
+    for module, _ in calls:
+        layer = getattr(module, "layer_idx", None)
+        named = [kinds[layer]] if kinds and layer is not None else kinds
+        if unknown := sorted(set(named) - FULL - {"sliding_attention", "chunked_attention"}):
+            raise Unsuitable(f"has layers of kind {unknown[0]}, which document-isolated attention does not compute")
+        if "chunked_attention" in named and chunk_of(module) is None:
+            raise Unsuitable("has chunks of attention that do not reach it")
+    if windowed != kinds.count("sliding_attention") if kinds else window and not windowed:
+        expected = kinds.count("sliding_attention") if kinds else len(calls)
+        raise Unsuitable(f"has a sliding window in {expected} of its layers, and tells {windowed} of its attentions")
+    if not kinds and getattr(config, "attention_chunk_size", None):
+        raise Unsuitable("has chunks of attention that do not reach it")
+
+
+def _refuse_masked(kind: Architecture, config: PreTrainedConfig, seen: Positions) -> None:
+    """Refuse an attention of the model's own: in the library's layout it is given a mask, and here it would see what
+    comes after a token. One that only counts its positions takes them from the documents."""
+    _register_masks(lambda *_: None)
+    model = _structure(kind, config, MASKED)
+    masked = _run(model, _batch())
+    for path in seen.outermost():
+        takes_mask = any(len(axes) > 1 for axes in masked.given.get(path, {}).values())
+        if takes_mask and seen.found[path] != {COUNTED}:
+            raise Unsuitable(seen.problem(path))
+
+
+def check_masks_isolate(kind: Architecture, config: PreTrainedConfig) -> None:
+    """Check that the masks that transformers makes for this architecture isolate the documents of a row: the model
+    passes the positions to the mask function, which finds in them where documents begin, and then forbids to skip a
+    causal mask."""
+
+    def look(attention_mask: Tensor | None) -> None:
+        if not getattr(attention_mask, "isolates", False):
+            raise Unsuitable("makes masks by which documents of one row see each other")
+
+    _register_masks(look)
+    model = _structure(kind, config, MASKED)
+    with torch.no_grad(), Watching():
+        decoder_of(model)(**_batch(), use_cache=False)
+
+
+def _register_masks(look: Callable[[Tensor | None], None]) -> None:
+    """Make `MASKED` known: an attention with masks, each of which is shown to `look`."""
+
+    def mask(*, batch_size: int, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **_: Any) -> Tensor:
+        empty: Any = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+        empty.isolates = not allow_is_causal_skip
+        return empty  # type: ignore[no-any-return]
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+    ) -> tuple[Tensor, None]:
+        look(attention_mask)
+        return _answer(query, value), None
+
+    AttentionInterface.register(MASKED, attend)
+    AttentionMaskInterface.register(MASKED, mask)
+
+
+def check_head_is_last(kind: Architecture, config: PreTrainedConfig, implementation: str | None) -> LogitTransform:
+    """Check that the logits are the head applied to the decoder's last hidden states: one product, and nothing after it
+    but what is returned.
+
+    Args:
+        implementation: transformers' name of the attention; None and the names of kernels that need a GPU: any.
+    """
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return _answer(query, value), None
+
+    AttentionInterface.register(TRIED, attend)
+    model = _structure(kind, config, implementation if implementation in ("sdpa", "eager") else TRIED)
+    for layer in model.modules():
+        if getattr(layer, "is_causal", True) is False:  # perhaps of a vision tower, which text does not run
+            layer.register_forward_pre_hook(_not_causal)
+    operations = AfterDecoder(padded=implementation is not None)
+    for decoder in model.modules():  # OPT's head takes what the decoder inside of its base model gives
+        if isinstance(decoder, PreTrainedModel) and decoder is not model:
+            decoder.register_forward_hook(operations.decoder_ended)
+    with torch.no_grad(), Watching(operations.look):
+        assert isinstance(decoder_of(model)(**_batch(), use_cache=False).last_hidden_state, Tensor)
+        logits = model(**_batch(), use_cache=False).logits
+    head: Any = model.get_output_embeddings()
+    return transform_of(operations.seen, head, logits)
+
+
+def _not_causal(module: nn.Module, _: Any) -> None:
+    raise Unsuitable(f"sees what comes after a token ({type(module).__name__})")
+
+
+def _structure(kind: Architecture, config: PreTrainedConfig, implementation: str) -> PreTrainedModel:
+    """The architecture on meta. Not by from_config: under ZeRO-3 that would shard what is built."""
+    config = copy.deepcopy(config)
+    config._attn_implementation = implementation  # as from_config sets it; sections of the configuration take it over
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        model = kind(config)
+    with suppress(ValueError):  # no experts; else not by a loop over those that were chosen, which is data
+        model.set_experts_implementation("batched_mm")
+    model.train()
+    return model
+
+
+def _batch() -> dict[str, Any]:
+    ids, positions = (torch.empty(1, TOKENS, dtype=torch.int64, device="meta") for _ in range(2))
+    return {"input_ids": ids, "position_ids": positions}
+
+
+def _answer(query: Tensor, value: Tensor) -> Tensor:
+    """An empty result of an attention: [rows, tokens, heads, head_dim]."""
+    return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])

@@ -1,0 +1,127 @@
+"""torch's variable-length flash attention on a GPU, and attention sinks, which it does not know.
+
+With a sink s among the scores of a softmax whose log-sum-exp is L, the output o becomes o * exp(L - M) with
+M = log(exp(L) + exp(s)): the kernel's result is corrected after it. The kernel's own backward would leave out that the
+correction depends on the scores. But it computes each probability as exp(score - log-sum-exp) and takes from the
+output only its product with the gradient, so given the corrected output and M it returns the gradients of attention
+with sinks. The sink's is minus its share of the softmax times that product.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from finetune.errors import EnvironmentMismatch
+
+
+def attend_on_cuda(
+    query: Tensor,  # [1, heads, tokens, head_dim]
+    key: Tensor,  # [1, kv_heads, tokens, head_dim]
+    value: Tensor,
+    starts: Tensor,  # int32 [documents + 1]
+    longest: int,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,  # [heads]
+) -> Tensor:
+    """Causal attention in each document; [1, tokens, heads, head_dim]. Queries, keys and values of 16 bits."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_dim]
+    parameters = _varlen_parameters()
+    if "enable_gqa" not in parameters and k.shape[1] != q.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    width = v.shape[-1]
+    if width != q.shape[-1]:  # latent attention; the kernel wants one width, and zeros add nothing
+        v = F.pad(v, (0, q.shape[-1] - width))
+    # (window - 1, 0): window - 1 tokens to the left of each, none to the right; (-1, 0) is plain causal.
+    tokens_before = -1 if window is None or window >= longest else window - 1
+    options: dict[str, Any] = {"scale": scale}
+    if "window_size" in parameters:
+        options["window_size"] = (tokens_before, 0)
+    else:
+        assert tokens_before == -1, "this torch has no sliding window; refused when the model is built"
+        options["is_causal"] = True
+    if "enable_gqa" in parameters:
+        options["enable_gqa"] = k.shape[1] != q.shape[1]
+    if sinks is None:
+        result = _varlen()(q, k, v, starts, starts, longest, longest, **options)
+    else:
+        result = _WithSinks.apply(q, k, v, sinks, starts, longest, options)  # type: ignore[no-untyped-call]
+    output = cast(Tensor, result)
+    return output[..., :width].unsqueeze(0)
+
+
+class _WithSinks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,  # [tokens, heads, head_dim]
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        starts: Tensor,
+        longest: int,
+        options: dict[str, Any],
+    ) -> Tensor:
+        from torch.nn.attention.varlen import AuxRequest
+
+        plain, lse = _varlen()(
+            query, key, value, starts, starts, longest, longest, return_aux=AuxRequest(lse=True), **options
+        )
+        if lse.shape != (query.shape[1], query.shape[0]):  # torch 2.13's, float32 [heads, tokens]; its text says else
+            raise EnvironmentMismatch(
+                f"model.attention: this torch returns a log-sum-exp of shape {tuple(lse.shape)}, from which attention "
+                "sinks cannot be computed; set model.attention: eager and data.packing: false"
+            )
+        with_sink = torch.logaddexp(lse, sinks.float().unsqueeze(1))
+        output: Tensor = (plain * torch.exp(lse - with_sink).T.unsqueeze(-1)).to(plain.dtype)
+        ctx.save_for_backward(query, key, value, sinks, starts, output, with_sink)
+        ctx.longest, ctx.options = longest, options
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, starts, output, with_sink = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        product = (gradient.float() * output.float()).sum(-1)  # [tokens, heads]
+        share = torch.exp(sinks.float().unsqueeze(1) - with_sink).T
+        grad_sinks = -(share * product).sum(0).to(sinks.dtype)
+        given = {
+            **{"grad_out": gradient, "query": query, "key": key, "value": value, "out": output, "lse": with_sink},
+            **{"cu_seq_q": starts, "cu_seq_k": starts, "max_q": ctx.longest, "max_k": ctx.longest},
+            # No dropout, so no random state; made as the kernel's own forward makes it.
+            "rng_state": torch.zeros(2, dtype=torch.uint64, device=query.device),
+            "is_causal": ctx.options.get("is_causal", ctx.options.get("window_size") == (-1, 0)),
+            "scale": ctx.options["scale"],
+            "window_size": list(ctx.options.get("window_size", (-1, 0))),
+        }
+        return (*_kernels_backward(given), grad_sinks, None, None, None)
+
+
+def _kernels_backward(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, by the operator that the public function's own backward calls.
+
+    torch has no public name for it, and its arguments differ between releases; tests/architecture/test_varlen_kernel.py
+    turns red where one is unknown here.
+    """
+    _varlen()  # which registers it
+    operator: Any = torch.ops.torch_attn._varlen_attn_backward.default
+    names = [argument.name for argument in operator._schema.arguments]
+    return cast("tuple[Tensor, Tensor, Tensor]", operator(*(given[name] for name in names)))
+
+
+def _varlen() -> Any:
+    from torch.nn.attention.varlen import varlen_attn  # takes a moment to import, and torch 2.10 lacks it
+
+    return varlen_attn
+
+
+@cache
+def _varlen_parameters() -> frozenset[str]:
+    """The signature differs between torch releases (2.11 to 2.13), so it is asked for rather than assumed."""
+    return frozenset(inspect.signature(_varlen()).parameters)

@@ -1,0 +1,83 @@
+"""Families that need more than plain attention, with adapters: loss and gradients against plain peft and transformers.
+
+On an adapter that is no longer zero, packed by the kit's own batches, with and without recomputed layers.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.model.build import build_model
+from finetune.tokens.batches import micro_batches
+from tests.support.architectures import Rows, Trained, Way, documents, largest_difference, save_shaken
+from tests.support.recipes import least_recipe
+
+FAMILIES = "gpt_oss gemma2 cohere llama4_text qwen3_5_text qwen3_next lfm2 falcon_h1 granitemoehybrid seed_oss".split()
+QUICK = ("gpt_oss", "gemma2", "qwen3_next", "llama4_text")
+LORA: dict[str, Any] = {"r": 2, "lora_alpha": 4.0, "target_modules": "all-linear"}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+TARGETS = {  # where peft 0.21 cannot adapt all linear layers
+    "falcon_h1": [*ATTENTION, "in_proj", "gate_proj", "down_proj"],  # its fused kernel would read past out_proj's
+    "llama4_text": [*ATTENTION, "down_proj"],  # the router is a linear layer that returns two tensors
+    "qwen3_next": [*ATTENTION, "in_proj_qkvz", "out_proj", "down_proj"],  # warns of experts that it does not reach
+}
+
+
+def shake(model: nn.Module) -> None:
+    """Matrices B begin at zero, where A has no gradient."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if parameter.requires_grad:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+                assert "lora_" in name
+
+
+def gradients(model: nn.Module) -> Trained:
+    return 0.0, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def librarys(folder: Path, lora: dict[str, Any]) -> Trained:
+    config = copy.deepcopy(AutoConfig.from_pretrained(folder))
+    base = AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager", dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **lora)).train()
+    shake(model)
+    total = torch.zeros(())
+    for ids, labels in documents():
+        logits = model(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0]
+        total = total + F.cross_entropy(logits[:-1], torch.from_numpy(labels[1:]), ignore_index=-100, reduction="sum")
+    total.backward()
+    return total.item(), gradients(model)[1]
+
+
+def ours(folder: Path, lora: dict[str, Any], *, checkpointing: bool) -> Trained:
+    training = {"activation_checkpointing": checkpointing, "per_device_batch_size": 2}
+    recipe = least_recipe(folder, model={"dtype": "float32"}, data={"packing": True}, lora=lora, training=training)
+    model = build_model(recipe, torch.device("cpu")).train()
+    shake(model)
+    rows = Rows(Way("auto", packing=True))
+    (batch,) = micro_batches(rows, range(2), rank=0, world_size=1, per_device_batch_size=2, flat=True)
+    loss = model(**batch)
+    loss.backward()
+    return loss.item(), gradients(model)[1]
+
+
+@pytest.mark.parametrize(
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_adapters_learn_the_same(family: str, tmp_path: Path) -> None:
+    save_shaken(family, tmp_path)
+    lora = LORA | {"target_modules": TARGETS.get(family, "all-linear")}
+    expected = librarys(tmp_path, lora)
+    assert len(expected[1]) >= 16
+    for checkpointing in (False, True):
+        assert largest_difference(ours(tmp_path, lora, checkpointing=checkpointing), expected) <= 1
