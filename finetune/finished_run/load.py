@@ -12,7 +12,8 @@ from peft import PeftModel
 from torch import nn
 
 from finetune.errors import DoesNotFit, FinetuneError
-from finetune.model.build import load_base, silenced_peft
+from finetune.model.adapters import silenced_peft
+from finetune.model.build import load_base
 from finetune.model.loss import put_loss_into_forward
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from finetune.errors import FinetuneError
 from finetune.finished_run.load import takes_from_the_base
-from finetune.model.build import not_loaded, silenced_peft
+from finetune.model.adapters import silenced_peft
+from finetune.model.build import not_loaded
 from finetune.model.packaged import in_hub_cache, resolve_model_path
 from finetune.recipe.schema import ModelSection
 
