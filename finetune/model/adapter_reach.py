@@ -53,15 +53,23 @@ def resolve_targets(model: PreTrainedModel, lora: Lora) -> Targets:
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, Any]:
-    """The language model's linear layers by path, without the head and without routers that answer more than one
-    tensor."""
-    head, inside = model.get_output_embeddings(), language_paths(model)
+    """The language model's linear layers by path, without the head, routers that answer more than one tensor, and what
+    kernels read past any adapter."""
+    head, inside, past = model.get_output_embeddings(), language_paths(model), set(_read_by_kernels(model))
     found = ((path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
     return {
         path: module
         for path, module in found
-        if module is not head and inside(path) and not _is_added(path) and _is_plain(module)
+        if module is not head and inside(path) and path not in past and not _is_added(path) and _is_plain(module)
     }
+
+
+def _read_by_kernels(model: nn.Module) -> Iterator[str]:
+    """Layers of Mamba mixers, which alone have A_log and D: their fused kernels take the weights of all but in_proj
+    themselves, so that an adapter beside such a layer is not in the computation."""
+    for path, mixer in model.named_modules():
+        if hasattr(mixer, "A_log") and hasattr(mixer, "D"):
+            yield from (f"{path}.{name}" for name, _ in mixer.named_children() if name != "in_proj")
 
 
 def expert_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -160,8 +168,8 @@ def describe_reach(receipt: dict[str, Any]) -> str:
     lines = [f"adapters on {count}: {kinds}; {receipt['reached_share']:.0%} of the matrices' weights"]
     left = {kind: part for kind, part in receipt["left_out"].items() if part >= SHOWN_SHARE}
     if left:
-        parts = ", ".join(f"{kind} {part:.0%}" for kind, part in left.items())
-        lines.append(f"left out: {parts}; {receipt['adds_left_out']} adds them")
+        parts, adding = ", ".join(f"{kind} {part:.0%}" for kind, part in left.items()), receipt["adds_left_out"]
+        lines.append(f"left out: {parts}; {f'{adding} adds them' if adding else 'kernels read them past any adapter'}")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -182,7 +190,7 @@ def _matrices(base: PreTrainedModel, numel: Callable[[Tensor], int]) -> dict[str
             continue
         packed = type(module).__module__.startswith("bitsandbytes.")
         for name, parameter in module.named_parameters(recurse=False):
-            if (not packed and len(_shape(parameter)) < 2) or name == "bias":
+            if (not packed and len(_shape(parameter)) < 2) or name.endswith("bias"):
                 continue
             weights = module.in_features * module.out_features if packed else numel(parameter)
             layer = isinstance(module, nn.Linear | Conv1D) and name == "weight"
@@ -190,14 +198,16 @@ def _matrices(base: PreTrainedModel, numel: Callable[[Tensor], int]) -> dict[str
     return found
 
 
-def _line_that_adds(base: PreTrainedModel, kinds: Iterable[str]) -> str:
-    """The line of `lora` that adds adapters to kinds that have none."""
-    layers = linear_layers(base)
+def _line_that_adds(base: PreTrainedModel, kinds: Iterable[str]) -> str | None:
+    """The line of `lora` that adds adapters to kinds that have none; None: no line does."""
+    layers, past = linear_layers(base), {kind_of(base_path(path)) for path in _read_by_kernels(base)}
     linear = {kind_of(base_path(path)) for path in layers}
-    parameters = [kind if kind not in linear else f"{kind}.weight" for kind in kinds]
-    if all(kind in linear for kind in kinds) and not _taken_for_experts(base, layers):
+    named = {kind_of(base_path(name)) for name, _ in base.named_parameters()}
+    wanted = [kind for kind in kinds if kind not in past]
+    if wanted and linear.issuperset(wanted) and not _taken_for_experts(base, layers):
         return "lora.target_modules: all-linear"
-    return f"lora.target_parameters: [{', '.join(parameters)}]"
+    parameters = [kind if kind in named else f"{kind}.weight" for kind in wanted]
+    return f"lora.target_parameters: [{', '.join(parameters)}]" if wanted else None
 
 
 def _taken_for_experts(model: PreTrainedModel, layers: Iterable[str]) -> set[str]:

@@ -79,12 +79,21 @@ def _refuse_unreached(asked: set[str], adapted: list[str]) -> None:
 
 
 def _refuse_idle_patterns(lora: Lora, adapted: list[str]) -> None:
-    mistakes = [
-        f"lora.{place}: {key} matches none of the adapters; {nearest(key, map(kind_of, adapted))}"
-        for place, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern))
-        for key in patterns
-        if not any(re.match(rf"(.*\.)?({key})$", path) for path in adapted)
-    ]
+    """Raise FinetuneError for a key that fits no adapter, or only without the .weight under which peft has it."""
+    mistakes = []
+    for place, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        for key in patterns:
+            fits = re.compile(rf"(.*\.)?({key})$")
+            weights = [path for path in adapted if path.endswith(".weight") and not fits.match(path)]
+            if missed := [path for path in weights if fits.match(path.removesuffix(".weight"))]:
+                mistakes.append(
+                    f"lora.{place}: {key} does not fit {missed[0]}, which has its adapter as a parameter; "
+                    f'write "({key})(\\\\.weight)?"'
+                )
+            elif not any(map(fits.match, adapted)):
+                mistakes.append(
+                    f"lora.{place}: {key} matches none of the adapters; {nearest(key, map(kind_of, adapted))}"
+                )
     if mistakes:
         raise FinetuneError("\n".join(mistakes))
 
