@@ -17,6 +17,7 @@ from finetune.model.adapter_reach import (
     Targets,
     expert_parameters,
     is_excluded,
+    is_packed,
     kind_of,
     language_model_path,
     language_paths,
@@ -103,7 +104,7 @@ def _packed(model: PreTrainedModel, lora: Lora) -> Iterator[str]:
     for name in lora.target_parameters or ():
         for path in ends_of([path for path, _ in model.named_parameters()], name):
             layer = path.rpartition(".")[0]
-            if type(model.get_submodule(layer)).__module__.startswith("bitsandbytes."):
+            if is_packed(model.get_submodule(layer)):
                 yield (
                     f"lora.target_parameters: {name} is packed by the quantization; name its layer instead: "
                     f"lora.target_modules: [{layer.rpartition('.')[2]}]"

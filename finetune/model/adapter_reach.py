@@ -46,7 +46,7 @@ def resolve_targets(model: PreTrainedModel, lora: Lora) -> Targets:
     parameters = lora.target_parameters
     if parameters is None:
         held = [path for path in expert_parameters(model) if not is_excluded(lora, path.rpartition(".")[0])]
-        plain = [f"{path}.weight" for path in renamed if layers[path].weight.is_floating_point()]
+        plain = [f"{path}.weight" for path in renamed if not is_packed(layers[path])]
         parameters = _shortest([*held, *plain], [name for name, _ in model.named_parameters()])
         _refuse_without_adapters(lora, parameters)
     return Targets([path for path in layers if path not in renamed], parameters)
@@ -109,6 +109,11 @@ def is_excluded(lora: Lora, path: str) -> bool:
     return any(re.match(rf"(^|.*\.){name}($|\..*)", path) for name in lora.modules_to_save)
 
 
+def is_packed(module: nn.Module) -> bool:
+    """Whether it is a quantised layer, whose weight is packed bytes."""
+    return type(module).__module__.startswith("bitsandbytes.")
+
+
 def kind_of(path: str) -> str:
     """A path below its layer's number: mlp.experts.down_proj."""
     return re.sub(r".*\.\d+\.(?=\D)", "", path)
@@ -169,7 +174,7 @@ def describe_reach(receipt: dict[str, Any]) -> str:
     left = {kind: part for kind, part in receipt["left_out"].items() if part >= SHOWN_SHARE}
     if left:
         parts, adding = ", ".join(f"{kind} {part:.0%}" for kind, part in left.items()), receipt["adds_left_out"]
-        lines.append(f"left out: {parts}; {f'{adding} adds them' if adding else 'kernels read them past any adapter'}")
+        lines.append(f"left out: {parts}; {f'{adding} adds them' if adding else 'no adapter reaches them'}")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -188,7 +193,7 @@ def _matrices(base: PreTrainedModel, numel: Callable[[Tensor], int]) -> dict[str
         own = base_path(path)
         if isinstance(module, nn.Embedding | nn.Conv1d) or id(module) in ends or not inside(own) or _is_added(path):
             continue
-        packed = type(module).__module__.startswith("bitsandbytes.")
+        packed = is_packed(module)
         for name, parameter in module.named_parameters(recurse=False):
             if (not packed and len(_shape(parameter)) < 2) or name.endswith("bias"):
                 continue
@@ -203,8 +208,10 @@ def _line_that_adds(base: PreTrainedModel, kinds: Iterable[str]) -> str | None:
     layers, past = linear_layers(base), {kind_of(base_path(path)) for path in _read_by_kernels(base)}
     linear = {kind_of(base_path(path)) for path in layers}
     named = {kind_of(base_path(name)) for name, _ in base.named_parameters()}
+    renamed = _taken_for_experts(base, layers)
+    past |= {kind_of(base_path(path)) for path in renamed if is_packed(base.get_submodule(path))}
     wanted = [kind for kind in kinds if kind not in past]
-    if wanted and linear.issuperset(wanted) and not _taken_for_experts(base, layers):
+    if wanted and linear.issuperset(wanted) and not renamed:
         return "lora.target_modules: all-linear"
     parameters = [kind if kind in named else f"{kind}.weight" for kind in wanted]
     return f"lora.target_parameters: [{', '.join(parameters)}]" if wanted else None

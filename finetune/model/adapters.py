@@ -42,6 +42,7 @@ def add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool) -> nn.Modu
         )
     _refuse_unreached(asked, adapted_paths(adapted))
     _refuse_idle_patterns(lora, adapted_paths(adapted))
+    _refuse_other_names(adapted, type(model).__name__)
     if pure_bf16:
         _adapters_as_elsewhere(adapted)
     else:  # peft 0.21 makes adapters float32, and leaves its copies of modules_to_save in the base's format
@@ -96,6 +97,21 @@ def _refuse_idle_patterns(lora: Lora, adapted: list[str]) -> None:
                 )
     if mistakes:
         raise FinetuneError("\n".join(mistakes))
+
+
+def _refuse_other_names(adapted: Any, architecture: str) -> None:
+    """peft 0.21 renames an adapter's tensors when it loads them, by rules for checkpoints of transformers 4; those that
+    it has just made must stay what they are, else a load would silently leave them out."""
+    from peft import get_peft_model_state_dict
+    from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+
+    saved = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    loaded = convert_peft_adapter_state_dict_for_transformers(adapted, adapted.peft_config["default"], dict(saved))
+    if lost := sorted(saved.keys() - loaded.keys()):
+        raise FinetuneError(
+            f"lora: peft would load {len(lost)} tensors of an adapter on {architecture} under other names than it saves "
+            f"them, first {lost[0]}; exclude their layers by lora.exclude_modules, or choose another model"
+        )
 
 
 def _adapters_as_elsewhere(adapted: nn.Module) -> None:

@@ -19,6 +19,7 @@ from finetune.errors import FinetuneError
 from finetune.model.adapter_reach import adapted_paths, describe_reach, reach
 from finetune.model.build import build_model, decoder_parts, refuse_early
 from finetune.recipe.schema import Lora, Recipe
+from tests.support.architectures import save_shaken
 from tests.support.finished import finished_run
 from tests.support.mixtures import MIXTURES, save_mixture
 from tests.support.recipes import least_recipe
@@ -260,7 +261,7 @@ def test_layers_that_kernels_read_past_an_adapter_are_left_out(tmp_path: Path) -
     assert found["adapted_modules"]["in_proj"] == 2
     assert list(found["left_out"]) == ["mamba.out_proj"]
     assert found["adds_left_out"] is None
-    assert "kernels read them past any adapter" in describe_reach(found)
+    assert "; no adapter reaches them" in describe_reach(found)
 
 
 def test_targets_on_a_vision_tower_are_refused(tmp_path: Path) -> None:
@@ -283,6 +284,14 @@ def test_targets_on_a_vision_tower_are_refused(tmp_path: Path) -> None:
     pattern = str(no.value).rpartition(": ")[2]
     model, _ = built(tmp_path, meta, target_modules=pattern)
     assert len(adapted_paths(model)) == 2
+
+
+def test_an_adapter_that_peft_would_not_load_again_is_refused(tmp_path: Path) -> None:
+    """peft renames what it saved of Laguna's shared experts, and silently leaves them out of the loaded adapter."""
+    save_shaken("laguna", tmp_path)
+    with pytest.raises(FinetuneError, match="peft would load .* of an adapter on Laguna.* lora.exclude_modules") as no:
+        built(tmp_path)
+    assert "\n" not in str(no.value)
 
 
 def test_names_of_single_layers_are_seen() -> None:
