@@ -109,8 +109,8 @@ def _refuse_other_names(adapted: Any, architecture: str) -> None:
     loaded = convert_peft_adapter_state_dict_for_transformers(adapted, adapted.peft_config["default"], dict(saved))
     if lost := sorted(saved.keys() - loaded.keys()):
         raise FinetuneError(
-            f"lora: peft would load {len(lost)} tensors of an adapter on {architecture} under other names than it saves "
-            f"them, first {lost[0]}; exclude their layers by lora.exclude_modules, or choose another model"
+            f"lora: peft would load {len(lost)} tensors of an adapter on {architecture} under other names than it "
+            f"saves, first {lost[0]}; exclude their layers by lora.exclude_modules, or choose another model"
         )
 
 

@@ -289,7 +289,7 @@ def test_targets_on_a_vision_tower_are_refused(tmp_path: Path) -> None:
 def test_an_adapter_that_peft_would_not_load_again_is_refused(tmp_path: Path) -> None:
     """peft renames what it saved of Laguna's shared experts, and silently leaves them out of the loaded adapter."""
     save_shaken("laguna", tmp_path)
-    with pytest.raises(FinetuneError, match="peft would load .* of an adapter on Laguna.* lora.exclude_modules") as no:
+    with pytest.raises(FinetuneError, match=r"peft would load .* of an adapter on Laguna.* lora.exclude_modules") as no:
         built(tmp_path)
     assert "\n" not in str(no.value)
 
