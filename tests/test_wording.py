@@ -29,11 +29,15 @@ def test_a_run_of_one_of_everything() -> None:
         "world_size": 1,
         "device": "cpu",
         "adapted_modules": {"q_proj": 1},
+        "reached_share": 0.25,
+        "left_out": {"self_attn.k_proj": 0.75},
+        "adds_left_out": "lora.target_modules: all-linear",
         "data": {"documents": 1, "fill": 0.5, "supervised_tokens": 1},
         "batch": {"world_size": 1, "micro_steps": 1, "per_device_batch_size": 1},
     }
     assert describe(receipt).splitlines()[1:] == [
-        "adapters on 1 layer: q_proj 1",
+        "adapters on 1 layer: q_proj 1; 25% of the matrices' weights",
+        "left out: self_attn.k_proj 75%; lora.target_modules: all-linear adds them",
         "data: 1 document in rows that are 50% full, 1 token learned",
         "batch: 1 rank x 1 micro-step x 1 row",
     ]

@@ -14,7 +14,8 @@ from torch import nn
 from finetune.architecture.attention import use_librarys
 from finetune.architecture.families import refuse_unsuitable
 from finetune.errors import DoesNotFit, FinetuneError
-from finetune.model.build import load_base, silenced_peft
+from finetune.model.adapters import silenced_peft
+from finetune.model.build import load_base
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from finetune.errors import FinetuneError
 from finetune.files import disk_errors, write_json
+from finetune.finished_run.parameter_deltas import ParameterDeltas, adapted_parameters
 from finetune.finished_run.weight_files import (
     INDEX,
     SINGLE,
@@ -48,12 +49,17 @@ class Merge:
     head: str
     tied: bool  # the base's head is its embeddings
     device: torch.device
+    deltas: ParameterDeltas  # of parameters that are not a layer's weight
+
+    @property
+    def changed(self) -> set[str]:
+        """The tensors of the base's files that the adapter changes."""
+        return {*self.adapter.replaced, *(f"{layer}.weight" for layer in self.adapter.layers), *self.deltas.names}
 
     @property
     def unties(self) -> bool:
         """Whether head and embeddings, one tensor in the base, are two now."""
-        changed = {*self.adapter.replaced, *(f"{layer}.weight" for layer in self.adapter.layers)}
-        return self.tied and bool(changed & {self.embedding, self.head})
+        return self.tied and bool(self.changed & {self.embedding, self.head})
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The merged model's tensors, in the order of the base's files."""
@@ -82,7 +88,9 @@ class Merge:
         if layer in self.quantized:
             weight = self._quantized(layer, weight, dequantized=dequantized)
         elif layer in adapter.layers:
-            weight = adapter.start(weight)
+            weight = adapter.start(layer, weight)
+        elif name in self.deltas.names:
+            weight = weight.float() + self.deltas.of(name).to(self.device)
         if layer in adapter.layers:
             weight = adapter.merged(layer, weight.float())
         return weight.to("cpu", dtype)
@@ -94,7 +102,7 @@ class Merge:
         moved = layer in self.adapter.layers and self.adapter.moves_the_base
         if not moved:
             return rounded if dequantized else weight
-        remainder = self.adapter.start(rounded.float())  # peft subtracts its part in float32 and quantises the rest
+        remainder = self.adapter.start(layer, rounded.float())  # peft subtracts in float32, quantises the rest
         if dequantized:
             return as_quantized(remainder, self.recipe.quantization)
         return weight.float() + (remainder - rounded.float())
@@ -115,9 +123,12 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
     quantized = frozenset(names[id(layer)] for layer in quantized_layers(structure))
     # Only the structure says what ties a model: configurations state it also for models without such weights.
     tied = bool(structure.config.get_text_config().tie_word_embeddings)
-    merge = Merge(recipe, base, adapter, quantized, embedding, head, tied, device)
-    changed = {*adapter.replaced, *(f"{layer}.weight" for layer in adapter.layers)}
-    if missing := sorted(changed - merge.shapes().keys()):
+    parameters = adapted_parameters(structure, adapter.layers, list(adapter.target_parameters))
+    deltas = ParameterDeltas(structure, parameters, adapter.settings_of, adapter.read)
+    layers = {layer: keys for layer, keys in adapter.layers.items() if layer not in parameters}
+    adapter = replace(adapter, layers=layers)
+    merge = Merge(recipe, base, adapter, quantized, embedding, head, tied, device, deltas)
+    if missing := sorted(merge.changed - merge.shapes().keys()):
         tensors = counted(len(missing), "tensor")
         raise FinetuneError(
             f"{recipe.model.name_or_path}: the adapter changes {tensors} that the base's files do "

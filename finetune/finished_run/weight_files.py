@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from finetune.errors import FinetuneError
 from finetune.finished_run.load import takes_from_the_base
-from finetune.model.build import not_loaded, silenced_peft
+from finetune.model.adapters import silenced_peft
+from finetune.model.build import not_loaded
 from finetune.model.packaged import in_hub_cache, resolve_model_path
 from finetune.recipe.schema import ModelSection
+from finetune.recipe.sections.lora_checks import by_pattern
 
 PEFT_PREFIX = "base_model.model."
 # The settings of an adapter that its forward depends on; the recipe sets no others.
@@ -29,10 +31,18 @@ class AdapterFile:
     """adapter_config.json and the tensors of adapter_model.safetensors, which stay on disk."""
 
     settings: Mapping[str, Any]
+    patterns: tuple[Mapping[str, int], Mapping[str, float]]  # rank_pattern, alpha_pattern
     init: str
     path: Path
     layers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # layer -> peft's name in it -> key
     replaced: Mapping[str, str] = field(default_factory=dict)  # tensor of the model, trained in full -> key
+    target_parameters: tuple[str, ...] = ()
+
+    def settings_of(self, path: str) -> Mapping[str, Any]:
+        """The settings of the adapter on one layer or parameter."""
+        ranks, scales = self.patterns
+        own = {"r": by_pattern(ranks, path, self.settings["r"])}
+        return {**self.settings, **own, "lora_alpha": by_pattern(scales, path, self.settings["lora_alpha"])}
 
     @property
     def moves_the_base(self) -> bool:
@@ -43,11 +53,11 @@ class AdapterFile:
             tensor: Tensor = file.get_tensor(key)
         return tensor
 
-    def start(self, weight: Tensor) -> Tensor:
+    def start(self, layer: str, weight: Tensor) -> Tensor:
         """What the adapter's initialisation left of a layer's weight, in its number format."""
         if not self.moves_the_base:
             return weight
-        adapted = _adapted(nn.Linear, weight, {**self.settings, "init_lora_weights": self.init})
+        adapted = _adapted(nn.Linear, weight, {**self.settings_of(layer), "init_lora_weights": self.init})
         remainder: Tensor = adapted.get_base_model().layer.get_base_layer().weight
         return remainder.detach()
 
@@ -60,7 +70,7 @@ class AdapterFile:
         """
         tensors = self.layers[layer]
         kind = nn.Embedding if any(name.startswith("embedding") for name in tensors) else nn.Linear
-        adapted = _adapted(kind, weight, self.settings)
+        adapted = _adapted(kind, weight, self.settings_of(layer))
         state = {f"{PEFT_PREFIX}layer.lora_{name}": self.read(key) for name, key in tensors.items()}
         try:
             result: Any = set_peft_model_state_dict(adapted, state)
@@ -89,7 +99,9 @@ def open_adapter(folder: Path) -> AdapterFile:
                 layers.setdefault(layer, {})[name] = key
             else:
                 replaced[layer] = key
-    return AdapterFile({name: config[name] for name in ADAPTER_SETTINGS}, init, path, layers, replaced)
+    settings = {name: config[name] for name in ADAPTER_SETTINGS}
+    patterns = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    return AdapterFile(settings, patterns, init, path, layers, replaced, tuple(config.get("target_parameters") or ()))
 
 
 class _Holder(nn.Module):

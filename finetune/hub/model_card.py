@@ -12,7 +12,7 @@ from typing import Any
 from finetune.hub.base_model import BaseFacts
 from finetune.recipe.adapter_config import names_a_folder
 from finetune.recipe.optimizers import OPTIMIZERS
-from finetune.recipe.schema import DataSet, ModelSection
+from finetune.recipe.schema import DataSet, Lora, ModelSection
 from finetune.recipe.yaml_text import shorten
 from finetune.run_folder.facts import RunFacts
 
@@ -141,8 +141,7 @@ def _hyperparameters(run: RunFacts) -> Iterator[tuple[str, object]]:
     yield "optimizer", f"{training.optim}, {betas}, weight decay {training.weight_decay:g}"
     yield "gradient norm, at most", training.max_grad_norm
     if recipe.lora:
-        yield "LoRA", f"r {recipe.lora.r}, alpha {recipe.lora.lora_alpha:g}, dropout {recipe.lora.lora_dropout:g}"
-        yield "adapted layers", receipt.get("adapted_layers")
+        yield from _adapters(recipe.lora, receipt)
     if recipe.model.adapter:
         yield "started from the adapter", _started_from(recipe.model)
     if recipe.quantization:
@@ -154,6 +153,14 @@ def _hyperparameters(run: RunFacts) -> Iterator[tuple[str, object]]:
     yield "strategy", receipt.get("strategy")
     yield "hardware", _hardware(run)
     yield "seed", training.seed
+
+
+def _adapters(lora: Lora, receipt: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield "LoRA", f"r {lora.r}, alpha {lora.lora_alpha:g}, dropout {lora.lora_dropout:g}"
+    yield "ranks by pattern", ", ".join(f"{key}: {rank}" for key, rank in lora.rank_pattern.items()) or None
+    yield "alphas by pattern", ", ".join(f"{key}: {alpha:g}" for key, alpha in lora.alpha_pattern.items()) or None
+    yield "learning rate of B over A's (LoRA+)", lora.loraplus_lr_ratio
+    yield "adapted layers", receipt.get("adapted_layers")
 
 
 def _started_from(section: ModelSection) -> str:

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model.build import build_model, silenced_peft
+from finetune.model.adapters import silenced_peft
+from finetune.model.build import build_model
 from finetune.model.packaged import published_name, resolve_model_path
 from finetune.recipe.adapter_config import (
     CONFIG,

@@ -66,6 +66,9 @@ def _adapter(foreign: ForeignConfig) -> None:
     foreign.carry("model.adapter", "lora_model_dir")
     _targets(foreign)
     foreign.carry("lora.modules_to_save", "lora_modules_to_save")
+    for key in ("target_parameters", "rank_pattern", "alpha_pattern"):
+        foreign.carry(f"lora.{key}", f"lora_{key}")
+    foreign.carry("lora.loraplus_lr_ratio", "loraplus_lr_ratio")
     foreign.carry("lora.use_rslora", "peft_use_rslora")
     foreign.carry("lora.use_dora", "peft_use_dora")
     foreign.carry("lora.init_lora_weights", "peft_init_lora_weights")

@@ -63,6 +63,7 @@ def _method(foreign: ForeignConfig) -> None:
     foreign.carry("lora.modules_to_save", "additional_target", change=_names)
     foreign.carry("lora.use_rslora", "use_rslora")
     foreign.carry("lora.use_dora", "use_dora")
+    foreign.carry("lora.loraplus_lr_ratio", "loraplus_lr_ratio")
     if foreign.get("pissa_init"):
         foreign.write("lora.init_lora_weights", "pissa", "pissa_init")
         if foreign.get("pissa_iter", 16) != -1:

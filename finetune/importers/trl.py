@@ -52,6 +52,7 @@ def _adapter(foreign: ForeignConfig) -> None:
     if foreign.carry("lora.target_modules", "lora_target_modules", change=_modules) is None:
         foreign.write("lora.target_modules", ["q_proj", "v_proj"], "peft's default for Llama")
     foreign.carry("lora.modules_to_save", "lora_modules_to_save")
+    foreign.carry("lora.target_parameters", "lora_target_parameters")
     foreign.carry("lora.use_rslora", "use_rslora")
     foreign.carry("lora.use_dora", "use_dora")
     if bits:

@@ -1,14 +1,13 @@
 """Base weights, quantisation, adapters, checkpointing; the forward that returns the summed loss.
 
-Adapters are made here; finished_run/load.py loads them again and merge.py merges them. bitsandbytes is known here,
-in quantization.py and in optimizer.py. A method (full, LoRA, QLoRA) is a way to build a model, unseen by the loop.
+adapters.py makes adapters, finished_run/load.py loads them again, merge.py merges them. bitsandbytes is known here, in
+quantization.py and in optimizer.py. A method (full, LoRA, QLoRA) is a way to build a model, unseen by the loop.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,10 +26,10 @@ from finetune.architecture import attention
 from finetune.architecture.by_document import checkpoint_options
 from finetune.architecture.families import refuse_unsuitable
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model.adapter_names import refuse_unknown_names
+from finetune.model.adapters import add_adapters
 from finetune.model.packaged import resolve_model_path
 from finetune.model.quantization import forget_inputs, quantize_structure, quantized_layers
-from finetune.recipe.schema import Lora, Quantization, Recipe
+from finetune.recipe.schema import Quantization, Recipe
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -62,7 +61,7 @@ def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | No
     if recipe.lora is not None:
         torch.manual_seed(recipe.training.seed)  # every rank draws the same adapters
         with model.device:  # on meta too
-            adapted = _add_adapters(model, recipe.lora, recipe.training.pure_bf16)
+            adapted = add_adapters(model, recipe.lora, recipe.training.pure_bf16)
     if recipe.training.activation_checkpointing:
         # After peft, which else makes the embeddings' output require a gradient, as reentrant checkpointing would need.
         checkpoint_layers(model, int(recipe.training.activation_checkpointing))
@@ -225,59 +224,3 @@ def checkpoint_layers(model: PreTrainedModel, every: int) -> None:
         )
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index % every == 0
-
-
-def _adapters_as_elsewhere(adapted: nn.Module) -> None:
-    """Give adapters on meta the number format that peft gives those of a rank with weights: of the weight they adapt,
-    or what a 4-bit layer computes in. peft 0.21 leaves meta out, and ranks would disagree on their shards."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for layer in adapted.modules():
-        if not isinstance(layer, BaseTunerLayer):
-            continue
-        base: Any = layer.get_base_layer()
-        dtype = getattr(base, "compute_dtype", base.weight.dtype)
-        if base.weight.device.type == "meta" and dtype.is_floating_point:
-            for name, parameter in layer.named_parameters():
-                if parameter.requires_grad and not name.startswith("base_layer."):
-                    parameter.data = parameter.data.to(dtype)
-
-
-@contextmanager
-def silenced_peft() -> Iterator[None]:
-    """Within, no warning that peft 0.21 asks transformers 5.2x by a name that is deprecated there."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
-        yield
-
-
-def _add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool) -> nn.Module:
-    from peft import LoraConfig, get_peft_model  # takes a second, with bitsandbytes: only where adapters are
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    refuse_unknown_names(model, lora)
-    settings = lora.model_dump()
-    settings["modules_to_save"] = lora.modules_to_save or None
-    if float(lora.lora_alpha).is_integer():  # peft and those who read its files declare a whole number
-        settings["lora_alpha"] = int(lora.lora_alpha)
-    if model.device.type == "meta":  # the values come from a rank that has the weights some inits are made from
-        settings["init_lora_weights"] = True
-    config = LoraConfig(task_type="CAUSAL_LM", **settings)
-    try:
-        with silenced_peft():
-            adapted = get_peft_model(model, config, autocast_adapter_dtype=not pure_bf16)
-    except ValueError as error:
-        raise FinetuneError(f"lora: {' '.join(str(error).split())}; correct the section") from error
-    if isinstance(decoder_parts(adapted).get_output_embeddings(), BaseTunerLayer):
-        raise FinetuneError(
-            "lora.target_modules: the head cannot carry an adapter, its logits are never held; "
-            "train it in full with lora.modules_to_save: [lm_head]"
-        )
-    if pure_bf16:
-        _adapters_as_elsewhere(adapted)
-    else:  # peft 0.21 makes adapters float32, and leaves its copies of modules_to_save in the base's format
-        for parameter in adapted.parameters():
-            if parameter.requires_grad and parameter.dtype != torch.float32:
-                parameter.data = parameter.data.float()
-    assert isinstance(adapted, nn.Module)
-    return adapted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,6 +18,8 @@ from finetune.model.dtypes import dtype_name
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS, Optimizer
 from finetune.recipe.schema import Recipe, Training
 from finetune.wording import counted
+
+RATE_RATIO = "rate_ratio"  # of a parameter group: its learning rate over the step's
 
 
 def check_optimizer(name: Optimizer, *, on_cpu: bool, sharded: bool = False) -> None:
@@ -61,6 +64,8 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
             {"params": [p for p in trained if _dimensions(p) >= 2], "weight_decay": decay},
             {"params": [p for p in trained if _dimensions(p) < 2], "weight_decay": 0.0},
         ]
+    if recipe.lora and recipe.lora.loraplus_lr_ratio:
+        groups = _with_faster_b(model, groups, recipe.lora.loraplus_lr_ratio)
     groups = [group for group in groups if group["params"]]
     settings: dict[str, Any] = {
         "lr": training.learning_rate,
@@ -73,6 +78,21 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
         return _from_bitsandbytes(spec.bitsandbytes_class, model, groups, settings)
     # Fused: one kernel for all parameters; on a CPU too.
     return torch.optim.AdamW(groups, **settings, fused=True)
+
+
+def _with_faster_b(model: nn.Module, groups: list[dict[str, Any]], ratio: float) -> list[dict[str, Any]]:
+    """LoRA+ (Hayou et al., LoRA+: Efficient Low Rank Adaptation of Large Models, 2024): each group's B matrices apart,
+    with a rate that is `ratio` times the others'."""
+    b = {id(parameter) for name, parameter in model.named_parameters() if re.search(r"\.lora_(embedding_)?B\.", name)}
+    rest = [group | {"params": [p for p in group["params"] if id(p) not in b]} for group in groups]
+    faster = [group | {"params": [p for p in group["params"] if id(p) in b], RATE_RATIO: ratio} for group in groups]
+    return [*rest, *faster]
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """The rate of the next update; a group with a ratio of its own gets that many times as much."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get(RATE_RATIO, 1.0)
 
 
 def _from_bitsandbytes(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from finetune.planner.closed_form.estimate import estimate, unsupported
-from finetune.planner.closed_form.shape import Shape, shape_of
+from finetune.planner.closed_form.shape import Shape, adapter_weights, shape_of
 from finetune.planner.constants import FLOAT32, HALF, LOSS_CHUNK_BYTES
 from finetune.planner.variants import changed
 from finetune.recipe.gpus import Gpus
@@ -21,7 +21,7 @@ def explain_plan(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -
     """Paragraphs that follow the plan. Raises KeyError for an architecture whose sizes are not known."""
     shape = shape_of(recipe, config)
     ranks = gpus.count * gpus.nodes if gpus else 1
-    trained = shape.total_weights if recipe.lora is None else shape.adapter_weights * shape.layers
+    trained = shape.total_weights if recipe.lora is None else adapter_weights(recipe, config)
     parts = [_weights(recipe, shape, trained), _adam(recipe, trained), _zero(recipe, trained, ranks)]
     if gpus is not None and unsupported(recipe, config, gpus) is None:
         parts += [_recomputation(recipe, config, gpus), _loss(recipe, shape)]

@@ -172,6 +172,8 @@ def _trace_to_depth(request: _TraceRequest, folder: Path, *, full_depth: bool) -
     shallow = SHALLOW
     if not request.strategy.layers_repeat:
         shallow += layers_kept_gathered(config, _weights_an_element(request.recipe))
+    if request.recipe.lora and request.recipe.lora.names_single_layers:
+        shallow = layers  # whose adapters differ, so that none stands for another
     few, more = depths(layers, period, shallow)
     needed = (layers,) if full_depth or layers <= more else (more, few)
     with run_in_forks({depth: partial(_trace_shallow, request, depth, folder) for depth in needed}) as traced:

@@ -56,6 +56,8 @@ def _models(recipe: Recipe, run_dir: Path) -> tuple[Any, Any, Any]:
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM
 
+    from finetune.model.adapters import silenced_peft
+
     def plain(folder: str | Path) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
 
@@ -63,14 +65,16 @@ def _models(recipe: Recipe, run_dir: Path) -> tuple[Any, Any, Any]:
     if recipe.lora is None:
         return base, plain(run_dir / "model"), plain(recipe.model.name_or_path)
     adapter = run_dir / "adapter"
-    tuned = PeftModel.from_pretrained(plain(recipe.model.name_or_path), adapter)
-    return base, tuned, get_peft_model(plain(recipe.model.name_or_path), LoraConfig.from_pretrained(str(adapter)))
+    with silenced_peft():
+        tuned = PeftModel.from_pretrained(plain(recipe.model.name_or_path), adapter)
+        filled = get_peft_model(plain(recipe.model.name_or_path), LoraConfig.from_pretrained(str(adapter)))
+    return base, tuned, filled
 
 
 def _same_settings(lora: Lora, file: Path) -> None:
     """Compare the adapter's settings with the recipe's: the filled model would have a wrong scale as well."""
     stated = json.loads(file.read_text("utf-8"))
-    for key in ("r", "lora_alpha", "use_rslora", "use_dora"):
+    for key in ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"):
         if stated[key] != getattr(lora, key):
             raise FinetuneError(f"export: {file.name}: {key} is {stated[key]}, the recipe says {getattr(lora, key)}")
 

@@ -17,13 +17,11 @@ from finetune.recipe.schema import Lora, Recipe
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 SCALARS = ("r", "lora_alpha", "use_rslora", "use_dora")
+PATTERNS = ("rank_pattern", "alpha_pattern")
 # Settings of peft that this kit's adapters do not have; each changes what the weights mean.
 NOT_OFFERED = (
-    "rank_pattern",
-    "alpha_pattern",
     "lora_bias",
     "trainable_token_indices",
-    "target_parameters",
     "layer_replication",
     "alora_invocation_tokens",
     "use_qalora",
@@ -113,6 +111,12 @@ def _differing(lora: Lora, config: Mapping[str, Any], init: str) -> Iterator[tup
         ours, theirs = _last_names(lora.target_modules), _last_names(targets)
         if ours != theirs:
             yield "target_modules", lora.target_modules, theirs
+    for key in PATTERNS:
+        if getattr(lora, key) != (config.get(key) or {}):
+            yield key, getattr(lora, key), config.get(key) or {}
+    parameters = config.get("target_parameters") or []
+    if lora.target_parameters is not None and _last_names(lora.target_parameters) != _last_names(parameters):
+        yield "target_parameters", lora.target_parameters, sorted(parameters)
     saved = config.get("modules_to_save") or []
     if {*lora.modules_to_save} != {*saved}:
         yield "modules_to_save", lora.modules_to_save, saved

@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from finetune.recipe.yaml_text import printable, shown
 
 if TYPE_CHECKING:
-    from finetune.recipe.schema import DataSet, Lora, Quantization, Recipe, Training
+    from finetune.recipe.schema import DataSet, Quantization, Recipe, Training
 
 # The arguments that each shape of the schedule knows, by transformers' names.
 SCHEDULER_ARGUMENTS: dict[str, tuple[str, ...]] = {
@@ -95,12 +95,6 @@ def check_width(quantization: Quantization) -> None:
     if quantization.load_in_4bit == quantization.load_in_8bit:
         problem = "exactly one of load_in_4bit and load_in_8bit must be true"
         refuse([CrossCheck("load_in_4bit", problem, "set one of them, or quantization: null for a 16-bit base")])
-
-
-def check_target_modules(lora: Lora) -> None:
-    """A misspelt all-linear would be a pattern that matches no layer."""
-    if lora.target_modules != "all-linear" and re.fullmatch(r"all[-_ ]?linear", str(lora.target_modules), re.I):
-        refuse([CrossCheck("target_modules", f"is {lora.target_modules}, the name of no layer", "write all-linear")])
 
 
 def check_data_set(entry: DataSet) -> None:

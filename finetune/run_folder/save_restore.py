@@ -177,8 +177,8 @@ def export_adapter(
 def _sort_layers(config_file: Path) -> None:
     """peft writes a set of names, whose order is another one in each process."""
     config = json.loads(config_file.read_text(encoding="utf-8"))
-    if isinstance(config["target_modules"], list):
-        write_json(config_file, config | {"target_modules": sorted(config["target_modules"])})
+    lists = {key: config.get(key) for key in ("target_modules", "target_parameters", "exclude_modules")}
+    write_json(config_file, config | {key: sorted(names) for key, names in lists.items() if isinstance(names, list)})
 
 
 def export_model(

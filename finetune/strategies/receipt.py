@@ -10,14 +10,15 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import peft  # noqa: F401  # early, so that the tensors it allocates are not measured
 import torch
 from accelerate import Accelerator
-from peft.tuners.tuners_utils import BaseTunerLayer  # imported early, so that the tensors it allocates are not measured
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import EnvironmentMismatch
+from finetune.model.adapter_reach import adapted_paths, describe_reach, reach
 from finetune.model.build import attention_name, decoder_parts
 from finetune.model.dtypes import COMPUTE, dtype_name
 from finetune.model.optimizer import formats
@@ -60,8 +61,8 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         },
         "loss_scaling": "dynamic" if accelerator.scaler is not None else None,
         "quantized_layers": dict(Counter(type(layer).__name__ for layer in quantized_layers(model))),
-        "adapted_layers": sum(_adapted_modules(model).values()),
-        "adapted_modules": _adapted_modules(model),
+        "adapted_layers": len(adapted_paths(model)),
+        **reach(model, decoder_parts(model), full_numel),
         "layers": len(layers),
         "checkpointed_layers": sum(1 for layer in layers if layer.gradient_checkpointing),
         "pinned_memory": recipe.training.non_blocking and accelerator.device.type == "cuda",
@@ -151,14 +152,6 @@ def _asked_layers(recipe: Recipe) -> list[str]:
     return ["Linear4bit" if recipe.quantization.load_in_4bit else "Linear8bitLt"]
 
 
-def _adapted_modules(model: nn.Module) -> dict[str, int]:
-    """How many layers of each name have an adapter: {"q_proj": 32}."""
-    adapted = [
-        p for p, module in model.named_modules() if isinstance(module, BaseTunerLayer) and module.active_adapters
-    ]
-    return dict(Counter(path.rpartition(".")[2] for path in adapted))
-
-
 def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Place in the recipe, what it asks for there, and what runs."""
     every = int(recipe.training.activation_checkpointing)
@@ -203,14 +196,9 @@ def describe(receipt: dict[str, Any]) -> str:
     return (
         f"{receipt['architecture']}: {parameters['trained']:,} parameters trained ({share:.2%}) in {dtypes['master']}, "
         f"computed in {dtypes['compute']}, {receipt['strategy']} on {receipt['world_size']} x {receipt['device']}\n"
-        f"{_adapters_line(receipt['adapted_modules'])}"
+        f"{describe_reach(receipt)}"
         f"data: {counted(data['documents'], 'document')} in rows that are {data['fill']:.0%} full, "
         f"{counted(data['supervised_tokens'], 'token')} learned\n"
         f"batch: {counted(batch['world_size'], 'rank')} x {counted(batch['micro_steps'], 'micro-step')} x "
         f"{counted(batch['per_device_batch_size'], 'row')}"
     )
-
-
-def _adapters_line(adapted: dict[str, int]) -> str:
-    kinds = ", ".join(f"{name} {count}" for name, count in adapted.items())
-    return f"adapters on {counted(sum(adapted.values()), 'layer')}: {kinds}\n" if adapted else ""

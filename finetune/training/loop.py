@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from finetune.errors import NotFinite
 from finetune.measure.metrics import StepRecord, eval_line, evaluation_in_words
 from finetune.measure.phases import Phases
+from finetune.model.optimizer import set_learning_rate
 from finetune.run_folder.train_state import TrainState
 from finetune.strategies.loss_scaling import FLOOR, loss_scale, scaler_state
 from finetune.tokens.batches import MicroBatch, prefetch
@@ -200,8 +201,7 @@ def step_and_record(run: Run, state: TrainState, batches: Iterator[MicroBatch]) 
     plan, began = run.plan, time.perf_counter()
     indices = plan.rows_of(state.step)
     rate = run.learning_rate(state.step)
-    for group in run.optimizer.param_groups:
-        group["lr"] = rate
+    set_learning_rate(run.optimizer, rate)
     supervised = int(run.train_rows.supervised[indices].sum())
     timed = _Timed(batches)
     try:

@@ -26,9 +26,11 @@ from finetune.finished_run import agreement, merge
 from finetune.finished_run.agreement import Agreement, computing_in_float32
 from finetune.finished_run.load import fitting
 from finetune.finished_run.merge_command import in_words, merge_run
+from finetune.recipe.loader import load_recipe
 from tests.support.finished import finished_run
 from tests.support.hub import running_hub
 from tests.support.hub.server import TOKEN
+from tests.support.mixtures import MIXTURES, save_mixture
 from tests.support.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +47,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "embeddings in full": {"modules_to_save": ["embed_tokens"]},
     "norms in full": {"modules_to_save": ["norm", "input_layernorm"]},
     "embeddings adapted": {"target_modules": ["embed_tokens", "v_proj"]},
+    "by pattern": {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"layers.1.mlp.up_proj": 5}, "use_rslora": True},
 }
 
 
@@ -97,6 +100,26 @@ def test_other_families(tmp_path: Path, bases: dict[str, Path], family: str) -> 
     run = finished_run(tmp_path, bases[family])
     facts = merge_run(run, dtype="float32", base=None, prompts=3, log=print)
     assert facts["agreement"]["candidates"]["own"]["top1"] == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")  # peft looks among modules alone
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_are_merged_into_the_files_of_their_base(tmp_path: Path, family: str) -> None:
+    """One matrix an expert or one parameter of all, as the base's files have them; routers too."""
+    base = save_mixture(tmp_path / "base", family)
+    router = "mlp.router.weight" if family == "gpt_oss" else "mlp.gate.weight"
+    targets = [router, "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = {"target_modules": ["q_proj"], "target_parameters": targets, "rank_pattern": {"experts.down_proj": 2}}
+    run = finished_run(tmp_path, base, lora=lora, model={"attention": "eager"}, data={"packing": False})
+    plan = merge.plan_merge(load_recipe(run / "recipe.yaml").recipe, run, torch.device("cpu"))
+    merge.write_merged(plan, run / "merged", torch.float32, dequantized=False, log=print)
+    assert load_file(run / "merged" / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(run / "adapter")).eval()
+    torch.testing.assert_close(logits(plain(run / "merged")), logits(adapted), rtol=1e-4, atol=1e-4)
+    assert (logits(adapted) - logits(plain(base))).abs().max() > 0.1
+    if family == "mixtral":
+        facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
+        assert facts["agreement"]["candidates"]["own"]["top1"] == 1.0
 
 
 @pytest.mark.parametrize("lora", [{}, {"target_modules": ["v_proj"]}, {"init_lora_weights": "olora"}], ids=str)

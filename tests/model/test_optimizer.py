@@ -11,15 +11,24 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
+from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model.optimizer import call_after_first_step, check_optimizer, make_optimizer, state_dtypes
+from finetune.model.build import build_model
+from finetune.model.optimizer import (
+    call_after_first_step,
+    check_optimizer,
+    make_optimizer,
+    set_learning_rate,
+    state_dtypes,
+)
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.run_folder.checkpoint import newest_valid, read_checkpoint, write_checkpoint
 from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
 from finetune.train import main
 from tests.support.one_curve import write_curve_recipe
+from tests.support.recipes import least_recipe
 from tests.support.stepping import float32_recipe
 from tests.support.tiny import write_chats
 
@@ -124,6 +133,35 @@ def test_three_steps_are_adamws_by_definition(optim: str, tmp_path: Path) -> Non
         moved = (expected[name] - start.get_parameter(name)).norm()
         allowed = 0.05 if "8bit" in optim and name == "large.weight" else 1e-5  # what a moment of one byte can say
         assert (parameter - expected[name]).norm() < allowed * moved, name
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_lora_plus_is_pefts(decay: float, tiny_llama: Path) -> None:
+    """Rates and three updates of peft's own optimizer; its weight decay is that of A and B alike, as ours."""
+    plain = {"mixed_precision": "no", "activation_checkpointing": False, "learning_rate": 1e-2, "weight_decay": decay}
+    lora = {"r": 4, "loraplus_lr_ratio": 16.0}
+    asked = least_recipe(tiny_llama, model={"dtype": "float32"}, lora=lora, training=plain)
+    ours, theirs = (build_model(asked, torch.device("cpu")) for _ in range(2))
+    settings = {"lr": 1e-2, "loraplus_lr_ratio": 16.0, "loraplus_weight_decay": decay}
+    optimizer = make_optimizer(ours, asked)
+    reference = create_loraplus_optimizer(theirs, torch.optim.AdamW, **settings)
+    start, theirs_by_name = (
+        {name: each.clone() for name, each in ours.named_parameters()},
+        dict(theirs.named_parameters()),
+    )
+    for _ in range(3):
+        set_learning_rate(optimizer, 1e-2)
+        for name, parameter in ours.named_parameters():
+            if parameter.requires_grad:
+                parameter.grad = theirs_by_name[name].grad = torch.randn(parameter.shape)
+        optimizer.step()
+        reference.step()
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter, theirs_by_name[name], rtol=1e-5, atol=1e-7)
+        assert parameter.requires_grad != torch.equal(parameter, start[name])
+    assert {group["lr"] for group in optimizer.param_groups} == {1e-2, 0.16}
+    set_learning_rate(optimizer, 5e-3)
+    assert {group["lr"] for group in optimizer.param_groups} == {5e-3, 0.08}
 
 
 def test_decay_reaches_matrices_alone(tmp_path: Path) -> None:

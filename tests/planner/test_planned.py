@@ -21,6 +21,9 @@ SAMPLE = [
     Case("lora", "bf16", 2, packed=False, tied=True, micro_steps=1),
     Case("int8", "bf16", 0, packed=True, tied=False, micro_steps=1),
     Case("full", "bf16", 1, packed=True, tied=False, micro_steps=1, optim="adamw_8bit"),
+    Case("patterns", "bf16", 0, packed=True, tied=False, micro_steps=1),
+    Case("parameters", "bf16", 1, packed=True, tied=False, micro_steps=2),
+    Case("experts", "bf16", 1, packed=True, tied=False, micro_steps=1),
 ]
 
 

@@ -39,6 +39,7 @@ from finetune.strategies.assemble import assemble
 from finetune.strategies.zero import release_engine
 from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.training.loop import optimizer_step
+from tests.support.mixtures import save_mixture
 from tests.support.tiny import flat_batch, save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +49,12 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "pure_bf16": {"mixed_precision": "bf16", "pure_bf16": True},
 }
 
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "patterns": {"rank_pattern": {"q_proj": 9, "layers.2.mlp.up_proj": 17}, "exclude_modules": ["k_proj"]},
+    "parameters": {"target_modules": ["q_proj"], "target_parameters": ["mlp.down_proj.weight", "1.mlp.up_proj.weight"]},
+    "experts": {"rank_pattern": {"experts.down_proj": 2}, "loraplus_lr_ratio": 4.0},
+}
+MIXED = ("experts",)  # all-linear over a mixture of experts
 QUANTIZATIONS = {"qlora": Quantization(load_in_4bit=True), "int8": Quantization(load_in_8bit=True)}
 
 
@@ -55,7 +62,7 @@ QUANTIZATIONS = {"qlora": Quantization(load_in_4bit=True), "int8": Quantization(
 class Case:
     """One configuration."""
 
-    method: str  # full | lora | qlora | int8, with adapters
+    method: str  # full | lora | qlora | int8, with adapters; a key of ADAPTERS: with other adapters
     precision: str
     checkpointing: int  # 0 none, 1 full, n every n-th layer
     packed: bool
@@ -71,11 +78,11 @@ class Case:
     def recipe(self, folder: Path) -> Recipe:
         return Recipe(
             model=ModelSection(
-                name_or_path=str(folder / ("tied" if self.tied else "untied")),
+                name_or_path=str(folder / (self.method if self.method in MIXED else "tied" if self.tied else "untied")),
                 attention="auto" if self.packed else "sdpa",
             ),
             quantization=QUANTIZATIONS.get(self.method),
-            lora=None if self.method == "full" else Lora(r=4),
+            lora=None if self.method == "full" else Lora(r=4, **ADAPTERS.get(self.method, {})),
             data=Data(train=[DataSet(path="json", data_files="unused.jsonl")]),
             training=Training(
                 optim=self.optim,  # type: ignore[arg-type]
@@ -112,6 +119,7 @@ def models(folder: Path) -> Path:
     """The two models of the grid."""
     for name in ("tied", "untied"):
         save_tiny(folder / name, tie_word_embeddings=name == "tied", num_hidden_layers=3)
+    save_mixture(folder / "experts", "qwen3_moe")
     return folder
 
 

@@ -33,6 +33,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "dora, rslora, head in full": {"lora": {"use_dora": True, "use_rslora": True, "modules_to_save": ["lm_head"]}},
     "embeddings adapted": {"lora": {"target_modules": ["embed_tokens", "v_proj"]}},
     "pissa": {"lora": {"init_lora_weights": "pissa"}},
+    "ranks and scales by pattern": {"lora": {"rank_pattern": {"q_proj": 7}, "alpha_pattern": {"layers.1.mlp.*": 3.5}}},
+    "a parameter": {"lora": {"target_modules": ["v_proj"], "target_parameters": ["mlp.down_proj.weight"]}},
     "qlora": {"quantization": {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}},
 }
 # Each engine shards a quantised base in its own number format.
@@ -258,7 +260,18 @@ REFUSED_BY_CHECK: list[tuple[Callable[[Path], object], list[str], str]] = [
     (lambda _: None, ["lora.modules_to_save=[lm_head]"], "lora.modules_to_save is [lm_head] and the adapter's []"),
     (lambda _: None, ["lora.init_lora_weights=pissa"], "lora.init_lora_weights is pissa and the adapter's true"),
     (changed(init_lora_weights="corda"), [], "has init_lora_weights: corda, which is not offered here; merge it"),
-    (changed(rank_pattern={"q_proj": 2}), [], "has rank_pattern, which is not offered here; merge it"),
+    (
+        changed(rank_pattern={"q_proj": 2}),
+        [],
+        "lora.rank_pattern is {} and the adapter's {q_proj: 2}; write lora",
+    ),
+    (lambda _: None, ["lora.alpha_pattern={q_proj: 2}"], "lora.alpha_pattern is {q_proj: 2.0} and the adapter's {};"),
+    (
+        changed(target_parameters=["experts.up"]),
+        ["lora.target_parameters=[]"],
+        "target_parameters is [] and the adap",
+    ),
+    (changed(layer_replication=[[0, 1]]), [], "has layer_replication, which is not offered here; merge it"),
     (changed(peft_type="IA3"), [], "is an adapter of kind IA3; name a LoRA adapter"),
     (lambda _: None, ["lora=null"], "all weights are trained, no adapter (lora is null); add lora: {}"),
     (without("adapter_config.json"), [], "has no adapter_config.json; name the folder of an adapter that peft saved"),

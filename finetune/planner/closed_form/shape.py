@@ -9,6 +9,7 @@ from typing import Any
 
 from finetune.planner.constants import FLOAT32
 from finetune.recipe.schema import Lora, Recipe
+from finetune.recipe.sections.lora_checks import ends_of
 
 QUANTISED_BLOCK = 64  # weights to a scale
 # Architectures whose layers are as layer.py describes them: seven matrices, two norms, gated SiLU.
@@ -95,8 +96,19 @@ class Shape:
         return self.layers * (self.matrix_weights + self.vector_weights) + ends
 
 
-def shape_of(recipe: Recipe, config: Mapping[str, Any]) -> Shape:
-    """The sizes, from the keys of config.json. Raises KeyError where one that a decoder has is missing."""
+def adapter_weights(recipe: Recipe, config: Mapping[str, Any]) -> int:
+    """Of all layers, each with the ranks that its own path gets."""
+    if recipe.lora is None:
+        return 0
+    layers = int(config["num_hidden_layers"])
+    if not recipe.lora.names_single_layers:
+        return layers * shape_of(recipe, config).adapter_weights
+    return sum(shape_of(recipe, config, layer).adapter_weights for layer in range(layers))
+
+
+def shape_of(recipe: Recipe, config: Mapping[str, Any], layer: int = 0) -> Shape:
+    """The sizes, from the keys of config.json, with the adapters of one layer. Raises KeyError where a key that a
+    decoder has is missing."""
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     key_value_heads = config.get("num_key_value_heads") or heads
     head_size = config.get("head_dim") or hidden // heads
@@ -106,7 +118,7 @@ def shape_of(recipe: Recipe, config: Mapping[str, Any]) -> Shape:
     output_bias, mlp_bias = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
 
     def linear(name: str, inputs: int, outputs: int, bias: bool) -> Linear:
-        return Linear(name, inputs, outputs, _rank(recipe.lora, name), bias)
+        return Linear(name, inputs, outputs, _rank(recipe.lora, name, layer), bias)
 
     linears = {
         "q": linear("self_attn.q_proj", hidden, queries, bias),
@@ -131,14 +143,17 @@ def shape_of(recipe: Recipe, config: Mapping[str, Any]) -> Shape:
     )
 
 
-def _rank(lora: Lora | None, name: str) -> int:
+def _rank(lora: Lora | None, name: str, layer: int) -> int:
     """peft's choice (tuners/tuners_utils.py: check_target_module_exists): all linear layers, a pattern that the whole
-    name matches, or the last words of names."""
+    name matches, or the last words of names; without those that are excluded in the same way."""
     if lora is None:
         return 0
-    targets = lora.target_modules
-    if targets == "all-linear":
-        return lora.r
-    if isinstance(targets, str):
-        return lora.r if re.fullmatch(targets, f"model.layers.0.{name}") else 0
-    return lora.r if any(name == target or name.endswith(f".{target}") for target in targets) else 0
+    path = f"model.layers.{layer}.{name}"
+    targeted = lora.target_modules == "all-linear" or _means(lora.target_modules, path)
+    return lora.rank_of(path) if targeted and not _means(lora.exclude_modules, path) else 0
+
+
+def _means(names: str | list[str], path: str) -> bool:
+    if isinstance(names, str):
+        return re.fullmatch(names, path) is not None
+    return any(ends_of([path], name) for name in names)

@@ -1,0 +1,119 @@
+"""What an adapter adds to parameters that are not a layer's weight, as the experts of a mixture, by tensors of files.
+
+transformers 5 holds experts as one parameter of three dimensions and saves most of them as one matrix an expert. Its
+own conversion, which only rearranges numbers, turns the sum that an adapter adds into the files' tensors.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.pytorch_utils import Conv1D
+
+from finetune.errors import FinetuneError
+from finetune.model.adapters import silenced_peft
+from finetune.recipe.sections.lora_checks import ends_of
+
+WRAPPED = ".base_layer"  # peft puts one wrapper around another for each further parameter of a module
+KEPT = 3  # parameters whose deltas are held: a layer's experts are in turns in the files
+
+
+@dataclass(frozen=True)
+class AdaptedParameter:
+    """A parameter with an adapter: its path, shape, and the names of its tensors in the adapter's file."""
+
+    path: str
+    shape: tuple[int, ...]
+    transposed: bool  # [experts, inputs, outputs]
+    keys: Mapping[str, str]  # peft's name in the wrapper -> key
+
+
+def adapted_parameters(
+    structure: PreTrainedModel, layers: Mapping[str, Mapping[str, str]], targets: list[str]
+) -> dict[str, AdaptedParameter]:
+    """Those of an adapter's `layers` that are not linear layers or embeddings, by their name among the layers.
+
+    `targets` are its `target_parameters`; the innermost wrapper has the first of them in the order of the module.
+    """
+    found = {}
+    for name, keys in layers.items():
+        path = name.replace(WRAPPED, "")
+        module: Any = structure.get_submodule(path)
+        if isinstance(module, nn.Linear | nn.Embedding | Conv1D):
+            continue
+        own = [each for each, _ in module.named_parameters(recurse=False)]
+        wrapped = [each for each in own if any(ends_of([f"{path}.{each}"], target) for target in targets)]
+        parameter = wrapped[len(wrapped) - 1 - name.count(WRAPPED)]
+        shape = tuple(getattr(module, parameter).shape)
+        transposed = bool(getattr(module, "is_transposed", False))
+        found[name] = AdaptedParameter(f"{path}.{parameter}", shape, transposed, keys)
+    return found
+
+
+class ParameterDeltas:
+    """The sums that an adapter adds to parameters, by the names of the base's files; the last few are kept."""
+
+    def __init__(
+        self,
+        structure: PreTrainedModel,
+        parameters: Mapping[str, AdaptedParameter],
+        settings_of: Callable[[str], Mapping[str, Any]],
+        read: Callable[[str], Tensor],
+    ) -> None:
+        self._structure, self._settings_of, self._read = structure, settings_of, read
+        self._kept: OrderedDict[str, Mapping[str, Tensor]] = OrderedDict()
+        self._owner: dict[str, AdaptedParameter] = {}
+        for parameter in parameters.values():
+            empty = torch.empty(parameter.shape, device="meta")
+            self._owner |= dict.fromkeys(self._in_files(parameter, empty), parameter)
+
+    @property
+    def names(self) -> set[str]:
+        """The tensors of the base's files that change."""
+        return set(self._owner)
+
+    def of(self, name: str) -> Tensor:
+        """What is added to this tensor, float32."""
+        parameter = self._owner[name]
+        if parameter.path not in self._kept:
+            self._kept[parameter.path] = self._in_files(parameter, self._delta(parameter))
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return self._kept[parameter.path][name]
+
+    def _in_files(self, parameter: AdaptedParameter, tensor: Tensor) -> Mapping[str, Tensor]:
+        with torch.no_grad():
+            converted: Mapping[str, Tensor] = revert_weight_conversion(self._structure, {parameter.path: tensor})
+        return converted
+
+    def _delta(self, parameter: AdaptedParameter) -> Tensor:
+        """By peft's own merging, into zeros of the parameter's shape."""
+        holder, owner = nn.Module(), nn.Module()
+        owner.register_parameter("held", nn.Parameter(torch.zeros(parameter.shape), requires_grad=False))
+        owner.is_transposed = parameter.transposed  # type: ignore[assignment]  # peft asks for it
+        holder.owner = owner
+        settings = dict(self._settings_of(parameter.path))
+        config = LoraConfig(target_modules=[], target_parameters=["owner.held"], **settings)
+        with silenced_peft():
+            adapted: Any = get_peft_model(holder, config)
+        state = {f"base_model.model.owner.lora_{name}": self._read(key) for name, key in parameter.keys.items()}
+        try:
+            result: Any = set_peft_model_state_dict(adapted, state)
+        except (RuntimeError, KeyError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise FinetuneError(
+                f"{parameter.path}: the adapter does not fit this base: {reason}; name its own base"
+            ) from error
+        assert not result.unexpected_keys, result.unexpected_keys
+        delta: Tensor = adapted.merge_and_unload().owner.held.detach()
+        if not delta.isfinite().all():
+            raise FinetuneError(f"{parameter.path}: the adapter's numbers are not finite; nothing is merged")
+        return delta

@@ -1,0 +1,281 @@
+"""What the adapters of a recipe reach: the layers and parameters that `lora` means in a model, and what is left out.
+
+transformers 5 holds the experts of most mixtures as parameters of three dimensions, [experts, outputs, inputs] or
+[experts, inputs, outputs], which peft reaches by `target_parameters` and not by `target_modules`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from finetune.errors import FinetuneError
+from finetune.recipe.schema import Lora
+from finetune.recipe.sections.lora_checks import ends_of, without_adapters
+from finetune.wording import counted
+
+SHOWN_SHARE = 0.005  # of the matrices' weights; what is left out beyond it is printed, all of it is in the receipt
+
+
+@dataclass(frozen=True)
+class Targets:
+    """peft's `target_modules` and `target_parameters`."""
+
+    modules: str | list[str]
+    parameters: list[str]
+
+
+def resolve_targets(model: PreTrainedModel, lora: Lora) -> Targets:
+    """What `lora` means in this model; all-linear as its layers by path and its experts by kind.
+
+    Not by peft's own all-linear, which adds experts and routers for some architectures, and layers of vision towers.
+    Raises FinetuneError where experts are reached that its other settings cannot adapt.
+    """
+    if lora.target_modules != "all-linear":
+        return Targets(lora.target_modules, lora.target_parameters or [])
+    layers = {path: layer for path, layer in linear_layers(model).items() if not is_excluded(lora, path)}
+    renamed = _taken_for_experts(model, layers)
+    parameters = lora.target_parameters
+    if parameters is None:
+        held = [path for path in expert_parameters(model) if not is_excluded(lora, path.rpartition(".")[0])]
+        plain = [f"{path}.weight" for path in renamed if not is_packed(layers[path])]
+        parameters = _shortest([*held, *plain], [name for name, _ in model.named_parameters()])
+        _refuse_without_adapters(lora, parameters)
+    return Targets([path for path in layers if path not in renamed], parameters)
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, Any]:
+    """The language model's linear layers by path, without the head, routers that answer more than one tensor, and what
+    kernels read past any adapter."""
+    head, inside, past = model.get_output_embeddings(), language_paths(model), set(_read_by_kernels(model))
+    found = ((path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
+    return {
+        path: module
+        for path, module in found
+        if module is not head and inside(path) and path not in past and not _is_added(path) and _is_plain(module)
+    }
+
+
+def _read_by_kernels(model: nn.Module) -> Iterator[str]:
+    """Layers of Mamba mixers, which alone have A_log and D: their fused kernels take the weights of all but in_proj
+    themselves, so that an adapter beside such a layer is not in the computation."""
+    for path, mixer in model.named_modules():
+        if hasattr(mixer, "A_log") and hasattr(mixer, "D"):
+            yield from (f"{path}.{name}" for name, _ in mixer.named_children() if name != "in_proj")
+
+
+def expert_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The language model's experts that are parameters of three dimensions, by path."""
+    inside = language_paths(model)
+    holders = {path: module for path, module in model.named_modules() if "Experts" in type(module).__name__}
+    return {
+        f"{path}.{name}": parameter
+        for path, module in holders.items()
+        for name, parameter in module.named_parameters(recurse=False)
+        if len(_shape(parameter)) == 3 and inside(path)
+    }
+
+
+def language_paths(model: PreTrainedModel) -> Callable[[str], bool]:
+    """Whether a path is in the language model; of a model that has no other part, every path is."""
+    place = language_model_path(model)
+    return lambda path: not place or path == place or path.startswith(f"{place}.")
+
+
+def language_model_path(model: PreTrainedModel) -> str:
+    """Where the decoder of a multimodal model is; empty for a model of text alone."""
+    if model.config.get_text_config() is model.config:
+        return ""
+    decoder = model.get_decoder()
+    return next((path for path, module in model.named_modules() if module is decoder), "")
+
+
+def is_excluded(lora: Lora, path: str) -> bool:
+    """Whether `lora.exclude_modules` or `lora.modules_to_save` takes this module from the adapters, by peft's rules."""
+    excluded = lora.exclude_modules
+    if isinstance(excluded, str):
+        if re.fullmatch(excluded, path):
+            return True
+    elif any(ends_of([path], name) for name in excluded):
+        return True
+    return any(re.match(rf"(^|.*\.){name}($|\..*)", path) for name in lora.modules_to_save)
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether it is a quantised layer, whose weight is packed bytes."""
+    return type(module).__module__.startswith("bitsandbytes.")
+
+
+def kind_of(path: str) -> str:
+    """A path below its layer's number: mlp.experts.down_proj."""
+    return re.sub(r".*\.\d+\.(?=\D)", "", path)
+
+
+def adapted_paths(model: nn.Module) -> list[str]:
+    """Each module and parameter with an active adapter, by its path in the model without adapters."""
+    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found = []
+    for path, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and module.active_adapters:
+            own = base_path(path)
+            found.append(f"{own}.{module.parameter_name}" if isinstance(module, ParamWrapper) else own)
+    return found
+
+
+def base_path(path: str) -> str:
+    """The path of a module or parameter in the model without adapters."""
+    inside = path.removeprefix("base_model.model.")
+    return re.sub(r"\.(base_layer|original_module)(?=\.|$)", "", inside)
+
+
+def reach(model: nn.Module, base: PreTrainedModel, numel: Callable[[Tensor], int]) -> dict[str, Any]:
+    """For the receipt: how many modules of each name have an adapter, the share of the matrices' weights in them, and
+    what is left out with its share.
+
+    Args:
+        model: With adapters, maybe sharded; `base` is the transformers model in it.
+        numel: Elements of a parameter that is not packed, which an engine may hold in part.
+    """
+    adapted = adapted_paths(model)
+    matrices = _matrices(base, numel)
+    copied = {base_path(path) for path, _ in base.named_modules() if path.endswith(".original_module")}
+    reached = copied | set(adapted) | {path.removesuffix(".weight") for path in adapted}
+    total, left = sum(matrices.values()), Counter[str]()
+    for path, weights in matrices.items():
+        if path not in reached:
+            left[kind_of(path)] += weights
+    held = {kind: weights / total for kind, weights in left.most_common()}
+    return {
+        "adapted_modules": dict(Counter(map(_short, adapted))),
+        "reached_share": 1 - sum(held.values()) if adapted else 0.0,
+        "left_out": held if adapted else {},
+        "adds_left_out": _line_that_adds(base, list(held)) if adapted else None,
+    }
+
+
+def describe_reach(receipt: dict[str, Any]) -> str:
+    """The receipt's reach as lines, each with its line break."""
+    adapted = receipt["adapted_modules"]
+    if not adapted:
+        return ""
+    kinds = ", ".join(f"{name} {count:,}" for name, count in adapted.items())
+    count = counted(sum(adapted.values()), "layer")
+    lines = [f"adapters on {count}: {kinds}; {receipt['reached_share']:.0%} of the matrices' weights"]
+    left = {kind: part for kind, part in receipt["left_out"].items() if part >= SHOWN_SHARE}
+    if left:
+        parts, adding = ", ".join(f"{kind} {part:.0%}" for kind, part in left.items()), receipt["adds_left_out"]
+        lines.append(f"left out: {parts}; {f'{adding} adds them' if adding else 'no adapter reaches them'}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _short(path: str) -> str:
+    """The last name; of a parameter the last two, as it has no module of its own name."""
+    *before, last = path.split(".")
+    parameter = last == "weight" or (bool(before) and "expert" in before[-1])
+    return ".".join([*before[-1:], last]) if parameter else last
+
+
+def _matrices(base: PreTrainedModel, numel: Callable[[Tensor], int]) -> dict[str, int]:
+    """The weights of each matrix of the language model's layers, by the path of its layer or parameter."""
+    found, inside = {}, language_paths(base)
+    ends = {id(base.get_input_embeddings()), id(base.get_output_embeddings())}
+    for path, module in base.named_modules():
+        own = base_path(path)
+        if isinstance(module, nn.Embedding | nn.Conv1d) or id(module) in ends or not inside(own) or _is_added(path):
+            continue
+        packed = is_packed(module)
+        for name, parameter in module.named_parameters(recurse=False):
+            if (not packed and len(_shape(parameter)) < 2) or name.endswith("bias"):
+                continue
+            weights = module.in_features * module.out_features if packed else numel(parameter)
+            layer = isinstance(module, nn.Linear | Conv1D) and name == "weight"
+            found[own if layer else f"{own}.{name}"] = int(weights)
+    return found
+
+
+def _line_that_adds(base: PreTrainedModel, kinds: Iterable[str]) -> str | None:
+    """The line of `lora` that adds adapters to kinds that have none; None: no line does."""
+    layers, past = linear_layers(base), {kind_of(base_path(path)) for path in _read_by_kernels(base)}
+    linear = {kind_of(base_path(path)) for path in layers}
+    named = {kind_of(base_path(name)) for name, _ in base.named_parameters()}
+    renamed = _taken_for_experts(base, layers)
+    past |= {kind_of(base_path(path)) for path in renamed if is_packed(base.get_submodule(path))}
+    wanted = [kind for kind in kinds if kind not in past]
+    if wanted and linear.issuperset(wanted) and not renamed:
+        return "lora.target_modules: all-linear"
+    parameters = [kind if kind in named else f"{kind}.weight" for kind in wanted]
+    return f"lora.target_parameters: [{', '.join(parameters)}]" if wanted else None
+
+
+def _taken_for_experts(model: PreTrainedModel, layers: Iterable[str]) -> set[str]:
+    """Layers that no list can name: peft 0.21 takes names as gate_proj for experts of transformers 4, for architectures
+    that have such, and adapts the experts in their place (utils/transformers_weight_conversion.py)."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    taken: set[str] = set()
+    by_kind: dict[str, list[str]] = {}
+    for path in layers:
+        by_kind.setdefault(path.rpartition(".")[2], []).append(path)
+    for paths in by_kind.values():
+        config = LoraConfig(target_modules=paths)
+        try:
+            convert_peft_config_for_transformers(config, model, None)
+        except ValueError:  # one half of what became one parameter
+            taken |= set(paths)
+        else:
+            taken |= set(paths) - set(config.target_modules or ())
+    return taken
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether a linear layer answers one tensor of its outputs, as an adapter beside it does. Subclasses that route
+    or regroup do not; one token tells."""
+    kind = type(layer)
+    if kind.forward in (nn.Linear.forward, Conv1D.forward) or kind.__module__.startswith(("bitsandbytes.", "peft.")):
+        return True
+    try:
+        with torch.no_grad():
+            answer = layer(layer.weight.new_zeros(1, 1, layer.in_features))
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return isinstance(answer, Tensor) and answer.shape == (1, 1, layer.out_features)
+
+
+def _shortest(paths: list[str], every: list[str]) -> list[str]:
+    """Kinds where they mean these paths alone, else whole paths."""
+    chosen: list[str] = []
+    for kind in dict.fromkeys(map(kind_of, paths)):
+        own = [path for path in paths if kind_of(path) == kind]
+        chosen += [kind] if set(ends_of(every, kind)) == set(own) else own
+    return chosen
+
+
+def _refuse_without_adapters(lora: Lora, parameters: list[str]) -> None:
+    settings: Iterator[tuple[str, str]] = without_adapters(lora)
+    if parameters and (found := next(settings, None)):
+        key, value = found
+        raise FinetuneError(
+            f"lora.{key}: is {value}, which peft does not offer for the parameters that all-linear reaches here, "
+            f"{', '.join(parameters)}; remove it, or leave them out: lora.target_parameters: []"
+        )
+
+
+def _is_added(path: str) -> bool:
+    """Whether peft put this module there."""
+    return ".lora_" in path or ".modules_to_save." in path
+
+
+def _shape(parameter: Tensor) -> tuple[int, ...]:
+    """Of the unsharded parameter: ZeRO-3 leaves an empty vector in its place."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

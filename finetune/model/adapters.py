@@ -1,0 +1,143 @@
+"""Adapters put into a model by peft, and what was put in compared with what the recipe's `lora` names."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from finetune.errors import FinetuneError
+from finetune.model.adapter_names import named_targets, nearest, refuse_unknown_names
+from finetune.model.adapter_reach import Targets, adapted_paths, kind_of, resolve_targets
+from finetune.recipe.schema import Lora
+
+
+def add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool) -> nn.Module:
+    """peft's model around this one, which is changed in place.
+
+    Raises FinetuneError where a name of `lora` means nothing here, or another thing to peft than to the recipe.
+    """
+    from peft import get_peft_model  # takes a second, with bitsandbytes: only where adapters are
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    refuse_unknown_names(model, lora)
+    targets = resolve_targets(model, lora)
+    asked = named_targets(model, lora, targets)
+    config = _peft_config(lora, targets, on_meta=model.device.type == "meta")
+    try:
+        with silenced_peft():
+            adapted = get_peft_model(model, config, autocast_adapter_dtype=not pure_bf16)
+    except ValueError as error:
+        raise FinetuneError(f"lora: {' '.join(str(error).split())}; correct the section") from error
+    if isinstance(model.get_output_embeddings(), BaseTunerLayer):
+        raise FinetuneError(
+            "lora.target_modules: the head cannot carry an adapter, its logits are never held; "
+            "train it in full with lora.modules_to_save: [lm_head]"
+        )
+    _refuse_unreached(asked, adapted_paths(adapted))
+    _refuse_idle_patterns(lora, adapted_paths(adapted))
+    _refuse_other_names(adapted, type(model).__name__)
+    if pure_bf16:
+        _adapters_as_elsewhere(adapted)
+    else:  # peft 0.21 makes adapters float32, and leaves its copies of modules_to_save in the base's format
+        for parameter in adapted.parameters():
+            if parameter.requires_grad and parameter.dtype != torch.float32:
+                parameter.data = parameter.data.float()
+    assert isinstance(adapted, nn.Module)
+    return adapted
+
+
+def _peft_config(lora: Lora, targets: Targets, *, on_meta: bool) -> Any:
+    from peft import LoraConfig
+
+    settings = lora.model_dump(exclude={"loraplus_lr_ratio"})
+    settings |= {"target_modules": targets.modules, "target_parameters": targets.parameters or None}
+    for key in ("modules_to_save", "exclude_modules"):
+        settings[key] = settings[key] or None
+    if float(lora.lora_alpha).is_integer():  # peft and those who read its files declare a whole number
+        settings["lora_alpha"] = int(lora.lora_alpha)
+    if on_meta:  # the values come from a rank that has the weights some inits are made from
+        settings["init_lora_weights"] = True
+    return LoraConfig(task_type="CAUSAL_LM", **settings)
+
+
+def _refuse_unreached(asked: set[str], adapted: list[str]) -> None:
+    """peft 0.21 takes some names for experts, and leaves out the layers that have them."""
+    missing = sorted(asked - set(adapted), key=len)
+    if missing:
+        kinds = list(dict.fromkeys(kind_of(path) for path in missing))
+        weights = ", ".join(f"{kind}.weight" for kind in kinds)
+        raise FinetuneError(
+            f"lora.target_modules: peft adapts the experts in place of {len(missing)} layers that are named here, "
+            f"first {missing[0]}; write all-linear, or name them as lora.target_parameters: [{weights}]"
+        )
+
+
+def _refuse_idle_patterns(lora: Lora, adapted: list[str]) -> None:
+    """Raise FinetuneError for a key that fits no adapter, or only without the .weight under which peft has it."""
+    mistakes = []
+    for place, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        for key in patterns:
+            fits = re.compile(rf"(.*\.)?({key})$")
+            weights = [path for path in adapted if path.endswith(".weight") and not fits.match(path)]
+            if missed := [path for path in weights if fits.match(path.removesuffix(".weight"))]:
+                mistakes.append(
+                    f"lora.{place}: {key} does not fit {missed[0]}, which has its adapter as a parameter; "
+                    f'write "({key})(\\\\.weight)?"'
+                )
+            elif not any(map(fits.match, adapted)):
+                mistakes.append(
+                    f"lora.{place}: {key} matches none of the adapters; {nearest(key, map(kind_of, adapted))}"
+                )
+    if mistakes:
+        raise FinetuneError("\n".join(mistakes))
+
+
+def _refuse_other_names(adapted: Any, architecture: str) -> None:
+    """peft 0.21 renames an adapter's tensors when it loads them, by rules for checkpoints of transformers 4; those that
+    it has just made must stay what they are, else a load would silently leave them out."""
+    from peft import get_peft_model_state_dict
+    from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
+
+    saved = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    loaded = convert_peft_adapter_state_dict_for_transformers(adapted, adapted.peft_config["default"], dict(saved))
+    if lost := sorted(saved.keys() - loaded.keys()):
+        raise FinetuneError(
+            f"lora: peft would load {len(lost)} tensors of an adapter on {architecture} under other names than it "
+            f"saves, first {lost[0]}; exclude their layers by lora.exclude_modules, or choose another model"
+        )
+
+
+def _adapters_as_elsewhere(adapted: nn.Module) -> None:
+    """Give adapters on meta the number format that peft gives those of a rank with weights: of the weight they adapt,
+    or what a 4-bit layer computes in. peft 0.21 leaves meta out, and ranks would disagree on their shards."""
+    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in adapted.modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        base: Any = layer.get_base_layer()
+        weight: Any = layer.get_param() if isinstance(layer, ParamWrapper) else base.weight
+        dtype = getattr(base, "compute_dtype", weight.dtype)
+        if weight.device.type == "meta" and dtype.is_floating_point:
+            for name, parameter in layer.named_parameters():
+                if parameter.requires_grad and not name.startswith("base_layer."):
+                    parameter.data = parameter.data.to(dtype)
+
+
+@contextmanager
+def silenced_peft() -> Iterator[None]:
+    """Within, none of peft 0.21's warnings that a user cannot act on: it asks transformers 5.2x by a deprecated name,
+    and looks for ranks of parameters among modules alone; our own check looks among both."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys did not match")
+        warnings.filterwarnings("ignore", message="Unsupported layer type")
+        yield

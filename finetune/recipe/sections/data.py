@@ -1,0 +1,99 @@
+"""What is learned from: data sets, how their rows are read, and how they become tokens."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from finetune.recipe import cross_checks
+from finetune.recipe.sections.base import Local, Section
+
+KnownFormat = Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"]
+RowFormat = Literal["auto", KnownFormat]
+Role = Literal["system", "user", "assistant", "tool"]
+TrainOn = Literal["assistant", "completion", "all"]
+Truncation = Literal["error", "right", "drop"]
+
+
+class DataSet(Section):
+    """One data set: load_dataset's arguments, plus how to read a row and how often."""
+
+    path: Local = Field(min_length=1, description="json, csv, parquet, a local folder, or a Hub data set.")
+    name: str | None = Field(None, description="Configuration of a Hub data set.")
+    data_files: Local | list[Local] | None = Field(None, description="Local files, relative to the working folder.")
+    split: str = Field("train", min_length=1, description="Split, slices allowed: train[:1000].")
+    revision: str = Field("main", min_length=1, description="Branch, tag or commit on the Hub.")
+    format: RowFormat = Field("auto", description="Layout of a row; auto looks at the columns.")
+    columns: dict[str, str] = Field(
+        {}, description="Our column to the data set's: {prompt: question, completion: answer}; others keep their names."
+    )
+    roles: dict[str, Role] = Field(
+        {}, description="The data set's role names to ours: {Human: user}; those of messages and sharegpt are known."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="Variables for the chat template: {enable_thinking: false}; a row's own column wins."
+    )
+    weight: float = Field(1.0, gt=0, le=1000, description="How often each row is seen an epoch; 0.5: half of the rows.")
+
+    @model_validator(mode="after")
+    def known_columns(self) -> DataSet:
+        cross_checks.check_data_set(self)
+        return self
+
+    @property
+    def short_name(self) -> str:
+        """The stem of the first file, or the last part of the data set's path; letters, digits, dots and dashes."""
+        files = [self.data_files] if isinstance(self.data_files, str) else self.data_files
+        name = PurePath(files[0]).stem if files else PurePath(self.path).name
+        return re.sub(r"[^\w.-]+", "_", name).strip("_") or "set"
+
+
+class EvalFraction(Section):
+    """Held-out share of the training rows."""
+
+    fraction: float = Field(gt=0, lt=1, description="Share of the training rows held out.")
+
+
+class Data(Section):
+    """What is learned from."""
+
+    train: list[DataSet] = Field(min_length=1, description="Data sets, mixed by weight.")
+    eval: EvalFraction | list[DataSet] | None = Field(None, description="{fraction: 0.05}, data sets, or null.")
+    max_length: Annotated[int, Field(ge=8)] = Field(2048, description="Tokens of one row, packed or not.")
+    packing: bool = Field(True, description="Fill rows with whole documents; they do not see each other.")
+    train_on: TrainOn = Field("assistant", description="assistant: its turns; completion: the last answer; all.")
+    truncation: Truncation = Field("error", description="What happens to a document longer than max_length.")
+    chat_template: Local | None = Field(None, description="Jinja text or a file; null: the tokenizer's own.")
+    date_string: str = Field("26 Jul 2024", description="The day that templates print as today's.")
+
+    @property
+    def eval_sets(self) -> list[DataSet]:
+        """The data sets of held-out rows; none where `eval` is null or a share of the training rows."""
+        return self.eval if isinstance(self.eval, list) else []
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any]:
+        """What the template is given when the model is prompted: what all training sets say, nothing if they differ."""
+        first = self.train[0].chat_template_kwargs
+        return first if all(entry.chat_template_kwargs == first for entry in self.train) else {}
+
+    @property
+    def eval_names(self) -> list[str]:
+        """The name of each of `eval_sets` in metrics: its file's or its own, with its place where names are equal."""
+        names = [entry.short_name for entry in self.eval_sets]
+        distinct = len(set(names)) == len(names)
+        return names if distinct else [f"{name}_{place}" for place, name in enumerate(names, 1)]
+
+    @property
+    def metrics(self) -> list[str]:
+        """What metric_for_best_model may name: the loss of all held-out rows, and of each of several data sets."""
+        names = self.eval_names if len(self.eval_sets) > 1 else []
+        return ["eval_loss", *(f"eval_{name}_loss" for name in names)]
+
+    @property
+    def sets(self) -> list[DataSet]:
+        """All data sets, those of training first."""
+        return [*self.train, *self.eval_sets]

@@ -1,0 +1,54 @@
+"""What is trained: the base model, its quantisation, and the machines that the recipe is made for."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from finetune.recipe import cross_checks
+from finetune.recipe.sections.base import Count, Local, Section, WholeNumber
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+Attention = Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"]
+
+
+class Budget(Section):
+    """What the recipe is made for."""
+
+    gpus: WholeNumber = Field(0, description="GPUs per node; 0 means the CPU.")
+    gpu_memory_gb: float = Field(0, ge=0, description="Memory of one GPU in GB as its maker states it.")
+    nodes: Count = Field(1, description="Machines.")
+
+
+class ModelSection(Section):
+    """The base model."""
+
+    name_or_path: Local = Field(
+        min_length=1,
+        description="Hub repository, local folder, or `package:NAME` for a model shipped inside an installed package.",
+    )
+    revision: str = Field("main", min_length=1, description="Branch, tag or commit on the Hub.")
+    adapter: Local | None = Field(None, min_length=1, description="LoRA adapter to start from; a folder, or the Hub's.")
+    adapter_revision: str = Field("main", min_length=1, description="Branch, tag or commit of an adapter on the Hub.")
+    dtype: Dtype = Field("bfloat16", description="Number format of frozen base weights; trained weights are float32.")
+    attention: Attention = Field("auto", description="auto: document-isolated variable-length attention.")
+    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model's repository.")
+
+
+class Quantization(Section):
+    """Quantised frozen base weights (bitsandbytes); needs `lora`."""
+
+    load_in_4bit: bool = Field(False, description="4-bit base weights (QLoRA).")
+    load_in_8bit: bool = Field(False, description="8-bit base weights (LLM.int8()).")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field("nf4", description="4-bit number format.")
+    bnb_4bit_use_double_quant: bool = Field(True, description="Quantise the scales too: 0.37 bits a weight less.")
+    bnb_4bit_compute_dtype: Dtype = Field("bfloat16", description="Number format the weights are multiplied in.")
+    bnb_4bit_quant_storage: Literal["uint8", "bfloat16", "float16", "float32"] = Field(
+        "uint8", description="Container of the packed weights; sharded strategies need the compute dtype here."
+    )
+
+    @model_validator(mode="after")
+    def one_width(self) -> Quantization:
+        cross_checks.check_width(self)
+        return self

@@ -1,0 +1,25 @@
+"""What comes out of a run: answers to look at, and where the result goes."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from finetune.recipe.sections.base import Count, Section, WholeNumber
+
+
+class Samples(Section):
+    """Answers before and after training, to be looked at."""
+
+    count: WholeNumber = Field(4, description="Held-out prompts answered when prompts is null; 0: none.")
+    prompts: list[str] | None = Field(None, description="User messages to answer; null: the first held-out rows'.")
+    max_new_tokens: Count = Field(64, description="Length of an answer in tokens.")
+
+
+class Hub(Section):
+    """Where the result goes."""
+
+    repo_id: str | None = Field(None, description="owner/name on the Hub; the repository is made if missing.")
+    push: bool = Field(False, description="Push the result when training is finished; needs repo_id.")
+    private: bool = Field(True, description="Only you see it; false is needed to push to a public repository too.")
+    revision: str = Field("main", min_length=1, description="Branch to push to; made if missing.")
+    checkpoints: str | None = Field(None, min_length=1, description="Branch for the newest checkpoint; null: none.")

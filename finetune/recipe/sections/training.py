@@ -1,0 +1,77 @@
+"""The training itself."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from finetune.recipe import cross_checks
+from finetune.recipe.optimizers import Optimizer
+from finetune.recipe.sections.base import Count, Section, WholeNumber
+
+Scheduler = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "warmup_stable_decay",
+]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Training(Section):
+    """The training itself: the same for every strategy and number of GPUs."""
+
+    global_batch_size: Count = Field(16, description="Rows per optimizer step over all ranks; accumulation is derived.")
+    per_device_batch_size: Count = Field(1, description="Rows of one forward on one rank.")
+    num_train_epochs: float = Field(1.0, gt=0, description="Passes over the rows; max_steps wins.")
+    max_steps: Count | None = Field(None, description="Optimizer steps; null: from num_train_epochs.")
+    learning_rate: float = Field(2e-4, gt=0, description="Peak of the schedule.")
+    lr_scheduler_type: Scheduler = Field("cosine", description="Shape of the schedule, by transformers' names.")
+    lr_scheduler_kwargs: dict[str, Any] = Field({}, description="The shape's own arguments, by transformers' names.")
+    warmup_ratio: Fraction = Field(0.03, description="Share of the steps spent warming up.")
+    warmup_steps: WholeNumber | None = Field(None, description="Steps of warming up; wins over warmup_ratio.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled decay; not on biases and norms.")
+    adam_beta1: Decay = Field(0.9, description="AdamW's decay of the gradient's running mean.")
+    adam_beta2: Decay = Field(0.999, description="AdamW's decay of the squared gradient's running mean.")
+    adam_epsilon: float = Field(1e-8, gt=0, description="Added to the root of that mean before AdamW divides by it.")
+    max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the gradient's global norm to this; null: never.")
+    optim: Optimizer = Field("adamw", description="AdamW: fused; bitsandbytes', not sharded; paged: on CUDA.")
+    mixed_precision: Literal["bf16", "fp16", "no"] = Field("bf16", description="For computation; fp16 scales losses.")
+    pure_bf16: bool = Field(False, description="Trained weights and optimizer state in bfloat16 too.")
+    activation_checkpointing: bool | Count = Field(
+        True, description="Recompute layers in backward: true, false, or n for every n-th layer."
+    )
+    non_blocking: bool = Field(True, description="Pinned memory and copies one batch ahead.")
+    seed: WholeNumber = Field(42, description="Seed of row order, adapter initialisation and dropout.")
+    resume: Literal["auto", "never"] = Field("auto", description="auto: continue the run folder's newest checkpoint.")
+    early_stopping_patience: Count | None = Field(None, description="Evaluations without a better loss before the end.")
+    load_best_model_at_end: bool | None = Field(
+        None, description="Export the best evaluation's weights, not the last; null: with early_stopping_patience."
+    )
+    metric_for_best_model: str = Field(
+        "eval_loss", description="eval_loss: of all held-out rows; eval_NAME_loss: of the data.eval set NAME."
+    )
+
+    @property
+    def exports_best(self) -> bool:
+        """Whether the weights of the best evaluation are exported; else those of the last step."""
+        if self.load_best_model_at_end is None:
+            return self.early_stopping_patience is not None
+        return self.load_best_model_at_end
+
+    @model_validator(mode="after")
+    def known_schedule(self) -> Training:
+        cross_checks.check_schedule(self)
+        return self
+
+    def warmup_of(self, total_steps: int) -> int:
+        """Optimizer steps of the warmup: `warmup_steps`, or `warmup_ratio` of the run rounded up."""
+        return math.ceil(self.warmup_ratio * total_steps) if self.warmup_steps is None else self.warmup_steps

@@ -1,0 +1,74 @@
+"""Ranks by pattern, excluded layers and adapters on parameters are counted as they are built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.model.build import build_model
+from finetune.model.known_configs import full_config
+from finetune.planner.closed_form.estimate import unsupported
+from finetune.planner.closed_form.shape import adapter_weights
+from finetune.planner.explain import explain_plan
+from finetune.planner.plan_recipe import plan_recipe
+from finetune.recipe.gpus import parse_gpus
+from finetune.recipe.schema import Recipe
+from tests.support.recipes import least_recipe
+from tests.support.tiny import save_tiny
+
+CASES: dict[str, dict[str, Any]] = {
+    "by name": {"rank_pattern": {"q_proj": 3, "mlp.*": 9}},
+    "by layer": {"rank_pattern": {r"layers\.5\.mlp\..*": 64, "layers.0.self_attn.q_proj": 1}},
+    "excluded": {"exclude_modules": ["k_proj", "layers.3.mlp.up_proj"]},
+    "excluded by pattern": {"exclude_modules": r".*layers\.(1|2)\..*"},
+    "some layers": {"target_modules": r"model\.layers\.[4-5]\.self_attn\.(q|v)_proj"},
+}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("deep"), num_hidden_layers=6)
+
+
+def recipe(base: Path, lora: dict[str, Any]) -> Recipe:
+    training = {"activation_checkpointing": False, "mixed_precision": "no", "global_batch_size": 1}
+    model, data = {"dtype": "float32"}, {"max_length": 64}
+    return least_recipe(base, model=model, lora={"r": 4, **lora}, training=training, data=data)
+
+
+def trained(asked: Recipe) -> list[torch.Tensor]:
+    return [tensor for tensor in build_model(asked, torch.device("meta")).parameters() if tensor.requires_grad]
+
+
+@pytest.mark.parametrize("lora", CASES.values(), ids=CASES)
+def test_the_closed_form_counts_the_adapters_that_are_built(deep: Path, lora: dict[str, Any]) -> None:
+    asked = recipe(deep, lora)
+    config, _ = full_config(str(deep), "main")
+    built = sum(tensor.numel() for tensor in trained(asked))
+    assert adapter_weights(asked, config) == built
+    assert f"{built:,} weights" in explain_plan(asked, config, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "lora", [CASES["by layer"], {"target_modules": ["q_proj"], "target_parameters": ["5.mlp.up_proj.weight"]}], ids=str
+)
+def test_layers_that_differ_are_all_traced(deep: Path, lora: dict[str, Any]) -> None:
+    """Their adapters' gradients and moments, to the byte; an extrapolation from four layers would not have them."""
+    asked = recipe(deep, lora)
+    tensors = trained(asked)
+    weights = sum(tensor.numel() for tensor in tensors)
+    for gpus in (None, parse_gpus("1x24gb")):
+        step = plan_recipe(asked, gpus).phases["step"].peak.parts
+        assert step["gradients"] == 4 * weights
+        assert step["optimizer state"] == 8 * weights + 4 * len(tensors)
+
+
+def test_what_the_closed_form_does_not_know_is_left_to_the_trace(deep: Path) -> None:
+    config, _ = full_config(str(deep), "main")
+    for lora, known in ((CASES["by name"], True), (CASES["by layer"], False), ({"target_parameters": ["x"]}, False)):
+        asked = least_recipe(deep, lora={"r": 4, **lora})
+        assert (unsupported(asked, config, parse_gpus("1x24gb")) is None) == known, lora
