@@ -20,6 +20,7 @@ FLOORS = [
     ["recipe", "files"],
     ["importers", "measure", "launch", "model", "data"],
     ["strategies", "tokens"],
+    ["probe"],
     ["run_folder"],
     ["hub", "report"],
     ["training"],
