@@ -1,3 +1,4 @@
-"""A model of the user's own configuration, made small: its loss and gradients against the library's own.
+"""A model of the user's own configuration, made small: its loss and gradients beside the library's own.
 
-May import: strategies, tokens and the floors below them."""
+May import: strategies, tokens and what is below them.
+"""

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -61,20 +62,30 @@ class Difference:
         return max(self.loss, self.gradients)
 
 
-def difference(found: Computed, expected: Computed) -> Difference:
-    """How far `found` is from `expected`. A gradient that only one of them has counts as a difference."""
+def difference(found: Computed, expected: Computed, *, exact: bool = True) -> Difference:
+    """How far `found` is from `expected`. A gradient that only one of them has counts as a difference.
+
+    Args:
+        exact: Take the gradient that differs most; else all of them as one vector, for the worst of many tensors is
+            mostly a matter of rounding in 16 bits.
+    """
     whole = math.sqrt(sum(float(g.double().norm()) ** 2 for g in expected.gradients.values() if g is not None))
-    worst, at = 0.0, ""
+    worst, at, squares = 0.0, "", 0.0
     for name, theirs in expected.gradients.items():
         ours = found.gradients.get(name)
         if theirs is None and ours is None:
             continue
         if theirs is None or ours is None:
-            off = float(cast(Tensor, theirs if ours is None else ours).norm()) / whole
+            distance = float(cast(Tensor, theirs if ours is None else ours).double().norm())
+            off = distance / whole
         else:
-            off = float((ours.double() - theirs.double()).norm() / (theirs.double().norm() + SMALL_GRADIENT * whole))
+            distance = float((ours.double() - theirs.double()).norm())
+            off = distance / (float(theirs.double().norm()) + SMALL_GRADIENT * whole)
+        squares += distance**2
         if not off <= worst:  # NaN too
             worst, at = off, name
+    if not exact:
+        worst, at = math.sqrt(squares) / whole, "all"
     return Difference(abs(found.loss - expected.loss) / abs(expected.loss), worst, at)
 
 
@@ -89,27 +100,30 @@ class LibrarySide:
     training: bool = True  # False for a model that draws numbers whatever its settings say
     wide: bool = False  # float64
     expected: Computed = field(init=False)
-    bound: float = EXACT
+    bound: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.expected = self._librarys(None)
         gradients = [gradient for gradient in self.expected.gradients.values() if gradient is not None]
         if not math.isfinite(self.expected.loss) or not all(bool(g.isfinite().all()) for g in gradients):
             raise NotFiniteHere("its loss or a gradient is not finite")
+        self.bound = EXACT
         if self.compute is not None:
-            rounded = difference(self._librarys(self.compute), self.expected).largest
+            rounded = self._difference(self._librarys(self.compute)).largest
             self.bound = TIMES_THE_LIBRARYS * max(rounded, torch.finfo(self.compute).eps)
 
     def _librarys(self, compute: torch.dtype | None) -> Computed:
         self.model.train(self.training)
         self.model.zero_grad()
         total = 0.0
-        for ids, labels in self.documents:
-            with self._precision(compute):
-                logits = self.model(input_ids=torch.from_numpy(ids)[None].to(self.device), use_cache=False).logits[0]
-            loss = summed(logits[:-1], torch.from_numpy(labels[1:]).to(self.device))
-            loss.backward()
-            total += loss.item()
+        with self._width():
+            for ids, labels in self.documents:
+                with self._precision(compute):
+                    tokens = torch.from_numpy(ids)[None].to(self.device)
+                    logits = self.model(input_ids=tokens, use_cache=False).logits[0]
+                loss = summed(logits[:-1], torch.from_numpy(labels[1:]).to(self.device))
+                loss.backward()
+                total += loss.item()
         return Computed(total, gradients_of(self.model))
 
     def of(self, recipe: Recipe, small: SmallModel, *, by_logits: bool = False) -> Difference:
@@ -123,37 +137,68 @@ class LibrarySide:
         return self.difference_of(self.built(recipe, small), recipe, by_logits=by_logits)
 
     def built(self, recipe: Recipe, small: SmallModel) -> nn.Module:
-        """The kit's model of the recipe, with the library's weights."""
+        """The kit's model of the recipe, with the library's weights; in float64 no layer is recomputed."""
         model = kits_model(recipe, small, self.device)
         model.load_state_dict(self.model.state_dict())
-        return model.double() if self.wide else model
+        if not self.wide:
+            return model
+        set_checkpointing(model, on=False)  # backward would recompute in float32 what forward had in float64
+        return model.double()
 
     def difference_of(self, model: nn.Module, recipe: Recipe, *, by_logits: bool = False) -> Difference:
         """The same of a model that is built."""
+        return self._difference(self.computed_by(model, recipe, by_logits=by_logits))
+
+    def computed_by(self, model: nn.Module, recipe: Recipe, *, by_logits: bool = False) -> Computed:
+        """What the kit computes with its model."""
         model.train(self.training)
         model.zero_grad()
         loss = 0.0
-        for batch in probe_batches(recipe, self.documents, self.device):
-            with self._precision(self.compute):
-                part = _by_logits(model, batch) if by_logits else model(**batch)
-            part.backward()
-            loss += part.item()
-        return difference(Computed(loss, gradients_of(model)), self.expected)
+        with self._width():
+            for batch in probe_batches(recipe, self.documents, self.device):
+                with self._precision(self.compute):
+                    part = _by_logits(model, batch) if by_logits else model(**batch)
+                part.backward()
+                loss += part.item()
+        return Computed(loss, gradients_of(model))
 
     def repeats(self) -> bool:
         """Whether the library's model computes the same once more: it draws no random numbers."""
-        return difference(self._librarys(None), self.expected).largest <= self.bound
+        return self._difference(self._librarys(None)).largest <= self.bound
 
     def widened(self) -> LibrarySide:
-        """The same comparison in float64."""
+        """The same comparison in float64, of the same model: `narrowed` undoes it."""
         return LibrarySide(self.model.double(), self.documents, self.device, None, self.training, wide=True)
+
+    def narrowed(self) -> None:
+        """In float32 again; the weights are what they were, numbers of bfloat16."""
+        self.model.float()
 
     def without_randomness(self) -> LibrarySide:
         """The same comparison in evaluation mode, in which layers draw no numbers."""
         return LibrarySide(self.model, self.documents, self.device, self.compute, training=False)
 
+    def _difference(self, found: Computed) -> Difference:
+        return difference(found, self.expected, exact=self.compute is None)
+
+    def _width(self) -> AbstractContextManager[Any]:
+        return _AllInFloat64() if self.wide else nullcontext()
+
     def _precision(self, compute: torch.dtype | None) -> AbstractContextManager[Any]:
         return nullcontext() if compute is None else torch.autocast(self.device.type, compute)
+
+
+class _AllInFloat64(TorchFunctionMode):
+    """What a model computes in float32 whatever its weights are (norms, softmax, the loss) is in float64 too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        wide = {name: _wide(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_wide, args), **wide)
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 def _by_logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -164,8 +209,7 @@ def _by_logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 def summed(logits: Tensor, targets: Tensor) -> Tensor:
     """Plain cross-entropy. logits: [tokens, vocabulary]; targets: [tokens]."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum")
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:

@@ -83,6 +83,8 @@ def probe(
         with one_at_a_time(key):
             if known := recall(key):
                 return _recalled(known)
+            if offline and device.type == "cpu" and attention_name(recipe) not in ANYWHERE:
+                return _not_here(recipe, device, key)
             return _found_now(recipe, device, compute, folder / "model", key)
 
 
@@ -95,20 +97,7 @@ def _recalled(known: dict[str, Any]) -> ProbeResult:
 def _found_now(
     recipe: Recipe, device: torch.device, compute: torch.dtype | None, folder: Path, key: str
 ) -> ProbeResult:
-    base, reach = _whole_model(recipe)
-    facts: dict[str, Any] = {
-        "architecture": type(base).__name__,
-        "device": device.type,
-        "adapters": None if reach is None else reach.as_json(),
-        "note": None,
-        "precision": None,
-        "bound": None,
-        "found": {},
-    }
-    if device.type == "cpu" and attention_name(recipe) not in ANYWHERE:
-        facts["note"] = f"not probed here: model.attention: {recipe.model.attention} runs on a GPU alone"
-        remember(key, {"facts": facts})
-        return ProbeResult(facts)
+    base, facts = _whole_model(recipe, device)
     try:
         small, judgement = _judged(recipe, base, device, compute, folder)
     except _Differs as refusal:
@@ -117,6 +106,15 @@ def _found_now(
     facts |= {"small": {"layers": small.layers, "kinds": small.kinds, "parameters": small.parameters}}
     facts |= {"note": judgement.note, "precision": judgement.precision, "bound": judgement.bound}
     facts |= {"found": {way: asdict(off) for way, off in judgement.found.items()}}
+    remember(key, {"facts": facts})
+    return ProbeResult(facts)
+
+
+def _not_here(recipe: Recipe, device: torch.device, key: str) -> ProbeResult:
+    """What can be said before the recipe is on its GPU, whose kernels its attention needs."""
+    section = recipe.model.model_copy(update={"attention": "eager"})
+    _, facts = _whole_model(recipe.model_copy(update={"model": section}), device)
+    facts["note"] = f"not probed here: model.attention: {recipe.model.attention} runs on a GPU alone"
     remember(key, {"facts": facts})
     return ProbeResult(facts)
 
@@ -147,17 +145,19 @@ def _judged(
     raise AssertionError("small_models ends with an error")
 
 
-def _whole_model(recipe: Recipe) -> tuple[PreTrainedModel, Reach | None]:
-    """The model in full on meta, and what its adapters reach. Raises what `refuse_early` raises."""
+def _whole_model(recipe: Recipe, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model in full on meta, and the facts that are known of it. Raises what `refuse_early` raises."""
     section = recipe.model.model_copy(update={"attention": "eager"})
     try:
         base = structure_alone(recipe.model_copy(update={"model": section, "quantization": None}))
         adapted = refuse_early(recipe)
-        return base, None if recipe.lora is None else adapters_reach(adapted)
+        reach = None if recipe.lora is None else adapters_reach(adapted).as_json()
     except FinetuneError:
         raise
     except Exception as error:  # whatever the model's own code raises: the user gets one line
         raise cannot_probe(recipe.model.name_or_path, shortened(error)) from error
+    facts = {"architecture": type(base).__name__, "device": device.type, "adapters": reach}
+    return base, facts | {"note": None, "precision": None, "bound": None, "found": {}}
 
 
 def _configuration(recipe: Recipe) -> dict[str, Any]:

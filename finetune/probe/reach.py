@@ -39,7 +39,7 @@ def adapters_reach(model: nn.Module) -> Reach:
 
     decoder = decoder_parts(model)
     ends = {id(decoder.get_input_embeddings()), id(decoder.get_output_embeddings())}
-    adapted: dict[str, nn.Module] = {
+    adapted: dict[str, Any] = {
         path: module for path, module in decoder.named_modules() if isinstance(module, BaseTunerLayer)
     }
     carry, without, sizes = Counter[str](), Counter[str](), Counter[bool]()
@@ -57,7 +57,7 @@ def adapters_reach(model: nn.Module) -> Reach:
     return Reach(dict(carry), dict(without), sizes[True] / max(1, sizes.total()))
 
 
-def _adapter_of(path: str, name: str, adapted: Mapping[str, nn.Module]) -> str | None:
+def _adapter_of(path: str, name: str, adapted: Mapping[str, Any]) -> str | None:
     """The path of the adapter around a module's parameter: peft has one for a whole layer, or for one parameter."""
     while path.endswith("base_layer"):
         path = path.removesuffix("base_layer").rstrip(".")

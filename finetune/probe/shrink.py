@@ -150,6 +150,9 @@ def draw_weights(model: nn.Module, *, trained_alone: bool = False) -> None:
     """Draw weights so large that attention, gates and biases matter: those that training starts from at 0 or 1 too.
 
     The same for every call. They are numbers of bfloat16, so that loading them in 16 bits changes none.
+
+    Args:
+        trained_alone: Draw adapters, at half the size: their product is then about as large as the matrix they adapt.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -158,7 +161,8 @@ def draw_weights(model: nn.Module, *, trained_alone: bool = False) -> None:
                 continue
             drawn = torch.randn(parameter.shape, generator=generator)
             embeds = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
-            parameter.copy_(_scaled(parameter, drawn, embeds=embeds).bfloat16())
+            scaled = _scaled(parameter, drawn, embeds=embeds)
+            parameter.copy_((0.5 * scaled if trained_alone else scaled).bfloat16())
 
 
 def _scaled(parameter: Tensor, drawn: Tensor, *, embeds: bool) -> Tensor:

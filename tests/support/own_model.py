@@ -105,6 +105,8 @@ class OwnModel(OwnPreTrained):
         rotary = self.rotary(hidden, position_ids)
         for layer in self.layers:
             hidden = layer(hidden, rotary, mask, **others)
+        if self.config.way == "chaotic":
+            hidden = torch.sin(3000 * hidden)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
 
 
@@ -137,7 +139,8 @@ def save_own_model(folder: Path, way: str = "right", **settings: Any) -> Path:
 
     Args:
         way: right; previous (the token before each one is read, across documents); previous, within a document;
-            scaled states (of the logits alone); noise (drawn in training); does not build.
+            scaled states (of the logits alone); chaotic (rounding is multiplied); noise (drawn in training);
+            does not build.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "modeling_own.py").write_text(CODE, "utf-8")
