@@ -6,7 +6,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.launch.forking import can_fork
 from finetune.probe.probe import ProbeResult, probe
 from finetune.recipe.schema import Recipe
 
@@ -25,7 +25,7 @@ def probed_beside(recipe: Recipe) -> Iterator[Callable[[], ProbeResult]]:
 
     It raises what `probe` raises. Where no child can compute, this process does, when it is asked.
     """
-    child, pipe = _started(recipe) if sys.platform.startswith("linux") else (None, None)
+    child, pipe = _started(recipe) if can_fork() else (None, None)
 
     def result() -> ProbeResult:
         with suppress(EOFError):

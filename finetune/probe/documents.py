@@ -13,7 +13,7 @@ from finetune.recipe.schema import Recipe
 from finetune.tokens.batches import MicroBatch, micro_batches, prefetch
 from finetune.tokens.encoder import IGNORE
 
-LENGTHS = (5, 20, 2, 13)
+DOCUMENT_LENGTHS = (5, 20, 2, 13)
 PACKED, ALONE = [[0, 1, 2], [3]], [[0], [1], [2], [3]]  # documents of each row
 
 TokensAndLabels = tuple[np.ndarray, np.ndarray]
@@ -28,7 +28,7 @@ def probe_documents(vocabulary: int, special: frozenset[int]) -> list[TokensAndL
     text = np.array([token for token in range(vocabulary) if token not in special], np.int64)
     draw = np.random.default_rng(0)
     made = []
-    for length in LENGTHS:
+    for length in DOCUMENT_LENGTHS:
         ids = draw.choice(text, length)
         made.append((ids, np.where(np.arange(length) < length // 3, IGNORE, ids)))
     return made

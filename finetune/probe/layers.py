@@ -14,7 +14,7 @@ from torch import nn
 
 OF_EACH_KIND = 2
 DEPTHS = re.compile(r"^(num_)?(hidden_|decoder_)?(n_)?(layers?|blocks)$|^depth$")
-PLACES = re.compile(r"idx|idxs|index|indices|layer_id|layer_number|_ids$|(^|_)layers$")
+LAYER_NUMBERS = re.compile(r"idx|idxs|index|indices|layer_id|layer_number|_ids$|(^|_)layers$")
 
 
 def decoder_layers(model: nn.Module, depth: int | None) -> list[nn.Module]:
@@ -50,7 +50,7 @@ def _settings(module: nn.Module) -> dict[str, str]:
     return {
         name: repr(bool(value) if isinstance(value, float) else value)
         for name, value in values.items()
-        if (value is None or isinstance(value, bool | int | float | str)) and not PLACES.search(name)
+        if (value is None or isinstance(value, bool | int | float | str)) and not LAYER_NUMBERS.search(name)
     }
 
 
@@ -79,7 +79,7 @@ def with_layers_alone(config: Mapping[str, Any], depth: int, chosen: Sequence[in
             small[name] = len(chosen)
         elif isinstance(value, list) and len(value) == depth and "token" not in name:
             small[name] = [value[index] for index in chosen]
-        elif isinstance(value, list) and PLACES.search(name) and _are_places(value, depth):
+        elif isinstance(value, list) and LAYER_NUMBERS.search(name) and _are_places(value, depth):
             small[name] = [chosen.index(place) for place in value if place in chosen]
         else:
             small[name] = value

@@ -26,7 +26,7 @@ from finetune.probe.shrink import NOT_OF_STRUCTURE
 from finetune.recipe.schema import Recipe
 from finetune.tokens.cache import content_key
 
-FORMAT = 1
+REMEMBERED_FORMAT = 1
 # Whose code computes; kernels that transformers takes where they are installed. None is written for those that are not.
 COMPUTES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "triton", "kernels")
 KERNELS = ("flash-attn", "flash-attn-3", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "xformers", "torchao")
@@ -52,7 +52,7 @@ def probe_key(recipe: Recipe, config: dict[str, Any], code: list[Path], device: 
         "quantization": None if recipe.quantization is None else recipe.quantization.model_dump(mode="json"),
     }
     computes = {"versions": installed(), "own code": own_code(), "device": device_kind(device)}
-    parts = {"format": FORMAT, "config": structure, "code": _digest(code), "asked": asked, **computes}
+    parts = {"format": REMEMBERED_FORMAT, "config": structure, "code": _digest(code), "asked": asked, **computes}
     return content_key(json.loads(json.dumps(parts, default=str)))
 
 

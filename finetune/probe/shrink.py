@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from finetune.errors import EnvironmentMismatch
 from finetune.probe import layers
-from finetune.probe.sizes import Factors, factors, smaller, special_tokens
+from finetune.probe.sizes import Factors, factors, special_tokens, with_small_sizes
 
 LARGEST_SMALL = 8_000_000  # parameters: 32 MB, and twice as much with gradients and the library's model
 NOT_OF_STRUCTURE = ("quantization_config", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
@@ -110,8 +110,8 @@ def _shallow(kind: Make, config: PreTrainedConfig, deep: list[nn.Module]) -> Pre
 def _narrow(config: PreTrainedConfig, text: PreTrainedConfig, by: Factors) -> PreTrainedConfig:
     """The configuration with small sizes; a section that is not the text's has factors of its own."""
     if text is config:
-        return _of_dict(config, smaller(config.to_dict(), by))
-    inner = smaller(text.to_dict(), by)
+        return _of_dict(config, with_small_sizes(config.to_dict(), by))
+    inner = with_small_sizes(text.to_dict(), by)
     hidden = {text.hidden_size: inner["hidden_size"]} if "hidden_size" in inner else None
     small: dict[str, Any] = {}
     for name, value in config.to_dict().items():
@@ -119,9 +119,9 @@ def _narrow(config: PreTrainedConfig, text: PreTrainedConfig, by: Factors) -> Pr
         if section is text:
             small[name] = inner
         elif isinstance(section, PreTrainedConfig):
-            small[name] = smaller(value, next(factors(value)), hidden=hidden)
+            small[name] = with_small_sizes(value, next(factors(value)), hidden=hidden)
         else:
-            small[name] = smaller({name: value}, by)[name]
+            small[name] = with_small_sizes({name: value}, by)[name]
     return _of_dict(config, small)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-VOCABULARY = 160
+SMALL_VOCABULARY = 160
 WINDOW = 6  # tokens that an attention sees: fewer than the longer of the documents have
 NARROW = 128  # hidden_size of a model that is small already
 HEAD_WIDTH = 8
@@ -26,7 +26,7 @@ WIDTHS = re.compile(
     r"hidden_size|intermediate|ffn|(^|_)d?_?ff$|feed_forward|d_model|n_embd|n_inner|d_inner|emb(ed|edding)?_(dim|size)"
     r"|_rank$|width$|_ssm$|proj_(dim|size)"
 )
-VOCABULARIES = re.compile(r"(^|_)vocab(ulary)?(_size|$)")
+VOCABULARY_NAMES = re.compile(r"(^|_)vocab(ulary)?(_size|$)")
 # Names, and the largest value that stays.
 LIMITS: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"experts?(_num)?$"), 8),
@@ -88,7 +88,9 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def smaller(config: Mapping[str, Any], by: Factors, *, hidden: Mapping[int, int] | None = None) -> dict[str, Any]:
+def with_small_sizes(
+    config: Mapping[str, Any], by: Factors, *, hidden: Mapping[int, int] | None = None
+) -> dict[str, Any]:
     """The configuration with small sizes, its own sections too; depth and lists of layers stay.
 
     Args:
@@ -99,7 +101,9 @@ def smaller(config: Mapping[str, Any], by: Factors, *, hidden: Mapping[int, int]
         if isinstance(value, Mapping):
             rope = "rope" in name
             named = all(isinstance(key, str) for key in value)  # else labels by number
-            small[name] = _smaller_rope(value, by) if rope else smaller(value, by, hidden=hidden) if named else value
+            small[name] = (
+                _smaller_rope(value, by) if rope else with_small_sizes(value, by, hidden=hidden) if named else value
+            )
         elif hidden and value in hidden and re.search(r"out|text|proj", name):
             small[name] = hidden[value]
         else:
@@ -117,8 +121,8 @@ def _smaller_value(name: str, value: Any, by: Factors) -> Any:
         return 0.0 if RANDOM.search(name) else value
     if not _is_count(value) or TOKEN.search(name):
         return value
-    if VOCABULARIES.search(name):
-        return min(value, VOCABULARY)
+    if VOCABULARY_NAMES.search(name):
+        return min(value, SMALL_VOCABULARY)
     for pattern, limit in LIMITS:
         if pattern.search(name):
             return min(value, limit)
@@ -150,12 +154,12 @@ def _smaller_rope(rope: Mapping[str, Any], by: Factors) -> dict[str, Any]:
 
 def _renumber_tokens(small: dict[str, Any]) -> None:
     """Give tokens that the small vocabulary lacks numbers from its end, different ones."""
-    free = VOCABULARY - 1
+    free = SMALL_VOCABULARY - 1
     for name, value in small.items():
         if not TOKEN.search(name):
             continue
         values = value if isinstance(value, list) else [value]
-        if any(_is_count(one) and one >= VOCABULARY for one in values):
+        if any(_is_count(one) and one >= SMALL_VOCABULARY for one in values):
             small[name] = free if not isinstance(value, list) else [free]
             free -= 1
 

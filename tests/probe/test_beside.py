@@ -24,6 +24,8 @@ def found(**facts: Any) -> ProbeResult:
 
 
 def probing(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], ProbeResult]) -> None:
+    """Also where another test has trained in this process: no child of these computes."""
+    monkeypatch.setattr(beside, "can_fork", lambda: True)
     monkeypatch.setattr(beside, "probe", lambda recipe, *, offline: answer())
 
 

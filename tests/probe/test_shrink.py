@@ -10,10 +10,10 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from finetune.errors import EnvironmentMismatch
-from finetune.probe.documents import LENGTHS
+from finetune.probe.documents import DOCUMENT_LENGTHS
 from finetune.probe.layers import chosen_layers, decoder_layers, first_layers, kinds_of, with_layers_alone
 from finetune.probe.shrink import LARGEST_SMALL, draw_weights, small_models
-from finetune.probe.sizes import VOCABULARY, factors, smaller
+from finetune.probe.sizes import SMALL_VOCABULARY, factors, with_small_sizes
 
 
 def whole(name: str, **settings: Any) -> PreTrainedModel:
@@ -33,7 +33,7 @@ def test_widths_counted_by_heads_stay_their_product(tmp_path: Path) -> None:
     small = shrunk("llama", tmp_path / "small", vocab_size=128256, num_hidden_layers=5, **settings)
     assert small["hidden_size"] == small["num_attention_heads"] * small["head_dim"] == 64
     assert small["num_attention_heads"] == 4 * small["num_key_value_heads"] == 8  # as many to a group
-    assert (small["layers"], small["kinds"], small["vocab_size"]) == (2, 1, VOCABULARY)
+    assert (small["layers"], small["kinds"], small["vocab_size"]) == (2, 1, SMALL_VOCABULARY)
     assert small["rope_parameters"] == CONFIG_MAPPING["llama"](**settings).rope_parameters
 
 
@@ -45,7 +45,7 @@ def test_widths_counted_by_heads_stay_their_product(tmp_path: Path) -> None:
 def test_every_kind_of_layer_stays_twice(name: str, layers: list[str] | None, window: int, tmp_path: Path) -> None:
     settings = {"layer_types": ["sliding_attention"] * 5 + ["full_attention"] * 2} if layers else {}
     small = shrunk(name, tmp_path / "small", num_hidden_layers=7, **settings)
-    assert small["sliding_window"] == window < max(LENGTHS)
+    assert small["sliding_window"] == window < max(DOCUMENT_LENGTHS)
     assert small.get("layer_types") == layers
     assert small["layers"] == len(layers or [1, 1])
 
@@ -80,14 +80,14 @@ def test_weights_make_biases_norms_and_sinks_matter_and_are_drawn_alike(tmp_path
 
 def test_numbers_are_chosen_by_name_else_by_size() -> None:
     known = {"hidden_size": 1024, "n_head": 16, "n_inner": 4096, "made_up": 300, "attention_dropout": 0.1}
-    small = smaller(known, next(factors(known)))
+    small = with_small_sizes(known, next(factors(known)))
     assert small == {"hidden_size": 16, "n_head": 2, "n_inner": 64, "made_up": 300, "attention_dropout": 0.0}
     own = {"dim": 1024, "nheads": 16, "hidden": 2816, "vocabulary": 50_000, "max_seq": 4096, "eos_token_id": 49_999}
-    small = smaller(own, next(factors(own)))
-    expected = {"dim": 16, "nheads": 16, "hidden": 44, "vocabulary": VOCABULARY, "max_seq": 4096}
-    assert small == expected | {"eos_token_id": VOCABULARY - 1}
+    small = with_small_sizes(own, next(factors(own)))
+    expected = {"dim": 16, "nheads": 16, "hidden": 44, "vocabulary": SMALL_VOCABULARY, "max_seq": 4096}
+    assert small == expected | {"eos_token_id": SMALL_VOCABULARY - 1}
     narrow = {"hidden_size": 64, "intermediate_size": 128, "sliding_window": None}
-    assert [smaller(narrow, by) for by in factors(narrow)] == [narrow]
+    assert [with_small_sizes(narrow, by) for by in factors(narrow)] == [narrow]
 
 
 def test_layers_are_chosen_by_kind() -> None:
