@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from finetune.errors import EnvironmentMismatch
 from finetune.model import attention
 from finetune.model.build import attention_name
 from finetune.model.dtypes import COMPUTE, dtype_name
@@ -18,6 +17,10 @@ from finetune.recipe.schema import Recipe
 
 ELSEWHERE = ("sdpa", "eager")  # the library's own attentions, which run on every device
 ANYWHERE = (attention.NAME, *ELSEWHERE)
+
+
+class Differs(Exception):
+    """Loss or gradients are not the library's; its text is the line for the user."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ def precision_on(recipe: Recipe, device: torch.device) -> torch.dtype | None:
 
 
 def judge(recipe: Recipe, small: SmallModel, device: torch.device, compute: torch.dtype | None) -> Judgement:
-    """Compare the recipe's loss and gradients with the library's. Raises EnvironmentMismatch where they differ,
+    """Compare the recipe's loss and gradients with the library's. Raises Differs where they differ,
     FinetuneError where the kit refuses the small model, and what the model's own code raises."""
     note = None
     with_library = library_side(recipe, small, device, compute)
@@ -104,11 +107,11 @@ class _Trial:
     found: dict[str, Difference]
     tried: dict[Any, bool] = field(default_factory=dict)
 
-    def refusal(self) -> EnvironmentMismatch:
-        """The one-line error: what differs, by how much, and the setting that is right."""
+    def refusal(self) -> Differs:
+        """The one line: what differs, by how much, and the setting that is right."""
         off = next(iter(self.found.values()))
         place, what = self._what_differs()
-        return EnvironmentMismatch(
+        return Differs(
             f"{place}: {what} differs: {self.small.name}, made small, has a loss {off.loss:.1e} and gradients "
             f"{off.gradients:.1e} from the library's own of one document at a time, where "
             f"{self.with_library.bound:.0e} is rounding; {self._remedy()}"
@@ -117,11 +120,11 @@ class _Trial:
     def _what_differs(self) -> tuple[str, str]:
         """Place in the recipe, and what is computed otherwise there."""
         recipe, name = self.recipe, self.recipe.model.attention
-        if self._is_right(recipe, by_logits=True):
-            return f"model.name_or_path: {recipe.model.name_or_path}", "the loss"
-        if len(self.found) == 2 and list(self.found.values())[1].largest <= self.with_library.bound:
+        if self._recomputation_differs:
             asked = recipe.training.activation_checkpointing
             return f"training.activation_checkpointing: {str(asked).lower()}", "the recomputation of layers"
+        if self._is_right(recipe, by_logits=True):
+            return f"model.name_or_path: {recipe.model.name_or_path}", "the loss"
         if recipe.data.packing and self._is_right(_changed(recipe, packing=False)):
             return "data.packing: true", "packing"
         if any(self._is_right(_changed(recipe, attention=other)) for other in ELSEWHERE):
@@ -130,7 +133,15 @@ class _Trial:
             return f"model.attention: {name}", "attention, and packing with any other,"
         return f"model.name_or_path: {recipe.model.name_or_path}", "its forward"
 
+    @property
+    def _recomputation_differs(self) -> bool:
+        """Whether layers are recomputed, and all is right where they are not."""
+        kept = self.found.get(_way(False))
+        return len(self.found) == 2 and kept is not None and kept.largest <= self.with_library.bound
+
     def _remedy(self) -> str:
+        if self._recomputation_differs:
+            return "set training.activation_checkpointing: false"
         for changed, text in self._proposals():
             if self._is_right(changed):
                 return f"set {text}"
@@ -139,9 +150,6 @@ class _Trial:
     def _proposals(self) -> Iterator[tuple[Recipe, str]]:
         recipe = self.recipe
         now = attention_name(recipe)
-        if recipe.training.activation_checkpointing:
-            training = recipe.training.model_copy(update={"activation_checkpointing": False})
-            yield recipe.model_copy(update={"training": training}), "training.activation_checkpointing: false"
         others = [name for name in ELSEWHERE if name != now]
         for name in others:
             yield _changed(recipe, attention=name), f"model.attention: {name}"

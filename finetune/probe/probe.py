@@ -21,11 +21,12 @@ from transformers import AutoConfig, PreTrainedModel
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import write_json
 from finetune.model.build import attention_name, not_loaded, refuse_early, structure_alone
+from finetune.model.dtypes import dtype_name
 from finetune.model.known_configs import full_config
 from finetune.model.packaged import resolve_model_path
 from finetune.output_stream import silenced
 from finetune.probe.compare import NotFiniteHere
-from finetune.probe.judge import ANYWHERE, Judgement, judge, precision_on
+from finetune.probe.judge import ANYWHERE, Differs, Judgement, judge, precision_on
 from finetune.probe.reach import Reach, adapters_reach
 from finetune.probe.remembered import one_at_a_time, probe_key, recall, remember
 from finetune.probe.shrink import SmallModel, cannot_probe, shortened, small_models
@@ -77,7 +78,7 @@ def probe(
             recipe = _on_this_machine(recipe, folder / "config")
         config = _configuration(recipe)
         compute = compute or precision_on(recipe, device)
-        key = probe_key(recipe, config, _files_with(recipe), device) + (f"-{compute}"[7:] if compute else "")
+        key = probe_key(recipe, config, _files_with(recipe), device) + (f"-{dtype_name(compute)}" if compute else "")
         if known := recall(key):
             return _recalled(known)
         with one_at_a_time(key):
@@ -100,7 +101,7 @@ def _found_now(
     base, facts = _whole_model(recipe, device)
     try:
         small, judgement = _judged(recipe, base, device, compute, folder)
-    except _Differs as refusal:
+    except Differs as refusal:
         remember(key, {"refusal": str(refusal)})
         raise EnvironmentMismatch(str(refusal)) from None
     facts |= {"small": {"layers": small.layers, "kinds": small.kinds, "parameters": small.parameters}}
@@ -119,30 +120,26 @@ def _not_here(recipe: Recipe, device: torch.device, key: str) -> ProbeResult:
     return ProbeResult(facts)
 
 
-class _Differs(Exception):
-    """The one-line text of a difference that was found: it is remembered."""
-
-
 def _judged(
     recipe: Recipe, base: PreTrainedModel, device: torch.device, compute: torch.dtype | None, folder: Path
 ) -> tuple[SmallModel, Judgement]:
-    """The first small model that runs, and what was found of it. Raises EnvironmentMismatch where none does."""
-    reason = "it does not run"
+    """The first small model that runs, and what was found of it. Raises Differs, and EnvironmentMismatch where none
+    runs."""
+    reason = ""
     try:
         for small in small_models(base, folder):
             try:
                 return small, judge(recipe, small, device, compute)
-            except EnvironmentMismatch as refusal:
-                raise _Differs(str(refusal)) from None
             except NotFiniteHere as error:
                 reason = str(error)
-            except FinetuneError:
-                raise
             except Exception as error:  # sizes that do not go together: the next ones are larger
+                if isinstance(error, Differs) or type(error) is FinetuneError:
+                    raise
                 reason = shortened(error)
     except EnvironmentMismatch:
-        raise cannot_probe(type(base).__name__, f"made small, {reason}") from None
-    raise AssertionError("small_models ends with an error")
+        if not reason:
+            raise
+    raise cannot_probe(type(base).__name__, f"made small, {reason}")
 
 
 def _whole_model(recipe: Recipe, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:

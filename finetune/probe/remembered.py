@@ -30,6 +30,7 @@ REMEMBERED_FORMAT = 1
 # Whose code computes; kernels that transformers takes where they are installed. None is written for those that are not.
 COMPUTES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "triton", "kernels")
 KERNELS = ("flash-attn", "flash-attn-3", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "xformers", "torchao")
+LONGEST_PROBE = 120.0  # seconds
 OWN_CODE = ("model", "architecture", "probe", "tokens")
 
 
@@ -111,7 +112,7 @@ def one_at_a_time(key: str) -> Iterator[None]:
     with suppress(OSError):
         _file(key).parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(_file(key).with_suffix(".lock"))
-        lock.acquire()
+        lock.acquire(timeout=LONGEST_PROBE)  # a process that is stopped keeps nobody waiting: a Timeout is an OSError
     try:
         yield
     finally:
