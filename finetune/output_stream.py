@@ -7,8 +7,12 @@ not be printed are in metrics.jsonl.
 
 from __future__ import annotations
 
+import io
+import logging
 import sys
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
@@ -71,3 +75,20 @@ def keep_printing() -> None:
     It holds at the process's end too: Python flushes both streams then, and would exit with 120 where that fails.
     """
     sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
+
+
+@contextmanager
+def silenced() -> Iterator[None]:
+    """Discard what libraries print while small models are built and loaded; exceptions still pass."""
+    from transformers.utils import logging as transformers_logging
+
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()

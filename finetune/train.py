@@ -76,8 +76,10 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     silence_libraries(launch)
     from finetune.architecture import attention
     from finetune.launch.signals import StopRequest, die_with_launcher
-    from finetune.model.build import attention_name, load_tokenizer, refuse_early
+    from finetune.model.build import attention_name, load_tokenizer
     from finetune.model.optimizer import learning_rate_schedule
+    from finetune.probe.probe import probe
+    from finetune.strategies.accelerator import device_of
     from finetune.tokens.dataset import prepare
     from finetune.training.batch_notes import batch_notes
     from finetune.training.batch_plan import plan_batches
@@ -93,7 +95,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
         print(note, file=sys.stderr)
     die_with_launcher()
     tokenizer = load_tokenizer(recipe)
-    refuse_early(recipe)
+    probed = probe(recipe, device_of(launch))
     adapter = find_start_adapter(recipe)
     prepared = prepare(recipe, tokenizer)
     flat = attention_name(recipe) == attention.NAME
@@ -103,7 +105,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     claim = _claim(loaded, prepared, adapter, command) if launch.is_main else None
     if claim is not None and claim.status != "finished":
         print(*batch_notes(recipe, prepared, plan), sep="\n", flush=True)
-    start = Start(recipe, launch, strategy, tokenizer, prepared, plan, adapter, claim, StopRequest())
+    start = Start(recipe, launch, strategy, tokenizer, prepared, plan, adapter, claim, StopRequest(), probed.as_json())
     code = train_and_report(start)
     if code == 0 and launch.is_main:
         push_after_training(recipe)

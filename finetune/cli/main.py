@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -15,6 +15,9 @@ from finetune import __version__
 from finetune.cli import data_verbs, run_verbs, train_verb
 from finetune.cli.app import AsJson, Overrides, RecipeFile, app, run_verb, user_path
 from finetune.launch.cpu_memory import bound_libraries
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Recipe
 
 
 def _print_version(asked: bool) -> None:
@@ -65,6 +68,9 @@ def check(
     overrides: Overrides = None,
     resolved: Annotated[bool, typer.Option(help="Print every value and where it came from.")] = False,
     data: Annotated[bool, typer.Option("--data", help="Check the rows of local data files too.")] = False,
+    model: Annotated[
+        bool, typer.Option("--model", help="Probe the model: are its loss and gradients right? No weights, no GPU.")
+    ] = False,
     schema: Annotated[bool, typer.Option(help="Write recipe.schema.json and docs/recipe.md again.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -92,6 +98,7 @@ def check(
 
             check_rows(loaded.recipe.data, notes.append)
             batches = {"batches": notes_before_launch(loaded.recipe)}
+        probed = _probe_model(loaded.recipe, notes.append) if model else {}
         known = known_secrets() if resolved else ()
         if not as_json:
             text = hide_secrets(resolved_yaml(loaded), known) if resolved else f"{recipe}: right"
@@ -100,9 +107,18 @@ def check(
                 typer.echo(note, err=resolved)  # what is resolved may be written into a file
         values = {"recipe": loaded.recipe.model_dump(mode="json"), "origins": loaded.origins} if resolved else {}
         values = hide_in(values, known)
-        return {"ok": True, "path": str(recipe), **batches, **({"notes": notes} if data else {}), **values}
+        noted = {"notes": notes} if notes or data else {}
+        return {"ok": True, "path": str(recipe), **probed, **batches, **noted, **values}
 
     run_verb(work, as_json=as_json)
+
+
+def _probe_model(recipe: Recipe, note: Callable[[str], None]) -> dict[str, Any]:
+    from finetune.probe.probe import probe
+
+    result = probe(recipe, offline=True)
+    note(result.line())
+    return {"probe": result.as_json()}
 
 
 app.command()(train_verb.train)

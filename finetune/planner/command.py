@@ -98,6 +98,16 @@ def plan_in_words(words: Sequence[str], options: PlanOptions) -> Output:
 
 
 def _plan_one(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Output:
+    with without_gc():
+        from finetune.probe.beside import probed_beside
+
+    with probed_beside(recipe) as probed:
+        result, text = _planned(recipe, gpus, explained=explained)
+        found = probed()
+    return result | {"probe": found.as_json()}, f"{text}\n\n{found.line()}"
+
+
+def _planned(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Output:
     planned = plan_by_trace(recipe, gpus)
     from finetune.planner.memory_table import plan_json, plan_text
     from finetune.planner.roofline_report import roofline_json, roofline_lines

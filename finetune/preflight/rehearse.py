@@ -6,14 +6,11 @@ bitwise, and loads the export with the plain libraries.
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from rich.text import Text
 
 from finetune.errors import FinetuneError
 from finetune.files import remove_folder
+from finetune.output_stream import silenced
 from finetune.preflight.changes import SAVED_AFTER, STEPS, changes, overrides, processes_of
 from finetune.preflight.job import (
     StepFailed,
@@ -87,12 +85,16 @@ def rehearse(
         try:
             with checklist.line("loads") as step:
                 section = loaded.model
+                from finetune.probe.probe import probe
+
+                probed = probe(loaded, offline=True)
                 with silenced():
                     model = shrink_model(section.name_or_path, section.revision, loaded.data, folder / "model")
                 recipe_changes = changes(loaded, strategy, model, processes=ranks, folder=folder)
                 settings = (*words, *overrides(recipe_changes))
                 small = load_recipe(recipe, settings).recipe
                 step["seen"] = f"{model.architecture} of {model.parameters:,} parameters"
+            report["probe"] = probed.as_json()
             report["differs"] = [change.note for change in recipe_changes if change.note]
             for note in report["differs"]:
                 log({"differs": note})
@@ -186,18 +188,6 @@ def exported(run_dir: Path) -> str:
     if not files or any(not name.endswith(".safetensors") for name in files):
         raise StepFailed(f"{folder.name}/ holds {', '.join(files) or 'no weights'}; safetensors alone were expected")
     return f"{folder.name}/{', '.join(sorted(files))}"
-
-
-@contextmanager
-def silenced() -> Iterator[None]:
-    """Discard what libraries print while small models are built and loaded; exceptions still pass."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 @contextmanager

@@ -129,6 +129,12 @@ def _weights_missing(recipe: Recipe) -> str:
     return f", nor the weights of {name} in its cache (`hf download {name}`; if gated, first `hf auth login`)"
 
 
+def device_of(launch: Launch) -> torch.device:
+    """The device that this rank computes on."""
+    on_cpu = launch.on_cpu or not torch.cuda.is_available()
+    return torch.device("cpu") if on_cpu else torch.device("cuda", launch.local_rank)
+
+
 def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
     on_cpu = launch.on_cpu or not torch.cuda.is_available()
     check_combination(recipe, strategy, on_cpu=on_cpu)

@@ -205,6 +205,7 @@ def _begin_receipt(start: Start, accelerator: Accelerator, parts: Assembled, out
     content |= {"nodes": start.launch.nodes, "local_world_size": start.launch.local_world_size}
     content |= {"batch": start.plan.facts() | steps_of(start.recipe, start.plan.total_steps)}
     content |= {"adapter": start.adapter.facts()} if start.adapter else {}
+    content |= {"probe": start.probed}
     content |= {"data": {"fingerprint": start.prepared.fingerprint, **start.prepared.facts}}
     receipt = Receipt(start, content)
     receipt.write()

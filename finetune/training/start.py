@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -30,6 +31,7 @@ class Start:
     adapter: StartAdapter | None  # that a new run starts from
     claim: Claim | None  # of rank 0 alone
     stop: StopRequest
+    probed: dict[str, Any]  # what the probe found of the model
 
     @property
     def run_dir(self) -> Path:

@@ -13,10 +13,12 @@ import pytest
 
 from finetune.cli.main import main
 from finetune.errors import DoesNotFit
+from finetune.model import loss
 from finetune.planner.command import plan_by_trace
 from finetune.planner.pick import candidates
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.loader import load_recipe
+from tests.support.recipes import tiny_lora, write_recipe
 from tests.support.tiny import write_chats
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -200,3 +202,19 @@ def test_changes_are_shown_with_the_reason(capsys: pytest.CaptureFixture[str]) -
     for change in told["changes"]:
         assert change["needed_bytes"] <= told["gpu_bytes"]
         assert "quantization" in change["change"], "a bfloat16 base of 16 GB is on no 12 GB card"
+
+
+@pytest.mark.slow
+def test_the_model_is_probed_beside_the_plan(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    recipe = str(write_recipe(tmp_path, tiny_lora(tiny_llama, write_chats(tmp_path / "chats.jsonl", [30, 40]))))
+    code, out, _ = plan_output([recipe, "--json"], capsys)
+    assert code == 0
+    assert set(json.loads(out)["probe"]["found"]) == {"kept", "recomputed"}
+    genuine = loss._softmax_minus_target  # the child has what this process has
+    monkeypatch.setattr(loss, "_softmax_minus_target", lambda *a, **k: genuine(*a, **k).mul_(1.01))
+    code, out, told = plan_output([recipe, "lora=null"], capsys)
+    assert (code, out) == (4, "")
+    assert "the loss differs" in told

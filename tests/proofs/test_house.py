@@ -21,6 +21,7 @@ FLOORS = [
     ["architecture"],
     ["importers", "measure", "launch", "model", "data"],
     ["strategies", "tokens"],
+    ["probe"],
     ["run_folder"],
     ["hub", "report"],
     ["training"],

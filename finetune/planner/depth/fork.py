@@ -5,18 +5,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from finetune.launch.forking import can_fork
+
 T = TypeVar("T")
-ENGINE = "pt_autograd"  # how torch's autograd names its threads, which no fork carries over
 
 
 @contextmanager
@@ -43,23 +42,6 @@ def run_in_forks(functions: Mapping[int, Callable[[], T]]) -> Iterator[Callable[
             pipe.close()
             child.kill()
             child.join()
-
-
-def can_fork() -> bool:
-    """Whether a child of this process could train: on Linux, as long as autograd has no threads here.
-
-    A thread that has just started may have no name yet; then torch refuses to train in the child, which fails.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    names = (_name_of(thread) for thread in Path("/proc/self/task").iterdir())
-    return not any(name.startswith(ENGINE) for name in names)
-
-
-def _name_of(thread: Path) -> str:
-    with suppress(OSError):  # it has ended
-        return (thread / "comm").read_text("utf-8")
-    return ""
 
 
 def _start(function: Callable[[], T]) -> tuple[multiprocessing.process.BaseProcess, Connection]:

@@ -1,0 +1,68 @@
+"""The probe in a forked child, beside what this process does: a plan forks too, and a process in which autograd has
+started its threads cannot."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+
+import torch
+
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.launch.forking import can_fork
+from finetune.probe.probe import ProbeResult, probe
+from finetune.recipe.schema import Recipe
+
+
+@contextmanager
+def probed_beside(recipe: Recipe) -> Iterator[Callable[[], ProbeResult]]:
+    """Probe the recipe's model, and yield a function that waits for what is found; the child ends with the context.
+
+    It raises what `probe` raises. Where no child can compute, this process does, when it is asked.
+    """
+    child, pipe = _started(recipe) if can_fork() else (None, None)
+
+    def result() -> ProbeResult:
+        with suppress(EOFError):
+            if pipe is not None:
+                found: ProbeResult | FinetuneError = pipe.recv()
+                if isinstance(found, FinetuneError):
+                    raise found
+                return found
+        return probe(recipe, offline=True)
+
+    try:
+        yield result
+    finally:
+        if child is not None and pipe is not None:
+            pipe.close()
+            child.kill()
+            child.join()
+
+
+def _started(recipe: Recipe) -> tuple[multiprocessing.process.BaseProcess, Connection]:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_send_result, args=(recipe, theirs), daemon=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later, of any second thread
+        child.start()
+    theirs.close()
+    return child, ours
+
+
+def _send_result(recipe: Recipe, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback in addition to the parent's
+    torch.set_num_threads(1)  # OpenMP's threads were not forked, and it would wait for them
+    try:
+        pipe.send(probe(recipe, offline=True))
+    except FinetuneError as refusal:
+        kind = EnvironmentMismatch if isinstance(refusal, EnvironmentMismatch) else FinetuneError
+        pipe.send(kind(str(refusal)))
+    except Exception:  # the parent probes again, and raises it
+        os._exit(1)

@@ -1,0 +1,277 @@
+"""The kit's loss and gradients beside the library's: its own class, eager attention, one document at a time.
+
+Both models have the same weights and adapters. In float32 the two differ by rounding, below 1e-5 of what they are. A
+deep or a badly scaled model rounds more, so what differs is computed once more in float64, where a real difference
+stays. In 16 bits rounding differs by model and kernel: there the library's own error, against float32, is the measure.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from finetune.errors import FinetuneError
+from finetune.model.build import build_model, checkpoint_layers, decoder_parts
+from finetune.probe.documents import TokensAndLabels, probe_batches, probe_documents
+from finetune.probe.shrink import SmallModel, draw_weights
+from finetune.recipe.schema import Recipe
+from finetune.tokens.encoder import IGNORE
+
+EXACT = 1e-5  # relative, in float32
+# In 16 bits: as many times the library's own error. Two computations of the same thing differ by the sum of the errors
+# that each has, kernels add up in another order, and a few of a tensor's elements decide: twice, and half as much
+# again. A document that sees another is off by a tenth and more.
+TIMES_THE_LIBRARYS = 3.0
+SMALL_GRADIENT = 0.1  # a gradient that is 0 but for rounding (a key's bias) is measured by this share of the whole
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+
+
+class NotFiniteHere(Exception):
+    """The small model's loss or a gradient is NaN or infinite: its sizes or weights tell nothing."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A loss, summed over the documents' learned tokens, and its gradients by the parameter's name."""
+
+    loss: float
+    gradients: Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Relative differences: of the loss, and of the gradient that differs most."""
+
+    loss: float
+    gradients: float
+    worst: str = ""  # the parameter whose gradient that is
+
+    @property
+    def largest(self) -> float:
+        return max(self.loss, self.gradients)
+
+
+def difference(found: Computed, expected: Computed, *, exact: bool = True) -> Difference:
+    """How far `found` is from `expected`. A gradient that only one of them has counts as a difference.
+
+    Args:
+        exact: Take the gradient that differs most; else all of them as one vector, for the worst of many tensors is
+            mostly a matter of rounding in 16 bits.
+    """
+    whole = math.sqrt(sum(float(g.double().norm()) ** 2 for g in expected.gradients.values() if g is not None))
+    worst, at, squares = 0.0, "", 0.0
+    for name, theirs in expected.gradients.items():
+        ours = found.gradients.get(name)
+        if theirs is None and ours is None:
+            continue
+        if theirs is None or ours is None:
+            distance = float(cast(Tensor, theirs if ours is None else ours).double().norm())
+            off = distance / whole
+        else:
+            distance = float((ours.double() - theirs.double()).norm())
+            off = distance / (float(theirs.double().norm()) + SMALL_GRADIENT * whole)
+        squares += distance**2
+        if not off <= worst:  # NaN too
+            worst, at = off, name
+    if not exact:
+        worst, at = math.sqrt(squares) / whole, "all"
+    return Difference(abs(found.loss - expected.loss) / abs(expected.loss), worst, at)
+
+
+@dataclass
+class LibrarySide:
+    """A small model of the library, and what it computes; recipes are compared with it one after another."""
+
+    model: nn.Module
+    documents: list[TokensAndLabels]
+    device: torch.device
+    compute: torch.dtype | None  # of autocast; None: float32
+    training: bool = True  # False for a model that draws numbers whatever its settings say
+    wide: bool = False  # float64
+    expected: Computed = field(init=False)
+    bound: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.expected = self._librarys(None)
+        gradients = [gradient for gradient in self.expected.gradients.values() if gradient is not None]
+        if not math.isfinite(self.expected.loss) or not all(bool(g.isfinite().all()) for g in gradients):
+            raise NotFiniteHere("its loss or a gradient is not finite")
+        self.bound = EXACT
+        if self.compute is not None:
+            rounded = self._difference(self._librarys(self.compute)).largest
+            self.bound = TIMES_THE_LIBRARYS * max(rounded, torch.finfo(self.compute).eps)
+
+    def _librarys(self, compute: torch.dtype | None) -> Computed:
+        self.model.train(self.training)
+        self.model.zero_grad()
+        total = 0.0
+        with self._width():
+            for ids, labels in self.documents:
+                with self._precision(compute):
+                    tokens = torch.from_numpy(ids)[None].to(self.device)
+                    logits = self.model(input_ids=tokens, use_cache=False).logits[0]
+                loss = summed(logits[:-1], torch.from_numpy(labels[1:]).to(self.device))
+                loss.backward()
+                total += loss.item()
+        return Computed(total, gradients_of(self.model))
+
+    def of(self, recipe: Recipe, small: SmallModel, *, by_logits: bool = False) -> Difference:
+        """How far the kit is from the library when it trains the small model by this recipe.
+
+        Args:
+            by_logits: By the library's own logits and loss, in the kit's batches and with its attention.
+
+        Raises what `build_model` raises.
+        """
+        return self.difference_of(self.built(recipe, small), recipe, by_logits=by_logits)
+
+    def built(self, recipe: Recipe, small: SmallModel) -> nn.Module:
+        """The kit's model of the recipe, with the library's weights; in float64 no layer is recomputed."""
+        model = kits_model(recipe, small, self.device)
+        model.load_state_dict(self.model.state_dict())
+        if not self.wide:
+            return model
+        set_checkpointing(model, on=False)  # backward would recompute in float32 what forward had in float64
+        return model.double()
+
+    def difference_of(self, model: nn.Module, recipe: Recipe, *, by_logits: bool = False) -> Difference:
+        """The same of a model that is built."""
+        return self._difference(self.computed_by(model, recipe, by_logits=by_logits))
+
+    def computed_by(self, model: nn.Module, recipe: Recipe, *, by_logits: bool = False) -> Computed:
+        """What the kit computes with its model."""
+        model.train(self.training)
+        model.zero_grad()
+        loss = 0.0
+        with self._width():
+            for batch in probe_batches(recipe, self.documents, self.device):
+                with self._precision(self.compute):
+                    part = _by_logits(model, batch) if by_logits else model(**batch)
+                part.backward()
+                loss += part.item()
+        return Computed(loss, gradients_of(model))
+
+    def repeats(self) -> bool:
+        """Whether the library's model computes the same once more: it draws no random numbers."""
+        return self._difference(self._librarys(None)).largest <= self.bound
+
+    def widened(self) -> LibrarySide:
+        """The same comparison in float64, of the same model: `narrowed` undoes it."""
+        return LibrarySide(self.model.double(), self.documents, self.device, None, self.training, wide=True)
+
+    def narrowed(self) -> None:
+        """In float32 again; the weights are what they were, numbers of bfloat16."""
+        self.model.float()
+
+    def without_randomness(self) -> LibrarySide:
+        """The same comparison in evaluation mode, in which layers draw no numbers."""
+        return LibrarySide(self.model, self.documents, self.device, self.compute, training=False)
+
+    def _difference(self, found: Computed) -> Difference:
+        return difference(found, self.expected, exact=self.compute is None)
+
+    def _width(self) -> AbstractContextManager[Any]:
+        return _AllInFloat64() if self.wide else nullcontext()
+
+    def _precision(self, compute: torch.dtype | None) -> AbstractContextManager[Any]:
+        return nullcontext() if compute is None else torch.autocast(self.device.type, compute)
+
+
+class _AllInFloat64(TorchFunctionMode):
+    """What a model computes in float32 whatever its weights are (norms, softmax, the loss) is in float64 too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        wide = {name: _wide(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_wide, args), **wide)
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+def _by_logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    arguments = {name: value for name, value in batch.items() if name not in ("shift_labels", "supervised")}
+    logits = model(**arguments, use_cache=False).logits
+    return summed(logits.flatten(0, 1), batch["shift_labels"].flatten())
+
+
+def summed(logits: Tensor, targets: Tensor) -> Tensor:
+    """Plain cross-entropy. logits: [tokens, vocabulary]; targets: [tokens]."""
+    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum")
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    """The gradients of what is trained."""
+    return {
+        name: None if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def kits_model(recipe: Recipe, small: SmallModel, device: torch.device) -> nn.Module:
+    """The small model as the recipe builds its own, in float32, without quantisation and without dropout."""
+    section = recipe.model.model_copy(update={"name_or_path": str(small.folder), "revision": "main", "adapter": None})
+    model = build_model(recipe.model_copy(update={"model": section, "quantization": None}), device, dtype=torch.float32)
+    return without_dropout(model.float())
+
+
+def librarys_model(small: SmallModel, like: nn.Module, device: torch.device, *, trust: bool) -> nn.Module:
+    """The library's own class with eager attention, the weights of `like`, and adapters as it has them, all drawn."""
+    base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        small.folder, attn_implementation="eager", dtype=torch.float32, trust_remote_code=trust
+    )
+    model: nn.Module = base.to(device)  # type: ignore[arg-type]  # transformers' annotation
+    if hasattr(like, "peft_config"):
+        from peft import get_peft_model
+
+        model = get_peft_model(base, copy.deepcopy(like.peft_config["default"])).to(device)  # type: ignore[index, arg-type]
+    model.load_state_dict(like.state_dict())
+    for parameter, other in zip(model.parameters(), like.parameters(), strict=True):
+        parameter.requires_grad_(other.requires_grad)
+    if hasattr(like, "peft_config"):
+        draw_weights(model, trained_alone=True)  # else one of an adapter's matrices is 0
+    return without_dropout(model)
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """The model, in which no dropout draws numbers: they would differ between two forwards of the same."""
+    for module in model.modules():
+        if isinstance(module, DROPOUTS):
+            module.p = 0.0
+    return model
+
+
+def set_checkpointing(model: nn.Module, *, on: bool) -> bool:
+    """Recompute every layer in backward, or none; whether the model does so now."""
+    decoder = decoder_parts(model)
+    if on:
+        try:
+            checkpoint_layers(decoder, 1)
+        except FinetuneError:
+            return False
+        return True
+    for layer in decoder.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.gradient_checkpointing = False
+    return False
+
+
+def library_side(recipe: Recipe, small: SmallModel, device: torch.device, compute: torch.dtype | None) -> LibrarySide:
+    """The library's side of a small model, adapters as the recipe has them. Raises what either library raises."""
+    like = kits_model(recipe, small, device)
+    reference = librarys_model(small, like, device, trust=recipe.model.trust_remote_code)
+    embeddings: Any = decoder_parts(like).get_input_embeddings()
+    return LibrarySide(reference, probe_documents(len(embeddings.weight), small.special), device, compute)

@@ -1,0 +1,176 @@
+"""Whether a small model is trained rightly by a recipe; if not, what differs and which setting is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from finetune.architecture import attention
+from finetune.model.build import attention_name
+from finetune.model.dtypes import COMPUTE, dtype_name
+from finetune.probe.compare import Difference, LibrarySide, difference, library_side, set_checkpointing
+from finetune.probe.shrink import SmallModel
+from finetune.recipe.schema import Recipe
+
+ELSEWHERE = ("sdpa", "eager")  # the library's own attentions, which run on every device
+ANYWHERE = (attention.NAME, *ELSEWHERE)
+
+
+class Differs(Exception):
+    """Loss or gradients are not the library's; its text is the line for the user."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What was found of a recipe that is trained rightly."""
+
+    found: dict[str, Difference]  # by whether layers are recomputed: as asked, and the other way
+    bound: float
+    precision: str
+    note: str | None = None
+
+
+def precision_on(recipe: Recipe, device: torch.device) -> torch.dtype | None:
+    """The format that the run computes in on a GPU. None on a CPU: float32 there tells the most."""
+    if device.type == "cpu":
+        return None
+    return torch.bfloat16 if recipe.training.pure_bf16 else COMPUTE[recipe.training.mixed_precision]
+
+
+def judge(recipe: Recipe, small: SmallModel, device: torch.device, compute: torch.dtype | None) -> Judgement:
+    """Compare the recipe's loss and gradients with the library's. Raises Differs where they differ,
+    FinetuneError where the kit refuses the small model, and what the model's own code raises."""
+    note = None
+    with_library = library_side(recipe, small, device, compute)
+    found = _both_ways(with_library, recipe, small)
+    if not _right(with_library, found) and not with_library.repeats():
+        with_library, note = with_library.without_randomness(), "compared in evaluation mode: it draws random numbers"
+        found = _both_ways(with_library, recipe, small)
+    exact_on_cpu = compute is None and device.type == "cpu"
+    if not _right(with_library, found) and exact_on_cpu and (wide := _in_float64(with_library, recipe, small)):
+        with_library, found = wide
+    if not _right(with_library, found):
+        raise _Trial(recipe, small, with_library, found).refusal()
+    precision = "float64" if with_library.wide else "float32" if compute is None else dtype_name(compute)
+    return Judgement(found, with_library.bound, precision, note)
+
+
+def _both_ways(with_library: LibrarySide, recipe: Recipe, small: SmallModel) -> dict[str, Difference]:
+    """With layers recomputed as the recipe says, then the other way, where the model can."""
+    model, asked = with_library.built(recipe, small), bool(recipe.training.activation_checkpointing)
+    found = {_way(asked): with_library.difference_of(model, recipe)}
+    if set_checkpointing(model, on=not asked) is not asked:
+        found[_way(not asked)] = with_library.difference_of(model, recipe)
+    return found
+
+
+def _in_float64(
+    with_library: LibrarySide, recipe: Recipe, small: SmallModel
+) -> tuple[LibrarySide, dict[str, Difference]] | None:
+    """The comparison once more, where rounding is far below the bound; None where an operation knows no float64.
+
+    Layers are not recomputed there. What recomputing them changes is seen in float32, where it changes no bit.
+    """
+    model, asked = with_library.built(recipe, small), bool(recipe.training.activation_checkpointing)
+    as_asked = with_library.computed_by(model, recipe)
+    set_checkpointing(model, on=False)
+    recomputing = difference(as_asked, with_library.computed_by(model, recipe))
+    try:
+        wide = with_library.widened()
+        kept = wide.of(recipe, small)
+    except Exception:  # the model's own code or a kernel
+        with_library.narrowed()
+        return None
+    both = Difference(max(kept.loss, recomputing.loss), max(kept.gradients, recomputing.gradients), kept.worst)
+    return wide, {_way(asked): both} | ({_way(False): kept} if asked else {})
+
+
+def _way(recomputed: bool) -> str:
+    return "recomputed" if recomputed else "kept"
+
+
+def _right(with_library: LibrarySide, found: dict[str, Difference]) -> bool:
+    """By the recipe's own way, which comes first."""
+    return next(iter(found.values())).largest <= with_library.bound
+
+
+@dataclass
+class _Trial:
+    """The search for what differs, by recipes that differ from the user's in one setting, and then in two."""
+
+    recipe: Recipe
+    small: SmallModel
+    with_library: LibrarySide
+    found: dict[str, Difference]
+    tried: dict[Any, bool] = field(default_factory=dict)
+
+    def refusal(self) -> Differs:
+        """The one line: what differs, by how much, and the setting that is right."""
+        off = next(iter(self.found.values()))
+        place, what = self._what_differs()
+        return Differs(
+            f"{place}: {what} differs: {self.small.name}, made small, has a loss {off.loss:.1e} and gradients "
+            f"{off.gradients:.1e} from the library's own of one document at a time, where "
+            f"{self.with_library.bound:.0e} is rounding; {self._remedy()}"
+        )
+
+    def _what_differs(self) -> tuple[str, str]:
+        """Place in the recipe, and what is computed otherwise there."""
+        recipe, name = self.recipe, self.recipe.model.attention
+        if self._recomputation_differs:
+            asked = recipe.training.activation_checkpointing
+            return f"training.activation_checkpointing: {str(asked).lower()}", "the recomputation of layers"
+        if self._is_right(recipe, by_logits=True):
+            return f"model.name_or_path: {recipe.model.name_or_path}", "the loss"
+        if recipe.data.packing and self._is_right(_changed(recipe, packing=False)):
+            return "data.packing: true", "packing"
+        if any(self._is_right(_changed(recipe, attention=other)) for other in ELSEWHERE):
+            return f"model.attention: {name}", "attention"
+        if recipe.data.packing and any(self._is_right(_changed(recipe, other, packing=False)) for other in ELSEWHERE):
+            return f"model.attention: {name}", "attention, and packing with any other,"
+        return f"model.name_or_path: {recipe.model.name_or_path}", "its forward"
+
+    @property
+    def _recomputation_differs(self) -> bool:
+        """Whether layers are recomputed, and all is right where they are not."""
+        kept = self.found.get(_way(False))
+        return len(self.found) == 2 and kept is not None and kept.largest <= self.with_library.bound
+
+    def _remedy(self) -> str:
+        if self._recomputation_differs:
+            return "set training.activation_checkpointing: false"
+        for changed, text in self._proposals():
+            if self._is_right(changed):
+                return f"set {text}"
+        return "choose another model"
+
+    def _proposals(self) -> Iterator[tuple[Recipe, str]]:
+        recipe = self.recipe
+        now = attention_name(recipe)
+        others = [name for name in ELSEWHERE if name != now]
+        for name in others:
+            yield _changed(recipe, attention=name), f"model.attention: {name}"
+        if recipe.data.packing:
+            yield _changed(recipe, packing=False), "data.packing: false"
+            for name in others:
+                yield _changed(recipe, name, packing=False), f"model.attention: {name} and data.packing: false"
+
+    def _is_right(self, recipe: Recipe, *, by_logits: bool = False) -> bool:
+        key = attention_name(recipe), recipe.data.packing, recipe.training.activation_checkpointing, by_logits
+        if key not in self.tried:
+            try:
+                off = self.with_library.of(recipe, self.small, by_logits=by_logits)
+                self.tried[key] = off.largest <= self.with_library.bound
+            except Exception:  # refused, or the model's own code fails: nothing to propose
+                self.tried[key] = False
+        return self.tried[key]
+
+
+def _changed(recipe: Recipe, attention: str | None = None, *, packing: bool | None = None) -> Recipe:
+    """The recipe with another attention, or without packing."""
+    section = recipe.model.model_copy(update={"attention": attention or recipe.model.attention})
+    data = recipe.data.model_copy(update={"packing": recipe.data.packing if packing is None else packing})
+    return recipe.model_copy(update={"model": section, "data": data})

@@ -1,0 +1,210 @@
+"""Before weights are read: is this very configuration trained rightly by this recipe?
+
+First what a trial without data refuses (`refuse_early`); then numbers, of the same model made small: loss and gradients
+of the kit's batches, by its attention and its loss, beside the library's own class on one document at a time. Where
+either says no, it is no. What was found is remembered, so it costs once.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.files import write_json
+from finetune.model.build import attention_name, not_loaded, refuse_early, structure_alone
+from finetune.model.dtypes import dtype_name
+from finetune.model.known_configs import full_config
+from finetune.model.packaged import resolve_model_path
+from finetune.output_stream import silenced
+from finetune.probe.compare import NotFiniteHere
+from finetune.probe.judge import ANYWHERE, Differs, Judgement, judge, precision_on
+from finetune.probe.reach import Reach, adapters_reach
+from finetune.probe.remembered import one_at_a_time, probe_key, recall, remember
+from finetune.probe.shrink import SmallModel, cannot_probe, shortened, small_models
+from finetune.recipe.schema import Recipe
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What the probe found of a recipe that is trained rightly."""
+
+    facts: dict[str, Any]
+    remembered: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        return self.facts | {"remembered": self.remembered}
+
+    def line(self) -> str:
+        """For the terminal."""
+        facts, found = self.facts, self.facts["found"]
+        lines = [f"model: {facts['architecture']}, {facts['note']}"] if facts["note"] and not found else []
+        if found:
+            worst = max(max(each["loss"], each["gradients"]) for each in found.values())
+            note = f" ({facts['note']})" if facts["note"] else ""
+            lines.append(
+                f"model: {facts['architecture']}, made small: loss and gradients are the library's own of one document "
+                f"at a time to {worst:.0e}, in {facts['precision']} on {facts['device']}{note}"
+            )
+        return "\n".join([*lines, *([Reach(**facts["adapters"]).line()] if facts["adapters"] else [])])
+
+
+def probe(
+    recipe: Recipe, device: torch.device = CPU, *, offline: bool = False, compute: torch.dtype | None = None
+) -> ProbeResult:
+    """Probe the recipe's model, or recall what was found before.
+
+    Args:
+        device: Where the run computes; what runs on a CPU says nothing of a GPU's kernels, nor the other way round.
+        offline: Take the configuration from this machine, a shipped one too, and download nothing.
+        compute: The format to compute in; None: float32 on a CPU, the recipe's own on a GPU.
+
+    Raises EnvironmentMismatch, in a line that says what differs and which setting is right, where loss or gradients
+    are not the library's; FinetuneError for what `refuse_early` refuses.
+    """
+    with tempfile.TemporaryDirectory(prefix="finetune-probe-") as name, _undisturbed(device):
+        folder = Path(name)
+        if offline:
+            recipe = _on_this_machine(recipe, folder / "config")
+        config = _configuration(recipe)
+        compute = compute or precision_on(recipe, device)
+        key = probe_key(recipe, config, _files_with(recipe), device) + (f"-{dtype_name(compute)}" if compute else "")
+        if known := recall(key):
+            return _recalled(known)
+        with one_at_a_time(key):
+            if known := recall(key):
+                return _recalled(known)
+            if offline and device.type == "cpu" and attention_name(recipe) not in ANYWHERE:
+                return _not_here(recipe, device, key)
+            return _found_now(recipe, device, compute, folder / "model", key)
+
+
+def _recalled(known: dict[str, Any]) -> ProbeResult:
+    if "refusal" in known:
+        raise EnvironmentMismatch(known["refusal"])
+    return ProbeResult(known["facts"], remembered=True)
+
+
+def _found_now(
+    recipe: Recipe, device: torch.device, compute: torch.dtype | None, folder: Path, key: str
+) -> ProbeResult:
+    base, facts = _whole_model(recipe, device)
+    try:
+        small, judgement = _judged(recipe, base, device, compute, folder)
+    except Differs as refusal:
+        remember(key, {"refusal": str(refusal)})
+        raise EnvironmentMismatch(str(refusal)) from None
+    facts |= {"small": {"layers": small.layers, "kinds": small.kinds, "parameters": small.parameters}}
+    facts |= {"note": judgement.note, "precision": judgement.precision, "bound": judgement.bound}
+    facts |= {"found": {way: asdict(off) for way, off in judgement.found.items()}}
+    remember(key, {"facts": facts})
+    return ProbeResult(facts)
+
+
+def _not_here(recipe: Recipe, device: torch.device, key: str) -> ProbeResult:
+    """What can be said before the recipe is on its GPU, whose kernels its attention needs."""
+    section = recipe.model.model_copy(update={"attention": "eager"})
+    _, facts = _whole_model(recipe.model_copy(update={"model": section}), device)
+    facts["note"] = f"not probed here: model.attention: {recipe.model.attention} runs on a GPU alone"
+    remember(key, {"facts": facts})
+    return ProbeResult(facts)
+
+
+def _judged(
+    recipe: Recipe, base: PreTrainedModel, device: torch.device, compute: torch.dtype | None, folder: Path
+) -> tuple[SmallModel, Judgement]:
+    """The first small model that runs, and what was found of it. Raises Differs, and EnvironmentMismatch where none
+    runs."""
+    reason = ""
+    try:
+        for small in small_models(base, folder):
+            try:
+                return small, judge(recipe, small, device, compute)
+            except NotFiniteHere as error:
+                reason = str(error)
+            except Exception as error:  # sizes that do not go together: the next ones are larger
+                if isinstance(error, Differs) or type(error) is FinetuneError:
+                    raise
+                reason = shortened(error)
+    except EnvironmentMismatch:
+        if not reason:
+            raise
+    raise cannot_probe(type(base).__name__, f"made small, {reason}")
+
+
+def _whole_model(recipe: Recipe, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model in full on meta, and the facts that are known of it. Raises what `refuse_early` raises."""
+    section = recipe.model.model_copy(update={"attention": "eager"})
+    try:
+        base = structure_alone(recipe.model_copy(update={"model": section, "quantization": None}))
+        adapted = refuse_early(recipe)
+        reach = None if recipe.lora is None else adapters_reach(adapted).as_json()
+    except FinetuneError:
+        raise
+    except Exception as error:  # whatever the model's own code raises: the user gets one line
+        raise cannot_probe(recipe.model.name_or_path, shortened(error)) from error
+    facts = {"architecture": type(base).__name__, "device": device.type, "adapters": reach}
+    return base, facts | {"note": None, "precision": None, "bound": None, "found": {}}
+
+
+def _configuration(recipe: Recipe) -> dict[str, Any]:
+    section = recipe.model
+    try:
+        config = AutoConfig.from_pretrained(
+            resolve_model_path(section.name_or_path),
+            revision=section.revision,
+            trust_remote_code=section.trust_remote_code,
+        )
+        content: dict[str, Any] = config.to_dict()
+        return content | {"code": getattr(config, "_commit_hash", None) if "auto_map" in content else None}
+    except FinetuneError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        raise not_loaded("configuration", section.name_or_path, error) from error
+    except Exception as error:  # of code that came with the model
+        raise cannot_probe(section.name_or_path, shortened(error)) from error
+
+
+def _files_with(recipe: Recipe) -> list[Path]:
+    """Code that lies with the model in a folder; on the Hub it has its own commit, which the configuration names."""
+    folder = Path(recipe.model.name_or_path)
+    return sorted(folder.glob("*.py")) if recipe.model.trust_remote_code and folder.is_dir() else []
+
+
+def _on_this_machine(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe for a folder with the configuration that its model is known by."""
+    section = recipe.model
+    if Path(section.name_or_path).is_dir():
+        return recipe
+    config, _ = full_config(section.name_or_path, section.revision)
+    if "auto_map" in config:  # its code is in the Hub's cache
+        return recipe
+    folder.mkdir()
+    write_json(folder / "config.json", config)
+    local = section.model_copy(update={"name_or_path": str(folder), "revision": "main"})
+    return recipe.model_copy(update={"model": local})
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Leave random numbers, the default format and the libraries' messages as they were, and the GPU's memory free."""
+    gpus = [device] if device.type == "cuda" else []
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with silenced(), torch.random.fork_rng(devices=gpus), torch.enable_grad():
+            yield
+    finally:
+        logging.disable(disabled)
+        if gpus:
+            torch.cuda.empty_cache()

@@ -1,0 +1,124 @@
+"""What the probe found, kept in the cache folder under all that it follows from.
+
+A file that cannot be read, or is not what was written, is as good as none; a folder that cannot be written costs the
+next start the same seconds again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from finetune.errors import FinetuneError
+from finetune.files import cache_folder, write_json
+from finetune.model.build import attention_name
+from finetune.paths import PACKAGE
+from finetune.probe.shrink import NOT_OF_STRUCTURE
+from finetune.recipe.schema import Recipe
+from finetune.tokens.cache import content_key
+
+REMEMBERED_FORMAT = 1
+# Whose code computes; kernels that transformers takes where they are installed. None is written for those that are not.
+COMPUTES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "triton", "kernels")
+KERNELS = ("flash-attn", "flash-attn-3", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "xformers", "torchao")
+LONGEST_PROBE = 120.0  # seconds
+OWN_CODE = ("model", "architecture", "probe", "tokens")
+
+
+def probe_key(recipe: Recipe, config: dict[str, Any], code: list[Path], device: torch.device) -> str:
+    """The address of a probe's result.
+
+    Args:
+        config: The model's configuration.
+        code: Files that came with the model.
+    """
+    structure = {name: value for name, value in config.items() if name not in NOT_OF_STRUCTURE}
+    training = recipe.training
+    asked = {
+        "attention": attention_name(recipe),
+        "packing": recipe.data.packing,
+        "several rows": training.per_device_batch_size > 1,
+        "recomputed": int(training.activation_checkpointing),
+        "precision": [training.mixed_precision, training.pure_bf16, recipe.model.dtype],
+        "lora": None if recipe.lora is None else recipe.lora.model_dump(mode="json"),
+        "quantization": None if recipe.quantization is None else recipe.quantization.model_dump(mode="json"),
+    }
+    computes = {"versions": installed(), "own code": own_code(), "device": device_kind(device)}
+    parts = {"format": REMEMBERED_FORMAT, "config": structure, "code": _digest(code), "asked": asked, **computes}
+    return content_key(json.loads(json.dumps(parts, default=str)))
+
+
+@cache
+def installed() -> dict[str, str | None]:
+    """The versions of what computes."""
+    versions: dict[str, str | None] = {}
+    for name in (*COMPUTES, *KERNELS):
+        versions[name] = None
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+@cache
+def own_code() -> str:
+    """A digest of the modules of this package that decide what is computed, or how it is probed."""
+    return _digest(sorted(file for folder in OWN_CODE for file in (PACKAGE / folder).glob("*.py")))
+
+
+def _digest(files: list[Path]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def device_kind(device: torch.device) -> str:
+    """The kind of device, a GPU by its name and compute capability."""
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} {major}.{minor}"
+
+
+def recall(key: str) -> dict[str, Any] | None:
+    """What was found; None where nothing is kept that can be read."""
+    with suppress(OSError, ValueError):
+        content = json.loads(_file(key).read_text("utf-8"))
+        if isinstance(content, dict) and content.get("key") == key:
+            return content
+    return None
+
+
+def remember(key: str, found: dict[str, Any]) -> None:
+    """Keep what was found, where the cache folder can be written."""
+    with suppress(OSError, FinetuneError):
+        _file(key).parent.mkdir(parents=True, exist_ok=True)
+        write_json(_file(key), found | {"key": key})
+
+
+@contextmanager
+def one_at_a_time(key: str) -> Iterator[None]:
+    """Within, no other process of this machine probes the same: it waits, and then recalls."""
+    lock = None
+    with suppress(OSError):
+        _file(key).parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(_file(key).with_suffix(".lock"))
+        lock.acquire(timeout=LONGEST_PROBE)  # a process that is stopped keeps nobody waiting: a Timeout is an OSError
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _file(key: str) -> Path:
+    return cache_folder() / "probes" / f"{key}.json"

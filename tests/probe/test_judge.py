@@ -1,0 +1,191 @@
+"""What the probe names, and the setting that it proposes, where the kit's attention, loss or packing is spoilt."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING
+
+from finetune.architecture import attention, loss
+from finetune.errors import EnvironmentMismatch
+from finetune.probe.compare import EXACT
+from finetune.probe.probe import ProbeResult, probe
+from finetune.recipe.schema import Recipe
+from tests.support.own_model import save_own_model
+from tests.support.recipes import least_recipe
+from tests.support.tiny import save_tiny
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("narrow"), hidden_size=32, head_dim=8, intermediate_size=32)
+
+
+def refusal(recipe: Recipe, **options: Any) -> str:
+    with pytest.raises(EnvironmentMismatch) as raised:
+        probe(recipe, **options)
+    assert raised.value.exit_code == 4
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def worst_of(result: ProbeResult) -> float:
+    return max(off for way in result.facts["found"].values() for off in (way["loss"], way["gradients"]))
+
+
+@pytest.fixture
+def spoilt_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kit's attention with scores that are scaled by a twentieth too much."""
+    genuine = attention.varlen_attention
+
+    def spoilt(module: nn.Module, query: Tensor, *others: Any, scaling: float | None = None, **more: Any) -> Any:
+        return genuine(module, query, *others, scaling=1.05 * (scaling or query.shape[-1] ** -0.5), **more)
+
+    monkeypatch.setattr(attention, "varlen_attention", spoilt)
+    yield
+    monkeypatch.undo()
+    attention.register()  # transformers keeps the function by its name
+
+
+@pytest.mark.usefixtures("spoilt_attention")
+def test_an_attention_that_differs_is_named_with_one_that_does_not(narrow: Path) -> None:
+    message = refusal(least_recipe(narrow))
+    assert message.startswith("model.attention: auto: attention differs: LlamaForCausalLM, made small, has a loss ")
+    assert message.endswith("; set model.attention: sdpa")
+    assert worst_of(probe(least_recipe(narrow, model={"attention": "sdpa"}))) <= EXACT
+
+
+def test_a_loss_that_differs_is_named(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    genuine = loss._softmax_minus_target
+    monkeypatch.setattr(loss, "_softmax_minus_target", lambda *a, **k: genuine(*a, **k).mul_(1.001))
+    message = refusal(least_recipe(narrow, lora=None))
+    assert re.match(rf"model\.name_or_path: {narrow}: the loss differs: .*; choose another model$", message)
+
+
+def test_an_attention_that_sees_other_documents_is_named_as_packing(
+    narrow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    genuine = attention._by_document
+
+    def leaking(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], *others: Any) -> Tensor:
+        return genuine(q, k, v, (sum(lengths),) if len(lengths) == 3 else lengths, *others)
+
+    monkeypatch.setattr(attention, "_by_document", leaking)
+    message = refusal(least_recipe(narrow))
+    assert message.startswith("data.packing: true: packing differs")
+    assert message.endswith("; set model.attention: sdpa")  # which keeps the packing, and was tried
+
+
+def test_checkpointing_that_differs_is_named(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from finetune.model import build
+
+    genuine = build.checkpoint_layers
+
+    def larger(module: Any, _: Any, output: Any) -> Any:
+        return 1.01 * output if isinstance(output, Tensor) and module.gradient_checkpointing else output
+
+    def spoilt(model: nn.Module, every: int) -> None:
+        genuine(model, every)  # type: ignore[arg-type]
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                module.register_forward_hook(larger)
+
+    monkeypatch.setattr(build, "checkpoint_layers", spoilt)
+    message = refusal(least_recipe(narrow))
+    assert message.startswith("training.activation_checkpointing: true: the recomputation of layers differs")
+    assert message.endswith("; set training.activation_checkpointing: false")
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "lfm2"])
+def test_numbers_alone_find_what_the_trial_without_data_finds(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sinks that the kit's attention would leave out, convolutions that run across documents: both as before the trial
+    was made. What is proposed is tried: the trial is off, and numbers say that it is right."""
+    from finetune.model import build
+
+    monkeypatch.setattr(build, "refuse_unsuitable", lambda *_: None)
+    monkeypatch.setattr(attention, "refuse_unknown", lambda *_: None)
+    settings = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    settings |= {"layer_types": ["conv", "full_attention"]} if name == "lfm2" else {"head_dim": 16}
+    config = CONFIG_MAPPING[name](**settings, intermediate_size=64, vocab_size=128)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()), "utf-8")
+    message = refusal(least_recipe(tmp_path, lora=None))
+    sinks = name == "gpt_oss"  # transformers' masks for its packed rows let documents see each other
+    place = "model.attention: auto: attention, and packing with any other," if sinks else "data.packing: true: packing"
+    assert message.startswith(f"{place} differs")
+    remedy = "model.attention: eager and data.packing: false" if sinks else "data.packing: false"
+    assert message.endswith(f"; set {remedy}")
+    model = {"attention": "eager"} if sinks else {}
+    changed = least_recipe(tmp_path, lora=None, data={"packing": False}, model=model)
+    assert worst_of(probe(changed)) <= EXACT
+
+
+def test_rounding_is_told_from_a_difference_in_float64(tmp_path: Path) -> None:
+    folder = save_own_model(tmp_path / "own", "chaotic", hidden_size=64, num_hidden_layers=3)
+    found = probe(least_recipe(folder, lora=None, model={"trust_remote_code": True}))
+    assert found.facts["precision"] == "float64"
+    assert worst_of(found) <= EXACT
+
+
+def test_in_16_bits_the_librarys_own_error_is_the_measure(narrow: Path, tmp_path: Path) -> None:
+    """Autocast on a CPU stands for a GPU's: the same path, but for the kernels."""
+    right = probe(least_recipe(narrow), compute=torch.bfloat16)
+    assert right.facts["precision"] == "bfloat16"
+    assert 1e-3 < right.facts["bound"] < 0.1
+    assert EXACT < worst_of(right) <= right.facts["bound"]
+    folder = save_own_model(tmp_path / "own", "previous", hidden_size=64, num_hidden_layers=3)
+    leaking = least_recipe(folder, lora=None, model={"trust_remote_code": True})
+    assert "packing differs" in refusal(leaking, compute=torch.bfloat16)
+
+
+@pytest.mark.usefixtures("spoilt_attention")
+def test_a_spoilt_attention_is_seen_in_16_bits_too(narrow: Path) -> None:
+    assert "attention differs" in refusal(least_recipe(narrow, lora=None), compute=torch.bfloat16)
+
+
+def test_adapters_in_every_form_are_compared(narrow: Path) -> None:
+    for lora in ({"use_dora": True}, {"init_lora_weights": "pissa"}, {"modules_to_save": ["lm_head"]},
+                 {"lora_dropout": 0.5}, {"target_modules": ["q_proj"], "use_rslora": True}):  # fmt: skip
+        assert worst_of(probe(least_recipe(narrow, lora=lora))) <= EXACT
+
+
+def test_the_reach_of_adapters(narrow: Path) -> None:
+    everywhere = probe(least_recipe(narrow)).facts["adapters"]
+    assert everywhere["share"] == 1.0
+    assert everywhere["without"] == {}
+    some = probe(least_recipe(narrow, lora={"target_modules": ["q_proj", "down_proj"]}))
+    adapters = some.facts["adapters"]
+    assert adapters["carry"] == {"q_proj": 2, "down_proj": 2}
+    sizes = {"q_proj": 32 * 32, "k_proj": 32 * 16, "v_proj": 32 * 16, "o_proj": 32 * 32}
+    sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), 32 * 32)
+    assert set(adapters["without"]) == set(sizes) - set(adapters["carry"])
+    assert adapters["share"] == pytest.approx((sizes["q_proj"] + sizes["down_proj"]) / sum(sizes.values()))
+    assert some.line().endswith("adapters on q_proj, down_proj: 33% of the matrices' weights; without: "
+                                "k_proj, v_proj, o_proj, gate_proj, up_proj")  # fmt: skip
+    assert probe(least_recipe(narrow, lora=None)).facts["adapters"] is None
+
+
+def test_an_attention_of_gpus_is_not_probed_on_a_cpu(narrow: Path) -> None:
+    found = probe(least_recipe(narrow, model={"attention": "flash_attention_2"}), offline=True)
+    assert found.facts["found"] == {}
+    assert "not probed here: model.attention: flash_attention_2 runs on a GPU alone" in found.line()
+
+
+def test_nothing_else_is_disturbed(narrow: Path) -> None:
+    before, default = torch.random.get_rng_state(), torch.get_default_dtype()
+    probe(least_recipe(narrow))
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.get_default_dtype() == default

@@ -1,0 +1,150 @@
+"""A probe costs once: what it found is recalled, under all that it follows from; a bad cache costs seconds alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import peft  # noqa: F401  # imported before the CPU seconds are counted, as training imports it anyway
+import pytest
+import torch
+from transformers import Gemma3TextConfig
+
+from finetune.errors import EnvironmentMismatch
+from finetune.probe import probe as probing
+from finetune.probe import remembered
+from finetune.probe.probe import probe
+from finetune.recipe.schema import Recipe
+from tests.support.own_model import save_own_model
+from tests.support.recipes import least_recipe
+from tests.support.tiny import save_tiny
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Grows with every probe that is computed; the computation is that of one model, done once."""
+    calls: list[Any] = []
+    genuine = probing._found_now
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return genuine(*arguments)
+
+    monkeypatch.setattr(probing, "_found_now", counted)
+    return calls
+
+
+def test_the_second_time_nothing_is_built(tiny_llama: Path, built: list[Any]) -> None:
+    first, second = (probe(least_recipe(tiny_llama, lora=None)) for _ in range(2))
+    assert len(built) == 1
+    assert not first.remembered
+    assert second.remembered
+    assert first.facts == second.facts
+
+
+def test_a_refusal_is_remembered_too_and_code_that_changes_is_tried_anew(tmp_path: Path, built: list[Any]) -> None:
+    folder = save_own_model(tmp_path / "own", "previous", hidden_size=64, num_hidden_layers=3)
+    recipe = least_recipe(folder, lora=None, model={"trust_remote_code": True})
+    lines = []
+    for _ in range(2):
+        with pytest.raises(EnvironmentMismatch, match="packing differs") as raised:
+            probe(recipe)
+        lines.append(str(raised.value))
+    assert lines[0] == lines[1]
+    assert len(built) == 1
+    code = folder / "modeling_own.py"
+    code.write_text(code.read_text("utf-8").replace('config.way == "previous"', 'config.way == "none"'), "utf-8")
+    with pytest.raises(EnvironmentMismatch):
+        probe(recipe)
+    assert len(built) == 2
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"key": "another", "facts": {}}', "\x00"])
+def test_a_file_that_is_not_what_was_written_is_as_none(tiny_llama: Path, own_cache: Path, content: str) -> None:
+    key = remembered.probe_key(least_recipe(tiny_llama), {}, [], CPU)
+    remembered.remember(key, {"facts": {"architecture": "x"}})
+    found = remembered.recall(key)
+    assert found is not None
+    assert found["facts"] == {"architecture": "x"}
+    (own_cache / "probes" / f"{key}.json").write_text(content, "utf-8")
+    assert remembered.recall(key) is None
+
+
+def test_a_cache_that_cannot_be_written_costs_the_probe_again(
+    tiny_llama: Path, built: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "file"))
+    for _ in range(2):
+        assert not probe(least_recipe(tiny_llama, lora=None)).remembered
+    assert len(built) == 2
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "attention": {"model": {"attention": "sdpa"}},
+    "packing": {"data": {"packing": False}},
+    "rows": {"training": {"per_device_batch_size": 2}},
+    "checkpointing": {"training": {"activation_checkpointing": False}},
+    "precision": {"training": {"mixed_precision": "no"}},
+    "format": {"model": {"dtype": "float16"}},
+    "adapters": {"lora": {"r": 3}},
+    "no adapters": {"lora": None},
+    "quantised": {"quantization": {"load_in_4bit": True}},
+}
+
+
+def key_of(recipe: Recipe, config: dict[str, Any] | None = None, device: torch.device = CPU) -> str:
+    return remembered.probe_key(recipe, config or {"hidden_size": 64}, [], device)
+
+
+def test_the_key_covers_what_the_result_follows_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [key_of(least_recipe()), *(key_of(least_recipe(**change)) for change in CHANGES.values())]
+    keys.append(key_of(least_recipe(), {"hidden_size": 128}))
+    keys.append(key_of(least_recipe(), device=torch.device("meta")))
+    here = remembered.installed()
+    for name in ("torch", "transformers", "peft", "flash-linear-attention"):
+        with monkeypatch.context() as patched:
+            patched.setattr(remembered, "installed", lambda name=name: here | {name: "9"})
+            keys.append(key_of(least_recipe()))
+    with monkeypatch.context() as patched:
+        patched.setattr(remembered, "own_code", lambda: "another")
+        keys.append(key_of(least_recipe()))
+    assert len(set(keys)) == len(keys) == len(CHANGES) + 8
+    assert key_of(least_recipe(data={"max_length": 64})) == keys[0]  # this changes nothing of the model
+    assert key_of(least_recipe(model={"attention": "varlen"})) == keys[0]  # which auto is
+
+
+def seconds_of(recipe: Recipe) -> tuple[float, float]:
+    """CPU seconds of the first and of the second time."""
+    seconds = []
+    for _ in range(2):
+        began = time.process_time()
+        probe(recipe, offline=True)
+        seconds.append(time.process_time() - began)
+    return seconds[0], seconds[1]
+
+
+def recipe_for(name: str, folder: Path) -> Recipe:
+    if name == "gemma":
+        (folder / "config.json").write_text(json.dumps(Gemma3TextConfig().to_dict()), "utf-8")
+        name = str(folder)
+    return least_recipe(name, lora={})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B", "gemma"])
+def test_it_costs_three_seconds_at_most_and_nothing_the_second_time(name: str, tmp_path: Path) -> None:
+    probe(least_recipe(save_tiny(tmp_path / "warm"), lora={}))  # what libraries import and set up late
+    first, second = seconds_of(recipe_for(name, tmp_path))
+    assert first < 3.0
+    assert second < 0.1
