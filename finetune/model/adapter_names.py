@@ -38,7 +38,7 @@ def refuse_unknown_names(model: PreTrainedModel, lora: Lora) -> None:
     parameters = [path for path, _ in model.named_parameters()]
     mistakes += [
         f"lora.target_parameters: {name} matches no parameter of {type(model).__name__}; "
-        f"{nearest(name, map(kind_of, parameters))}"
+        f"{names_near(name, map(kind_of, parameters))}"
         for name in lora.target_parameters or ()
         if not ends_of(parameters, name)
     ]
@@ -59,7 +59,7 @@ def named_targets(model: PreTrainedModel, lora: Lora, targets: Targets) -> set[s
     return found | {path for name in targets.parameters for path in ends_of(parameters, name)}
 
 
-def nearest(name: str, others: Iterable[str]) -> str:
+def names_near(name: str, others: Iterable[str]) -> str:
     """What to write in place of a name: those of `others` that are like it, else the first of them."""
     known = list(dict.fromkeys(others))
     last = {other.rpartition(".")[2]: other for other in reversed(known)}

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from finetune.errors import FinetuneError
-from finetune.model.adapter_names import named_targets, nearest, refuse_unknown_names
+from finetune.model.adapter_names import named_targets, names_near, refuse_unknown_names
 from finetune.model.adapter_reach import Targets, adapted_paths, kind_of, resolve_targets
 from finetune.recipe.schema import Lora
 
@@ -93,7 +93,7 @@ def _refuse_idle_patterns(lora: Lora, adapted: list[str]) -> None:
                 )
             elif not any(map(fits.match, adapted)):
                 mistakes.append(
-                    f"lora.{place}: {key} matches none of the adapters; {nearest(key, map(kind_of, adapted))}"
+                    f"lora.{place}: {key} matches none of the adapters; {names_near(key, map(kind_of, adapted))}"
                 )
     if mistakes:
         raise FinetuneError("\n".join(mistakes))
