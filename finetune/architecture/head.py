@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.architecture.loss import LogitTransform
-from finetune.architecture.operations import SUMMED, TOKENS, Unsuitable, place, tensors_in
+from finetune.architecture.operations import SUMMED, TOKENS, Unsuitable, place, placed_tensors
 
 # Operations that change no value.
 LAYOUT = {"slice", "alias", "view", "_unsafe_view", "t", "transpose", "detach", "expand", "clone"}
@@ -48,7 +48,7 @@ def transform_of(operations: Iterable[_Operation], head: Any, logits: Tensor) ->
     current: Tensor | None = None
     products, inner, outer = 0, 1.0, None
     for name, args, result in operations:
-        values = [tensor for _, tensor in tensors_in(args) if not _is_weight(tensor, views)]
+        values = [tensor for _, tensor in placed_tensors(args) if not _is_weight(tensor, views)]
         if not values and name in LAYOUT:
             views.append(result)
             continue

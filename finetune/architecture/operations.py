@@ -83,23 +83,23 @@ def counts_positions(name: str, args: Any, result: Any) -> bool:
     return name == "slice" and TOKENS in result.shape and TOKENS not in args[0].shape
 
 
-def tensors_in(value: Any, where: str = "") -> Iterator[tuple[str, Tensor]]:
+def placed_tensors(value: Any, where: str = "") -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a nested value, with its place in it."""
     if isinstance(value, Tensor):
         yield where, value
     elif isinstance(value, dict):
         for key, each in value.items():
-            yield from tensors_in(each, f"{where}.{key}")
+            yield from placed_tensors(each, f"{where}.{key}")
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
-            yield from tensors_in(each, f"{where}.{index}")
+            yield from placed_tensors(each, f"{where}.{index}")
 
 
 def token_axes(value: Any) -> dict[str, tuple[int, ...]]:
     """Of each tensor of a nested value, by its place: the axes of positions."""
     return {
         where: tuple(axis for axis, size in enumerate(tensor.shape) if size == TOKENS)
-        for where, tensor in tensors_in(value)
+        for where, tensor in placed_tensors(value)
     }
 
 

@@ -14,7 +14,7 @@ from finetune.architecture.operations import (
     Unsuitable,
     counts_positions,
     mixes_positions,
-    tensors_in,
+    placed_tensors,
     token_axes,
 )
 
@@ -56,7 +56,7 @@ class Positions:
             where[path] = {"": ()}
 
     def look(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        self.positions_read |= any(tensor is self.positions for _, tensor in tensors_in(args))
+        self.positions_read |= any(tensor is self.positions for _, tensor in placed_tensors(args))
         self.tables |= counts_positions(name, args, result)
         if name == "arange" and result.numel() == TOKENS:
             self.found.setdefault(self._here(), set()).add(COUNTED)

@@ -42,7 +42,7 @@ class NotFiniteHere(Exception):
 
 
 @dataclass(frozen=True)
-class Computed:
+class LossAndGradients:
     """A loss, summed over the documents' learned tokens, and its gradients by the parameter's name."""
 
     loss: float
@@ -62,7 +62,7 @@ class Difference:
         return max(self.loss, self.gradients)
 
 
-def difference(found: Computed, expected: Computed, *, exact: bool = True) -> Difference:
+def difference(found: LossAndGradients, expected: LossAndGradients, *, exact: bool = True) -> Difference:
     """How far `found` is from `expected`. A gradient that only one of them has counts as a difference.
 
     Args:
@@ -99,7 +99,7 @@ class LibrarySide:
     compute: torch.dtype | None  # of autocast; None: float32
     training: bool = True  # False for a model that draws numbers whatever its settings say
     wide: bool = False  # float64
-    expected: Computed = field(init=False)
+    expected: LossAndGradients = field(init=False)
     bound: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class LibrarySide:
             rounded = self._difference(self._librarys(self.compute)).largest
             self.bound = TIMES_THE_LIBRARYS * max(rounded, torch.finfo(self.compute).eps)
 
-    def _librarys(self, compute: torch.dtype | None) -> Computed:
+    def _librarys(self, compute: torch.dtype | None) -> LossAndGradients:
         self.model.train(self.training)
         self.model.zero_grad()
         total = 0.0
@@ -124,7 +124,7 @@ class LibrarySide:
                 loss = summed(logits[:-1], torch.from_numpy(labels[1:]).to(self.device))
                 loss.backward()
                 total += loss.item()
-        return Computed(total, gradients_of(self.model))
+        return LossAndGradients(total, gradients_of(self.model))
 
     def of(self, recipe: Recipe, small: SmallModel, *, by_logits: bool = False) -> Difference:
         """How far the kit is from the library when it trains the small model by this recipe.
@@ -149,7 +149,7 @@ class LibrarySide:
         """The same of a model that is built."""
         return self._difference(self.computed_by(model, recipe, by_logits=by_logits))
 
-    def computed_by(self, model: nn.Module, recipe: Recipe, *, by_logits: bool = False) -> Computed:
+    def computed_by(self, model: nn.Module, recipe: Recipe, *, by_logits: bool = False) -> LossAndGradients:
         """What the kit computes with its model."""
         model.train(self.training)
         model.zero_grad()
@@ -160,7 +160,7 @@ class LibrarySide:
                     part = _by_logits(model, batch) if by_logits else model(**batch)
                 part.backward()
                 loss += part.item()
-        return Computed(loss, gradients_of(model))
+        return LossAndGradients(loss, gradients_of(model))
 
     def repeats(self) -> bool:
         """Whether the library's model computes the same once more: it draws no random numbers."""
@@ -178,7 +178,7 @@ class LibrarySide:
         """The same comparison in evaluation mode, in which layers draw no numbers."""
         return LibrarySide(self.model, self.documents, self.device, self.compute, training=False)
 
-    def _difference(self, found: Computed) -> Difference:
+    def _difference(self, found: LossAndGradients) -> Difference:
         return difference(found, self.expected, exact=self.compute is None)
 
     def _width(self) -> AbstractContextManager[Any]:

@@ -17,7 +17,7 @@ from finetune.recipe.schema import Lora, Recipe
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 SCALARS = ("r", "lora_alpha", "use_rslora", "use_dora")
-PATTERNS = ("rank_pattern", "alpha_pattern")
+BY_PATTERN = ("rank_pattern", "alpha_pattern")
 # Settings of peft that this kit's adapters do not have; each changes what the weights mean.
 NOT_OFFERED = (
     "lora_bias",
@@ -111,7 +111,7 @@ def _differing(lora: Lora, config: Mapping[str, Any], init: str) -> Iterator[tup
         ours, theirs = _last_names(lora.target_modules), _last_names(targets)
         if ours != theirs:
             yield "target_modules", lora.target_modules, theirs
-    for key in PATTERNS:
+    for key in BY_PATTERN:
         if getattr(lora, key) != (config.get(key) or {}):
             yield key, getattr(lora, key), config.get(key) or {}
     parameters = config.get("target_parameters") or []

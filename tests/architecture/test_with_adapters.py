@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import PeftConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from finetune.model.build import build_model
 from finetune.tokens.batches import micro_batches
@@ -24,12 +24,6 @@ from tests.support.recipes import least_recipe
 FAMILIES = "gpt_oss gemma2 cohere llama4_text qwen3_5_text qwen3_next lfm2 falcon_h1 granitemoehybrid seed_oss".split()
 QUICK = ("gpt_oss", "gemma2", "qwen3_next", "llama4_text")
 LORA: dict[str, Any] = {"r": 2, "lora_alpha": 4.0, "target_modules": "all-linear"}
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-TARGETS = {  # where peft 0.21 cannot adapt all linear layers
-    "falcon_h1": [*ATTENTION, "in_proj", "gate_proj", "down_proj"],  # its fused kernel would read past out_proj's
-    "llama4_text": [*ATTENTION, "down_proj"],  # the router is a linear layer that returns two tensors
-    "qwen3_next": [*ATTENTION, "in_proj_qkvz", "out_proj", "down_proj"],  # warns of experts that it does not reach
-}
 
 
 def shake(model: nn.Module) -> None:
@@ -46,10 +40,10 @@ def gradients(model: nn.Module) -> Trained:
     return 0.0, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def librarys(folder: Path, lora: dict[str, Any]) -> Trained:
-    config = copy.deepcopy(AutoConfig.from_pretrained(folder))
-    base = AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager", dtype=torch.float32)
-    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **lora)).train()
+def librarys(folder: Path, adapters: PeftConfig) -> Trained:
+    """With the same adapters, each put in by peft."""
+    base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    model = get_peft_model(base, copy.deepcopy(adapters)).train()
     shake(model)
     total = torch.zeros(())
     for ids, labels in documents():
@@ -59,10 +53,13 @@ def librarys(folder: Path, lora: dict[str, Any]) -> Trained:
     return total.item(), gradients(model)[1]
 
 
-def ours(folder: Path, lora: dict[str, Any], *, checkpointing: bool) -> Trained:
+def built(folder: Path, *, checkpointing: bool) -> Any:
     training = {"activation_checkpointing": checkpointing, "per_device_batch_size": 2}
-    recipe = least_recipe(folder, model={"dtype": "float32"}, data={"packing": True}, lora=lora, training=training)
-    model = build_model(recipe, torch.device("cpu")).train()
+    recipe = least_recipe(folder, model={"dtype": "float32"}, data={"packing": True}, lora=LORA, training=training)
+    return build_model(recipe, torch.device("cpu")).train()
+
+
+def ours(model: nn.Module) -> Trained:
     shake(model)
     rows = Rows(Way("auto", packing=True))
     (batch,) = micro_batches(rows, range(2), rank=0, world_size=1, per_device_batch_size=2, flat=True)
@@ -76,8 +73,8 @@ def ours(folder: Path, lora: dict[str, Any], *, checkpointing: bool) -> Trained:
 )
 def test_adapters_learn_the_same(family: str, tmp_path: Path) -> None:
     save_shaken(family, tmp_path)
-    lora = LORA | {"target_modules": TARGETS.get(family, "all-linear")}
-    expected = librarys(tmp_path, lora)
+    models = [built(tmp_path, checkpointing=checkpointing) for checkpointing in (False, True)]
+    expected = librarys(tmp_path, models[0].peft_config["default"])
     assert len(expected[1]) >= 16
-    for checkpointing in (False, True):
-        assert largest_difference(ours(tmp_path, lora, checkpointing=checkpointing), expected) <= 1
+    for model in models:
+        assert largest_difference(ours(model), expected) <= 1

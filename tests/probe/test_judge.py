@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
 from finetune.architecture import attention, loss
+from finetune.architecture.families import Computed
 from finetune.errors import EnvironmentMismatch
 from finetune.probe.compare import EXACT
 from finetune.probe.probe import ProbeResult, probe
@@ -79,8 +81,9 @@ def test_an_attention_that_sees_other_documents_is_named_as_packing(
 ) -> None:
     genuine = attention._by_document
 
-    def leaking(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], *others: Any) -> Tensor:
-        return genuine(q, k, v, (sum(lengths),) if len(lengths) == 3 else lengths, *others)
+    def leaking(q: Tensor, k: Tensor, v: Tensor, asked: attention.Attended) -> Tensor:
+        whole = dataclasses.replace(asked, lengths=(sum(asked.lengths),))
+        return genuine(q, k, v, whole if len(asked.lengths) == 3 else asked)
 
     monkeypatch.setattr(attention, "_by_document", leaking)
     message = refusal(least_recipe(narrow))
@@ -108,16 +111,26 @@ def test_checkpointing_that_differs_is_named(narrow: Path, monkeypatch: pytest.M
     assert message.endswith("; set training.activation_checkpointing: false")
 
 
+@pytest.fixture
+def without_sinks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kit's attention as it was before it knew sinks."""
+    genuine = attention.varlen_attention
+    monkeypatch.setattr(attention, "varlen_attention", lambda *args, s_aux=None, **more: genuine(*args, **more))
+    yield
+    monkeypatch.undo()
+    attention.register()
+
+
+@pytest.mark.usefixtures("without_sinks")
 @pytest.mark.parametrize("name", ["gpt_oss", "lfm2"])
 def test_numbers_alone_find_what_the_trial_without_data_finds(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sinks that the kit's attention would leave out, convolutions that run across documents: both as before the trial
-    was made. What is proposed is tried: the trial is off, and numbers say that it is right."""
+    """Sinks that the kit's attention leaves out, convolutions that run across documents: both as before the trial was
+    made. What is proposed is tried: the trial is off, and numbers say that it is right."""
     from finetune.model import build
 
-    monkeypatch.setattr(build, "refuse_unsuitable", lambda *_: None)
-    monkeypatch.setattr(attention, "refuse_unknown", lambda *_: None)
+    monkeypatch.setattr(build, "refuse_unsuitable", lambda *_: Computed())
     settings = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     settings |= {"layer_types": ["conv", "full_attention"]} if name == "lfm2" else {"head_dim": 16}
     config = CONFIG_MAPPING[name](**settings, intermediate_size=64, vocab_size=128)

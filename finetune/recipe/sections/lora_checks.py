@@ -11,7 +11,7 @@ from finetune.recipe.cross_checks import CrossCheck, refuse
 if TYPE_CHECKING:
     from finetune.recipe.sections.lora import Lora
 
-T = TypeVar("T")
+Value = TypeVar("Value")
 
 
 def check_lora(lora: Lora) -> None:
@@ -19,7 +19,7 @@ def check_lora(lora: Lora) -> None:
     refuse([*_target_mistakes(lora), *_pattern_mistakes(lora), *_parameter_mistakes(lora)])
 
 
-def by_pattern(patterns: Mapping[str, T], path: str, default: T) -> T:
+def by_pattern(patterns: Mapping[str, Value], path: str, default: Value) -> Value:
     """What the first pattern that fits the end of `path` says; peft's get_pattern_key (peft/utils/other.py)."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", path)), default)
 
