@@ -114,7 +114,7 @@ FAULTS = (
     ),
     Fault(
         "adapters' copies of modules stay in bfloat16",
-        "model/build.py",
+        "model/adapters.py",
         "parameter.data = parameter.data.float()",
         "pass",
         "model/test_build.py",

@@ -46,7 +46,10 @@ def adapted_parameters(
     found = {}
     for name, keys in layers.items():
         path = name.replace(WRAPPED, "")
-        module: Any = structure.get_submodule(path)
+        try:
+            module: Any = structure.get_submodule(path)
+        except AttributeError:  # of another base: its tensors are missing there, which plan_merge says
+            continue
         if isinstance(module, nn.Linear | nn.Embedding | Conv1D):
             continue
         own = [each for each, _ in module.named_parameters(recurse=False)]

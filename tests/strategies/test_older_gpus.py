@@ -116,7 +116,7 @@ def test_gpus_without_flash_attention_take_a_document_at_a_time(
         calls.append((query.shape, key.shape, options["is_causal"]))
         return real(query, key, value, **options)
 
-    monkeypatch.setattr(attention, "_on_cuda", on_cuda)
+    monkeypatch.setattr(attention, "attend_on_cuda", on_cuda)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     attention.has_flash.cache_clear()
