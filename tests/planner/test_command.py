@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from finetune.architecture import loss
 from finetune.cli.main import main
 from finetune.errors import DoesNotFit
-from finetune.model import loss
 from finetune.planner.command import plan_by_trace
 from finetune.planner.pick import candidates
 from finetune.recipe.gpus import parse_gpus
