@@ -3,10 +3,8 @@ started its threads cannot."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -14,7 +12,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.launch.forking import can_fork
+from finetune.launch.forking import can_fork, start_forked
 from finetune.probe.probe import ProbeResult, probe
 from finetune.recipe.schema import Recipe
 
@@ -25,7 +23,7 @@ def probed_beside(recipe: Recipe) -> Iterator[Callable[[], ProbeResult]]:
 
     It raises what `probe` raises. Where no child can compute, this process does, when it is asked.
     """
-    child, pipe = _started(recipe) if can_fork() else (None, None)
+    child, pipe = start_forked(_send_result, recipe) if can_fork() else (None, None)
 
     def result() -> ProbeResult:
         with suppress(EOFError):
@@ -43,17 +41,6 @@ def probed_beside(recipe: Recipe) -> Iterator[Callable[[], ProbeResult]]:
             pipe.close()
             child.kill()
             child.join()
-
-
-def _started(recipe: Recipe) -> tuple[multiprocessing.process.BaseProcess, Connection]:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_send_result, args=(recipe, theirs), daemon=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later, of any second thread
-        child.start()
-    theirs.close()
-    return child, ours
 
 
 def _send_result(recipe: Recipe, pipe: Connection) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -13,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from finetune.launch.forking import can_fork
+from finetune.launch.forking import can_fork, start_forked
 
 T = TypeVar("T")
 
@@ -27,7 +25,7 @@ def run_in_forks(functions: Mapping[int, Callable[[], T]]) -> Iterator[Callable[
     """
     children = {}
     if len(functions) > 1 and can_fork():
-        children = {name: _start(function) for name, function in functions.items()}
+        children = {name: start_forked(_send_result, function) for name, function in functions.items()}
 
     def result(name: int) -> T:
         if name in children:
@@ -42,17 +40,6 @@ def run_in_forks(functions: Mapping[int, Callable[[], T]]) -> Iterator[Callable[
             pipe.close()
             child.kill()
             child.join()
-
-
-def _start(function: Callable[[], T]) -> tuple[multiprocessing.process.BaseProcess, Connection]:
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_send_result, args=(function, theirs), daemon=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later, of any second thread
-        child.start()
-    theirs.close()
-    return child, ours
 
 
 def _send_result(function: Callable[[], T], pipe: Connection) -> None:
