@@ -8,6 +8,7 @@ among what they take and give.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -86,10 +87,17 @@ def checkpoint_options(model: nn.Module) -> dict[str, Any]:
     return {"context_fn": modules[0].finetune_documents[1].contexts} if modules else {}
 
 
+def first_parameter(module: nn.Module) -> str:
+    """The name of the first argument of its class's forward, after the module itself."""
+    return list(inspect.signature(type(module).forward).parameters)[1]
+
+
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     mixer: Mixer
     mixer, row = module.finetune_documents
     forward: Any = type(module).forward
+    if args and ".0" not in mixer.inputs:  # tried with names alone; ZeRO-3 gives the first by its place
+        args, kwargs = args[1:], {first_parameter(module): args[0], **kwargs}
     lengths = row.lengths
     if lengths is None or len(lengths) == 1:
         return forward(module, *args, **kwargs)

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from finetune.architecture.by_document import run_document_by_document
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
+from finetune.strategies.zero_leaves import gather_at_once
 from finetune.strategies.zero_requirements import silenced_deepspeed
 from finetune.strategies.zero_state import full_numel, full_shape, load_masters
 
@@ -224,7 +225,7 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
     if plugin.zero_stage == 3 and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         _partition(model, plugin.deepspeed_config)
     if plugin.zero_stage == 3:
-        _gather_at_once(run_document_by_document(model))
+        gather_at_once(run_document_by_document(model))
     plugin.deepspeed_config["zero_optimization"] |= buckets(model, plugin.zero_stage)
     with silenced_deepspeed():
         engine, optimizer = accelerator.prepare(model, optimizer)
@@ -234,15 +235,6 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
     if exact:
         load_masters(engine, exact)
     return engine, optimizer
-
-
-def _gather_at_once(modules: Iterable[nn.Module]) -> None:
-    """Gather these modules' weights before their forward and not inside of it, which runs as often as a rank's row has
-    documents: ranks with different numbers of them would wait for each other for good."""
-    from deepspeed.utils import set_z3_leaf_module
-
-    for module in modules:
-        set_z3_leaf_module(module, True)
 
 
 def fit_swap(plugin: DeepSpeedPlugin, structure: Callable[[], nn.Module], ranks: int) -> None:
