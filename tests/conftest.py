@@ -19,7 +19,7 @@ os.environ.setdefault("FINETUNE_PLANNER", "off")
 
 from tests.support.tiny import save_tiny
 
-LONG = ("test_strategies.py", "test_shipped_batches.py")  # ten seconds and more a test
+LONG = ("test_strategies.py", "test_shipped_batches.py", "test_as_written.py")  # ten seconds and more a test
 # A trace's device has to be there before a process's first backward, which then starts threads for it; a process that
 # has them cannot fork ranks. So tests/planner/ is run by another pytest, when the other tests are over.
 TRACING = Path(__file__).parent / "planner"

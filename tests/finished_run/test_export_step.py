@@ -43,7 +43,7 @@ def write(folder: Path, base: Path, *changes: dict[str, Any], steps: int) -> Pat
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", METHODS)
 def test_it_is_what_a_shorter_training_hands_over(tmp_path: Path, method: str, tied: bool) -> None:
     if tied and method in ("qlora", "pissa", "full in bfloat16"):

@@ -54,8 +54,8 @@ def curves(tiny_llama: Path, chats: Path, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize(
     ("strategy", "splits"),
     [
+        # One rank of ZeRO: tests/strategies/test_zero_one_rank.py.
         *(pytest.param(name, SPLITS_HERE, marks=() if name == "fsdp2" else pytest.mark.slow) for name in RANKS),
-        ("zero3", ("packed",)),  # each of its cells takes ten seconds
     ],
 )
 def test_one_curve(

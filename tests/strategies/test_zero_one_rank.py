@@ -23,9 +23,10 @@ from tests.support.tiny import flat_batch
 
 # The slow tests have all, and the disk, for which DeepSpeed compiles.
 STRATEGIES = ("zero1", "zero2", "zero2_offload", "zero3")
+FAST = ("zero1", "zero3")
 
 
-@pytest.fixture(params=STRATEGIES)
+@pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in STRATEGIES])
 def strategy(request: pytest.FixtureRequest) -> str:
     if find_spec("deepspeed") is None:
         pytest.skip("needs DeepSpeed")

@@ -112,18 +112,19 @@ def test_without_it_the_last_weights_are_exported(
     assert f"exported: the weights of step {STEPS}, held-out loss {last:.4f}, the last\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow  # one rank of ZeRO: tests/strategies/test_zero_one_rank.py
 @pytest.mark.parametrize(
     ("strategy", "method"),
     [
-        pytest.param("ddp", "lora", marks=pytest.mark.slow),
+        ("ddp", "lora"),
         ("fsdp2", "lora"),
-        pytest.param("fsdp2", "full", marks=pytest.mark.slow),
-        pytest.param("fsdp2_offload", "lora", marks=pytest.mark.slow),
-        pytest.param("zero1", "full", marks=pytest.mark.slow),
-        pytest.param("zero2_offload", "lora", marks=pytest.mark.slow),
-        pytest.param("zero3", "lora", marks=pytest.mark.slow),  # one rank of it: tests/strategies/test_zero_one_rank.py
-        pytest.param("zero3", "full", marks=pytest.mark.slow),
-        pytest.param("zero3_nvme", "full", marks=pytest.mark.slow),
+        ("fsdp2", "full"),
+        ("fsdp2_offload", "lora"),
+        ("zero1", "full"),
+        ("zero2_offload", "lora"),
+        ("zero3", "lora"),
+        ("zero3", "full"),
+        ("zero3_nvme", "full"),
     ],
 )
 def test_under_every_strategy(

@@ -106,9 +106,10 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"mixed_precision": "bf16"},
     "8-bit AdamW": {"optim": "adamw_8bit"},
 }
+FAST = ("full, decayed, accumulated", "lora with dropout, accumulated", "bf16")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES])
 def test_the_run_is_bitwise_the_one_without_it(case: str, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     if case == "8-bit AdamW":
         pytest.importorskip("bitsandbytes")
