@@ -113,7 +113,7 @@ def take_new_rows_into_loss(model: Any) -> None:
     from peft.utils.other import TrainableTokensWrapper
 
     head: Any = model.get_output_embeddings()
-    if type(head) is not TrainableTokensWrapper:
+    if not issubclass(type(head), TrainableTokensWrapper):
         return
     rows = head.token_adapter.token_indices[head.active_adapters[0]]
     head.register_buffer("new_rows", torch.tensor(rows, device=head.original_module.weight.device), persistent=False)

@@ -277,4 +277,5 @@ def library_side(recipe: Recipe, small: SmallModel, device: torch.device, comput
     like = kits_model(recipe, small, device)
     reference = librarys_model(small, like, device, trust=recipe.model.trust_remote_code)
     embeddings: Any = decoder_parts(like).get_input_embeddings()
-    return LibrarySide(reference, probe_documents(len(embeddings.weight), small.special), device, compute)
+    new = embeddings.token_adapter.token_indices["default"] if hasattr(embeddings, "token_adapter") else ()
+    return LibrarySide(reference, probe_documents(len(embeddings.weight), small.special, new), device, compute)
