@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,13 @@ class LogitTransform:
 AS_IT_IS = LogitTransform()
 
 
+class OwnRows(NamedTuple):
+    """Rows of a head that are trained while the others are frozen."""
+
+    ids: Tensor  # int64 [rows]: where they stand in the head
+    weight: Tensor  # [rows, hidden_size]
+
+
 def summed_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -60,12 +67,14 @@ def summed_cross_entropy(
     bias: Tensor | None = None,
     supervised: Tensor | None = None,
     transform: LogitTransform = AS_IT_IS,
+    own: OwnRows | None = None,
 ) -> Tensor:
     """Sum over supervised positions of -log softmax(transform(hidden @ weight.T + bias))[target].
 
     hidden: [..., hidden_size]; weight: [vocabulary, hidden_size]; targets: [...] with -100 where nothing is
     learned, already shifted; supervised: int64, where it is not -100, counted over all of [...] flattened. Where
     that is given, the head is applied to those positions and no others: of a conversation, to the answers alone.
+    Rows of `own` stand in place of those of `weight`, without the bias, and without a copy of the whole.
     Returns a float32 scalar. The matrix products run in autocast's dtype where autocast is on, else in `hidden`'s;
     softmax, sum and the head's gradient accumulate in float32.
 
@@ -74,9 +83,10 @@ def summed_cross_entropy(
     3.8 % off.
     """
     if torch.is_grad_enabled():
-        applied = _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, supervised, transform)  # type: ignore[no-untyped-call]
+        ids, rows = own or (None, None)
+        applied = _ChunkedCrossEntropy.apply(hidden, weight, bias, rows, ids, targets, supervised, transform)  # type: ignore[no-untyped-call]
         return cast(Tensor, applied)
-    return _pass(hidden, weight, bias, targets, supervised, transform, (False, False, False))[0]
+    return _pass(hidden, weight, bias, own, targets, supervised, transform, (False, False, False, False))[0]
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -133,30 +143,35 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        rows: Tensor | None,
+        ids: Tensor | None,
         targets: Tensor,
         supervised: Tensor | None,
         transform: LogitTransform,
     ) -> Tensor:
-        loss, *gradients = _pass(hidden, weight, bias, targets, supervised, transform, ctx.needs_input_grad)
+        own = None if rows is None or ids is None else OwnRows(ids, rows)
+        loss, *gradients = _pass(hidden, weight, bias, own, targets, supervised, transform, ctx.needs_input_grad)
         ctx.save_for_backward(*gradients)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         # In place: a second copy of the head's gradient would be 2.1 GB for Llama 3 8B.
-        return (*(None if g is None else g.mul_(upstream[0]) for g in ctx.saved_tensors), None, None, None)
+        return (*(None if g is None else g.mul_(upstream[0]) for g in ctx.saved_tensors), None, None, None, None)
 
 
 def _pass(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    own: OwnRows | None,
     targets: Tensor,
     supervised: Tensor | None,
     transform: LogitTransform,
     wants: Sequence[bool],
 ) -> tuple[Tensor, *tuple[Tensor | None, ...]]:
-    """One pass over chunks of tokens: loss, and those of the gradients of hidden, weight and bias that are wanted."""
+    """One pass over chunks of tokens: loss, and those of the gradients of hidden, weight, bias and own rows that are
+    wanted."""
     dtype = _compute_dtype(hidden)
     flat, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)  # [tokens, hidden_size], [tokens]
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -164,28 +179,54 @@ def _pass(
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants[1] else None
     grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wants[2] else None
     cast_weight, cast_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    rows = None if own is None else _Rows(own, dtype, learn=wants[3])
     with torch.autocast(hidden.device.type, enabled=False):
         for now in _chunks(len(flat), supervised, max(1, CHUNK_BYTES // (4 * weight.shape[0]))):
             part = flat[now].to(dtype)
             product = F.linear(part, cast_weight, cast_bias).float()  # [chunk, vocabulary]
+            if rows is not None:
+                rows.put_products(part, product)
             logits = transform.apply_(product)  # one more such tensor where there is a cap
             loss += F.cross_entropy(logits, target[now], reduction="sum")
-            if not any(wants[:3]):
+            if not any(wants[:4]):
                 continue
             slope = _softmax_minus_target(logits, target[now], all_learned=supervised is not None)
             slope = transform.chain_(slope, product).to(dtype)
+            through_rows = None if rows is None else rows.take_slope_(slope, part)
             if grad_bias is not None:
                 grad_bias += slope.sum(0)
             if grad_hidden is not None:
-                grad_hidden[now] = (slope @ cast_weight).to(flat.dtype)
+                through = slope @ cast_weight if through_rows is None else through_rows + slope @ cast_weight
+                grad_hidden[now] = through.to(flat.dtype)
             if grad_weight is not None:
                 grad_weight += slope.T @ part
-    gradients = grad_hidden, grad_weight, grad_bias
+    gradients = grad_hidden, grad_weight, grad_bias, None if rows is None else rows.gradient
+    likes = hidden, weight, bias, None if own is None else own.weight
     results = (
         None if gradient is None or like is None else gradient.to(like.dtype).view(like.shape)
-        for gradient, like in zip(gradients, (hidden, weight, bias), strict=True)
+        for gradient, like in zip(gradients, likes, strict=True)
     )
     return loss, *results
+
+
+class _Rows:
+    """Own rows in a pass over chunks: their products in place of the head's, and the gradient of each chunk added."""
+
+    def __init__(self, own: OwnRows, dtype: torch.dtype, *, learn: bool) -> None:
+        self._ids, self._weight = own.ids, own.weight.to(dtype)
+        self.gradient = torch.zeros_like(own.weight, dtype=torch.float32) if learn else None
+
+    def put_products(self, part: Tensor, product: Tensor) -> None:
+        """part: [chunk, hidden_size]; product: float32 [chunk, vocabulary], changed in place."""
+        product.index_copy_(1, self._ids, F.linear(part, self._weight).float())
+
+    def take_slope_(self, slope: Tensor, part: Tensor) -> Tensor:
+        """The hidden states' gradient through these rows, [chunk, hidden_size]; nothing of it is left in `slope`."""
+        own = slope[:, self._ids]  # [chunk, rows]
+        slope.index_fill_(1, self._ids, 0)
+        if self.gradient is not None:
+            self.gradient += own.T @ part
+        return own @ self._weight
 
 
 def _chunks(tokens: int, supervised: Tensor | None, size: int) -> Iterable[Tensor | slice]:

@@ -14,8 +14,9 @@ from torch import nn
 from finetune.architecture.attention import use_librarys
 from finetune.architecture.families import refuse_unsuitable
 from finetune.errors import DoesNotFit, FinetuneError
-from finetune.model.adapters import silenced_peft
+from finetune.model.adapters import silenced_peft, take_new_rows_into_loss
 from finetune.model.build import load_base
+from finetune.model.new_tokens import add_rows
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 
@@ -67,7 +68,10 @@ def load_adapted(run: FinishedRun, device: torch.device, *, with_loss: bool = Fa
     """
     base = _load(run.recipe, device, with_loss=with_loss)
     with silenced_peft():
-        return PeftModel.from_pretrained(base, str(run.product)).eval()
+        adapted = PeftModel.from_pretrained(base, str(run.product)).eval()
+    if with_loss:
+        take_new_rows_into_loss(adapted.get_base_model())
+    return adapted
 
 
 def load_whole(run: FinishedRun, device: torch.device, *, tuned: bool, with_loss: bool = False) -> nn.Module:
@@ -80,6 +84,7 @@ def _load(recipe: Recipe, device: torch.device, path: str | None = None, *, with
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"attention": "eager"})})
     with fitting(device):
         model = load_base(recipe, device, dtype=getattr(torch, recipe.model.dtype), path=path)
+        add_rows(model, recipe.model, fill=path is None)
         if with_loss:
             refuse_unsuitable(model, recipe).taught_to(model)
         else:

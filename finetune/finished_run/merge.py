@@ -54,12 +54,19 @@ class Merge:
     @property
     def changed(self) -> set[str]:
         """The tensors of the base's files that the adapter changes."""
-        return {*self.adapter.replaced, *(f"{layer}.weight" for layer in self.adapter.layers), *self.deltas.names}
+        layers = (f"{layer}.weight" for layer in self.adapter.layers)
+        return {*self.adapter.replaced, *layers, *self.deltas.names, *self.adapter.new_rows}
 
     @property
     def unties(self) -> bool:
         """Whether head and embeddings, one tensor in the base, are two now."""
-        return self.tied and bool(self.changed & {self.embedding, self.head})
+        alike = self.adapter.new_rows.keys()  # of tied ones both have them
+        return self.tied and bool((self.changed - alike) & {self.embedding, self.head})
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embeddings, with those of new tokens."""
+        return self.shapes()[self.embedding][0]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The merged model's tensors, in the order of the base's files."""
@@ -68,6 +75,9 @@ class Merge:
             shapes.pop(self.head, None)
         if self.unties:
             shapes[self.head] = shapes[self.embedding]
+        for name, (_, rows) in self.adapter.new_rows.items():
+            if name in shapes:
+                shapes[name] = (max(shapes[name][0], max(rows) + 1), *shapes[name][1:])
         return shapes
 
     def tensor(self, name: str, dtype: torch.dtype, *, dequantized: bool) -> Tensor:
@@ -93,7 +103,17 @@ class Merge:
             weight = weight.float() + self.deltas.of(name).to(self.device)
         if layer in adapter.layers:
             weight = adapter.merged(layer, weight.float())
+        if name in adapter.new_rows:
+            return self._with_new_rows(name, weight.to("cpu", dtype))
         return weight.to("cpu", dtype)
+
+    def _with_new_rows(self, name: str, weight: Tensor) -> Tensor:
+        """weight: [rows of the base, hidden]; returns a tensor with a row for each new token too."""
+        key, rows = self.adapter.new_rows[name]
+        grown = weight.new_zeros(self.shapes()[name])
+        grown[: len(weight)] = weight
+        grown[rows] = self.adapter.read(key).to(weight.dtype)
+        return grown
 
     def _quantized(self, layer: str, weight: Tensor, *, dequantized: bool) -> Tensor:
         """The frozen weight of a layer that training had quantised, before its adapter."""
@@ -189,6 +209,8 @@ def _write_settings(merge: Merge, folder: Path, dtype: torch.dtype) -> None:
     config.pop("_name_or_path", None)  # it is another model now
     if merge.unties:
         config["tie_word_embeddings"] = False
+    if merge.adapter.new_rows:
+        config.get("text_config", config)["vocab_size"] = merge.vocabulary
     write_json(folder / "config.json", config)
     generation = read_settings(section, "generation_config.json")
     if generation is not None:

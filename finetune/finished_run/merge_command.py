@@ -102,8 +102,7 @@ def _verify(
 ) -> dict[str, Any]:
     """The figures of each candidate, and of the base without the adapter, by the same documents."""
     prepared = prepare(run.recipe, load_tokenizer(run.recipe))
-    vocabulary = merge.shapes().get(merge.head, merge.shapes()[merge.embedding])[0]
-    documents = documents_to_compare(prepared, prompts, vocabulary)
+    documents = documents_to_compare(prepared, prompts, merge.vocabulary)
     log(f"comparing over {counted(len(documents), 'document')}")
     with fitting(merge.device):
         reference, without = _reference_and_base(run, documents, merge.device)

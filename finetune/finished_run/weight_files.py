@@ -22,6 +22,7 @@ from finetune.recipe.schema import ModelSection
 from finetune.recipe.sections.lora_checks import by_pattern
 
 PEFT_PREFIX = "base_model.model."
+NEW_ROWS = ".token_adapter.trainable_tokens_delta"
 # The settings of an adapter that its forward depends on; the recipe sets no others.
 ADAPTER_SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora")
 
@@ -37,6 +38,7 @@ class AdapterFile:
     layers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # layer -> peft's name in it -> key
     replaced: Mapping[str, str] = field(default_factory=dict)  # tensor of the model, trained in full -> key
     target_parameters: tuple[str, ...] = ()
+    new_rows: Mapping[str, tuple[str, list[int]]] = field(default_factory=dict)  # tensor of the model -> key, its rows
 
     def settings_of(self, path: str) -> Mapping[str, Any]:
         """The settings of the adapter on one layer or parameter."""
@@ -92,16 +94,22 @@ def open_adapter(folder: Path) -> AdapterFile:
     init = str(config.get("init_lora_weights", True))
     path, replaced = folder / "adapter_model.safetensors", {}
     layers: dict[str, dict[str, str]] = {}
+    indices: Mapping[str, list[int]] = config.get("trainable_token_indices") or {}
+    new_rows: dict[str, tuple[str, list[int]]] = {}
     with safe_open(path, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118  # not a dict
             layer, lora, name = key.removeprefix(PEFT_PREFIX).partition(".lora_")
             if lora:
                 layers.setdefault(layer, {})[name] = key
+            elif layer.endswith(NEW_ROWS):
+                place = layer.removesuffix(NEW_ROWS)
+                new_rows[f"{place}.weight"] = key, indices[place]
             else:
                 replaced[layer] = key
     settings = {name: config[name] for name in ADAPTER_SETTINGS}
     patterns = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
-    return AdapterFile(settings, patterns, init, path, layers, replaced, tuple(config.get("target_parameters") or ()))
+    parameters = tuple(config.get("target_parameters") or ())
+    return AdapterFile(settings, patterns, init, path, layers, replaced, parameters, new_rows)
 
 
 class _Holder(nn.Module):

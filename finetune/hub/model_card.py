@@ -135,6 +135,7 @@ def _hyperparameters(run: RunFacts) -> Iterator[tuple[str, object]]:
     )
     given = recipe.data.chat_template_kwargs
     yield "chat template, variables", ", ".join(f"{name}: {json.dumps(value)}" for name, value in given.items()) or None
+    yield "new tokens", ", ".join(map(json.dumps, recipe.model.new_tokens)) or None
     yield "learning rate", f"{training.learning_rate:g}, {training.lr_scheduler_type}"
     yield "warm-up", training.warmup_steps if training.warmup_steps is not None else f"{training.warmup_ratio:.0%}"
     betas = f"betas {training.adam_beta1:g} and {training.adam_beta2:g}, epsilon {training.adam_epsilon:g}"

@@ -16,9 +16,9 @@ from typing import Literal, get_args
 from finetune.errors import FinetuneError
 from finetune.files import write_text
 from finetune.paths import TRAIN_SCRIPT
-from finetune.recipe.loader import CONFIG_FOLDER, load_recipe
+from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import LoadedRecipe
-from finetune.recipe.strategy import Strategy, read_strategy
+from finetune.recipe.strategy import CONFIG_FOLDER, Strategy, read_strategy
 from finetune.recipe.yaml_text import printable
 from finetune.wording import counted
 

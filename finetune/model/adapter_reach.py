@@ -22,6 +22,7 @@ from finetune.recipe.schema import Lora
 from finetune.recipe.sections.lora_checks import ends_of, without_adapters
 from finetune.wording import counted
 
+NEW_ROWS = ".token_adapter"  # what peft puts around embeddings and head to train some of their rows
 SHOWN_SHARE = 0.005  # of the matrices' weights; what is left out beyond it is printed, all of it is in the receipt
 
 
@@ -126,7 +127,7 @@ def adapted_paths(model: nn.Module) -> list[str]:
 
     found = []
     for path, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer) and module.active_adapters:
+        if isinstance(module, BaseTunerLayer) and module.active_adapters and not path.endswith(NEW_ROWS):
             own = base_path(path)
             found.append(f"{own}.{module.parameter_name}" if isinstance(module, ParamWrapper) else own)
     return found
@@ -273,7 +274,7 @@ def _refuse_without_adapters(lora: Lora, parameters: list[str]) -> None:
 
 def _is_added(path: str) -> bool:
     """Whether peft put this module there."""
-    return ".lora_" in path or ".modules_to_save." in path
+    return ".lora_" in path or ".modules_to_save." in path or NEW_ROWS in path
 
 
 def _shape(parameter: Tensor) -> tuple[int, ...]:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from finetune.architecture.loss import AS_IT_IS, LogitTransform, OwnRows, summed_cross_entropy
 from finetune.errors import FinetuneError
 from finetune.model.adapter_names import named_targets, names_near, refuse_unknown_names
-from finetune.model.adapter_reach import Targets, adapted_paths, kind_of, resolve_targets
+from finetune.model.adapter_reach import Targets, adapted_paths, is_excluded, kind_of, resolve_targets
 from finetune.recipe.schema import Lora
 
 
-def add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool) -> nn.Module:
+def add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool, new_rows: Sequence[int] = ()) -> nn.Module:
     """peft's model around this one, which is changed in place.
+
+    Args:
+        new_rows: Of embeddings and head, to be trained too, beginning with what they hold.
 
     Raises FinetuneError where a name of `lora` means nothing here, or another thing to peft than to the recipe.
     """
@@ -30,6 +35,8 @@ def add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool) -> nn.Modu
     targets = resolve_targets(model, lora)
     asked = named_targets(model, lora, targets)
     config = _peft_config(lora, targets, on_meta=model.device.type == "meta")
+    if new_rows:
+        config.trainable_token_indices = _places_of_rows(model, lora, asked, new_rows)
     try:
         with silenced_peft():
             adapted = get_peft_model(model, config, autocast_adapter_dtype=not pure_bf16)
@@ -43,6 +50,8 @@ def add_adapters(model: PreTrainedModel, lora: Lora, pure_bf16: bool) -> nn.Modu
     _refuse_unreached(asked, adapted_paths(adapted))
     _refuse_idle_patterns(lora, adapted_paths(adapted))
     _refuse_other_names(adapted, type(model).__name__)
+    if new_rows:
+        take_new_rows_into_loss(model)
     if pure_bf16:
         _adapters_as_elsewhere(adapted)
     else:  # peft 0.21 makes adapters float32, and leaves its copies of modules_to_save in the base's format
@@ -65,6 +74,67 @@ def _peft_config(lora: Lora, targets: Targets, *, on_meta: bool) -> Any:
     if on_meta:  # the values come from a rank that has the weights some inits are made from
         settings["init_lora_weights"] = True
     return LoraConfig(task_type="CAUSAL_LM", **settings)
+
+
+def _places_of_rows(model: PreTrainedModel, lora: Lora, asked: set[str], rows: Sequence[int]) -> dict[str, list[int]]:
+    """peft's `trainable_token_indices`: the rows of the embeddings, and of the head where it is not tied to them.
+
+    Raises FinetuneError where peft would train them in another way, or leave something out.
+    """
+    embeddings: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    paths = {id(module): path for path, module in model.named_modules()}
+    ends = [paths[id(end)] for end in (embeddings, head)]
+    tied = embeddings.weight is head.weight
+    for path in ends:
+        if path in asked or is_excluded(lora.model_copy(update={"exclude_modules": []}), path):
+            key = "target_modules" if path in asked else "modules_to_save"
+            name = path.rpartition(".")[2]
+            raise FinetuneError(
+                f"lora.{key}: names {name}, whose new rows model.add_tokens trains; leave {name} out, or train all "
+                "weights (lora: null)"
+            )
+    if head.bias is not None:  # peft's forward of new rows has no bias
+        raise FinetuneError(
+            f"model.add_tokens: the head of {type(model).__name__} has a bias, which peft leaves out beside new rows; "
+            "train all weights (lora: null), or choose another model"
+        )
+    if tied != bool(model.config.get_text_config().tie_word_embeddings):
+        raise FinetuneError(
+            f"model.add_tokens: {type(model).__name__} has a head that is{'' if tied else ' not'} tied to its "
+            "embeddings, against its configuration, by which peft goes; train all weights (lora: null)"
+        )
+    return {path: list(rows) for path in (ends[:1] if tied else ends)}
+
+
+def take_new_rows_into_loss(model: Any) -> None:
+    """Have the head compute the summed loss with the new rows in it, where it has some: peft's own forward passes on
+    the hidden states alone, and would copy the head [vocabulary, hidden] for every micro-batch, and its gradient."""
+    from peft.utils.other import TrainableTokensWrapper
+
+    head: Any = model.get_output_embeddings()
+    if not issubclass(type(head), TrainableTokensWrapper):
+        return
+    rows = head.token_adapter.token_indices[head.active_adapters[0]]
+    head.register_buffer("new_rows", torch.tensor(rows, device=head.original_module.weight.device), persistent=False)
+    head.forward = MethodType(_head_forward, head)
+
+
+def _head_forward(
+    head: Any,
+    hidden: Tensor,
+    shift_labels: Tensor | None = None,
+    supervised: Tensor | None = None,
+    transform: LogitTransform = AS_IT_IS,
+) -> Tensor:
+    """Of peft's wrapper of the head: as architecture/loss.py has it of a plain one."""
+    if shift_labels is None:
+        logits: Tensor = type(head).forward(head, hidden)
+        return logits
+    layer, own = head.original_module, None
+    if not head.disable_adapters:
+        own = OwnRows(head.new_rows, head.token_adapter.trainable_tokens_delta[head.active_adapters[0]])
+    return summed_cross_entropy(hidden, layer.weight, shift_labels, layer.bias, supervised, transform, own)
 
 
 def _refuse_unreached(asked: set[str], adapted: list[str]) -> None:

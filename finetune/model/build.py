@@ -15,7 +15,6 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -27,21 +26,23 @@ from finetune.architecture.by_document import checkpoint_options
 from finetune.architecture.families import refuse_unsuitable
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapters import add_adapters
+from finetune.model.new_tokens import add_rows, add_to_tokenizer, read_tokenizer
 from finetune.model.packaged import resolve_model_path
 from finetune.model.quantization import forget_inputs, quantize_structure, quantized_layers
 from finetune.recipe.schema import Quantization, Recipe
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer of the base model, with its chat template. Raises FinetuneError when it has none."""
-    section = recipe.model
-    path = resolve_model_path(section.name_or_path)
+    """The tokenizer of the base model, with its chat template and the recipe's new tokens.
+
+    Raises FinetuneError when there is none, or it has one of these tokens already.
+    """
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, revision=section.revision, trust_remote_code=section.trust_remote_code
-        )
+        tokenizer = read_tokenizer(recipe.model)
     except (OSError, ValueError) as error:
-        raise not_loaded("tokenizer", section.name_or_path, error) from error
+        raise not_loaded("tokenizer", recipe.model.name_or_path, error) from error
+    if recipe.model.new_tokens:
+        add_to_tokenizer(tokenizer, recipe.model)
     return tokenizer
 
 
@@ -54,6 +55,7 @@ def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | No
     when they cannot be reached.
     """
     model = structure_alone(recipe, dtype) if device.type == "meta" else load_base(recipe, device, dtype=dtype)
+    rows = add_rows(model, recipe.model)
     refuse_unsuitable(model, recipe).taught_to(model)
     if recipe.quantization is not None and recipe.quantization.load_in_8bit:
         forget_inputs(model)
@@ -61,7 +63,7 @@ def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | No
     if recipe.lora is not None:
         torch.manual_seed(recipe.training.seed)  # every rank draws the same adapters
         with model.device:  # on meta too
-            adapted = add_adapters(model, recipe.lora, recipe.training.pure_bf16)
+            adapted = add_adapters(model, recipe.lora, recipe.training.pure_bf16, rows)
     if recipe.training.activation_checkpointing:
         # After peft, which else makes the embeddings' output require a gradient, as reentrant checkpointing would need.
         checkpoint_layers(model, int(recipe.training.activation_checkpointing))

@@ -103,6 +103,7 @@ def _from_bitsandbytes(
     import bitsandbytes
 
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    embeddings += [p for name, p in model.named_parameters() if ".trainable_tokens_delta." in name]  # rows of such
     vectors = [parameter for parameter in model.parameters() if _dimensions(parameter) < 2]
     in_float32 = [parameter for parameter in (*embeddings, *vectors) if parameter.requires_grad]
     library: Any = bitsandbytes.optim

@@ -22,9 +22,9 @@ from finetune.files import read_lines, remove_folder, write_json
 from finetune.measure.units import PHASES
 from finetune.paths import TRAIN_SCRIPT
 from finetune.preflight.job_failure import failure_reason
-from finetune.recipe.loader import CONFIG_FOLDER, load_recipe
+from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Training
-from finetune.recipe.strategy import read_strategy
+from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
 from finetune.training.planner_process import PLANNER_SWITCH
 
 MEMORY_KEYS = ("peak", "allocated", "host_peak", "host_allocated")

@@ -20,7 +20,7 @@ from finetune.files import read_lines
 from finetune.launch.launcher import environment_for_child
 from finetune.paths import TRAIN_SCRIPT
 from finetune.preflight.job_failure import failure_reason
-from finetune.recipe.loader import CONFIG_FOLDER
+from finetune.recipe.strategy import CONFIG_FOLDER
 from finetune.training.planner_process import PLANNER_SWITCH
 
 START_TIMEOUT_SECONDS = 300  # for one start

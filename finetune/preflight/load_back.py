@@ -54,20 +54,28 @@ def _models(recipe: Recipe, run_dir: Path) -> tuple[Any, Any, Any]:
     """Base, exported, and one of the same structure that is to be filled; each by the libraries alone."""
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from finetune.model.adapters import silenced_peft
 
     def plain(folder: str | Path) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
 
-    base = plain(recipe.model.name_or_path)
+    def plain_base() -> Any:
+        model = plain(recipe.model.name_or_path)
+        if recipe.model.new_tokens:  # as the model card has it
+            tokenizer = AutoTokenizer.from_pretrained(run_dir / ("adapter" if recipe.lora else "model"))
+            rows = max(len(tokenizer), model.get_input_embeddings().num_embeddings)
+            model.resize_token_embeddings(rows, mean_resizing=False)
+        return model
+
+    base = plain_base()
     if recipe.lora is None:
-        return base, plain(run_dir / "model"), plain(recipe.model.name_or_path)
+        return base, plain(run_dir / "model"), plain_base()
     adapter = run_dir / "adapter"
     with silenced_peft():
-        tuned = PeftModel.from_pretrained(plain(recipe.model.name_or_path), adapter)
-        filled = get_peft_model(plain(recipe.model.name_or_path), LoraConfig.from_pretrained(str(adapter)))
+        tuned = PeftModel.from_pretrained(plain_base(), adapter)
+        filled = get_peft_model(plain_base(), LoraConfig.from_pretrained(str(adapter)))
     return base, tuned, filled
 
 

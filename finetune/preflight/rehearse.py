@@ -89,7 +89,8 @@ def rehearse(
 
                 probed = probe(loaded, offline=True)
                 with silenced():
-                    model = shrink_model(section.name_or_path, section.revision, loaded.data, folder / "model")
+                    tokens = section.new_tokens
+                    model = shrink_model(section.name_or_path, section.revision, loaded.data, folder / "model", tokens)
                 recipe_changes = changes(loaded, strategy, model, processes=ranks, folder=folder)
                 settings = (*words, *overrides(recipe_changes))
                 small = load_recipe(recipe, settings).recipe

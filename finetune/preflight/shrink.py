@@ -114,8 +114,8 @@ def _both_kinds(kinds: list[str]) -> list[str]:
     return (distinct * LAYERS)[:LAYERS]
 
 
-def shrink_model(name_or_path: str, revision: str, data: Data, folder: Path) -> Shrunk:
-    """Write a small model of random float32 weights and its tokenizer into `folder`.
+def shrink_model(name_or_path: str, revision: str, data: Data, folder: Path, new_tokens: Iterable[str] = ()) -> Shrunk:
+    """Write a small model of random float32 weights and its tokenizer, which knows no new token, into `folder`.
 
     Raises EnvironmentMismatch for a model that is not known here or cannot be made small, DataError for rows that are
     not there.
@@ -124,7 +124,8 @@ def shrink_model(name_or_path: str, revision: str, data: Data, folder: Path) -> 
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config, source = full_config(name_or_path, revision)
-    tokenizer = train_tokenizer(sample_texts(data), template_variables(data))
+    texts = (without(new_tokens, text) for text in sample_texts(data))
+    tokenizer = train_tokenizer(texts, template_variables(data))
     try:
         small = shrunken_config(config, len(tokenizer))
         kind = AutoConfig.for_model(**small)
@@ -167,6 +168,13 @@ def sample_texts(data: Data) -> list[str]:
     rows = (row for source in local for row in islice(source.rows(), SAMPLED_ROWS // max(1, len(local))))
     texts = [" ".join(_strings(row.values)) for row in rows]  # a bad row has none; training says what is wrong
     return [*texts, *BUILT_IN]
+
+
+def without(tokens: Iterable[str], text: str) -> str:
+    """The text without these: a token that it learned from them would not be new."""
+    for token in tokens:
+        text = text.replace(token, " ")
+    return text
 
 
 def template_variables(data: Data) -> list[str]:

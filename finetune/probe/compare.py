@@ -233,6 +233,9 @@ def librarys_model(small: SmallModel, like: nn.Module, device: torch.device, *, 
     base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         small.folder, attn_implementation="eager", dtype=torch.float32, trust_remote_code=trust
     )
+    rows = len(decoder_parts(like).get_input_embeddings().weight)  # type: ignore[arg-type]
+    if rows > len(base.get_input_embeddings().weight):  # type: ignore[arg-type]
+        base.resize_token_embeddings(rows, mean_resizing=False)
     model: nn.Module = base.to(device)  # type: ignore[arg-type]  # transformers' annotation
     if hasattr(like, "peft_config"):
         from peft import get_peft_model
@@ -274,4 +277,5 @@ def library_side(recipe: Recipe, small: SmallModel, device: torch.device, comput
     like = kits_model(recipe, small, device)
     reference = librarys_model(small, like, device, trust=recipe.model.trust_remote_code)
     embeddings: Any = decoder_parts(like).get_input_embeddings()
-    return LibrarySide(reference, probe_documents(len(embeddings.weight), small.special), device, compute)
+    new = embeddings.token_adapter.token_indices["default"] if hasattr(embeddings, "token_adapter") else ()
+    return LibrarySide(reference, probe_documents(len(embeddings.weight), small.special, new), device, compute)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,17 +19,20 @@ PACKED, ALONE = [[0, 1, 2], [3]], [[0], [1], [2], [3]]  # documents of each row
 TokensAndLabels = tuple[np.ndarray, np.ndarray]
 
 
-def probe_documents(vocabulary: int, special: frozenset[int]) -> list[TokensAndLabels]:
+def probe_documents(vocabulary: int, special: frozenset[int], new: Sequence[int] = ()) -> list[TokensAndLabels]:
     """Ids and labels of each document; its first third is a prompt, which is not learned.
 
     Args:
         special: Tokens that stand for something else than text: an image, padding, an end.
+        new: Rows that are trained by themselves; the first few of them stand in every document.
     """
     text = np.array([token for token in range(vocabulary) if token not in special], np.int64)
     draw = np.random.default_rng(0)
     made = []
     for length in DOCUMENT_LENGTHS:
         ids = draw.choice(text, length)
+        places = np.arange(1, length, 3)[: len(new)]
+        ids[places] = new[: len(places)]
         made.append((ids, np.where(np.arange(length) < length // 3, IGNORE, ids)))
     return made
 

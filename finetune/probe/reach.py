@@ -69,7 +69,7 @@ def _adapter_of(path: str, name: str, adapted: Mapping[str, Any]) -> str | None:
 
 def _is_adapters(path: str) -> bool:
     """peft's own modules, and those that it trains in full, with what they were."""
-    return re.search(r"(^|\.)lora_|modules_to_save|original_module|trainable_tokens", path) is not None
+    return re.search(r"(^|\.)lora_|modules_to_save|original_module|token_adapter", path) is not None
 
 
 def _called(path: str, name: str) -> str:

@@ -7,18 +7,21 @@ import math
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
 from finetune.errors import RecipeError
-from finetune.paths import CHECKOUT, in_home
+from finetune.paths import in_home
 from finetune.recipe.adapter_config import folder_mistakes
 from finetune.recipe.foreign_keys import refuse_configuration_of_a_tool
 from finetune.recipe.mistakes import IN_QUOTES, Mistake, explain_mistake
 from finetune.recipe.resolved import LoadedRecipe, leaves
 from finetune.recipe.schema import Recipe
+from finetune.recipe.sections.model_checks import refuses_new_rows
+from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
 from finetune.recipe.yaml_text import (
     MAX_BYTES,
     Parsed,
@@ -32,7 +35,6 @@ from finetune.recipe.yaml_text import (
 )
 from finetune.redaction import cover_secrets, hide_secrets, known_secrets
 
-CONFIG_FOLDER = CHECKOUT / "accelerate_configs"
 COMMAND_LINE = "command line"
 MAX_MISTAKES = 50  # shown at once
 # Other places and spellings of one key, accepted.
@@ -216,6 +218,7 @@ def _validate(source: _Source, value: dict[str, Any]) -> Recipe | None:
         mistakes = explain_mistake(errors[: 2 * MAX_MISTAKES], value)
         source.unexplained = len(errors[2 * MAX_MISTAKES :])
     mistakes += _strategy_mistakes(value.get("accelerate_config", "single"))
+    mistakes += _refused_by_strategy(recipe) if recipe is not None else ()
     unreadable = [flaw.unreadable for flaw in source.parsed.flaws if flaw.unreadable is not None]
     for mistake in mistakes:
         if not any(mistake.path[: len(path)] == path for path in unreadable):
@@ -232,6 +235,15 @@ def _strategy_mistakes(name: Any) -> Iterator[Mistake]:
     hint = "".join(f"did you mean {near}? " for near in difflib.get_close_matches(name, known, 1, 0.5))
     text = f"is {shown(name)}; {hint}choose one of {', '.join(known)}, or a path"
     yield Mistake(("accelerate_config",), text, at_key=False)
+
+
+def _refused_by_strategy(recipe: Recipe) -> Iterator[Mistake]:
+    if not recipe.model.new_tokens:
+        return
+    with suppress(RecipeError):  # a wrong file is told when it is used
+        if reason := refuses_new_rows(recipe, read_strategy(recipe.accelerate_config, strict=False)):
+            key = "add_tokens" if recipe.model.add_tokens else "add_special_tokens"
+            yield Mistake(("model", key), reason, at_key=True)
 
 
 def _origins(source: _Source, recipe: Recipe) -> dict[str, str]:

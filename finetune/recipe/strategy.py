@@ -15,7 +15,9 @@ from typing import Any, Literal
 import yaml
 
 from finetune.errors import RecipeError
-from finetune.recipe.loader import CONFIG_FOLDER
+from finetune.paths import CHECKOUT
+
+CONFIG_FOLDER = CHECKOUT / "accelerate_configs"
 
 Kind = Literal["single", "ddp", "fsdp", "deepspeed"]
 KIND_OF_TYPE: dict[str, Kind] = {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed"}

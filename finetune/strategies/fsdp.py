@@ -98,7 +98,7 @@ def _units(decoder: PreTrainedModel, reshard: bool) -> Iterator[tuple[nn.Module,
     for layer in [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]:
         yield layer, reshard
     embeddings, head = decoder.get_input_embeddings(), decoder.get_output_embeddings()
-    if embeddings.weight is not head.weight:
+    if not set(embeddings.parameters()) & set(head.parameters()):  # peft's wrapper has its weights further inside
         yield embeddings, reshard
         yield head, False
     yield decoder, False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from finetune.wording import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+SCANNED = 2**20  # tokens that are looked through at a time
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,10 @@ class Prepared:
         counts = {name: int(self.facts[name]) for name in notes}
         told = [f"{counted(counts[name], noun)} {done}" for name, (noun, done) in notes.items() if counts[name]]
         read = (note for store in self.pool.stores for note in notes_of(store.names[0], store.facts["rows"]))
+        unused = self.facts.get("new_tokens_unused")
+        if unused:
+            shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+            told.append(f"{counted(len(unused), 'new token')} of model.add_tokens in no document: {shown}")
         return [*told, *dict.fromkeys(read)]
 
 
@@ -74,7 +81,8 @@ def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:
         eval=held_out,
         eval_sets=eval_sets,
         fingerprint=content_key({"documents": keys, "settings": settings, "training sets": len(data.train)}),
-        facts=_facts(pool, split, train, held_out, capacity),
+        facts=_facts(pool, split, train, held_out, capacity)
+        | ({"new_tokens_unused": _unused(tokens, tokenizer, stores)} if (tokens := recipe.model.new_tokens) else {}),
         prompts=_prompts(recipe, encoder, pool, split),
         pool=pool,
         split=split,
@@ -139,6 +147,16 @@ def _facts(
         "control_token_texts": total("control_token_texts"),
         "largest_token_id": max(int(store.facts["largest_token_id"]) for store in pool.stores),
     }
+
+
+def _unused(tokens: list[str], tokenizer: PreTrainedTokenizerBase, stores: Sequence[StoredDocuments]) -> list[str]:
+    """The new tokens that no document has."""
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokens}
+    missing = set(ids.values())
+    for store in stores:
+        for start in range(0, len(store.tokens) if missing else 0, SCANNED):
+            missing -= set(np.intersect1d(store.tokens[start : start + SCANNED], [*missing]).tolist())
+    return [token for token, number in ids.items() if number in missing]
 
 
 def _prompts(recipe: Recipe, encoder: Encoder, pool: DocumentPool, split: Split) -> list[SamplePrompt]:

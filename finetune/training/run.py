@@ -62,6 +62,7 @@ def check_best(recipe: Recipe, total_steps: int) -> None:
 def check_vocabulary(prepared: Prepared, model: nn.Module) -> None:
     """Refuse token ids that the embedding has no row for. Raises FinetuneError."""
     embeddings: Any = decoder_parts(model).get_input_embeddings()
+    embeddings = getattr(embeddings, "original_module", embeddings)  # of peft's wrapper, whose own weight is computed
     rows, largest = full_shape(embeddings.weight)[0], prepared.facts["largest_token_id"]
     if largest >= rows:
         raise FinetuneError(

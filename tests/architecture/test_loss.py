@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from finetune.architecture import loss as loss_module
-from finetune.architecture.loss import AS_IT_IS, LogitTransform, summed_cross_entropy
+from finetune.architecture.loss import AS_IT_IS, LogitTransform, OwnRows, summed_cross_entropy
 from finetune.tokens.tokenizer import IGNORE
 
 VOCABULARY, HIDDEN = 97, 32
@@ -79,6 +79,34 @@ def test_scaled_and_capped_logits(monkeypatch: pytest.MonkeyPatch, transform: Lo
     assert evaluated.item() == pytest.approx(expected.item(), rel=1e-6)
     (loss * 0.3).backward()
     for ours, theirs in zip([x for x in (hidden, weight, offset) if x is not None], gradients, strict=True):
+        assert ours.grad is not None
+        assert relative(ours.grad, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("transform", [AS_IT_IS, LogitTransform(1 / 3, 3.0)], ids=["plain", "capped"])
+@pytest.mark.parametrize("tokens_per_chunk", [8, 1000])
+def test_rows_that_stand_in_the_heads(
+    monkeypatch: pytest.MonkeyPatch, tokens_per_chunk: int, transform: LogitTransform
+) -> None:
+    """Against a head that is put together first; those rows are targets too, and the head itself learns nothing."""
+    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * VOCABULARY * tokens_per_chunk)
+    hidden, weight, _, targets = inputs(torch.float32, bias=False)
+    ids = torch.tensor([3, 95, 40])
+    rows = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
+    targets[1, ::7] = 95
+    leaves = [hidden.detach().double().requires_grad_(), rows.double().requires_grad_()]
+    logits = transform.inner * F.linear(leaves[0], weight.detach().double().index_copy(0, ids, leaves[1]))
+    logits = logits if transform.outer is None else transform.outer * logits.tanh()
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    gradients = torch.autograd.grad(expected * 0.3, leaves)
+    frozen, own = weight.detach(), OwnRows(ids, rows.requires_grad_())
+    loss = summed_cross_entropy(hidden, frozen, targets, None, positions(targets), transform, own)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    with torch.no_grad():
+        evaluated = summed_cross_entropy(hidden, frozen, targets, None, None, transform, own)
+    assert evaluated.item() == pytest.approx(expected.item(), rel=1e-6)
+    (loss * 0.3).backward()
+    for ours, theirs in zip((hidden, rows), gradients, strict=True):
         assert ours.grad is not None
         assert relative(ours.grad, theirs) < 1e-6
 

@@ -6,12 +6,14 @@ On an adapter that is no longer zero, packed by the kit's own batches, with and 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from peft import PeftConfig, get_peft_model
+from peft import get_peft_model
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -23,6 +25,7 @@ from tests.support.recipes import least_recipe
 
 FAMILIES = "gpt_oss gemma2 cohere llama4_text qwen3_5_text qwen3_next lfm2 falcon_h1 granitemoehybrid seed_oss".split()
 QUICK = ("gpt_oss", "gemma2", "qwen3_next", "llama4_text")
+TOKENS = ["<date>", "<time>"]
 LORA: dict[str, Any] = {"r": 2, "lora_alpha": 4.0, "target_modules": "all-linear"}
 
 
@@ -33,16 +36,18 @@ def shake(model: nn.Module) -> None:
         for name, parameter in sorted(model.named_parameters()):
             if parameter.requires_grad:
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-                assert "lora_" in name
+                assert "lora_" in name or "trainable_tokens_delta" in name
 
 
 def gradients(model: nn.Module) -> Trained:
     return 0.0, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def librarys(folder: Path, adapters: PeftConfig) -> Trained:
+def librarys(folder: Path, adapters: Any) -> Trained:
     """With the same adapters, each put in by peft."""
     base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    if adapters.trainable_token_indices:
+        base.resize_token_embeddings(97 + len(TOKENS), mean_resizing=False)
     model = get_peft_model(base, copy.deepcopy(adapters)).train()
     shake(model)
     total = torch.zeros(())
@@ -53,9 +58,10 @@ def librarys(folder: Path, adapters: PeftConfig) -> Trained:
     return total.item(), gradients(model)[1]
 
 
-def built(folder: Path, *, checkpointing: bool) -> Any:
+def built(folder: Path, *, checkpointing: bool, tokens: Sequence[str] = ()) -> Any:
     training = {"activation_checkpointing": checkpointing, "per_device_batch_size": 2}
-    recipe = least_recipe(folder, model={"dtype": "float32"}, data={"packing": True}, lora=LORA, training=training)
+    model = {"dtype": "float32", "add_tokens": [*tokens]}
+    recipe = least_recipe(folder, model=model, data={"packing": True}, lora=LORA, training=training)
     return build_model(recipe, torch.device("cpu")).train()
 
 
@@ -78,3 +84,29 @@ def test_adapters_learn_the_same(family: str, tmp_path: Path) -> None:
     assert len(expected[1]) >= 16
     for model in models:
         assert largest_difference(ours(model), expected) <= 1
+
+
+def documents_with_new_tokens() -> list[tuple[np.ndarray, np.ndarray]]:
+    made = documents_without()
+    for ids, labels in made:
+        ids[1:5:3] = (97, 98)[: len(ids[1:5:3])]
+        labels[labels != -100] = ids[labels != -100]
+    return made
+
+
+documents_without = documents
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])
+def test_new_rows_learn_the_same(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside adapters, in models with a head of its own, and with tied, scaled embeddings and caps or scales after
+    them; against peft's own forward, which puts the whole head together."""
+    for place in ("tests.support.architectures", __name__):
+        monkeypatch.setattr(f"{place}.documents", documents_with_new_tokens)
+    save_shaken(family, tmp_path)
+    model = built(tmp_path, checkpointing=True, tokens=TOKENS)
+    expected = librarys(tmp_path, model.peft_config["default"])
+    rows = [name for name in expected[1] if "trainable_tokens_delta" in name]
+    assert len(rows) == (2 if family == "llama" else 1)
+    assert all(gradient is not None and bool(gradient.any()) for gradient in map(expected[1].get, rows))
+    assert largest_difference(ours(model), expected) <= 1

@@ -11,11 +11,12 @@ import torch
 from finetune.model.build import build_model
 from finetune.model.known_configs import full_config
 from finetune.planner.closed_form.estimate import unsupported
-from finetune.planner.closed_form.shape import adapter_weights
+from finetune.planner.closed_form.shape import adapter_weights, shape_of
 from finetune.planner.explain import explain_plan
 from finetune.planner.plan_recipe import plan_recipe
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.schema import Recipe
+from tests.support.new_tokens import TEXTS, TOKENS, save_base
 from tests.support.recipes import least_recipe
 from tests.support.tiny import save_tiny
 
@@ -72,3 +73,28 @@ def test_what_the_closed_form_does_not_know_is_left_to_the_trace(deep: Path) -> 
     for lora, known in ((CASES["by name"], True), (CASES["by layer"], False), ({"target_parameters": ["x"]}, False)):
         asked = least_recipe(deep, lora={"r": 4, **lora})
         assert (unsupported(asked, config, parse_gpus("1x24gb")) is None) == known, lora
+
+
+@pytest.mark.parametrize("lora", [{"r": 4}, None], ids=["lora", "all weights"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_new_tokens_are_counted(tmp_path: Path, lora: dict[str, Any] | None, tied: bool) -> None:
+    """Their rows' weights, gradients and moments, to the byte, of a model with and without a tokenizer beside it."""
+    base = save_base(tmp_path, tie_word_embeddings=tied)
+    plain = recipe(base, {}).model_copy(update={"lora": recipe(base, lora or {}).lora if lora else None})
+    asked = plain.model_copy(update={"model": plain.model.model_copy(update=TOKENS)})
+    rows = len(TEXTS) * 64 * (1 if tied else 2)
+    config, _ = full_config(str(base), "main")
+    if lora:
+        assert adapter_weights(asked, config) == sum(tensor.numel() for tensor in trained(asked))
+        assert adapter_weights(asked, config) - adapter_weights(plain, config) == rows
+    else:
+        counted = sum(tensor.numel() for tensor in trained(asked))
+        assert shape_of(asked, config).total_weights == counted == shape_of(plain, config).total_weights + rows
+    with_rows, without = (plan_recipe(each, None).phases["step"].peak.parts for each in (asked, plain))
+    assert with_rows["gradients"] - without["gradients"] == 4 * rows
+    kept = 4 * rows * (2 if lora else 1)  # beside adapters the frozen matrices have these rows as well
+    assert with_rows["parameters"] - without["parameters"] >= kept
+    assert with_rows["optimizer state"] - without["optimizer state"] >= 8 * rows
+    halves = {"model": {"dtype": "bfloat16", **TOKENS}, "lora": lora}
+    why = unsupported(least_recipe(base, **halves), config, parse_gpus("1x24gb"))
+    assert why == ("lora: with model.add_tokens" if lora else None)

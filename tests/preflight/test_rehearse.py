@@ -30,9 +30,9 @@ from finetune.preflight.job import StepFailed, TrainingJob, kill_all, wait_until
 from finetune.preflight.load_back import load_back
 from finetune.preflight.rehearse import Checklist, exported, rehearse, same_curve, sharding
 from finetune.preflight.shrink import LARGEST, Shrunk, shrink_model, shrunken_config
-from finetune.recipe.loader import CONFIG_FOLDER, load_recipe
+from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Data, Recipe
-from finetune.recipe.strategy import read_strategy
+from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
 from finetune.run_folder.checkpoint import write_checkpoint
 from finetune.run_folder.save_restore import export_adapter
 from tests.support.recipe_results import LONGEST_SECONDS, RESULTS, recipes, stands

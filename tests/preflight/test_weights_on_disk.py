@@ -14,8 +14,8 @@ from torch import nn
 
 from finetune.model.build import structure_alone
 from finetune.model.known_configs import CONFIGS
-from finetune.recipe.loader import CONFIG_FOLDER
 from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import CONFIG_FOLDER
 from finetune.strategies.zero import fit_swap, swap_buffers
 from tests.support.cells import launch
 from tests.support.curve_table import TOLERANCE, skip_where_missing, worst

@@ -14,7 +14,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.preflight.rehearse import rehearse
 from finetune.probe import probe as probing
 from tests.support.own_model import save_own_model
-from tests.support.recipes import tiny_lora, write_recipe
+from tests.support.recipes import least_recipe, tiny_lora, write_recipe
 from tests.support.tiny import tiny_tokenizer, write_chats
 
 
@@ -73,3 +73,19 @@ def test_a_rehearsal_of_a_refused_model_ends_at_its_first_line(
     report = rehearse(write_recipe(tmp_path, content), [], log=lambda line: None)
     assert (report["ok"], report["exit_code"], len(report["steps"])) == (False, 4, 1)
     assert report["steps"][0]["seen"].endswith("; set data.packing: false")
+
+
+def test_new_tokens_are_probed(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows in loss and gradients, and no answer of the model without them is taken for one."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    plain, new = (least_recipe(tiny_llama, model={"add_tokens": tokens}) for tokens in ([], ["<date>", "<time>"]))
+    probing.probe(plain)
+    found = probing.probe(new)
+    assert not found.remembered
+    assert max(off for way in found.facts["found"].values() for off in (way["loss"], way["gradients"])) <= 1e-5
+    assert found.facts["adapters"] == probing.probe(plain).facts["adapters"]
+    assert probing.probe(least_recipe(tiny_llama, model={"add_special_tokens": ["<tool>"]})).remembered
+    (tmp_path / "cache").rename(tmp_path / "forgotten")
+    monkeypatch.setattr("finetune.architecture.loss._Rows.take_slope_", lambda _, slope, __: slope.new_zeros(()))
+    with pytest.raises(EnvironmentMismatch, match="differs"):
+        probing.probe(new)

@@ -15,8 +15,7 @@ from accelerate.commands.config import config_args
 
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.launch.launcher import Launch
-from finetune.recipe.loader import CONFIG_FOLDER
-from finetune.recipe.strategy import read_strategy
+from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
 from finetune.strategies.accelerator import check_launch, cores_for, launch_notes, use_all_cores
 from finetune.training import session
 from tests.support.launching import ALONE

@@ -74,6 +74,7 @@ def unsupported(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) ->
             "lora: DoRA, dropout or modules_to_save",
         ),
         (lora and (lora.target_parameters or lora.names_single_layers), "lora: target_parameters, or names of layers"),
+        (lora and recipe.model.new_tokens, "lora: with model.add_tokens"),
         (lora and recipe.model.dtype == "float32", "model.dtype: float32 under lora"),
     )
     return next((why for applies, why in reasons if applies), None)

@@ -97,13 +97,15 @@ class Shape:
 
 
 def adapter_weights(recipe: Recipe, config: Mapping[str, Any]) -> int:
-    """Of all layers, each with the ranks that its own path gets."""
+    """Of all layers, each with the ranks that its own path gets; and the rows of new tokens, [tokens, hidden] of the
+    embeddings, and of a head that is not tied to them."""
     if recipe.lora is None:
         return 0
-    layers = int(config["num_hidden_layers"])
+    layers, shape = int(config["num_hidden_layers"]), shape_of(recipe, config)
+    rows = len(recipe.model.new_tokens) * shape.hidden * (1 if shape.tied else 2)
     if not recipe.lora.names_single_layers:
-        return layers * shape_of(recipe, config).adapter_weights
-    return sum(shape_of(recipe, config, layer).adapter_weights for layer in range(layers))
+        return rows + layers * shape.adapter_weights
+    return rows + sum(shape_of(recipe, config, layer).adapter_weights for layer in range(layers))
 
 
 def shape_of(recipe: Recipe, config: Mapping[str, Any], layer: int = 0) -> Shape:
@@ -136,7 +138,7 @@ def shape_of(recipe: Recipe, config: Mapping[str, Any], layer: int = 0) -> Shape
         heads=heads,
         key_value_heads=key_value_heads,
         head_size=head_size,
-        vocabulary=config["vocab_size"],
+        vocabulary=config["vocab_size"] + len(recipe.model.new_tokens),
         tied=bool(config.get("tie_word_embeddings")),
         normed_heads=config["model_type"] in NORMED_HEADS,
         linears=linears,

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from finetune.recipe import cross_checks
+from finetune.recipe.sections import model_checks
 from finetune.recipe.sections.base import Count, Local, Section, WholeNumber
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -34,6 +35,22 @@ class ModelSection(Section):
     dtype: Dtype = Field("bfloat16", description="Number format of frozen base weights; trained weights are float32.")
     attention: Attention = Field("auto", description="auto: document-isolated variable-length attention.")
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model's repository.")
+    add_tokens: list[str] = Field(
+        [], description="New tokens of ordinary text: [<date>, benzylamine]; their rows begin as their pieces' mean."
+    )
+    add_special_tokens: list[str] = Field(
+        [], description="New control tokens, which only a chat template writes and decoding leaves out."
+    )
+
+    @model_validator(mode="after")
+    def new_tokens_once(self) -> ModelSection:
+        model_checks.check_new_tokens(self)
+        return self
+
+    @property
+    def new_tokens(self) -> list[str]:
+        """Of both kinds, in the order of their ids."""
+        return [*self.add_tokens, *self.add_special_tokens]
 
 
 class Quantization(Section):

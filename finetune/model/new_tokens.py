@@ -1,0 +1,168 @@
+"""Tokens that a recipe adds: known to its tokenizer, with rows in embeddings and head that begin as a mean.
+
+A new token's row is the mean of the rows of the pieces that its text was encoded into before: what the model read in
+its place so far. Under adapters these rows alone are trained, by peft's trainable tokens (adapters.py); else they are
+weights like all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.model.packaged import resolve_model_path
+from finetune.recipe.schema import ModelSection
+from finetune.recipe.yaml_text import shown
+
+TOKENIZER_FILES = "tokenizer*", "*.model", "vocab*"
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """The rows of embeddings and head that are new, and what each begins as."""
+
+    starts: Mapping[int, tuple[int, ...]]  # row -> the rows whose mean it is; none: of all rows that there were
+    vocabulary: int  # rows in all
+
+    @property
+    def ids(self) -> list[int]:
+        return list(self.starts)
+
+
+def read_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
+    """The tokenizer that comes with the model. Raises OSError or ValueError where there is none."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        resolve_model_path(section.name_or_path),
+        revision=section.revision,
+        trust_remote_code=section.trust_remote_code,
+    )
+    return tokenizer
+
+
+def add_to_tokenizer(tokenizer: PreTrainedTokenizerBase, section: ModelSection) -> dict[int, tuple[int, ...]]:
+    """Add the recipe's tokens; returns the pieces that each, by its id, was encoded into before.
+
+    Texts are matched as they stand, before the tokenizer normalises anything. Raises FinetuneError, a line for each
+    token that the vocabulary has already.
+    """
+    vocabulary, unknown = tokenizer.get_vocab(), tokenizer.unk_token_id
+    pieces = {token: tuple(tokenizer.encode(token, add_special_tokens=False)) for token in section.new_tokens}
+    mistakes = []
+    for key in ("add_tokens", "add_special_tokens"):
+        for token in getattr(section, key):
+            own = vocabulary.get(token, pieces[token][0] if len(pieces[token]) == 1 else unknown)
+            if own != unknown:
+                mistakes.append(f"model.{key}: {shown(token)} is token {own} of the vocabulary already; remove it")
+    if mistakes:
+        raise FinetuneError("\n".join(mistakes))
+    for special, tokens in ((False, section.add_tokens), (True, section.add_special_tokens)):
+        tokenizer.add_tokens([AddedToken(token, normalized=False, special=special) for token in tokens], special)
+    added = tokenizer.get_vocab()
+    return {added[token]: pieces[token] for token in section.new_tokens}
+
+
+def new_rows(section: ModelSection, rows: int) -> NewRows | None:
+    """What the recipe's new tokens make of a model with `rows` rows by token; None where there are none.
+
+    A vocabulary with room keeps its rows, and new tokens take some that no token had. Where a tokenizer counts further
+    than its model, the rows between begin as the mean of all.
+    """
+    if not section.new_tokens:
+        return None
+    pieces = _pieces_by_id(section.model_dump_json())
+    starts: dict[int, tuple[int, ...]] = dict.fromkeys(range(rows, rows + len(section.new_tokens)), ())
+    if pieces is not None:
+        starts = dict.fromkeys(range(rows, max(pieces) + 1), ())
+        starts |= {row: tuple(piece for piece in own if piece < rows) for row, own in pieces.items()}
+    return NewRows(dict(sorted(starts.items())), max(rows, max(starts) + 1))
+
+
+@lru_cache(maxsize=8)
+def _pieces_by_id(section: str) -> dict[int, tuple[int, ...]] | None:
+    """Of the tokenizer that a section names; None where its folder is a model's structure alone, as plans and probes
+    write them."""
+    read = ModelSection.model_validate_json(section)
+    folder = Path(resolve_model_path(read.name_or_path))
+    if folder.is_dir() and not any(any(folder.glob(name)) for name in TOKENIZER_FILES):
+        return None
+    try:
+        return add_to_tokenizer(read_tokenizer(read), read)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise EnvironmentMismatch(
+            f"model.add_tokens: no tokenizer of {read.name_or_path} to add to: {reason}"
+        ) from error
+
+
+def add_rows(model: PreTrainedModel, section: ModelSection, *, fill: bool = True) -> list[int]:
+    """Give the model a row for each new token; returns these rows, none where the recipe adds no token.
+
+    Args:
+        fill: Begin them as their pieces' mean; else they have their values, or get them (on meta).
+
+    Raises FinetuneError where the architecture has other tables by token.
+    """
+    embeddings, head = _ends(model)
+    new = new_rows(section, _rows(embeddings.weight))
+    if new is None:
+        return []
+    _refuse_other_tables(model, embeddings)
+    old = _rows(embeddings.weight)
+    # Of random values, which are drawn without disturbing the run's; always, for under ZeRO-3 it also unshards.
+    with torch.random.fork_rng(devices=[]):
+        model.resize_token_embeddings(new.vocabulary, mean_resizing=False)
+    embeddings, head = _ends(model)  # the head is another module
+    if fill and model.device.type != "meta":
+        tensors = [embeddings.weight, *([] if head.weight is embeddings.weight else [head.weight])]
+        for tensor in (*tensors, *([] if head.bias is None else [head.bias])):
+            _fill(tensor, new.starts, old)
+    return new.ids
+
+
+@torch.no_grad()
+def _fill(tensor: Tensor, starts: Mapping[int, tuple[int, ...]], old: int) -> None:
+    """tensor: [rows, hidden] of embeddings or head, or [rows] of its bias. Means are taken in float32."""
+    whole: Tensor | None = None
+    for row, pieces in starts.items():
+        if pieces:
+            mean = tensor[list(pieces)].float().mean(0)
+        else:  # a sum in float32 without a float32 copy of the whole, 2.1 GB of Llama 3 8B
+            whole = tensor[:old].sum(0, dtype=torch.float32) / old if whole is None else whole
+            mean = whole
+        tensor[row] = mean.to(tensor.dtype)
+
+
+def _ends(model: PreTrainedModel) -> tuple[Any, Any]:
+    return model.get_input_embeddings(), model.get_output_embeddings()
+
+
+def _rows(weight: Tensor) -> int:
+    """Of the unsharded weight: ZeRO-3 leaves an empty vector in its place."""
+    return int(getattr(weight, "ds_shape", weight.shape)[0])
+
+
+def _refuse_other_tables(model: PreTrainedModel, embeddings: Any) -> None:
+    """transformers resizes embeddings and head alone."""
+    found = next(_other_tables(model, embeddings), None)
+    if found is not None:
+        raise FinetuneError(
+            f"model.add_tokens: {type(model).__name__} has another table by token, {found}, which gets no rows; remove "
+            "the new tokens, or choose another model"
+        )
+
+
+def _other_tables(model: PreTrainedModel, embeddings: Any) -> Iterator[str]:
+    per_layer = getattr(model.config.get_text_config(), "vocab_size_per_layer_input", None)
+    sizes = {_rows(embeddings.weight), per_layer}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module is not embeddings and module.num_embeddings in sizes:
+            yield path
