@@ -114,7 +114,8 @@ def refuse_unknown(
 
     An argument that is None asks for nothing, so what a later release of transformers adds is refused from the first
     model on that uses it. position_ids have a value, and queries and keys are already rotated by them; use_cache and
-    output_attentions are False in training; is_causal is what this attention is, unless it is False.
+    output_attentions are False in training; is_causal is what this attention is, unless it is False;
+    output_router_logits is for the routers of experts.
     """
     if cu_seq_lens is None:
         problem = "does not hand on where documents end (cu_seq_lens)"
@@ -125,7 +126,7 @@ def refuse_unknown(
     elif cap and (sinks or dropout):
         problem = f"asks for a soft cap together with {'sinks' if sinks else 'dropout'}"
     else:
-        settled = ("position_ids", "is_causal")
+        settled = ("position_ids", "is_causal", "output_router_logits")
         unknown = sorted(
             key for key, value in others.items() if key not in settled and not (value is None or value is False)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from torch import nn
@@ -13,7 +13,14 @@ from finetune.architecture import attention
 from finetune.architecture.by_document import Mixer, run_by_document
 from finetune.architecture.loss import AS_IT_IS, LogitTransform, put_loss_into_forward
 from finetune.architecture.operations import Unsuitable
-from finetune.architecture.trial import TRIED, check_documents_isolated, check_head_is_last, check_masks_isolate
+from finetune.architecture.router_loss import RouterLoss
+from finetune.architecture.trial import (
+    TRIED,
+    check_documents_isolated,
+    check_head_is_last,
+    check_masks_isolate,
+    experts_chosen,
+)
 from finetune.errors import FinetuneError
 from finetune.recipe.schema import Recipe
 
@@ -38,10 +45,11 @@ class Computed:
     problem: str | None = None
     logits: LogitTransform = AS_IT_IS
     mixers: tuple[Mixer, ...] = ()  # modules to be run on one document after another
+    router: RouterLoss | None = None
 
     def taught_to(self, model: PreTrainedModel) -> None:
         """Put the summed loss into the model's forward, and have its mixers respect documents."""
-        put_loss_into_forward(model, self.logits)
+        put_loss_into_forward(model, self.logits, self.router)
         run_by_document(model, self.mixers)
 
 
@@ -65,7 +73,28 @@ def refuse_unsuitable(model: PreTrainedModel, recipe: Recipe) -> Computed:
     found = computed_in_layout(tried, layout)
     if found.problem:
         raise FinetuneError(f"model.name_or_path: {name} {found.problem}; {_remedy(tried, layout)}")
-    return found
+    return replace(found, router=_router_loss(tried, name, recipe))
+
+
+def router_coefficient(config: PreTrainedConfig, recipe: Recipe) -> float:
+    """The coefficient of the router's auxiliary loss: the recipe's; without one the model's own, where it says
+    `output_router_logits: true`, by which transformers adds that loss."""
+    if recipe.model.router_aux_loss_coef is not None:
+        return recipe.model.router_aux_loss_coef
+    text = config.get_text_config()
+    return float(getattr(text, "router_aux_loss_coef", 0) or 0) if getattr(text, "output_router_logits", False) else 0.0
+
+
+def _router_loss(tried: _Tried, name: str, recipe: Recipe) -> RouterLoss | None:
+    coefficient = router_coefficient(tried.config, recipe)
+    if not coefficient:
+        return None
+    chosen = chosen_in(tried)
+    if isinstance(chosen, str):
+        raise FinetuneError(
+            f"model.router_aux_loss_coef: {coefficient:g}: {name} {chosen}; set model.router_aux_loss_coef: 0"
+        )
+    return RouterLoss(coefficient, chosen)
 
 
 def _remedy(tried: _Tried, layout: DocumentLayout) -> str:
@@ -92,6 +121,18 @@ class _Tried:
 
     def __hash__(self) -> int:
         return hash(self.text)
+
+
+@lru_cache(maxsize=64)
+def chosen_in(tried: _Tried) -> int | str:
+    """The experts that a router chooses for a token, or why there is no auxiliary loss of it."""
+    try:
+        return experts_chosen(tried.kind, tried.config)
+    except Unsuitable as found:
+        return str(found)
+    except Exception as error:  # whatever a model's own code raises
+        text = " ".join(str(error).split())[:200]
+        return f"does not give its router's logits ({type(error).__name__}: {text})"
 
 
 @lru_cache(maxsize=64)  # a planner builds the same model many times

@@ -11,12 +11,15 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from finetune.architecture.router_loss import RouterLoss
 
 # One chunk's float32 logits stay near this size: 512 tokens of Llama 3's vocabulary, enough for a matrix product to be
 # bound by arithmetic rather than by reading the head, and 32 times less than 16k tokens would need at once.
@@ -97,8 +100,12 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return cast("PreTrainedModel", base)
 
 
-def put_loss_into_forward(model: PreTrainedModel, transform: LogitTransform = AS_IT_IS) -> None:
+def put_loss_into_forward(
+    model: PreTrainedModel, transform: LogitTransform = AS_IT_IS, router: RouterLoss | None = None
+) -> None:
     """Teach `model.forward` and its head `shift_labels` and `supervised`: a scalar loss, and no logits in between.
+
+    The auxiliary loss of its router is added in training; a held-out loss is the cross-entropy alone.
 
     The head computes the loss in its own forward because under ZeRO-3 and FSDP its weight is gathered only there. Only
     the instance changes, so saving, generation and peft see the class they know.
@@ -110,8 +117,12 @@ def put_loss_into_forward(model: PreTrainedModel, transform: LogitTransform = AS
         if shift_labels is None:
             return library_forward(*args, **kwargs)
         arguments = {key: value for key, value in kwargs.items() if value is not None}
-        hidden = decoder_of(model)(*args, use_cache=False, **arguments).last_hidden_state  # [batch, tokens, hidden]
-        return model.get_output_embeddings()(hidden, shift_labels, supervised, transform)
+        balances = router if model.training else None
+        asked = {} if balances is None else {"output_router_logits": True}
+        decoded = decoder_of(model)(*args, use_cache=False, **arguments, **asked)
+        hidden = decoded.last_hidden_state  # [batch, tokens, hidden]
+        loss = model.get_output_embeddings()(hidden, shift_labels, supervised, transform)
+        return loss if balances is None else loss + balances.summed(decoded.router_logits, arguments, shift_labels)
 
     model.forward = forward
     head = model.get_output_embeddings()

@@ -195,6 +195,28 @@ def check_head_is_last(kind: Architecture, config: PreTrainedConfig, implementat
     return transform_of(operations.seen, head, logits)
 
 
+def experts_chosen(kind: Architecture, config: PreTrainedConfig) -> int:
+    """How many experts a token goes to. Raises Unsuitable where transformers has no auxiliary loss for this
+    architecture, or one of other sizes than the choice among the logits of each router."""
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return _answer(query, value), None
+
+    AttentionInterface.register(TRIED, attend)
+    model: Any = _structure(kind, config, TRIED)
+    if not hasattr(config.get_text_config(), "output_router_logits"):
+        raise Unsuitable("has no router of experts")
+    with torch.no_grad(), Watching():
+        output = model(**_batch(), use_cache=False, output_router_logits=True)
+    if not isinstance(getattr(output, "aux_loss", None), Tensor):
+        raise Unsuitable("has no auxiliary loss of its router")
+    experts, chosen = getattr(model, "num_experts", None), getattr(model, "num_experts_per_tok", None)
+    shapes = {(logits.numel() // logits.shape[-1], logits.shape[-1]) for logits in output.router_logits}
+    if shapes != {(TOKENS, experts)} or not isinstance(chosen, int):
+        raise Unsuitable("has an auxiliary loss of its router that is not of one choice among all experts")
+    return chosen
+
+
 def _not_causal(module: nn.Module, _: Any) -> None:
     raise Unsuitable(f"sees what comes after a token ({type(module).__name__})")
 
@@ -203,6 +225,8 @@ def _structure(kind: Architecture, config: PreTrainedConfig, implementation: str
     """The architecture on meta. Not by from_config: under ZeRO-3 that would shard what is built."""
     config = copy.deepcopy(config)
     config._attn_implementation = implementation  # as from_config sets it; sections of the configuration take it over
+    if getattr(config.get_text_config(), "output_router_logits", False):  # its auxiliary loss is looked at on its own
+        config.get_text_config().output_router_logits = False
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         model = kind(config)
     with suppress(ValueError):  # no experts; else not by a loop over those that were chosen, which is data

@@ -195,7 +195,9 @@ def plan(
         typer.Option("--max", help="max_length or per_device_batch_size: how far it goes.", show_default=False),
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="The arithmetic, in this recipe's figures.")] = False,
-    model: Annotated[str | None, typer.Option(help="For --pick: a Hub name or a folder.", show_default=False)] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A Hub name or a folder: plan LoRA on it, or --pick.", show_default=False)
+    ] = None,
     pick: Annotated[bool, typer.Option("--pick", help="Find the best recipe for --model and --gpus.")] = False,
     file: Annotated[
         Path | None, typer.Option("-o", "--output", parser=user_path, help="Write what was picked.", show_default=False)
@@ -215,7 +217,7 @@ def plan(
         elif pick:
             result, text = pick_in_words(model, options, file)
         else:
-            result, text = plan_in_words(words or [], options)
+            result, text = plan_in_words(words or [], options, model)
         if not as_json:
             typer.echo(text)
         return result

@@ -1,8 +1,9 @@
-"""Configurations of real models by name: shipped in configs/, in a local folder, a package or the Hub's cache."""
+"""Configurations of real models by name: in a local folder, a package, shipped in configs/, in the Hub's cache, there."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +13,57 @@ from finetune.paths import PACKAGE
 
 CONFIGS = PACKAGE / "model" / "configs"
 
-# Hub names by the file of their configuration; the -Instruct variant has the same one.
+# Hub names by the file of their configuration; the -Instruct variant has the same one. Of multimodal models it is the
+# text part. docs/planner.md says where the figures of each are from.
 HUB_NAMES: dict[str, tuple[str, ...]] = {
     "llama-3.2-1b": ("meta-llama/Llama-3.2-1B", "unsloth/Llama-3.2-1B"),
     "llama-3.2-3b": ("meta-llama/Llama-3.2-3B", "unsloth/Llama-3.2-3B"),
     "llama-3.1-8b": ("meta-llama/Llama-3.1-8B", "meta-llama/Meta-Llama-3.1-8B", "unsloth/Llama-3.1-8B"),
     "llama-3.3-70b": ("meta-llama/Llama-3.3-70B", "meta-llama/Llama-3.1-70B", "unsloth/Llama-3.3-70B"),
     "llama-3.1-405b": ("meta-llama/Llama-3.1-405B",),
+    "llama-4-scout-17b-16e": ("meta-llama/Llama-4-Scout-17B-16E", "unsloth/Llama-4-Scout-17B-16E"),
     "qwen3-0.6b": ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B-Base"),
     "qwen3-4b": ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Base"),
     "qwen3-8b": ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B-Base"),
+    "qwen3-30b-a3b": ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-Base"),
+    "qwen3.5-0.8b": ("Qwen/Qwen3.5-0.8B", "Qwen/Qwen3.5-0.8B-Base"),
+    "qwen3.5-4b": ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-4B-Base"),
+    "qwen3.5-9b": ("Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-9B-Base"),
+    "qwen3.5-27b": ("Qwen/Qwen3.5-27B",),
+    "gemma-3-1b": ("google/gemma-3-1b-it", "google/gemma-3-1b-pt", "unsloth/gemma-3-1b-it"),
+    "gemma-3-4b": ("google/gemma-3-4b-it", "google/gemma-3-4b-pt", "unsloth/gemma-3-4b-it"),
+    "gemma-3-12b": ("google/gemma-3-12b-it", "google/gemma-3-12b-pt", "unsloth/gemma-3-12b-it"),
+    "gemma-3-27b": ("google/gemma-3-27b-it", "google/gemma-3-27b-pt", "unsloth/gemma-3-27b-it"),
+    "gemma-4-e2b": ("google/gemma-4-E2B-it", "google/gemma-4-E2B", "unsloth/gemma-4-E2B-it"),
+    "gemma-4-e4b": ("google/gemma-4-E4B-it", "google/gemma-4-E4B", "unsloth/gemma-4-E4B-it"),
+    "gemma-4-26b-a4b": ("google/gemma-4-26B-A4B-it", "google/gemma-4-26B-A4B", "unsloth/gemma-4-26B-A4B-it"),
+    "gemma-4-31b": ("google/gemma-4-31B-it", "google/gemma-4-31B", "unsloth/gemma-4-31B-it"),
+    "phi-4": ("microsoft/phi-4",),
+    "gpt-oss-20b": ("openai/gpt-oss-20b", "unsloth/gpt-oss-20b", "unsloth/gpt-oss-20b-BF16"),
+    "gpt-oss-120b": ("openai/gpt-oss-120b", "unsloth/gpt-oss-120b", "unsloth/gpt-oss-120b-BF16"),
+    "olmo-3-7b": ("allenai/Olmo-3-7B", "allenai/Olmo-3-1025-7B", "allenai/Olmo-3-7B-Think"),
+    "olmo-3-32b": ("allenai/Olmo-3-1125-32B", "allenai/Olmo-3-32B-Think"),
+    "smollm3-3b": ("HuggingFaceTB/SmolLM3-3B", "HuggingFaceTB/SmolLM3-3B-Base"),
+    "glm-4-9b-0414": ("zai-org/GLM-4-9B-0414", "THUDM/GLM-4-9B-0414"),
+    "glm-4-32b-0414": ("zai-org/GLM-4-32B-0414", "THUDM/GLM-4-32B-0414"),
+    "ministral-3-3b": ("mistralai/Ministral-3-3B-Instruct-2512", "mistralai/Ministral-3-3B-Base-2512"),
+    "ministral-3-8b": ("mistralai/Ministral-3-8B-Instruct-2512", "mistralai/Ministral-3-8B-Base-2512"),
+    "ministral-3-14b": ("mistralai/Ministral-3-14B-Instruct-2512", "mistralai/Ministral-3-14B-Base-2512"),
     "mistral-7b-v0.3": ("mistralai/Mistral-7B-v0.3",),
     "smollm2-135m": ("HuggingFaceTB/SmolLM2-135M",),
     "smollm2-360m": ("HuggingFaceTB/SmolLM2-360M",),
     "smollm2-1.7b": ("HuggingFaceTB/SmolLM2-1.7B",),
 }
+ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+FAMILIES_NAMED = ("llama-3.1-8b", "qwen3-8b", "gemma-3-4b", "gpt-oss-20b")  # of those that a message names
 
 
 def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, Any], str]:
-    """The real model's configuration, as config.json has it, and where it was found; nothing is downloaded.
+    """The real model's configuration, as config.json has it, and where it was found.
 
-    Looks into a local folder, an installed package, the configurations shipped here and the Hub's local cache. Raises
-    EnvironmentMismatch when it is nowhere, FinetuneError for a package that is not there.
+    Looks into a local folder, an installed package, the configurations shipped here and the Hub's local cache, and then
+    asks the Hub for config.json and nothing else. Raises EnvironmentMismatch when it is nowhere, FinetuneError for a
+    package that is not there.
     """
     name = name_or_path
     if name.startswith(PREFIX):
@@ -41,13 +71,7 @@ def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, An
     file = Path(name, "config.json")
     if not file.is_file():
         shipped = shipped_config(name)
-        file = shipped or in_hub_cache(name, "config.json", revision) or file
-    if not file.is_file():
-        known = ", ".join(names[0] for names in HUB_NAMES.values())
-        raise EnvironmentMismatch(
-            f"model.name_or_path: {name_or_path}: its configuration is not on this machine; a local folder with a "
-            f"config.json can be rehearsed, and by their Hub names {known}"
-        )
+        file = shipped or in_hub_cache(name, "config.json", revision) or _from_hub(name_or_path, name, revision)
     try:
         config = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -55,10 +79,52 @@ def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, An
     return config, f"finetune/model/configs/{file.name}" if file.parent == CONFIGS else str(file)
 
 
+def _from_hub(name_or_path: str, name: str, revision: str) -> Path:
+    """config.json of a repository on the Hub, downloaded into the Hub's cache with the token of this machine.
+
+    Its head is asked for first, once: a download tries for half a minute where there is no network.
+    """
+    why, remedy = "", ""
+    if ON_HUB.fullmatch(name) and not Path(name).exists():
+        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+        from huggingface_hub.errors import (
+            EntryNotFoundError,
+            GatedRepoError,
+            HFValidationError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+
+        try:
+            get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))
+            return Path(hf_hub_download(name, "config.json", revision=revision))
+        except OfflineModeIsEnabled:
+            why, remedy = ", and HF_HUB_OFFLINE is set", "unset it; "
+        except GatedRepoError:
+            why = ", and the Hub shows it to those alone who asked for access"
+            remedy = f"ask on its page, https://huggingface.co/{name}, and log in with `hf auth login`; "
+        except RepositoryNotFoundError:
+            why = ", and the Hub has no such model or does not show it to this token"
+            remedy = "correct the name, or log in with `hf auth login`; "
+        except (RevisionNotFoundError, EntryNotFoundError):
+            why = f", and revision {revision} on the Hub has no config.json"
+            remedy = "correct model.revision, or choose another model; "
+        except HFValidationError:
+            pass
+        except Exception as error:  # of the connection, by the client's own library; a proxy's answer
+            why = f", and the Hub could not be reached ({type(error).__name__})"
+    known = ", ".join(HUB_NAMES[stem][0] for stem in FAMILIES_NAMED)
+    raise EnvironmentMismatch(
+        f"model.name_or_path: {name_or_path}: its configuration is not on this machine{why}; {remedy}a local folder "
+        f"with a config.json will do, and Hub names that are known here, such as {known}"
+    )
+
+
 def shipped_config(name: str) -> Path | None:
     """The file of `configs/` for a Hub name, None for a name that is not known here."""
-    base_name = name.lower().replace("-instruct", "")
+    spellings = {name.lower(), name.lower().replace("-instruct", "")}
     for stem, names in HUB_NAMES.items():
-        if base_name in {full_name.lower() for full_name in names}:
+        if spellings & {full_name.lower() for full_name in names}:
             return CONFIGS / f"{stem}.json"
     return None

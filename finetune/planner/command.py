@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import logging
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -79,15 +81,19 @@ def plan_by_trace(recipe: Recipe, gpus: Gpus | None, *, must_fit: bool = False) 
             ) from error
 
 
-def plan_in_words(words: Sequence[str], options: PlanOptions) -> Output:
+def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None = None) -> Output:
     """The output of `finetune plan WORDS`: JSON, whose `ok` says whether it fits, and text. Raises FinetuneError.
 
-    Words with `=` are overrides, the others recipe files; several recipes are compared.
+    Words with `=` are overrides, the others recipe files; several recipes are compared. Without any, LoRA on `model`.
     """
     recipes = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
+    if recipes and model is not None:
+        raise FinetuneError(f"--model: {model}: stands beside {recipes[0]}; leave one out, or write model.name_or_path=")
+    if model is not None:
+        return _plan_model(model, overrides, options)
     if not recipes:
-        raise FinetuneError("RECIPE: is missing; name a recipe file, or --model NAME --gpus 2x24GB --pick")
+        raise FinetuneError("RECIPE: is missing; name a recipe file, or --model NAME --gpus 2x24GB, maybe with --pick")
     if len(recipes) > 1:
         return _compare([Path(word) for word in recipes], overrides, options)
     loaded = load_recipe(Path(recipes[0]), overrides).recipe
@@ -97,7 +103,23 @@ def plan_in_words(words: Sequence[str], options: PlanOptions) -> Output:
     return _plan_one(loaded, gpus, explained=options.explain)
 
 
+def _plan_model(model: str, overrides: Sequence[str], options: PlanOptions) -> Output:
+    """The plan of adapters on a model for which there is no recipe yet."""
+    gpus = parse_gpus(options.gpus, options.nodes) if options.gpus is not None else None
+    if gpus is None:
+        raise FinetuneError(f"--model: {model}: on which GPUs? add --gpus 1x80GB, or name a recipe for a CPU")
+    with tempfile.TemporaryDirectory(prefix="finetune-plan-") as folder:
+        page = Path(folder) / f"{model.rpartition('/')[2]}.yaml"
+        content = pick.adapters(model, gpus).model_dump(mode="json", exclude_defaults=True)
+        page.write_text(json.dumps(content), "utf-8")
+        recipe = load_recipe(page, overrides).recipe
+    if options.largest is not None:
+        return _largest(recipe, gpus, options.largest)
+    return _plan_one(recipe, gpus, explained=options.explain)
+
+
 def _plan_one(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Output:
+    full_config(recipe.model.name_or_path, recipe.model.revision)  # once, before two processes ask the Hub for it
     with without_gc():
         from finetune.probe.beside import probed_beside
 

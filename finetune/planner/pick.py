@@ -62,6 +62,13 @@ def _variant(model: str, gpus: Gpus, method: str, length: int, strategy: str, ev
     )
 
 
+def adapters(model: str, gpus: Gpus) -> Recipe:
+    """LoRA on rows of 2,048 tokens with every layer recomputed, weights sharded over several GPUs: what is planned of a
+    model that there is no recipe for."""
+    strategy = "fsdp2" if gpus.count * gpus.nodes > 1 else "single"
+    return _variant(model, gpus, "lora", 2048, strategy, True, 1)
+
+
 def fitting_recipes(model: str, config: Mapping[str, Any], gpus: Gpus) -> Iterator[Recipe]:
     """Variants that certainly fit by the closed form, the best first: to be planned by trace until one fits."""
     for recipe in candidates(model, gpus):

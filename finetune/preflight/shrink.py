@@ -28,6 +28,11 @@ LAYERS = 2
 BLOCK = 64  # bitsandbytes' smallest block: matrices whose rows are whole blocks quantise as large ones do
 LARGEST = 30_000_000  # parameters; what stays larger than this was not understood
 VOCABULARY = 1024
+# Of a mixture, and how many of them a token goes to.
+EXPERTS = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "top_k_experts"), 2),
+}
 SAMPLED_ROWS = 300  # that the tokenizer learns from
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -88,6 +93,14 @@ def shrunken_config(config: Mapping[str, Any], vocabulary: int) -> dict[str, Any
         "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>"),
         "pad_token_id": SPECIAL_TOKENS.index("<|endoftext|>"),
     }
+    small |= {key: min(config[key], most) for key, most in EXPERTS.items() if config.get(key)}
+    for key in ("moe_intermediate_size", "intermediate_size_mlp", "shared_expert_intermediate_size"):
+        if config.get(key):
+            small[key] = _blocks(hidden * config[key] / config["hidden_size"])
+    if config.get("vocab_size_per_layer_input"):
+        small["vocab_size_per_layer_input"] = vocabulary
+    if config.get("num_kv_shared_layers"):  # of two layers none has another of its kind before it
+        small["num_kv_shared_layers"] = 0
     if "max_window_layers" in config:
         small["max_window_layers"] = min(LAYERS, config["max_window_layers"])
     if config.get("layer_types"):

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from finetune.architecture.families import router_coefficient
 from finetune.errors import FinetuneError
 from finetune.model.build import build_model, checkpoint_layers, decoder_parts
 from finetune.probe.documents import TokensAndLabels, probe_batches, probe_documents
@@ -99,6 +100,7 @@ class LibrarySide:
     compute: torch.dtype | None  # of autocast; None: float32
     training: bool = True  # False for a model that draws numbers whatever its settings say
     wide: bool = False  # float64
+    router: float = 0.0  # the coefficient of its router's auxiliary loss
     expected: LossAndGradients = field(init=False)
     bound: float = field(init=False)
 
@@ -118,10 +120,15 @@ class LibrarySide:
         total = 0.0
         with self._width():
             for ids, labels in self.documents:
+                targets = torch.from_numpy(labels[1:]).to(self.device)
+                balanced = bool(self.router) and self.training
+                asked = {"output_router_logits": True} if balanced else {}
                 with self._precision(compute):
                     tokens = torch.from_numpy(ids)[None].to(self.device)
-                    logits = self.model(input_ids=tokens, use_cache=False).logits[0]
-                loss = summed(logits[:-1], torch.from_numpy(labels[1:]).to(self.device))
+                    output = self.model(input_ids=tokens, use_cache=False, **asked)
+                loss = summed(output.logits[0, :-1], targets)
+                if balanced:
+                    loss = loss + self.router * int((labels[1:] != IGNORE).sum()) * output.aux_loss
                 loss.backward()
                 total += loss.item()
         return LossAndGradients(total, gradients_of(self.model))
@@ -168,7 +175,7 @@ class LibrarySide:
 
     def widened(self) -> LibrarySide:
         """The same comparison in float64, of the same model: `narrowed` undoes it."""
-        return LibrarySide(self.model.double(), self.documents, self.device, None, self.training, wide=True)
+        return LibrarySide(self.model.double(), self.documents, self.device, None, self.training, True, self.router)
 
     def narrowed(self) -> None:
         """In float32 again; the weights are what they were, numbers of bfloat16."""
@@ -176,7 +183,7 @@ class LibrarySide:
 
     def without_randomness(self) -> LibrarySide:
         """The same comparison in evaluation mode, in which layers draw no numbers."""
-        return LibrarySide(self.model, self.documents, self.device, self.compute, training=False)
+        return LibrarySide(self.model, self.documents, self.device, self.compute, training=False, router=self.router)
 
     def _difference(self, found: LossAndGradients) -> Difference:
         return difference(found, self.expected, exact=self.compute is None)
@@ -278,4 +285,6 @@ def library_side(recipe: Recipe, small: SmallModel, device: torch.device, comput
     reference = librarys_model(small, like, device, trust=recipe.model.trust_remote_code)
     embeddings: Any = decoder_parts(like).get_input_embeddings()
     new = embeddings.token_adapter.token_indices["default"] if hasattr(embeddings, "token_adapter") else ()
-    return LibrarySide(reference, probe_documents(len(embeddings.weight), small.special, new), device, compute)
+    documents = probe_documents(len(embeddings.weight), small.special, new)
+    router = router_coefficient(decoder_parts(like).config, recipe)
+    return LibrarySide(reference, documents, device, compute, router=router)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,9 +53,24 @@ def judge(recipe: Recipe, small: SmallModel, device: torch.device, compute: torc
     if not _right(with_library, found) and exact_on_cpu and (wide := _in_float64(with_library, recipe, small)):
         with_library, found = wide
     if not _right(with_library, found):
-        raise _Trial(recipe, small, with_library, found).refusal()
+        raise _refusal(recipe, small, with_library, found)
     precision = "float64" if with_library.wide else "float32" if compute is None else dtype_name(compute)
     return Judgement(found, with_library.bound, precision, note)
+
+
+def _refusal(recipe: Recipe, small: SmallModel, with_library: LibrarySide, found: dict[str, Difference]) -> Differs:
+    """First whether the auxiliary loss of a router is all that differs; then everything else, without that loss."""
+    if with_library.router:
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"router_aux_loss_coef": 0.0})})
+        off, with_library = next(iter(found.values())), replace(with_library, router=0.0)
+        found = _both_ways(with_library, recipe, small)
+        if _right(with_library, found):
+            return Differs(
+                f"model.router_aux_loss_coef: the router's auxiliary loss differs: {small.name}, made small, has a "
+                f"loss {off.loss:.1e} and gradients {off.gradients:.1e} from the library's own of one document at a "
+                "time; set model.router_aux_loss_coef: 0"
+            )
+    return _Trial(recipe, small, with_library, found).refusal()
 
 
 def _both_ways(with_library: LibrarySide, recipe: Recipe, small: SmallModel) -> dict[str, Difference]:

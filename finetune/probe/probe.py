@@ -187,8 +187,9 @@ def _on_this_machine(recipe: Recipe, folder: Path) -> Recipe:
     if Path(section.name_or_path).is_dir():
         return recipe
     config, _ = full_config(section.name_or_path, section.revision)
-    if "auto_map" in config:  # its code is in the Hub's cache
+    if "auto_map" in config and section.trust_remote_code:  # by its own code, from the Hub or its cache
         return recipe
+    config.pop("auto_map", None)
     folder.mkdir()
     write_json(folder / "config.json", config)
     local = section.model_copy(update={"name_or_path": str(folder), "revision": "main"})

@@ -47,6 +47,19 @@ PARAMETERS = {
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.3-70b": 70_553_706_496,
     "llama-3.1-405b": 405_853_388_800,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3.5-4b": 4_205_751_296,  # text
+    "qwen3.5-9b": 8_953_803_264,  # text
+    "qwen3.5-27b": 26_895_998_464,  # text
+    "gemma-3-27b": 27_009_346_304,  # text
+    "gemma-4-31b": 30_697_345_280,
+    "phi-4": 14_659_507_200,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "olmo-3-7b": 7_298_011_136,
+    "olmo-3-32b": 32_233_522_176,
+    "smollm3-3b": 3_075_098_624,
+    "glm-4-9b-0414": 9_400_279_040,
     "qwen3-0.6b": 596_049_920,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
@@ -54,6 +67,21 @@ PARAMETERS = {
     "smollm2-135m": 134_515_008,
     "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,
+}
+# Of the text part, as their makers state it in billions; where they state a whole model's, without its other towers.
+BILLIONS = {
+    "gemma-3-1b": 1.000,  # 302 million of embeddings and 698
+    "gemma-3-4b": 3.88,  # 675 and 3,209
+    "gemma-3-12b": 11.77,  # 1,012 and 10,759
+    "gemma-4-e2b": 4.65,  # 5.1 with 0.15 for images and 0.3 for sound
+    "gemma-4-e4b": 7.5,
+    "gemma-4-26b-a4b": 25.2,
+    "llama-4-scout-17b-16e": 107.8,  # 109, of which its vision tower has 0.9
+    "qwen3.5-0.8b": 0.75,
+    "glm-4-32b-0414": 32.6,
+    "ministral-3-3b": 3.4,
+    "ministral-3-8b": 8.4,
+    "ministral-3-14b": 13.5,
 }
 QUICK = {"data": {"train": [{"path": "json", "data_files": "data/sample_chat.jsonl"}]}}
 
@@ -66,7 +94,7 @@ def parameters_of(config: dict[str, Any]) -> int:
 
 class TestShrink:
     def test_every_configuration_is_known_by_a_name(self) -> None:
-        assert {path.stem for path in CONFIGS.glob("*.json")} == set(HUB_NAMES) == set(PARAMETERS)
+        assert {path.stem for path in CONFIGS.glob("*.json")} == set(HUB_NAMES) == {*PARAMETERS, *BILLIONS}
 
     @pytest.mark.parametrize("stem", PARAMETERS)
     def test_configurations_are_the_models(self, stem: str) -> None:
@@ -74,7 +102,12 @@ class TestShrink:
         assert source == f"finetune/model/configs/{stem}.json"
         assert parameters_of(config) == PARAMETERS[stem]
 
-    @pytest.mark.parametrize("stem", PARAMETERS)
+    @pytest.mark.parametrize("stem", BILLIONS)
+    def test_text_parts_have_the_size_that_is_stated(self, stem: str) -> None:
+        config, _ = full_config(HUB_NAMES[stem][0])
+        assert parameters_of(config) / 1e9 == pytest.approx(BILLIONS[stem], rel=0.011)
+
+    @pytest.mark.parametrize("stem", [*PARAMETERS, *BILLIONS])
     def test_only_sizes_shrink(self, stem: str) -> None:
         full, _ = full_config(HUB_NAMES[stem][0])
         small = shrunken_config(full, 1024)
@@ -107,11 +140,14 @@ class TestShrink:
     @pytest.mark.parametrize(
         ("config", "text"),
         [
-            (None, "its configuration is not on this machine; a local folder .* meta-llama/Llama-3.1-8B"),
+            (None, "not on this machine, and HF_HUB_OFFLINE is set; .* a local folder .* meta-llama/Llama-3.1-8B"),
             ({"model_type": "mamba"}, "cannot be made small: 'num_attention_heads'.*model.name_or_path=FOLDER"),
         ],
     )
-    def test_what_is_not_known(self, config: dict[str, Any] | None, text: str, tmp_path: Path) -> None:
+    def test_what_is_not_known(
+        self, config: dict[str, Any] | None, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         name = "nobody/knows-it"
         if config is not None:
             name = str(tmp_path)

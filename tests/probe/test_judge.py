@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
-from finetune.architecture import attention, loss
+from finetune.architecture import attention, loss, router_loss
 from finetune.architecture.families import Computed
 from finetune.errors import EnvironmentMismatch
 from finetune.probe.compare import EXACT
 from finetune.probe.probe import ProbeResult, probe
 from finetune.recipe.schema import Recipe
+from tests.support.mixtures import save_mixture
 from tests.support.own_model import save_own_model
 from tests.support.recipes import least_recipe
 from tests.support.tiny import save_tiny
@@ -202,3 +203,15 @@ def test_nothing_else_is_disturbed(narrow: Path) -> None:
     probe(least_recipe(narrow))
     assert torch.equal(before, torch.random.get_rng_state())
     assert torch.get_default_dtype() == default
+
+
+def test_a_routers_loss_that_differs_is_named_and_one_that_does_not_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save_mixture(tmp_path / "mixtral", "mixtral")
+    asked = least_recipe(base, model={"router_aux_loss_coef": 0.5})
+    assert worst_of(probe(asked)) <= EXACT
+    monkeypatch.setattr(router_loss.RouterLoss, "summed", lambda self, logits, batch, labels: 0.01 * logits[0].sum())
+    message = refusal(asked.model_copy(update={"lora": None}))
+    assert message.startswith("model.router_aux_loss_coef: the router's auxiliary loss differs: MixtralForCausalLM, ")
+    assert message.endswith("; set model.router_aux_loss_coef: 0")

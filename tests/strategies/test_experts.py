@@ -79,3 +79,35 @@ def test_it_resumes_bitwise(strategy: str, base: Path, chats: Path, tmp_path: Pa
     assert launch([again], ranks=ranks, words=half, timeout=500) == [0]
     first, second = checkpointed(halves.parent / "run"), checkpointed(again.parent / "run")
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def balanced(tmp_path_factory: pytest.TempPathFactory, base: Path, chats: Path) -> tuple[Path, Path]:
+    """Without and with the auxiliary loss of the router: all rows in one forward."""
+    pages = []
+    for coefficient in (0, 1):
+        page = balanced_recipe(tmp_path_factory.mktemp("balanced"), base, chats, 8)
+        assert main([str(page), f"model.router_aux_loss_coef={coefficient}"]) == 0
+        pages.append(page)
+    return pages[0], pages[1]
+
+
+def balanced_recipe(folder: Path, base: Path, chats: Path, rows: int) -> Path:
+    training = {"per_device_batch_size": rows, "activation_checkpointing": True}
+    return write_curve_recipe(folder, base, chats, "full", {"training": training})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2", "zero3"])
+def test_the_routers_loss_has_one_curve(
+    strategy: str, balanced: tuple[Path, Path], base: Path, chats: Path, tmp_path: Path
+) -> None:
+    """In one forward, accumulated in four, and by two ranks; every weight trained, the router's too."""
+    skip_where_missing(strategy)
+    page = balanced_recipe(tmp_path / "split", base, chats, 2)
+    words = [f"accelerate_config={strategy}", "model.router_aux_loss_coef=1"]
+    assert launch([page], ranks=1 if strategy == "single" else 2, words=words, timeout=500) == [0]
+    plain, expected = map(curve_of, balanced)
+    for found, point, without in zip(curve_of(page), expected, plain, strict=True):
+        assert tuple(found) == pytest.approx(tuple(point), rel=1e-5)
+        assert found.loss > without.loss + 0.5  # of balanced experts it is the number that a token goes to

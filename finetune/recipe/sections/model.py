@@ -34,6 +34,11 @@ class ModelSection(Section):
     adapter_revision: str = Field("main", min_length=1, description="Branch, tag or commit of an adapter on the Hub.")
     dtype: Dtype = Field("bfloat16", description="Number format of frozen base weights; trained weights are float32.")
     attention: Attention = Field("auto", description="auto: document-isolated variable-length attention.")
+    router_aux_loss_coef: float | None = Field(
+        None,
+        ge=0,
+        description="Weight of the loss that balances experts, by document; null: the model's own, if it asks for it.",
+    )
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model's repository.")
     add_tokens: list[str] = Field(
         [], description="New tokens of ordinary text: [<date>, benzylamine]; their rows begin as their pieces' mean."

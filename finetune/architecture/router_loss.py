@@ -1,0 +1,58 @@
+"""The auxiliary loss that keeps a mixture of experts balanced, of one document at a time.
+
+transformers takes it over whatever a batch holds: experts x the sum over experts of the choices of an expert per token
+x its mean probability. A product of two means changes with the split of a batch. Here both means are of one document,
+over its tokens and all layers with a router, as the library's own function gives them where a batch is that document;
+the loss of a step is then a sum over documents like its cross-entropy, for any split:
+
+    sum over documents d of (cross-entropy summed over d + coefficient x learned(d) x auxiliary(d))
+    divided by the sum of learned(d)
+
+with learned(d) the supervised tokens of d: the mean of the library's loss of each document, weighted by these tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetune.architecture.by_document import LENGTHS
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """Asked for with a coefficient; a token goes to `chosen` experts."""
+
+    coefficient: float
+    chosen: int
+
+    def summed(self, router_logits: Sequence[Tensor], batch: Mapping[str, Any], shift_labels: Tensor) -> Tensor:
+        """Coefficient x sum over documents of learned(d) x auxiliary(d), a float32 scalar; nothing is read on the host.
+
+        Args:
+            router_logits: Of each layer that has a router, [tokens, experts] or [rows, tokens, experts].
+            batch: What the forward was given; position_ids, [rows, tokens], begin at 0 in each document. A padded tail
+                counts as a document without supervised tokens.
+            shift_labels: [rows, tokens], -100 where nothing is learned.
+        """
+        begins = (batch["position_ids"] == 0).reshape(-1)
+        document = begins.cumsum(0) - 1  # [tokens], int64
+        count = len(batch.get(LENGTHS) or begins)  # of documents, at most
+        experts = router_logits[0].shape[-1]
+        ones = torch.ones_like(document, dtype=torch.float32)
+        lengths = ones.new_zeros(count).index_add(0, document, ones)
+        learned = ones.new_zeros(count).index_add(0, document, (shift_labels.reshape(-1) >= 0).float())
+        choices, probabilities = ones.new_zeros(count * experts), ones.new_zeros(count, experts)
+        for logits in router_logits:
+            weights = logits.reshape(-1, experts).softmax(-1)  # [tokens, experts]; backward keeps it, of every layer
+            expert = weights.topk(self.chosen, dim=-1).indices  # [tokens, chosen]
+            place = (document.unsqueeze(1) * experts + expert).reshape(-1)
+            choices = choices.index_add(0, place, ones.repeat_interleave(self.chosen))
+            probabilities = probabilities.index_add(0, document, weights.float())
+        rows = lengths.clamp(min=1) * len(router_logits)
+        auxiliary = experts * (choices.view(count, experts) * probabilities).sum(1) / rows.square()
+        return self.coefficient * (learned * auxiliary).sum()
