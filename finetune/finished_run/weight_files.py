@@ -18,10 +18,10 @@ from finetune.finished_run.load import takes_from_the_base
 from finetune.model.adapters import silenced_peft
 from finetune.model.build import not_loaded
 from finetune.model.packaged import in_hub_cache, resolve_model_path
+from finetune.model.text_part import PEFT_PREFIX, WholeNames
 from finetune.recipe.schema import ModelSection
 from finetune.recipe.sections.lora_checks import by_pattern
 
-PEFT_PREFIX = "base_model.model."
 # The settings of an adapter that its forward depends on; the recipe sets no others.
 ADAPTER_SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora")
 
@@ -37,10 +37,11 @@ class AdapterFile:
     layers: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # layer -> peft's name in it -> key
     replaced: Mapping[str, str] = field(default_factory=dict)  # tensor of the model, trained in full -> key
     target_parameters: tuple[str, ...] = ()
+    trained_as: Mapping[str, str] = field(default_factory=dict)  # layer -> its path in training, where that differs
 
-    def settings_of(self, path: str) -> Mapping[str, Any]:
+    def settings_of(self, layer: str) -> Mapping[str, Any]:
         """The settings of the adapter on one layer or parameter."""
-        ranks, scales = self.patterns
+        (ranks, scales), path = self.patterns, self.trained_as.get(layer, layer)
         own = {"r": by_pattern(ranks, path, self.settings["r"])}
         return {**self.settings, **own, "lora_alpha": by_pattern(scales, path, self.settings["lora_alpha"])}
 
@@ -86,15 +87,17 @@ class AdapterFile:
         return merged
 
 
-def open_adapter(folder: Path) -> AdapterFile:
-    """The adapter of a finished run."""
+def open_adapter(folder: Path, names: WholeNames) -> AdapterFile:
+    """The adapter of a finished run, by the names of the model that was trained."""
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     init = str(config.get("init_lora_weights", True))
     path, replaced = folder / "adapter_model.safetensors", {}
     layers: dict[str, dict[str, str]] = {}
     with safe_open(path, framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118  # not a dict
-            layer, lora, name = key.removeprefix(PEFT_PREFIX).partition(".lora_")
+        keys = [key.removeprefix(PEFT_PREFIX) for key in file.keys()]  # noqa: SIM118  # not a dict
+        for key in sorted(set(keys) - names.second(keys)):
+            layer, lora, name = key.partition(".lora_")
+            key = PEFT_PREFIX + key
             if lora:
                 layers.setdefault(layer, {})[name] = key
             else:
@@ -130,6 +133,10 @@ class BaseWeights:
 
     files: Mapping[str, Path]
     shapes: Mapping[str, tuple[int, ...]]
+
+    def layer(self, path: str, names: WholeNames) -> str:
+        """What a layer of the trained model is called here."""
+        return names.in_file(f"{path}.weight", self.files).removesuffix(".weight")
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor in the number format on disk; a view of the file, so whoever keeps it makes a copy."""

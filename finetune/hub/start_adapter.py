@@ -18,8 +18,9 @@ from torch import Tensor
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapters import silenced_peft
-from finetune.model.build import build_model
+from finetune.model.build import build_model, decoder_parts
 from finetune.model.packaged import published_name, resolve_model_path
+from finetune.model.text_part import PEFT_PREFIX, names_in_whole
 from finetune.recipe.adapter_config import (
     CONFIG,
     PICKLED,
@@ -126,6 +127,12 @@ def _fitting_keys(recipe: Recipe, name: str, file: Path) -> dict[str, str]:
         raise FinetuneError(
             f"model.adapter: {name}: {WEIGHTS} is damaged ({error}); fetch or export it again"
         ) from None
+    if whole := names_in_whole(decoder_parts(model)):  # an adapter may have the names of either, or of both
+        theirs = {PEFT_PREFIX + whole.of(key.removeprefix(PEFT_PREFIX)): key for key in names}
+        shapes = {
+            key: shape for key, shape in shapes.items() if theirs.get(key, key) == key or theirs[key] not in shapes
+        }
+        names = {other if other in shapes else key: names[key] for other, key in theirs.items()}
     missing, unexpected = sorted(names.keys() - shapes.keys()), sorted(shapes.keys() - names.keys())
     wrong = [
         f"{key} is {shapes[key]} there and {tuple(parameters[names[key]].shape)} in the model"

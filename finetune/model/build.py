@@ -25,6 +25,7 @@ from finetune.architecture import attention
 from finetune.architecture.by_document import checkpoint_options
 from finetune.architecture.families import refuse_unsuitable
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.model.adapter_reach import language_model_path
 from finetune.model.adapters import add_adapters
 from finetune.model.packaged import resolve_model_path
 from finetune.model.quantization import forget_inputs, quantize_structure, quantized_layers
@@ -58,7 +59,9 @@ def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | No
     if recipe.quantization is not None and recipe.quantization.load_in_8bit:
         forget_inputs(model)
     adapted: nn.Module = model
-    if recipe.lora is not None:
+    if recipe.lora is None:
+        _refuse_all_of_a_multimodal(model)
+    else:
         torch.manual_seed(recipe.training.seed)  # every rank draws the same adapters
         with model.device:  # on meta too
             adapted = add_adapters(model, recipe.lora, recipe.training.pure_bf16)
@@ -86,6 +89,14 @@ def decoder_parts(model: nn.Module) -> PreTrainedModel:
     inner = model if isinstance(model, PreTrainedModel) else model.get_base_model()  # type: ignore[operator]  # peft's
     assert isinstance(inner, PreTrainedModel)
     return inner
+
+
+def _refuse_all_of_a_multimodal(model: PreTrainedModel) -> None:
+    if language_model_path(model):
+        raise FinetuneError(
+            f"lora: {type(model).__name__} has parts for images, which rows of text do not train, and transformers has "
+            "no class for its text part by itself; train it with adapters: lora: {}"
+        )
 
 
 def load_base(

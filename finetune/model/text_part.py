@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,14 @@ from finetune.model.adapter_reach import adapted_paths, base_path
 from finetune.model.quantization import quantize_structure
 from finetune.recipe.sections.lora_checks import by_pattern
 
-_PREFIX = "base_model.model."  # of peft's names in files
+PEFT_PREFIX = "base_model.model."  # of peft's names in files
 
 
 @dataclass(frozen=True)
 class WholeNames:
-    """What the text part's modules are called in the whole model, and in its files."""
+    """What the modules of a trained model are called in the whole one, which it may be itself, and in its files."""
 
-    places: Mapping[str, str]  # path in the text part -> path in the whole model
+    places: Mapping[str, str]  # path in the text part -> path in the whole model; none where it is trained as a whole
     whole: PreTrainedModel  # on meta
 
     def of(self, path: str) -> str:
@@ -53,14 +54,22 @@ class WholeNames:
                 return there + path.removeprefix(own)
         return path
 
+    def second(self, paths: Iterable[str]) -> set[str]:
+        """Of paths by both names, those that are only the whole model's."""
+        return {self.of(path) for path in paths if self.of(path) != path}
+
     def in_file(self, path: str, files: Mapping[str, Any]) -> str:
         """The name of a tensor among those of the whole model's `files`, which may have names of earlier releases."""
         name = self.of(path)
-        if name in files:
-            return name
+        return name if name in files else self._saved.get(name, name)
+
+    @cached_property
+    def _saved(self) -> Mapping[str, str]:
+        """The names under which transformers saves the whole model's tensors; without those that it takes apart."""
+        tensors = self.whole.state_dict()
         with torch.no_grad():
-            (saved,) = revert_weight_conversion(self.whole, {name: torch.empty(0, device="meta")})
-        return str(saved)
+            saved = {id(tensor): name for name, tensor in revert_weight_conversion(self.whole, tensors).items()}
+        return {name: saved[id(tensor)] for name, tensor in tensors.items() if id(tensor) in saved}
 
 
 def is_multimodal(config: PreTrainedConfig) -> bool:
@@ -80,7 +89,7 @@ def trained_config(config: PreTrainedConfig) -> PreTrainedConfig:
         return config
     text: PreTrainedConfig = copy.deepcopy(config.text_config)  # type: ignore[attr-defined]
     # Each of the two has a default, and Mistral 3's say different things; a head of its own is never lost by this.
-    text.tie_word_embeddings = bool(config.tie_word_embeddings and text.tie_word_embeddings)
+    text.tie_word_embeddings = all(getattr(each, "tie_word_embeddings", True) for each in (config, text))
     text._name_or_path = config._name_or_path
     return text
 
@@ -145,7 +154,7 @@ def name_for_both(folder: Path, adapted: nn.Module, names: WholeNames) -> None:
     """
     file, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     tensors = load_file(file)
-    theirs = {_PREFIX + names.of(key.removeprefix(_PREFIX)): tensor for key, tensor in tensors.items()}
+    theirs = {PEFT_PREFIX + names.of(key.removeprefix(PEFT_PREFIX)): tensor for key, tensor in tensors.items()}
     added = {key: tensor.clone() for key, tensor in theirs.items() if key not in tensors}
     save_file(tensors | added, file, metadata={"format": "pt"})
     config = json.loads(settings.read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError
 from finetune.measure.units import GIB
-from finetune.model.known_configs import full_config
+from finetune.model.known_configs import decoder_config
 from finetune.planner import pick, remedies
 from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.planner.explain import explain_plan
@@ -118,7 +118,7 @@ def _planned(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Output:
     result: dict[str, Any] = {"ok": planned.fits, "exit_code": code, **plan_json(planned), **roofline_json(planned)}
     result["batches"] = batches
     text = [plan_text(planned), "", *roofline_lines(planned), "", *batches["notes"]]
-    config = full_config(recipe.model.name_or_path, recipe.model.revision)[0]
+    config = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and not planned.fits:
         fitting = remedies.remedies(recipe, config, gpus, plan_by_trace)
         result["changes"] = [each.as_json() for each in fitting]
@@ -144,7 +144,7 @@ def _fitting_lines(fitting: Sequence[remedies.Remedy]) -> Iterator[str]:
 
 
 def _largest(recipe: Recipe, gpus: Gpus | None, name: str) -> Output:
-    config = full_config(recipe.model.name_or_path, recipe.model.revision)[0]
+    config = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
     key, value, needed = remedies.largest(recipe, config, gpus, name, plan_by_trace)
     assert gpus is not None
     result = {"ok": True, "change": f"{key}={value}", "needed_bytes": needed, "gpu_bytes": gpus.memory}
@@ -170,7 +170,7 @@ def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions) -> 
     recipe = load_recipe(path, overrides).recipe
     gpus = options.gpus_for(recipe)
     row: dict[str, Any] = {"recipe": path.stem, "gpu_bytes": gpus.memory if gpus else None}
-    config = full_config(recipe.model.name_or_path, recipe.model.revision)[0]
+    config = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and unsupported(recipe, config, gpus) is None:
         needed = estimate(recipe, config, gpus).needed
         if abs(needed / gpus.memory - 1) > EDGE:
@@ -192,7 +192,7 @@ def pick_in_words(model: str | None, options: PlanOptions, file: Path | None) ->
     gpus = parse_gpus(options.gpus, options.nodes)
     if gpus is None:
         raise FinetuneError("--pick: finds recipes for GPUs, not for a CPU; add --gpus 2x24GB")
-    config, source = full_config(model)
+    config, source = decoder_config(model)
     certain = islice(pick.fitting_recipes(model, config, gpus), TRIES)
     least = pick.smallest(model, config, gpus)
     for recipe in chain(certain, pick.last_resorts(model, config, gpus), pick.offloaded(model, gpus)):
