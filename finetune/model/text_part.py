@@ -85,9 +85,9 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 def trained_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration of what is trained: of a multimodal model its text section, where a causal class has one."""
-    if not is_multimodal(config) or type(config.text_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # type: ignore[attr-defined]
+    if not is_multimodal(config) or type(config.text_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
-    text: PreTrainedConfig = copy.deepcopy(config.text_config)  # type: ignore[attr-defined]
+    text: PreTrainedConfig = copy.deepcopy(config.text_config)
     # Each of the two has a default, and Mistral 3's say different things; a head of its own is never lost by this.
     text.tie_word_embeddings = all(getattr(each, "tie_word_embeddings", True) for each in (config, text))
     text._name_or_path = config._name_or_path
@@ -126,8 +126,15 @@ def text_alone(whole: PreTrainedModel, quantization: BitsAndBytesConfig | None =
 
 def remember_whole(part: PreTrainedModel, config: PreTrainedConfig) -> None:
     """Note the configuration of the whole model at its text part, for `names_in_whole`."""
+    noted: Any = part
     if trained_config(config) is not config:
-        part.finetune_whole = config
+        noted.finetune_whole = config
+
+
+def part_of(model: PreTrainedModel) -> str | None:
+    """The kind of multimodal model whose text part this one is; None for any other."""
+    config = getattr(model, "finetune_whole", None)
+    return None if config is None else str(config.model_type)
 
 
 def names_in_whole(model: PreTrainedModel) -> WholeNames | None:
@@ -140,8 +147,9 @@ def names_in_whole(model: PreTrainedModel) -> WholeNames | None:
         return None
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
+    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     with torch.device("meta"):
-        whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config)
+        whole = kind(config)
     return WholeNames(_places(_part_on_meta(whole), whole), whole)
 
 
@@ -162,8 +170,8 @@ def name_for_both(folder: Path, adapted: nn.Module, names: WholeNames) -> None:
     config |= {"target_modules": _pattern(adapted, paths, names), "exclude_modules": None}
     if parameters := config.get("target_parameters"):
         config["target_parameters"] = sorted({*parameters, *map(names.of, parameters)})
-    for key, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
-        config[key] = _patterns_for_both(config.get(key) or {}, paths, names, config[default])
+    for key in ("rank_pattern", "alpha_pattern"):
+        config[key] = _patterns_for_both(config.get(key) or {}, paths, names)
     write_json(settings, config)
 
 
@@ -187,20 +195,22 @@ def _pattern(adapted: nn.Module, paths: Iterable[str], names: WholeNames) -> str
     return "|".join(parts)
 
 
-def _patterns_for_both(
-    patterns: Mapping[str, Any], paths: Iterable[str], names: WholeNames, default: Any
-) -> dict[str, Any]:
-    """rank_pattern or alpha_pattern; a key that fits a path of the text part alone is joined by one for the other."""
-    wanted = {names.of(path): by_pattern(patterns, path, default) for path in paths}
-    lost = {path: value for path, value in wanted.items() if by_pattern(patterns, path, default) != value}
-    return {re.escape(path): value for path, value in lost.items()} | dict(patterns)
+def _patterns_for_both(patterns: Mapping[str, Any], paths: Iterable[str], names: WholeNames) -> dict[str, Any]:
+    """rank_pattern or alpha_pattern, each key joined by the paths in the whole model that it alone does not fit."""
+    keys, lost = {key: key for key in patterns}, {key: [key] for key in patterns}
+    for path in paths:
+        key = by_pattern(keys, path, "")
+        if key and by_pattern(keys, names.of(path), "") != key:
+            lost[key].append(re.escape(names.of(path)))
+    return {"|".join(lost[key]): value for key, value in patterns.items()}
 
 
 def _part_on_meta(whole: PreTrainedModel) -> PreTrainedModel:
     """The text section's class, by the very configuration that the whole model's layers refer to."""
     config = _decoder(whole).config
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with torch.device("meta"):  # not by from_config: under ZeRO-3 that would shard what is built
-        part: PreTrainedModel = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        part: PreTrainedModel = kind(config)
     return part
 
 
@@ -218,7 +228,8 @@ def _places(part: PreTrainedModel, whole: PreTrainedModel) -> dict[str, str]:
 
 
 def _path(model: PreTrainedModel, wanted: Any) -> str:
-    return next(path for path, module in model.named_modules() if module is wanted)
+    paths = (path for path, module in model.named_modules() if module is wanted)
+    return str(next(paths))
 
 
 def _no_part(whole: PreTrainedModel, reason: str) -> FinetuneError:
