@@ -12,7 +12,7 @@ from typing import Any
 
 from finetune.data.columns import REASONING_COLUMNS, RowLayout, in_yaml
 from finetune.data.messages import (
-    UnknownRole,
+    ToldOnce,
     check_inside,
     checked_text,
     is_learned,
@@ -142,7 +142,7 @@ def _sharegpt_turn(turn: Any, where: str, layout: RowLayout) -> dict[str, Any]:
         near = nearest(str(speaker), roles)
         known = f"did you mean {near!r}?" if near else "known are human, gpt, system, function_call, observation;"
         line = in_yaml({str(speaker): roles[near] if near else "user"})
-        raise UnknownRole(f"{where}: unknown speaker {speaker!r}; {known} or add roles: {line}", str(speaker))
+        raise ToldOnce(f"{where}: unknown speaker {speaker!r}; {known} or add roles: {line}", str(speaker))
     message = {name: value for name, value in turn.items() if name not in ("from", "value")}
     message |= {"role": roles[speaker], "content": turn["value"]}
     if speaker == "function_call" and speaker not in layout.roles:

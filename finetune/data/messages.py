@@ -13,6 +13,8 @@ from finetune.data.readers import BadRow, json_kind, parse_json
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
 REASONING = ("reasoning_content", "thinking", "reasoning")
+# Columns, keys of messages and kinds of content parts that hold no text.
+MEDIA = ("image", "images", "image_url", "video", "videos", "video_url", "audio", "audios", "audio_url", "input_audio")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -26,12 +28,12 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
     return before.lstrip().removeprefix("<think>") if end else ""
 
 
-class UnknownRole(BadRow):
-    """A role that is neither ours nor in the recipe's `roles`: told once for each, not for each row."""
+class ToldOnce(BadRow):
+    """A mistake of a whole data set, as a role that is not known or images: told once, not for each row."""
 
-    def __init__(self, mistake: str, role: str) -> None:
+    def __init__(self, mistake: str, about: str) -> None:
         super().__init__(mistake)
-        self.role = role
+        self.about = about
 
 
 def is_learned(message: Mapping[str, Any], where: str) -> bool:
@@ -53,6 +55,8 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
     role = _role(message, where)
     result = {key: value for key, value in message.items() if value is not None and key != "weight"}
     for key in result:
+        if key in MEDIA and result[key]:
+            raise ToldOnce(f"{where}: {key!r} on a message; only text is trained on: remove it, or the row", key)
         if key not in MESSAGE_KEYS and (near := nearest(key, MESSAGE_KEYS, cutoff=0.75)) and near not in message:
             raise BadRow(f"{where}: unknown key {key!r}; did you mean {near!r}?")
     if not result.get("tool_calls"):
@@ -81,7 +85,7 @@ def _role(message: Mapping[str, Any], where: str) -> str:
         near = OTHER_ROLES.get(str(role).lower()) or nearest(str(role), ROLES)
         known = f"did you mean {near!r}?" if near else f"known are {', '.join(ROLES)};"
         shown = json.dumps(role, ensure_ascii=False)
-        raise UnknownRole(f"{where}: unknown role {shown}; {known} or add roles: {{{shown}: {near or 'user'}}}", shown)
+        raise ToldOnce(f"{where}: unknown role {shown}; {known} or add roles: {{{shown}: {near or 'user'}}}", shown)
     return role
 
 
@@ -107,8 +111,10 @@ def _content(message: Mapping[str, Any], where: str, *, may_be_empty: bool) -> s
 def _join_parts(parts: list[Any], where: str) -> str:
     for index, part in enumerate(parts):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = repr(part.get("type")) if isinstance(part, dict) else json_kind(part)
-            raise BadRow(f"{where}[{index}]: {kind} instead of a text part; only text is trained on: remove it")
+            kind = part.get("type") if isinstance(part, dict) else None
+            told = repr(kind) if isinstance(part, dict) else json_kind(part)
+            mistake = f"{where}[{index}]: {told} instead of a text part; only text is trained on: remove it"
+            raise ToldOnce(mistake, str(kind)) if kind in MEDIA else BadRow(mistake)
     return "".join(part["text"] for part in parts)
 
 

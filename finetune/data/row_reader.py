@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from finetune.data.columns import RowLayout, in_quotes, in_yaml, layout_of
 from finetune.data.formats import Chat, Passage, read_row
-from finetune.data.messages import REASONING, UnknownRole, nearest
+from finetune.data.messages import MEDIA, REASONING, ToldOnce, nearest
 from finetune.data.readers import BadRow, SourceRow
 from finetune.data.sources import Source
 from finetune.recipe.cross_checks import OPTIONAL_COLUMNS
@@ -40,7 +40,7 @@ class RowReader:
         self._layout: RowLayout | None = None
         self._unused: dict[str, None] = {}  # columns, in the order in which they were seen
         self._message_keys: dict[str, None] = {}  # besides those that every template reads
-        self._roles: set[str] = set()  # unknown ones that were told
+        self._told: set[str] = set()  # unknown roles, and what holds images
         self._unanswered = 0
         self._run_together = 0
 
@@ -67,15 +67,15 @@ class RowReader:
                 yield problem
 
     def _read(self, row: SourceRow, layout: RowLayout) -> ReadRow | None:
-        """The row; None for one with an unknown role that was told before."""
+        """The row; None for one with a mistake that was told before."""
         if row.values is None:
             return ReadRow(row, None, row.problem)
         try:
             self._note_unused(row.values, layout)
             read = read_row(row.values, layout)
-        except UnknownRole as error:
-            told = error.role in self._roles
-            self._roles.add(error.role)
+        except ToldOnce as error:
+            told = error.about in self._told
+            self._told.add(error.about)
             return None if told else ReadRow(row, None, str(error))
         except BadRow as error:
             return ReadRow(row, None, str(error))
@@ -83,8 +83,11 @@ class RowReader:
         return ReadRow(row, read, None)
 
     def _note_unused(self, values: dict[str, Any], layout: RowLayout) -> None:
-        """Raises BadRow for a column that is nearly one of those that the layout may have."""
+        """Raises BadRow for a column that is nearly one of those that the layout may have, or holds images."""
         for name in layout.unused(values):
+            if name in MEDIA or _is_media(values[name]):
+                remedy = "take a data set of text alone, or remove the column"
+                raise ToldOnce(f"column {name!r} holds no text, and only text is trained on: {remedy}", name)
             if name not in self._unused:
                 self._unused[name] = None
                 near = nearest(name, OPTIONAL_COLUMNS[layout.format], cutoff=0.8)
@@ -110,6 +113,12 @@ class RowReader:
             "unanswered": self._unanswered,
             "run_together": self._run_together,
         }
+
+
+def _is_media(value: Any) -> bool:
+    """Whether it is an image or a sound as `datasets` keeps it in a table, or a list of such."""
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, dict) and {*first} == {"bytes", "path"}
 
 
 def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:

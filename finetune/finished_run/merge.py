@@ -30,10 +30,12 @@ from finetune.finished_run.weight_files import (
 from finetune.model.build import structure_alone
 from finetune.model.dtypes import dtype_name
 from finetune.model.quantization import as_quantized, quantized_layers
+from finetune.model.text_part import WholeNames, names_in_whole
 from finetune.recipe.schema import Recipe
 from finetune.wording import counted
 
 SHARD_BYTES = 2 * 10**9  # of one file; a larger tensor is alone in its file
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")  # of images
 NOT_THE_MODELS = ("adapter_config.json", "adapter_model.safetensors", "README.md")
 
 
@@ -134,19 +136,25 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
         raise FinetuneError(f"{run_dir}: all weights were trained: {run_dir / 'model'} is the whole model already")
     if not (run_dir / "adapter").is_dir():
         raise FinetuneError(f"{run_dir}: this run has not finished: adapter/ is not there; resume it first")
-    adapter, base, structure = open_adapter(run_dir / "adapter"), open_base(recipe.model), structure_alone(recipe)
+    base, structure = open_base(recipe.model), structure_alone(recipe)
+    whole = names_in_whole(structure) or WholeNames({}, structure)
+    adapter = open_adapter(run_dir / "adapter", whole)
     names = {id(module): name for name, module in structure.named_modules()}
     head, embedding = (
-        f"{names[id(module)]}.weight"
+        f"{base.layer(names[id(module)], whole)}.weight"
         for module in (structure.get_output_embeddings(), structure.get_input_embeddings())
     )
-    quantized = frozenset(names[id(layer)] for layer in quantized_layers(structure))
+    quantized = frozenset(base.layer(names[id(layer)], whole) for layer in quantized_layers(structure))
     # Only the structure says what ties a model: configurations state it also for models without such weights.
-    tied = bool(structure.config.get_text_config().tie_word_embeddings)
+    tied = bool(getattr(structure.config, "tie_word_embeddings", False))
     parameters = adapted_parameters(structure, adapter.layers, list(adapter.target_parameters))
-    deltas = ParameterDeltas(structure, parameters, adapter.settings_of, adapter.read)
-    layers = {layer: keys for layer, keys in adapter.layers.items() if layer not in parameters}
-    adapter = replace(adapter, layers=layers)
+    deltas = ParameterDeltas(
+        structure, parameters, adapter.settings_of, adapter.read, lambda name: whole.in_file(name, base.files)
+    )
+    paths = {base.layer(layer, whole): layer for layer in adapter.layers if layer not in parameters}
+    layers = {layer: adapter.layers[path] for layer, path in paths.items()}
+    replaced = {whole.in_file(name, base.files): key for name, key in adapter.replaced.items()}
+    adapter = replace(adapter, layers=layers, replaced=replaced, trained_as=paths)
     merge = Merge(recipe, base, adapter, quantized, embedding, head, tied, device, deltas)
     if missing := sorted(merge.changed - merge.shapes().keys()):
         tensors = counted(len(missing), "tensor")
@@ -209,12 +217,15 @@ def _write_settings(merge: Merge, folder: Path, dtype: torch.dtype) -> None:
     config.pop("_name_or_path", None)  # it is another model now
     if merge.unties:
         config["tie_word_embeddings"] = False
+        if "text_config" in config:
+            config["text_config"]["tie_word_embeddings"] = False
     if merge.adapter.new_rows:
         config.get("text_config", config)["vocab_size"] = merge.vocabulary
     write_json(folder / "config.json", config)
-    generation = read_settings(section, "generation_config.json")
-    if generation is not None:
-        write_json(folder / "generation_config.json", generation)
+    for name in ("generation_config.json", *(PROCESSORS if "text_config" in config else ())):
+        settings = read_settings(section, name)
+        if settings is not None:
+            write_json(folder / name, settings)
 
 
 def _copy_tokenizer(adapter: Path, folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from finetune.errors import FinetuneError
 from finetune.files import TEMPORARY_PREFIX, publish_folder, remove_folder, write_json
@@ -23,6 +23,7 @@ from finetune.finished_run.agreement import (
 from finetune.finished_run.load import FinishedRun, best_device, finished_run, fitting, load_adapted, load_whole
 from finetune.finished_run.merge import Merge, plan_merge, write_merged
 from finetune.model.build import load_tokenizer
+from finetune.model.text_part import auto_class
 from finetune.recipe.schema import Dtype
 from finetune.tokens.dataset import prepare
 from finetune.wording import counted
@@ -135,7 +136,7 @@ def _reference_and_base(
 
 def _compared(folder: Path, reference: Reference, device: torch.device) -> Agreement:
     """The agreement of the merged model, loaded by plain transformers as its users do."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(
         folder, dtype="auto", use_safetensors=True, output_loading_info=True
     )
     model, info = loaded

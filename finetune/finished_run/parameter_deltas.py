@@ -70,8 +70,10 @@ class ParameterDeltas:
         parameters: Mapping[str, AdaptedParameter],
         settings_of: Callable[[str], Mapping[str, Any]],
         read: Callable[[str], Tensor],
+        file_name: Callable[[str], str],
     ) -> None:
         self._structure, self._settings_of, self._read = structure, settings_of, read
+        self._file_name = file_name
         self._kept: OrderedDict[str, Mapping[str, Tensor]] = OrderedDict()
         self._owner: dict[str, AdaptedParameter] = {}
         for parameter in parameters.values():
@@ -95,7 +97,7 @@ class ParameterDeltas:
     def _in_files(self, parameter: AdaptedParameter, tensor: Tensor) -> Mapping[str, Tensor]:
         with torch.no_grad():
             converted: Mapping[str, Tensor] = revert_weight_conversion(self._structure, {parameter.path: tensor})
-        return converted
+        return {self._file_name(name): part for name, part in converted.items()}
 
     def _delta(self, parameter: AdaptedParameter) -> Tensor:
         """By peft's own merging, into zeros of the parameter's shape."""

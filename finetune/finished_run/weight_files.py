@@ -18,10 +18,10 @@ from finetune.finished_run.load import takes_from_the_base
 from finetune.model.adapters import silenced_peft
 from finetune.model.build import not_loaded
 from finetune.model.packaged import in_hub_cache, resolve_model_path
+from finetune.model.text_part import PEFT_PREFIX, WholeNames
 from finetune.recipe.schema import ModelSection
 from finetune.recipe.sections.lora_checks import by_pattern
 
-PEFT_PREFIX = "base_model.model."
 NEW_ROWS = ".token_adapter.trainable_tokens_delta"
 # The settings of an adapter that its forward depends on; the recipe sets no others.
 ADAPTER_SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora")
@@ -39,10 +39,11 @@ class AdapterFile:
     replaced: Mapping[str, str] = field(default_factory=dict)  # tensor of the model, trained in full -> key
     target_parameters: tuple[str, ...] = ()
     new_rows: Mapping[str, tuple[str, list[int]]] = field(default_factory=dict)  # tensor of the model -> key, its rows
+    trained_as: Mapping[str, str] = field(default_factory=dict)  # layer -> its path in training, where that differs
 
-    def settings_of(self, path: str) -> Mapping[str, Any]:
+    def settings_of(self, layer: str) -> Mapping[str, Any]:
         """The settings of the adapter on one layer or parameter."""
-        ranks, scales = self.patterns
+        (ranks, scales), path = self.patterns, self.trained_as.get(layer, layer)
         own = {"r": by_pattern(ranks, path, self.settings["r"])}
         return {**self.settings, **own, "lora_alpha": by_pattern(scales, path, self.settings["lora_alpha"])}
 
@@ -88,8 +89,8 @@ class AdapterFile:
         return merged
 
 
-def open_adapter(folder: Path) -> AdapterFile:
-    """The adapter of a finished run."""
+def open_adapter(folder: Path, names: WholeNames) -> AdapterFile:
+    """The adapter of a finished run, by the names of the model that was trained."""
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     init = str(config.get("init_lora_weights", True))
     path, replaced = folder / "adapter_model.safetensors", {}
@@ -97,8 +98,10 @@ def open_adapter(folder: Path) -> AdapterFile:
     indices: Mapping[str, list[int]] = config.get("trainable_token_indices") or {}
     new_rows: dict[str, tuple[str, list[int]]] = {}
     with safe_open(path, framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118  # not a dict
-            layer, lora, name = key.removeprefix(PEFT_PREFIX).partition(".lora_")
+        keys = [key.removeprefix(PEFT_PREFIX) for key in file.keys()]  # noqa: SIM118  # not a dict
+        for key in sorted(set(keys) - names.second(keys)):
+            layer, lora, name = key.partition(".lora_")
+            key = PEFT_PREFIX + key
             if lora:
                 layers.setdefault(layer, {})[name] = key
             elif layer.endswith(NEW_ROWS):
@@ -138,6 +141,10 @@ class BaseWeights:
 
     files: Mapping[str, Path]
     shapes: Mapping[str, tuple[int, ...]]
+
+    def layer(self, path: str, names: WholeNames) -> str:
+        """What a layer of the trained model is called here."""
+        return names.in_file(f"{path}.weight", self.files).removesuffix(".weight")
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor in the number format on disk; a view of the file, so whoever keeps it makes a copy."""

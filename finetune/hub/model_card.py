@@ -44,6 +44,7 @@ def card_text(repo_id: str, run: RunFacts, base: BaseFacts) -> str:
         base=base,
         metadata=_metadata(repo_id, run, base),
         base_link=_base_link(base),
+        auto_class=_auto_class(run),
         adapter=f"LoRA adapter (rank {lora.r})" if lora else None,
         hyperparameters=[(name, value) for name, value in _hyperparameters(run) if value is not None],
         data_sets=[_data_line(entry) for entry in run.recipe.data.train],
@@ -51,6 +52,13 @@ def card_text(repo_id: str, run: RunFacts, base: BaseFacts) -> str:
         evaluations=_evaluations(run),
         versions=_versions(run),
     )
+
+
+def _auto_class(run: RunFacts) -> str:
+    """What loads the base, or the merged model: of a multimodal one the whole, on which the adapter fits too."""
+    kind = str(run.receipt.get("architecture"))
+    whole = run.receipt.get("text_part_of") or kind.endswith("ForConditionalGeneration")
+    return "AutoModelForImageTextToText" if whole and run.recipe.lora else "AutoModelForCausalLM"
 
 
 def _metadata(repo_id: str, run: RunFacts, base: BaseFacts) -> str:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapters import silenced_peft
-from finetune.model.build import build_model
+from finetune.model.build import build_model, decoder_parts
 from finetune.model.packaged import published_name, resolve_model_path
+from finetune.model.text_part import PEFT_PREFIX, WholeNames, names_in_whole
 from finetune.recipe.adapter_config import (
     CONFIG,
     PICKLED,
@@ -126,6 +127,8 @@ def _fitting_keys(recipe: Recipe, name: str, file: Path) -> dict[str, str]:
         raise FinetuneError(
             f"model.adapter: {name}: {WEIGHTS} is damaged ({error}); fetch or export it again"
         ) from None
+    if whole := names_in_whole(decoder_parts(model)):
+        names, shapes = _by_either_name(names, shapes, whole)
     missing, unexpected = sorted(names.keys() - shapes.keys()), sorted(shapes.keys() - names.keys())
     wrong = [
         f"{key} is {shapes[key]} there and {tuple(parameters[names[key]].shape)} in the model"
@@ -139,6 +142,15 @@ def _fitting_keys(recipe: Recipe, name: str, file: Path) -> dict[str, str]:
             "lora.modules_to_save as the adapter was trained with, and its own base as model.name_or_path"
         )
     return {parameter: key for key, parameter in names.items()}
+
+
+def _by_either_name(
+    names: dict[str, str], shapes: dict[str, tuple[int, ...]], whole: WholeNames
+) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+    """Of a text part's adapter, which may have its names, the whole model's, or both: those of the file, each once."""
+    theirs = {PEFT_PREFIX + whole.of(key.removeprefix(PEFT_PREFIX)): key for key in names}
+    once = {key: shape for key, shape in shapes.items() if theirs.get(key, key) == key or theirs[key] not in shapes}
+    return {other if other in once else key: names[key] for other, key in theirs.items()}, once
 
 
 def start_from(parts: Assembled, adapter: StartAdapter) -> None:

@@ -22,6 +22,7 @@ from finetune.model.adapter_reach import (
     language_model_path,
     language_paths,
 )
+from finetune.model.text_part import part_of
 from finetune.recipe.schema import Lora
 from finetune.recipe.sections.lora_checks import ends_of
 
@@ -29,9 +30,10 @@ from finetune.recipe.sections.lora_checks import ends_of
 def refuse_unknown_names(model: PreTrainedModel, lora: Lora) -> None:
     """Raise FinetuneError, a line for each name that nothing has, with the names that come nearest, and for each that
     reaches beyond the language model."""
-    paths = [path for path, _ in model.named_modules() if path]
+    paths, whole = [path for path, _ in model.named_modules() if path], part_of(model)
+    trained = type(model).__name__ + (f", the text part of {whole}, which alone is trained" if whole else "")
     mistakes = [
-        f"{place}: {name} matches no module of {type(model).__name__}; {_remedy(name, model)}"
+        f"{place}: {name} matches no module of {trained}; {_remedy(name, model)}"
         for place, name, matches in _names(lora)
         if not any(re.fullmatch(matches, path) for path in paths)
     ]
@@ -125,9 +127,13 @@ def _beyond(model: PreTrainedModel, lora: Lora) -> Iterator[str]:
         outside = [path for path in found if not inside(path) and model.get_submodule(path) is not _head(model)]
         if outside:
             names = name.rpartition(".")[2] if isinstance(targets, list) else "(q|k|v|o)_proj"
+            remedy = f"write all-linear, or a pattern of whole paths: {re.escape(place)}\\..*\\.{names}"
+            if not any(map(inside, found)):
+                own = {path.rpartition(".")[2]: None for path in paths if inside(path)}
+                remedy = names_near(name, own)
             yield (
                 f"lora.target_modules: {name} reaches {len(outside)} layers outside of the language model, first "
-                f"{outside[0]}; write all-linear, or a pattern of whole paths: {re.escape(place)}\\..*\\.{names}"
+                f"{outside[0]}; {remedy}"
             )
 
 
@@ -138,7 +144,9 @@ def _head(model: PreTrainedModel) -> nn.Module | None:
 
 def _remedy(name: str, model: PreTrainedModel) -> str:
     """What to write instead: the last part of a path, as lists of names have it."""
-    kinds = {path.rpartition(".")[2]: module for path, module in model.named_modules() if path}
+    inside, head = language_paths(model), _head(model)
+    text = [(path, module) for path, module in model.named_modules() if path and (inside(path) or module is head)]
+    kinds = {path.rpartition(".")[2]: module for path, module in text}
     named = [kind for kind in kinds if not kind.isdigit()]
     if name in named:  # a list's name where a pattern stands
         return f"a pattern matches whole paths: write [{name}]"

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -25,10 +24,12 @@ from finetune.architecture import attention
 from finetune.architecture.by_document import checkpoint_options
 from finetune.architecture.families import refuse_unsuitable
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.model.adapter_reach import language_model_path
 from finetune.model.adapters import add_adapters
 from finetune.model.new_tokens import add_rows, add_to_tokenizer, read_tokenizer
 from finetune.model.packaged import resolve_model_path
 from finetune.model.quantization import forget_inputs, quantize_structure, quantized_layers
+from finetune.model.text_part import auto_class, remember_whole, text_alone, trained_config
 from finetune.recipe.schema import Quantization, Recipe
 
 
@@ -60,7 +61,9 @@ def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | No
     if recipe.quantization is not None and recipe.quantization.load_in_8bit:
         forget_inputs(model)
     adapted: nn.Module = model
-    if recipe.lora is not None:
+    if recipe.lora is None:
+        _refuse_all_of_a_multimodal(model)
+    else:
         torch.manual_seed(recipe.training.seed)  # every rank draws the same adapters
         with model.device:  # on meta too
             adapted = add_adapters(model, recipe.lora, recipe.training.pure_bf16, rows)
@@ -90,10 +93,19 @@ def decoder_parts(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
+def _refuse_all_of_a_multimodal(model: PreTrainedModel) -> None:
+    if language_model_path(model):
+        raise FinetuneError(
+            f"lora: {type(model).__name__} has parts for images, which rows of text do not train, and transformers has "
+            "no class for its text part by itself; train it with adapters: lora: {}"
+        )
+
+
 def load_base(
     recipe: Recipe, device: torch.device, *, dtype: torch.dtype | None = None, path: str | None = None
 ) -> PreTrainedModel:
-    """The library's model with the weights of the recipe's base, quantised where the recipe says so.
+    """The library's model with the weights of the recipe's base, quantised where the recipe says so; of a multimodal
+    base its text part.
 
     Args:
         dtype: Of the weights; None: as the recipe trains them.
@@ -106,10 +118,15 @@ def load_base(
     if recipe.quantization:
         # Without a device map transformers quantises on this rank's GPU, also what is to be sharded from the host.
         options |= {"quantization_config": bitsandbytes_config(recipe.quantization), "device_map": {"": str(device)}}
+    folder = path or resolve_model_path(section.name_or_path)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path or resolve_model_path(section.name_or_path), revision=section.revision, **options
+        config = AutoConfig.from_pretrained(
+            folder, revision=section.revision, trust_remote_code=section.trust_remote_code
         )
+        text_only = trained_config(config) is not config
+        if text_only:  # the other parts may not have the attention that the text gets below
+            options["attn_implementation"] = "eager"
+        loaded: Any = auto_class(config).from_pretrained(folder, revision=section.revision, **options)
     except KeyError as error:
         raise _unknown_attention(recipe, error) from error
     except (OSError, ValueError, ImportError) as error:
@@ -117,6 +134,10 @@ def load_base(
     model, info = loaded
     _refuse_incomplete(path or section.name_or_path, info)
     assert isinstance(model, PreTrainedModel)
+    if text_only:
+        del loaded
+        model = text_alone(model, options.get("quantization_config"))
+        model.set_attn_implementation(attention_name(recipe))
     if recipe.quantization:
         _keep_quantized_weights_bitwise(model)
     model.config.use_cache = False
@@ -129,13 +150,15 @@ def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrai
     path, options = resolve_model_path(section.name_or_path), {"revision": section.revision}
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code, **options)
+        trained = trained_config(config)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **_common_options(recipe, dtype))
+            model = auto_class(trained).from_config(trained, **_common_options(recipe, dtype))
     except KeyError as error:
         raise _unknown_attention(recipe, error) from error
     except (OSError, ValueError, ImportError) as error:
         raise not_loaded("configuration", section.name_or_path, error) from error
     assert isinstance(model, PreTrainedModel)
+    remember_whole(model, config)
     if recipe.quantization:
         quantize_structure(model, bitsandbytes_config(recipe.quantization))
     model.config.use_cache = False

@@ -1,4 +1,4 @@
-"""Configurations of real models by name: in a local folder, a package, shipped in configs/, in the Hub's cache, there."""
+"""Configurations of real models by name: in a local folder, a package, configs/, the Hub's cache, or on the Hub."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ FAMILIES_NAMED = ("llama-3.1-8b", "qwen3-8b", "gemma-3-4b", "gpt-oss-20b")  # of
 def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, Any], str]:
     """The real model's configuration, as config.json has it, and where it was found.
 
+    Of a multimodal model it is that of its text part, where that is trained by itself, every default written out.
     Looks into a local folder, an installed package, the configurations shipped here and the Hub's local cache, and then
     asks the Hub for config.json and nothing else. Raises EnvironmentMismatch when it is nowhere, FinetuneError for a
     package that is not there.
@@ -76,6 +77,8 @@ def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, An
         config = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise EnvironmentMismatch(f"model.name_or_path: {file}: cannot be read: {error}; correct it") from error
+    if "text_config" in config:
+        config = _trained_part(config)
     return config, f"finetune/model/configs/{file.name}" if file.parent == CONFIGS else str(file)
 
 
@@ -119,6 +122,31 @@ def _from_hub(name_or_path: str, name: str, revision: str) -> Path:
         f"model.name_or_path: {name_or_path}: its configuration is not on this machine{why}; {remedy}a local folder "
         f"with a config.json will do, and Hub names that are known here, such as {known}"
     )
+
+
+def decoder_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, Any], str]:
+    """The same of a model that is a decoder and nothing else. Raises EnvironmentMismatch for any other too."""
+    config, source = full_config(name_or_path, revision)
+    if "text_config" in config:
+        raise EnvironmentMismatch(
+            f"model.name_or_path: {name_or_path}: transformers has no class for the text part of a "
+            f"{config.get('model_type')} by itself; such a model is trained as a whole, and can be neither planned nor "
+            "rehearsed"
+        )
+    return config, source
+
+
+def _trained_part(config: dict[str, Any]) -> dict[str, Any]:
+    from transformers import AutoConfig  # takes a second, with torch: only where a model has more parts than one
+
+    from finetune.model.text_part import trained_config
+
+    try:
+        whole = AutoConfig.for_model(**config)
+    except (KeyError, TypeError, ValueError):  # not known here: building it says so
+        return config
+    part = trained_config(whole)
+    return config if part is whole else json.loads(part.to_json_string(use_diff=False))
 
 
 def shipped_config(name: str) -> Path | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError
 from finetune.measure.units import GIB
-from finetune.model.known_configs import full_config
+from finetune.model.known_configs import decoder_config
 from finetune.planner import pick, remedies
 from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.planner.explain import explain_plan
@@ -89,7 +89,7 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None 
     recipes = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
     if recipes and model is not None:
-        raise FinetuneError(f"--model: {model}: stands beside {recipes[0]}; leave one out, or write model.name_or_path=")
+        raise FinetuneError(f"--model: {model}: stands beside {recipes[0]}; leave one out, or set model.name_or_path=")
     if model is not None:
         return _plan_model(model, overrides, options)
     if not recipes:
@@ -119,7 +119,7 @@ def _plan_model(model: str, overrides: Sequence[str], options: PlanOptions) -> O
 
 
 def _plan_one(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Output:
-    full_config(recipe.model.name_or_path, recipe.model.revision)  # once, before two processes ask the Hub for it
+    decoder_config(recipe.model.name_or_path, recipe.model.revision)  # once, before two processes ask the Hub for it
     with without_gc():
         from finetune.probe.beside import probed_beside
 
@@ -140,7 +140,7 @@ def _planned(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Output:
     result: dict[str, Any] = {"ok": planned.fits, "exit_code": code, **plan_json(planned), **roofline_json(planned)}
     result["batches"] = batches
     text = [plan_text(planned), "", *roofline_lines(planned), "", *batches["notes"]]
-    config = full_config(recipe.model.name_or_path, recipe.model.revision)[0]
+    config = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and not planned.fits:
         fitting = remedies.remedies(recipe, config, gpus, plan_by_trace)
         result["changes"] = [each.as_json() for each in fitting]
@@ -166,7 +166,7 @@ def _fitting_lines(fitting: Sequence[remedies.Remedy]) -> Iterator[str]:
 
 
 def _largest(recipe: Recipe, gpus: Gpus | None, name: str) -> Output:
-    config = full_config(recipe.model.name_or_path, recipe.model.revision)[0]
+    config = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
     key, value, needed = remedies.largest(recipe, config, gpus, name, plan_by_trace)
     assert gpus is not None
     result = {"ok": True, "change": f"{key}={value}", "needed_bytes": needed, "gpu_bytes": gpus.memory}
@@ -192,7 +192,7 @@ def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions) -> 
     recipe = load_recipe(path, overrides).recipe
     gpus = options.gpus_for(recipe)
     row: dict[str, Any] = {"recipe": path.stem, "gpu_bytes": gpus.memory if gpus else None}
-    config = full_config(recipe.model.name_or_path, recipe.model.revision)[0]
+    config = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and unsupported(recipe, config, gpus) is None:
         needed = estimate(recipe, config, gpus).needed
         if abs(needed / gpus.memory - 1) > EDGE:
@@ -214,7 +214,7 @@ def pick_in_words(model: str | None, options: PlanOptions, file: Path | None) ->
     gpus = parse_gpus(options.gpus, options.nodes)
     if gpus is None:
         raise FinetuneError("--pick: finds recipes for GPUs, not for a CPU; add --gpus 2x24GB")
-    config, source = full_config(model)
+    config, source = decoder_config(model)
     certain = islice(pick.fitting_recipes(model, config, gpus), TRIES)
     least = pick.smallest(model, config, gpus)
     for recipe in chain(certain, pick.last_resorts(model, config, gpus), pick.offloaded(model, gpus)):

@@ -17,7 +17,7 @@ from finetune.data.formats import Chat
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import resolve
 from finetune.errors import EnvironmentMismatch
-from finetune.model.known_configs import full_config
+from finetune.model.known_configs import decoder_config
 from finetune.recipe.schema import Data
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def shrink_model(name_or_path: str, revision: str, data: Data, folder: Path, new
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config, source = full_config(name_or_path, revision)
+    config, source = decoder_config(name_or_path, revision)
     texts = (without(new_tokens, text) for text in sample_texts(data))
     tokenizer = train_tokenizer(texts, template_variables(data))
     try:

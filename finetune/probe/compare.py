@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.families import router_coefficient
 from finetune.errors import FinetuneError
 from finetune.model.build import build_model, checkpoint_layers, decoder_parts
+from finetune.model.text_part import auto_class
 from finetune.probe.documents import TokensAndLabels, probe_batches, probe_documents
 from finetune.probe.shrink import SmallModel, draw_weights
 from finetune.recipe.schema import Recipe
@@ -237,7 +238,8 @@ def kits_model(recipe: Recipe, small: SmallModel, device: torch.device) -> nn.Mo
 
 def librarys_model(small: SmallModel, like: nn.Module, device: torch.device, *, trust: bool) -> nn.Module:
     """The library's own class with eager attention, the weights of `like`, and adapters as it has them, all drawn."""
-    base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(small.folder, trust_remote_code=trust)
+    base: PreTrainedModel = auto_class(config).from_pretrained(
         small.folder, attn_implementation="eager", dtype=torch.float32, trust_remote_code=trust
     )
     rows = len(decoder_parts(like).get_input_embeddings().weight)  # type: ignore[arg-type]

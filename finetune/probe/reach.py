@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from finetune.model.adapter_reach import language_paths
 from finetune.model.build import decoder_parts
 
 
@@ -43,8 +44,9 @@ def adapters_reach(model: nn.Module) -> Reach:
         path: module for path, module in decoder.named_modules() if isinstance(module, BaseTunerLayer)
     }
     carry, without, sizes = Counter[str](), Counter[str](), Counter[bool]()
+    inside = language_paths(decoder)
     for path, module in decoder.named_modules():
-        if isinstance(module, nn.Embedding) or id(module) in ends:
+        if isinstance(module, nn.Embedding) or id(module) in ends or not inside(path):
             continue
         for name, parameter in module.named_parameters(recurse=False):
             owner = _adapter_of(path, name, adapted)

@@ -104,7 +104,7 @@ def with_small_sizes(
             small[name] = (
                 _smaller_rope(value, by) if rope else with_small_sizes(value, by, hidden=hidden) if named else value
             )
-        elif hidden and value in hidden and re.search(r"out|text|proj", name):
+        elif hidden and _is_count(value) and value in hidden and re.search(r"out|text|proj", name):
             small[name] = hidden[value]
         else:
             small[name] = _each(lambda one, name=name: _smaller_value(name, one, by), value)  # type: ignore[misc]

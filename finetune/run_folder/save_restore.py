@@ -21,8 +21,10 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from finetune.errors import FinetuneError, NotFinite
+from finetune.model.build import decoder_parts
 from finetune.model.dtypes import dtype_name
 from finetune.model.packaged import published_name
+from finetune.model.text_part import name_for_both, names_in_whole
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.checkpoint import Checkpoint, examine, read_state_of, step_folder, write_checkpoint
 from finetune.run_folder.tensor_checks import not_finite
@@ -155,7 +157,8 @@ def export_weights(
 def export_adapter(
     model: PeftModel, weights: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, run_dir: Path, *, base: str
 ) -> Path:
-    """Writes run_dir/adapter, complete or not at all; plain `PeftModel.from_pretrained` loads it.
+    """Writes run_dir/adapter, complete or not at all; plain `PeftModel.from_pretrained` loads it, and onto the whole
+    model too where the text part of one was trained.
 
     Args:
         model: Unwrapped, maybe sharded.
@@ -164,10 +167,13 @@ def export_adapter(
     """
     config = model.peft_config["default"]
     config.base_model_name_or_path = base
+    in_whole = names_in_whole(decoder_parts(model))
 
     def write(folder: Path) -> None:
         # "auto" would ask the Hub whether the vocabulary grew; embeddings that are trained are saved as such anyway.
         model.save_pretrained(str(folder), state_dict=weights, save_embedding_layers=False)
+        if in_whole is not None:
+            name_for_both(folder, model, in_whole)
         _sort_layers(folder / "adapter_config.json")
         tokenizer.save_pretrained(str(folder))
 

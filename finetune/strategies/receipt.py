@@ -23,6 +23,7 @@ from finetune.model.build import attention_name, decoder_parts
 from finetune.model.dtypes import COMPUTE, dtype_name
 from finetune.model.optimizer import formats
 from finetune.model.quantization import frozen_weights, quantized_layers
+from finetune.model.text_part import part_of
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
@@ -45,6 +46,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "device": str(accelerator.device.type),
         "wrapper": type(parts.model).__name__,
         "architecture": type(decoder_parts(model)).__name__.removeprefix("FSDP"),  # fully_shard puts it before
+        "text_part_of": part_of(decoder_parts(model)),
         "attention": decoder_parts(model).config._attn_implementation,
         "sharding": sharding_facts(model),
         "dtypes": {
@@ -193,8 +195,10 @@ def describe(receipt: dict[str, Any]) -> str:
     """The run in a few lines, before its first step: what is trained, on what, in which batches."""
     parameters, batch, data, dtypes = (receipt[key] for key in ("parameters", "batch", "data", "dtypes"))
     share = parameters["trained"] / (parameters["trained"] + parameters["frozen"])
+    name, whole = receipt["architecture"], receipt.get("text_part_of")
+    name += f", the text part of {whole}" if whole else ""
     return (
-        f"{receipt['architecture']}: {parameters['trained']:,} parameters trained ({share:.2%}) in {dtypes['master']}, "
+        f"{name}: {parameters['trained']:,} parameters trained ({share:.2%}) in {dtypes['master']}, "
         f"computed in {dtypes['compute']}, {receipt['strategy']} on {receipt['world_size']} x {receipt['device']}\n"
         f"{describe_reach(receipt)}"
         f"data: {counted(data['documents'], 'document')} in rows that are {data['fill']:.0%} full, "

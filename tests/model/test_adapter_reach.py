@@ -22,6 +22,7 @@ from finetune.recipe.schema import Lora, Recipe
 from tests.support.architectures import save_shaken
 from tests.support.finished import finished_run
 from tests.support.mixtures import MIXTURES, save_mixture
+from tests.support.multimodal import save_multimodal
 from tests.support.recipes import least_recipe
 from tests.support.tiny import save_tiny
 
@@ -265,25 +266,21 @@ def test_layers_that_kernels_read_past_an_adapter_are_left_out(tmp_path: Path) -
 
 
 def test_targets_on_a_vision_tower_are_refused(tmp_path: Path) -> None:
-    from transformers import Gemma3Config
-
-    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 512, "pad_token_id": 0}
-    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
-    config.architectures = ["Gemma3ForConditionalGeneration"]
-    config.save_pretrained(tmp_path)
+    save_multimodal("qwen2_5_vl", tmp_path)  # of which transformers has no text class
     meta = torch.device("meta")
     model, found = built(tmp_path, meta)
     assert {path.split(".")[1] for path in adapted_paths(model)} == {"language_model"}
     assert (len(adapted_paths(model)), found["reached_share"]) == (14, 1.0)
     with pytest.raises(
-        FinetuneError, match=r"q_proj reaches 2 layers outside of the language model, first .*vision"
+        FinetuneError, match=r"up_proj reaches 1 layers outside of the language model, first .*visual"
     ) as no:
-        built(tmp_path, meta, target_modules=["q_proj"])
+        built(tmp_path, meta, target_modules=["up_proj"])
     pattern = str(no.value).rpartition(": ")[2]
     model, _ = built(tmp_path, meta, target_modules=pattern)
     assert len(adapted_paths(model)) == 2
+    with pytest.raises(FinetuneError, match=r"qkv reaches 1 layers .*\.qkv; (the nearest are|there are) .*") as no:
+        built(tmp_path, meta, target_modules=["qkv"])
+    assert "visual" not in str(no.value).rpartition(";")[2]
 
 
 def test_an_adapter_that_peft_would_not_load_again_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,239 @@
+"""The text part of a multimodal checkpoint: the language model inside it, and what its modules are called in the whole.
+
+Where transformers has a causal class for the text section of a configuration (Gemma 3 and 4, Mistral 3, Llama 4,
+Qwen 3.5), that class is trained, with the weights that the whole class loads. Where it has none (Qwen 2.5 VL and 3 VL)
+the whole class is trained on text, with adapters in its language model alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.core_model_loading import revert_weight_conversion
+
+from finetune.architecture.loss import decoder_of
+from finetune.errors import FinetuneError
+from finetune.files import write_json
+from finetune.model.adapter_reach import adapted_paths, base_path
+from finetune.model.quantization import quantize_structure
+from finetune.recipe.sections.lora_checks import by_pattern
+
+PEFT_PREFIX = "base_model.model."  # of peft's names in files
+
+
+@dataclass(frozen=True)
+class WholeNames:
+    """What the modules of a trained model are called in the whole one, which it may be itself, and in its files."""
+
+    places: Mapping[str, str]  # path in the text part -> path in the whole model; none where it is trained as a whole
+    whole: PreTrainedModel  # on meta
+
+    def of(self, path: str) -> str:
+        """The path of a module or tensor of the text part in the whole model."""
+        for own, there in self.places.items():
+            if path == own or path.startswith(f"{own}."):
+                return there + path.removeprefix(own)
+        return path
+
+    def second(self, paths: Iterable[str]) -> set[str]:
+        """Of paths by both names, those that are only the whole model's."""
+        return {self.of(path) for path in paths if self.of(path) != path}
+
+    def in_file(self, path: str, files: Mapping[str, Any]) -> str:
+        """The name of a tensor among those of the whole model's `files`, which may have names of earlier releases."""
+        name = self.of(path)
+        return name if name in files else self._saved.get(name, name)
+
+    @cached_property
+    def _saved(self) -> Mapping[str, str]:
+        """The names under which transformers saves the whole model's tensors; without those that it takes apart."""
+        tensors = self.whole.state_dict()
+        with torch.no_grad():
+            saved = {id(tensor): name for name, tensor in revert_weight_conversion(self.whole, tensors).items()}
+        return {name: saved[id(tensor)] for name, tensor in tensors.items() if id(tensor) in saved}
+
+
+def is_multimodal(config: PreTrainedConfig) -> bool:
+    """Whether transformers has a class for images and text for it, with a section that is the text's."""
+    has_text = isinstance(getattr(config, "text_config", None), PreTrainedConfig)
+    return has_text and not hasattr(config, "auto_map") and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' automatic class that loads all of this model."""
+    return AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
+
+
+def trained_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of what is trained: of a multimodal model its text section, where a causal class has one."""
+    if not is_multimodal(config) or type(config.text_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return config
+    text: PreTrainedConfig = copy.deepcopy(config.text_config)
+    # Each of the two has a default, and Mistral 3's say different things; a head of its own is never lost by this.
+    text.tie_word_embeddings = all(getattr(each, "tie_word_embeddings", True) for each in (config, text))
+    text._name_or_path = config._name_or_path
+    return text
+
+
+def text_alone(whole: PreTrainedModel, quantization: BitsAndBytesConfig | None = None) -> PreTrainedModel:
+    """The text part with the weights of the loaded model; nothing refers to the other parts any more.
+
+    Args:
+        quantization: By which the whole model's layers were quantised when they were loaded.
+
+    Raises FinetuneError where the language model inside is another one than the text section's class has.
+    """
+    stated = trained_config(whole.config).tie_word_embeddings
+    part = _part_on_meta(whole)
+    part.config.tie_word_embeddings = stated  # ranks without weights build the model by it
+    if quantization is not None:  # so that it says of itself what the loaded model does
+        quantize_structure(part, quantization)
+    for own, there in _places(part, whole).items():
+        part.set_submodule(own, whole.get_submodule(there))
+    loaded = set(map(id, whole.parameters()))
+    if lacking := [name for name, parameter in part.named_parameters() if id(parameter) not in loaded]:
+        raise _no_part(whole, f"lacks {lacking[0]} of {type(part).__name__}")
+    embeddings, head = part.get_input_embeddings(), part.get_output_embeddings()
+    if (head.weight is embeddings.weight) != stated:
+        raise FinetuneError(
+            f"model.name_or_path: {type(whole).__name__} has {'two tensors' if stated else 'one tensor'} for its head "
+            f"and its embeddings, and tie_word_embeddings: {str(stated).lower()}; write in its config.json, in "
+            f"text_config too, tie_word_embeddings: {str(not stated).lower()}"
+        )
+    part.generation_config = whole.generation_config
+    remember_whole(part, whole.config)
+    return part
+
+
+def remember_whole(part: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Note the configuration of the whole model at its text part, for `names_in_whole`."""
+    noted: Any = part
+    if trained_config(config) is not config:
+        noted.finetune_whole = config
+
+
+def part_of(model: PreTrainedModel) -> str | None:
+    """The kind of multimodal model whose text part this one is; None for any other."""
+    config = getattr(model, "finetune_whole", None)
+    return None if config is None else str(config.model_type)
+
+
+def names_in_whole(model: PreTrainedModel) -> WholeNames | None:
+    """The names of a text part in its whole model, which is built on meta; None for a model that is no part of one.
+
+    Raises FinetuneError as `text_alone` does.
+    """
+    config = getattr(model, "finetune_whole", None)
+    if config is None:
+        return None
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"
+    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    with torch.device("meta"):
+        whole = kind(config)
+    return WholeNames(_places(_part_on_meta(whole), whole), whole)
+
+
+def name_for_both(folder: Path, adapted: nn.Module, names: WholeNames) -> None:
+    """Have plain peft load an exported adapter onto the text part and onto the whole model alike.
+
+    peft looks for the names of the model at hand and passes over others, so each tensor is in the file by both of its
+    names: twice the bytes. Layers are named by a pattern of whole paths, for `q_proj` alone would mean a vision tower's
+    too.
+    """
+    file, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    tensors = load_file(file)
+    theirs = {PEFT_PREFIX + names.of(key.removeprefix(PEFT_PREFIX)): tensor for key, tensor in tensors.items()}
+    added = {key: tensor.clone() for key, tensor in theirs.items() if key not in tensors}
+    save_file(tensors | added, file, metadata={"format": "pt"})
+    config = json.loads(settings.read_text(encoding="utf-8"))
+    paths = adapted_paths(adapted)
+    config |= {"target_modules": _pattern(adapted, paths, names), "exclude_modules": None}
+    if parameters := config.get("target_parameters"):
+        config["target_parameters"] = sorted({*parameters, *map(names.of, parameters)})
+    for key in ("rank_pattern", "alpha_pattern"):
+        config[key] = _patterns_for_both(config.get(key) or {}, paths, names)
+    write_json(settings, config)
+
+
+def _pattern(adapted: nn.Module, paths: Iterable[str], names: WholeNames) -> str:
+    """A pattern for the adapted layers in both models; a kind of layer that is adapted in all places is named once."""
+    every, wanted = {base_path(path) for path, _ in adapted.named_modules()}, set(paths)
+    parts: list[str] = []
+    for own, there in names.places.items():
+        kinds: dict[str, list[str]] = {}
+        for path in sorted(each for each in every if each.startswith(f"{own}.")):
+            inside = path.removeprefix(f"{own}.")
+            kind = r"\d+".join(map(re.escape, re.split(r"(?<![^.])\d+(?![^.])", inside)))
+            kinds.setdefault(kind, []).append(path)
+        found: list[str] = []
+        for kind, members in kinds.items():
+            reached = [path for path in members if path in wanted]
+            whole = len(reached) == len(members)
+            found += [kind] if whole else [re.escape(path.removeprefix(f"{own}.")) for path in reached]
+        if found:
+            parts.append(rf"({re.escape(own)}|{re.escape(there)})\.({'|'.join(found)})")
+    return "|".join(parts)
+
+
+def _patterns_for_both(patterns: Mapping[str, Any], paths: Iterable[str], names: WholeNames) -> dict[str, Any]:
+    """rank_pattern or alpha_pattern, each key joined by the paths in the whole model that it alone does not fit."""
+    keys, lost = {key: key for key in patterns}, {key: [key] for key in patterns}
+    for path in paths:
+        key = by_pattern(keys, path, "")
+        if key and by_pattern(keys, names.of(path), "") != key:
+            lost[key].append(re.escape(names.of(path)))
+    return {"|".join(lost[key]): value for key, value in patterns.items()}
+
+
+def _part_on_meta(whole: PreTrainedModel) -> PreTrainedModel:
+    """The text section's class, by the very configuration that the whole model's layers refer to."""
+    config = _decoder(whole).config
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    with torch.device("meta"):  # not by from_config: under ZeRO-3 that would shard what is built
+        part: PreTrainedModel = kind(config)
+    return part
+
+
+def _decoder(whole: PreTrainedModel) -> PreTrainedModel:
+    return decoder_of(whole.get_decoder())  # Llama 4's has its head inside
+
+
+def _places(part: PreTrainedModel, whole: PreTrainedModel) -> dict[str, str]:
+    """Where decoder and head are in the two."""
+    own, theirs = decoder_of(part), _decoder(whole)
+    if type(own) is not type(theirs):
+        raise _no_part(whole, f"has a {type(theirs).__name__} where {type(part).__name__} has a {type(own).__name__}")
+    heads = part.get_output_embeddings(), whole.get_output_embeddings()
+    return {_path(part, own): _path(whole, theirs), _path(part, heads[0]): _path(whole, heads[1])}
+
+
+def _path(model: PreTrainedModel, wanted: Any) -> str:
+    paths = (path for path, module in model.named_modules() if module is wanted)
+    return str(next(paths))
+
+
+def _no_part(whole: PreTrainedModel, reason: str) -> FinetuneError:
+    return FinetuneError(
+        f"model.name_or_path: {type(whole).__name__} {reason}, so its text part cannot be trained by itself; "
+        "choose another model"
+    )
