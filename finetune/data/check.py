@@ -13,6 +13,7 @@ from finetune.data.row_reader import RowReader, notes_of
 from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import Data
+from finetune.wording import counted
 
 SHOWN_MISTAKES = 20
 _MORE = re.compile(r"and (\d+) more")
@@ -30,6 +31,12 @@ class Mistakes:
         self.count += 1
         if len(self.shown) < SHOWN_MISTAKES:
             self.shown.append(mistake)
+
+    def add_alike(self, mistakes: list[str]) -> None:
+        """Add one mistake that several rows have, the first with the number of the others."""
+        if mistakes:
+            others = f"; the same in {counted(len(mistakes) - 1, 'more row')}" if mistakes[1:] else ""
+            self.add(mistakes[0] + others)
 
     def raise_if_any(self) -> None:
         """Raises DataError with those shown and how many more there are."""

@@ -50,6 +50,15 @@ class Passage:
     completion: str
 
 
+def by_turn(chat: Chat) -> list[Chat]:
+    """A chat for each learned turn, which is its last message and the only one that is learned."""
+    return [
+        replace(chat, messages=chat.messages[: index + 1], learned=[False] * index + [True])
+        for index, learned in enumerate(chat.learned)
+        if learned
+    ]
+
+
 def read_row(row: Mapping[str, Any], layout: RowLayout) -> Chat | Passage:
     """The row in its common form, checked strictly. Raises BadRow (mistake; remedy)."""
     view = layout.view(row)

@@ -20,6 +20,8 @@ LOCAL_KINDS = ("json", "csv", "parquet", "text")
 CARD_SAMPLES = 4
 SAMPLE_LETTERS = 600  # of a prompt or an answer; longer ones end in an ellipsis
 PRECISIONS = {"bf16": "bf16 mixed", "fp16": "fp16 mixed, with loss scaling", "no": "float32"}
+LEARNED_FROM = {"assistant": "the assistant's turns", "completion": "the last answer", "all": "all tokens",
+                "each_turn": "every answer of the assistant, as an example of its own"}  # fmt: skip
 TASK = "text-generation"
 CARD_TEMPLATE = "model_card.md.jinja"
 
@@ -139,7 +141,7 @@ def _hyperparameters(run: RunFacts) -> Iterator[tuple[str, object]]:
     yield "packing", "whole documents, which do not see each other" if recipe.data.packing else "none"
     yield (
         "learned from",
-        {"assistant": "the assistant's turns", "completion": "the last answer"}.get(recipe.data.train_on, "all tokens"),
+        LEARNED_FROM[recipe.data.train_on],
     )
     given = recipe.data.chat_template_kwargs
     yield "chat template, variables", ", ".join(f"{name}: {json.dumps(value)}" for name, value in given.items()) or None

@@ -136,14 +136,15 @@ def _readable(data: Data, encoder: Encoder) -> Iterator[ShownRow]:
 def _rows_of(entry: DataSet, encoder: Encoder) -> Iterator[ShownRow]:
     for row, read, _ in RowReader(resolve(entry)).rows():
         try:
-            document = encoder.document(read) if read is not None else None
+            examples = encoder.examples(read) if read is not None else []
+            documents = [encoder.document(example) for example in examples]
         except BadRow:
             continue
-        if document is None:
-            continue
-        tokens = list(pieces(encoder.texts, document))
-        learned = sum(label != IGNORE for label in document.labels)
-        yield ShownRow(row.place, _roles(read), tokens, len(document.labels), learned)
+        for number, (example, document) in enumerate(zip(examples, documents, strict=True), 1):
+            place = row.place + (f", example {number} of {len(examples)}" if len(examples) > 1 else "")
+            tokens = list(pieces(encoder.texts, document))
+            learned = sum(label != IGNORE for label in document.labels)
+            yield ShownRow(place, _roles(example), tokens, len(document.labels), learned)
 
 
 def _roles(read: Chat | Passage | None) -> dict[str, int]:
@@ -233,12 +234,17 @@ def doubled_begin(store: StoredDocuments, begin: int) -> np.ndarray:
 
 
 def unfinished(store: StoredDocuments, special: Collection[int], max_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Documents with a learned stretch that does not end in a control token: truncated ones, and all others."""
+    """Documents whose last learned stretch does not end in a control token: truncated ones, and all others.
+
+    An earlier one may end without: the template ends it there by a token that the model does not write.
+    """
     learned = np.asarray(store.learned)
     ends = learned.copy()
     ends[:-1] &= ~learned[1:]
     ends[store.offsets[1:] - 1] |= learned[store.offsets[1:] - 1]  # the next token belongs to another document
     where = np.flatnonzero(ends & ~np.isin(store.tokens, list(special)))
+    last = np.flatnonzero(ends)[np.searchsorted(np.flatnonzero(ends), store.offsets[1:]) - 1]  # of each document
+    where = np.intersect1d(where, last)
     documents = np.searchsorted(store.offsets, where, side="right") - 1
     full = np.diff(store.offsets)[documents] == max_length
     truncated = full & (where == store.offsets[documents + 1] - 1)

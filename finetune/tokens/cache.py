@@ -12,6 +12,7 @@ import json
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -29,14 +30,16 @@ from finetune.data.sources import Source
 from finetune.errors import DataError, EnvironmentMismatch
 from finetune.files import cache_folder
 from finetune.recipe.schema import Data
-from finetune.tokens.encoder import IGNORE, Document, Encoder, RowError, Script
+from finetune.tokens.encoder import IGNORE, REMARKS, Document, Encoder, RowError, Script
+from finetune.tokens.marks import LeftOut
 from finetune.wording import counted
 
-VERSION = 2
+VERSION = 3
 CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; memory holds this many rows
 SECONDS_BETWEEN_NOTES = 10.0  # data in the cache need no note; until then, report progress
 ARRAYS = {"tokens": "<i4", "learned": "|b1", "lengths": "<i8", "supervised": "<i8", "digests": "<u8", "lines": "<i8",
-          "files": "<i4"}  # fmt: skip
+          "files": "<i4", "rows": "<i8"}  # fmt: skip
+COUNTED = ("rows_read", "documents", "truncated", "dropped", "control_token_texts", "largest_token_id", *REMARKS)
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class StoredDocuments:
     digests: np.ndarray  # uint64 [documents]: equal documents have equal digests
     lines: np.ndarray  # int64 [documents]: line of the row in its file
     files: np.ndarray  # int32 [documents]: index into names
+    rows: np.ndarray  # int64 [documents]: the row that it was made of, counted from 0; ascending
     names: tuple[str, ...]
     facts: dict[str, Any]
 
@@ -140,7 +144,7 @@ def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
 
 
 def _tokenised(
-    source: Source, reader: RowReader, encoder: Encoder, mistakes: Mistakes, counts: dict[str, int]
+    source: Source, reader: RowReader, encoder: Encoder, mistakes: Mistakes, counts: Counter[str]
 ) -> Iterator[tuple[list[SourceRow], list[Document | RowError]]]:
     """Rows and their documents, a chunk at a time."""
     scripts = _scripts(reader, encoder, mistakes)
@@ -151,6 +155,7 @@ def _tokenised(
             last_said = time.monotonic()
             print(f"tokenising {source.name}: {counted(rows, 'row')}", file=sys.stderr, flush=True)
         counts["control_token_texts"] += sum(bool(script.literals) for _, script in chunk)
+        counts.update(remark for _, script in chunk for remark in script.remarks)
         yield [row for row, _ in chunk], encoder.texts.tokenise([script for _, script in chunk])
 
 
@@ -163,20 +168,23 @@ def _check_variables(source: Source, encoder: Encoder) -> None:
 
 
 def _scripts(reader: RowReader, encoder: Encoder, mistakes: Mistakes) -> Iterator[tuple[SourceRow, Script]]:
+    """Each row's scripts, all or none of them. What the template leaves out of many rows is told once."""
+    left_out: list[str] = []
     for row, read, problem in reader.rows():
         try:
             if read is None:
                 raise RowError(problem)
-            script = encoder.script(read)
+            scripts = [encoder.script(example) for example in encoder.examples(read)]
+        except LeftOut as error:
+            left_out.append(f"{row.place}: {error}")
         except RowError as error:
             mistakes.add(f"{row.place}: {error}")
         else:
-            yield row, script
+            yield from ((row, script) for script in scripts)
+    mistakes.add_alike(left_out)
 
 
-def _fit(
-    document: Document, place: SourceRow, data: Data, mistakes: Mistakes, counts: dict[str, int]
-) -> Document | None:
+def _fit(document: Document, place: SourceRow, data: Data, mistakes: Mistakes, counts: Counter[str]) -> Document | None:
     """The document within max_length, as data.truncation says; None where none of it is left."""
     length, limit = len(document.input_ids), data.max_length
     if not any(label != IGNORE for label in document.labels):
@@ -202,7 +210,8 @@ class _Writer:
     """Appends documents to the arrays of a folder."""
 
     def __init__(self, folder: Path, source: Source) -> None:
-        self.counts = {"documents": 0, "truncated": 0, "dropped": 0, "control_token_texts": 0, "largest_token_id": 0}
+        self.counts = Counter(dict.fromkeys(COUNTED, 0))
+        self._row: SourceRow | None = None
         self._folder = folder
         self._arrays = {name: ArrayWriter(folder / f"{name}.npy", dtype) for name, dtype in ARRAYS.items()}
         self._files = {str(file): index for index, file in enumerate(source.files)}
@@ -210,6 +219,8 @@ class _Writer:
     def add(self, place: SourceRow, document: Document) -> None:
         tokens = np.asarray(document.input_ids, dtype="<i4")
         learned = np.asarray(document.labels) != IGNORE
+        self.counts["rows_read"] += place is not self._row
+        self._row = place
         digest = hashlib.blake2b(tokens.tobytes() + learned.tobytes(), digest_size=8).digest()
         values: dict[str, Any] = {
             "tokens": tokens,
@@ -219,6 +230,7 @@ class _Writer:
             "digests": int.from_bytes(digest, "little"),
             "lines": place.line,
             "files": self._files.get(place.file, 0),
+            "rows": self.counts["rows_read"] - 1,
         }
         for name, value in values.items():
             self._arrays[name].append(value)

@@ -45,6 +45,10 @@ class ChatTemplate:
         word = re.escape(key)
         return self._mentions(rf"\.{word}\b|['\"]{word}['\"]")
 
+    def mentions(self, text: str) -> bool:
+        """Whether the text stands in the template."""
+        return self._mentions(re.escape(text))
+
     def takes(self, variable: str) -> bool:
         """Whether the template has a variable of this name."""
         return self._mentions(rf"\b{re.escape(variable)}\b")

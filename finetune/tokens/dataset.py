@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from finetune.data.sources import resolve
 from finetune.errors import DataError
 from finetune.recipe.schema import Data, DataSet, EvalFraction, Recipe
 from finetune.tokens.cache import StoredDocuments, content_key, stored_documents
-from finetune.tokens.encoder import Encoder, RowError, SamplePrompt
+from finetune.tokens.encoder import OTHERWISE, UNREASONED, Encoder, RowError, SamplePrompt
 from finetune.tokens.mixture import DocumentPool, Rows, Split, split_documents
 from finetune.wording import counted
 
@@ -48,12 +48,34 @@ class Prepared:
         }
         counts = {name: int(self.facts[name]) for name in notes}
         told = [f"{counted(counts[name], noun)} {done}" for name, (noun, done) in notes.items() if counts[name]]
-        read = (note for store in self.pool.stores for note in notes_of(store.names[0], store.facts["rows"]))
+        read = (
+            note
+            for store in self.pool.stores
+            for note in (*notes_of(store.names[0], store.facts["rows"]), *_remarks(store))
+        )
         unused = self.facts.get("new_tokens_unused")
         if unused:
             shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
             told.append(f"{counted(len(unused), 'new token')} of model.add_tokens in no document: {shown}")
         return [*told, *dict.fromkeys(read)]
+
+
+def _remarks(store: StoredDocuments) -> Iterator[str]:
+    """What the chat template makes of the rows of one data set, a line each."""
+    name, facts = store.names[0], store.facts
+    if facts["documents"] > facts["rows_read"]:
+        documents = counted(facts["documents"], "document")
+        yield f"{name}: {counted(facts['rows_read'], 'row')} are {documents}: each answer is one (train_on: each_turn)"
+    if count := facts[OTHERWISE]:
+        yield (
+            f"{name}: rows with an answer that the chat template writes or asks for otherwise when it is the last: "
+            f"{count:,}; data.train_on: each_turn learns every answer as the model is asked for it"
+        )
+    if count := facts[UNREASONED]:
+        yield (
+            f"{name}: documents without reasoning, for which the chat template asks: {count:,}; so that the model does "
+            "not unlearn it, add chat_template_kwargs: {enable_thinking: false}"
+        )
 
 
 def prepare(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Prepared:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.data.formats import Chat, Passage
+from finetune.data.formats import Chat, Passage, by_turn
 from finetune.data.messages import REASONING, reasoning_of
 from finetune.data.readers import BadRow
 from finetune.recipe.schema import Data
-from finetune.tokens.assistant_spans import Rendered, Span, SpanFinder, texts_of
+from finetune.tokens.assistant_spans import Rendered, SpanFinder
 from finetune.tokens.chat_template import ChatTemplate, read_source
+from finetune.tokens.marks import LeftOut, Span, contradiction, texts_of
 from finetune.tokens.tokenizer import IGNORE, Document, Script, TextTokenizer
 
 if TYPE_CHECKING:
@@ -30,6 +32,11 @@ __all__ = ["IGNORE", "Document", "Encoder", "RowError", "SamplePrompt", "Script"
 TEXT_PROMPT_TOKENS = 32  # of a plain text, which is trained on completely, that serve as its prompt
 MOST_FINDERS = 16  # kept at once; rows that each have variables of their own would keep one for each
 RowError = BadRow
+# What a Script remarks: an earlier answer that the template writes or asks for otherwise when it is the last one; no
+# reasoning in any answer while the template asks for it.
+REMARKS = (OTHERWISE, UNREASONED) = ("otherwise", "unreasoned")
+_EMPTY_BLOCK = re.compile(r"\s*<think>\s*</think>\s*")
+_SWITCHES = ("/no_think", "/nothink")  # in a message: this chat does not think, whatever the template's variables say
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,14 @@ class Encoder:
         self.texts = TextTokenizer(tokenizer)
         self._template: ChatTemplate | None = None
         self._finders: dict[str, SpanFinder] = {}  # by the template's variables
+        self._asks: dict[str, bool] = {}  # by the same: whether the template asks for reasoning
+        self._reasoning_keys: list[str] | None = None  # that the template reads; None: not looked for yet
+        self._splits_content = False  # whether the template takes a thinking block out of the content itself
+
+    def examples(self, read: Chat | Passage) -> list[Chat | Passage]:
+        """What a row is encoded as: itself, or with train_on: each_turn a chat for each of its learned answers."""
+        chats = by_turn(read) if isinstance(read, Chat) and self._data.train_on == "each_turn" else []
+        return [*chats] or [read]
 
     def document(self, read: Chat | Passage) -> Document:
         """Encode a row that was read. Raises RowError."""
@@ -119,19 +134,44 @@ class Encoder:
         return Script(text, learned, literals, affixes=True)
 
     def _chat(self, chat: Chat) -> Script:
+        answers = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        chosen = [index for index in answers if chat.learned[index]]
+        if self._data.train_on == "completion":
+            chosen = [index for index in chosen if index == answers[-1]]
+        if not chosen:
+            return Script("", [], [])
         finder = self._finder(chat.template_kwargs)
-        rendered = finder.find(self._as_read_by_template(chat.messages), chat.tools)
-        chosen = self._chosen(chat, rendered)
+        wanted = answers if self._data.train_on == "all" else chosen
+        messages = self._as_read_by_template(chat.messages)
+        rendered = finder.find(messages, chat.tools, wanted)
+        if twice := [index for index in chosen if _has_two_blocks(rendered, index)]:
+            rendered = finder.find(_without_empty_blocks(messages, twice), chat.tools, wanted)
         for index in chosen:
             _check_reasoning(chat.messages, index, rendered)
-        return Script(rendered.text, self._learned(chosen, rendered), rendered.literals)
+        remarks = self._remarks(chat, chosen, rendered)
+        return Script(rendered.text, self._learned(chosen, rendered), rendered.literals, remarks=remarks)
 
-    def _chosen(self, chat: Chat, rendered: Rendered) -> list[int]:
-        """The turns that are learned."""
-        chosen = [index for index in rendered.turns if chat.learned[index]]
-        if self._data.train_on == "completion":
-            return [index for index in chosen if index == max(rendered.turns)]
-        return chosen
+    def _remarks(self, chat: Chat, chosen: list[int], rendered: Rendered) -> tuple[str, ...]:
+        remarks = [OTHERWISE] if any(index in rendered.otherwise for index in chosen) else []
+        switched = any(switch in message["content"] for message in chat.messages for switch in _SWITCHES)
+        reasoned = any(reasoning_of(chat.messages[index]).strip() for index in chosen)
+        if not reasoned and not switched and self._asks_for_reasoning(chat.template_kwargs):
+            remarks.append(UNREASONED)
+        return tuple(remarks)
+
+    def _asks_for_reasoning(self, variables: Mapping[str, Any]) -> bool:
+        """Whether the template's prompt is another one with enable_thinking: false."""
+        if not self.template.takes("enable_thinking"):
+            return False
+        key = json.dumps(variables, sort_keys=True, default=str)
+        if key not in self._asks:
+            question = [{"role": "user", "content": "a"}]
+            asking, plain = (
+                self.template.render(question, generation_prompt=True, variables=each)
+                for each in (variables, {**variables, "enable_thinking": False})
+            )
+            self._asks[key] = asking != plain
+        return self._asks[key]
 
     def _learned(self, chosen: list[int], rendered: Rendered) -> list[Span]:
         turns = rendered.turns
@@ -175,23 +215,58 @@ class Encoder:
             self.check_variables(variables)
             if len(self._finders) == MOST_FINDERS:
                 self._finders.clear()
+                self._asks.clear()
             self._finders[key] = SpanFinder(partial(self.template.render, variables=variables), self.texts.special)
         return self._finders[key]
 
     def _as_read_by_template(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Messages whose reasoning has the key that the template reads, where it reads one."""
+        """Messages whose reasoning is where the template reads it: under its key, where it reads one."""
+        if self._reasoning_keys is None:
+            self._reasoning_keys = [key for key in REASONING if self.template.reads(key)]
+            self._splits_content = self.template.mentions("</think>")
+        read, renamed = self._reasoning_keys, []
+        if read and not self._splits_content:
+            messages = [_out_of_content(message) for message in messages]
         if not any(key in message for message in messages for key in REASONING):
             return messages
-        read = [key for key in REASONING if self.template.reads(key)]
-        renamed = []
         for message in messages:
             key = next((key for key in REASONING if message.get(key)), None)
-            if key is not None and read and key not in read:
-                others = {name: value for name, value in message.items() if name not in REASONING}
+            others = {name: value for name, value in message.items() if name not in REASONING}
+            if key is None:
+                renamed.append(others)  # an empty one makes some templates write an empty thought
+            elif read and key not in read:
                 renamed.append(others | {read[0]: message[key]})
             else:
-                renamed.append(message)
+                renamed.append(others | {key: message[key]})
         return renamed
+
+
+def _out_of_content(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with the thinking block at the beginning of its content under a key of its own."""
+    before, end, answer = message["content"].partition("</think>")
+    is_block = end and before.lstrip().startswith("<think>") and message["role"] == "assistant"
+    if not is_block or any(message.get(key) for key in REASONING):
+        return message
+    return message | {"content": answer.lstrip(), REASONING[0]: reasoning_of(message).strip()}
+
+
+def _has_two_blocks(rendered: Rendered, index: int) -> bool:
+    """Whether a turn begins with a thinking block after a prompt that ends with one."""
+    start, end = rendered.turns[index]
+    is_closed = rendered.text[max(0, start - 40) : start].rstrip().endswith("</think>")
+    return is_closed and rendered.text[start:end].lstrip().startswith("<think>")
+
+
+def _without_empty_blocks(messages: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
+    """Messages whose content begins with an empty thinking block, which the prompt has already. Raises BadRow."""
+    changed = list(messages)
+    for index in indices:
+        content = messages[index]["content"]
+        block = _EMPTY_BLOCK.match(content)
+        if block is None or reasoning_of(messages[index]).strip():
+            raise contradiction(index)
+        changed[index] = messages[index] | {"content": content[block.end() :]}
+    return changed
 
 
 def _check_reasoning(messages: list[dict[str, Any]], index: int, rendered: Rendered) -> None:
@@ -200,9 +275,11 @@ def _check_reasoning(messages: list[dict[str, Any]], index: int, rendered: Rende
     start, end = rendered.turns[index]
     if "".join(thought.split()) in "".join(rendered.text[start:end].split()):
         return
+    if index in rendered.otherwise:  # templates write the last turn's alone, as at inference
+        raise LeftOut("the reasoning", index)
     own_key = any(messages[index].get(key) for key in REASONING)
     instead = "write it into the content as <think>...</think>" if own_key else "remove it from the row"
-    remedy = f"{instead}, or give data.chat_template one that writes it"
-    if index != max(rendered.turns):  # templates for reasoning write that of the last turn alone, as at inference
-        remedy = "set data.train_on: completion, or weight 0 on that turn"
-    raise RowError(f"the chat template leaves out the reasoning of turn {index + 1}, which is learned; {remedy}")
+    raise RowError(
+        f"the chat template leaves out the reasoning of turn {index + 1}, which is learned; {instead}, or give "
+        "data.chat_template one that writes it"
+    )

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from finetune.data.formats import Chat
+from finetune.data.formats import Chat, Passage, by_turn
+from finetune.data.messages import REASONING, reasoning_of
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import Source, resolve
 from finetune.errors import DataError
@@ -57,7 +58,7 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
             return None
         if sum(file.stat().st_size for source in sources for file in source.files) > MOST_BYTES:
             return None
-        texts = [_read(source) for source in sources]
+        texts = [_read(source, by_turns=data.train_on == "each_turn") for source in sources]
     except (DataError, OSError):
         return None
     file = tokenizer_file(recipe.model.name_or_path, recipe.model.revision)
@@ -74,19 +75,35 @@ def estimated_rows(recipe: Recipe) -> RowCounts | None:
     return RowCounts(rows, int(trained.sum()), data.max_length if data.packing else int(trained.max()), by)
 
 
-def _read(source: Source) -> _Texts:
+def _read(source: Source, *, by_turns: bool) -> _Texts:
     """Rows that cannot be read are passed over: other places name them."""
     found = _Texts([], [], [])
     for _, read, _ in RowReader(source).rows():
-        if read is None:
-            continue
-        parts = list(_parts(read.messages)) if isinstance(read, Chat) else [read.prompt + read.completion]
-        text = "\n".join(parts)
-        found.nbytes.append(len(text.encode(errors="replace")))
-        found.messages.append(len(parts) if isinstance(read, Chat) else 0)
-        if len(found.sample) < SAMPLED:
-            found.sample.append(text)
+        for example in _examples(read, by_turns=by_turns):
+            parts = (
+                list(_parts(example.messages)) if isinstance(example, Chat) else [example.prompt + example.completion]
+            )
+            text = "\n".join(parts)
+            found.nbytes.append(len(text.encode(errors="replace")))
+            found.messages.append(len(parts) if isinstance(example, Chat) else 0)
+            if len(found.sample) < SAMPLED:
+                found.sample.append(text)
     return found
+
+
+def _examples(read: Chat | Passage | None, *, by_turns: bool) -> Iterator[Chat | Passage]:
+    """What a row is encoded as; by turns without the reasoning of earlier ones, which templates leave out."""
+    chats = by_turn(read) if by_turns and isinstance(read, Chat) else []
+    for chat in chats:
+        yield replace(chat, messages=[*map(_without_reasoning, chat.messages[:-1]), chat.messages[-1]])
+    if read is not None and not chats:
+        yield read
+
+
+def _without_reasoning(message: dict[str, object]) -> dict[str, object]:
+    others = {key: value for key, value in message.items() if key not in REASONING}
+    content = str(message["content"])
+    return others | {"content": content.partition("</think>")[2] if reasoning_of(others) else content}
 
 
 def _parts(messages: list[dict[str, object]]) -> Iterator[str]:

@@ -23,6 +23,8 @@ class DocumentPool:
         self.lengths = np.concatenate([np.diff(store.offsets) for store in stores])  # int64 [documents]: tokens
         self.supervised = np.concatenate([store.supervised for store in stores])
         self.digests = np.concatenate([store.digests for store in stores])
+        begins = np.cumsum([0, *(int(store.rows[-1]) + 1 if len(store) else 0 for store in stores)])
+        self.source_rows = np.concatenate([store.rows + begin for store, begin in zip(stores, begins, strict=False)])
 
     def group(self, store: int) -> np.ndarray:
         """The documents of one data set."""
@@ -117,11 +119,12 @@ def split_documents(
     if not end:
         raise DataError(["data.train: holds no document; check data.max_length and data.truncation"])
     if isinstance(evaluation, EvalFraction):
-        if end < 2:
+        rows, row_of = np.unique(pool.source_rows[:end], return_inverse=True)  # examples of one row stay together
+        if len(rows) < 2:
             raise DataError(["data.eval: one document cannot be split; give more rows, or eval: null"])
-        order = seeded_order(end, seed, HOLD_OUT)
-        count = max(1, min(end - 1, round(evaluation.fraction * end)))
-        train, held_out = np.sort(order[count:]), np.sort(order[:count])
+        count = max(1, min(len(rows) - 1, round(evaluation.fraction * len(rows))))
+        is_held_out = np.isin(row_of, seeded_order(len(rows), seed, HOLD_OUT)[:count])
+        train, held_out = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
     copies = np.isin(pool.digests[held_out], pool.digests[train])
     if len(held_out) and copies.all():
         raise DataError(["data.eval: every held-out document is also a training one; name other rows, or eval: null"])

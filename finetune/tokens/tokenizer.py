@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.data.readers import BadRow
 from finetune.errors import FinetuneError
-from finetune.tokens.assistant_spans import Span, any_of
+from finetune.tokens.marks import Span, any_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +38,7 @@ class Script:
     learned: list[Span]
     literals: list[Span]  # look like control tokens, are text
     affixes: bool = False  # the tokenizer's own beginning and a learned end of text belong around it
+    remarks: tuple[str, ...] = ()  # of what the owner of the data should know, counted for each data set
 
 
 class TextTokenizer:

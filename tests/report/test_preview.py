@@ -146,6 +146,7 @@ def store(documents: list[list[int]], learned: list[list[bool]]) -> StoredDocume
         digests=zeros.astype(np.uint64),
         lines=zeros,
         files=zeros.astype(np.int32),
+        rows=np.arange(len(documents)),
         names=("rows",),
         facts={},
     )

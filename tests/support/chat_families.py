@@ -183,6 +183,15 @@ def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
     """A tokenizer with the family's control tokens and template. Mistral's is built as SentencePiece's are."""
     template, control, bos, eos = FAMILIES[family]
     made = _space_marking(control) if family == "mistral" else _byte_level(control)
+    return _with_template(made, template, bos, eos)
+
+
+def byte_level_tokenizer(template: str, control: tuple[str, ...], bos: str | None, eos: str) -> PreTrainedTokenizerFast:
+    """A tiny byte-level BPE with these control tokens and this template."""
+    return _with_template(_byte_level(control), template, bos, eos)
+
+
+def _with_template(made: Tokenizer, template: str, bos: str | None, eos: str) -> PreTrainedTokenizerFast:
     if bos:
         made.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, made.token_to_id(bos))])
     return PreTrainedTokenizerFast(tokenizer_object=made, bos_token=bos, eos_token=eos, chat_template=template)

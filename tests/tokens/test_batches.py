@@ -39,6 +39,7 @@ def pool_of(documents: list[list[int]]) -> DocumentPool:
         digests=np.arange(len(documents), dtype=np.uint64),
         lines=np.arange(1, len(documents) + 1),
         files=np.zeros(len(documents), np.int32),
+        rows=np.arange(len(documents)),
         names=("rows.jsonl",),
         facts={},
     )

@@ -133,7 +133,7 @@ def test_an_answer_that_begins_with_a_line_break_does_not_melt_into_the_header()
     assert shown(document, tokenizer).endswith("assistant\n⟦\n\nHi<|im_end|>⟧\n")
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"no_prompt", "deepseek"}))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"no_prompt"}))
 def test_a_row_begins_as_its_prompt(family: str) -> None:
     """What is learned continues exactly what the model is given at inference."""
     encoder = encoder_of(family)

@@ -23,7 +23,6 @@ REFUSED = {
     "tools": "does not write the row's tools",
     "system": "System role not supported",
     "thinking": "leaves out the reasoning of turn 4",
-    "thinking_inside": "leaves out the reasoning of turn 2",
 }
 WRITES_TOOLS = {"llama31", "qwen", "mistral"}
 
@@ -43,8 +42,7 @@ def refused(family: str, case: str) -> bool:
     return (
         (case == "tools" and family not in WRITES_TOOLS)
         or (case == "system" and family == "gemma")
-        or (case == "thinking" and family != "qwen3")
-        or (case == "thinking_inside" and family == "deepseek")
+        or (case == "thinking" and family not in ("qwen3", "deepseek"))
     )
 
 
@@ -61,6 +59,8 @@ def test_golden_mask(family: str, case: str) -> None:
     actual = shown(document, tokenizer)
     assert golden.is_file(), f"{golden.name} is missing; look at this and keep it:\n{actual}"
     assert actual == golden.read_text("utf-8")
+    if family == "deepseek":  # whose last answer follows the prompt, which the finished chat does not hold
+        return
     # An ordinary row has the very tokens that the tokenizer makes of it.
     plain = tokenizer.apply_chat_template(as_templates_want(row), tools=row.get("tools"), date_string="26 Jul 2024")
     assert document.input_ids == plain["input_ids"]

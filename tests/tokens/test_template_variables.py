@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ def test_a_template_that_reads_another_key_gets_that_one(read: str) -> None:
         assert "⟦<think>\nHm\n</think>" in mask(thinking(**{key: "Hm"}), chat_template=template)
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen", "mistral", "gemma", "deepseek"])
+@pytest.mark.parametrize("family", ["llama3", "qwen", "mistral", "gemma"])
 def test_reasoning_that_the_template_leaves_out_is_refused(family: str) -> None:
     words = "leaves out the reasoning of turn 2, which is learned; write it into the content"
     with pytest.raises(RowError, match=words):
@@ -140,16 +141,20 @@ def test_a_thinking_block_that_the_template_strips_is_refused() -> None:
     block = [HELLO[0], {"role": "assistant", "content": "<think>\nHm\n</think>\n\nHi"}]
     assert "⟦<think>\nHm\n</think>\n\nHi<|im_end|>⟧" in mask(block)
     assert "⟦<think>\nHm\n</think>\n\nHi<|eot_id|>⟧" in mask(block, "llama3")
+    assert "<think>\n⟦Hm\n</think>\n\nHi<｜end▁of▁sentence｜>⟧" in mask(block, "deepseek")  # its prompt opens the block
+    strips = LLAMA_LIKE.replace("m.content", "m.content.split('</think>')[-1]")
     with pytest.raises(RowError, match="leaves out the reasoning of turn 2, which is learned; remove it from the row"):
-        mask(block, "deepseek")
+        mask(block, "llama3", chat_template=strips)
     # Text that only speaks of the tag has nothing before it that is lost.
     assert "about </think>" in mask([HELLO[0], {"role": "assistant", "content": "about </think>"}], "llama3")
 
 
 def test_reasoning_of_earlier_turns_is_left_out_where_they_are_not_learned() -> None:
     dialogue = [*thinking(thinking="Hm"), AGAIN[0], AGAIN[1] | {"thinking": "Well"}]
-    words = "reasoning of turn 2, which is learned; set data.train_on: completion, or weight 0"
-    with pytest.raises(RowError, match=words):
+    words = (
+        "reasoning of turn 2, which is learned; set data.train_on: each_turn (every answer an example of its own) or"
+    )
+    with pytest.raises(RowError, match=re.escape(words)):
         mask(dialogue)
     last = mask(dialogue, train_on="completion")
     assert last.count("⟦") == 1

@@ -14,7 +14,7 @@ from finetune.recipe.sections.base import Local, Section
 KnownFormat = Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"]
 RowFormat = Literal["auto", KnownFormat]
 Role = Literal["system", "user", "assistant", "tool"]
-TrainOn = Literal["assistant", "completion", "all"]
+TrainOn = Literal["assistant", "completion", "each_turn", "all"]
 Truncation = Literal["error", "right", "drop"]
 
 
@@ -64,7 +64,11 @@ class Data(Section):
     eval: EvalFraction | list[DataSet] | None = Field(None, description="{fraction: 0.05}, data sets, or null.")
     max_length: Annotated[int, Field(ge=8)] = Field(2048, description="Tokens of one row, packed or not.")
     packing: bool = Field(True, description="Fill rows with whole documents; they do not see each other.")
-    train_on: TrainOn = Field("assistant", description="assistant: its turns; completion: the last answer; all.")
+    train_on: TrainOn = Field(
+        "assistant",
+        description="assistant: its turns; completion: the last answer; each_turn: every answer as an example of its "
+        "own, for templates that write earlier ones otherwise; all.",
+    )
     truncation: Truncation = Field("error", description="What happens to a document longer than max_length.")
     chat_template: Local | None = Field(None, description="Jinja text or a file; null: the tokenizer's own.")
     date_string: str = Field("26 Jul 2024", description="The day that templates print as today's.")
