@@ -22,7 +22,7 @@ from finetune.model.text_part import PEFT_PREFIX, WholeNames
 from finetune.recipe.schema import ModelSection
 from finetune.recipe.sections.lora_checks import by_pattern
 
-NEW_ROWS = ".token_adapter.trainable_tokens_delta"
+TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
 # The settings of an adapter that its forward depends on; the recipe sets no others.
 ADAPTER_SETTINGS = ("r", "lora_alpha", "use_rslora", "use_dora")
 
@@ -104,8 +104,8 @@ def open_adapter(folder: Path, names: WholeNames) -> AdapterFile:
             key = PEFT_PREFIX + key
             if lora:
                 layers.setdefault(layer, {})[name] = key
-            elif layer.endswith(NEW_ROWS):
-                place = layer.removesuffix(NEW_ROWS)
+            elif layer.endswith(TOKEN_ROWS):
+                place = layer.removesuffix(TOKEN_ROWS)
                 new_rows[f"{place}.weight"] = key, indices[place]
             else:
                 replaced[layer] = key

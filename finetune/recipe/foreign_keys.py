@@ -61,6 +61,7 @@ RENAMED: dict[str, str] = {
     "evals_per_epoch": "eval_steps: a share of the run, 1 / (evals_per_epoch x num_epochs)",
     "tokenizer_config": "model.name_or_path",
     "special_tokens": "data.chat_template",
+    "tokens": "model.add_tokens",
     # LLaMA-Factory
     "model_name_or_path": "model.name_or_path",
     "finetuning_type": "lora (a section, or null for full fine-tuning)",
@@ -147,6 +148,7 @@ REPLACED: dict[str, str] = {
     "group_by_length": "rows are packed instead: data.packing: true",
     "pad_to_sequence_len": "nothing is padded: rows hold documents end to end",
     "device_map": "the strategy places the model: accelerate_config",
+    "resize_vocab": "the vocabulary grows by itself: model.add_tokens",
     "strict": "a recipe is always strict; remove the key",
     "wandb_project": "write report_to: [wandb]; the project is WANDB_PROJECT in the environment",
     "tf32": "number formats follow training.mixed_precision; remove the key",

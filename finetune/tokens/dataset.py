@@ -56,7 +56,7 @@ class Prepared:
         unused = self.facts.get("new_tokens_unused")
         if unused:
             shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
-            told.append(f"{counted(len(unused), 'new token')} of model.add_tokens in no document: {shown}")
+            told.append(f"{counted(len(unused), 'new token')} in no document: {shown}")
         return [*told, *dict.fromkeys(read)]
 
 

@@ -18,7 +18,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli.main import main
 from finetune.errors import EnvironmentMismatch, FinetuneError
@@ -482,6 +482,17 @@ def test_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFi
     assert "none.yaml" in capsys.readouterr().err
 
 
+def test_the_small_tokenizer_has_no_new_token(tiny_llama: Path, tmp_path: Path) -> None:
+    """However often the rows have its text."""
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(json.dumps({"text": f"zuzuzu zuzuzu {number}"}) + "\n" for number in range(50)))
+    data = Data.model_validate({"train": [{"path": "json", "data_files": str(chats)}]})
+    for tokens in ((), ("zuzuzu",)):
+        shrink_model(str(tiny_llama), "main", data, tmp_path / "small", tokens)
+        pieces = AutoTokenizer.from_pretrained(tmp_path / "small").encode("zuzuzu")
+        assert len(pieces) == (6 if tokens else 1)
+
+
 @pytest.mark.slow
 class TestRehearse:
     @pytest.mark.parametrize(
@@ -502,6 +513,13 @@ class TestRehearse:
         assert report["steps"][1]["seen"].startswith(text)
         assert report["receipt"]["strategy"] == strategy
         assert not list(tmp_path.glob("run*")), "the recipe's own run folder stays untouched"
+
+    @pytest.mark.parametrize(("strategy", "lora"), [("fsdp2", "{r: 4}"), ("zero3", "null")])
+    def test_new_tokens(self, strategy: str, lora: str, tiny_llama: Path, tmp_path: Path) -> None:
+        """Of which one is in the rows that its tokenizer learns from."""
+        recipe = write_recipe(tmp_path, str(tiny_llama), f"accelerate_config: {strategy}\nlora: {lora}\n")
+        report = rehearse(recipe, ["model.add_tokens=[<date>, ' river']"], log=lambda line: None)
+        assert report["ok"], report["steps"]
 
     def test_a_spoilt_export_is_caught(self, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def spoil(run_dir: Path) -> str:
