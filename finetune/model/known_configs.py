@@ -1,4 +1,4 @@
-"""Configurations of real models by name: in a local folder, a package, shipped in configs/, in the Hub's cache, there."""
+"""Configurations of real models by name: in a folder, a package, configs/, the Hub's cache or on the Hub."""
 
 from __future__ import annotations
 
