@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.planner.depth.repeat_layers import FIRST
+from finetune.planner.trace.timeline import LAYER
 from finetune.probe.layers import decoder_layers
 
 SHALLOW = 4  # where layers are alike: the first, the last, and two between
@@ -22,15 +23,23 @@ SHALLOW = 4  # where layers are alike: the first, the last, and two between
 
 def kinds_of_layers(config: Mapping[str, Any]) -> list[Hashable]:
     """What takes memory in each decoder layer of the full model, which is built on meta: its modules and the shapes of
-    its parameters. Windows and rotary angles are none of it."""
+    its parameters. Windows and rotary angles are none of it.
+
+    Layers that a timeline does not know by their names are each of a kind of their own.
+    """
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    depth = int(config["num_hidden_layers"])
+    layers = decoder_layers(model, depth)
+    names = [name for name, module in model.named_modules() if layers and module is layers[0]]
+    if len(layers) != depth or not any(map(LAYER.search, names)):
+        return list(range(depth))
     return [
         tuple(
             (name, type(module).__qualname__, tuple(each.shape for each in module.parameters(recurse=False)))
             for name, module in layer.named_modules()
         )
-        for layer in decoder_layers(model, int(config["num_hidden_layers"]))
+        for layer in layers
     ]
 
 
