@@ -164,7 +164,7 @@ def rehearse(
     processes: Annotated[int, typer.Option(min=2, help="Ranks; one for single, at least four for hsdp.")] = 2,
     as_json: AsJson = False,
 ) -> None:
-    """The whole run, small and on the CPU: train, kill, resume, export, load back; under two minutes, no download."""
+    """The whole run, small and on the CPU: train, kill, resume, export, load back; under two minutes, no weights."""
 
     def work() -> dict[str, Any]:
         from finetune.preflight.rehearse import checklist_printer

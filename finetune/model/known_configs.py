@@ -1,4 +1,4 @@
-"""Configurations of real models by name: in a local folder, a package, configs/, the Hub's cache, or on the Hub."""
+"""Configurations of real models by name: in a folder, a package, configs/, the Hub's cache or on the Hub."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ HUB_NAMES: dict[str, tuple[str, ...]] = {
     "olmo-3-32b": ("allenai/Olmo-3-1125-32B", "allenai/Olmo-3-32B-Think"),
     "smollm3-3b": ("HuggingFaceTB/SmolLM3-3B", "HuggingFaceTB/SmolLM3-3B-Base"),
     "glm-4-9b-0414": ("zai-org/GLM-4-9B-0414", "THUDM/GLM-4-9B-0414"),
-    "glm-4-32b-0414": ("zai-org/GLM-4-32B-0414", "THUDM/GLM-4-32B-0414"),
     "ministral-3-3b": ("mistralai/Ministral-3-3B-Instruct-2512", "mistralai/Ministral-3-3B-Base-2512"),
     "ministral-3-8b": ("mistralai/Ministral-3-8B-Instruct-2512", "mistralai/Ministral-3-8B-Base-2512"),
     "ministral-3-14b": ("mistralai/Ministral-3-14B-Instruct-2512", "mistralai/Ministral-3-14B-Base-2512"),

@@ -9,7 +9,7 @@ import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +75,7 @@ def plan_by_trace(recipe: Recipe, gpus: Gpus | None, *, must_fit: bool = False) 
         except FinetuneError:
             raise
         except Exception as error:  # of a library that does not support fake tensors
-            why = f"{type(error).__name__}: {(str(error).splitlines() or ['without a message'])[0]}"
+            why = f"{type(error).__name__}: {(str(error).splitlines() or ['without a message'])[0][:200]}"
             raise EnvironmentMismatch(
                 f"{recipe.accelerate_config}: the planner cannot trace it ({why}); `finetune compare` measures it"
             ) from error
@@ -89,7 +89,9 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None 
     recipes = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
     if recipes and model is not None:
-        raise FinetuneError(f"--model: {model}: stands beside {recipes[0]}; leave one out, or set model.name_or_path=")
+        raise FinetuneError(
+            f"--model: {model}: stands beside {recipes[0]}; leave one out, or write model.name_or_path="
+        )
     if model is not None:
         return _plan_model(model, overrides, options)
     if not recipes:
@@ -204,6 +206,38 @@ def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions) -> 
     return row | {"needed_bytes": planned.needed, "fits": planned.fits, "planned_by": "trace"}
 
 
+@dataclass
+class _Search:
+    """Plans of variants, and the least bytes that one of them needs."""
+
+    gpus: Gpus
+    least: int | None = None
+    refusal: FinetuneError | None = None
+    planned: dict[str, Planned] = field(default_factory=dict)
+
+    def fits(self, recipe: Recipe) -> bool:
+        try:
+            found = plan_by_trace(recipe, self.gpus, must_fit=True)
+        except DoesNotFit as error:
+            needed, fits = error.needed, False
+        except FinetuneError as error:  # the trainer would refuse it
+            self.refusal = error
+            return False
+        else:
+            needed, fits = found.needed, found.fits
+            self.planned[recipe.model_dump_json()] = found
+        self.least = needed if self.least is None else min(self.least, needed)
+        return fits
+
+
+def _picked(recipe: Recipe, planned: Planned, gpus: Gpus, file: Path | None) -> Output:
+    text = pick.commented(recipe, planned.needed, gpus, max(planned.host.values(), default=0))
+    if file is not None:
+        file.write_text(text, "utf-8")
+    result = {"ok": True, "needed_bytes": planned.needed, "gpu_bytes": gpus.memory, "recipe": text}
+    return result | {"file": None if file is None else str(file)}, text.rstrip()
+
+
 def pick_in_words(model: str | None, options: PlanOptions, file: Path | None) -> Output:
     """The best recipe for a model on GPUs, planned by trace; written to `file` where one is named.
 
@@ -215,21 +249,19 @@ def pick_in_words(model: str | None, options: PlanOptions, file: Path | None) ->
     if gpus is None:
         raise FinetuneError("--pick: finds recipes for GPUs, not for a CPU; add --gpus 2x24GB")
     config, source = decoder_config(model)
-    certain = islice(pick.fitting_recipes(model, config, gpus), TRIES)
-    least = pick.smallest(model, config, gpus)
-    for recipe in chain(certain, pick.last_resorts(model, config, gpus), pick.offloaded(model, gpus)):
-        try:
-            planned = plan_by_trace(recipe, gpus, must_fit=True)
-        except DoesNotFit as error:
-            least = min(least, error.needed)
-            continue
-        least = min(least, planned.needed)
-        if planned.fits:
-            text = pick.commented(recipe, planned.needed, gpus, max(planned.host.values(), default=0))
-            if file is not None:
-                file.write_text(text, "utf-8")
-            result = {"ok": True, "needed_bytes": planned.needed, "gpu_bytes": gpus.memory, "recipe": text}
-            return result | {"file": None if file is None else str(file)}, text.rstrip()
+    search = _Search(gpus)
+    if unsupported(pick.adapters(model, gpus), config, gpus) is None:
+        certain = islice(pick.fitting_recipes(model, config, gpus), TRIES)
+        search.least = pick.smallest(model, config, gpus)
+        tried = chain(certain, pick.last_resorts(model, config, gpus), pick.offloaded(model, gpus))
+        recipe = next(filter(search.fits, tried), None)
+    else:
+        recipe = pick.by_plans(model, gpus, search.fits) or next(filter(search.fits, pick.offloaded(model, gpus)), None)
+    if recipe is not None:
+        return _picked(recipe, search.planned[recipe.model_dump_json()], gpus, file)
+    if search.refusal is not None and not search.planned:
+        raise search.refusal
+    least = search.least or 0
     room = "which has" if least > gpus.memory else "and torch's allocator, with gaps between tensors, more than its"
     raise DoesNotFit(
         f"--gpus: {options.gpus}: {model} ({source}) does not fit: its smallest variant needs {least / GIB:.1f} GiB of "

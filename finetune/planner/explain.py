@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from finetune.planner.closed_form.estimate import estimate, unsupported
-from finetune.planner.closed_form.shape import Shape, adapter_weights, shape_of
+from finetune.planner.closed_form.shape import FAMILIES, Shape, adapter_weights, shape_of
 from finetune.planner.constants import FLOAT32, HALF, LOSS_CHUNK_BYTES
 from finetune.planner.variants import changed
 from finetune.recipe.gpus import Gpus
@@ -18,7 +18,9 @@ LOGIT_BYTES = 12  # bytes a logit where all are kept: bfloat16, float32, and flo
 
 
 def explain_plan(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -> str:
-    """Paragraphs that follow the plan. Raises KeyError for an architecture whose sizes are not known."""
+    """Paragraphs that follow the plan; one line where the arithmetic does not know the architecture."""
+    if config.get("model_type") not in FAMILIES:
+        return f"The arithmetic is that of {', '.join(FAMILIES)}; {config.get('model_type')} is planned by its trace."
     shape = shape_of(recipe, config)
     ranks = gpus.count * gpus.nodes if gpus else 1
     trained = shape.total_weights if recipe.lora is None else adapter_weights(recipe, config)

@@ -7,7 +7,7 @@ Best is: rows of 2,048 tokens at least; then all weights in float32 before adapt
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
@@ -74,6 +74,31 @@ def fitting_recipes(model: str, config: Mapping[str, Any], gpus: Gpus) -> Iterat
     for recipe in candidates(model, gpus):
         if unsupported(recipe, config, gpus) is None and estimate(recipe, config, gpus).upper <= gpus.memory:
             yield recipe
+
+
+def by_plans(model: str, gpus: Gpus, fits: Callable[[Recipe], bool]) -> Recipe | None:
+    """The best variant of a model that the closed form does not know, by `fits`, a plan each: the first method whose
+    smallest variant fits, then one setting after another, each as far as it fits. None where none does."""
+    strategies = STRATEGIES if gpus.count * gpus.nodes > 1 else ("single",)
+    for method, length in (*((method, 2048) for method in METHODS), ("qlora", 512)):
+        chosen: dict[str, Any] = {"method": method, "length": length, "strategy": strategies[-1]}
+        chosen |= {"every": True, "rows": 1}
+        if fits(_variant(model, gpus, **chosen)):
+            break
+    else:
+        return None
+    better: dict[str, tuple[Any, ...]] = {
+        "length": (4096,) if chosen["length"] == 2048 else (1024,),
+        "strategy": strategies[:-1],
+        "every": (False, 2),
+        "rows": tuple(rows for rows in ROWS if 1 < rows <= TOKENS_AT_ONCE // chosen["length"]),
+    }
+    for setting, values in better.items():
+        for value in values:
+            if fits(_variant(model, gpus, **chosen | {setting: value})):
+                chosen[setting] = value
+                break
+    return _variant(model, gpus, **chosen)
 
 
 def last_resorts(model: str, config: Mapping[str, Any], gpus: Gpus, count: int = 2) -> list[Recipe]:

@@ -20,8 +20,9 @@ from finetune.model.build import attention_name
 from finetune.model.known_configs import decoder_config
 from finetune.planner.constants import CUDA_CONTEXT, NCCL_BUFFERS
 from finetune.planner.depth.caching_allocator import NoMemory, replay
-from finetune.planner.depth.extrapolate import SHALLOW, depths, extrapolate, layers_kept_gathered, with_layers
+from finetune.planner.depth.extrapolate import depths, extrapolate, layers_kept_gathered, with_layers
 from finetune.planner.depth.fork import run_in_forks
+from finetune.planner.depth.layer_kinds import kinds_of_layers, period_and_depth
 from finetune.planner.depth.repeat_layers import StorageChange, add_unlayered_storage, repeat_layers
 from finetune.planner.roofline import Layout
 from finetune.planner.trace.fake_device import DEVICE_NAME
@@ -169,7 +170,7 @@ def _trace_to_depth(request: _TraceRequest, folder: Path, *, full_depth: bool) -
     """Trace shallow models and extrapolate to this one's depth, or trace it at `full_depth`."""
     config = request.config
     layers, period = int(config["num_hidden_layers"]), max(1, int(request.recipe.training.activation_checkpointing))
-    shallow = SHALLOW
+    period, shallow = period_and_depth(kinds_of_layers(config), period)
     if not request.strategy.layers_repeat:
         shallow += layers_kept_gathered(config, _weights_an_element(request.recipe))
     if request.recipe.lora and request.recipe.lora.names_single_layers:

@@ -48,15 +48,18 @@ def remedies(
     recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, plan: PlanFunction, *, count: int = 3, tries: int = 6
 ) -> list[Remedy]:
     """Changes that make it fit, the cheapest first, each planned by `plan`; the closed form selects which are planned.
+    Where it does not know the recipe, single changes are planned and no combinations.
 
     No result contains another. `count`: results at most. `tries`: plans at most, for each takes seconds.
     """
     result: list[Remedy] = []
+    blind = unsupported(recipe, config, gpus) is not None
     for variant in smaller_variants(recipe, gpus):
         if len(result) == count or not tries:
             break
         contains_one = any(variant.changes.keys() >= shown.changes.keys() for shown in result)
-        if contains_one or not _may_fit(variant, config, gpus):
+        worth_a_plan = len(variant.says) == 1 if blind else _may_fit(variant, config, gpus)
+        if contains_one or not worth_a_plan:
             continue
         tries -= 1
         try:

@@ -1,4 +1,4 @@
-"""How much disk a run will take, against what is free; no weights are read and nothing is downloaded."""
+"""How much disk a run will take, against what is free; no weights are read or downloaded."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A model of the same making, small: two layers, a few heads, random weights, a tokenizer of the recipe's own rows.
 
-For rehearsals, which download nothing. What decides how a model is sharded, quantised and adapted stays: the
+For rehearsals, which download no weights. What decides how a model is sharded, quantised and adapted stays: the
 architecture, grouped-query heads, tied embeddings, RoPE and window settings.
 """
 

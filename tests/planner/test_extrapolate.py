@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.planner.depth.extrapolate import SHALLOW, extrapolate, layers_kept_gathered, with_layers
+from finetune.planner.depth.extrapolate import extrapolate, layers_kept_gathered, with_layers
+from finetune.planner.depth.layer_kinds import SHALLOW, kinds_of_layers, period_and_depth
 from finetune.planner.trace.timeline import Timeline
 from finetune.planner.trace.trace import trace
 from finetune.recipe.strategy import read_strategy
@@ -55,3 +56,62 @@ def test_deep_from_shallow(
     for name, phase in whole.items():
         assert found[name].end == phase.end
         assert found[name].peak.nbytes == pytest.approx(phase.peak.nbytes, rel=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("kinds", "every", "found"),
+    [
+        ("a" * 30, 1, (1, 4)),
+        ("a" * 30, 3, (3, 4)),
+        ("d" + "s" * 29, 1, (1, 6)),  # the first one is dense
+        ("dd" + "s" * 28, 1, (1, 6)),
+        ("ddd" + "s" * 27, 1, (1, 30)),  # a replay keeps two at either end
+        ("lllf" * 8, 1, (4, 8)),
+        ("lllf" * 8, 2, (4, 8)),
+        ("lllf" * 8, 3, (3, 32)),  # repeats after twelve: as many layers twice as at once
+        ("lllf" * 4, 1, (1, 16)),
+        ("lllf" * 8 + "l", 1, (4, 8)),
+        ("lllf" * 4 + "LLLF" * 4, 1, (1, 32)),
+        ("abcdefgh", 1, (1, 8)),
+    ],
+)
+def test_after_how_many_layers_their_kinds_repeat(kinds: str, every: int, found: tuple[int, int]) -> None:
+    assert period_and_depth(kinds, every) == found
+
+
+@pytest.mark.parametrize(
+    ("method", "checkpointing"),
+    [("lora", 1), *(pytest.param("full", every, marks=pytest.mark.slow) for every in (0, 2))],
+)
+def test_deep_from_shallow_of_layers_of_two_kinds(
+    method: str, checkpointing: int, folder: Path, tmp_path: Path
+) -> None:
+    """Every third layer attends to everything, with heads twice as wide: its matrices and its queries are larger."""
+    layers = 18 if checkpointing < 2 else 36
+    case = Case(method, "bf16", checkpointing, packed=True, tied=False, micro_steps=1)
+    config = {
+        **{"model_type": "gemma4_text", "num_hidden_layers": layers, "hidden_size": 32, "intermediate_size": 48},
+        **{"layer_types": [("sliding_attention", "full_attention")[at % 3 == 2] for at in range(layers)]},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "global_head_dim": 16},
+        **{"vocab_size": 97, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 0, "sliding_window": 16},
+    }
+    whole_model = tmp_path / "whole"
+    whole_model.mkdir()
+    (whole_model / "config.json").write_text(json.dumps(config), "utf-8")
+    recipe = case.recipe(folder)
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name_or_path": str(whole_model)})})
+    period, shallow = period_and_depth(kinds_of_layers(config), max(1, checkpointing))
+    assert (period, shallow) == ((3, 6) if checkpointing < 2 else (6, 12))
+    depths = []
+
+    def timeline_of(depth: int) -> Timeline:
+        depths.append(depth)
+        smaller = with_layers(recipe, config, depth, tmp_path)
+        return trace(smaller, read_strategy("single"), case.batches(), ranks=1).timeline
+
+    whole = timeline_of(layers).phases("cpu")
+    found = extrapolate(timeline_of, layers, "cpu", period=period, shallow=shallow)
+    assert max(depths[1:]) < layers
+    for name, phase in whole.items():
+        assert found[name].end == phase.end, name
+        assert found[name].peak.nbytes == phase.peak.nbytes, name

@@ -189,3 +189,20 @@ def test_copies_speak_over_the_slow_link_and_shards_do_not() -> None:
     found = step_time(between, CHIP, hybrid, hybrid)
     assert found.communication == pytest.approx(2 * 32 / 2 / 2 + 64 * 3 / 4 / 8)
     assert [each.layout.copies for each in scaled_step_times(between, CHIP, hybrid)] == [2, 4, 8, 16, 32, 64, 128]
+
+
+def test_experts_cost_what_their_tokens_cost() -> None:
+    """14 tokens to 2 of 4 experts each are 28 rows by three matrices; backward twice that, as all are trained."""
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=96, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_experts=4,
+        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        attn_implementation="eager", pad_token_id=0,
+    )  # fmt: skip
+    work = counted(AutoModelForCausalLM.from_config(config).train())[0]
+    without = AutoModelForCausalLM.from_config(config).train()
+    for layer in without.model.layers:
+        layer.mlp.experts.forward = lambda hidden, *_: hidden
+    experts = 2 * 2 * 28 * (32 * 48 + 24 * 32)  # layers, multiply and add, rows, weights of an expert
+    plain = counted(without)[0]
+    assert work.flops("forward") - plain.flops("forward") == experts
+    assert work.flops("backward") - plain.flops("backward") >= 2 * experts

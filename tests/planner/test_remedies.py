@@ -15,6 +15,7 @@ from finetune.errors import FinetuneError
 from finetune.model.known_configs import HUB_NAMES, full_config
 from finetune.planner import pick
 from finetune.planner.closed_form.estimate import estimate, unsupported
+from finetune.planner.closed_form.shape import FAMILIES
 from finetune.planner.explain import explain_plan
 from finetune.planner.remedies import LENGTH, ROWS, largest, last_fitting_near, remedies, spare
 from finetune.planner.variants import changed, smaller_variants
@@ -23,7 +24,7 @@ from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = [names[0] for names in HUB_NAMES.values()]
+MODELS = [names[0] for names in HUB_NAMES.values() if full_config(names[0])[0]["model_type"] in FAMILIES]
 SIZES = ("8GB", "12GB", "16GB", "24GB", "48GB", "80GB", "141GB")
 BUDGETS = [f"{count}x{size}" for count, size in product((1, 2, 4, 8), SIZES)]
 
@@ -164,6 +165,27 @@ def test_picks_of_all_models_and_budgets() -> None:
     assert sum(hold_the_pick(*pair) for pair in pairs) > len(pairs) // 2
 
 
+@pytest.mark.parametrize("budget", ["8GB", "24GB", "2x24GB", "8x80GB"])
+@pytest.mark.parametrize("model", ["meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.3-70B"])
+def test_a_pick_by_plans_alone_fits_and_gives_up_no_more_than_it_must(model: str, budget: str) -> None:
+    """As of a model that the closed form does not know; here it stands for the plans."""
+    room, plan = parse_gpus(budget), Planner()
+    found = pick.by_plans(model, room, lambda recipe: plan(recipe, room).fits)
+    assert len(plan.asked) <= 13
+    if found is None:
+        assert pick.smallest(model, full_config(model)[0], room) > 0.8 * room.memory
+        return
+    assert plan(found, room).fits
+    assert found in plan.asked[:-1], "picked, and never planned"
+    methods = [method_of(recipe) for recipe in pick.candidates(model, room) if plan(recipe, room).fits]
+    if found.data.max_length >= 2048:
+        assert method_of(found) == methods[0]
+
+
+def method_of(recipe: Recipe) -> str:
+    return "full" if recipe.lora is None else "qlora" if recipe.quantization else "lora"
+
+
 def test_what_was_picked_is_a_recipe(tmp_path: Path) -> None:
     model, room = "meta-llama/Llama-3.1-8B-Instruct", parse_gpus("2x24GB")
     picked = next(pick.fitting_recipes(model, full_config(model)[0], room))
@@ -173,6 +195,22 @@ def test_what_was_picked_is_a_recipe(tmp_path: Path) -> None:
     differing = {key for key, value in picked if key != "output_dir" and getattr(written, key) != value}
     assert differing == set()
     assert all(len(line) <= 120 for line in file.read_text().splitlines())
+
+
+def test_changes_where_there_is_no_closed_form() -> None:
+    """Of a Gemma: single changes, each planned, and no arithmetic of a Llama."""
+    recipe = load("llama3_8b_lora_1x24gb", "model.name_or_path=google/gemma-3-12b-it", "data.max_length=2048")
+    room, asked = parse_gpus("24GB"), list[Recipe]()
+
+    def plan(variant: Recipe, _: Gpus) -> Planned:
+        asked.append(variant)
+        return Planned(9, variant.quantization is not None)
+
+    found = remedies(recipe, config_of(recipe), room, plan)
+    assert [list(each.changes) for each in found] == [["quantization"]]
+    assert len(asked) <= 6
+    assert unsupported(recipe, config_of(recipe), room) == "the architecture gemma3_text"
+    assert explain_plan(recipe, config_of(recipe), room).endswith("gemma3_text is planned by its trace.")
 
 
 def test_the_explanation_is_of_this_recipe() -> None:

@@ -78,7 +78,6 @@ BILLIONS = {
     "gemma-4-26b-a4b": 25.2,
     "llama-4-scout-17b-16e": 107.8,  # 109, of which its vision tower has 0.9
     "qwen3.5-0.8b": 0.75,
-    "glm-4-32b-0414": 32.6,
     "ministral-3-3b": 3.4,
     "ministral-3-8b": 8.4,
     "ministral-3-14b": 13.5,

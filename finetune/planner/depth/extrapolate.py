@@ -2,7 +2,8 @@
 
 Each phase is divided into segments by the module that is running: the layers of the front half, counted from the first,
 those of the back half, counted from the last, and the modules around them. The peak of a segment grows by the same
-bytes with each layer (or with each period of layers, where every n-th is recomputed), component by component; the
+bytes with each layer (or with each period of layers, where they are of several kinds or every n-th is recomputed),
+component by component; the
 phase's peak is the largest segment at full depth. From one layer to the next a peak changes by the same bytes, so none
 of the layers that only the deeper model has can have a larger peak than all others.
 """
@@ -16,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.planner.constants import COMPONENTS
+from finetune.planner.depth.layer_kinds import SHALLOW
 from finetune.planner.trace.timeline import LAYER, Peak, PhaseMemory, Timeline
+from finetune.probe.layers import with_layers_alone
 from finetune.recipe.schema import Recipe
-
-SHALLOW = 4  # the first, the last, and two between
 
 
 def extrapolate(
@@ -93,10 +94,14 @@ def _extrapolated_parts(shallow: dict[str, int], deep: dict[str, int], times: in
 
 
 def with_layers(recipe: Recipe, config: Mapping[str, Any], layers: int, folder: Path) -> Recipe:
-    """The recipe for a model of `layers` layers, with its config.json in `folder` and without weights."""
-    changed = dict(config) | {"num_hidden_layers": layers}
-    if kinds := config.get("layer_types"):
-        changed["layer_types"] = [kinds[index % len(kinds)] for index in range(layers)]
+    """The recipe for a model of `layers` layers, with its config.json in `folder` and without weights.
+
+    They are the first and the last of the full model's, or as many as it has, repeated.
+    """
+    full, front = int(config["num_hidden_layers"]), layers // 2
+    chosen = [*range(front), *range(full - (layers - front), full)] if layers < full else [*range(full)]
+    chosen += [at % full for at in range(full, layers)]
+    changed = with_layers_alone(config, full, chosen)
     for key in ("quantization_config", "auto_map"):
         changed.pop(key, None)
     model_folder = folder / f"layers-{layers}"

@@ -32,6 +32,8 @@ MULTIPLY_ADDS: dict[str, Callable[..., int]] = {
     "mv": lambda matrix, *_: matrix.numel(),
     "addmv": lambda _, matrix, *__: matrix.numel(),
     "addbmm": lambda _, left, right: left.numel() * right.shape[-1],  # [b, n, m] and [b, m, p]
+    # Experts: tokens [T, m] by [experts, m, n], or backward's [m, T] by [T, n], into [experts, m, n].
+    "_grouped_mm": lambda left, right, *_: left.numel() * right.shape[-1],
     "_int_mm": lambda left, right: left.numel() * right.shape[-1],
     "gemm_4bit": lambda given, _, weight_shape, *__: given.numel() * weight_shape[0],  # bitsandbytes: [outputs, inputs]
     "int8_scaled_mm": lambda given, weight, *_: given.numel() * weight.shape[0],
