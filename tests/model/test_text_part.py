@@ -117,9 +117,10 @@ def test_an_adapter_loads_in_plain_peft_on_the_whole_model_and_on_its_text_part(
 def test_an_adapter_on_a_few_layers_with_ranks_of_their_own(tmp_path: Path) -> None:
     """Embeddings trained in full, one layer's adapters, and a rank by a path that only the text part has."""
     base = save_multimodal("mistral3", tmp_path / "base")
-    lora = {"target_modules": ["model.layers.1.mlp.up_proj", "q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    saved = ["embed_tokens", "lm_head", "norm"]  # the projector of images has a norm too
+    lora = {"target_modules": ["model.layers.1.mlp.up_proj", "q_proj"], "modules_to_save": saved}
     ranks = {"rank_pattern": {"model.layers.1.self_attn.q_proj": 2}, "exclude_modules": ["model.layers.0.mlp"]}
-    recipe = recipe_of(base, tmp_path, lora=lora | ranks)
+    recipe = recipe_of(base, tmp_path, lora={**lora, **ranks})
     model = trained(recipe)
     adapter = exported(recipe, model)
     whole = whole_of(base)
