@@ -167,7 +167,7 @@ def name_for_both(folder: Path, adapted: nn.Module, names: WholeNames) -> None:
     save_file(tensors | added, file, metadata={"format": "pt"})
     config = json.loads(settings.read_text(encoding="utf-8"))
     paths = adapted_paths(adapted)
-    config |= {"target_modules": _pattern(adapted, paths, names), "exclude_modules": None}
+    config |= {"target_modules": _pattern(adapted, paths, names) or [], "exclude_modules": None}
     if parameters := config.get("target_parameters"):
         config["target_parameters"] = sorted({*parameters, *map(names.of, parameters)})
     if (saved := config.get("modules_to_save")) and _reach_beyond(adapted, saved, names):
