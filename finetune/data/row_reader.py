@@ -86,8 +86,8 @@ class RowReader:
         """Raises BadRow for a column that is nearly one of those that the layout may have, or holds images."""
         for name in layout.unused(values):
             if name in MEDIA or _is_media(values[name]):
-                remedy = "take a data set of text alone, or remove the column"
-                raise ToldOnce(f"column {name!r} holds no text, and only text is trained on: {remedy}", name)
+                remedy = "only text is trained on: take a data set of text alone, or remove the column"
+                raise ToldOnce(f"column {name!r} holds no text; {remedy}", name)
             if name not in self._unused:
                 self._unused[name] = None
                 near = nearest(name, OPTIONAL_COLUMNS[layout.format], cutoff=0.8)

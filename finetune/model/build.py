@@ -118,26 +118,24 @@ def load_base(
     if recipe.quantization:
         # Without a device map transformers quantises on this rank's GPU, also what is to be sharded from the host.
         options |= {"quantization_config": bitsandbytes_config(recipe.quantization), "device_map": {"": str(device)}}
-    folder = path or resolve_model_path(section.name_or_path)
+    name, folder = path or section.name_or_path, path or resolve_model_path(section.name_or_path)
     try:
         config = AutoConfig.from_pretrained(
             folder, revision=section.revision, trust_remote_code=section.trust_remote_code
         )
         text_only = trained_config(config) is not config
-        if text_only:  # the other parts may not have the attention that the text gets below
+        if text_only:  # other parts may not have the attention that the text gets below
             options["attn_implementation"] = "eager"
-        loaded: Any = auto_class(config).from_pretrained(folder, revision=section.revision, **options)
+        model, info = auto_class(config).from_pretrained(folder, revision=section.revision, **options)
+        _refuse_incomplete(name, info)
+        if text_only:
+            model = text_alone(model, options.get("quantization_config"))
+            model.set_attn_implementation(attention_name(recipe))
     except KeyError as error:
         raise _unknown_attention(recipe, error) from error
     except (OSError, ValueError, ImportError) as error:
-        raise not_loaded("weights", path or section.name_or_path, error) from error
-    model, info = loaded
-    _refuse_incomplete(path or section.name_or_path, info)
+        raise not_loaded("weights", name, error) from error
     assert isinstance(model, PreTrainedModel)
-    if text_only:
-        del loaded
-        model = text_alone(model, options.get("quantization_config"))
-        model.set_attn_implementation(attention_name(recipe))
     if recipe.quantization:
         _keep_quantized_weights_bitwise(model)
     model.config.use_cache = False

@@ -118,7 +118,7 @@ def _differing(lora: Lora, config: Mapping[str, Any], init: str) -> Iterator[tup
     if lora.target_parameters is not None and _last_names(lora.target_parameters) != _last_names(parameters):
         yield "target_parameters", lora.target_parameters, sorted(parameters)
     saved = config.get("modules_to_save") or []
-    if {*lora.modules_to_save} != {*saved}:
+    if {*_last_names(lora.modules_to_save)} != {*_last_names(saved)}:
         yield "modules_to_save", lora.modules_to_save, saved
     own = str(lora.init_lora_weights)
     if own != init and (own.startswith(MOVES_THE_BASE) or init.startswith(MOVES_THE_BASE)):

@@ -18,7 +18,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from finetune.cli.main import main
 from finetune.errors import DoesNotFit, FinetuneError
@@ -31,6 +31,7 @@ from tests.support.finished import finished_run
 from tests.support.hub import running_hub
 from tests.support.hub.server import TOKEN
 from tests.support.mixtures import MIXTURES, save_mixture
+from tests.support.multimodal import FAMILIES, save_multimodal
 from tests.support.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,6 +121,32 @@ def test_experts_are_merged_into_the_files_of_their_base(tmp_path: Path, family:
     if family == "mixtral":
         facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
         assert facts["agreement"]["candidates"]["own"]["top1"] == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize(
+    "family",
+    [
+        each if each in ("gemma3", "llama4", "qwen2_5_vl") else pytest.param(each, marks=pytest.mark.slow)
+        for each in FAMILIES
+    ],
+)
+def test_the_text_part_is_merged_into_the_whole_multimodal_model(tmp_path: Path, family: str) -> None:
+    """Whose files have other names than its classes (Gemma 3, Qwen 2.5 VL) and experts (Llama 4)."""
+    base = save_multimodal(family, tmp_path / "base")
+    (base / "preprocessor_config.json").write_text('{"size": 28}')
+    run = finished_run(tmp_path, base, lora={"modules_to_save": ["embed_tokens"]})
+    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
+    assert facts["agreement"]["candidates"]["own"]["largest_logit_difference"] < 1e-4
+    folder = run / "merged"
+    before, after = load_file(base / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert after.keys() - before.keys() <= {"language_model.lm_head.weight", "lm_head.weight"}  # of its own now
+    assert all(torch.equal(after[name], before[name]) for name in before if "vision" in name or "visual" in name)
+    whole, info = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not any(info.values())
+    tuned = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(base), str(run / "adapter"))
+    torch.testing.assert_close(logits(whole.eval()), logits(tuned.eval()), rtol=1e-4, atol=1e-4)
+    assert (folder / "preprocessor_config.json").is_file()
 
 
 @pytest.mark.parametrize("lora", [{}, {"target_modules": ["v_proj"]}, {"init_lora_weights": "olora"}], ids=str)

@@ -17,12 +17,13 @@ from finetune.model.adapter_reach import adapted_paths
 from finetune.model.build import build_model, decoder_parts, load_base, load_tokenizer, structure_alone
 from finetune.model.known_configs import decoder_config, full_config
 from finetune.model.text_part import names_in_whole, part_of
-from finetune.recipe.schema import Recipe
+from finetune.preflight.shrink import shrink_model
+from finetune.recipe.schema import Data, Recipe
 from finetune.run_folder.save_restore import export_weights
 from finetune.strategies.assemble import Assembled
 from tests.support.multimodal import FAMILIES, WITH_TEXT_CLASS, save_multimodal
 from tests.support.recipes import least_recipe, merged
-from tests.support.tiny import flat_batch
+from tests.support.tiny import flat_batch, write_chats
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 40)[None]
@@ -117,9 +118,10 @@ def test_an_adapter_loads_in_plain_peft_on_the_whole_model_and_on_its_text_part(
 def test_an_adapter_on_a_few_layers_with_ranks_of_their_own(tmp_path: Path) -> None:
     """Embeddings trained in full, one layer's adapters, and a rank by a path that only the text part has."""
     base = save_multimodal("mistral3", tmp_path / "base")
-    lora = {"target_modules": ["model.layers.1.mlp.up_proj", "q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    saved = ["embed_tokens", "lm_head", "norm"]  # the projector of images has a norm too
+    lora = {"target_modules": ["model.layers.1.mlp.up_proj", "q_proj"], "modules_to_save": saved}
     ranks = {"rank_pattern": {"model.layers.1.self_attn.q_proj": 2}, "exclude_modules": ["model.layers.0.mlp"]}
-    recipe = recipe_of(base, tmp_path, lora=lora | ranks)
+    recipe = recipe_of(base, tmp_path, lora={**lora, **ranks})
     model = trained(recipe)
     adapter = exported(recipe, model)
     whole = whole_of(base)
@@ -190,6 +192,8 @@ def test_plans_and_rehearsals_see_the_text_part(tmp_path: Path) -> None:
     expected = AutoConfig.from_pretrained(base).text_config
     assert (config["model_type"], config["hidden_size"]) == ("gemma3_text", 32)
     assert config["layer_types"] == expected.layer_types
+    data = Data.model_validate({"train": [{"path": "json", "data_files": str(write_chats(tmp_path / "chats", [40]))}]})
+    assert shrink_model(str(base), "main", data, tmp_path / "small").architecture == "Gemma3ForCausalLM"
     vision = save_multimodal("qwen3_vl", tmp_path / "qwen3_vl")
     assert "vision_config" in full_config(str(vision))[0]
     with pytest.raises(EnvironmentMismatch, match="no class for the text part of a qwen3_vl"):

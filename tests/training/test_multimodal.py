@@ -1,0 +1,72 @@
+"""Trainings on multimodal checkpoints, from the command to the adapter in plain peft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from finetune.train import main
+from tests.support.multimodal import FAMILIES, WITH_TEXT_CLASS, save_multimodal
+from tests.support.recipes import tiny_lora, write_recipe
+from tests.support.tiny import write_chats
+
+QUICK = ("gemma3", "qwen2_5_vl")  # by its text part, and as a whole
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+
+
+def page_of(family: str, folder: Path, **sections: Any) -> Path:
+    base = save_multimodal(family, folder / "base")
+    chats = write_chats(folder / "chats.jsonl", [40, 60, 30, 50])
+    training = {"training": {"max_steps": 2}, "output_dir": str(folder / "run")}
+    return write_recipe(folder, tiny_lora(base, chats, **training | sections))
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        result: Tensor = model.eval()(input_ids=torch.arange(3, 40)[None]).logits
+    return result
+
+
+@pytest.mark.parametrize(
+    "family", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES]
+)
+def test_a_training_ends_in_an_adapter_for_the_whole_model(family: str, tmp_path: Path) -> None:
+    assert main([str(page_of(family, tmp_path))]) == 0
+    receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())
+    assert receipt["text_part_of"] == (family if family in WITH_TEXT_CLASS else None)
+    assert (receipt["probe"]["precision"], set(receipt["probe"]["found"])) == ("float32", {"kept", "recomputed"})
+    assert receipt["probe"]["adapters"]["share"] == pytest.approx(receipt["reached_share"]) >= 0.99
+    whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    before = logits(whole)
+    tuned: Any = PeftModel.from_pretrained(whole, tmp_path / "run" / "adapter")
+    assert (logits(tuned) - before).abs().max() > 1e-2
+    adapted = [path for path, _ in tuned.named_parameters() if ".lora_B." in path]
+    assert len(adapted) == receipt["adapted_layers"]
+    assert all("language_model" in path for path in adapted)
+
+
+@pytest.mark.parametrize("names", ["of both", "of the whole model"])
+def test_a_training_starts_from_an_adapter_by_either_name(names: str, tmp_path: Path) -> None:
+    """peft's own adapter on the whole model has that one's names alone."""
+    page = page_of("gemma3", tmp_path)
+    assert main([str(page)]) == 0
+    file = tmp_path / "run" / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    theirs = {name: tensor for name, tensor in tensors.items() if "language_model" in name}
+    assert len(tensors) == 2 * len(theirs) == 2 * 28
+    if names == "of the whole model":
+        save_file(theirs, file)
+    again = [f"model.adapter={tmp_path / 'run' / 'adapter'}", f"output_dir={tmp_path / 'again'}"]
+    assert main([str(page), *again, "training.learning_rate=1e-12"]) == 0
+    after = load_file(tmp_path / "again" / "adapter" / "adapter_model.safetensors")
+    assert after.keys() == tensors.keys()
+    for name, tensor in after.items():
+        torch.testing.assert_close(tensor, tensors[name], rtol=1e-5, atol=1e-9)
