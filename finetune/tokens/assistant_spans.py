@@ -26,10 +26,10 @@ from typing import Any, Protocol
 from finetune.data.messages import reasoning_of
 from finetune.data.readers import BadRow
 from finetune.tokens.marks import (
-    LeftOut,
     Marked,
     Marks,
     Messages,
+    OmittedFromHistory,
     Span,
     Tools,
     absent_part,
@@ -107,7 +107,7 @@ class SpanFinder:
         index, what = absent
         alone = self._mark_and_render(messages[: index + 1], tools) if index in wanted else None
         if alone is not None and absent_part(messages[: index + 1], alone, [index]) is None:
-            raise LeftOut(what, index)
+            raise OmittedFromHistory(what, index)
         raise BadRow(
             f"the chat template leaves out {what} of turn {index + 1} ({messages[index]['role']}); "
             "remove the turn, or give data.chat_template one that writes it"

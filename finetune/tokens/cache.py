@@ -31,7 +31,7 @@ from finetune.errors import DataError, EnvironmentMismatch
 from finetune.files import cache_folder
 from finetune.recipe.schema import Data
 from finetune.tokens.encoder import IGNORE, REMARKS, Document, Encoder, RowError, Script
-from finetune.tokens.marks import LeftOut
+from finetune.tokens.marks import OmittedFromHistory
 from finetune.wording import counted
 
 VERSION = 3
@@ -39,7 +39,7 @@ CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost;
 SECONDS_BETWEEN_NOTES = 10.0  # data in the cache need no note; until then, report progress
 ARRAYS = {"tokens": "<i4", "learned": "|b1", "lengths": "<i8", "supervised": "<i8", "digests": "<u8", "lines": "<i8",
           "files": "<i4", "rows": "<i8"}  # fmt: skip
-COUNTED = ("rows_read", "documents", "truncated", "dropped", "control_token_texts", "largest_token_id", *REMARKS)
+COUNTS = ("rows_read", "documents", "truncated", "dropped", "control_token_texts", "largest_token_id", *REMARKS)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _scripts(reader: RowReader, encoder: Encoder, mistakes: Mistakes) -> Iterato
             if read is None:
                 raise RowError(problem)
             scripts = [encoder.script(example) for example in encoder.examples(read)]
-        except LeftOut as error:
+        except OmittedFromHistory as error:
             left_out.append(f"{row.place}: {error}")
         except RowError as error:
             mistakes.add(f"{row.place}: {error}")
@@ -210,7 +210,7 @@ class _Writer:
     """Appends documents to the arrays of a folder."""
 
     def __init__(self, folder: Path, source: Source) -> None:
-        self.counts = Counter(dict.fromkeys(COUNTED, 0))
+        self.counts = Counter(dict.fromkeys(COUNTS, 0))
         self._row: SourceRow | None = None
         self._folder = folder
         self._arrays = {name: ArrayWriter(folder / f"{name}.npy", dtype) for name, dtype in ARRAYS.items()}

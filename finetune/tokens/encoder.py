@@ -22,7 +22,7 @@ from finetune.data.readers import BadRow
 from finetune.recipe.schema import Data
 from finetune.tokens.assistant_spans import Rendered, SpanFinder
 from finetune.tokens.chat_template import ChatTemplate, read_source
-from finetune.tokens.marks import LeftOut, Span, contradiction, texts_of
+from finetune.tokens.marks import OmittedFromHistory, Span, contradiction, texts_of
 from finetune.tokens.tokenizer import IGNORE, Document, Script, TextTokenizer
 
 if TYPE_CHECKING:
@@ -166,11 +166,12 @@ class Encoder:
         key = json.dumps(variables, sort_keys=True, default=str)
         if key not in self._asks:
             question = [{"role": "user", "content": "a"}]
-            asking, plain = (
-                self.template.render(question, generation_prompt=True, variables=each)
-                for each in (variables, {**variables, "enable_thinking": False})
-            )
-            self._asks[key] = asking != plain
+            both = [variables, {**variables, "enable_thinking": False}]
+            try:
+                prompts = [self.template.render(question, generation_prompt=True, variables=each) for each in both]
+            except BadRow:  # a template that wants more than a question
+                prompts = []
+            self._asks[key] = len(set(prompts)) == 2
         return self._asks[key]
 
     def _learned(self, chosen: list[int], rendered: Rendered) -> list[Span]:
@@ -276,7 +277,7 @@ def _check_reasoning(messages: list[dict[str, Any]], index: int, rendered: Rende
     if "".join(thought.split()) in "".join(rendered.text[start:end].split()):
         return
     if index in rendered.otherwise:  # templates write the last turn's alone, as at inference
-        raise LeftOut("the reasoning", index)
+        raise OmittedFromHistory("the reasoning", index)
     own_key = any(messages[index].get(key) for key in REASONING)
     instead = "write it into the content as <think>...</think>" if own_key else "remove it from the row"
     raise RowError(

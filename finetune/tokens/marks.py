@@ -19,14 +19,14 @@ _PLANES = (0x100000, 0xF0000)  # Unicode's private planes 16 and 15; icon fonts 
 _PLANE_SIZE = 0xFFFE
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 FENCES = 2  # codes around a text that spells a control token; those of messages follow
-ELSE, CONTENT, NAMES = 0, 1, 2  # parts of a message; NAMES and up are those of its calls
+ELSE, CONTENT, CALLS = 0, 1, 2  # parts of a message; CALLS and up are those of its calls
 Span = tuple[int, int]
 Part = tuple[int, int]  # message, and which of its texts
 Messages = Sequence[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
 
 
-class LeftOut(BadRow):
+class OmittedFromHistory(BadRow):
     """A learned turn of which the template leaves out something because others follow: told once for each data set."""
 
     def __init__(self, what: str, index: int) -> None:
@@ -65,7 +65,7 @@ class Marks:
         self._parts: list[Part] = [
             (index, part)
             for index, message in enumerate(messages)
-            for part in range(NAMES + len(message.get("tool_calls", ())))
+            for part in range(CALLS + len(message.get("tool_calls", ())))
         ]
         self._size = FENCES + 2 * len(self._parts)
         self._block = free_block([messages, tools], self._size)
@@ -74,7 +74,7 @@ class Marks:
         """The messages with marks around their texts."""
         opening = {part: chr(self._block + FENCES + 2 * at) for at, part in enumerate(self._parts)}
         return [
-            mark_message(message, partial(self._mark, [opening[index, part] for part in range(NAMES + calls)]))
+            mark_message(message, partial(self._mark, [opening[index, part] for part in range(CALLS + calls)]))
             for index, message in enumerate(self._messages)
             for calls in [len(message.get("tool_calls", ()))]
         ]
@@ -106,7 +106,7 @@ class Marks:
                 fence_from = position
             elif code == 1:
                 result.literals.append((fence_from, position))
-            elif self._parts[(code - FENCES) // 2][1] < NAMES or code not in seen:
+            elif self._parts[(code - FENCES) // 2][1] < CALLS or code not in seen:
                 seen.add(code)
                 self._note(result, code - FENCES, position)
         result.text = "".join([*parts, marked[copied:]])
@@ -129,7 +129,7 @@ def absent_part(messages: Messages, marked: Marked, wanted: Collection[int]) -> 
             return index, "the text"
         names = [call["function"]["name"].strip() for call in message.get("tool_calls", ())]
         for call, name in enumerate(names):
-            if name and (index, NAMES + call) not in marked.parts:
+            if name and (index, CALLS + call) not in marked.parts:
                 return index, f"tool call {call + 1}" if names[1:] else "the tool call"
     return None
 
@@ -146,7 +146,7 @@ def mark_message(message: dict[str, Any], mark: Callable[[str, int], str]) -> di
                 "name": mark(call["function"]["name"], part),
                 "arguments": map_texts(call["function"]["arguments"], lambda text: mark(text, ELSE)),
             }}
-            for part, call in enumerate(marked["tool_calls"], NAMES)
+            for part, call in enumerate(marked["tool_calls"], CALLS)
         ]  # fmt: skip
     return marked
 

@@ -71,6 +71,21 @@ def test_facts_are_those_of_training(tmp_path: Path, model: Path) -> None:
     assert view.ok
 
 
+def test_each_answer_is_shown_as_the_example_that_it_is(tmp_path: Path, model: Path) -> None:
+    rows = [chat("two", QUESTION, {"role": "assistant", "content": "one"}), chat("three")]
+    view = preview(load_recipe(write(tmp_path, model, rows, train_on="each_turn")).recipe, 9)
+    assert [(row.place.rsplit(":", 1)[1], row.roles) for row in view.rows] == [
+        ("1, example 1 of 2", {"user": 1, "assistant": 1}),
+        ("1, example 2 of 2", {"user": 2, "assistant": 2}),
+        ("2", {"user": 1, "assistant": 1}),
+    ]
+    learned = ["".join(piece.text for piece in row.pieces if piece.learned) for row in view.rows]
+    assert learned == ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"]
+    assert view.facts["documents"] == 3
+    (note,) = [finding for finding in view.findings if finding.severity == "note"]
+    assert note.text.endswith("rows.jsonl: 2 rows are 3 documents: each answer is one (train_on: each_turn)")
+
+
 def test_a_mixture_shows_what_each_data_set_gives(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,11 +174,12 @@ def test_two_begins_are_found() -> None:
 
 def test_an_answer_without_a_learned_end_is_found() -> None:
     end = 9
-    documents = [[1, 5, end], [1, 5, end], [1, 5, end, 6, 7, end], [1, 5, 5, 5, 5, 5]]
-    learned = [[0, 1, 1], [0, 1, 0], [0, 1, 1, 0, 1, 0], [0, 0, 0, 1, 1, 1]]
+    documents = [[1, 5, end], [1, 5, end], [1, 5, end, 6, 7, end], [1, 5, 5, 5, 5, 5], [1, 5, 8, 6, 7, end]]
+    learned = [[0, 1, 1], [0, 1, 0], [0, 1, 1, 0, 1, 0], [0, 0, 0, 1, 1, 1], [0, 1, 0, 0, 1, 1]]
     cut, silent = unfinished(store(documents, learned), {end}, max_length=6)  # type: ignore[arg-type]
     assert cut.tolist() == [3]
-    assert silent.tolist() == [1, 2]  # document 2: its first answer ends well, its second does not
+    # Document 2: its first answer ends well, its second does not. Document 4: the template ends its first otherwise.
+    assert silent.tolist() == [1, 2]
 
 
 def test_histogram_counts_each_once() -> None:

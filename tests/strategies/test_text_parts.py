@@ -1,4 +1,4 @@
-"""The text part of a multimodal checkpoint under every strategy: one curve, exported alike, in plain peft on the whole."""
+"""The text part of a multimodal checkpoint under every strategy: one curve, exported alike, loaded by plain peft."""
 
 from __future__ import annotations
 

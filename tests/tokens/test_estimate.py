@@ -62,6 +62,32 @@ def test_the_estimate_is_near_what_training_counts(
     assert counts.tokens == pytest.approx(actual.facts["tokens"], rel=near)
 
 
+def test_each_answer_is_counted_with_what_is_before_it(tmp_path: Path, tiny_llama: Path) -> None:
+    """Reasoning of earlier turns, which templates leave out, is not."""
+    words, rows = "old stone bridge over the river ", []
+    for number in range(60):
+        messages = []
+        for turn in range(1 + number % 4):
+            messages.append({"role": "user", "content": words * (1 + turn)})
+            messages.append({"role": "assistant", "content": f"<think>{words * 20}</think>{words}{number}"})
+        rows.append({"messages": messages})
+    file = tmp_path / "dialogues.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    template = model / "chat_template.jinja"
+    kept = "m.content if loop.last else m.content.split('</think>')[-1]"
+    template.write_text(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (" + kept + ") + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        "utf-8",
+    )
+    recipe = recipe_of(tmp_path, model, file, packing=False, train_on="each_turn", max_length=2048)
+    actual, counts = prepare(recipe, load_tokenizer(recipe)), estimated(recipe)
+    assert counts.rows == len(actual.train) == 150
+    assert counts.tokens == pytest.approx(actual.facts["tokens"], rel=0.06)
+
+
 def test_a_default_system_turn_is_counted(tmp_path: Path, tiny_llama: Path, chats: Path) -> None:
     """SmolLM2's and Llama 3.1's templates begin with one: a fifth of the tokens of short chats."""
     model = tmp_path / "model"
