@@ -25,6 +25,8 @@ from finetune.architecture.varlen_kernel import attend_on_cuda
 from finetune.errors import FinetuneError
 
 NAME = "varlen"
+# What says where documents end. A module that gets it gets each document's own, where it runs on one after another.
+ENDS, LENGTHS = "cu_seq_lens", "document_lengths"
 AMPERE = (8, 0)  # compute capability: the first with bfloat16 and flash attention
 # Float32 scores of one block of queries, [heads, queries, keys]; their gradient and the probabilities are as large.
 BLOCK_BYTES = 64 * 2**20

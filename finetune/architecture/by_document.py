@@ -19,11 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from finetune.architecture.attention import ENDS, LENGTHS
 from finetune.architecture.loss import decoder_of
 from finetune.errors import FinetuneError
-
-# What says where documents end. A module that gets it gets each document's own.
-ENDS, LENGTHS = "cu_seq_lens", "document_lengths"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.architecture.by_document import LENGTHS
+from finetune.architecture.attention import LENGTHS
 
 
 @dataclass(frozen=True)

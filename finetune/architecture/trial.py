@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from finetune.architecture.attention import chunk_of, refuse_unknown
-from finetune.architecture.by_document import ENDS, Mixer, run_by_document
-from finetune.architecture.by_document import LENGTHS as DOCUMENT_LENGTHS
+from finetune.architecture.attention import ENDS, chunk_of, refuse_unknown
+from finetune.architecture.attention import LENGTHS as DOCUMENT_LENGTHS
+from finetune.architecture.by_document import Mixer, run_by_document
 from finetune.architecture.head import AfterDecoder, transform_of
 from finetune.architecture.loss import LogitTransform, decoder_of
 from finetune.architecture.operations import LENGTHS, TOKENS, Unsuitable, Watching
