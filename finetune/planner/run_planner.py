@@ -33,7 +33,7 @@ TIGHT_SHARE = 0.5  # of the memory; below it no smaller changes are planned
 def main(argv: Sequence[str]) -> int:
     """Write the answer into the file named; return 0, also where the answer is that there is no plan."""
     die_with_parent(signal.SIGKILL)
-    os.nice(LOWEST_PRIORITY)
+    os.setpriority(os.PRIO_PROCESS, 0, LOWEST_PRIORITY)  # whatever the run's own is, which os.nice would add to
     request = read_request(json.load(sys.stdin))
     file = Path(argv[0])
     plan, why, needed = planned(request)

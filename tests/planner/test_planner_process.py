@@ -154,11 +154,13 @@ def test_no_planner_outlives_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with subprocess.Popen([sys.executable, "-c", TRAINER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         planner = psutil.Process(int(run.stdout.readline()))
-        end = time.monotonic() + 60
-        while planner.nice() != LOWEST_PRIORITY:  # it has begun, and asked the kernel for its end
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        run.kill()
+        try:
+            end = time.monotonic() + 60
+            while planner.nice() != LOWEST_PRIORITY:  # it has begun, and asked the kernel for its end
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        finally:
+            run.kill()
     psutil.wait_procs([planner], timeout=20)
     assert not planner.is_running() or planner.status() == psutil.STATUS_ZOMBIE
 
