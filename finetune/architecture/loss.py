@@ -11,15 +11,14 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-if TYPE_CHECKING:
-    from finetune.architecture.router_loss import RouterLoss
+from finetune.architecture.router_loss import RouterLoss
 
 # One chunk's float32 logits stay near this size: 512 tokens of Llama 3's vocabulary, enough for a matrix product to be
 # bound by arithmetic rather than by reading the head, and 32 times less than 16k tokens would need at once.
@@ -122,7 +121,10 @@ def put_loss_into_forward(
         decoded = decoder_of(model)(*args, use_cache=False, **arguments, **asked)
         hidden = decoded.last_hidden_state  # [batch, tokens, hidden]
         loss = model.get_output_embeddings()(hidden, shift_labels, supervised, transform)
-        return loss if balances is None else loss + balances.summed(decoded.router_logits, arguments, shift_labels)
+        if balances is None:
+            return loss
+        documents = arguments["position_ids"], shift_labels, arguments.get("document_lengths", ())
+        return loss + balances.summed(decoded.router_logits, *documents)
 
     model.forward = forward
     head = model.get_output_embeddings()

@@ -13,14 +13,11 @@ with learned(d) the supervised tokens of d: the mean of the library's loss of ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from finetune.architecture.attention import LENGTHS
 
 
 @dataclass(frozen=True)
@@ -30,18 +27,24 @@ class RouterLoss:
     coefficient: float
     chosen: int
 
-    def summed(self, router_logits: Sequence[Tensor], batch: Mapping[str, Any], shift_labels: Tensor) -> Tensor:
+    def summed(
+        self,
+        router_logits: Sequence[Tensor],
+        position_ids: Tensor,
+        shift_labels: Tensor,
+        document_lengths: Sequence[int] = (),
+    ) -> Tensor:
         """Coefficient x sum over documents of learned(d) x auxiliary(d), a float32 scalar; nothing is read on the host.
 
         Args:
             router_logits: Of each layer that has a router, [tokens, experts] or [rows, tokens, experts].
-            batch: What the forward was given; position_ids, [rows, tokens], begin at 0 in each document. A padded tail
-                counts as a document without supervised tokens.
+            position_ids: [rows, tokens], from 0 in each document; a padded tail is one without supervised tokens.
             shift_labels: [rows, tokens], -100 where nothing is learned.
+            document_lengths: Of a flat row; without them there may be as many documents as tokens.
         """
-        begins = (batch["position_ids"] == 0).reshape(-1)
+        begins = (position_ids == 0).reshape(-1)
         document = begins.cumsum(0) - 1  # [tokens], int64
-        count = len(batch.get(LENGTHS) or begins)  # of documents, at most
+        count = len(document_lengths) or len(begins)  # of documents, at most
         experts = router_logits[0].shape[-1]
         ones = torch.ones_like(document, dtype=torch.float32)
         lengths = ones.new_zeros(count).index_add(0, document, ones)

@@ -211,7 +211,7 @@ def test_a_routers_loss_that_differs_is_named_and_one_that_does_not_is_right(
     base = save_mixture(tmp_path / "mixtral", "mixtral")
     asked = least_recipe(base, model={"router_aux_loss_coef": 0.5})
     assert worst_of(probe(asked)) <= EXACT
-    monkeypatch.setattr(router_loss.RouterLoss, "summed", lambda self, logits, batch, labels: 0.01 * logits[0].sum())
+    monkeypatch.setattr(router_loss.RouterLoss, "summed", lambda self, logits, *_: 0.01 * logits[0].sum())
     message = refusal(asked.model_copy(update={"lora": None}))
     assert message.startswith("model.router_aux_loss_coef: the router's auxiliary loss differs: MixtralForCausalLM, ")
     assert message.endswith("; set model.router_aux_loss_coef: 0")
