@@ -146,10 +146,20 @@ def _smaller_rope(rope: Mapping[str, Any], by: Factors) -> dict[str, Any]:
         elif isinstance(value, list) and name.endswith("_factor"):
             small[name] = value[:: by.head_width]
         elif isinstance(value, list) and all(map(_is_count, value)):
-            small[name] = [each // by.head_width for each in value]
+            small[name] = _shared_out(value, sum(value) // by.head_width)
         else:
             small[name] = value
     return small
+
+
+def _shared_out(parts: list[int], total: int) -> list[int]:
+    """Parts in the same proportions, as far as whole numbers allow, of another total."""
+    shares = [part * total / sum(parts) for part in parts]
+    rounded = [int(share) for share in shares]
+    by_rest = sorted(range(len(parts)), key=lambda index: rounded[index] - shares[index])
+    for index in by_rest[: total - sum(rounded)]:
+        rounded[index] += 1
+    return rounded
 
 
 def _renumber_tokens(small: dict[str, Any]) -> None:

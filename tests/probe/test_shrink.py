@@ -13,7 +13,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.probe.documents import DOCUMENT_LENGTHS
 from finetune.probe.layers import chosen_layers, decoder_layers, first_layers, kinds_of, with_layers_alone
 from finetune.probe.shrink import LARGEST_SMALL, draw_weights, small_models
-from finetune.probe.sizes import SMALL_VOCABULARY, factors, with_small_sizes
+from finetune.probe.sizes import SMALL_VOCABULARY, Factors, factors, with_small_sizes
 
 
 def whole(name: str, **settings: Any) -> PreTrainedModel:
@@ -110,3 +110,9 @@ def test_what_cannot_be_made_small_is_a_line(tmp_path: Path) -> None:
     model.config.num_attention_heads = 7  # no width goes into it
     with pytest.raises(EnvironmentMismatch, match=r"^model\.name_or_path: LlamaForCausalLM .*made small.*; choose.*$"):
         list(small_models(model, tmp_path / "small"))
+
+
+def test_sections_of_rotary_positions_still_share_out_a_heads_pairs() -> None:
+    """Those of Qwen 2.5 VL, a head of 128: of one 8 wide there are 4 pairs."""
+    small = with_small_sizes({"rope_parameters": {"mrope_section": [16, 24, 24]}}, Factors(heads=2, head_width=16))
+    assert small["rope_parameters"]["mrope_section"] == [1, 2, 1]

@@ -1,4 +1,4 @@
-"""The text part of a multimodal checkpoint under every strategy: one curve, exported alike, loaded by plain peft."""
+"""The text part of a multimodal checkpoint under every strategy: one curve, and an adapter for the whole model."""
 
 from __future__ import annotations
 
