@@ -49,7 +49,8 @@ def test_every_recipe_was_trained_as_it_is_written() -> None:
         is_a_training(name, row)
 
 
-@pytest.mark.parametrize("name", [SAMPLE[0], *(pytest.param(name, marks=pytest.mark.slow) for name in SAMPLE[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLE)
 def test_a_recipe_trains_as_it_is_written(name: str, tmp_path: Path) -> None:
     row = train_as_written(recipes()[name], tmp_path, SAMPLE_STEPS)
     is_a_training(name, row)

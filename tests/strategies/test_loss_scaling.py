@@ -186,6 +186,7 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("restless")
+@pytest.mark.slow
 def test_a_resumed_fp16_run_is_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requested = write_resume_recipe(tmp_path, steps=14, dropout=0.1)
     body = yaml.safe_load(requested.read_text())

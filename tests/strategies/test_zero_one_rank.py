@@ -23,7 +23,7 @@ from tests.support.tiny import flat_batch
 
 # The slow tests have all, and the disk, for which DeepSpeed compiles.
 STRATEGIES = ("zero1", "zero2", "zero2_offload", "zero3")
-FAST = ("zero1", "zero3")
+FAST = ("zero3",)
 
 
 @pytest.fixture(params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in STRATEGIES])
