@@ -105,7 +105,8 @@ def text_alone(whole: PreTrainedModel, quantization: BitsAndBytesConfig | None =
     stated = trained_config(whole.config).tie_word_embeddings
     part = _part_on_meta(whole)
     part.config.tie_word_embeddings = stated  # ranks without weights build the model by it
-    part.config._name_or_path = part.name_or_path = whole.name_or_path  # peft's card reads both
+    # peft's card reads both.
+    part.config._name_or_path, part.name_or_path = whole.config._name_or_path, whole.name_or_path
     if quantization is not None:  # so that it says of itself what the loaded model does
         quantize_structure(part, quantization)
     for own, there in _places(part, whole).items():
