@@ -29,6 +29,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import set_zero3_state
 
 from finetune.architecture.loss import decoder_of
 from finetune.errors import FinetuneError
@@ -150,7 +151,8 @@ def names_in_whole(model: PreTrainedModel) -> WholeNames | None:
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
     kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    with torch.device("meta"):
+    # Other parts are built by from_config, which under ZeRO-3 would shard them, with collectives, unless told it is done.
+    with torch.device("meta"), set_zero3_state():
         whole = kind(config)
     return WholeNames(_places(_part_on_meta(whole), whole), whole)
 
