@@ -151,7 +151,7 @@ def names_in_whole(model: PreTrainedModel) -> WholeNames | None:
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"
     kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    # Other parts are built by from_config, which under ZeRO-3 would shard them, with collectives, unless told it is done.
+    # Other parts are built by from_config, which shards them under ZeRO-3, with collectives, unless told not to.
     with torch.device("meta"), set_zero3_state():
         whole = kind(config)
     return WholeNames(_places(_part_on_meta(whole), whole), whole)

@@ -16,18 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import write_json
-from finetune.model.build import attention_name, not_loaded, refuse_early, structure_alone
+from finetune.model.adapter_reach import describe_reach, reach
+from finetune.model.build import attention_name, decoder_parts, not_loaded, refuse_early, structure_alone
 from finetune.model.dtypes import dtype_name
 from finetune.model.known_configs import full_config
 from finetune.model.packaged import resolve_model_path
 from finetune.output_stream import silenced
 from finetune.probe.compare import NotFiniteHere
 from finetune.probe.judge import ANYWHERE, Differs, Judgement, judge, precision_on
-from finetune.probe.reach import Reach, adapters_reach
 from finetune.probe.remembered import one_at_a_time, probe_key, recall, remember
 from finetune.probe.shrink import SmallModel, cannot_probe, shortened, small_models
 from finetune.recipe.schema import Recipe
@@ -56,7 +57,7 @@ class ProbeResult:
                 f"model: {facts['architecture']}, made small: loss and gradients are the library's own of one document "
                 f"at a time to {worst:.0e}, in {facts['precision']} on {facts['device']}{note}"
             )
-        return "\n".join([*lines, *([Reach(**facts["adapters"]).line()] if facts["adapters"] else [])])
+        return "\n".join([*lines, *([describe_reach(facts["adapters"]).rstrip()] if facts["adapters"] else [])])
 
 
 def probe(
@@ -148,12 +149,12 @@ def _whole_model(recipe: Recipe, device: torch.device) -> tuple[PreTrainedModel,
     try:
         base = structure_alone(recipe.model_copy(update={"model": section, "quantization": None}))
         adapted = refuse_early(recipe)
-        reach = None if recipe.lora is None else adapters_reach(adapted).as_json()
+        adapters = None if recipe.lora is None else reach(adapted, decoder_parts(adapted), Tensor.numel)
     except FinetuneError:
         raise
     except Exception as error:  # whatever the model's own code raises: the user gets one line
         raise cannot_probe(recipe.model.name_or_path, shortened(error)) from error
-    facts = {"architecture": type(base).__name__, "device": device.type, "adapters": reach}
+    facts = {"architecture": type(base).__name__, "device": device.type, "adapters": adapters}
     return base, facts | {"note": None, "precision": None, "bound": None, "found": {}}
 
 

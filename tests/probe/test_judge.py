@@ -176,19 +176,29 @@ def test_adapters_in_every_form_are_compared(narrow: Path) -> None:
         assert worst_of(probe(least_recipe(narrow, lora=lora))) <= EXACT
 
 
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
 def test_the_reach_of_adapters(narrow: Path) -> None:
     everywhere = probe(least_recipe(narrow)).facts["adapters"]
-    assert everywhere["share"] == 1.0
-    assert everywhere["without"] == {}
+    assert everywhere["reached_share"] == 1.0
+    assert everywhere["left_out"] == {}
     some = probe(least_recipe(narrow, lora={"target_modules": ["q_proj", "down_proj"]}))
     adapters = some.facts["adapters"]
-    assert adapters["carry"] == {"q_proj": 2, "down_proj": 2}
+    assert adapters["adapted_modules"] == {"q_proj": 2, "down_proj": 2}
     sizes = {"q_proj": 32 * 32, "k_proj": 32 * 16, "v_proj": 32 * 16, "o_proj": 32 * 32}
-    sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), 32 * 32)
-    assert set(adapters["without"]) == set(sizes) - set(adapters["carry"])
-    assert adapters["share"] == pytest.approx((sizes["q_proj"] + sizes["down_proj"]) / sum(sizes.values()))
-    assert some.line().endswith("adapters on q_proj, down_proj: 33% of the matrices' weights; without: "
-                                "k_proj, v_proj, o_proj, gate_proj, up_proj")  # fmt: skip
+    sizes |= dict.fromkeys(MLP, 32 * 32)
+    assert adapters["left_out"] == pytest.approx(
+        {
+            f"{'mlp' if name in MLP else 'self_attn'}.{name}": size / sum(sizes.values())
+            for name, size in sizes.items()
+            if name not in adapters["adapted_modules"]
+        }
+    )
+    assert adapters["reached_share"] == pytest.approx((sizes["q_proj"] + sizes["down_proj"]) / sum(sizes.values()))
+    reached, left_out = some.line().splitlines()[-2:]
+    assert reached == "adapters on 4 layers: q_proj 2, down_proj 2; 33% of the matrices' weights"
+    assert left_out.startswith("left out: ")
     assert probe(least_recipe(narrow, lora=None)).facts["adapters"] is None
 
 

@@ -53,11 +53,11 @@ def test_check_says_what_was_found(tiny_llama: Path, tmp_path: Path, capsys: pyt
     right, model, adapters = capsys.readouterr().out.splitlines()
     assert right == f"{recipe}: right"
     assert model.startswith("model: LlamaForCausalLM, made small: loss and gradients are the library's own")
-    assert adapters.startswith("adapters on q_proj, k_proj, ")
+    assert adapters.startswith("adapters on 14 layers: q_proj 2, k_proj 2, ")
     assert main(["check", str(recipe), "--model", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["probe"]
     assert found["remembered"]
-    assert found["adapters"]["share"] == 1.0
+    assert found["adapters"]["reached_share"] == 1.0
     assert main(["check", str(recipe), "--json"]) == 0
     assert "probe" not in json.loads(capsys.readouterr().out)
 

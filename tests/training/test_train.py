@@ -67,7 +67,7 @@ def test_the_run_folder_holds_what_is_promised(
     assert (receipt["strategy"], receipt["world_size"], receipt["non_blocking"]) == ("single", 1, True)
     assert receipt["dtypes"]["master"] == "float32"
     assert receipt["batch"]["total_steps"] == 6
-    assert (receipt["probe"]["precision"], receipt["probe"]["adapters"]["share"]) == ("float32", 1.0)
+    assert (receipt["probe"]["precision"], receipt["probe"]["adapters"]["reached_share"]) == ("float32", 1.0)
     assert set(receipt["probe"]["found"]) == {"kept", "recomputed"}
     seven = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     assert (receipt["adapted_layers"], receipt["adapted_modules"]) == (14, dict.fromkeys(seven, 2))
