@@ -515,9 +515,9 @@ class TestRehearse:
 
     @pytest.mark.parametrize(("strategy", "lora"), [("fsdp2", "{r: 4}"), ("zero3", "null")])
     def test_new_tokens(self, strategy: str, lora: str, tiny_llama: Path, tmp_path: Path) -> None:
-        """Of which one is in the rows that its tokenizer learns from."""
+        """Of which one is in the rows that the small tokenizer learns from, and no token of the base's."""
         recipe = write_recipe(tmp_path, str(tiny_llama), f"accelerate_config: {strategy}\nlora: {lora}\n")
-        report = rehearse(recipe, ["model.add_tokens=[<date>, ' river']"], log=lambda line: None)
+        report = rehearse(recipe, ["model.add_tokens=[<date>, bird]"], log=lambda line: None)
         assert report["ok"], report["steps"]
 
     def test_a_spoilt_export_is_caught(self, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
