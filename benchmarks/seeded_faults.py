@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import Fault, write_result
+from benchmarks.faults_of_families import FAULTS_OF_FAMILIES
 from benchmarks.faults_of_runs import FAULTS_OF_RUNS
 from benchmarks.faults_of_settings import FAULTS_OF_SETTINGS
 
@@ -207,6 +208,7 @@ FAULTS = (
         "planner/test_caching_allocator.py",
     ),
     *FAULTS_OF_SETTINGS,
+    *FAULTS_OF_FAMILIES,
     *FAULTS_OF_RUNS,
 )
 

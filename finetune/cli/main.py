@@ -6,6 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -215,7 +216,7 @@ def plan(
         if audit:
             result, text = audit_in_words([user_path(word) for word in words or []])
         elif pick:
-            result, text = pick_in_words(model, options, file)
+            result, text = pick_in_words(model, options, file, partial(typer.echo, err=True))
         else:
             result, text = plan_in_words(words or [], options, model)
         if not as_json:

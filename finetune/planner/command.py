@@ -7,7 +7,7 @@ import io
 import json
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -211,6 +211,7 @@ class _Search:
     """Plans of variants, and the least bytes that one of them needs."""
 
     gpus: Gpus
+    note: Callable[[str], None]
     least: int | None = None
     refusal: FinetuneError | None = None
     planned: dict[str, Planned] = field(default_factory=dict)
@@ -222,10 +223,12 @@ class _Search:
             needed, fits = error.needed, False
         except FinetuneError as error:  # the trainer would refuse it
             self.refusal = error
+            self.note(f"{pick.in_words(recipe)}: refused")
             return False
         else:
             needed, fits = found.needed, found.fits
             self.planned[recipe.model_dump_json()] = found
+        self.note(f"{pick.in_words(recipe)}: {needed / GIB:.1f} GiB{'' if fits else ', does not fit'}")
         self.least = needed if self.least is None else min(self.least, needed)
         return fits
 
@@ -238,8 +241,13 @@ def _picked(recipe: Recipe, planned: Planned, gpus: Gpus, file: Path | None) -> 
     return result | {"file": None if file is None else str(file)}, text.rstrip()
 
 
-def pick_in_words(model: str | None, options: PlanOptions, file: Path | None) -> Output:
+def pick_in_words(
+    model: str | None, options: PlanOptions, file: Path | None, note: Callable[[str], None] = lambda line: None
+) -> Output:
     """The best recipe for a model on GPUs, planned by trace; written to `file` where one is named.
+
+    Args:
+        note: Told of each variant when it is planned, which takes seconds to a minute.
 
     Raises DoesNotFit where no variant does, FinetuneError without a model or GPUs.
     """
@@ -249,7 +257,7 @@ def pick_in_words(model: str | None, options: PlanOptions, file: Path | None) ->
     if gpus is None:
         raise FinetuneError("--pick: finds recipes for GPUs, not for a CPU; add --gpus 2x24GB")
     config, source = decoder_config(model)
-    search = _Search(gpus)
+    search = _Search(gpus, note)
     if unsupported(pick.adapters(model, gpus), config, gpus) is None:
         certain = islice(pick.fitting_recipes(model, config, gpus), TRIES)
         search.least = pick.smallest(model, config, gpus)

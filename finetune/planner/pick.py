@@ -101,6 +101,16 @@ def by_plans(model: str, gpus: Gpus, fits: Callable[[Recipe], bool]) -> Recipe |
     return _variant(model, gpus, **chosen)
 
 
+def in_words(recipe: Recipe) -> str:
+    """A variant in a line, for the search's progress."""
+    training = recipe.training
+    method = "qlora" if recipe.quantization else "lora" if recipe.lora else "full"
+    return (
+        f"{method}, {recipe.accelerate_config}, {training.per_device_batch_size} x {recipe.data.max_length:,} tokens, "
+        f"activation_checkpointing: {json.dumps(training.activation_checkpointing)}"
+    )
+
+
 def last_resorts(model: str, config: Mapping[str, Any], gpus: Gpus, count: int = 2) -> list[Recipe]:
     """Where no variant certainly fits: the smallest that fit if the allocator reserves nothing more. A plan replays the
     allocator with that little room."""

@@ -185,9 +185,12 @@ def test_no_library_speaks_beside_the_plan(tiny_llama: Path, tmp_path: Path) -> 
 def test_what_was_picked_was_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.yaml"
     asked = ["--pick", "--model", "meta-llama/Llama-3.2-1B-Instruct", "--gpus", "8GB", "-o", str(file), "--json"]
-    code, out, _ = plan_output(asked, capsys)
+    code, out, err = plan_output(asked, capsys)
     picked = json.loads(out)
     assert (code, picked["file"]) == (0, str(file))
+    progress = r"\w+, single, \d x [\d,]+ tokens, activation_checkpointing: \w+: [\d.]+ GiB(, does not fit)?"
+    assert all(re.fullmatch(progress, line) for line in err.splitlines())
+    assert f"{picked['needed_bytes'] / 2**30:.1f} GiB" in err.splitlines()[-1]
     code, out, _ = plan_output([str(file), "--json"], capsys)
     assert (code, json.loads(out)["needed_bytes"]) == (0, picked["needed_bytes"])
 
