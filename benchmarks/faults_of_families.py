@@ -80,7 +80,7 @@ FAULTS_OF_FAMILIES = (
         "model/adapter_reach.py",
         'return lambda path: not place or path == place or path.startswith(f"{place}.")',
         "return lambda path: True",
-        PART,
+        REACH,
     ),
     Fault(
         "an adapter beside what Mamba's kernels read is not in the computation",
