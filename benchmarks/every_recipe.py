@@ -29,7 +29,7 @@ class EveryRecipe:
         """Parse the command line, run what does not stand, write the results after each recipe. Returns the exit code:
         1 where a recipe that was asked for does not stand at the end."""
         every, rows, arguments = recipes(), known(self.name), _arguments(description)
-        asked = [Path(name).stem for name in arguments.names] or list(every)
+        asked = [Path(name).name.removesuffix(".yaml") for name in arguments.names] or list(every)
         if unknown := [name for name in asked if name not in every]:
             raise SystemExit(f"no recipe of recipes/: {', '.join(unknown)}")
         todo = [name for name in asked if arguments.all or not self.stands(rows.get(name), every[name])]

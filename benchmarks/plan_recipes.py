@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="write README's table from the results alone")
     arguments = parser.parse_args()
     every, rows = recipes(), known(NAME)
-    for name in [] if arguments.table else [Path(name).stem for name in arguments.names] or list(every):
+    for name in [] if arguments.table else [Path(name).name.removesuffix(".yaml") for name in arguments.names] or list(every):
         if not arguments.all and rows.get(name, {}).get("sha256") == sha256_of(every[name]):
             continue
         rows[name] = row = plan(every[name])
