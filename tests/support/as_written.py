@@ -45,8 +45,8 @@ OWNER = "your-name"  # as recipes have it in hub.repo_id
 # Of what a rehearsal changes, that without which the recipe does not run here; not one key of data or schedule.
 NEEDED = ("budget.", "accelerate_config", "model.", "training.optim")
 SAMPLED = 50
-# Of the families whose recipes give their template variables, or whose template is not ChatML; the tiny tokenizer has one
-# token that ends a turn.
+# Of the families whose recipes give their template variables, or whose template is not ChatML; of the tokens that end a
+# turn the tiny tokenizer has one.
 _END = "<|im_end|>"
 _PROMPT = "{{ '<|im_start|>assistant\n' }}{% endif %}"
 _SWITCH = "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"

@@ -1,4 +1,4 @@
-"""The sizes of the models that recipes train, from their published configurations: counts of weights and of adapters."""
+"""The sizes of the models that recipes train, from their published configurations: weights and adapters."""
 
 from __future__ import annotations
 
