@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import write_result
-from tests.support.recipe_results import known, recipes
+from tests.support.recipe_results import known, name_of, recipes
 
 Row = dict[str, Any]
 
@@ -29,7 +29,7 @@ class EveryRecipe:
         """Parse the command line, run what does not stand, write the results after each recipe. Returns the exit code:
         1 where a recipe that was asked for does not stand at the end."""
         every, rows, arguments = recipes(), known(self.name), _arguments(description)
-        asked = [Path(name).stem for name in arguments.names] or list(every)
+        asked = [name_of(word) for word in arguments.names] or list(every)
         if unknown := [name for name in asked if name not in every]:
             raise SystemExit(f"no recipe of recipes/: {', '.join(unknown)}")
         todo = [name for name in asked if arguments.all or not self.stands(rows.get(name), every[name])]

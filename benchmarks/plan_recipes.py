@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import write_result
 from tests.support.recipe_plans import GIB, NAME, README, in_readme, plan, table
-from tests.support.recipe_results import known, recipes, sha256_of
+from tests.support.recipe_results import known, name_of, recipes, sha256_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="write README's table from the results alone")
     arguments = parser.parse_args()
     every, rows = recipes(), known(NAME)
-    for name in [] if arguments.table else [Path(name).stem for name in arguments.names] or list(every):
+    for name in [] if arguments.table else [name_of(word) for word in arguments.names] or list(every):
         if not arguments.all and rows.get(name, {}).get("sha256") == sha256_of(every[name]):
             continue
         rows[name] = row = plan(every[name])

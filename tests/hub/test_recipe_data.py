@@ -42,6 +42,7 @@ ROLES = {
     "HuggingFaceH4/ultrachat_200k": [CHAT * 3],
     "allenai/tulu-3-sft-mixture": [CHAT * 2],
     "open-thoughts/OpenThoughts-114k": [["system", *CHAT]],
+    "HuggingFaceH4/Multilingual-Thinking": [["system", *CHAT]],
     "roneneldan/TinyStories": [["text"]],
 }
 

@@ -24,15 +24,17 @@ from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Budget, Data, Recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.strategies.zero_requirements import unsuitable_for_engine
-from tests.support.memory_arithmetic import GB, disk_bytes, host_bytes, parts, shape_of
+from tests.support.memory_arithmetic import GB, disk_bytes, host_bytes, parts
+from tests.support.model_shapes import shape_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SCHEMA = ROOT / "finetune" / "recipe.schema.json"
-COUNT = 34
+COUNT = 39
 SCHEME = re.compile(
-    r"(?P<family>llama3|qwen3|mistral|smollm2)_(?P<size>[\d.]+[bm])_(?P<method>full|lora|qlora|int8)"
-    r"(?:_(?P<task>chat|korean|reasoning|sql|text|tools))?(?:_(?P<strategy>[a-z]+\d?(?:_[a-z]+)*?))?"
+    r"(?P<family>llama3|qwen3(?:\.5)?|mistral|smollm2|gemma3|phi4|gpt_oss)(?:_(?P<size>[\d.]+[bm])(?:_(?P<active>a\d+b))?)?"
+    r"_(?P<method>full|lora|qlora|int8)"
+    r"(?:_(?P<task>chat|code|korean|math|reasoning|sql|text|tools))?(?:_(?P<strategy>[a-z]+\d?(?:_[a-z]+)*?))?"
     r"_(?:(?:(?P<nodes>\d)x)?(?P<gpus>\d)x(?P<gb>\d+)gb|cpu)"
 )
 # Named after what they show: method and strategy.
@@ -52,6 +54,8 @@ PLAIN = {
 BUDGETS = {(0, 0, 1), (1, 8, 1), (1, 16, 1), (1, 24, 1), (1, 48, 1), (1, 80, 1), (1, 141, 1)}
 BUDGETS |= {(2, 24, 1), (4, 24, 1), (8, 80, 1), (8, 80, 2)}
 LLAMAS = {"Llama-3.2-1B-Instruct", "Llama-3.2-3B-Instruct", "Llama-3.1-8B-Instruct", "Llama-3.3-70B-Instruct"}
+FAMILIES = {"llama3", "qwen3", "qwen3.5", "mistral", "smollm2", "gemma3", "phi4", "gpt", "quickstart"}
+NO_SIZE = ("microsoft/phi-4",)  # in the model's name
 SPARE = 0.1  # of a GPU's memory, for fragmentation and what the arithmetic leaves out
 
 
@@ -66,7 +70,7 @@ def test_every_budget_and_model_has_a_recipe() -> None:
     assert {(budget.gpus, budget.gpu_memory_gb, budget.nodes) for budget in budgets} >= BUDGETS
     llamas = [recipe_of(file) for file in RECIPES if file.stem.startswith("llama3")]
     assert {recipe.model.name_or_path.rpartition("/")[2] for recipe in llamas} == LLAMAS
-    assert {file.stem.split("_")[0] for file in RECIPES} == {"llama3", "qwen3", "mistral", "smollm2", "quickstart"}
+    assert {file.stem.split("_")[0] for file in RECIPES} == FAMILIES
 
 
 def test_every_kind_has_a_recipe() -> None:
@@ -99,7 +103,21 @@ ONE_OF_EACH = {
     "mistral_7b_lora_1x24gb": 7_248_023_552,
     "smollm2_135m_full_cpu": 134_515_008,
     "smollm2_1.7b_lora_1x8gb": 1_711_376_384,
+    "phi4_qlora_math_1x24gb": 14_659_507_200,
 }
+# Of text parts, with the norms, biases and convolutions that the arithmetic leaves out.
+NEARLY = {
+    "gemma3_12b_qlora_1x24gb": 11_765_788_416,
+    "gpt_oss_20b_lora_reasoning_1x80gb": 20_914_757_184,
+    "qwen3_30b_a3b_lora_code_1x80gb": 30_532_122_624,
+    "qwen3.5_4b_lora_reasoning_1x24gb": 4_205_751_296,
+}
+
+
+def test_the_arithmetic_nearly_knows_the_others() -> None:
+    shapes = {name: shape_of(load_recipe(ROOT / "recipes" / f"{name}.yaml").recipe) for name in NEARLY}
+    assert {name: shape.total for name, shape in shapes.items()} == pytest.approx(NEARLY, rel=1e-3)
+    assert all(shape.total < NEARLY[name] for name, shape in shapes.items())
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
@@ -121,8 +139,10 @@ class TestRecipe:
         assert named is not None, "family_size_method[_strategy]_NxGBgb"
         model = recipe.model.name_or_path.removeprefix("package:llm-").rpartition("/")[2].lower()
         model = {"smollm2": "smollm2-135m"}.get(model, model)
-        assert model.replace("-", "").startswith(named["family"])
-        assert named["size"] in model.split("-")
+        assert model.replace("-", "").startswith(named["family"].replace("_", ""))
+        assert (named["size"] or "phi") in model.split("-")
+        assert (named["size"] is None) == (recipe.model.name_or_path in NO_SIZE)
+        assert re.findall(r"(?<=-)a\d+b", model) == [part for part in [named["active"]] if part]
         assert named["method"] == method_of(recipe)
         assert (named["strategy"] or "single") == recipe.accelerate_config
         budget = Budget(

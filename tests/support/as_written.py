@@ -31,11 +31,12 @@ from finetune.recipe.strategy import read_strategy
 from finetune.run_folder.checkpoint import newest_valid, read_checkpoint
 from finetune.training.planner_process import PLANNER_SWITCH
 from tests.support.cells import ROOT
-from tests.support.chat_families import QWEN3
+from tests.support.chat_families import GEMMA, QWEN3
 from tests.support.hub import Hub, running_hub
 from tests.support.hub.data_sets import DATA_SETS, DEFAULT, rows_of, serve
 from tests.support.hub.server import TOKEN
 from tests.support.recipe_results import sha256_of
+from tests.support.thinking_families import GPT_OSS, QWEN35
 
 STEPS = 6  # of a recipe whose rows are the Hub's: so many rows are served
 HELD_OUT = 20  # rows of each other split
@@ -44,10 +45,17 @@ OWNER = "your-name"  # as recipes have it in hub.repo_id
 # Of what a rehearsal changes, that without which the recipe does not run here; not one key of data or schedule.
 NEEDED = ("budget.", "accelerate_config", "model.", "training.optim")
 SAMPLED = 50
-# Of the families whose recipes give their template variables.
+# Of the families whose recipes give their template variables, or whose template is not ChatML; of the tokens that end a
+# turn the tiny tokenizer has one.
+_END = "<|im_end|>"
 _PROMPT = "{{ '<|im_start|>assistant\n' }}{% endif %}"
 _SWITCH = "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-TEMPLATES = {"Qwen/Qwen3-": QWEN3.replace(_PROMPT, _PROMPT.replace("{% endif %}", _SWITCH + "{% endif %}"))}
+TEMPLATES = {
+    "Qwen/Qwen3-": QWEN3.replace(_PROMPT, _PROMPT.replace("{% endif %}", _SWITCH + "{% endif %}")),
+    "Qwen/Qwen3.5-": QWEN35,
+    "google/gemma-3-": GEMMA.replace("<end_of_turn>", _END),
+    "unsloth/gpt-oss-": GPT_OSS.replace("<|return|>", _END),
+}
 
 
 def train_as_written(path: Path, folder: Path, steps: int = STEPS) -> dict[str, Any]:

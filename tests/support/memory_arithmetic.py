@@ -6,73 +6,16 @@ from finetune/model/configs; what is not here (fragmentation, cuBLAS workspaces)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-from finetune.model.known_configs import full_config
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, read_strategy
+from tests.support.model_shapes import Shape, shape_of
 
 GB = 1e9
 CHUNK = 2 * 256 * 2**20  # a chunk of float32 logits and its logarithms: loss.py
+# Bytes that a layer of gated delta rules keeps of a token for each of its values, by transformers' own code: 84.3 was
+# counted by torch's hooks on saved tensors, of one layer of Qwen3.5-4B over 256 and 512 tokens.
+RECURRENT = 85
 CUDA, COMMUNICATOR, PYTHON = 0.5 * GB, 0.7 * GB, 1.0 * GB
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a Llama-like decoder; counts are of weights."""
-
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    queries: int
-    keys: int
-    vocabulary: int
-    tied: bool
-
-    @property
-    def linear(self) -> int:
-        """Of one layer's seven matrices."""
-        return self.hidden * (2 * self.queries + 2 * self.keys + 3 * self.inner)
-
-    @property
-    def layer(self) -> int:
-        return self.linear + 2 * self.hidden
-
-    @property
-    def table(self) -> int:
-        """Of the embeddings; of the head as well."""
-        return self.vocabulary * self.hidden
-
-    @property
-    def ends(self) -> int:
-        return self.table * (1 if self.tied else 2)
-
-    @property
-    def total(self) -> int:
-        return self.layers * self.layer + self.ends + self.hidden
-
-    def adapters(self, rank: int) -> int:
-        """Of all adapters on all linear layers."""
-        ends = 2 * (self.hidden + self.queries) + 2 * (self.hidden + self.keys) + 3 * (self.hidden + self.inner)
-        return rank * ends * self.layers
-
-
-def shape_of(recipe: Recipe) -> Shape:
-    config: dict[str, Any] = full_config(recipe.model.name_or_path)[0]
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    head_dim = config.get("head_dim") or hidden // heads
-    return Shape(
-        hidden=hidden,
-        inner=config["intermediate_size"],
-        layers=config["num_hidden_layers"],
-        heads=heads,
-        queries=heads * head_dim,
-        keys=config["num_key_value_heads"] * head_dim,
-        vocabulary=config["vocab_size"],
-        tied=config["tie_word_embeddings"],
-    )
 
 
 def parts(recipe: Recipe) -> dict[str, float]:
@@ -176,16 +119,18 @@ def _adapted(recipe: Recipe, strategy: Strategy, shape: Shape) -> dict[str, floa
     assert recipe.lora is not None
     (base, scales), adapters = _base(recipe, shape), shape.adapters(recipe.lora.r)
     shards = _shards(recipe, strategy)
-    quantised = {"dequantised": 4.0 * shape.hidden * shape.inner} if recipe.quantization else {}
+    again = {"dequantised": 4.0 * shape.hidden * shape.inner} if recipe.quantization else {}
+    if shape.experts:  # of the layer in use [experts, inputs, outputs] in bf16: with adapters added, and its gradient
+        again["experts again"] = 4.0 * shape.expert_weights
     if strategy.kind == "deepspeed":
         found = _under_zero(strategy, base, adapters, shards, base_bytes=1)
         adam = found.pop("gradients", 0) + found.pop("masters, Adam", 0) + 2 * adapters
-        return {"base": found["weights"] + scales, "adapters": adam} | quantised
+        return {"base": found["weights"] + scales, "adapters": adam} | again
     if strategy.kind == "fsdp":
         held = 0 if strategy.offloaded else base / shards
-        return {"base": held + scales, "adapters": 0 if strategy.offloaded else 16 * adapters / shards} | quantised
+        return {"base": held + scales, "adapters": 0 if strategy.offloaded else 16 * adapters / shards} | again
     state = 2 if recipe.training.optim.endswith("8bit") else 8
-    return {"base": base + scales, "adapters": (8 + state + 2) * adapters} | quantised
+    return {"base": base + scales, "adapters": (8 + state + 2) * adapters} | again
 
 
 def _gathered(recipe: Recipe, strategy: Strategy, shape: Shape) -> dict[str, float]:
@@ -216,11 +161,12 @@ def _sub_group(recipe: Recipe, strategy: Strategy, shape: Shape) -> float:
 
 def _activations(recipe: Recipe, strategy: Strategy, shape: Shape) -> dict[str, float]:
     """What backward needs of forward, and the gradients of one layer's activations."""
-    tokens, stream = _tokens(recipe), _stream(recipe, strategy)
-    saved = 16 * shape.hidden + 4 * shape.queries + 4 * shape.keys + 4 * shape.heads + 8 * shape.inner + 8
+    tokens, stream, inner = _tokens(recipe), _stream(recipe, strategy), shape.active * shape.inner
+    saved = 16 * shape.hidden + 4 * shape.queries + 4 * shape.keys + 4 * shape.heads + 8 * inner + 8
     # Casts at each use are kept too: half as much again (float32 adapters under peft, float32 weights).
     whole_layer = tokens * saved * (1.5 if strategy.kind in ("single", "ddp") and not recipe.training.pure_bf16 else 1)
-    working = tokens * (6.0 * shape.inner + 8 * shape.hidden)
+    whole_layer += tokens * RECURRENT * shape.recurrent_out
+    working = tokens * (6.0 * inner + 8 * shape.hidden)
     every = int(recipe.training.activation_checkpointing)
     if not every:
         return {"activations": shape.layers * whole_layer + working}

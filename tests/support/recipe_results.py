@@ -19,6 +19,11 @@ def recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml"))}
 
 
+def name_of(word: str) -> str:
+    """A recipe's name, of its name or its file: a size has a dot, so it is not the file's stem."""
+    return Path(word).name.removesuffix(".yaml")
+
+
 def sha256_of(path: Path) -> str:
     """Of a file's bytes."""
     return hashlib.sha256(path.read_bytes()).hexdigest()

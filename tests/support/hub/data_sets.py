@@ -138,6 +138,41 @@ def tiny_stories(draw: Draw) -> Row:
     return {"text": f"One day {text(draw, 60, 120)}.\n\nThen {text(draw, 60, 120)}."}
 
 
+def aya(draw: Draw) -> Row:
+    words, language, code = draw.choice([(WORDS, "English", "eng"), (HANGUL, "Korean", "kor")])
+    row: Row = {"inputs": text(draw, 3, 8, words), "targets": text(draw, 10, 25, words)}
+    row |= {"language": language, "language_code": code}
+    return row | {"annotation_type": "original-annotations", "user_id": identity(draw)}
+
+
+def numina(draw: Draw) -> Row:
+    asked, answered = messages(draw)
+    row: Row = {"source": "synthetic_math", "problem": asked["content"], "solution": answered["content"]}
+    return row | {"messages": [asked, answered]}
+
+
+def multilingual_thinking(draw: Draw) -> Row:
+    """Each of its messages has the key `thinking`, which is null but in the answer."""
+    developer, thought = "You are a patient assistant.", text(draw, 60, 120)
+    system, asked, answered = messages(draw, 1, f"reasoning language: German\n\n{developer}")
+    row: Row = {"reasoning_language": "German", "developer": developer, "user": asked["content"]}
+    row |= {"analysis": thought, "final": answered["content"]}
+    turns = [system | {"thinking": None}, asked | {"thinking": None}, answered | {"thinking": thought}]
+    return row | {"messages": turns}
+
+
+def magicoder(draw: Draw) -> Row:
+    solution = f"```python\ndef turns():\n    return {text(draw, 40, 90)!r}\n```"
+    row: Row = {"lang": "python", "raw_index": draw.getrandbits(16), "index": draw.getrandbits(16)}
+    row |= {"seed": text(draw, 10, 20), "openai_fingerprint": "fp_eeff13170a"}
+    return row | {"problem": text(draw, 15, 30), "solution": solution}
+
+
+def medical_o1(draw: Draw) -> Row:
+    thought = ". ".join(text(draw, 20, 40) for _ in range(3))
+    return {"Question": text(draw, 10, 20), "Complex_CoT": thought, "Response": text(draw, 20, 40)}
+
+
 @dataclass(frozen=True)
 class DataSetPage:
     """A data set of the Hub: how many rows its first split really has, its licence, and how it is laid out."""
@@ -168,6 +203,11 @@ DATA_SETS = {
     "openai/gsm8k": DataSetPage(7_473, "MIT", {"main": gsm8k}, ("train", "test")),
     "b-mc2/sql-create-context": DataSetPage(78_577, "CC-BY-4.0", {DEFAULT: sql_context}),
     "beomi/KoAlpaca-v1.1a": DataSetPage(21_155, "see its page", {DEFAULT: ko_alpaca}),
+    "CohereLabs/aya_dataset": DataSetPage(202_362, "Apache-2.0", {DEFAULT: aya}, ("train", "test")),
+    "AI-MO/NuminaMath-CoT": DataSetPage(859_494, "Apache-2.0", {DEFAULT: numina}, ("train", "test")),
+    "HuggingFaceH4/Multilingual-Thinking": DataSetPage(1_000, "Apache-2.0", {DEFAULT: multilingual_thinking}),
+    "ise-uiuc/Magicoder-OSS-Instruct-75K": DataSetPage(75_197, "MIT", {DEFAULT: magicoder}),
+    "FreedomIntelligence/medical-o1-reasoning-SFT": DataSetPage(19_704, "Apache-2.0", {"en": medical_o1}),
     "roneneldan/TinyStories": DataSetPage(
         2_119_719, "CDLA-Sharing-1.0", {DEFAULT: tiny_stories}, ("train", "validation")
     ),
