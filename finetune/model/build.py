@@ -15,6 +15,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     BitsAndBytesConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -26,6 +27,7 @@ from finetune.architecture.families import refuse_unsuitable
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapter_reach import language_model_path
 from finetune.model.adapters import add_adapters
+from finetune.model.dtypes import widening
 from finetune.model.new_tokens import add_rows, add_to_tokenizer, read_tokenizer
 from finetune.model.packaged import resolve_model_path
 from finetune.model.quantization import forget_inputs, quantize_structure, quantized_layers
@@ -78,6 +80,7 @@ def refuse_early(recipe: Recipe) -> nn.Module:
     architecture and of the names in `lora`. 1 s of CPU time for Llama 8B with adapters."""
     section = recipe.model.model_copy(update={"attention": "eager"})  # which every architecture can be built with
     refuse_unsuitable(structure_alone(recipe.model_copy(update={"model": section, "quantization": None})), recipe)
+    widening(_configuration(recipe), recipe)
     return build_model(recipe, torch.device("meta"))
 
 
@@ -120,16 +123,18 @@ def load_base(
         options |= {"quantization_config": bitsandbytes_config(recipe.quantization), "device_map": {"": str(device)}}
     name, folder = path or section.name_or_path, path or resolve_model_path(section.name_or_path)
     try:
-        config = AutoConfig.from_pretrained(
-            folder, revision=section.revision, trust_remote_code=section.trust_remote_code
-        )
+        config = _configuration(recipe, path)
+        if (widened := widening(config, recipe)) is not None:
+            options["quantization_config"] = widened
+        elif hasattr(config, "quantization_config"):  # the recipe's, which transformers would warn of
+            options.pop("quantization_config")
         text_only = trained_config(config) is not config
         if text_only:  # other parts may not have the attention that the text gets below
             options["attn_implementation"] = "eager"
         model, info = auto_class(config).from_pretrained(folder, revision=section.revision, **options)
         _refuse_incomplete(name, info)
         if text_only:
-            model = text_alone(model, options.get("quantization_config"))
+            model = text_alone(model, bitsandbytes_config(recipe.quantization) if recipe.quantization else None)
             model.set_attn_implementation(attention_name(recipe))
     except KeyError as error:
         raise _unknown_attention(recipe, error) from error
@@ -145,9 +150,10 @@ def load_base(
 def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The base model on meta, built from its configuration, with the quantised layers that the recipe asks for."""
     section = recipe.model
-    path, options = resolve_model_path(section.name_or_path), {"revision": section.revision}
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code, **options)
+        config = _configuration(recipe)
+        if hasattr(config, "quantization_config"):  # of the files: what is loaded of them has it no more
+            del config.quantization_config
         trained = trained_config(config)
         with torch.device("meta"):
             model = auto_class(trained).from_config(trained, **_common_options(recipe, dtype))
@@ -161,6 +167,16 @@ def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrai
         quantize_structure(model, bitsandbytes_config(recipe.quantization))
     model.config.use_cache = False
     return model
+
+
+def _configuration(recipe: Recipe, path: str | None = None) -> PreTrainedConfig:
+    section = recipe.model
+    config: PreTrainedConfig = AutoConfig.from_pretrained(
+        path or resolve_model_path(section.name_or_path),
+        revision=section.revision,
+        trust_remote_code=section.trust_remote_code,
+    )
+    return config
 
 
 def _common_options(recipe: Recipe, dtype: torch.dtype | None) -> dict[str, Any]:

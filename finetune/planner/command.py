@@ -223,12 +223,12 @@ class _Search:
             needed, fits = error.needed, False
         except FinetuneError as error:  # the trainer would refuse it
             self.refusal = error
-            self.note(f"{pick.in_words(recipe)}: refused")
+            self.note(f"{pick.variant_in_words(recipe)}: refused")
             return False
         else:
             needed, fits = found.needed, found.fits
             self.planned[recipe.model_dump_json()] = found
-        self.note(f"{pick.in_words(recipe)}: {needed / GIB:.1f} GiB{'' if fits else ', does not fit'}")
+        self.note(f"{pick.variant_in_words(recipe)}: {needed / GIB:.1f} GiB{'' if fits else ', does not fit'}")
         self.least = needed if self.least is None else min(self.least, needed)
         return fits
 

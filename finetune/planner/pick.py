@@ -101,7 +101,7 @@ def by_plans(model: str, gpus: Gpus, fits: Callable[[Recipe], bool]) -> Recipe |
     return _variant(model, gpus, **chosen)
 
 
-def in_words(recipe: Recipe) -> str:
+def variant_in_words(recipe: Recipe) -> str:
     """A variant in a line, for the search's progress."""
     training = recipe.training
     method = "qlora" if recipe.quantization else "lora" if recipe.lora else "full"
