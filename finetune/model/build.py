@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -28,7 +29,7 @@ from finetune.model.adapter_reach import language_model_path
 from finetune.model.adapters import add_adapters
 from finetune.model.new_tokens import add_rows, add_to_tokenizer, read_tokenizer
 from finetune.model.packaged import resolve_model_path
-from finetune.model.quantization import forget_inputs, quantize_structure, quantized_layers
+from finetune.model.quantization import correct_on_cpu, forget_inputs, quantize_structure, quantized_layers
 from finetune.model.text_part import auto_class, remember_whole, text_alone, trained_config
 from finetune.recipe.schema import Quantization, Recipe
 
@@ -133,7 +134,7 @@ def load_base(
             model.set_attn_implementation(attention_name(recipe))
     except KeyError as error:
         raise _unknown_attention(recipe, error) from error
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
         raise not_loaded("weights", name, error) from error
     assert isinstance(model, PreTrainedModel)
     if recipe.quantization:
@@ -153,7 +154,7 @@ def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrai
             model = auto_class(trained).from_config(trained, **_common_options(recipe, dtype))
     except KeyError as error:
         raise _unknown_attention(recipe, error) from error
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, StrictDataclassError) as error:  # the last: sizes that clash
         raise not_loaded("configuration", section.name_or_path, error) from error
     assert isinstance(model, PreTrainedModel)
     remember_whole(model, config)
@@ -200,6 +201,7 @@ def _keep_quantized_weights_bitwise(model: PreTrainedModel) -> None:
     """
     for layer in quantized_layers(model):
         layer.support_avx512bf16_for_cpu = False
+    correct_on_cpu(model)
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     if set(quantized_layers(model)) & set(ends):
         raise EnvironmentMismatch(
