@@ -75,12 +75,17 @@ def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, An
         shipped = shipped_config(name)
         file = shipped or in_hub_cache(name, "config.json", revision) or _from_hub(name_or_path, name, revision)
     try:
-        config = json.loads(file.read_text("utf-8"))
+        config = json.loads(file.read_text("utf-8"), object_hook=_as_number)
     except (OSError, ValueError) as error:
         raise EnvironmentMismatch(f"model.name_or_path: {file}: cannot be read: {error}; correct it") from error
     if "text_config" in config:
         config = _trained_part(config)
     return config, f"finetune/model/configs/{file.name}" if file.parent == CONFIGS else str(file)
+
+
+def _as_number(content: dict[str, Any]) -> Any:
+    """transformers writes numbers that are not finite, limits of Mamba's steps, as {"__float__": "Infinity"}."""
+    return float(content["__float__"]) if content.keys() == {"__float__"} else content
 
 
 def _from_hub(name_or_path: str, name: str, revision: str) -> Path:

@@ -103,10 +103,10 @@ def _unpacked(packed: Tensor, state: Any) -> Tensor:
 
     shape = state.shape
     if _by_rows_is_right(packed.device, shape):
-        return bits.dequantize_4bit(packed, state)  # type: ignore[no-any-return]
+        return bits.dequantize_4bit(packed, state)
     flat = copy.copy(state)
     flat.shape = torch.Size((1, shape.numel()))
-    return bits.dequantize_4bit(packed, flat).view(shape)  # type: ignore[no-any-return]
+    return bits.dequantize_4bit(packed, flat).view(shape)
 
 
 def _by_rows_is_right(device: torch.device, shape: torch.Size) -> bool:

@@ -42,7 +42,7 @@ INNER = (
 SAMPLED_ROWS = 300  # that the tokenizer learns from
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TOKENS = {
+END_TOKENS = {
     "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>"),
     "pad_token_id": SPECIAL_TOKENS.index("<|endoftext|>"),
 }
@@ -99,7 +99,7 @@ def shrunken_config(config: Mapping[str, Any], vocabulary: int) -> dict[str, Any
         "hidden_size": hidden,
         "vocab_size": vocabulary,
         "bos_token_id": None,
-        **TOKENS,
+        **END_TOKENS,
     }
     small |= {key: min(config[key], most) for key, most in EXPERTS.items() if config.get(key)}
     for key in INNER:
@@ -184,7 +184,7 @@ def _by_probe(config: Mapping[str, Any], vocabulary: int, folder: Path) -> tuple
         small = json.loads((found.folder / "config.json").read_text("utf-8"))
         sizes = {name: vocabulary for name in ("vocab_size", "vocab_size_per_layer_input") if name in small}
         tokens = {name: 0 for name in small if name.endswith("token_id") and isinstance(small[name], int)}
-        small |= sizes | tokens | {name: id for name, id in TOKENS.items() if name in small}
+        small |= sizes | tokens | {name: id for name, id in END_TOKENS.items() if name in small}
         try:
             return _that_runs(small), small
         except Exception as error:  # the next ones are larger

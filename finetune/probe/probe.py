@@ -7,6 +7,7 @@ either says no, it is no. What was found is remembered, so it costs once.
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -19,7 +20,6 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.files import write_json
 from finetune.model.build import attention_name, not_loaded, refuse_early, structure_alone
 from finetune.model.dtypes import dtype_name
 from finetune.model.known_configs import full_config
@@ -191,7 +191,7 @@ def _on_this_machine(recipe: Recipe, folder: Path) -> Recipe:
         return recipe
     config.pop("auto_map", None)
     folder.mkdir()
-    write_json(folder / "config.json", config)
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")  # a limit may be infinite
     local = section.model_copy(update={"name_or_path": str(folder), "revision": "main"})
     return recipe.model_copy(update={"model": local})
 

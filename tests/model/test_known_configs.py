@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from transformers import GPT2Config
+from transformers import AutoConfig, FalconH1Config, GPT2Config
 
 from finetune.model.known_configs import decoder_config
 
@@ -23,3 +23,10 @@ def test_a_configuration_that_has_them_is_left_alone(tmp_path: Path) -> None:
     own = {"model_type": "made_up", "num_hidden_layers": 3, "n_embd": 48}
     (tmp_path / "config.json").write_text(json.dumps(own), "utf-8")
     assert decoder_config(str(tmp_path))[0] == own
+
+
+def test_numbers_that_are_not_finite_are_read(tmp_path: Path) -> None:
+    FalconH1Config(num_hidden_layers=2).save_pretrained(tmp_path)
+    config, _ = decoder_config(str(tmp_path))
+    assert config["time_step_limit"] == [0.0, float("inf")]
+    assert AutoConfig.for_model(**config).num_hidden_layers == 2
