@@ -139,6 +139,7 @@ def load_base(
     assert isinstance(model, PreTrainedModel)
     if recipe.quantization:
         _keep_quantized_weights_bitwise(model)
+        _refuse_weights_read_raw(model)
     model.config.use_cache = False
     return model
 
@@ -208,6 +209,23 @@ def _keep_quantized_weights_bitwise(model: PreTrainedModel) -> None:
             "quantization: embeddings or head were quantised, which the fused loss does not know; choose another "
             "model, or quantization: null"
         )
+
+
+def _refuse_weights_read_raw(model: PreTrainedModel) -> None:
+    """Refuse quantised layers whose weights a state-space mixer multiplies itself: Mamba's dt_proj. A mixer of each
+    class is run on two tokens. Raises EnvironmentMismatch."""
+    packed = set(quantized_layers(model))
+    mixers = [each for each in model.modules() if hasattr(each, "A_log") and packed.intersection(each.children())]
+    for mixer in {type(each): each for each in mixers}.values():
+        width = mixer.in_proj.in_features
+        try:
+            with torch.no_grad(), suppress(TypeError):  # it asks for more than hidden states: not Mamba's
+                mixer(torch.zeros(1, 2, width, dtype=model.dtype, device=model.device))
+        except RuntimeError as error:
+            raise EnvironmentMismatch(
+                f"quantization: {type(mixer).__name__} reads the packed weights of its layers past their forward "
+                f"({' '.join(str(error).split())[:80]}); set quantization: null"
+            ) from error
 
 
 def not_loaded(what: str, name: str, error: Exception) -> FinetuneError:

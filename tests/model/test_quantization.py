@@ -33,6 +33,7 @@ from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Quantization
 from finetune.run_folder.save_restore import export_adapter
 from finetune.strategies.assemble import Assembled
+from tests.support.architectures import save_shaken
 from tests.support.quantised import dequantised, quantised_recipe
 from tests.support.tiny import flat_batch, save_tiny, tiny_model, tiny_tokenizer
 
@@ -115,6 +116,15 @@ def test_a_weight_as_quantised_has_its_own_scales() -> None:
     quantization = Quantization(load_in_4bit=True)
     in_rows_of_blocks = as_quantized(weight.view(6, 64), quantization)
     assert torch.equal(as_quantized(weight, quantization), in_rows_of_blocks.view(8, 48))
+
+
+def test_a_mixer_that_multiplies_packed_weights_itself_is_refused(tmp_path: Path) -> None:
+    save_shaken("mamba", tmp_path)
+    with pytest.raises(
+        EnvironmentMismatch, match=r"quantization: MambaMixer reads .*; set quantization: null"
+    ) as raised:
+        build_model(quantised_recipe(tmp_path, NF4), CPU)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)

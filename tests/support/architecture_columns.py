@@ -24,7 +24,6 @@ from finetune.model.adapter_reach import base_path, kind_of, reach
 from finetune.model.build import build_model, decoder_parts
 from finetune.model.quantization import quantized_layers
 from finetune.preflight.shrink import shrink_model
-from finetune.probe.probe import probe
 from finetune.recipe.schema import Data, Recipe
 from finetune.tokens.batches import micro_batches
 from tests.support.architectures import BOUND, WAYS, Outcome, Rows, Trained, Way, largest_difference
@@ -117,11 +116,7 @@ def four_bits(folder: Path, way: Way) -> Cell:
     for name, parameter in adapters.items():
         copies[name].data = parameter.data.clone()
     loss, gradients = trained(plain, way)
-    try:
-        found = trained(quantised, way)
-    except Exception:  # of a layer that reads another's weight past its forward; the probe refuses it before training
-        return probed(adapters_on(folder, way, NF4))
-    worst = largest_difference(found, (loss, {name: gradients[name] for name in adapters}))
+    worst = largest_difference(trained(quantised, way), (loss, {name: gradients[name] for name in adapters}))
     if worst > 1:
         return Cell("WRONG", f"{worst * BOUND:.1e} from its dequantised weights")
     left, in_four_bits = Counter[str](), set(map(base_path, packed))
@@ -135,15 +130,6 @@ def four_bits(folder: Path, way: Way) -> Cell:
     without = ", ".join(sorted(past[0].keys() - past[1].keys()))
     why = _list(share) + (f", and has no adapter on {without}" if without else "")
     return Cell(_share(1 - sum(share.values())), why)
-
-
-def probed(recipe: Recipe) -> Cell:
-    """The probe's refusal of a recipe that cannot be trained."""
-    try:
-        probe(recipe, offline=True)
-    except FinetuneError as error:
-        return refused(error)
-    raise AssertionError("the probe found nothing wrong with what cannot be trained")
 
 
 def shake(model: nn.Module) -> None:
