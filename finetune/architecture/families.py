@@ -141,11 +141,12 @@ def computed_in_layout(tried: _Tried, layout: DocumentLayout) -> Computed:
     kind, config = tried.kind, tried.config
     mixers: tuple[Mixer, ...] = ()
     try:
-        if layout.isolated or layout.packing:
+        alone = layout.isolated or layout.packing
+        if alone:
             mixers = check_documents_isolated(kind, config, isolated=layout.isolated)
         if not layout.isolated and layout.packing:
             check_masks_isolate(kind, config)
-        logits = check_head_is_last(kind, config, None if layout.isolated else layout.attention)
+        logits = check_head_is_last(kind, config, None if layout.isolated else layout.attention, decoder_ran=alone)
     except Unsuitable as found:
         return Computed(str(found))
     except FinetuneError as refusal:  # of the attention; the remedy is found here

@@ -6,11 +6,12 @@ quantization.py and in optimizer.py. A method (full, LoRA, QLoRA) is a way to bu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -30,7 +31,7 @@ from finetune.model.adapters import add_adapters
 from finetune.model.dtypes import widening
 from finetune.model.new_tokens import add_rows, add_to_tokenizer, read_tokenizer
 from finetune.model.packaged import resolve_model_path
-from finetune.model.quantization import forget_inputs, quantize_structure, quantized_layers
+from finetune.model.quantization import correct_on_cpu, forget_inputs, quantize_structure, quantized_layers
 from finetune.model.text_part import auto_class, remember_whole, text_alone, trained_config
 from finetune.recipe.schema import Quantization, Recipe
 
@@ -138,11 +139,12 @@ def load_base(
             model.set_attn_implementation(attention_name(recipe))
     except KeyError as error:
         raise _unknown_attention(recipe, error) from error
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
         raise not_loaded("weights", name, error) from error
     assert isinstance(model, PreTrainedModel)
     if recipe.quantization:
         _keep_quantized_weights_bitwise(model)
+        _refuse_weights_read_raw(model)
     model.config.use_cache = False
     return model
 
@@ -159,7 +161,7 @@ def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrai
             model = auto_class(trained).from_config(trained, **_common_options(recipe, dtype))
     except KeyError as error:
         raise _unknown_attention(recipe, error) from error
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, StrictDataclassError) as error:  # the last: sizes that clash
         raise not_loaded("configuration", section.name_or_path, error) from error
     assert isinstance(model, PreTrainedModel)
     remember_whole(model, config)
@@ -216,12 +218,31 @@ def _keep_quantized_weights_bitwise(model: PreTrainedModel) -> None:
     """
     for layer in quantized_layers(model):
         layer.support_avx512bf16_for_cpu = False
+    correct_on_cpu(model)
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     if set(quantized_layers(model)) & set(ends):
         raise EnvironmentMismatch(
             "quantization: embeddings or head were quantised, which the fused loss does not know; choose another "
             "model, or quantization: null"
         )
+
+
+def _refuse_weights_read_raw(model: PreTrainedModel) -> None:
+    """Refuse quantised layers whose weights a state-space mixer multiplies itself: Mamba's dt_proj. A mixer of each
+    class is run on two tokens. Raises EnvironmentMismatch."""
+    packed = set(quantized_layers(model))
+    every: Iterable[Any] = model.modules()
+    mixers = [each for each in every if hasattr(each, "A_log") and packed.intersection(each.children())]
+    for mixer in {type(each): each for each in mixers}.values():
+        width = mixer.in_proj.in_features
+        try:
+            with torch.no_grad(), suppress(TypeError):  # it asks for more than hidden states: not Mamba's
+                mixer(torch.zeros(1, 2, width, dtype=model.dtype, device=model.device))
+        except RuntimeError as error:
+            raise EnvironmentMismatch(
+                f"quantization: {type(mixer).__name__} reads the packed weights of its layers past their forward "
+                f"({' '.join(str(error).split())[:80]}); set quantization: null"
+            ) from error
 
 
 def not_loaded(what: str, name: str, error: Exception) -> FinetuneError:

@@ -54,6 +54,8 @@ HUB_NAMES: dict[str, tuple[str, ...]] = {
     "smollm2-1.7b": ("HuggingFaceTB/SmolLM2-1.7B",),
 }
 ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# Names of sizes by which planner and rehearsal read any architecture; GPT-2's own are n_layer, n_embd and n_head.
+COMMON_NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
 FAMILIES_NAMED = ("llama-3.1-8b", "qwen3-8b", "gemma-3-4b", "gpt-oss-20b")  # of those that a message names
 
 
@@ -73,12 +75,17 @@ def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, An
         shipped = shipped_config(name)
         file = shipped or in_hub_cache(name, "config.json", revision) or _from_hub(name_or_path, name, revision)
     try:
-        config = json.loads(file.read_text("utf-8"))
+        config = json.loads(file.read_text("utf-8"), object_hook=_as_number)
     except (OSError, ValueError) as error:
         raise EnvironmentMismatch(f"model.name_or_path: {file}: cannot be read: {error}; correct it") from error
     if "text_config" in config:
         config = _trained_part(config)
     return config, f"finetune/model/configs/{file.name}" if file.parent == CONFIGS else str(file)
+
+
+def _as_number(content: dict[str, Any]) -> Any:
+    """transformers writes numbers that are not finite, limits of Mamba's steps, as {"__float__": "Infinity"}."""
+    return float(content["__float__"]) if content.keys() == {"__float__"} else content
 
 
 def _from_hub(name_or_path: str, name: str, revision: str) -> Path:
@@ -132,7 +139,20 @@ def decoder_config(name_or_path: str, revision: str = "main") -> tuple[dict[str,
             f"{config.get('model_type')} by itself; such a model is trained as a whole, and can be neither planned nor "
             "rehearsed"
         )
-    return config, source
+    return _by_common_names(config), source
+
+
+def _by_common_names(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with the architecture's own names of COMMON_NAMES replaced by these, which it takes as well."""
+    if all(name in config for name in COMMON_NAMES) or "model_type" not in config:
+        return config
+    from transformers import CONFIG_MAPPING  # takes a second, with torch: only where names are missing
+
+    if config["model_type"] not in CONFIG_MAPPING:
+        return config
+    own_names = CONFIG_MAPPING[config["model_type"]].attribute_map
+    renamed = {own_names[name]: name for name in COMMON_NAMES if name in own_names and name not in config}
+    return {renamed.get(name, name): value for name, value in config.items()}
 
 
 def _trained_part(config: dict[str, Any]) -> dict[str, Any]:

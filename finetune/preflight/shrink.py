@@ -6,6 +6,7 @@ architecture, grouped-query heads, tied embeddings, RoPE and window settings.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from finetune.model.known_configs import decoder_config
 from finetune.recipe.schema import Data
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
 LAYERS = 2
@@ -33,9 +34,18 @@ EXPERTS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8),
     **dict.fromkeys(("num_experts_per_tok", "top_k_experts"), 2),
 }
+# Widths of MLPs. Many architectures have several; GPT-2's may be missing, and then is four times the hidden size.
+INNER = (
+    *("intermediate_size", "intermediate_size_mlp", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("n_inner", "ffn_dim", "ffn_hidden_size"),
+)
 SAMPLED_ROWS = 300  # that the tokenizer learns from
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+END_TOKENS = {
+    "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>"),
+    "pad_token_id": SPECIAL_TOKENS.index("<|endoftext|>"),
+}
 CHAT_TEMPLATE = (
     "{%- if tools %}{{ '<|im_start|>tools\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
     "{%- for message in messages %}"
@@ -61,7 +71,7 @@ class Shrunk:
     folder: Path
     architecture: str
     source: str  # where the full configuration was read
-    full: Mapping[str, int]  # layers, hidden_size, heads, key_value_heads of the real model
+    full: Mapping[str, int]  # layers and hidden_size of the real model, 0 where it has other names
     small: Mapping[str, int]
     parameters: int
     vocabulary: int
@@ -87,16 +97,16 @@ def shrunken_config(config: Mapping[str, Any], vocabulary: int) -> dict[str, Any
         "num_key_value_heads": small_groups,
         "head_dim": small_dim,
         "hidden_size": hidden,
-        "intermediate_size": _blocks(hidden * config["intermediate_size"] / config["hidden_size"]),
         "vocab_size": vocabulary,
         "bos_token_id": None,
-        "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>"),
-        "pad_token_id": SPECIAL_TOKENS.index("<|endoftext|>"),
+        **END_TOKENS,
     }
     small |= {key: min(config[key], most) for key, most in EXPERTS.items() if config.get(key)}
-    for key in ("moe_intermediate_size", "intermediate_size_mlp", "shared_expert_intermediate_size"):
+    for key in INNER:
         if config.get(key):
             small[key] = _blocks(hidden * config[key] / config["hidden_size"])
+    if config.get("rotary_dim"):  # GPT-J's, of a head's widths
+        small["rotary_dim"] = small_dim * config["rotary_dim"] // head_dim
     if config.get("vocab_size_per_layer_input"):
         small["vocab_size_per_layer_input"] = vocabulary
     if config.get("num_kv_shared_layers"):  # of two layers none has another of its kind before it
@@ -133,27 +143,71 @@ def shrink_model(name_or_path: str, revision: str, data: Data, folder: Path, new
     Raises EnvironmentMismatch for a model that is not known here or cannot be made small, DataError for rows that are
     not there.
     """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     config, source = decoder_config(name_or_path, revision)
     texts = (without(new_tokens, text) for text in sample_texts(data))
     tokenizer = train_tokenizer(texts, template_variables(data))
-    try:
-        small = shrunken_config(config, len(tokenizer))
-        kind = AutoConfig.for_model(**small)
-        with torch.device("meta"):
-            size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(kind).parameters())
-    except (KeyError, TypeError, ValueError) as error:
-        raise _cannot_shrink(name_or_path, " ".join(str(error).split())[:200]) from error
-    if size > LARGEST:
-        raise _cannot_shrink(name_or_path, f"{size:,} parameters are left")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(kind, dtype=torch.float32)
+    reason = ""
+    for make in (_by_blocks, _by_probe):
+        try:
+            model, small = make(config, len(tokenizer), folder)
+        except Exception as error:  # whatever a library raises of sizes that do not go together
+            missing = isinstance(error, KeyError)
+            reason = reason or (
+                f"its configuration has no {error.args[0]}" if missing else " ".join(str(error).split())[:200]
+            )
+        else:
+            break
+    else:
+        raise _cannot_shrink(name_or_path, reason)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    size = sum(parameter.numel() for parameter in model.parameters())
     return Shrunk(folder, type(model).__name__, source, _facts(config), _facts(small), size, len(tokenizer))
+
+
+def _by_blocks(config: Mapping[str, Any], vocabulary: int, _: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
+    small = shrunken_config(config, vocabulary)
+    return _that_runs(small), small
+
+
+def _by_probe(config: Mapping[str, Any], vocabulary: int, folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The probe's small model, whose sizes go together in any architecture, but are not whole blocks."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from finetune.probe.shrink import small_models  # with torch
+
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    failed: Exception | None = None
+    for found in small_models(whole, folder):
+        small = json.loads((found.folder / "config.json").read_text("utf-8"))
+        sizes = {name: vocabulary for name in ("vocab_size", "vocab_size_per_layer_input") if name in small}
+        tokens = {name: 0 for name in small if name.endswith("token_id") and isinstance(small[name], int)}
+        small |= sizes | tokens | {name: id for name, id in END_TOKENS.items() if name in small}
+        try:
+            return _that_runs(small), small
+        except Exception as error:  # the next ones are larger
+            failed = error
+    assert failed is not None, "small_models yields or raises"
+    raise failed
+
+
+def _that_runs(config: Mapping[str, Any]) -> PreTrainedModel:
+    """A model with random float32 weights, after a forward of a few tokens. Raises what the library does."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(kind).parameters())
+    if size > LARGEST:
+        raise ValueError(f"{size:,} parameters are left")
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+        model(input_ids=torch.arange(3, 11)[None], use_cache=False)
+    return model
 
 
 def _cannot_shrink(name: str, reason: str) -> EnvironmentMismatch:
@@ -164,14 +218,8 @@ def _cannot_shrink(name: str, reason: str) -> EnvironmentMismatch:
 
 
 def _facts(config: Mapping[str, Any]) -> dict[str, int]:
-    heads, groups, head_dim = _heads(config)
-    return {
-        "layers": config["num_hidden_layers"],
-        "hidden_size": config["hidden_size"],
-        "heads": heads,
-        "key_value_heads": groups,
-        "head_dim": head_dim,
-    }
+    layers, hidden = config.get("num_hidden_layers", 0), config.get("hidden_size", 0)
+    return {"layers": layers, "hidden_size": hidden}
 
 
 def sample_texts(data: Data) -> list[str]:

@@ -7,6 +7,7 @@ either says no, it is no. What was found is remembered, so it costs once.
 
 from __future__ import annotations
 
+import json
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +21,6 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.files import write_json
 from finetune.model.adapter_reach import describe_reach, reach
 from finetune.model.build import attention_name, decoder_parts, not_loaded, refuse_early, structure_alone
 from finetune.model.dtypes import dtype_name
@@ -192,7 +192,7 @@ def _on_this_machine(recipe: Recipe, folder: Path) -> Recipe:
         return recipe
     config.pop("auto_map", None)
     folder.mkdir()
-    write_json(folder / "config.json", config)
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")  # a limit may be infinite
     local = section.model_copy(update={"name_or_path": str(folder), "revision": "main"})
     return recipe.model_copy(update={"model": local})
 

@@ -96,6 +96,27 @@ def test_one_line_where_it_cannot_be_had(
     assert "meta-llama/Llama-3.1-8B" in str(raised.value)
 
 
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("verb", ["plan", "pick", "check"])
+def test_a_gated_repository_is_a_line(status: int, verb: str, hub: Hub, tmp_path: Path) -> None:
+    """As the Hub answers for Llama: with no token 401, with one that was not granted access 403."""
+    served(hub)
+    hub.fail("resolve", status=status, code="GatedRepo", times=9)
+    data = {"train": [{"path": "json", "data_files": "data/sample_chat.jsonl"}]}
+    words = {
+        "plan": ["plan", "--model", NAME, "--gpus", "1x24GB"],
+        "pick": ["plan", "--pick", "--model", NAME, "--gpus", "1x24GB"],
+        "check": ["check", str(write_recipe(tmp_path, least(NAME, data=data))), "--model"],
+    }[verb]
+    process = run_python(hub, ["-m", "finetune.cli.main", *words], tmp_path / "home", FINETUNE_CACHE=str(tmp_path))
+    assert process.returncode == EnvironmentMismatch.exit_code, process.stdout + process.stderr
+    (line,) = process.stderr.splitlines()
+    assert line.startswith("model.name_or_path: me/made: ") or ": model.name_or_path: me/made: " in line
+    assert "shows it to those alone who asked for access" in line
+    assert "hf auth login" in line
+    assert "resolve" in hub.calls()
+
+
 @pytest.mark.slow
 def test_plan_and_check_fetch_nothing_else(hub: Hub, tmp_path: Path) -> None:
     served(hub)

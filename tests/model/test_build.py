@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -221,3 +222,13 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
             load(missing)
         assert "\n" not in str(caught.value)
         assert "model.name_or_path" in str(caught.value)
+
+
+def test_sizes_that_clash_are_one_line(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 7}), "utf-8")
+    for device in ("cpu", "meta"):
+        with pytest.raises(EnvironmentMismatch, match=r"hidden size .* is not a multiple of") as raised:
+            build_model(recipe(folder), torch.device(device))
+        assert "\n" not in str(raised.value)

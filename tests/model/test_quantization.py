@@ -30,8 +30,10 @@ from finetune.model.quantization import (
     quantized_layers,
 )
 from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Quantization
 from finetune.run_folder.save_restore import export_adapter
 from finetune.strategies.assemble import Assembled
+from tests.support.architectures import save_shaken
 from tests.support.quantised import dequantised, quantised_recipe
 from tests.support.tiny import flat_batch, save_tiny, tiny_model, tiny_tokenizer
 
@@ -89,6 +91,40 @@ def test_loss_and_gradients_are_those_of_the_dequantised_weights(kind: str, bias
         actual = trained(model)[name].grad
         assert actual is not None
         assert (actual - parameter.grad).norm() < 1e-5 * parameter.grad.norm(), name
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["as loaded", "as sharded"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "int8"])
+def test_rows_that_are_not_whole_blocks_have_their_own_scales(kind: str, plain: bool, tmp_path: Path) -> None:
+    """On a CPU bitsandbytes 0.50 takes the scales of other blocks for them."""
+    recipe = quantised_recipe(save_tiny(tmp_path, intermediate_size=96), KINDS[kind])
+    model = build_model(recipe, CPU)
+    layers = {layer: dequantised(layer) for layer in quantized_layers(model) if layer.in_features == 96}
+    assert len(layers) == 2
+    if plain:
+        plain_quantized_weights(model)
+    hidden = torch.randn(2, 5, 96, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    for layer, weight in layers.items():
+        assert torch.allclose(layer(hidden), hidden @ weight.T, atol=1e-5)
+        (found,) = torch.autograd.grad(layer(hidden).square().sum(), hidden)
+        (expected,) = torch.autograd.grad((hidden @ weight.T).square().sum(), hidden)
+        assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_a_weight_as_quantised_has_its_own_scales() -> None:
+    weight = torch.randn(8, 48, generator=torch.Generator().manual_seed(0))
+    quantization = Quantization(load_in_4bit=True)
+    in_rows_of_blocks = as_quantized(weight.view(6, 64), quantization)
+    assert torch.equal(as_quantized(weight, quantization), in_rows_of_blocks.view(8, 48))
+
+
+def test_a_mixer_that_multiplies_packed_weights_itself_is_refused(tmp_path: Path) -> None:
+    save_shaken("mamba", tmp_path)
+    with pytest.raises(
+        EnvironmentMismatch, match=r"quantization: MambaMixer reads .*; set quantization: null"
+    ) as raised:
+        build_model(quantised_recipe(tmp_path, NF4), CPU)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import resolve
-from finetune.preflight.shrink import sample_texts, template_variables, train_tokenizer
+from finetune.errors import EnvironmentMismatch
+from finetune.preflight.shrink import LARGEST, sample_texts, shrink_model, template_variables, train_tokenizer
 from finetune.recipe.schema import Data
 from finetune.tokens.encoder import Encoder, RowError
 
@@ -30,3 +33,32 @@ def test_what_rows_give_their_template_the_small_one_takes(tmp_path: Path) -> No
     assert text == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n<think>Hm</think>So.<|im_end|>\n"
     with pytest.raises(RowError, match="no variable 'enable_thinking'"):
         Encoder(train_tokenizer(sample_texts(data)), data).script(read)
+
+
+def chats(folder: Path) -> Data:
+    file = folder / "rows.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "Why?"}]}) + "\n")
+    return Data.model_validate({"train": [{"path": "json", "data_files": str(file)}]})
+
+
+# Sizes by other names, no heads, lists with an entry for each layer, settings by a layer's number, latent heads.
+@pytest.mark.parametrize("name", ["gpt2", "mamba", "exaone_moe", "gemma4_text", "deepseek_v3", "cwm"])
+def test_any_architecture_is_made_small_and_runs(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG_MAPPING[name]().to_dict(), default=str), "utf-8")
+    shrunk = shrink_model(str(tmp_path), "main", chats(tmp_path), tmp_path / "small")
+    model = AutoModelForCausalLM.from_pretrained(shrunk.folder)
+    assert type(model).__name__ == shrunk.architecture
+    assert shrunk.parameters == sum(parameter.numel() for parameter in model.parameters()) < LARGEST
+    logits = model(input_ids=torch.arange(3, 20)[None], use_cache=False).logits
+    assert logits.shape == (1, 17, shrunk.vocabulary)
+    assert logits.isfinite().all()
+
+
+def test_what_cannot_be_made_small_is_a_line(tmp_path: Path) -> None:
+    config = CONFIG_MAPPING["llama"]().to_dict() | {"hidden_size": 96, "num_attention_heads": 7}
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    with pytest.raises(
+        EnvironmentMismatch, match=r"this architecture cannot be made small: .*; rehearse with"
+    ) as raised:
+        shrink_model(str(tmp_path), "main", chats(tmp_path), tmp_path / "small")
+    assert "\n" not in str(raised.value)

@@ -41,4 +41,4 @@ def dequantised(layer: Any) -> Tensor:
         second = state.state2.absmax.repeat_interleave(256)[: len(scales)]
         scales = state.state2.code[scales.long()] * second + state.offset
     code = torch.tensor(NF4_CODE if state.quant_type == "nf4" else FP4_CODE)
-    return (code[codes] * scales.repeat_interleave(64)).view(state.shape)
+    return (code[codes] * scales.repeat_interleave(64)[: len(codes)]).view(state.shape)

@@ -531,7 +531,7 @@ def _answered(call: Call, work: Any, fault: Fault | None) -> Answer:
         return Refused(501, f"the loopback Hub has no such call: {call.method}").answer
     try:
         if fault is not None and fault.status is not None:
-            raise Refused(fault.status, fault.message or f"fault {fault.status} on demand")
+            raise Refused(fault.status, fault.message or f"fault {fault.status} on demand", fault.code)
         return work(call)
     except Refused as refused:
         after = {} if fault is None or fault.retry_after is None else {"Retry-After": str(fault.retry_after)}

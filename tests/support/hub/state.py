@@ -117,6 +117,7 @@ class Fault:
         call: A call's name, as the log shows it.
         status: Answer so and do nothing.
         message: The Hub's words beside the status.
+        code: Its name of the error, which clients go by.
         retry_after: Seconds, in the header of that name.
         cut_request_at: Read so many bytes of the body, do nothing, and drop the connection.
         cut_answer_at: Do it, send so many bytes of the answer's body, and drop the connection.
@@ -127,6 +128,7 @@ class Fault:
     call: str
     status: int | None = None
     message: str = ""
+    code: str = ""
     retry_after: int | None = None
     cut_request_at: int | None = None
     cut_answer_at: int | None = None

@@ -1,0 +1,32 @@
+"""Configurations by the names of sizes that planner and rehearsal read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from transformers import AutoConfig, FalconH1Config, GPT2Config
+
+from finetune.model.known_configs import decoder_config
+
+
+def test_sizes_have_their_common_names(tmp_path: Path) -> None:
+    own = GPT2Config(n_layer=3, n_embd=48, n_head=6).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(own), "utf-8")
+    config, _ = decoder_config(str(tmp_path))
+    assert (config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"]) == (3, 48, 6)
+    assert not {"n_layer", "n_embd", "n_head"} & config.keys()
+    assert GPT2Config(**config).to_dict() == own
+
+
+def test_a_configuration_that_has_them_is_left_alone(tmp_path: Path) -> None:
+    own = {"model_type": "made_up", "num_hidden_layers": 3, "n_embd": 48}
+    (tmp_path / "config.json").write_text(json.dumps(own), "utf-8")
+    assert decoder_config(str(tmp_path))[0] == own
+
+
+def test_numbers_that_are_not_finite_are_read(tmp_path: Path) -> None:
+    FalconH1Config(num_hidden_layers=2).save_pretrained(tmp_path)
+    config, _ = decoder_config(str(tmp_path))
+    assert config["time_step_limit"] == [0.0, float("inf")]
+    assert AutoConfig.for_model(**config).num_hidden_layers == 2
