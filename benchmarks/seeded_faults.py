@@ -109,8 +109,8 @@ FAULTS = (
     Fault(
         "a quantised layer loses its bias",
         "model/quantization.py",
-        "quant_state=_state(layer), bias=bias",
-        "quant_state=_state(layer), bias=None",
+        "bias = None if layer.bias is None else layer.bias.to(compute)",
+        "bias = None",
         "model/test_quantization.py",
     ),
     Fault(
