@@ -215,7 +215,8 @@ def _refuse_weights_read_raw(model: PreTrainedModel) -> None:
     """Refuse quantised layers whose weights a state-space mixer multiplies itself: Mamba's dt_proj. A mixer of each
     class is run on two tokens. Raises EnvironmentMismatch."""
     packed = set(quantized_layers(model))
-    mixers = [each for each in model.modules() if hasattr(each, "A_log") and packed.intersection(each.children())]
+    mixers = [each for each in model.modules() if hasattr(each, "A_log") and hasattr(each, "D")]
+    mixers = [each for each in mixers if hasattr(each, "in_proj") and packed.intersection(each.children())]
     for mixer in {type(each): each for each in mixers}.values():
         width = mixer.in_proj.in_features
         try:
