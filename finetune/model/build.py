@@ -232,7 +232,8 @@ def _refuse_weights_read_raw(model: PreTrainedModel) -> None:
     class is run on two tokens. Raises EnvironmentMismatch."""
     packed = set(quantized_layers(model))
     every: Iterable[Any] = model.modules()
-    mixers = [each for each in every if hasattr(each, "A_log") and packed.intersection(each.children())]
+    mixers = [each for each in every if hasattr(each, "A_log") and hasattr(each, "D") and hasattr(each, "in_proj")]
+    mixers = [each for each in mixers if packed.intersection(each.children())]
     for mixer in {type(each): each for each in mixers}.values():
         width = mixer.in_proj.in_features
         try:

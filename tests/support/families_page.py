@@ -113,8 +113,12 @@ def _right(attentions: list[str]) -> str:
 def _remarks(entry: Mapping[str, Any]) -> str:
     refusal = entry["ways"][WAYS[0].title]["refusal"] or ""
     remarks = [re.sub(r"^model\.name_or_path: \w+ ", "", refusal)]
+    refusals: dict[str, list[str]] = {}
     for column, words in OF_COLUMNS.items():
         shown, why = entry["columns"].get(column, ("", ""))
-        if why:
-            remarks.append(f"{column}: {why}" if shown in ("refused", "WRONG") else f"{words}{why}")
+        if shown in ("refused", "WRONG"):
+            refusals.setdefault(why, []).append(column)
+        elif why:
+            remarks.append(f"{words}{why}")
+    remarks += [f"{', '.join(columns)}: {why}" for why, columns in refusals.items()]
     return "; ".join(filter(None, remarks)).replace("|", "\\|")
