@@ -34,7 +34,7 @@ from finetune.architecture.positions import COUNTED, Positions
 
 TRIED = "finetune_trial"  # an attention without masks, as the kit's own is
 MASKED = "finetune_trial_masked"  # one with masks, as the library's are
-FEW = 2  # layers before a head that is looked at
+LAYERS_BEFORE_HEAD = 2  # where the head is looked at, and not the layers
 FULL = {"full_attention", "attention", "hybrid"}  # kinds of layers whose attention sees all of its document
 
 Architecture = Callable[[PreTrainedConfig], PreTrainedModel]  # its class
@@ -182,7 +182,7 @@ def check_head_is_last(
     """
     if decoder_ran and implementation is None:
         with suppress(Exception):  # of a model that asks for all of its layers; and what is wrong the whole one says
-            return _head_is_last(kind, config, implementation, layers=FEW)
+            return _head_is_last(kind, config, implementation, layers=LAYERS_BEFORE_HEAD)
     return _head_is_last(kind, config, implementation)
 
 

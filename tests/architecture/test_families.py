@@ -45,8 +45,10 @@ def test_the_page_is_that_of_the_record_and_lists_all_that_are_tried() -> None:
     assert not found & {"WRONG", "TRACEBACK"}
     for name in KNOWN:
         columns = {column: cell for column, (cell, _) in entries[name]["columns"].items()}
-        assert (columns["plan"], columns["rehearsal"]) == ("planned", "runs"), name
-        assert "refused" not in columns.values(), name
+        refused = {column for column, shown in columns.items() if shown == "refused"}
+        # Its sizes of states are tied to each other in a way that no divisor keeps.
+        assert refused == ({"rehearsal"} if name == "granitemoehybrid" else set()), name
+        assert columns["plan"] == "planned", name
 
 
 def test_golden_masks_are_those_that_there_are() -> None:
