@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from finetune.architecture import families, operations, trial
 from finetune.architecture.by_document import run_document_by_document
@@ -80,6 +81,23 @@ def test_right_or_refused_in_a_line(name: str, tmp_path: Path) -> None:
 
 def recipe(folder: Path, attention: str = "auto", **changes: Any) -> Recipe:
     return least_recipe(folder, model={"dtype": "float32", "attention": attention}, lora=None, **changes)
+
+
+def test_the_head_is_looked_at_behind_two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all layers have been run already; of Gemma 3 12B's 48 that was a third of what a probe costs."""
+    ran, forward = [], LlamaDecoderLayer.forward
+
+    def counted(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        ran.append(layer)
+        return forward(layer, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", counted)
+    config = LlamaConfig(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_hidden_layers=8)
+    found = [
+        trial.check_head_is_last(LlamaForCausalLM, config, None, decoder_ran=ran_before) for ran_before in (True, False)
+    ]
+    assert found[0] == found[1]
+    assert len(ran) == 2 + 2 * 8
 
 
 def test_refused_before_weights_are_read(tmp_path: Path) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import time
 from pathlib import Path
 from typing import Any
 
-import peft  # noqa: F401  # imported before the CPU seconds are counted, as training imports it anyway
 import pytest
 import torch
-from transformers import Gemma3TextConfig
 
 from finetune.errors import EnvironmentMismatch
 from finetune.probe import probe as probing
@@ -19,7 +15,6 @@ from finetune.probe.probe import probe
 from finetune.recipe.schema import Recipe
 from tests.support.own_model import save_own_model
 from tests.support.recipes import least_recipe
-from tests.support.tiny import save_tiny
 
 CPU = torch.device("cpu")
 
@@ -122,29 +117,3 @@ def test_the_key_covers_what_the_result_follows_from(monkeypatch: pytest.MonkeyP
     assert len(set(keys)) == len(keys) == len(CHANGES) + 8
     assert key_of(least_recipe(data={"max_length": 64})) == keys[0]  # this changes nothing of the model
     assert key_of(least_recipe(model={"attention": "varlen"})) == keys[0]  # which auto is
-
-
-def seconds_of(recipe: Recipe) -> tuple[float, float]:
-    """CPU seconds of the first and of the second time."""
-    seconds = []
-    for _ in range(2):
-        began = time.process_time()
-        probe(recipe, offline=True)
-        seconds.append(time.process_time() - began)
-    return seconds[0], seconds[1]
-
-
-def recipe_for(name: str, folder: Path) -> Recipe:
-    if name == "gemma":
-        (folder / "config.json").write_text(json.dumps(Gemma3TextConfig().to_dict()), "utf-8")
-        name = str(folder)
-    return least_recipe(name, lora={})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B", "gemma"])
-def test_it_costs_three_seconds_at_most_and_nothing_the_second_time(name: str, tmp_path: Path) -> None:
-    probe(least_recipe(save_tiny(tmp_path / "warm"), lora={}))  # what libraries import and set up late
-    first, second = seconds_of(recipe_for(name, tmp_path))
-    assert first < 3.0
-    assert second < 0.1
