@@ -127,8 +127,8 @@ def load_base(
         config = _configuration(recipe, path)
         if (widened := widening(config, recipe)) is not None:
             options["quantization_config"] = widened
-        elif hasattr(config, "quantization_config"):  # the recipe's, which transformers would warn of
-            options.pop("quantization_config")
+        elif getattr(config, "quantization_config", None):  # the recipe's, which transformers would warn of
+            options.pop("quantization_config", None)
         text_only = trained_config(config) is not config
         if text_only:  # other parts may not have the attention that the text gets below
             options["attn_implementation"] = "eager"

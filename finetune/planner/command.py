@@ -241,13 +241,11 @@ def _picked(recipe: Recipe, planned: Planned, gpus: Gpus, file: Path | None) -> 
     return result | {"file": None if file is None else str(file)}, text.rstrip()
 
 
-def pick_in_words(
-    model: str | None, options: PlanOptions, file: Path | None, note: Callable[[str], None] = lambda line: None
-) -> Output:
+def pick_in_words(model: str | None, options: PlanOptions, file: Path | None, note: Callable[[str], None]) -> Output:
     """The best recipe for a model on GPUs, planned by trace; written to `file` where one is named.
 
     Args:
-        note: Told of each variant when it is planned, which takes seconds to a minute.
+        note: Told of each variant when it is planned, which takes seconds to minutes.
 
     Raises DoesNotFit where no variant does, FinetuneError without a model or GPUs.
     """
