@@ -141,3 +141,13 @@ def test_four_bits_are_those_of_the_recipe(tmp_path: Path) -> None:
     model = load_base(least_recipe(base, quantization=right), CPU)
     packed = load_file(base / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
     assert torch.equal(model.get_submodule("model.layers.0.mlp.up_proj").weight, packed)
+
+
+@pytest.mark.parametrize("quantization", [None, {"load_in_4bit": True}])
+def test_a_format_that_is_null_is_none(quantization: dict[str, Any] | None, tmp_path: Path) -> None:
+    base = save_tiny(tmp_path, "llama")
+    file = base / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": None}))
+    model = load_base(least_recipe(base, quantization=quantization), CPU)
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    assert type(layer).__name__ == ("Linear4bit" if quantization else "Linear")
