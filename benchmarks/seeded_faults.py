@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import Fault, write_result
 from benchmarks.faults_of_families import FAULTS_OF_FAMILIES
+from benchmarks.faults_of_gpus import FAULTS_OF_GPUS
 from benchmarks.faults_of_runs import FAULTS_OF_RUNS
 from benchmarks.faults_of_settings import FAULTS_OF_SETTINGS
 
@@ -209,6 +210,7 @@ FAULTS = (
     ),
     *FAULTS_OF_SETTINGS,
     *FAULTS_OF_FAMILIES,
+    *FAULTS_OF_GPUS,
     *FAULTS_OF_RUNS,
 )
 

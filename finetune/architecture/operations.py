@@ -44,6 +44,7 @@ class Watching(TorchDispatchMode):
     def __init__(self, look: Callable[..., None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.look = look
+        self.known: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -51,10 +52,33 @@ class Watching(TorchDispatchMode):
             return torch.zeros((), dtype=args[0].dtype).item()
         if name == "nonzero":
             return args[0].new_empty((0, args[0].ndim), dtype=torch.int64)
-        result = func(*args, **(kwargs or {}))
+        result = self._result(func, args, kwargs or {})
         if self.look is not None:
             self.look(name, func, args, kwargs or {}, result)
         return result
+
+    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the operation answers. torch works out in Python what a sum of two tensors on meta looks like (0.2 ms);
+        layers that are alike ask for the same, so a new tensor is remembered by what it was made of."""
+        schema = func._schema
+        new = not schema.is_mutable and [each.alias_info for each in schema.returns] == [None]
+        key = (func, _form(args), _form(kwargs)) if new else ()
+        if new and (known := self.known.get(key)) is not None:
+            shape, strides, dtype = known
+            return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        result = func(*args, **kwargs)
+        if new and isinstance(result, Tensor) and result.is_meta:
+            self.known[key] = (result.shape, result.stride(), result.dtype)
+        return result
+
+
+def _form(value: Any) -> Any:
+    """All that a result on meta depends on; equal for no two tensors that hold values."""
+    if isinstance(value, Tensor):
+        return (value.shape, value.stride(), value.dtype) if value.is_meta else object()
+    if isinstance(value, dict):
+        return tuple((key, _form(each)) for key, each in value.items())
+    return tuple(map(_form, value)) if isinstance(value, list | tuple) else (type(value), value)
 
 
 def mixes_positions(name: str, func: Any, args: Any, kwargs: Any, result: Any) -> bool:

@@ -76,11 +76,20 @@ def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | No
     return adapted.to(device)
 
 
-def refuse_early(recipe: Recipe) -> nn.Module:
+def plain_structure(recipe: Recipe) -> PreTrainedModel:
+    """The base model on meta, not quantised, with eager attention, which every architecture can be built with."""
+    section = recipe.model.model_copy(update={"attention": "eager"})
+    return structure_alone(recipe.model_copy(update={"model": section, "quantization": None}))
+
+
+def refuse_early(recipe: Recipe, base: PreTrainedModel | None = None) -> nn.Module:
     """The model on meta, before weights are read and data prepared. Raises what `build_model` would raise of the
-    architecture and of the names in `lora`. 1 s of CPU time for Llama 8B with adapters."""
-    section = recipe.model.model_copy(update={"attention": "eager"})  # which every architecture can be built with
-    refuse_unsuitable(structure_alone(recipe.model_copy(update={"model": section, "quantization": None})), recipe)
+    architecture and of the names in `lora`. 1 s of CPU time for Llama 8B with adapters.
+
+    Args:
+        base: The recipe's `plain_structure`, where there is one already.
+    """
+    refuse_unsuitable(base or plain_structure(recipe), recipe)
     widening(_configuration(recipe), recipe)
     return build_model(recipe, torch.device("meta"))
 

@@ -20,7 +20,7 @@ from finetune.launch.signals import die_with_parent
 from finetune.model.known_configs import decoder_config
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe
-from finetune.training.planner_process import PlanRequest
+from finetune.training.planner_process import PLANNER_SWITCH, PlanRequest
 
 if TYPE_CHECKING:
     from finetune.planner.plan_recipe import Planned
@@ -33,7 +33,8 @@ TIGHT_SHARE = 0.5  # of the memory; below it no smaller changes are planned
 def main(argv: Sequence[str]) -> int:
     """Write the answer into the file named; return 0, also where the answer is that there is no plan."""
     die_with_parent(signal.SIGKILL)
-    os.setpriority(os.PRIO_PROCESS, 0, LOWEST_PRIORITY)  # whatever the run's own is, which os.nice would add to
+    if os.environ.get(PLANNER_SWITCH) != "wait":
+        os.setpriority(os.PRIO_PROCESS, 0, LOWEST_PRIORITY)  # whatever the run's own is, which os.nice would add to
     request = read_request(json.load(sys.stdin))
     file = Path(argv[0])
     plan, why, needed = planned(request)

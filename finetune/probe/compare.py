@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -151,7 +151,7 @@ class LibrarySide:
         if not self.wide:
             return model
         set_checkpointing(model, on=False)  # backward would recompute in float32 what forward had in float64
-        return model.double()
+        return doubled(model)
 
     def difference_of(self, model: nn.Module, recipe: Recipe, *, by_logits: bool = False) -> Difference:
         """The same of a model that is built."""
@@ -176,7 +176,7 @@ class LibrarySide:
 
     def widened(self) -> LibrarySide:
         """The same comparison in float64, of the same model: `narrowed` undoes it."""
-        return LibrarySide(self.model.double(), self.documents, self.device, None, self.training, True, self.router)
+        return LibrarySide(doubled(self.model), self.documents, self.device, None, self.training, True, self.router)
 
     def narrowed(self) -> None:
         """In float32 again; the weights are what they were, numbers of bfloat16."""
@@ -190,19 +190,26 @@ class LibrarySide:
         return difference(found, self.expected, exact=self.compute is None)
 
     def _width(self) -> AbstractContextManager[Any]:
-        return _AllInFloat64() if self.wide else nullcontext()
+        return AllInFloat64() if self.wide else nullcontext()
 
     def _precision(self, compute: torch.dtype | None) -> AbstractContextManager[Any]:
         return nullcontext() if compute is None else torch.autocast(self.device.type, compute)
 
 
-class _AllInFloat64(TorchFunctionMode):
+class AllInFloat64(TorchFunctionMode):
     """What a model computes in float32 whatever its weights are (norms, softmax, the loss) is in float64 too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = torch.Tensor.double if func is torch.Tensor.float else func
         wide = {name: _wide(value) for name, value in (kwargs or {}).items()}
         return func(*map(_wide, args), **wide)
+
+
+def doubled(model: nn.Module) -> nn.Module:
+    """The model in float64, its experts one after another: torch's product of all at once knows no float64."""
+    with suppress(ValueError):  # it has none
+        decoder_parts(model).set_experts_implementation("eager")
+    return model.double()
 
 
 def _wide(value: Any) -> Any:

@@ -7,6 +7,7 @@ either says no, it is no. What was found is remembered, so it costs once.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import tempfile
@@ -22,7 +23,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapter_reach import describe_reach, reach
-from finetune.model.build import attention_name, decoder_parts, not_loaded, refuse_early, structure_alone
+from finetune.model.build import attention_name, decoder_parts, not_loaded, plain_structure, refuse_early
 from finetune.model.dtypes import dtype_name
 from finetune.model.known_configs import full_config
 from finetune.model.packaged import resolve_model_path
@@ -145,10 +146,9 @@ def _judged(
 
 def _whole_model(recipe: Recipe, device: torch.device) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model in full on meta, and the facts that are known of it. Raises what `refuse_early` raises."""
-    section = recipe.model.model_copy(update={"attention": "eager"})
     try:
-        base = structure_alone(recipe.model_copy(update={"model": section, "quantization": None}))
-        adapted = refuse_early(recipe)
+        base = plain_structure(recipe)
+        adapted = refuse_early(recipe, base)
         adapters = None if recipe.lora is None else reach(adapted, decoder_parts(adapted), Tensor.numel)
     except FinetuneError:
         raise
@@ -201,12 +201,15 @@ def _on_this_machine(recipe: Recipe, folder: Path) -> Recipe:
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """Leave random numbers, the default format and the libraries' messages as they were, and the GPU's memory free."""
     gpus = [device] if device.type == "cuda" else []
-    disabled = logging.root.manager.disable
+    disabled, collected = logging.root.manager.disable, gc.isenabled()
     logging.disable(logging.WARNING)
+    gc.disable()  # thousands of modules are made: it would look through all that is imported, again and again
     try:
         with silenced(), torch.random.fork_rng(devices=gpus), torch.enable_grad():
             yield
     finally:
         logging.disable(disabled)
+        if collected:
+            gc.enable()
         if gpus:
             torch.cuda.empty_cache()

@@ -27,7 +27,7 @@ from finetune.model.packaged import weights_are_here
 from finetune.model.quantization import check_sharded_quantization
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import KIND_OF_TYPE, Strategy, read_strategy
-from finetune.strategies.gpu_needs import check_gpus
+from finetune.strategies.gpu_needs import check_gpus, go_around_peers
 from finetune.strategies.loss_scaling import scale_losses_on_cpu
 from finetune.strategies.zero import zero_environment, zero_plugin
 from finetune.strategies.zero_requirements import compile_engine, require_engine, silenced_deepspeed
@@ -160,6 +160,8 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
     EnvironmentMismatch when strategy, world size or precision in force differ from those asked for.
     """
     on_cpu = launch.on_cpu or not torch.cuda.is_available()
+    if not on_cpu and launch.world_size > 1:
+        go_around_peers(launch)
     process_group = InitProcessGroupKwargs(timeout=collective_timeout(recipe))
     if strategy.shards_optimizer_state:
         for key, value in ALONE.items():

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from finetune.errors import FinetuneError
 from finetune.launch.launcher import Launch
+from finetune.launch.rendezvous import collective_timeout
 from finetune.model.build import build_model, decoder_parts, structure_alone
 from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import make_optimizer
@@ -66,7 +67,7 @@ def assemble(
     cannot be made of fake tensors. `launch` decides how many cores quantising uses; None: those it has.
     """
     if strategy.shards_modules:
-        mesh = mesh or make_mesh(strategy, accelerator.device)
+        mesh = mesh or make_mesh(strategy, accelerator.device, collective_timeout(recipe))
         return _sharded(recipe, strategy, accelerator, _build_on_rank_0(recipe, build, launch), mesh)
     if strategy.uses_engine:
         return _under_zero(recipe, strategy, accelerator, build, launch)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,12 @@ SHARDS = "shards"  # the mesh dimension over which a tensor is sharded
 COPIES = "copies"  # HSDP: the dimension over which the shards are replicated
 
 
-def make_mesh(strategy: Strategy, device: torch.device) -> DeviceMesh:
+def make_mesh(strategy: Strategy, device: torch.device, timeout: timedelta | None = None) -> DeviceMesh:
     """The ranks in order: [shards], or [copies, shards] under HSDP, one copy a node unless the file sets a number.
+
+    Args:
+        timeout: How long a rank waits for the others of its copy or its shard; None: the backend's own. [shards] is the
+            process group that there is, with its own.
 
     Raises EnvironmentMismatch when the ranks cannot be laid out so.
     """
@@ -42,7 +47,16 @@ def make_mesh(strategy: Strategy, device: torch.device) -> DeviceMesh:
             f"accelerate_config: {strategy.name} shards within a node and repeats between nodes; {world} ranks make "
             f"{copies} such copies; launch on several nodes, set parallelism_config_dp_replicate_size, or take fsdp2"
         )
-    return init_device_mesh(device.type, (copies, world // copies), mesh_dim_names=(COPIES, SHARDS))
+    # Not by init_device_mesh, whose groups give up after NCCL's ten minutes, whatever the recipe says.
+    ranks = torch.arange(world).reshape(copies, world // copies)
+    groups = [_own_group(lines.tolist(), timeout) for lines in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=(COPIES, SHARDS))
+
+
+def _own_group(lines: list[list[int]], timeout: timedelta | None) -> dist.ProcessGroup:
+    """A group for each list of ranks; this rank's. Every rank makes all of them, in the same order."""
+    made: list[dist.ProcessGroup] = [dist.new_group(line, timeout=timeout) for line in lines]
+    return next(group for group, line in zip(made, lines, strict=True) if dist.get_rank() in line)
 
 
 def shard_model(

@@ -1,10 +1,13 @@
-"""What a recipe needs of the GPUs it runs on: number formats that they compute in themselves."""
+"""What a recipe needs of its GPUs: number formats that they compute in themselves, and a way from one to another."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 
 import torch
+from accelerate.utils import check_cuda_p2p_ib_support
 
 from finetune.architecture.attention import AMPERE
 from finetune.errors import EnvironmentMismatch
@@ -29,6 +32,24 @@ def check_gpus(recipe: Recipe, launch: Launch) -> None:
         f"{key}: bfloat16 begins with compute capability 8.0 (Ampere), {torch.cuda.get_device_name(f'cuda:{index}')} "
         f"has {capability[0]}.{capability[1]} and would emulate it; set {' '.join(remedies)}"
     )
+
+
+def go_around_peers(launch: Launch) -> None:
+    """Where GPUs cannot reach each other's memory, tell NCCL before it asks: RTX 40 cards under an old driver.
+
+    `accelerate launch` sets these for its ranks; under torchrun, srun and `finetune train` Accelerate would raise an
+    error that names them.
+    """
+    missing = [name for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in os.environ]
+    if not missing or check_cuda_p2p_ib_support():
+        return
+    os.environ.update(dict.fromkeys(missing, "1"))
+    if launch.is_main:
+        print(
+            f"these GPUs' driver gives them no way to each other's memory: {'=1 and '.join(missing)}=1 set, so copies "
+            "between them pass through the host; a driver from 550.40.07 on is faster",
+            file=sys.stderr,
+        )
 
 
 def _without_bfloat16(recipe: Recipe) -> Iterator[str]:

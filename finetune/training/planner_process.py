@@ -10,6 +10,7 @@ fails leaves a result that says why there is no plan.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -24,7 +25,8 @@ from finetune.files import TEMPORARY_PREFIX
 from finetune.launch.launcher import environment_for_child
 
 RESULT_FILE = f"{TEMPORARY_PREFIX}plan.json"  # in the run's folder; should it stay behind, the next start deletes it
-PLANNER_SWITCH = "FINETUNE_PLANNER"  # off: no planner during the run
+# off: no planner during the run; wait: the run ends when the plan is there, and the planner has the run's priority
+PLANNER_SWITCH = "FINETUNE_PLANNER"
 PLANNER_TIMEOUT = 60  # seconds to wait for its result when the run ends
 POLL_SECONDS = 0.05
 
@@ -76,12 +78,14 @@ class PlannerProcess:
             pipe.write(json.dumps(asdict(request)).encode())
 
     def result(self, timeout: float = 0.0, *, with_changes: bool = False) -> Mapping[str, Any]:
-        """Waits up to `timeout` seconds for the plan; `with_changes` for the changes too. Never raises.
+        """Waits up to `timeout` seconds for the plan, where there are any without end under FINETUNE_PLANNER=wait;
+        `with_changes` for the changes too. Never raises.
 
         `plan`: the JSON of finetune plan, or null and `why`; `changes`: key=value and bytes of each change that would
         take less, null until they are known.
         """
-        deadline = time.monotonic() + timeout
+        patient = timeout > 0 and os.environ.get(PLANNER_SWITCH) == "wait"
+        deadline = math.inf if patient else time.monotonic() + timeout
         while True:
             running = self._process is not None and self._process.poll() is None  # looked at before its file is
             result = self._read()

@@ -145,7 +145,9 @@ def test_the_text_part_is_merged_into_the_whole_multimodal_model(tmp_path: Path,
     whole, info = AutoModelForImageTextToText.from_pretrained(folder, dtype="auto", output_loading_info=True)
     assert not any(info.values())
     tuned = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(base), str(run / "adapter"))
-    torch.testing.assert_close(logits(whole.eval()), logits(tuned.eval()), rtol=1e-4, atol=1e-4)
+    # In float64, for in float32 a delta rule (Qwen 3.5) rounds by more than this on some CPUs.
+    merged, beside = (logits(model.eval().double()) for model in (whole, tuned))
+    torch.testing.assert_close(merged, beside, rtol=1e-4, atol=1e-4)
     assert (folder / "preprocessor_config.json").is_file()
 
 

@@ -24,7 +24,8 @@ class Tty(io.StringIO):
 
 def shown(monkeypatch: pytest.MonkeyPatch, width: int, steps: int = 40, **changes: Any) -> str:
     """The last line drawn on a terminal of `width` columns."""
-    monkeypatch.setattr(metrics.shutil, "get_terminal_size", lambda: os.terminal_size((width, 24)))
+    # With any arguments: under -v pytest itself asks for the width, before the patch is undone.
+    monkeypatch.setattr(metrics.shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((width, 24)))
     stream, now = Tty(), [0.0]
     terminal = Terminal(1345, silent=False, stream=stream, clock=lambda: now[0])
     for step in range(1, steps + 1):

@@ -15,6 +15,7 @@ from finetune.planner.constants import CUBLAS_WORKSPACE
 from finetune.planner.depth.extrapolate import extrapolate, with_layers
 from finetune.planner.trace.cuda_dispatch import autocast_list
 from finetune.planner.trace.fake_device import DEVICE_NAME, pretend_device
+from finetune.planner.trace.fake_model import no_data
 from finetune.planner.trace.kernel_workspaces import WORKSPACES
 from finetune.planner.trace.timeline import PhaseMemory, Timeline
 from finetune.planner.trace.trace import trace
@@ -95,6 +96,23 @@ def test_attention_is_by_the_kernel_that_cuda_takes(
         node = node.next_functions[0][0] if node.name().startswith("Alias") else node
         assert kernel in node.name()
         assert (output.shape, output.dtype) == (query.shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.float16])
+def test_products_of_experts_are_planned_in_every_format(dtype: torch.dtype) -> None:
+    """Forward and backward, of one shape with those in bfloat16: experts in full training are float32 masters."""
+
+    def shapes(dtype: torch.dtype) -> list[tuple[Any, ...]]:
+        with no_data(0.0, masks=False):
+            tokens, experts = tensor(24, 16, dtype=dtype), tensor(4, 16, 32, dtype=dtype)
+            ends = tensor(4, dtype=torch.int32)
+            output = F.grouped_mm(tokens.requires_grad_(), experts.requires_grad_(), offs=ends)
+            output.backward(torch.empty_like(output))
+            found = [output, tokens.grad, experts.grad, F.grouped_mm(experts, experts.mT)]
+            return [(each.shape, each.dtype == dtype, each.device) for each in found if each is not None]
+
+    assert shapes(dtype) == shapes(BF16)
+    assert len(shapes(dtype)) == 4
 
 
 def test_workspaces_by_hand() -> None:

@@ -70,7 +70,7 @@ sys.exit(cells.main(sys.argv[1:]))
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_grad_op", "ddp"])
 def test_the_plan_is_the_run(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PLANNER_SWITCH, "on")
+    monkeypatch.setenv(PLANNER_SWITCH, "wait")
     recipe = write_measured(tmp_path)
     words = [f"accelerate_config={strategy}"]
     program = tmp_path / "program.py"

@@ -126,6 +126,17 @@ def test_one_that_is_not_done_is_not_waited_for(tmp_path: Path, monkeypatch: pyt
     assert time.monotonic() - began < 5
 
 
+def test_one_is_waited_for_where_that_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nsleep 1\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv(PLANNER_SWITCH, "wait")
+    monkeypatch.setattr(sys, "executable", str(slow))
+    with planner_process(REQUEST, tmp_path) as planner:
+        assert planner.result()["why"] == "the planner has not answered yet"  # where the run is in its midst
+        assert planner.result(0.01)["why"] == "the planner ended with 0"
+
+
 def test_it_can_be_turned_off_and_other_ranks_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PLANNER_SWITCH, "off")
     with planner_process(REQUEST, tmp_path) as planner:
@@ -178,7 +189,7 @@ def test_no_planner_outlives_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_plan_is_the_run_to_the_byte(
     changed: dict[str, Any], write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(PLANNER_SWITCH, "on")
+    monkeypatch.setenv(PLANNER_SWITCH, "wait")
     if "data" in changed:
         changed["data"]["train"] = json.loads(write().read_text())["data"]["train"]
     recipe = write(**changed)

@@ -20,6 +20,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.probe.compare import EXACT
 from finetune.probe.probe import ProbeResult, probe
 from finetune.recipe.schema import Recipe
+from tests.support.architectures import save_shaken
 from tests.support.mixtures import save_mixture
 from tests.support.own_model import save_own_model
 from tests.support.recipes import least_recipe
@@ -152,6 +153,17 @@ def test_rounding_is_told_from_a_difference_in_float64(tmp_path: Path) -> None:
     found = probe(least_recipe(folder, lora=None, model={"trust_remote_code": True}))
     assert found.facts["precision"] == "float64"
     assert worst_of(found) <= EXACT
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mixtral"])
+def test_experts_are_computed_in_float64_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rounding is beyond the bound, as a delta rule's is on some CPUs; torch's product of all experts at once
+    knows no float64."""
+    monkeypatch.setattr("finetune.probe.compare.EXACT", 1e-10)
+    save_shaken(name, tmp_path)
+    found = probe(least_recipe(tmp_path, lora=None))
+    assert found.facts["precision"] == "float64"
+    assert worst_of(found) <= 1e-10
 
 
 def test_in_16_bits_the_librarys_own_error_is_the_measure(narrow: Path, tmp_path: Path) -> None:

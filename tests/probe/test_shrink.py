@@ -78,6 +78,18 @@ def test_weights_make_biases_norms_and_sinks_matter_and_are_drawn_alike(tmp_path
     assert all(torch.equal(one, other) for one, other in matrices)
 
 
+def test_decays_that_stay_as_they_begin_are_the_same_in_every_process(tmp_path: Path) -> None:
+    """A_log and its like begin at random numbers, to which `draw_weights` adds its own."""
+    drawn = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.random.get_rng_state()
+        folder = next(small_models(whole("qwen3_next"), tmp_path / str(seed))).folder
+        assert torch.equal(torch.random.get_rng_state(), before)
+        drawn.append(AutoModelForCausalLM.from_pretrained(folder).state_dict())
+    assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
+
+
 def test_numbers_are_chosen_by_name_else_by_size() -> None:
     known = {"hidden_size": 1024, "n_head": 16, "n_inner": 4096, "made_up": 300, "attention_dropout": 0.1}
     small = with_small_sizes(known, next(factors(known)))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +29,8 @@ from finetune.training.batch_plan import plan_batches
 from finetune.training.loop import evaluate
 from tests.support.one_rank import CPU, OneRank, as_before, half_recipe, one_rank
 from tests.support.tiny import Documents, flat_batch, save_tiny
+
+SIZE_OF_COPIES = "parallelism_config_dp_replicate_size"
 
 
 def look(rank: OneRank) -> None:
@@ -146,7 +149,7 @@ def test_every_rank_gets_its_rows_and_each_row_is_written_once(world: int, copie
     base = save_tiny(tmp_path / "base", "qwen3", tie_word_embeddings=copies > 1)
     requested, strategy = half_recipe(base, tmp_path, "fsdp2"), read_strategy("fsdp2")
     if copies > 1:
-        sizes = {"parallelism_config": {"parallelism_config_dp_replicate_size": copies}}
+        sizes = {"parallelism_config": {SIZE_OF_COPIES: copies}}
         strategy = replace(strategy, settings=strategy.settings | sizes)
     shards, ranks = world // copies, Scattered()
     full = {name: tensor.detach() for name, tensor in build_model(requested, CPU).named_parameters()}
@@ -178,7 +181,7 @@ def test_copies_are_the_outer_dimension(
 ) -> None:
     """Rank 5 of 8. 0 means one copy a node, of four ranks here."""
     strategy = read_strategy("fsdp2")
-    sizes = {"parallelism_config": {"parallelism_config_dp_replicate_size": copies}}
+    sizes = {"parallelism_config": {SIZE_OF_COPIES: copies}}
     if copies is not None:
         strategy = replace(strategy, settings=strategy.settings | sizes)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -188,9 +191,29 @@ def test_copies_are_the_outer_dimension(
         assert tuple(mesh.get_coordinate() or ()) == place
 
 
+def test_ranks_of_a_copy_and_of_a_shard_wait_as_long_as_the_run_says() -> None:
+    """NCCL's own groups give up after ten minutes."""
+    strategy = read_strategy("fsdp2")
+    strategy = replace(strategy, settings=strategy.settings | {"parallelism_config": {SIZE_OF_COPIES: 2}})
+    patience = timedelta(seconds=7)
+    with Scattered().rank(5, 8), mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
+        mesh = make_mesh(strategy, CPU, patience)
+        own = [dist.get_process_group_ranks(mesh.get_group(name)) for name in mesh.mesh_dim_names or ()]
+    assert own == [[1, 5], [4, 5, 6, 7]]
+    assert [call.args[0] for call in made.call_args_list] == [
+        [0, 4],
+        [1, 5],
+        [2, 6],
+        [3, 7],
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
+    assert {call.kwargs["timeout"] for call in made.call_args_list} == {patience}
+
+
 @pytest.mark.parametrize("copies", [3, 8])
 def test_ranks_that_make_no_copies_are_refused(copies: int) -> None:
-    sizes = {"parallelism_config": {"parallelism_config_dp_replicate_size": copies}}
+    sizes = {"parallelism_config": {SIZE_OF_COPIES: copies}}
     strategy = read_strategy("fsdp2")
     strategy = replace(strategy, settings=strategy.settings | sizes)
     with Scattered().rank(0, 8), pytest.raises(EnvironmentMismatch, match="parallelism_config_dp_replicate_size"):

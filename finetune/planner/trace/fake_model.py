@@ -31,8 +31,9 @@ from finetune.tokens.batches import MicroBatch
 OnParameter = Callable[[nn.Parameter], None]
 
 
-class _HostReads(TorchDispatchMode):
-    """Answers each read of a fake tensor's value, which it does not have. torch's device meshes are real tensors.
+class _Answers(TorchDispatchMode):
+    """Answers each read of a fake tensor's value, which it does not have, and what torch's fakes refuse and GPUs
+    compute. torch's device meshes are real tensors.
 
     `all` is answered yes (transformers: are positions those of one document?), `any` no (DeepSpeed: is a norm not
     finite?).
@@ -49,10 +50,25 @@ class _HostReads(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             # DeepSpeed's ranks exchange one byte that says whether a gradient overflowed.
             return 0 if args[0].dtype == torch.uint8 or args[0] is self._any() else self._answer
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return _experts_product(*args[:3], **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.any.default:
             self._any = weakref.ref(result)
         return result
+
+
+def _experts_product(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None = None) -> torch.Tensor:
+    """An empty result of `grouped_mm` in float32 or float16, which transformers asks of every GPU from Ampere on
+    (integrations/moe.py), while torch 2.13's fake of the operation knows bfloat16 alone.
+
+    [tokens, in] x [experts, in, out] -> [tokens, out]; [in, tokens] x [tokens, out] -> [experts, in, out]; with the
+    experts in `left`: [experts, out, in] x [in, tokens] -> [out, tokens].
+    """
+    if left.ndim == right.ndim == 2:
+        assert offs is not None
+        return left.new_empty(len(offs), left.shape[0], right.shape[1])
+    return left.new_empty(*left.shape[-2 if right.ndim == 2 else 0 : -1], right.shape[-1])
 
 
 class SharedFakeMode(FakeTensorMode):
@@ -82,7 +98,7 @@ def no_data(host_reads: float, *, masks: bool) -> Iterator[FakeTensorMode]:
     with warnings.catch_warnings(), ExitStack() as stack:
         # Accelerate reads parameters' addresses to match the optimizer's; assemble.py does that itself.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        for context in (*patches, mode, _HostReads(host_reads)):
+        for context in (*patches, mode, _Answers(host_reads)):
             stack.enter_context(context)
         yield mode
 

@@ -1,0 +1,110 @@
+"""What a start asks of Accelerate, DeepSpeed and the planner on a machine with GPUs, told by a machine without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.finished_run.load import best_device
+from finetune.probe.judge import precision_on
+from finetune.probe.remembered import device_kind
+from finetune.recipe.strategy import read_strategy
+from finetune.strategies import accelerator as accelerators
+from finetune.strategies.accelerator import build_accelerator, device_of
+from finetune.training.memory_report import describe_memory, memory_facts
+from tests.support import launching
+from tests.support.recipes import least_recipe
+
+GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
+TWO = replace(launching.ALONE, world_size=2, local_world_size=2, rank=1, local_rank=1)
+
+
+class Asked(Exception):
+    """What Accelerate was asked for."""
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs, as far as torch is asked for their number, names and abilities."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, torch.device(device).index))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Card {torch.device(device).index}")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # set by a start on a CPU, and to be put back
+    monkeypatch.delenv("DS_ACCELERATOR")
+
+
+def asked_of_accelerate(monkeypatch: pytest.MonkeyPatch, name: str, **changes: Any) -> dict[str, Any]:
+    def accelerator(**settings: Any) -> None:
+        raise Asked(settings)
+
+    monkeypatch.setattr(accelerators, "Accelerator", accelerator)
+    with pytest.raises(Asked) as asked:
+        build_accelerator(least_recipe("x", **changes), read_strategy(name), TWO)
+    settings: dict[str, Any] = asked.value.args[0]
+    return settings
+
+
+@pytest.mark.usefixtures("gpus")
+def test_ranks_on_gpus_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, backend in {"ddp": None, "fsdp2": None, "fsdp2_offload": "cpu:gloo,cuda:nccl"}.items():
+        settings = asked_of_accelerate(monkeypatch, name)
+        _, group = settings["kwargs_handlers"]
+        assert (settings["cpu"], settings["deepspeed_plugin"]) == (False, None)
+        # None: Accelerate's own choice, nccl. Gradients in host memory are reduced there, so both are needed.
+        assert group.to_kwargs().get("backend") == backend, name
+        assert (settings["fsdp_plugin"] is not None) == (name != "ddp")
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"])
+def test_the_engine_overlaps_and_pins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed")
+    settings = asked_of_accelerate(monkeypatch, name, training={"per_device_batch_size": 1})
+    section = settings["deepspeed_plugin"].deepspeed_config["zero_optimization"]
+    assert (settings["cpu"], section["overlap_comm"]) == (False, True)
+    offloaded = {key: value["pin_memory"] for key, value in section.items() if key.startswith("offload_")}
+    assert offloaded == (dict.fromkeys(offloaded, True) if "offload" in name else {})
+    assert bool(offloaded) == ("offload" in name)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_rank_computes_on_its_own_gpu() -> None:
+    assert device_of(TWO) == GPU
+    assert device_of(replace(TWO, on_cpu=True)) == CPU
+    assert best_device().type == "cuda"
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_probe_is_remembered_for_the_very_card() -> None:
+    assert device_kind(GPU) == "Card 1 9.1"
+    assert device_kind(torch.device("cuda", 0)) != device_kind(GPU)
+    assert device_kind(CPU) == "cpu"
+
+
+def test_a_probe_computes_as_the_run_does_there() -> None:
+    for training, expected in (
+        ({"mixed_precision": "bf16"}, torch.bfloat16),
+        ({"mixed_precision": "fp16"}, torch.float16),
+        ({"mixed_precision": "no"}, None),
+        ({"pure_bf16": True, "mixed_precision": "bf16"}, torch.bfloat16),
+    ):
+        recipe = least_recipe("x", training=training)
+        assert precision_on(recipe, GPU) == expected
+        assert precision_on(recipe, CPU) is None
+
+
+def test_memory_is_told_by_cudas_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 << 30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 6 << 30)
+    phases: Any = {"step": SimpleNamespace(peak_bytes=4 << 30, allocated_bytes=3 << 30)}
+    facts = memory_facts({"plan": None, "why": "off"}, phases, GPU)
+    assert facts["measured"]["by"] == "CUDA's allocator"
+    assert facts["measured"]["reserved_bytes"] == 6 << 30
+    assert "CUDA's allocator 6.000" in describe_memory(facts)
+    on_cpu = memory_facts({"plan": None, "why": "off"}, phases, CPU)["measured"]
+    assert (on_cpu["by"], on_cpu["reserved_bytes"]) == ("live tensors", None)
