@@ -17,6 +17,7 @@ from finetune.strategies import accelerator as accelerators
 from finetune.strategies.accelerator import build_accelerator, device_of
 from finetune.training.memory_report import describe_memory, memory_facts
 from tests.support import launching
+from tests.support.one_rank import as_before
 from tests.support.recipes import least_recipe
 
 GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
@@ -43,7 +44,7 @@ def asked_of_accelerate(monkeypatch: pytest.MonkeyPatch, name: str, **changes: A
         raise Asked(settings)
 
     monkeypatch.setattr(accelerators, "Accelerator", accelerator)
-    with pytest.raises(Asked) as asked:
+    with as_before(), pytest.raises(Asked) as asked:
         build_accelerator(least_recipe("x", **changes), read_strategy(name), TWO)
     settings: dict[str, Any] = asked.value.args[0]
     return settings
