@@ -23,6 +23,7 @@ LONG = ("test_strategies.py", "test_shipped_batches.py", "test_as_written.py")  
 # A trace's device has to be there before a process's first backward, which then starts threads for it; a process that
 # has them cannot fork ranks. So tests/planner/ is run by another pytest, when the other tests are over.
 TRACING = Path(__file__).parent / "planner"
+LAUNCHERS = ("ACCELERATE_", "FSDP_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "DS_", "NCCL_")
 ASKED, LEFT_OUT = pytest.StashKey[list[str]](), pytest.StashKey[list[str]]()
 
 
@@ -89,6 +90,22 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny Llama (float32 safetensors) and its tokenizer. Read-only: shared by the session."""
     return save_tiny(tmp_path_factory.mktemp("tiny_llama"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """A launcher's variables and a process group that a test leaves would decide what the next one runs under."""
+    before = _of_a_launcher()
+    yield
+    assert _of_a_launcher() == before, "give them back: tests/support/one_rank.py as_before"
+
+
+def _of_a_launcher() -> dict[str, str]:
+    """This process's variables that launchers and Accelerate set, and whether it has a process group."""
+    found = {name: value for name, value in os.environ.items() if name.startswith(LAUNCHERS)}
+    if (torch := sys.modules.get("torch.distributed")) is not None and torch.is_initialized():
+        found["process group"] = f"of {torch.get_world_size()}"
+    return found
 
 
 @pytest.fixture

@@ -113,12 +113,17 @@ def test_a_planner_that_dies_is_an_answer(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
 
 
+def slow_planner(folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: int) -> None:
+    """Instead of the planner a process that takes so long and answers nothing."""
+    script = folder / "slow"
+    script.write_text(f"#!/bin/sh\nsleep {seconds}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+
+
 def test_one_that_is_not_done_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = tmp_path / "slow"
-    slow.write_text("#!/bin/sh\nsleep 60\n")
-    slow.chmod(0o755)
+    slow_planner(tmp_path, monkeypatch, seconds=60)
     monkeypatch.setenv(PLANNER_SWITCH, "on")
-    monkeypatch.setattr(sys, "executable", str(slow))
     began = time.monotonic()
     with planner_process(REQUEST, tmp_path) as planner:
         assert planner.result()["why"] == "the planner has not answered yet"
@@ -127,11 +132,8 @@ def test_one_that_is_not_done_is_not_waited_for(tmp_path: Path, monkeypatch: pyt
 
 
 def test_one_is_waited_for_where_that_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = tmp_path / "slow"
-    slow.write_text("#!/bin/sh\nsleep 1\n")
-    slow.chmod(0o755)
+    slow_planner(tmp_path, monkeypatch, seconds=1)
     monkeypatch.setenv(PLANNER_SWITCH, "wait")
-    monkeypatch.setattr(sys, "executable", str(slow))
     with planner_process(REQUEST, tmp_path) as planner:
         assert planner.result()["why"] == "the planner has not answered yet"  # where the run is in its midst
         assert planner.result(0.01)["why"] == "the planner ended with 0"
