@@ -23,7 +23,7 @@ LONG = ("test_strategies.py", "test_shipped_batches.py", "test_as_written.py")  
 # A trace's device has to be there before a process's first backward, which then starts threads for it; a process that
 # has them cannot fork ranks. So tests/planner/ is run by another pytest, when the other tests are over.
 TRACING = Path(__file__).parent / "planner"
-LAUNCHERS = ("ACCELERATE_", "FSDP_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "DS_", "NCCL_")
+LAUNCHERS = ("ACCELERATE_", "FSDP_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "NCCL_")
 ASKED, LEFT_OUT = pytest.StashKey[list[str]](), pytest.StashKey[list[str]]()
 
 
