@@ -1,0 +1,119 @@
+"""Whole runs on a GPU that is the host: start, probe, worst step, steps, samples, saving, a stop, resuming and export take
+the branches that they take on CUDA, and the curve is the CPU's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetune import train
+from finetune.files import read_lines
+from finetune.training import session
+from tests.support.launching import REPOSITORY, TORCHRUN
+from tests.support.one_rank import as_before
+from tests.support.pretend_cuda import pretended_cuda
+from tests.support.recipes import write_recipe
+from tests.support.soak_resume import fingerprint, write_resume_recipe
+
+RANKS = "ddp", "fsdp2", "fsdp2_offload"
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As launchers set it: what a run does with the host's cores is its own decision."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def recipe_of(folder: Path, **changes: Any) -> Path:
+    recipe = write_resume_recipe(folder, steps=4, dropout=0.1)
+    content = json.loads(recipe.read_text())
+    content["training"] |= changes
+    return write_recipe(folder, content | {"save_steps": 2})
+
+
+def run(recipe: Path, run_dir: Path) -> int:
+    with as_before():
+        return train.main([str(recipe), f"output_dir={run_dir}", "accelerate_config=single"])
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(run_dir / "metrics.jsonl") if line["kind"] in ("train", "eval")]
+
+
+def receipt(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / "receipt.json").read_text("utf-8"))
+    return found
+
+
+def test_the_curve_is_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(tmp_path)
+    assert run(recipe, tmp_path / "cpu") == 0
+    with monkeypatch.context() as patches, pretended_cuda(patches):
+        assert run(recipe, tmp_path / "gpu") == 0
+    assert losses(tmp_path / "gpu") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
+    on_gpu, on_cpu = receipt(tmp_path / "gpu"), receipt(tmp_path / "cpu")
+    assert (on_gpu["device"], on_gpu["pinned_memory"], on_gpu["sharding"]["weights_on"]) == ("cuda", True, ["cuda"])
+    assert (on_cpu["device"], on_cpu["pinned_memory"]) == ("cpu", False)
+    assert on_gpu["memory"]["measured"]["by"] == "CUDA's allocator"
+
+
+def test_a_run_in_bfloat16_that_broke_off_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(tmp_path, mixed_precision="bf16")
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the export broke")
+
+    with monkeypatch.context() as patches, pretended_cuda(patches):
+        assert run(recipe, tmp_path / "whole") == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(session, "export", broken)
+            with pytest.raises(RuntimeError, match="the export broke"):
+                run(recipe, tmp_path / "again")
+        assert run(recipe, tmp_path / "again") == 0
+    assert fingerprint(tmp_path / "again") == fingerprint(tmp_path / "whole")
+    assert receipt(tmp_path / "whole")["probe"]["precision"] == "bfloat16"
+    assert receipt(tmp_path / "whole")["attention"] == "varlen"
+
+
+def ranks(recipe: Path, run_dir: Path, way: str) -> subprocess.Popen[bytes]:
+    words = [*TORCHRUN, "--nproc_per_node", "2", "--master_port", "0", "tests/support/pretend_cuda.py", str(recipe)]
+    with run_dir.with_suffix(".log").open("ab") as log:
+        return subprocess.Popen(
+            [*words, f"output_dir={run_dir}", f"accelerate_config={way}"],
+            cwd=REPOSITORY,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", RANKS)
+def test_two_gpus_killed_and_resumed(way: str, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    assert run(recipe, tmp_path / "cpu") == 0
+    assert ranks(recipe, tmp_path / "whole", way).wait(600) == 0, (tmp_path / "whole.log").read_text()
+    assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
+    process, killed = ranks(recipe, tmp_path / "killed", way), tmp_path / "killed"
+    while process.poll() is None and not (killed / "checkpoints" / "step-00000002").exists():
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert ranks(recipe, killed, way).wait(600) == 0, (tmp_path / "killed.log").read_text()
+    assert fingerprint(killed) == fingerprint(tmp_path / "whole")
+    offloaded = "offload" in way
+    assert receipt(killed)["sharding"]["weights_on"] == (["cpu"] if offloaded else ["cuda"])
