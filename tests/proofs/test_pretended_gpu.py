@@ -1,5 +1,7 @@
-"""Whole runs on a GPU that is the host: start, probe, worst step, steps, samples, saving, a stop, resuming and export take
-the branches that they take on CUDA, and the curve is the CPU's."""
+"""Whole runs on a GPU that is the host: from the start to the export they take the branches that they take on CUDA.
+
+The curve is the CPU's, and a run that broke off goes on as if nothing had happened.
+"""
 
 from __future__ import annotations
 

@@ -20,8 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-import finetune.training.session  # before torch pretends: libraries look for kernels when they are imported
 import tests.support.varlen_stand_in
+from finetune.training import session
+
+# Both were needed before torch pretends: libraries look for kernels when they are imported.
+assert session
+assert tests.support.varlen_stand_in
 
 GPU, HOST = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))), torch.device("cpu")
 MEMORY = 80 << 30
@@ -30,8 +34,11 @@ _IS_CUDA: Any = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 
 
 class OnTheHost(TorchFunctionMode):
-    """Tensors asked for on the GPU are made on the host, and say that they are on the GPU. What is asked for on the host
-    is marked so, with what is computed of such tensors alone; what torch makes inside of an operation is the GPU's."""
+    """Tensors asked for on the GPU are made on the host, and say that they are on the GPU.
+
+    What is asked for on the host is marked so, with what is computed of such tensors alone; what torch makes inside of
+    an operation is the GPU's.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

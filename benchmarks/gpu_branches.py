@@ -1,0 +1,52 @@
+"""Which of the package's questions for a GPU the tests have answered both ways, on a machine that has none.
+
+python benchmarks/gpu_branches.py        (ten minutes: the default tests that come to such a question)
+
+A question is `device.type == "cuda"` and the like, `torch.cuda.is_available()` or `on_cpu`; a GPU's answer comes from
+stand-ins (tests/support/pretend_cuda.py, the planner's pretended device). Those that remain are named with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
+
+from benchmarks.common import write_result
+from tests.support.gpu_branches import FILE, all_questions
+
+TESTS = """strategies measure architecture/test_attention.py architecture/test_varlen_kernel.py model/test_optimizer.py
+model/test_quantization.py launch probe/test_judge.py probe/test_remembered.py preflight/test_doctor.py tokens/test_batches.py
+preflight/test_compare.py finished_run/test_evaluate.py training/test_worst_step.py training/test_loop.py cli/test_train_verb.py
+proofs/test_pretended_gpu.py""".split()
+
+
+def main() -> int:
+    """Run the tests, and write and print which answers were heard."""
+    heard: dict[str, set[bool]] = {name: set() for name in all_questions()}
+    for tests in (TESTS, ["planner"]):
+        for name, answers in answers_of(tests).items():
+            heard[name] |= set(answers)
+    only = {name: sorted(answers) for name, answers in heard.items() if len(answers) < 2}
+    print(f"{len(heard)} questions, {len(heard) - len(only)} answered both ways; the others and their answers:")
+    print("\n".join(f"{name}: {answers}" for name, answers in only.items()))
+    print(write_result("gpu_branches", {"questions": list(heard), "answered_one_way": only}))
+    return 0
+
+
+def answers_of(tests: list[str]) -> dict[str, list[bool]]:
+    """What the questions of one pytest were answered."""
+    with tempfile.NamedTemporaryFile() as file:
+        words = [sys.executable, "-m", "pytest", "-p", "tests.support.gpu_branches", "-n0", "-q"]
+        subprocess.run([*words, *(f"tests/{name}" for name in tests)], cwd=ROOT, env=os.environ | {FILE: file.name})
+        answers: dict[str, list[bool]] = json.loads(Path(file.name).read_text("utf-8"))
+    return answers
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Where the package asks whether it is on a GPU, and what the answers were while tests ran.
+
+    pytest -p tests.support.gpu_branches -n0 tests/strategies ...
+
+writes the answers to the file that GPU_BRANCHES names: benchmarks/gpu_branches.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE, FILE = "finetune", "GPU_BRANCHES"
+answers: dict[str, set[bool]] = {}
+
+
+def questions(tree: ast.AST, place: str = "") -> Iterator[tuple[str, ast.expr]]:
+    """Each expression that asks for the kind of the device, with the function that it is in and its own text."""
+    for node in ast.iter_child_nodes(tree):
+        inner = place
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            inner = f"{place}.{node.name}".lstrip(".")
+        if isinstance(node, ast.expr) and _asks(node):
+            yield f"{inner}: {ast.unparse(node)}", node
+        else:
+            yield from questions(node, inner)
+
+
+def _asks(node: ast.expr) -> bool:
+    """`device.type == "cuda"` and the like, `torch.cuda.is_available()`, `on_cpu` where it decides."""
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        kinds = [side for side in sides if isinstance(side, ast.Constant) and side.value in ("cuda", "cpu")]
+        return bool(kinds) and any("type" in ast.unparse(side) for side in sides)
+    if isinstance(node, ast.Call):
+        return ast.unparse(node) == "torch.cuda.is_available()"
+    named = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load)
+    return named and ast.unparse(node).split(".")[-1] == "on_cpu"
+
+
+class _Recording(ast.NodeTransformer):
+    """Around each question a call that keeps its answer."""
+
+    def __init__(self, file: str, tree: ast.AST) -> None:
+        self.names = {id(node): f"{file} {name}" for name, node in questions(tree)}
+
+    def visit(self, node: ast.AST) -> Any:
+        name = self.names.get(id(node))
+        if name is None:
+            return self.generic_visit(node)
+        call = ast.Call(ast.Name("__answer", ast.Load()), [ast.Constant(name), node], [])
+        return ast.fix_missing_locations(ast.copy_location(call, node))
+
+
+def _answer(name: str, value: Any) -> Any:
+    answers.setdefault(name, set()).add(bool(value))
+    return value
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
+    """Loads the package's modules with their questions recorded."""
+
+    def __init__(self) -> None:
+        pass
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if name.split(".")[0] != PACKAGE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.origin and spec.origin.endswith(".py"):
+            spec.loader = _Loader(name, spec.origin)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname: str) -> Any:
+        tree = ast.parse(Path(self.path).read_text("utf-8"))
+        tree = _Recording(str(Path(self.path).relative_to(ROOT)), tree).visit(tree)
+        return compile(tree, self.path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__answer"] = _answer
+        super().exec_module(module)
+
+
+def all_questions() -> list[str]:
+    """Every question of the package, in order of the files."""
+    found = []
+    for file in sorted((ROOT / PACKAGE).rglob("*.py")):
+        tree = ast.parse(file.read_text("utf-8"))
+        found += [f"{file.relative_to(ROOT)} {name}" for name, _ in questions(tree)]
+    return list(dict.fromkeys(found))
+
+
+def pytest_sessionfinish() -> None:
+    """pytest's hook, where this is its plugin."""
+    if FILE in os.environ:
+        Path(os.environ[FILE]).write_text(json.dumps({name: sorted(each) for name, each in answers.items()}), "utf-8")
+
+
+if FILE in os.environ:
+    sys.meta_path.insert(0, _Finder())
