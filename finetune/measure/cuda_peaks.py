@@ -27,5 +27,11 @@ def peak_reserved(device: torch.device) -> int:
     return max(_kept.get(_index(device), (0, 0))[1], torch.cuda.max_memory_reserved(device))
 
 
+def give_back_cached_memory(device: torch.device) -> None:
+    """Return what the allocator has cached, and no tensor lies in, to the GPU; on a CPU nothing."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
