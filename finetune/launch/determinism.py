@@ -40,8 +40,8 @@ def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[Non
         operation = str(error).partition(_REFUSED)[0].strip().rpartition("\n")[2]
         raise EnvironmentMismatch(
             f"training.deterministic: torch {torch.__version__} has no deterministic kernel for {operation}, which "
-            "this model runs on a GPU; set training.deterministic=false: a resumed run then starts from the same bits, and "
-            "its kernels sum in any order"
+            "this model runs on a GPU; set training.deterministic=false: a resumed run then begins with the same bits, "
+            "and its kernels sum in any order"
         ) from error
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warning)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.errors import EnvironmentMismatch
 from finetune.launch.determinism import deterministic_algorithms
@@ -74,3 +77,33 @@ def test_torch_words_its_refusal_so() -> None:
 def test_another_error_stays_what_it_is() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot"), deterministic_algorithms(True, GPU):
         torch.ones(2, 3) @ torch.ones(2, 3)
+
+
+def test_experts_count_their_tokens_in_integers() -> None:
+    """torch has a deterministic histogram on CUDA for integers alone; transformers before 5.1 counted in float32."""
+    config = AutoConfig.for_model(
+        "qwen3_moe", hidden_size=32, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, vocab_size=64,
+    )  # fmt: skip
+    with torch.device("meta"):  # which takes the branch of CUDA
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.set_experts_implementation("grouped_mm")
+        tokens, chosen = torch.empty(8, 32, dtype=torch.bfloat16), torch.empty(8, 2, dtype=torch.long)
+        counted = Counted()
+        with counted:
+            model.model.layers[0].mlp.experts(tokens, chosen, torch.empty(8, 2, dtype=torch.bfloat16))
+    assert counted.formats == [torch.int32]
+
+
+class Counted(TorchFunctionMode):
+    """The number formats in which histograms are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.formats: list[torch.dtype] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.histc:
+            self.formats.append(args[0].dtype)
+            return args[0].new_empty(kwargs["bins"])  # a histogram has no shape function
+        return func(*args, **(kwargs or {}))

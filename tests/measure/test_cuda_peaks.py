@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 import torch
 
-from finetune.measure.cuda_peaks import peak_allocated, peak_reserved, restart_peak
+from finetune.measure.cuda_peaks import give_back_cached_memory, peak_allocated, peak_reserved, restart_peak
 from finetune.measure.metrics import StepRecord, Window
 from finetune.measure.out_of_memory import memory_of
 from finetune.measure.phases import Phases, peak_bytes
@@ -91,3 +91,12 @@ def test_the_run_reports_the_largest_phase_and_each_phase_its_own(allocator: All
     assert memory_of(allocator.device).peak == 20 * GIB, "what an out-of-memory error says"
     measured = memory_facts({"plan": None, "why": "off"}, seen, allocator.device)["measured"]
     assert (measured["process_peak_bytes"], measured["reserved_bytes"]) == (20 * GIB, 21 * GIB)
+
+
+def test_cached_memory_is_given_back_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append("cache"))
+    give_back_cached_memory(torch.device("cpu"))
+    assert not emptied
+    give_back_cached_memory(torch.device("cuda", 0))
+    assert emptied == ["cache"]
