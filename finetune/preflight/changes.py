@@ -28,8 +28,8 @@ FEW_ROWS = 400  # of each data set
 MICRO_STEPS = 2  # so that accumulation is rehearsed
 SAMPLE_CHAT = CHECKOUT / "data" / "sample_chat.jsonl"
 RESUMES_ON_A_GPU = (
-    "training.deterministic: a CPU's kernels sum in one order, so the resumed run is compared bitwise; on a GPU its state "
-    "is bitwise, its losses are to rounding, unless this is true"
+    "training.deterministic: a CPU's kernels sum in one order, so the resumed run is compared bitwise; on a GPU its "
+    "state is bitwise, its losses are to rounding, unless this is true"
 )
 # Of its 42 rows, so that held-out ones are not trained on as well.
 STAND_IN_ROWS = {"data.train": "train[:36]", "data.eval": "train[36:]"}

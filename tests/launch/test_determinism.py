@@ -81,10 +81,9 @@ def test_another_error_stays_what_it_is() -> None:
 
 def test_experts_count_their_tokens_in_integers() -> None:
     """torch has a deterministic histogram on CUDA for integers alone; transformers before 5.1 counted in float32."""
-    config = AutoConfig.for_model(
-        "qwen3_moe", hidden_size=32, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, vocab_size=64,
-    )  # fmt: skip
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 32, "vocab_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("qwen3_moe", num_experts=4, num_experts_per_tok=2, **sizes, **heads)
     with torch.device("meta"):  # which takes the branch of CUDA
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.set_experts_implementation("grouped_mm")

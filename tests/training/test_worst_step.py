@@ -209,13 +209,16 @@ def test_on_a_gpu_it_and_the_training_run_by_deterministic_kernels(
     when: dict[str, bool] = {}
     on_gpu = session.deterministic_algorithms
     monkeypatch.setattr(session, "deterministic_algorithms", lambda wanted, _: on_gpu(wanted, torch.device("cuda", 0)))
-    for name in ("worst_step_first", "look_before", "train", "write_samples"):
 
-        def spied(*arguments: Any, _name: str = name, _real: Any = getattr(session, name), **options: Any) -> Any:
-            when[_name] = torch.are_deterministic_algorithms_enabled()
-            return _real(*arguments, **options)
+    def spy(name: str, real: Callable[..., Any]) -> None:
+        def spied(*arguments: Any, **options: Any) -> Any:
+            when[name] = torch.are_deterministic_algorithms_enabled()
+            return real(*arguments, **options)
 
         monkeypatch.setattr(session, name, spied)
+
+    for name in ("worst_step_first", "look_before", "train", "write_samples"):
+        spy(name, getattr(session, name))
     plain = write("plain")
     assert main([str(plain)]) == 0
     assert not any(when.values())
