@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 # torch reads one of these; which of several that are set, differs between its releases.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -23,3 +23,9 @@ def set_gpu_environment(*, deterministic: bool, environment: MutableMapping[str,
         environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     if deterministic:
         environment.setdefault(CUBLAS_WORKSPACE, REPRODUCIBLE_WORKSPACES[0])
+
+
+def expands_segments(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a training that starts in this environment allocates by expandable segments."""
+    settings = [environment[name] for name in ALLOCATOR_VARIABLES if name in environment]
+    return not settings or "expandable_segments:true" in settings[0].replace(" ", "").lower()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from finetune.errors import EnvironmentMismatch
-from finetune.launch.gpu_environment import ALLOCATOR_VARIABLES, CUBLAS_WORKSPACE, set_gpu_environment
+from finetune.launch.gpu_environment import ALLOCATOR_VARIABLES, CUBLAS_WORKSPACE, expands_segments, set_gpu_environment
 from finetune.strategies.gpu_needs import check_gpus
 from tests.support.launching import ACCELERATE, ALONE, TORCHRUN
 from tests.support.recipes import least, least_recipe, write_recipe
@@ -34,6 +34,23 @@ def test_what_the_user_set_stays(chosen: dict[str, str], deterministic: bool, ex
     environment = dict(chosen)
     set_gpu_environment(deterministic=deterministic, environment=environment)
     assert environment == expected
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expands"),
+    [
+        ({}, True),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments : true"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, False),
+    ],
+)
+def test_what_the_planner_replays_is_what_the_start_sets(chosen: dict[str, str], expands: bool) -> None:
+    assert expands_segments(chosen) == expands
+    environment = dict(chosen)
+    set_gpu_environment(deterministic=False, environment=environment)
+    assert expands_segments(environment) == expands
 
 
 # A program like finetune/train.py: it writes down its variables at torch's first import, and ends there.
