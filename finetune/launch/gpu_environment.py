@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping
 
 # torch reads one of these; which of several that are set, differs between its releases.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 REPRODUCIBLE_WORKSPACES = (":4096:8", ":16:8")  # with any other, torch refuses matrix products in deterministic mode
 
 
@@ -22,7 +22,7 @@ def set_gpu_environment(*, deterministic: bool, environment: MutableMapping[str,
     if not any(name in environment for name in ALLOCATOR_VARIABLES):
         environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     if deterministic:
-        environment.setdefault(CUBLAS_WORKSPACE, REPRODUCIBLE_WORKSPACES[0])
+        environment.setdefault(CUBLAS_VARIABLE, REPRODUCIBLE_WORKSPACES[0])
 
 
 def expands_segments(environment: Mapping[str, str] = os.environ) -> bool:

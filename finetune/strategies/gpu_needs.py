@@ -11,7 +11,7 @@ from accelerate.utils import check_cuda_p2p_ib_support
 
 from finetune.architecture.attention import AMPERE
 from finetune.errors import EnvironmentMismatch
-from finetune.launch.gpu_environment import CUBLAS_WORKSPACE, REPRODUCIBLE_WORKSPACES
+from finetune.launch.gpu_environment import CUBLAS_VARIABLE, REPRODUCIBLE_WORKSPACES
 from finetune.launch.launcher import Launch
 from finetune.recipe.schema import Recipe
 
@@ -39,11 +39,11 @@ def check_gpus(recipe: Recipe, launch: Launch) -> None:
 
 def _check_workspace(recipe: Recipe) -> None:
     """torch refuses every matrix product in deterministic mode where the variable is another one."""
-    found = os.environ.get(CUBLAS_WORKSPACE)  # the start has set it where the user has not
+    found = os.environ.get(CUBLAS_VARIABLE)  # the start has set it where the user has not
     if recipe.training.deterministic and found not in REPRODUCIBLE_WORKSPACES:
         raise EnvironmentMismatch(
-            f"training.deterministic: {CUBLAS_WORKSPACE}={found} is not one of its reproducible settings; unset "
-            f"it, or export {CUBLAS_WORKSPACE}={REPRODUCIBLE_WORKSPACES[0]}"
+            f"training.deterministic: {CUBLAS_VARIABLE}={found} is not one of its reproducible settings; unset "
+            f"it, or export {CUBLAS_VARIABLE}={REPRODUCIBLE_WORKSPACES[0]}"
         )
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from finetune.errors import EnvironmentMismatch
-from finetune.launch.gpu_environment import ALLOCATOR_VARIABLES, CUBLAS_WORKSPACE, expands_segments, set_gpu_environment
+from finetune.launch.gpu_environment import ALLOCATOR_VARIABLES, CUBLAS_VARIABLE, expands_segments, set_gpu_environment
 from finetune.strategies.gpu_needs import check_gpus
 from tests.support.launching import ACCELERATE, ALONE, TORCHRUN
 from tests.support.recipes import least, least_recipe, write_recipe
@@ -25,8 +25,8 @@ EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     ("chosen", "deterministic", "expected"),
     [
         ({}, False, EXPANDABLE),
-        ({}, True, EXPANDABLE | {CUBLAS_WORKSPACE: ":4096:8"}),
-        ({CUBLAS_WORKSPACE: ":16:8"}, True, EXPANDABLE | {CUBLAS_WORKSPACE: ":16:8"}),
+        ({}, True, EXPANDABLE | {CUBLAS_VARIABLE: ":4096:8"}),
+        ({CUBLAS_VARIABLE: ":16:8"}, True, EXPANDABLE | {CUBLAS_VARIABLE: ":16:8"}),
         *(({name: "max_split_size_mb:64"}, False, {name: "max_split_size_mb:64"}) for name in ALLOCATOR_VARIABLES),
     ],
 )
@@ -85,7 +85,7 @@ def test_every_rank_has_them_before_it_loads_torch(launcher: str, tmp_path: Path
     script, seen = tmp_path / "train.py", tmp_path / "seen"
     script.write_text(AT_TORCHS_IMPORT)
     seen.mkdir()
-    plain = {name: value for name, value in os.environ.items() if name not in (*ALLOCATOR_VARIABLES, CUBLAS_WORKSPACE)}
+    plain = {name: value for name, value in os.environ.items() if name not in (*ALLOCATOR_VARIABLES, CUBLAS_VARIABLE)}
     plain |= {"SEEN_IN": str(seen), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     commands = [[*words, str(script), str(recipe)] for words in LAUNCHERS[launcher]]
     if launcher == "finetune train":
@@ -99,7 +99,7 @@ def test_every_rank_has_them_before_it_loads_torch(launcher: str, tmp_path: Path
     found = [json.loads(path.read_text()) for path in sorted(seen.iterdir())]
     assert len(found) == (1 if launcher == "python" else 2)
     for environment in found:
-        assert environment.items() >= (EXPANDABLE | {CUBLAS_WORKSPACE: ":4096:8"}).items()
+        assert environment.items() >= (EXPANDABLE | {CUBLAS_VARIABLE: ":4096:8"}).items()
 
 
 ALLOCATES_AS = "import torch; print(torch._C._accelerator_getAllocatorSettings())"  # no public way to read it
@@ -116,10 +116,10 @@ def test_torch_reads_what_is_set() -> None:
 def test_a_workspace_that_is_not_reproducible_is_refused(workspace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setenv(CUBLAS_WORKSPACE, workspace)
+    monkeypatch.setenv(CUBLAS_VARIABLE, workspace)
     check_gpus(least_recipe("x"), ALONE)
     asked = least_recipe("x", training={"deterministic": True})
-    with pytest.raises(EnvironmentMismatch, match=rf"^training.deterministic: {CUBLAS_WORKSPACE}={workspace}.*; unset"):
+    with pytest.raises(EnvironmentMismatch, match=rf"^training.deterministic: {CUBLAS_VARIABLE}={workspace}.*; unset"):
         check_gpus(asked, ALONE)
-    monkeypatch.setenv(CUBLAS_WORKSPACE, ":16:8")
+    monkeypatch.setenv(CUBLAS_VARIABLE, ":16:8")
     check_gpus(asked, ALONE)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from finetune.files import TEMPORARY_PREFIX
-from finetune.launch.gpu_environment import ALLOCATOR_VARIABLES, CUBLAS_WORKSPACE
+from finetune.launch.gpu_environment import ALLOCATOR_VARIABLES, CUBLAS_VARIABLE
 from finetune.measure.phases import Phases
 from finetune.run_folder import checkpoint
 from finetune.run_folder.train_state import TrainState
@@ -222,7 +222,7 @@ def test_on_a_gpu_it_and_the_training_run_by_deterministic_kernels(
     plain = write("plain")
     assert main([str(plain)]) == 0
     assert not any(when.values())
-    for name in (*ALLOCATOR_VARIABLES, CUBLAS_WORKSPACE):
+    for name in (*ALLOCATOR_VARIABLES, CUBLAS_VARIABLE):
         monkeypatch.setenv(name, "")  # so that the environment is as before afterwards
         monkeypatch.delenv(name)
     asked = write("asked", deterministic=True)
