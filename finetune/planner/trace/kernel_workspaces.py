@@ -117,7 +117,7 @@ SUMMED_BY_SEQUENCE = {
 }
 
 
-def workspaces(recorder: Recorder, device: torch.device, cublas: int, *, deterministic: bool = False) -> OnOperations:
+def workspaces(recorder: Recorder, device: torch.device, cublas: int, deterministic: bool = False) -> OnOperations:
     """Records, after each operation's results, the workspace that its kernel allocates in addition to them.
 
     `cublas`: bytes of one of its workspaces. `deterministic`: of the kernels that training.deterministic takes.
