@@ -141,7 +141,7 @@ FAULTS_OF_GPUS = (
     Fault(
         "reserved memory is not told",
         "training/memory_report.py",
-        "torch.cuda.max_memory_reserved(device) if on_gpu else None",
+        "peak_reserved(device) if on_gpu else None",
         "None",
         CUDA,
     ),

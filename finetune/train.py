@@ -60,8 +60,10 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     """Train to the end, or to a signal; returns 0 or 130. Raises FinetuneError."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # logs missing optional kernels when it is imported
     from finetune.launch.cpu_memory import bound_libraries
+    from finetune.launch.gpu_environment import set_gpu_environment
 
-    bound_libraries()  # before torch loads
+    bound_libraries()  # before torch loads, and so the next
+    set_gpu_environment(deterministic=loaded.recipe.training.deterministic)
     from finetune.hub.around_training import check_before_training, push_after_training, refuse_secrets
     from finetune.hub.start_adapter import find_start_adapter
     from finetune.launch.launcher import continue_command, read_launch, under_launcher

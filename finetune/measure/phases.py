@@ -19,6 +19,7 @@ from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents the class under this name alone
 
 from finetune.measure.collectives import CollectiveStats, Traffic
+from finetune.measure.cuda_peaks import peak_allocated, restart_peak
 from finetune.measure.live_tensors import LiveTensors
 from finetune.measure.units import GIB
 
@@ -95,7 +96,7 @@ class Phases:
         self._storages.book_ends()  # storages freed since the last phase belong to none
         self.current = name
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+            restart_peak(self.device)
         self._storages.restart_peak()
         start = time.perf_counter()
         with self._watching() if self._watch else nullcontext():
@@ -205,5 +206,5 @@ def peak_of(device: torch.device) -> Literal["tensors", "process"]:
 def peak_bytes(device: torch.device) -> int:
     """The peak of this process so far: of CUDA's allocated bytes, on a CPU of the resident set."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return peak_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB

@@ -16,6 +16,7 @@ import torch
 
 from finetune.architecture import attention
 from finetune.errors import DoesNotFit
+from finetune.launch.gpu_environment import expands_segments
 from finetune.model.build import attention_name
 from finetune.model.known_configs import decoder_config
 from finetune.planner.constants import CUDA_CONTEXT, NCCL_BUFFERS
@@ -129,17 +130,18 @@ def _with_reserved_share(planned: Planned, reserved_share: float) -> Planned:
 
 def _with_allocator(planned: Planned, changes: Sequence[StorageChange], room: int) -> Planned:
     """With the reserved bytes of the allocator's replay; with less room, whether returning cached segments suffices."""
-    peaks = replay(changes)
+    replayed = partial(replay, expandable=expands_segments())
+    peaks = replayed(changes)
     short = {name: phase.peak.nbytes - peaks[name].allocated for name, phase in planned.phases.items()}
     if max(short.values()) > 0:
         # Storages that belong to no layer and grow with depth: DDP's buckets, ZeRO's partitions.
         changes = list(add_unlayered_storage(changes, short))
-        peaks = replay(changes)
+        peaks = replayed(changes)
     least, most = (max(getattr(phase, kind) for phase in peaks.values()) for kind in ("allocated", "reserved"))
     upper = most
     if least <= room < most:
         with suppress(NoMemory):
-            replay(changes, room)
+            replayed(changes, room)
             upper = room
     return dataclasses.replace(planned, reserved=(least, most), upper=upper + sum(planned.outside.values()))
 
@@ -217,14 +219,15 @@ def _trace_shallow(request: _TraceRequest, layers: int, folder: Path) -> tuple[T
 
 def _refuse_if_larger(changes: Sequence[StorageChange], outside_bytes: int, must_fit_bytes: int) -> None:
     try:
-        replay(changes, must_fit_bytes - outside_bytes)
+        replay(changes, must_fit_bytes - outside_bytes, expandable=expands_segments())
     except NoMemory:
         needed = outside_bytes + max(peak.allocated for peak in replay(changes).values())
         raise DoesNotFit(f"it needs {needed} bytes of a GPU's {must_fit_bytes}", needed) from None
 
 
 def _reserved_share(timeline: Timeline, layers: int) -> float:
-    peaks = replay(repeat_layers(timeline, DEVICE_NAME, layers, layers)).values()
+    changes = repeat_layers(timeline, DEVICE_NAME, layers, layers)
+    peaks = replay(changes, expandable=expands_segments()).values()
     return max(peak.reserved for peak in peaks) / max(peak.allocated for peak in peaks)
 
 

@@ -27,6 +27,10 @@ LONGEST_ROW = 384  # tokens
 FEW_ROWS = 400  # of each data set
 MICRO_STEPS = 2  # so that accumulation is rehearsed
 SAMPLE_CHAT = CHECKOUT / "data" / "sample_chat.jsonl"
+RESUMES_ON_A_GPU = (
+    "training.deterministic: a CPU's kernels sum in one order, so the resumed run is compared bitwise; on a GPU its "
+    "state is bitwise, its losses are to rounding, unless this is true"
+)
 # Of its 42 rows, so that held-out ones are not trained on as well.
 STAND_IN_ROWS = {"data.train": "train[:36]", "data.eval": "train[36:]"}
 
@@ -87,6 +91,8 @@ def _device(recipe: Recipe, strategy: Strategy, processes: int, folder: Path) ->
         yield RecipeChange({"accelerate_config": str(config)}, note)
     if "nvme" in strategy.offload_devices.values():
         yield from _nvme(strategy, strategy.section("deepspeed_config"), folder)
+    if budget.gpus and not recipe.training.deterministic:
+        yield RecipeChange({}, RESUMES_ON_A_GPU)
     if recipe.training.non_blocking and budget.gpus:
         yield RecipeChange({}, "training.non_blocking: no pinned memory, no copies ahead; a CPU has nothing to copy to")
 

@@ -44,6 +44,7 @@ FREE_TO_CHANGE = (
     "report_to",
     "hub",
     "timeout_seconds",
+    "training.deterministic",
     "training.per_device_batch_size",
     "training.load_best_model_at_end",
     "training.non_blocking",

@@ -11,6 +11,7 @@ from accelerate.utils import check_cuda_p2p_ib_support
 
 from finetune.architecture.attention import AMPERE
 from finetune.errors import EnvironmentMismatch
+from finetune.launch.gpu_environment import CUBLAS_VARIABLE, REPRODUCIBLE_WORKSPACES
 from finetune.launch.launcher import Launch
 from finetune.recipe.schema import Recipe
 
@@ -19,8 +20,10 @@ def check_gpus(recipe: Recipe, launch: Launch) -> None:
     """Refuse, before anything is loaded, bfloat16 on a GPU that would emulate it, many times slower.
 
     Looks at the GPUs of all ranks of this machine, so that each of them comes to the same end. torch and Accelerate
-    both count emulation as support. Raises EnvironmentMismatch with the settings to write.
+    both count emulation as support. Refuses a deterministic training with a workspace of cuBLAS that is not. Raises
+    EnvironmentMismatch with the settings to write.
     """
+    _check_workspace(recipe)
     count = torch.cuda.device_count()
     own_gpus = sorted({rank % count for rank in range(launch.local_world_size)} | {launch.local_rank % count})
     capability, index = min((torch.cuda.get_device_capability(f"cuda:{index}"), index) for index in own_gpus)
@@ -32,6 +35,16 @@ def check_gpus(recipe: Recipe, launch: Launch) -> None:
         f"{key}: bfloat16 begins with compute capability 8.0 (Ampere), {torch.cuda.get_device_name(f'cuda:{index}')} "
         f"has {capability[0]}.{capability[1]} and would emulate it; set {' '.join(remedies)}"
     )
+
+
+def _check_workspace(recipe: Recipe) -> None:
+    """torch refuses every matrix product in deterministic mode where the variable is another one."""
+    found = os.environ.get(CUBLAS_VARIABLE)  # the start has set it where the user has not
+    if recipe.training.deterministic and found not in REPRODUCIBLE_WORKSPACES:
+        raise EnvironmentMismatch(
+            f"training.deterministic: {CUBLAS_VARIABLE}={found} is not one of its reproducible settings; unset "
+            f"it, or export {CUBLAS_VARIABLE}={REPRODUCIBLE_WORKSPACES[0]}"
+        )
 
 
 def go_around_peers(launch: Launch) -> None:

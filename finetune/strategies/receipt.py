@@ -44,6 +44,8 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "strategy": strategy.name,
         "world_size": accelerator.num_processes,
         "device": str(accelerator.device.type),
+        # Kernels of a CPU sum in one order anyway; those of a GPU while the run trains (launch/determinism.py).
+        "deterministic": accelerator.device.type != "cuda" or recipe.training.deterministic,
         "wrapper": type(parts.model).__name__,
         "architecture": type(decoder_parts(model)).__name__.removeprefix("FSDP"),  # fully_shard puts it before
         "text_part_of": part_of(decoder_parts(model)),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from finetune.launch.launcher import continue_command
+from finetune.measure.cuda_peaks import peak_reserved
 from finetune.measure.out_of_memory import does_not_fit, is_out_of_memory, memory_of
 from finetune.measure.phases import Phase, Phases, peak_bytes
 from finetune.measure.units import GIB, PHASES
@@ -54,7 +55,7 @@ def memory_facts(planned: Mapping[str, Any], phases: Mapping[str, Phase], device
                 for name, phase in measured.items()
             },
             "process_peak_bytes": peak_bytes(device),
-            "reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
+            "reserved_bytes": peak_reserved(device) if on_gpu else None,
         },
     }
 

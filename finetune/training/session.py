@@ -20,9 +20,11 @@ from accelerate import Accelerator
 from finetune.errors import Stopped
 from finetune.hub.start_adapter import start_from
 from finetune.launch.cpu_memory import give_back_freed_memory
+from finetune.launch.determinism import deterministic_algorithms
 from finetune.launch.launcher import repeat_after_launcher
 from finetune.launch.rendezvous import rendezvous
 from finetune.launch.signals import stop_on_signals
+from finetune.measure.cuda_peaks import give_back_cached_memory
 from finetune.measure.phases import Phase, Phases, peak_of
 from finetune.model.optimizer import call_after_first_step, learning_rate_schedule
 from finetune.run_folder.best import describe_exported, forget_lost_best, weights_to_export
@@ -119,7 +121,9 @@ def _train(
             progress.phase = "looking before"
             look_before(start, run, parts.unwrapped_model, output)
         progress.phase = "training"
-        if not train(run, state):
+        with deterministic_algorithms(start.recipe.training.deterministic, device):
+            reached_end = train(run, state)
+        if not reached_end:
             command = mark_run(start.run_dir, "stopped", step=state.step) if start.writes else ""
             line = f"stopped and saved at step {state.step}; continue with:\n  {command}"
             log(line)
@@ -229,12 +233,14 @@ def _phases_of_loading(run: Run, step: int) -> dict[str, Phase]:
 def _try_worst_step(start: Start, parts: Assembled, run: Run) -> dict[str, Phase]:
     """The phases of the worst step, which leaves weights and optimizer as they were."""
     try:
-        worst = worst_step_first(
-            run, lambda: save_temporary(start.recipe, parts), lambda folder: restore_temporary(parts, folder)
-        )
+        with deterministic_algorithms(start.recipe.training.deterministic, run.accelerator.device):
+            worst = worst_step_first(
+                run, lambda: save_temporary(start.recipe, parts), lambda folder: restore_temporary(parts, folder)
+            )
     finally:
         if start.writes:
             remove_temporary(start.recipe)
     give_back_freed_memory()
+    give_back_cached_memory(run.accelerator.device)
     run.terminal.log(str(worst))
     return worst.phases

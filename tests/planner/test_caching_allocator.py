@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from finetune.planner.depth.caching_allocator import MIB, AllocatorPeak, CachingAllocator, replay
+from finetune.planner.depth.caching_allocator import MIB, AllocatorPeak, CachingAllocator, NoMemory, replay
 from finetune.planner.depth.repeat_layers import StorageChange
 
 
@@ -109,3 +109,109 @@ def test_phases() -> None:
         "forward": AllocatorPeak(90 * MIB, 90 * MIB),
         "backward": AllocatorPeak(60 * MIB, 90 * MIB),
     }
+
+
+def expanding(capacity: int | None = None) -> CachingAllocator:
+    return CachingAllocator(capacity, expandable=True)
+
+
+def test_an_expandable_segment_grows_where_others_are_added() -> None:
+    """Rows of ever-new lengths: each a little longer than what is cached."""
+    reserved = []
+    for allocator in (CachingAllocator(), expanding()):
+        for nbytes in (30 * MIB, 40 * MIB, 50 * MIB):
+            allocator.malloc("row", nbytes)
+            allocator.free("row")
+        reserved.append(allocator.reserved)
+    assert reserved == [120 * MIB, 60 * MIB]  # pages of 20
+
+
+@pytest.mark.parametrize(
+    ("requests", "allocated", "reserved"),
+    [
+        ([MIB], MIB, 2 * MIB),  # a small page
+        ([MIB, MIB, 512], 2 * MIB + 512, 4 * MIB),
+        ([MIB + 1], MIB + 512, 20 * MIB),  # a large one
+        ([11 * MIB], 11 * MIB, 20 * MIB),  # split off from 512 bytes on: 12 MiB by default
+        ([11 * MIB, 9 * MIB], 20 * MIB, 20 * MIB),
+        ([11 * MIB, 9 * MIB + 512], 20 * MIB + 512, 40 * MIB),  # 9 are left of the page, and one more is mapped
+        ([50 * MIB, 9 * MIB, 3 * MIB], 62 * MIB, 80 * MIB),
+    ],
+)
+def test_pages_of_an_expandable_segment(requests: list[int], allocated: int, reserved: int) -> None:
+    allocator = expanding()
+    for index, nbytes in enumerate(requests):
+        allocator.malloc(index, nbytes)
+    assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
+    assert allocator.peak_reserved == reserved
+
+
+def test_a_block_that_could_grow_is_taken_last() -> None:
+    """By default the smallest that is large enough, here the end of the range, of 30 MiB."""
+    allocator = expanding()
+    for key, nbytes in (("hole", 40 * MIB), ("between", 10 * MIB), ("end", 30 * MIB)):
+        allocator.malloc(key, nbytes)
+    allocator.free("hole")
+    allocator.free("end")
+    allocator.malloc("small", 20 * MIB)  # in the hole, so that the end stays whole
+    allocator.malloc("large", 50 * MIB)  # 30 at the end, and one page more
+    assert allocator.reserved == 100 * MIB
+
+
+def test_pages_between_live_blocks_are_unmapped_and_mapped_again() -> None:
+    allocator = expanding(capacity=100 * MIB)
+    for key, nbytes in (("before", 10 * MIB), ("hole", 50 * MIB), ("behind", 20 * MIB)):
+        allocator.malloc(key, nbytes)
+    assert allocator.reserved == 80 * MIB
+    allocator.free("hole")  # from 10 to 60 MiB: two whole pages
+    allocator.malloc("large", 55 * MIB)  # at the end, 60 MiB more: 140 with the hole's pages, 100 without
+    assert (allocator.reserved, allocator.allocated) == (100 * MIB, 85 * MIB)
+    with pytest.raises(NoMemory):
+        allocator.malloc("too large", 30 * MIB)
+    allocator.free("large")
+    allocator.malloc("again", 45 * MIB)  # in the hole: 10 MiB that stayed, and two pages that were not mapped
+    assert allocator.allocated == 75 * MIB
+    assert allocator.reserved <= 100 * MIB
+    for key in ("before", "behind", "again"):
+        allocator.free(key)
+    allocator.empty_cache()
+    assert (allocator.allocated, allocator.reserved) == (0, 0)
+    allocator.malloc("all", 100 * MIB)
+    assert allocator.reserved == 100 * MIB
+
+
+@pytest.mark.parametrize("capacity", [None, 600 * MIB])
+def test_nothing_is_lost_of_an_expandable_segment(capacity: int | None) -> None:
+    allocator, held, order = expanding(capacity), {}, random.Random(0)
+    for key in range(3000):
+        nbytes = order.choice((100, 4000, 700_000, 3 * MIB, 15 * MIB, 23 * MIB))
+        try:
+            allocator.malloc(key, nbytes, stream=key % 2)
+        except NoMemory:
+            gone = max(held, key=lambda each: held[each])  # and all else stays as it was
+            allocator.free(gone)
+            del held[gone]
+            continue
+        held[key] = nbytes
+        if order.random() < 0.97 and len(held) > 40:
+            gone = order.choice(list(held))
+            allocator.free(gone)
+            del held[gone]
+        if order.random() < 0.02:
+            allocator.empty_cache()
+        assert sum(held.values()) <= allocator.allocated <= allocator.reserved
+        assert allocator.reserved <= (capacity or allocator.reserved)
+    for key in held:
+        allocator.free(key)
+    allocator.empty_cache()
+    assert (allocator.allocated, allocator.reserved) == (0, 0)
+
+
+def test_phases_of_an_expandable_segment() -> None:
+    changes = [
+        StorageChange(None, 0, "load"),
+        StorageChange("a", 60 * MIB, "load"),
+        StorageChange("b", 11 * MIB, "load"),
+    ]
+    assert replay(changes)["load"].reserved == 72 * MIB
+    assert replay(changes, expandable=True)["load"].reserved == 80 * MIB

@@ -16,13 +16,14 @@ from finetune.planner.depth.extrapolate import extrapolate, with_layers
 from finetune.planner.trace.cuda_dispatch import autocast_list
 from finetune.planner.trace.fake_device import DEVICE_NAME, pretend_device
 from finetune.planner.trace.fake_model import no_data
-from finetune.planner.trace.kernel_workspaces import WORKSPACES
+from finetune.planner.trace.kernel_workspaces import WORKSPACES, deterministic_sums
 from finetune.planner.trace.timeline import PhaseMemory, Timeline
 from finetune.planner.trace.trace import trace
 from finetune.recipe.strategy import read_strategy
 from tests.support.planned import Case, models
 
 DEVICE = pretend_device()
+FLASHES = ("aten._scaled_dot_product_flash_attention", "torch_attn._varlen_attn")
 BF16, F32 = torch.bfloat16, torch.float32
 
 
@@ -134,6 +135,30 @@ def test_workspaces_by_hand() -> None:
         assert bytes_of("aten._scaled_dot_product_efficient_attention_backward.default", q, q, q, q) == efficient
         weight = bytes_of("bitsandbytes.gemm_4bit.default", tensor(7, 4096), None, (14336, 4096), None, 64)
         assert weight == 14336 * 4096 * 2 + 14336 * 4096 // 64 * 4
+
+
+def test_deterministic_kernels_keep_several_sums() -> None:
+    """188 multiprocessors over sequences times heads, rounded up; one of these sums is in the table already."""
+    query, starts = torch.empty(2, 32, 1000, 128, device="meta"), torch.empty(4, device="meta", dtype=torch.int32)
+    flash, varlen = (f"{name}_backward.default" for name in FLASHES)
+    assert deterministic_sums(flash, (query, query, query)) == (3 - 1) * 2 * 1024 * 32 * 128 * 4
+    flat = torch.empty(4000, 24, 64, device="meta")
+    operands = (flat, flat, flat, flat, flat, flat, starts)  # three documents
+    assert deterministic_sums(varlen, operands) == (3 - 1) * (4000 + 3 * 128) * 24 * 64 * 4
+    many = (*operands[:6], torch.empty(9, device="meta", dtype=torch.int32))
+    assert deterministic_sums(varlen, many) == 0, "8 documents of 24 heads keep all multiprocessors busy"
+    assert deterministic_sums("aten._scaled_dot_product_efficient_attention_backward.default", (query, query)) == 0
+
+
+def test_a_deterministic_training_is_traced_with_them(folder: Path) -> None:
+    case = Case("lora", "bf16", 1, packed=True, tied=False, micro_steps=1)
+    recipe = case.recipe(folder)
+    training = recipe.training.model_copy(update={"deterministic": True})
+    peaks = [
+        trace(each, read_strategy("single"), case.batches(), gpu=True).timeline.phases(DEVICE_NAME)["backward"].peak
+        for each in (recipe, recipe.model_copy(update={"training": training}))
+    ]
+    assert peaks[1].nbytes > peaks[0].nbytes
 
 
 @pytest.mark.slow

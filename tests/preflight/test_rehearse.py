@@ -25,10 +25,18 @@ from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.known_configs import CONFIGS, HUB_NAMES, full_config
 from finetune.model.optimizer import learning_rate_schedule
 from finetune.preflight import rehearse as rehearsals
-from finetune.preflight.changes import LONGEST_ROW, SAVED_AFTER, STEPS, changes, overrides, processes_of
+from finetune.preflight.changes import (
+    LONGEST_ROW,
+    RESUMES_ON_A_GPU,
+    SAVED_AFTER,
+    STEPS,
+    changes,
+    overrides,
+    processes_of,
+)
 from finetune.preflight.job import StepFailed, TrainingJob, kill_all, wait_until
 from finetune.preflight.load_back import load_back
-from finetune.preflight.rehearse import Checklist, exported, rehearse, same_curve, sharding
+from finetune.preflight.rehearse import Checklist, exported, rehearse, resume_tolerance, same_curve, sharding
 from finetune.preflight.shrink import LARGEST, Shrunk, shrink_model, shrunken_config
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Data, Recipe
@@ -295,6 +303,35 @@ CURVE = [(step, 2.5 - step / 8, 0.5) for step in range(1, STEPS + 1)]
 class TestWhatIsSeen:
     def test_the_same_curve(self) -> None:
         assert same_curve(CURVE, list(CURVE)) == "steps 3 to 4 again: loss and gradient norm bitwise"
+
+    @pytest.mark.parametrize(
+        ("deterministic", "compute", "tolerance"),
+        [(True, "bfloat16", 0.0), (False, "float32", 1e-4), (False, "bfloat16", 1e-2), (False, "float16", 1e-2)],
+    )
+    def test_what_a_resume_is_held_to(self, deterministic: bool, compute: str, tolerance: float) -> None:
+        assert resume_tolerance({"deterministic": deterministic, "dtypes": {"compute": compute}}) == tolerance
+
+    def test_the_same_curve_to_a_tolerance(self) -> None:
+        near = [*CURVE[:-1], (STEPS, 2.0 * 1.00005, 0.5 * 0.99995)]
+        said = same_curve(CURVE, near, tolerance=1e-4)
+        assert said.startswith("steps 3 to 4 again: loss and gradient norm within 0.0001: ")
+        assert "training.deterministic=true" in said
+        far = [*CURVE[:-1], (STEPS, 2.0, 0.5 * 0.9998)]
+        with pytest.raises(StepFailed, match=r"step 4: .* resumed, further apart than 0\.0001"):
+            same_curve(CURVE, far, tolerance=1e-4)
+        overflowed = [(step, loss, None) for step, loss, _ in CURVE]
+        assert same_curve(overflowed, list(overflowed), tolerance=1e-4)
+        with pytest.raises(StepFailed, match="step 1"):
+            same_curve(CURVE, overflowed, tolerance=1e-4)
+
+    @pytest.mark.parametrize(("gpus", "deterministic", "told"), [(1, False, True), (1, True, False), (0, False, False)])
+    def test_it_is_told_what_a_gpus_resume_promises(
+        self, gpus: int, deterministic: bool, told: bool, tmp_path: Path
+    ) -> None:
+        settings = [f"budget.gpus={gpus}", f"training.deterministic={str(deterministic).lower()}"]
+        recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", settings).recipe
+        found = changes(recipe, read_strategy("single"), SHRUNK, processes=1, folder=tmp_path)
+        assert any(change.note == RESUMES_ON_A_GPU for change in found) == told
 
     @pytest.mark.parametrize("state", ["running", "finished"])
     def test_a_kill_that_came_after_the_end_is_none(

@@ -34,7 +34,7 @@ PLANNER_FLOORS = [["planner.constants"], ["planner.trace", "planner.closed_form"
 LIGHT = """
 errors output_stream paths redaction wording files train
 recipe data importers preflight cli planner.closed_form
-launch.cpu_memory launch.launcher launch.local_ranks launch.script launch.signals launch.slurm
+launch.cpu_memory launch.gpu_environment launch.launcher launch.local_ranks launch.script launch.signals launch.slurm
 measure.units
 model.known_configs model.packaged
 tokens.assistant_spans tokens.cache tokens.chat_template tokens.dataset tokens.encoder tokens.estimate tokens.marks

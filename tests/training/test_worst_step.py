@@ -18,6 +18,8 @@ import pytest
 import torch
 
 from finetune.files import TEMPORARY_PREFIX
+from finetune.launch.gpu_environment import ALLOCATOR_VARIABLES, CUBLAS_VARIABLE
+from finetune.measure.phases import Phases
 from finetune.run_folder import checkpoint
 from finetune.run_folder.train_state import TrainState
 from finetune.run_folder.trained_tensors import model_tensors, optimizer_tensors
@@ -166,6 +168,68 @@ def test_a_resumed_run_too(write: Write, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [step for step, _ in begun] == [0, 0, 2]
     assert len(begun[2][1]["tensors"]) > len(begun[1][1]["tensors"]), "the optimizer has a state"
     assert left_by(recipe) == left_by(uninterrupted)
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 4, "lora_dropout": 0.3}], ids=["full", "lora"])
+def test_it_leaves_nothing_allocated(
+    lora: dict[str, Any] | None, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No gradient, no moment: what CUDA's allocator has cached for them goes back to the GPU, once, afterwards."""
+    seen: list[str] = []
+    left: list[int] = []
+    first, give_back = session.worst_step_first, session.give_back_cached_memory
+
+    def watched(run: Run, *arguments: Any) -> WorstStep:
+        existing = [*run.model.parameters(), *run.model.buffers()]
+        held = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in existing}
+        around = Phases(torch.device("cpu"), enabled=True, existing=existing)
+        with around("around"):
+            tried = first(run, *arguments)
+        phase = around.take()["around"]
+        assert phase.peak_bytes > 1.5 * sum(held.values()), "gradients and moments were there"
+        left.append(phase.allocated_bytes - sum(held.values()))
+        seen.append("worst step")
+        return tried
+
+    def given_back(device: torch.device) -> None:
+        seen.append("given back")
+        give_back(device)
+
+    monkeypatch.setattr(session, "worst_step_first", watched)
+    monkeypatch.setattr(session, "give_back_cached_memory", given_back)
+    assert main([str(write("run", lora=lora, per_device_batch_size=2))]) == 0
+    assert seen == ["worst step", "given back"]
+    assert 0 <= left[0] < 1024, "bytes; a weight matrix has 16,384"
+
+
+def test_on_a_gpu_it_and_the_training_run_by_deterministic_kernels(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else does: sampling may need kernels that torch has no deterministic one of. Here on a CPU."""
+    when: dict[str, bool] = {}
+    on_gpu = session.deterministic_algorithms
+    monkeypatch.setattr(session, "deterministic_algorithms", lambda wanted, _: on_gpu(wanted, torch.device("cuda", 0)))
+
+    def spy(name: str, real: Callable[..., Any]) -> None:
+        def spied(*arguments: Any, **options: Any) -> Any:
+            when[name] = torch.are_deterministic_algorithms_enabled()
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(session, name, spied)
+
+    for name in ("worst_step_first", "look_before", "train", "write_samples"):
+        spy(name, getattr(session, name))
+    plain = write("plain")
+    assert main([str(plain)]) == 0
+    assert not any(when.values())
+    for name in (*ALLOCATOR_VARIABLES, CUBLAS_VARIABLE):
+        monkeypatch.setenv(name, "")  # so that the environment is as before afterwards
+        monkeypatch.delenv(name)
+    asked = write("asked", deterministic=True)
+    assert main([str(asked)]) == 0
+    assert when == {"worst_step_first": True, "look_before": False, "train": True, "write_samples": False}
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert left_by(asked) == left_by(plain)
 
 
 WITHOUT = """

@@ -1,4 +1,4 @@
-"""Bytes that torch's caching allocator reserves on a GPU for a timeline: a replay of its rules, by default settings.
+"""Bytes that torch's caching allocator reserves on a GPU for a timeline: a replay of its rules.
 
 Tensors request bytes (*allocated*); the allocator requests segments from CUDA (*reserved*) and splits blocks off them,
 which it keeps when a tensor is freed. A free block between live ones may be too small for the next request, so more may
@@ -9,6 +9,14 @@ be reserved than was ever allocated at a time. Rules as in c10/cuda/CUDACachingA
     more than that from the pool of large ones: up to 10 MiB in segments of 20 MiB, else in their own, rounded to 2 MiB
     the smallest free block that is large enough is taken, of the same stream and pool, and split where the rest is at
     least 512 bytes (small) or more than 1 MiB (large); a freed block is merged with its free neighbours
+
+With expandable segments, which a training asks for (launch/gpu_environment.py), each pool of a stream is one range of
+addresses, of which pages of 2 MiB (small) or 20 MiB (large) are mapped as they are needed:
+
+    a request that no free block is large enough for maps pages after the first free block that they make large enough,
+    nearly always the one at the range's end; a free block before unmapped pages is taken last
+    what is left of a block is split off from 512 bytes on in both pools
+    emptying the cache unmaps the whole pages within each free block, also between live ones
 """
 
 from __future__ import annotations
@@ -27,6 +35,7 @@ SMALL = MIB  # the largest request of the pool of small blocks
 SMALL_SEGMENT = 2 * MIB
 MIDDLE = 10 * MIB  # larger ones get a segment of their own
 MIDDLE_SEGMENT = 20 * MIB
+ENDLESS = 2**62  # bytes of a range's unmapped end
 
 
 class NoMemory(Exception):
@@ -41,6 +50,13 @@ class _Block:
     free: bool = True
     before: _Block | None = None  # neighbours in the segment
     after: _Block | None = None
+    mapped: bool = True  # not mapped: no memory yet, and not free
+
+    @property
+    def expanded(self) -> int:
+        """Bytes with those not mapped behind it."""
+        behind = self.after.nbytes if self.after is not None and not self.after.mapped else 0
+        return self.nbytes + behind
 
 
 _Free = tuple[int, int, _Block]  # in a pool's list: bytes, address; smallest first, then lowest
@@ -51,6 +67,7 @@ class CachingAllocator:
     """The allocator of one device; bytes. With a `capacity` it raises NoMemory where that is not enough."""
 
     capacity: int | None = None
+    expandable: bool = False
     allocated: int = 0
     reserved: int = 0
     peak_allocated: int = 0
@@ -58,6 +75,7 @@ class CachingAllocator:
     _pools: dict[tuple[int, bool], list[_Free]] = field(default_factory=dict)
     _blocks: dict[Hashable, _Block] = field(default_factory=dict)
     _segments: int = 0
+    _unmapped: dict[tuple[int, bool], list[_Block]] = field(default_factory=dict)  # of expandable segments, by address
 
     def malloc(self, key: Hashable, nbytes: int, stream: int = 0) -> None:
         """Allocate a block for `key`; for 0 bytes none."""
@@ -65,7 +83,8 @@ class CachingAllocator:
             return
         nbytes = rounded_up(nbytes, ROUND)
         pool = stream, nbytes <= SMALL
-        block = self._best_fit(pool, nbytes) or self._new_segment(pool, nbytes)
+        more = self._expand if self.expandable else self._new_segment
+        block = self._best_fit(pool, nbytes) or more(pool, nbytes)
         self._split(block, nbytes)
         block.free = False
         self._blocks[key] = block
@@ -92,7 +111,12 @@ class CachingAllocator:
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def empty_cache(self) -> None:
-        """Return segments without a live block to CUDA."""
+        """Return segments without a live block to CUDA; of expandable ones, pages."""
+        if self.expandable:
+            for blocks in self._pools.values():
+                for _, _, block in list(blocks):
+                    self._unmap(block)
+            return
         for pool, blocks in self._pools.items():
             self._pools[pool] = [free for free in blocks if free[2].before is not None or free[2].after is not None]
             self.reserved -= sum(free[0] for free in blocks) - sum(free[0] for free in self._pools[pool])
@@ -100,6 +124,8 @@ class CachingAllocator:
     def _best_fit(self, pool: tuple[int, bool], nbytes: int) -> _Block | None:
         blocks = self._pools.setdefault(pool, [])
         index = bisect.bisect_left(blocks, (nbytes, -1))
+        while self.expandable and index + 1 < len(blocks) and blocks[index + 1][2].expanded < blocks[index][2].expanded:
+            index += 1
         return blocks.pop(index)[2] if index < len(blocks) else None
 
     def _new_segment(self, pool: tuple[int, bool], nbytes: int) -> _Block:
@@ -114,9 +140,96 @@ class CachingAllocator:
         self._segments += 1
         return _Block(nbytes, self._segments << 48, pool)  # far apart; the later, the higher
 
+    def _expand(self, pool: tuple[int, bool], nbytes: int) -> _Block:
+        """A free block of at least so many bytes, with pages that were not mapped."""
+        if pool not in self._unmapped:
+            self._unmapped[pool] = [_Block(ENDLESS, 0, pool, free=False, mapped=False)]
+        block = self._mapped(pool, nbytes)
+        if block is None:
+            self.empty_cache()
+            block = self._mapped(pool, nbytes)
+        if block is None:
+            raise NoMemory(f"{nbytes} bytes of {(self.capacity or 0) - self.reserved}")
+        return block
+
+    def _mapped(self, pool: tuple[int, bool], nbytes: int) -> _Block | None:
+        """As torch's try_allocate_expandable_block; None where the capacity is not enough."""
+        block = next(start for start in map(_start, self._unmapped[pool]) if _has_room(start, nbytes))
+        if block.mapped:
+            self._remove(block)
+        while block.nbytes < nbytes or not block.mapped:
+            hole = block.after if block.mapped else block
+            assert hole is not None
+            wanted = nbytes - block.nbytes if block.mapped else nbytes
+            page = SMALL_SEGMENT if pool[1] else MIDDLE_SEGMENT
+            mapped = min(rounded_up(wanted, page), hole.nbytes)
+            if self.capacity is not None and self.reserved + mapped > self.capacity:
+                if block.mapped:
+                    self._insert(block)
+                return None
+            block = self._map(hole, mapped)
+        return block
+
+    def _map(self, hole: _Block, nbytes: int) -> _Block:
+        """Map the first bytes of what is not mapped; returns the free block of these and its free neighbours, which is
+        in no list."""
+        self.reserved += nbytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        block = _Block(nbytes, hole.address, hole.pool, True, hole.before, hole)
+        if hole.before is not None:
+            hole.before.after = block
+        hole.before = block
+        hole.address, hole.nbytes = hole.address + nbytes, hole.nbytes - nbytes
+        if not hole.nbytes:
+            self._unmapped[hole.pool].remove(hole)
+            block.after = hole.after
+            if hole.after is not None:
+                hole.after.before = block
+        if block.after is not None and block.after.free:
+            self._remove(block.after)
+            block = _merged(block, block.after)
+        if block.before is not None and block.before.free:  # where the request begins: in no list either
+            block = _merged(block.before, block)
+        return block
+
+    def _unmap(self, block: _Block) -> None:
+        """Unmap the whole pages within a free block; what is before and behind them stays free."""
+        page = SMALL_SEGMENT if block.pool[1] else MIDDLE_SEGMENT
+        end = block.address + block.nbytes
+        first, last = rounded_up(block.address, page), end // page * page
+        if first >= last:
+            return
+        self._remove(block)
+        self.reserved -= last - first
+        hole = _Block(last - first, first, block.pool, False, block.before, block.after, mapped=False)
+        pieces = [hole]
+        if first > block.address:
+            pieces.insert(0, _Block(first - block.address, block.address, block.pool, True, block.before, hole))
+        if last < end:
+            pieces.append(_Block(end - last, last, block.pool, True, hole, block.after))
+        if pieces[0] is not hole:
+            hole.before = pieces[0]
+        if pieces[-1] is not hole:
+            hole.after = pieces[-1]
+        if block.before is not None:
+            block.before.after = pieces[0]
+        if block.after is not None:
+            block.after.before = pieces[-1]
+        for piece in pieces:
+            if piece is not hole:
+                self._insert(piece)
+        holes = self._unmapped[block.pool]
+        bisect.insort(holes, hole, key=lambda each: each.address)
+        if hole.before is not None and not hole.before.mapped:
+            holes.remove(hole)
+            hole = _merged(hole.before, hole)
+        if hole.after is not None and not hole.after.mapped:
+            holes.remove(hole.after)
+            _merged(hole, hole.after)
+
     def _split(self, block: _Block, nbytes: int) -> None:
         remainder = block.nbytes - nbytes
-        if remainder < ROUND or not (block.pool[1] or remainder > SMALL):
+        if remainder < ROUND or not (block.pool[1] or self.expandable or remainder > SMALL):
             return
         rest = _Block(remainder, block.address + nbytes, block.pool, True, block, block.after)
         if block.after is not None:
@@ -135,6 +248,19 @@ class CachingAllocator:
         blocks.pop(index)
 
 
+def _start(hole: _Block) -> _Block:
+    """Where a request may begin that ends in what is not mapped: at the free block before it."""
+    return hole.before if hole.before is not None and hole.before.free else hole
+
+
+def _has_room(block: _Block | None, nbytes: int) -> bool:
+    """Whether free and unmapped blocks from this one on make up so many bytes."""
+    while nbytes > 0 and block is not None and (block.free or not block.mapped):
+        nbytes -= block.nbytes
+        block = block.after
+    return nbytes <= 0
+
+
 def _merged(first: _Block, second: _Block) -> _Block:
     first.nbytes += second.nbytes
     first.after = second.after
@@ -151,9 +277,11 @@ class AllocatorPeak:
     reserved: int
 
 
-def replay(changes: Iterable[StorageChange], capacity: int | None = None) -> dict[str, AllocatorPeak]:
+def replay(
+    changes: Iterable[StorageChange], capacity: int | None = None, *, expandable: bool = False
+) -> dict[str, AllocatorPeak]:
     """By phase, over all its runs. Raises NoMemory where `capacity` bytes are not enough."""
-    allocator, peaks, running = CachingAllocator(capacity), dict[str, AllocatorPeak](), ""
+    allocator, peaks, running = CachingAllocator(capacity, expandable), dict[str, AllocatorPeak](), ""
     for storage, nbytes, phase, stream in chain(changes, [StorageChange(None, 0, "")]):  # the end of the last phase
         if running and (storage is None or phase != running):
             before = peaks.get(running, AllocatorPeak(0, 0))

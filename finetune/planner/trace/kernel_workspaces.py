@@ -6,6 +6,7 @@ native/cuda/ForeachReduceOp.cu, native/cuda/EmbeddingBackwardKernel.cu) and bits
     operation                     workspace
     flash attention, backward     dq summed in float32, rows rounded up to 128; one float32 a row and head; where
                                   heads share keys, dk and dv of each head before they are summed
+      where deterministic         as many dq in float32 as there are multiprocessors, over sequences times heads
     memory-efficient, backward    dq summed in float32, rows rounded up to 64, and one float32 a row and head
     4-bit matrix product          the weight, dequantised, and its scales in float32
     foreach norm                  one float32 for each 65,536 elements of the largest tensor, for each tensor
@@ -27,6 +28,7 @@ from finetune.planner.trace.recorder import OnOperations, Recorder
 
 EFFICIENT_BLOCK = 64
 NORM_CHUNK = 65_536  # elements
+MULTIPROCESSORS = 188  # of the largest GPU so far (RTX PRO 6000 Blackwell); H200 132, RTX 4090 128
 MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 
 
@@ -46,6 +48,22 @@ def _varlen(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: A
 def _flash_sums(rows: int, heads: int, size: int) -> int:
     """dq_accum [rows, heads, rounded head_dim] and softmax_d [heads, rows], float32."""
     return rows * heads * (rounded_up(size, 32 if size <= 128 else 64) + 1) * FLOAT32
+
+
+def deterministic_sums(name: str, arguments: Sequence[Any]) -> int:
+    """Bytes of dq_accum besides the first, in float32, of an operation's deterministic kernel: each of the blocks that
+    sum a row's gradient has its own, on a GPU of MULTIPROCESSORS."""
+    if name not in SUMMED_BY_SEQUENCE:
+        return 0
+    query = arguments[1]
+    if query.ndim == 4:  # [batch, heads, tokens, head_dim]
+        sequences, heads, tokens, size = query.shape
+        rows = sequences * rounded_up(tokens, FLASH_BLOCK)
+    else:  # [tokens, heads, head_dim]
+        (tokens, heads, size), sequences = query.shape, arguments[6].numel() - 1
+        rows = tokens + FLASH_BLOCK * sequences
+    further = -(-MULTIPROCESSORS // (sequences * heads)) - 1
+    return int(further * (_flash_sums(rows, heads, size) - rows * heads * FLOAT32))
 
 
 def _expanded_gradients(query: torch.Tensor, key: torch.Tensor) -> int:
@@ -92,10 +110,17 @@ WORKSPACES: dict[str, tuple[Callable[..., int], str]] = {
 }
 
 
-def workspaces(recorder: Recorder, device: torch.device, cublas: int) -> OnOperations:
+# Whose deterministic kernel sums dq in several blocks; the memory-efficient one sums in one.
+SUMMED_BY_SEQUENCE = {
+    "aten._scaled_dot_product_flash_attention_backward.default",
+    "torch_attn._varlen_attn_backward.default",
+}
+
+
+def workspaces(recorder: Recorder, device: torch.device, cublas: int, deterministic: bool = False) -> OnOperations:
     """Records, after each operation's results, the workspace that its kernel allocates in addition to them.
 
-    `cublas`: bytes of one of its workspaces.
+    `cublas`: bytes of one of its workspaces. `deterministic`: of the kernels that training.deterministic takes.
     """
     of_threads: dict[int, torch.Tensor] = {}  # cuBLAS' workspaces
 
@@ -119,7 +144,8 @@ def workspaces(recorder: Recorder, device: torch.device, cublas: int) -> OnOpera
         elif name in WORKSPACES:
             workspace_bytes, component = WORKSPACES[name]
             first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
-            if first.device == device and (nbytes := workspace_bytes(*args)):
+            further = deterministic_sums(name, args) if deterministic else 0
+            if first.device == device and (nbytes := workspace_bytes(*args) + further):
                 recorder.ledger.see(result)
                 allocate(nbytes, component)
         return result

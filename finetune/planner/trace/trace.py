@@ -101,7 +101,7 @@ def trace(
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
         if gpu:
-            inside.enter_context(workspaces(recorder, device, cublas))
+            inside.enter_context(workspaces(recorder, device, cublas, recipe.training.deterministic))
         with tagging(recorder, gloo=not gpu), count_operations(recorder.phases, mode) as operations:
             with recorder.phases("load"):
                 # The ranks [ranks] int32, which torch's device mesh keeps in host memory.

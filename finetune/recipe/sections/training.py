@@ -51,6 +51,10 @@ class Training(Section):
     )
     non_blocking: bool = Field(True, description="Pinned memory and copies one batch ahead.")
     seed: WholeNumber = Field(42, description="Seed of row order, adapter initialisation and dropout.")
+    deterministic: bool = Field(
+        False,
+        description="On a GPU: kernels that sum in one order, so that a resumed run is bitwise; slower attention.",
+    )
     resume: Literal["auto", "never"] = Field("auto", description="auto: continue the run folder's newest checkpoint.")
     early_stopping_patience: Count | None = Field(None, description="Evaluations without a better loss before the end.")
     load_best_model_at_end: bool | None = Field(

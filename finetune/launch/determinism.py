@@ -1,0 +1,48 @@
+"""Kernels that sum in the same order at each call, while a run on a GPU trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from finetune.errors import EnvironmentMismatch
+
+_REFUSED = "does not have a deterministic implementation"  # torch 2.11 to 2.13: Context::alertNotDeterministic
+
+
+@contextmanager
+def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[None]:
+    """Within, torch takes deterministic kernels alone, where `wanted` and on CUDA; afterwards torch is as before.
+
+    Kernels of a CPU are deterministic anyway. torch only warns of what it has no such kernel for where it is told
+    `warn_only`, but then flash attention's backward is not deterministic either, so an error it is.
+
+    Raises:
+        EnvironmentMismatch: torch has no deterministic kernel for an operation of this model.
+    """
+    if not wanted or device.type != "cuda":
+        yield
+        return
+    enabled, warning = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # else each torch.empty is filled with NaN, for nothing
+    try:
+        yield
+    except RuntimeError as error:
+        if _REFUSED not in str(error):
+            raise
+        operation = str(error).partition(_REFUSED)[0].strip().rpartition("\n")[2]
+        raise EnvironmentMismatch(
+            f"training.deterministic: torch {torch.__version__} has no deterministic kernel for {operation}, which "
+            "this model runs on a GPU; set training.deterministic=false: a resumed run then begins with the same bits, "
+            "and its kernels sum in any order"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warning)
+        torch.utils.deterministic.fill_uninitialized_memory = filling

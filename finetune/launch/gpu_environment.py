@@ -1,0 +1,31 @@
+"""What torch and cuBLAS read once of the environment on a GPU; each rank sets it itself, whoever started the rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+
+# torch reads one of these; which of several that are set, differs between its releases.
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+REPRODUCIBLE_WORKSPACES = (":4096:8", ":16:8")  # with any other, torch refuses matrix products in deterministic mode
+
+
+def set_gpu_environment(*, deterministic: bool, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set them for a training, before torch is imported; what the user has set stays. A run on a CPU reads none.
+
+    Rows have ever-new lengths, and so has every activation: with expandable segments what the allocator has cached is
+    one range of addresses, so that a request takes the end of it instead of a segment of its own. For a deterministic
+    training cuBLAS gets eight workspaces of 4 MiB, one of the two settings with which it sums in one order also where
+    several streams multiply.
+    """
+    if not any(name in environment for name in ALLOCATOR_VARIABLES):
+        environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+    if deterministic:
+        environment.setdefault(CUBLAS_VARIABLE, REPRODUCIBLE_WORKSPACES[0])
+
+
+def expands_segments(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a training that starts in this environment allocates by expandable segments."""
+    settings = [environment[name] for name in ALLOCATOR_VARIABLES if name in environment]
+    return not settings or "expandable_segments:true" in settings[0].replace(" ", "").lower()
