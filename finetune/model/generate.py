@@ -96,9 +96,7 @@ def computing_device(model: nn.Module) -> torch.device:
     return next(chain(model.buffers(), model.parameters())).device
 
 
-def _generate(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], **options: Any
-) -> Tensor:
+def _generate(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], **options: Any) -> Tensor:
     """Prompts and answers, [prompts, longest prompt + longest answer]; padded after an answer's end."""
     generate: Callable[..., Tensor] = getattr(model, "generate")  # noqa: B009  # peft and transformers both have it
     return generate(
@@ -110,9 +108,7 @@ def _generate(
     )
 
 
-def _texts(
-    output: Tensor, batch: dict[str, Tensor], model: nn.Module, tokenizer: PreTrainedTokenizerBase
-) -> list[str]:
+def _texts(output: Tensor, batch: dict[str, Tensor], model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Each row's answer, up to the token that ends it: what follows pads a row that ended before the others."""
     ends = set(end_tokens(model, tokenizer))
     texts = []

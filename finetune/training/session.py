@@ -117,7 +117,7 @@ def _train(
         receipt.add("memory", memory_facts(planner.result(), measured, device))
         if state.step == 0:
             progress.phase = "looking before"
-            look_before(start, run, parts.unwrapped_model, output)
+            look_before(start, run, parts, output)
         progress.phase = "training"
         if not train(run, state):
             command = mark_run(start.run_dir, "stopped", step=state.step) if start.writes else ""
@@ -132,7 +132,7 @@ def _train(
         unchanged = unchanged_tensors(parts, state.start_checksums)
         receipt.add("change", {"unchanged_tensors": unchanged})
         log(describe_change(unchanged, state.start_checksums))
-        write_samples(start, parts.unwrapped_model, output, when="after", step=state.step)
+        write_samples(start, run, parts, output, when="after", step=state.step)
         folder = export(start.recipe, parts, start.tokenizer, write=start.writes)
         if start.writes:
             memory = memory_facts(planner.result(PLANNER_TIMEOUT), measured, device)
