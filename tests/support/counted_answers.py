@@ -1,4 +1,4 @@
-"""Trainings as tests/support/cells.py runs them; beside each recipe every rank writes what its answers cost, as JSON."""
+"""Trainings as tests/support/cells.py runs them; every rank writes what its answers cost beside the runs, as JSON."""
 
 from __future__ import annotations
 

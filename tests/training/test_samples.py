@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from finetune.files import read_lines
-from finetune.probe import padding
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.results import Samples
 from finetune.tokens.encoder import SamplePrompt
@@ -129,4 +128,3 @@ def test_the_cost_is_a_line() -> None:
     )
     alone = cost_in_words(Questions(prompts, [range(1), range(1, 2), range(2, 3)], 16), 2**40)
     assert "one at a time, 16 new tokens each: at most 48 forwards, which gather 1,024.0 GiB" in alone
-    assert padding.may_share_a_batch({"padding": {"same": True}})
