@@ -15,15 +15,12 @@ from tests.support.tiny import tiny_model, tiny_tokenizer
 CPU = torch.device("cpu")
 PROMPTS = [[7, 300, 41], [5, 6, 90, 411, 17, 23, 8, 499, 31, 77, 12], [350], [9, 8, 7, 6, 5, 4, 3]]
 NEW = 8
-HYBRID = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {},  # learned positions, and no buffers
     "opt": {"ffn_dim": 128},  # positions counted from the mask
     "gemma2": {"sliding_window": 6, "eos_token_id": 2},  # windows shorter than a prompt
     "mistral": {"sliding_window": 6},
-    "qwen3_next": HYBRID | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 4},
-    "mamba2": {"num_heads": 16, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
 }
 
 
@@ -61,7 +58,7 @@ def test_a_batch_gives_the_answers_of_each_prompt_alone(family: str) -> None:
         expected = alone(model, tokenizer)
         assert together(model, tokenizer) == expected
     assert len(set(expected)) == len(PROMPTS)
-    assert len(max(expected)) > NEW
+    assert max(map(len, expected)) > NEW
 
 
 def forwards(model: nn.Module, work: Any) -> tuple[int, list[str]]:
