@@ -6,18 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.tensor import DTensor
 
 from finetune.files import read_lines
+from finetune.model.generate import answering, greedy_answers
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.results import Samples
+from finetune.recipe.strategy import read_strategy
 from finetune.tokens.encoder import SamplePrompt
 from finetune.train import main
 from finetune.training import samples
 from finetune.training.samples import Questions, batches_of, cost_in_words
 from tests.support.cells import launch
 from tests.support.curve_table import skip_where_missing
+from tests.support.one_rank import CPU, half_recipe, one_rank
 from tests.support.recipes import least_recipe, tiny_lora, write_recipe
-from tests.support.tiny import write_chats
+from tests.support.tiny import tiny_tokenizer, write_chats
 
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
 PROMPTS = ["why", "tell me what it is", "which of them will sing first when morning comes over hills", "one two"]
@@ -74,6 +78,33 @@ def test_all_prompts_share_a_batch_and_their_answers_are_those_of_each_alone(
         (when, prompt) for when in ("before", "after") for prompt in PROMPTS
     ]
     assert len({answer for *_, answer in answers(together)}) >= 4
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp2"])
+def test_what_is_gathered_again_in_every_forward_and_what_stays(
+    strategy: str, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Layers and embeddings are freed after their turn; head and last norm stay whole after the first forward."""
+    tokenizer = tiny_tokenizer()
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    with one_rank(half_recipe(tiny_llama, tmp_path, strategy)) as rank:
+        weights = dict(rank.parts.unwrapped_model.named_parameters())
+        sizes = {name: 2 * weight.numel() for name, weight in weights.items()}  # gathered in bfloat16
+        with answering(rank.parts.unwrapped_model) as model:
+            texts = greedy_answers(model, tokenizer, prompts, max_new_tokens=NEW, device=CPU)
+        assert [bool(text) for text in texts] == [True] * len(PROMPTS)
+        told = rank.parts.bytes_gathered(read_strategy(strategy), NEW)
+        whole = {
+            name
+            for name, weight in rank.parts.unwrapped_model.named_parameters()
+            if strategy == "fsdp2" and not isinstance(weight, DTensor)
+        }
+    if strategy == "single":
+        assert told == 0
+        return
+    assert whole == {"lm_head.weight", "model.norm.weight"}
+    stays = sum(sizes[name] for name in whole)
+    assert told == stays + NEW * (sum(sizes.values()) - stays)
 
 
 @pytest.mark.slow
