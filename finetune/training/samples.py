@@ -79,10 +79,10 @@ def questions(start: Start, *, shared: bool) -> Questions:
     length = recipe.samples.length(sharded=start.strategy.shards_parameters)
     most = max(BATCH_TOKENS, recipe.training.per_device_batch_size * recipe.data.max_length)
     lengths = [len(prompt.prompt_ids) for prompt in prompts]
-    return Questions(prompts, batches_of(lengths, length, most if shared else 0), length)
+    return Questions(prompts, prompt_batches(lengths, length, most if shared else 0), length)
 
 
-def batches_of(lengths: Sequence[int], new: int, most: int) -> list[range]:
+def prompt_batches(lengths: Sequence[int], new: int, most: int) -> list[range]:
     """Prompts of these lengths, one after another in batches of at most `most` tokens with padding and `new` tokens of
     answer each; one that is longer by itself is a batch too."""
     batches: list[range] = []

@@ -16,7 +16,7 @@ from finetune.recipe.strategy import read_strategy
 from finetune.tokens.encoder import SamplePrompt
 from finetune.train import main
 from finetune.training import samples
-from finetune.training.samples import Questions, batches_of, cost_in_words
+from finetune.training.samples import Questions, prompt_batches, cost_in_words
 from tests.support.cells import launch
 from tests.support.curve_table import skip_where_missing
 from tests.support.one_rank import CPU, half_recipe, one_rank
@@ -140,7 +140,7 @@ def test_where_weights_are_sharded_every_rank_makes_the_same_forwards_and_gather
     ],
 )
 def test_batches_have_no_more_tokens_than_a_micro_batch(lengths: list[int], most: int, batches: list[range]) -> None:
-    assert batches_of(lengths, 5, most) == batches
+    assert prompt_batches(lengths, 5, most) == batches
 
 
 def test_fewer_tokens_where_weights_are_sharded_unless_the_recipe_says_how_many() -> None:
