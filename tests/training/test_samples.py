@@ -16,7 +16,7 @@ from finetune.recipe.strategy import read_strategy
 from finetune.tokens.encoder import SamplePrompt
 from finetune.train import main
 from finetune.training import samples
-from finetune.training.samples import Questions, prompt_batches, cost_in_words
+from finetune.training.samples import Questions, cost_in_words, prompt_batches
 from tests.support.cells import launch
 from tests.support.curve_table import skip_where_missing
 from tests.support.one_rank import CPU, half_recipe, one_rank
