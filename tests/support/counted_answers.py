@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -45,9 +46,12 @@ def count(words: list[str]) -> int:
         append_lines(runs[-1].with_suffix(f".answers{os.environ.get('RANK', '0')}"), [cost])
         return answers
 
-    samples.questions, samples.greedy_answers = of_run, counted
-    Assembled.bytes_gathered = told_before  # type: ignore[method-assign]
-    return main(words)
+    with (
+        mock.patch.object(samples, "questions", of_run),
+        mock.patch.object(samples, "greedy_answers", counted),
+        mock.patch.object(Assembled, "bytes_gathered", told_before),
+    ):
+        return main(words)
 
 
 if __name__ == "__main__":
