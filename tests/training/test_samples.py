@@ -124,7 +124,8 @@ def test_where_weights_are_sharded_every_rank_makes_the_same_forwards_and_gather
         assert first == second
         assert [(cost["prompts"], cost["forwards"]) for cost in first] == [(len(PROMPTS), NEW)] * 2
         for cost in first:
-            assert cost["gathered"] == pytest.approx(cost["told"], rel=0.02), recipe
+            # The head may be whole already, after an evaluation; it is a twentieth. ZeRO-3 keeps what is this small.
+            assert 0.9 * cost["told"] <= cost["gathered"] <= 1.02 * cost["told"], recipe
     assert [cost["forwards"] for cost in costs(alone, 0)] == [NEW] * 2
 
 
