@@ -96,7 +96,7 @@ OF_FINISHED_RUNS = (
         "answers after training are the last weights'",
         "training/session.py",
         "        exported = weights_to_export(start.recipe, parts, state)\n",
-        '        write_samples(start, parts.unwrapped_model, output, when="after", step=state.step)\n'
+        '        write_samples(start, run, parts, output, when="after", step=state.step)\n'
         "        exported = weights_to_export(start.recipe, parts, state)\n",
         f"{BEST} -k answers",
     ),

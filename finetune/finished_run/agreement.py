@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from finetune.model.generate import computing_device
 from finetune.model.quantization import quantized_layers
 from finetune.tokens.dataset import Prepared
 from finetune.tokens.encoder import IGNORE
@@ -114,7 +115,7 @@ def agreement_with(model: nn.Module, reference: Reference) -> Agreement:
 
 
 def _answer(model: nn.Module, document: ComparedDocument) -> Tensor:
-    device = next(model.buffers()).device
+    device = computing_device(model)
     with torch.no_grad():
         output = model(input_ids=document.ids.to(device), logits_to_keep=document.positions.to(device), use_cache=False)
     logits: Tensor = output.logits[0]

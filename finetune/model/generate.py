@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from finetune.architecture.attention import use_librarys
 from finetune.model.build import decoder_parts
+
+# None overrides what the model's own generation settings say of sampling.
+GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
 @contextmanager
@@ -43,21 +47,75 @@ def answer(
     streamer: Any = None,
 ) -> str:
     """The model's answer to a prompt that ends where the assistant begins; greedy when `temperature` is 0."""
-    device = next(model.buffers()).device  # parameters may be offloaded
-    inputs = torch.tensor([list(prompt_ids)], device=device)
-    options: dict[str, Any] = {"do_sample": temperature > 0, "use_cache": True, "max_new_tokens": max_new_tokens}
-    # None overrides what the model's own generation settings say of sampling.
-    options |= {"temperature": temperature} if temperature > 0 else dict.fromkeys(("temperature", "top_p", "top_k"))
-    generate: Callable[..., torch.Tensor] = getattr(model, "generate")  # noqa: B009  # peft and transformers both have it
-    output = generate(
-        input_ids=inputs,
-        attention_mask=torch.ones_like(inputs),
+    options: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else dict(GREEDY)
+    batch = left_padded([prompt_ids], computing_device(model))
+    options |= {"max_new_tokens": max_new_tokens, "streamer": streamer}
+    return _texts(_generate(model, tokenizer, batch, **options), batch, model, tokenizer)[0]
+
+
+def greedy_answers(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    device: torch.device,
+    together: bool = False,
+) -> list[str]:
+    """The model's greedy answers to several prompts as one left-padded batch: as many forwards as the longest needs.
+
+    For models whose rows may be padded, as `probe/padding.py` finds out; each answer is then the one that `answer`
+    gives, up to rounding.
+
+    Args:
+        device: Of the computation; weights may be in host memory.
+        together: Every rank of several asks the same: all of them run forwards until the last one has its answers.
+    """
+    batch = left_padded(prompts, device)
+    options = {"max_new_tokens": max_new_tokens, "synced_gpus": together, **GREEDY}
+    return _texts(_generate(model, tokenizer, batch, **options), batch, model, tokenizer)
+
+
+def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask`, int64 [prompts, longest], each prompt at the end of its row.
+
+    A row is padded with its own first token: penalties for repeated tokens, which a model's generation settings may
+    ask for, look at the padding too, and the usual padding token is often the one that ends an answer.
+    """
+    longest = max(map(len, prompts))
+    rows = [[prompt[0]] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    masks = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return {
+        "input_ids": torch.tensor(rows, dtype=torch.int64, device=device),
+        "attention_mask": torch.tensor(masks, dtype=torch.int64, device=device),
+    }
+
+
+def computing_device(model: nn.Module) -> torch.device:
+    """The device of a model that is not sharded: of its buffers, or of its weights where it has none (GPT-2, OPT)."""
+    return next(chain(model.buffers(), model.parameters())).device
+
+
+def _generate(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], **options: Any) -> Tensor:
+    """Prompts and answers, [prompts, longest prompt + longest answer]; padded after an answer's end."""
+    generate: Callable[..., Tensor] = getattr(model, "generate")  # noqa: B009  # peft and transformers both have it
+    return generate(
+        **batch,
         eos_token_id=end_tokens(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        streamer=streamer,
+        use_cache=True,
         **options,
     )
-    return str(tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True)).strip()
+
+
+def _texts(output: Tensor, batch: dict[str, Tensor], model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Each row's answer, up to the token that ends it: what follows pads a row that ended before the others."""
+    ends = set(end_tokens(model, tokenizer))
+    texts = []
+    for row in output[:, batch["input_ids"].shape[1] :].tolist():
+        length = next((at + 1 for at, token in enumerate(row) if token in ends), len(row))
+        texts.append(str(tokenizer.decode(row[:length], skip_special_tokens=True)).strip())
+    return texts
 
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -19,7 +19,9 @@ PACKED, ALONE = [[0, 1, 2], [3]], [[0], [1], [2], [3]]  # documents of each row
 TokensAndLabels = tuple[np.ndarray, np.ndarray]
 
 
-def probe_documents(vocabulary: int, special: frozenset[int], new: Sequence[int] = ()) -> list[TokensAndLabels]:
+def probe_documents(
+    vocabulary: int, special: frozenset[int], new: Sequence[int] = (), lengths: Sequence[int] = DOCUMENT_LENGTHS
+) -> list[TokensAndLabels]:
     """Ids and labels of each document; its first third is a prompt, which is not learned.
 
     Args:
@@ -29,7 +31,7 @@ def probe_documents(vocabulary: int, special: frozenset[int], new: Sequence[int]
     text = np.array([token for token in range(vocabulary) if token not in special], np.int64)
     draw = np.random.default_rng(0)
     made = []
-    for length in DOCUMENT_LENGTHS:
+    for length in lengths:
         ids = draw.choice(text, length)
         places = np.arange(1, length, 3)[: len(new)]
         ids[places] = new[: len(places)]

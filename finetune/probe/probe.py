@@ -30,6 +30,7 @@ from finetune.model.packaged import resolve_model_path
 from finetune.output_stream import silenced
 from finetune.probe.compare import NotFiniteHere
 from finetune.probe.judge import ANYWHERE, Differs, Judgement, judge, precision_on
+from finetune.probe.padding import compare_padded
 from finetune.probe.remembered import one_at_a_time, probe_key, recall, remember
 from finetune.probe.shrink import SmallModel, cannot_probe, shortened, small_models
 from finetune.recipe.schema import Recipe
@@ -109,6 +110,7 @@ def _found_now(
     facts |= {"small": {"layers": small.layers, "kinds": small.kinds, "parameters": small.parameters}}
     facts |= {"note": judgement.note, "precision": judgement.precision, "bound": judgement.bound}
     facts |= {"found": {way: asdict(off) for way, off in judgement.found.items()}}
+    facts |= {"padding": compare_padded(recipe, small, device)}
     remember(key, {"facts": facts})
     return ProbeResult(facts)
 
@@ -155,7 +157,7 @@ def _whole_model(recipe: Recipe, device: torch.device) -> tuple[PreTrainedModel,
     except Exception as error:  # whatever the model's own code raises: the user gets one line
         raise cannot_probe(recipe.model.name_or_path, shortened(error)) from error
     facts = {"architecture": type(base).__name__, "device": device.type, "adapters": adapters}
-    return base, facts | {"note": None, "precision": None, "bound": None, "found": {}}
+    return base, facts | {"note": None, "precision": None, "bound": None, "found": {}, "padding": None}
 
 
 def _configuration(recipe: Recipe) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from finetune.probe.shrink import NOT_OF_STRUCTURE
 from finetune.recipe.schema import Recipe
 from finetune.tokens.cache import content_key
 
-REMEMBERED_FORMAT = 1
+REMEMBERED_FORMAT = 2  # 1 says nothing of padding
 # Whose code computes; kernels that transformers takes where they are installed. None is written for those that are not.
 COMPUTES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "triton", "kernels")
 KERNELS = ("flash-attn", "flash-attn-3", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "xformers", "torchao")

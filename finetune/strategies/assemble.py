@@ -25,9 +25,9 @@ from finetune.model.quantization import plain_quantized_weights
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.accelerator import cores_for
-from finetune.strategies.fsdp import gathered, make_mesh, reshard, shard_model
+from finetune.strategies.fsdp import gathered, gathered_by_forward, make_mesh, reshard, shard_model
 from finetune.strategies.zero import engine_dtype, fit_swap, loading_unsharded, prepare_zero
-from finetune.strategies.zero_state import full_weights
+from finetune.strategies.zero_state import full_weights, zero_gathers
 
 # How long the ranks wait for the one that quantises: longer than it takes. If it dies, the watchdog ends the job.
 WAITING = timedelta(days=7)
@@ -50,6 +50,15 @@ class Assembled:
         reshard(self.unwrapped_model)  # gathered parameters are in the format of the computation
         named = self.unwrapped_model.named_parameters(remove_duplicate=False)
         return gathered([(name, tensor) for name, tensor in named if tensor.requires_grad], dtype=dtype, keep=keep)
+
+    def bytes_gathered(self, strategy: Strategy, forwards: int) -> int:
+        """Bytes of weights, unsharded, that every rank gathers in as many forwards without a backward."""
+        if not strategy.shards_parameters:
+            return 0
+        if self.engine is not None:
+            return forwards * zero_gathers(self.unwrapped_model)
+        each, first = gathered_by_forward(decoder_parts(self.unwrapped_model), strategy, self.gathered_in)
+        return forwards * each + first
 
 
 def assemble(

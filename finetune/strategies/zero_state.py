@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS
 from finetune.strategies.pieces import Piece, Stored
@@ -117,6 +117,12 @@ def full_numel(parameter: Tensor) -> int:
 def full_shape(parameter: Tensor) -> torch.Size:
     """Shape of a parameter before ZeRO-3 partitioned it."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def zero_gathers(model: nn.Module) -> int:
+    """Bytes of weights that each forward of ZeRO-3 gathers: all but the small ones, which every rank keeps."""
+    sharded = [parameter for parameter in model.parameters() if not getattr(parameter, "ds_persist", True)]
+    return sum(full_shape(parameter).numel() * parameter.element_size() for parameter in sharded)
 
 
 def local_shard(parameter: Tensor) -> Tensor:

@@ -1,50 +1,140 @@
-"""The model's answers to fixed prompts and the held-out loss, before and after training."""
+"""The model's answers to fixed prompts and the held-out loss, before and after training.
+
+Where weights are sharded, each forward of an answer gathers the whole model, and every rank takes part: so the prompts
+are asked as one left-padded batch, which makes as many forwards as one of them would.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from finetune.measure.metrics import eval_line, evaluation_in_words
-from finetune.model.generate import answer, answering
+from finetune.measure.units import GIB
+from finetune.model.generate import answering, greedy_answers
+from finetune.probe.padding import may_share_a_batch
+from finetune.strategies.assemble import Assembled
 from finetune.tokens.encoder import SamplePrompt
 from finetune.training.loop import evaluate
 from finetune.training.run import Run
 from finetune.training.run_output import RunOutput
 from finetune.training.start import Start
+from finetune.wording import counted
+
+# Tokens of one batch, padding included, where a micro-batch of training has fewer: 256 MiB of keys and values in the
+# cache of Llama-3.1-8B in bf16, [2, 32 layers, 2,048 tokens, 8 heads, 128].
+BATCH_TOKENS = 2048
 
 
-def look_before(start: Start, run: Run, model: nn.Module, output: RunOutput) -> None:
-    """Answers and held-out loss of the `model` that training starts from; `model` is unwrapped."""
-    write_samples(start, model, output, when="before", step=0)
+@dataclass(frozen=True)
+class Questions:
+    """The prompts, and how they are asked."""
+
+    prompts: Sequence[SamplePrompt]
+    batches: Sequence[range]  # of prompts that share a left-padded batch
+    max_new_tokens: int
+
+    @property
+    def forwards(self) -> int:
+        """At most; answers that all end before make fewer."""
+        return len(self.batches) * self.max_new_tokens
+
+
+def look_before(start: Start, run: Run, parts: Assembled, output: RunOutput) -> None:
+    """Answers and held-out loss of the model that training starts from."""
+    write_samples(start, run, parts, output, when="before", step=0)
     if run.eval_rows is not None:
         line = eval_line(0, evaluate(run.accelerator, run.model, run.eval_rows, run.plan, run.eval_sets))
         run.write_metrics(line)
         run.terminal.log(f"before training: {evaluation_in_words(line)}")
 
 
-def write_samples(start: Start, model: nn.Module, output: RunOutput, *, when: str, step: int) -> None:
+def write_samples(start: Start, run: Run, parts: Assembled, output: RunOutput, *, when: str, step: int) -> None:
     """Rank 0 writes the answers; where weights are sharded, every rank takes part in computing them."""
-    if start.launch.is_main or start.strategy.shards_parameters:
-        length = start.recipe.samples.max_new_tokens
-        answers = samples(model, start.tokenizer, start.prepared.prompts, max_new_tokens=length, when=when, step=step)
-        output.write_samples(answers)
+    sharded = start.strategy.shards_parameters
+    if not start.prepared.prompts or not (start.launch.is_main or sharded):
+        return
+    together = sharded and start.launch.world_size > 1
+    shared = may_share_a_batch(start.probed)
+    asked = questions(start, shared=_of_all(run.accelerator, shared) if together else shared)
+    if sharded:
+        again = " The same again after training." if when == "before" else ""
+        run.terminal.log(cost_in_words(asked, parts.bytes_gathered(start.strategy, asked.forwards)) + again)
+    answers = samples(parts.unwrapped_model, start.tokenizer, asked, run.accelerator.device, together=together)
+    output.write_samples({"when": when, "step": step} | line for line in answers)
+
+
+def questions(start: Start, *, shared: bool) -> Questions:
+    """How a run asks its prompts: `shared` ones in batches as large as a micro-batch of training, else each by itself.
+
+    The same on every rank.
+    """
+    recipe, prompts = start.recipe, start.prepared.prompts
+    length = recipe.samples.length(sharded=start.strategy.shards_parameters)
+    most = max(BATCH_TOKENS, recipe.training.per_device_batch_size * recipe.data.max_length)
+    lengths = [len(prompt.prompt_ids) for prompt in prompts]
+    return Questions(prompts, prompt_batches(lengths, length, most if shared else 0), length)
+
+
+def prompt_batches(lengths: Sequence[int], new: int, most: int) -> list[range]:
+    """Prompts of these lengths, one after another in batches of at most `most` tokens with padding and `new` tokens of
+    answer each; one that is longer by itself is a batch too."""
+    batches: list[range] = []
+    first = 0
+    for end in range(1, len(lengths) + 1):
+        tokens = (end + 1 - first) * (max(lengths[first : end + 1]) + new)
+        if end == len(lengths) or tokens > most:
+            batches.append(range(first, end))
+            first = end
+    return batches
+
+
+def cost_in_words(asked: Questions, gathered: int) -> str:
+    """How many forwards the answers take at most, and how many bytes of weights they gather."""
+    one_by_one = len(asked.batches) == len(asked.prompts) > 1
+    how = "one at a time" if one_by_one else f"in {counted(len(asked.batches), 'batch', 'batches')}"
+    return (
+        f"samples: {counted(len(asked.prompts), 'prompt')} {how}, {counted(asked.max_new_tokens, 'new token')} each: "
+        f"at most {counted(asked.forwards, 'forward')}, which gather {gathered / GIB:,.1f} GiB of weights in all; "
+        "samples.max_new_tokens and samples.count make them fewer."
+    )
 
 
 def samples(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[SamplePrompt],
+    asked: Questions,
+    device: torch.device,
     *,
-    max_new_tokens: int,
-    when: str,
-    step: int,
+    together: bool,
 ) -> Iterator[dict[str, Any]]:
-    """The model's answers to the fixed prompts, as lines of samples.jsonl; `when` is before or after."""
+    """The model's answers to the prompts, for lines of samples.jsonl; `model` is unwrapped.
+
+    Args:
+        together: Every rank of several computes the same answers.
+    """
     with answering(model):
-        for sample in prompts:
-            text = answer(model, tokenizer, sample.prompt_ids, max_new_tokens=max_new_tokens)
-            yield {"when": when, "step": step, "prompt": sample.prompt, "answer": text, "reference": sample.reference}
+        for batch in asked.batches:
+            prompts = [asked.prompts[index] for index in batch]
+            texts = greedy_answers(
+                model,
+                tokenizer,
+                [prompt.prompt_ids for prompt in prompts],
+                max_new_tokens=asked.max_new_tokens,
+                device=device,
+                together=together,
+            )
+            for prompt, text in zip(prompts, texts, strict=True):
+                yield {"prompt": prompt.prompt, "answer": text, "reference": prompt.reference}
+
+
+def _of_all(accelerator: Accelerator, answer: bool) -> bool:
+    """Whether it is so on every rank: each has probed for itself, and all have to make the same forwards."""
+    ranks = accelerator.reduce(torch.tensor(int(answer), device=accelerator.device), reduction="sum")
+    return int(ranks) == accelerator.num_processes

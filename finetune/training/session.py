@@ -119,7 +119,7 @@ def _train(
         receipt.add("memory", memory_facts(planner.result(), measured, device))
         if state.step == 0:
             progress.phase = "looking before"
-            look_before(start, run, parts.unwrapped_model, output)
+            look_before(start, run, parts, output)
         progress.phase = "training"
         with deterministic_algorithms(start.recipe.training.deterministic, device):
             reached_end = train(run, state)
@@ -136,7 +136,7 @@ def _train(
         unchanged = unchanged_tensors(parts, state.start_checksums)
         receipt.add("change", {"unchanged_tensors": unchanged})
         log(describe_change(unchanged, state.start_checksums))
-        write_samples(start, parts.unwrapped_model, output, when="after", step=state.step)
+        write_samples(start, run, parts, output, when="after", step=state.step)
         folder = export(start.recipe, parts, start.tokenizer, write=start.writes)
         if start.writes:
             memory = memory_facts(planner.result(PLANNER_TIMEOUT), measured, device)

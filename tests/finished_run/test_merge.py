@@ -77,6 +77,16 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_a_model_without_buffers_is_merged(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", "opt", ffn_dim=128)
+    run = finished_run(tmp_path, base)
+    assert not list(plain(base).buffers())
+    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
+    assert facts["agreement"]["candidates"]["own"]["top1"] == 1.0
+    assert facts["agreement"]["candidates"]["own"]["kl"] < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_merged_model_is_the_base_with_its_adapter(

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from finetune.files import read_lines
 from finetune.recipe.loader import load_recipe
 from finetune.run_folder.checkpoint import step_folder
 from finetune.run_folder.facts import read_run
 from finetune.run_folder.trained_tensors import model_tensors
+from finetune.strategies.assemble import Assembled
 from finetune.train import main
 from finetune.training import loop, worst_step
+from finetune.training.run import Run
 from finetune.training.run_output import RunOutput
 from finetune.training.start import Start
 from tests.support.cells import launch
@@ -82,8 +83,9 @@ def test_answers_after_training_are_those_of_the_exported_weights(
     """And what a longer run sets aside is named by their step."""
     asked: list[tuple[str, dict[str, torch.Tensor]]] = []
 
-    def look(start: Start, model: nn.Module, output: RunOutput, *, when: str, step: int) -> None:
-        asked.append((when, {name: tensor.detach().clone() for name, tensor in model_tensors(model).items()}))
+    def look(start: Start, run: Run, parts: Assembled, output: RunOutput, *, when: str, step: int) -> None:
+        tensors = model_tensors(parts.unwrapped_model)
+        asked.append((when, {name: tensor.detach().clone() for name, tensor in tensors.items()}))
 
     monkeypatch.setattr("finetune.training.session.write_samples", look)
     recipe = overfitting(tmp_path, tiny_llama, sets)

@@ -6,13 +6,22 @@ from pydantic import Field
 
 from finetune.recipe.sections.base import Count, Section, WholeNumber
 
+USUAL = 64  # new tokens of an answer
+FEWER = 16  # the same where every forward gathers the model: Llama-3.1-70B in bf16 is 131 GiB for each new token
+
 
 class Samples(Section):
     """Answers before and after training, to be looked at."""
 
     count: WholeNumber = Field(4, description="Held-out prompts answered when prompts is null; 0: none.")
     prompts: list[str] | None = Field(None, description="User messages to answer; null: the first held-out rows'.")
-    max_new_tokens: Count = Field(64, description="Length of an answer in tokens.")
+    max_new_tokens: Count | None = Field(
+        None, description="Length of an answer in tokens; null: 64, or 16 where each forward gathers sharded weights."
+    )
+
+    def length(self, *, sharded: bool) -> int:
+        """New tokens of an answer at most: as asked for, or fewer where weights are sharded or in host memory."""
+        return self.max_new_tokens or (FEWER if sharded else USUAL)
 
 
 class Hub(Section):

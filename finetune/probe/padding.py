@@ -1,0 +1,85 @@
+"""Whether prompts may share a left-padded batch: a padded row of the small model beside the same row alone.
+
+Attention masks its padding. Layers that carry a state along the row, and positions or chunks that are counted from its
+beginning, may let padding change what follows; so may a cache that is filled by one and read by the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetune.model.build import decoder_parts
+from finetune.model.generate import GREEDY, answering, left_padded
+from finetune.probe.compare import kits_model
+from finetune.probe.documents import probe_documents
+from finetune.probe.shrink import SmallModel, shortened
+from finetune.recipe.schema import Recipe
+
+# Tokens of each prompt: shorter and longer than a window. The padding of the others is no multiple of a chunk.
+PROMPT_LENGTHS = (5, 20, 13)
+NEW_TOKENS = 4  # the first is of the prompt's own forward, the others of the cache that it left
+# Relative difference of a token's logits, in float32: kernels add up in another order where a mask is given, which is
+# 1e-6 of them and, through states and routers, a little more. One padded token that is seen is a tenth and more.
+SAME = 1e-4
+LEAST_LOGIT = -1e30  # some models give tokens that are none the smallest number, which would outweigh all others
+
+
+def compare_padded(recipe: Recipe, small: SmallModel, device: torch.device) -> dict[str, Any]:
+    """How far a left-padded row's logits are from the same row's alone, over the first tokens of greedy answers.
+
+    In float32, with the library's own attention, as samples are computed. `same`: whether prompts may share a batch.
+    """
+    try:
+        model = kits_model(recipe, small, device)
+        with answering(model):
+            largest = _largest_difference(model, small, device)
+    except Exception as error:  # of the model's own code, which may know no mask or no cache
+        return {"same": False, "difference": None, "reason": shortened(error)}
+    if not math.isfinite(largest):
+        return {"same": False, "difference": None, "reason": "logits are not finite"}
+    return {"same": largest <= SAME, "difference": largest, "reason": None}
+
+
+def may_share_a_batch(probed: Mapping[str, Any]) -> bool:
+    """Whether a probe's facts say so; those that do not know, as of a recipe that was not probed here, say no."""
+    padding = probed.get("padding")
+    return isinstance(padding, Mapping) and padding.get("same") is True
+
+
+def _largest_difference(model: nn.Module, small: SmallModel, device: torch.device) -> float:
+    """The largest of all rows and tokens; NaN where a logit is."""
+    rows = len(decoder_parts(model).get_input_embeddings().weight)  # type: ignore[arg-type]
+    prompts = [ids.tolist() for ids, _ in probe_documents(rows, small.special, lengths=PROMPT_LENGTHS)]
+    tokens, logits = _greedy(model, prompts, device)
+    largest = 0.0
+    for row, prompt in enumerate(prompts):
+        tokens_alone, logits_alone = _greedy(model, [prompt], device)
+        for step in range(NEW_TOKENS):
+            off = _difference(logits[step][row], logits_alone[step][0])
+            if not off <= largest:  # NaN too, which then stays
+                largest = off
+            if tokens[row][step] != tokens_alone[0][step]:
+                break  # from here on the two rows differ whatever is padded
+    return largest
+
+
+def _greedy(model: nn.Module, prompts: list[list[int]], device: torch.device) -> tuple[list[list[int]], list[Tensor]]:
+    """New tokens [prompts, new], and for each of them the logits [prompts, vocabulary] that it was chosen by."""
+    batch = left_padded(prompts, device)
+    exactly = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
+    output = model.generate(  # type: ignore[operator]  # peft and transformers both have it
+        **batch, **exactly, **GREEDY, use_cache=True, pad_token_id=0, return_dict_in_generate=True, output_logits=True
+    )
+    return output.sequences[:, -NEW_TOKENS:].tolist(), list(output.logits)
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Relative to how far the expected logits [vocabulary] are from their mean, which changes no probability."""
+    kept = expected > LEAST_LOGIT
+    found, expected = found[kept].double(), expected[kept].double()
+    return float((found - expected).norm() / (expected - expected.mean()).norm())

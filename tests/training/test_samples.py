@@ -1,0 +1,162 @@
+"""The answers before and after training: how prompts are asked, what that costs, and that it is said first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.tensor import DTensor
+
+from finetune.files import read_lines
+from finetune.model.generate import answering, greedy_answers
+from finetune.recipe.schema import Recipe
+from finetune.recipe.sections.results import Samples
+from finetune.recipe.strategy import read_strategy
+from finetune.tokens.encoder import SamplePrompt
+from finetune.train import main
+from finetune.training import samples
+from finetune.training.samples import Questions, cost_in_words, prompt_batches
+from tests.support.cells import launch
+from tests.support.curve_table import skip_where_missing
+from tests.support.one_rank import CPU, half_recipe, one_rank
+from tests.support.recipes import least_recipe, tiny_lora, write_recipe
+from tests.support.tiny import tiny_tokenizer, write_chats
+
+LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
+PROMPTS = ["why", "tell me what it is", "which of them will sing first when morning comes over hills", "one two"]
+SHARDED = {"fsdp2": 2, "zero3": 2}  # strategies, and ranks of each
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", LENGTHS)
+
+
+def asking(folder: Path, base: Path, chats: Path, **changes: Any) -> Path:
+    folder.mkdir()
+    rest: dict[str, Any] = {
+        "training": {"max_steps": 2, "per_device_batch_size": 1},
+        "samples": {"prompts": PROMPTS, "max_new_tokens": NEW},
+        "output_dir": str(folder / "run"),
+    }
+    recipe = tiny_lora(base, chats, **rest)
+    for name, value in changes.items():
+        recipe[name] = recipe[name] | value if isinstance(value, dict) else value
+    return write_recipe(folder, recipe)
+
+
+def answers(recipe: Path) -> list[tuple[str, str, str]]:
+    lines = read_lines(recipe.parent / "run" / "samples.jsonl")
+    return [(line["when"], line["prompt"], line["answer"]) for line in lines]
+
+
+def costs(recipe: Path, rank: int) -> list[dict[str, Any]]:
+    return read_lines(recipe.parent / f"run.answers{rank}")
+
+
+def test_all_prompts_share_a_batch_and_their_answers_are_those_of_each_alone(
+    tiny_llama: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    genuine = samples.greedy_answers
+
+    def counted(model: Any, tokenizer: Any, prompts: Any, **options: Any) -> list[str]:
+        asked.append(len(prompts))
+        return genuine(model, tokenizer, prompts, **options)
+
+    monkeypatch.setattr(samples, "greedy_answers", counted)
+    together, alone = (asking(tmp_path / name, tiny_llama, chats) for name in ("together", "alone"))
+    assert main([str(together)]) == 0
+    assert asked == [4, 4]
+    monkeypatch.setattr(samples, "may_share_a_batch", lambda _: False)
+    assert main([str(alone)]) == 0
+    assert asked == [4, 4] + [1] * 8
+    assert answers(together) == answers(alone)
+    assert [(when, prompt) for when, prompt, _ in answers(together)] == [
+        (when, prompt) for when in ("before", "after") for prompt in PROMPTS
+    ]
+    assert len({answer for *_, answer in answers(together)}) >= 4
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp2"])
+def test_what_is_gathered_again_in_every_forward_and_what_stays(
+    strategy: str, tiny_llama: Path, tmp_path: Path
+) -> None:
+    """Layers and embeddings are freed after their turn; head and last norm stay whole after the first forward."""
+    tokenizer = tiny_tokenizer()
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    with one_rank(half_recipe(tiny_llama, tmp_path, strategy)) as rank:
+        weights = dict(rank.parts.unwrapped_model.named_parameters())
+        sizes = {name: 2 * weight.numel() for name, weight in weights.items()}  # gathered in bfloat16
+        with answering(rank.parts.unwrapped_model) as model:
+            texts = greedy_answers(model, tokenizer, prompts, max_new_tokens=NEW, device=CPU)
+        assert [bool(text) for text in texts] == [True] * len(PROMPTS)
+        told = rank.parts.bytes_gathered(read_strategy(strategy), NEW)
+        whole = {
+            name
+            for name, weight in rank.parts.unwrapped_model.named_parameters()
+            if strategy == "fsdp2" and not isinstance(weight, DTensor)
+        }
+    if strategy == "single":
+        assert told == 0
+        return
+    assert whole == {"lm_head.weight", "model.norm.weight"}
+    stays = sum(sizes[name] for name in whole)
+    assert told == stays + NEW * (sum(sizes.values()) - stays)
+
+
+@pytest.mark.slow
+def test_where_weights_are_sharded_every_rank_makes_the_same_forwards_and_gathers_what_was_said(
+    tiny_llama: Path, chats: Path, tmp_path: Path
+) -> None:
+    for name in SHARDED:
+        skip_where_missing(name)
+    alone = asking(tmp_path / "single", tiny_llama, chats)
+    sharded = [asking(tmp_path / name, tiny_llama, chats, accelerate_config=name) for name in SHARDED]
+    assert launch([alone], ranks=1, program="tests/support/counted_answers.py") == [0]
+    codes = launch(sharded, ranks=2, program="tests/support/counted_answers.py", timeout=400)
+    assert codes == [0] * len(SHARDED)
+    for recipe in sharded:
+        assert answers(recipe) == answers(alone), recipe
+        first, second = (costs(recipe, rank) for rank in range(2))
+        assert first == second
+        assert [(cost["prompts"], cost["forwards"]) for cost in first] == [(len(PROMPTS), NEW)] * 2
+        for cost in first:
+            # The head may be whole already, after an evaluation; it is a twentieth. ZeRO-3 keeps what is this small.
+            assert 0.9 * cost["told"] <= cost["gathered"] <= 1.02 * cost["told"], recipe
+    assert [cost["forwards"] for cost in costs(alone, 0)] == [NEW] * 2
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "batches"),
+    [
+        ([5, 20, 13, 7], 100, [range(4)]),  # 4 x (20 + 5)
+        ([5, 20, 13, 7], 99, [range(3), range(3, 4)]),
+        ([5, 20, 13, 7], 0, [range(1), range(1, 2), range(2, 3), range(3, 4)]),
+        ([5, 90, 5, 5], 100, [range(1), range(1, 2), range(2, 4)]),
+        ([500], 100, [range(1)]),
+        ([], 100, []),
+    ],
+)
+def test_batches_have_no_more_tokens_than_a_micro_batch(lengths: list[int], most: int, batches: list[range]) -> None:
+    assert prompt_batches(lengths, 5, most) == batches
+
+
+def test_fewer_tokens_where_weights_are_sharded_unless_the_recipe_says_how_many() -> None:
+    assert (Samples().length(sharded=False), Samples().length(sharded=True)) == (64, 16)
+    chosen = Samples(max_new_tokens=40)
+    assert (chosen.length(sharded=False), chosen.length(sharded=True)) == (40, 40)
+    recipe: Recipe = least_recipe()
+    assert recipe.samples.max_new_tokens is None
+
+
+def test_the_cost_is_a_line() -> None:
+    prompts = [SamplePrompt("why", [1, 2], None)] * 3
+    together = cost_in_words(Questions(prompts, [range(3)], 16), 3 * 2**29)
+    assert together.startswith(
+        "samples: 3 prompts in 1 batch, 16 new tokens each: at most 16 forwards, which gather 1.5 GiB"
+    )
+    alone = cost_in_words(Questions(prompts, [range(1), range(1, 2), range(2, 3)], 16), 2**40)
+    assert "one at a time, 16 new tokens each: at most 48 forwards, which gather 1,024.0 GiB" in alone
