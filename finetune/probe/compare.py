@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from finetune.architecture.by_document import checkpoint_layers
 from finetune.architecture.families import router_coefficient
 from finetune.errors import FinetuneError
 from finetune.model.build import build_model, decoder_parts

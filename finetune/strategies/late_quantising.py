@@ -78,7 +78,7 @@ def load_unquantised(recipe: Recipe, device: torch.device, *, dtype: torch.dtype
         values = stored[f"{path}.weight"]
         settings = {key: getattr(layer.weight, key) for key in ("compress_statistics", "quant_type", "quant_storage")}
         # GPT-2's layers have theirs the other way round.
-        waiting = Unquantised(values.T if layer.source_cls is Conv1D else values, settings)
+        waiting = Unquantised(values.T if issubclass(layer.source_cls, Conv1D) else values, settings)
         layer.unquantised, layer.weight = waiting, waiting.stand_in()
         if layer.bias is not None:
             layer.bias = nn.Parameter(stored[f"{path}.bias"], requires_grad=False)
@@ -101,7 +101,7 @@ def _four_bit_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def waits_for_sharding(model: nn.Module) -> bool:
-    """Whether some 4-bit weight has yet to be spread over the ranks; the same on each of them. A planner's are plain."""
+    """Whether 4-bit weights have yet to be spread over the ranks; the same on each of them. A planner's are plain."""
     return any(not hasattr(layer, "packing") for layer in quantized_layers(model))
 
 
