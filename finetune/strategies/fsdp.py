@@ -67,7 +67,7 @@ def shard_model(
     mesh: DeviceMesh,
     device: torch.device,
     compute_dtype: torch.dtype | None,
-    late: Mapping[str, Late] | None = None,
+    late: dict[str, Late] | None = None,
 ) -> None:
     """Shard a model in place and fill it from rank 0, which has the weights in host memory; elsewhere they are on meta.
 
@@ -76,7 +76,8 @@ def shard_model(
         mesh: From `make_mesh`.
         device: Of the computation. Under CPU offload the shards stay in host memory.
         compute_dtype: Weights are gathered in it, gradients reduced in float32; None leaves each tensor as it is.
-        late: On rank 0, parameters by name whose values, and buffers with them, are made when their turn comes.
+        late: On rank 0, parameters by name whose values, and buffers with them, are made when their turn comes; empty
+            afterwards, so that nobody keeps what they were made of.
     """
     full = {name: tensor.detach() for name, tensor in _named_tensors(decoder)} if dist.get_rank() == 0 else {}
     with ties_kept(decoder):
@@ -86,7 +87,7 @@ def shard_model(
     for unit, reshard in _units(decoder, strategy.reshard_after_forward):
         fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
     with ties_kept(decoder):
-        _fill(decoder, full, dict(late or {}), device, on_host=strategy.offloaded)
+        _fill(decoder, full, late or {}, device, on_host=strategy.offloaded)
 
 
 def reshard(model: nn.Module) -> None:

@@ -1,12 +1,11 @@
-"""Weights that are quantised one by one as they are sharded: the bytes that transformers quantises, one tensor at a time
-in host memory, and no collective that lasts longer than a tensor takes."""
+"""Weights that are quantised one by one as they are sharded: the bytes that transformers quantises, one of them at a
+time in host memory, and no collective that lasts longer than one takes."""
 
 from __future__ import annotations
 
 import math
 import multiprocessing
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from finetune.errors import EnvironmentMismatch
 from finetune.model.build import build_model, load_base
-from finetune.model.quantization import TENSORS, quantized_layers
+from finetune.model.quantization import quantized_layers
 from finetune.recipe.schema import Recipe
 from finetune.strategies.late_quantising import load_unquantised, state_tensors, waits_for_sharding
 from tests.support.one_rank import HERE, one_rank
@@ -180,7 +179,7 @@ def rank_main(rank: int, strategy: str, folder: Path, results: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_one_weight_at_a_time_in_memory_and_in_collectives(strategy: str, tmp_path: Path) -> None:
-    """What a rank needs beyond its shard: work on one weight on rank 0, two unpacked ones in all. The base has eight."""
+    """Beyond its shard rank 0 needs the work on one weight, and every rank less than two of eight unpacked ones."""
     save_tiny(tmp_path / "small", "qwen2", intermediate_size=48)
     save_wide(tmp_path / "wide")
     context = multiprocessing.get_context("spawn")
