@@ -128,7 +128,7 @@ def test_a_mixer_that_reads_packed_weights_is_refused_all_the_same(tmp_path: Pat
 
 WIDTH, MATRICES = 4096, 8
 WEIGHT = WIDTH * WIDTH * 2  # bytes, in bfloat16
-PATIENCE_SECONDS, EXTRA_SECONDS = 15.0, 2.5  # of a collective; that each weight is slower to quantise
+EXTRA_SECONDS = 1.0  # that each weight is slower to quantise
 
 
 def save_wide(folder: Path) -> Path:
@@ -151,7 +151,7 @@ def forget_peak() -> int:
 
 
 def rank_main(rank: int, strategy: str, folder: Path, results: Any) -> None:
-    """A small model's bytes; what quantising one large weight takes; then eight, by a group that waits 15 s."""
+    """A small model's bytes; what quantising one large weight takes; then eight, by a group that waits for three."""
     import bitsandbytes.functional
 
     launch = replace(HERE, rank=rank, local_rank=rank, world_size=2, local_world_size=2)
@@ -160,9 +160,10 @@ def rank_main(rank: int, strategy: str, folder: Path, results: Any) -> None:
         actual = tensors_of(built.parts.unwrapped_model)
     assert_same(actual, tensors_of(build_model(recipe, CPU, dtype=torch.bfloat16)))
 
-    weight, before = torch.randn(WIDTH, WIDTH).to(torch.bfloat16), forget_peak()
+    weight, begun, before = torch.randn(WIDTH, WIDTH).to(torch.bfloat16), time.monotonic(), forget_peak()
     bitsandbytes.functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
-    work, weight, genuine = status("VmHWM") - before, None, bitsandbytes.functional.quantize_4bit
+    work, patience = status("VmHWM") - before, 3 * (time.monotonic() - begun + EXTRA_SECONDS)
+    weight, genuine = None, bitsandbytes.functional.quantize_4bit
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         time.sleep(EXTRA_SECONDS)
@@ -171,15 +172,15 @@ def rank_main(rank: int, strategy: str, folder: Path, results: Any) -> None:
     bitsandbytes.functional.quantize_4bit = slow
     before, begun = forget_peak(), time.monotonic()
     recipe = quantised(folder / "wide", folder / "run of wide", strategy)
-    with one_rank(recipe, launch, timedelta(seconds=PATIENCE_SECONDS)):
+    with one_rank(recipe, launch, timedelta(seconds=patience)):
         peak, seconds = status("VmHWM") - before, time.monotonic() - begun
-    results.put((rank, work, peak, seconds))
+    results.put((rank, work, peak, patience, seconds))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_one_weight_at_a_time_in_memory_and_in_collectives(strategy: str, tmp_path: Path) -> None:
-    """Beyond its shard rank 0 needs the work on one weight, and every rank less than two of eight unpacked ones."""
+    """Beyond its shard rank 0 needs the work on one weight, and every rank less than three of eight unpacked ones."""
     save_tiny(tmp_path / "small", "qwen2", intermediate_size=48)
     save_wide(tmp_path / "wide")
     context = multiprocessing.get_context("spawn")
@@ -190,8 +191,8 @@ def test_one_weight_at_a_time_in_memory_and_in_collectives(strategy: str, tmp_pa
     found = {rank: rest for rank, *rest in (results.get(timeout=400) for _ in ranks)}
     for each in ranks:
         each.join(60)
-    print({rank: [*(f"{size / MIB:.0f} MiB" for size in rest[:2]), rest[2]] for rank, rest in found.items()})
     shard = MATRICES * WEIGHT // 4 // 2
-    for rank, (work, peak, seconds) in found.items():
-        assert seconds > PATIENCE_SECONDS, "else nothing is shown of the waiting"
-        assert peak < shard + 2 * WEIGHT + (work if rank == 0 else 0), f"rank {rank}"
+    for rank, (work, peak, patience, seconds) in found.items():
+        print(f"rank {rank}: {peak / MIB:.0f} MiB, work on one {work / MIB:.0f}; {seconds:.0f} s by {patience:.0f}")
+        assert seconds > patience, "else nothing is shown of the waiting"
+        assert peak < shard + 3 * WEIGHT + (work if rank == 0 else 0), f"rank {rank}"
