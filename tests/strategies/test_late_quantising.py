@@ -180,8 +180,7 @@ def rank_main(rank: int, strategy: str, folder: Path, results: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_one_weight_at_a_time_in_memory_and_in_collectives(strategy: str, tmp_path: Path) -> None:
-    """Beyond its shard a rank needs less than three of eight unpacked weights; rank 0 as much again, and the work on one
-    of them."""
+    """Beyond its shard a rank needs less than three of eight unpacked weights; rank 0 as much again and work on one."""
     save_tiny(tmp_path / "small", "qwen2", intermediate_size=48)
     save_wide(tmp_path / "wide")
     context = multiprocessing.get_context("spawn")
