@@ -180,7 +180,8 @@ def rank_main(rank: int, strategy: str, folder: Path, results: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_one_weight_at_a_time_in_memory_and_in_collectives(strategy: str, tmp_path: Path) -> None:
-    """Beyond its shard a rank needs less than three of eight unpacked weights; rank 0 as much again and work on one."""
+    """Beyond its shard a rank needs less than three of eight unpacked weights; rank 0 four more, and the work on one:
+    of these it reads one, and malloc keeps what lies between shards."""
     save_tiny(tmp_path / "small", "qwen2", intermediate_size=48)
     save_wide(tmp_path / "wide")
     context = multiprocessing.get_context("spawn")
@@ -196,4 +197,4 @@ def test_one_weight_at_a_time_in_memory_and_in_collectives(strategy: str, tmp_pa
     (work, first, *_), (_, second, *_) = found[0], found[1]
     assert all(seconds > patience for _, _, patience, seconds in found.values()), "else nothing is shown of waiting"
     assert second < MATRICES * WEIGHT // 4 // 2 + 3 * WEIGHT, lines
-    assert first < second + work + 3 * WEIGHT, lines
+    assert first < second + work + 4 * WEIGHT, lines
