@@ -13,7 +13,7 @@ transformers joins from several, is read into host memory at once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from finetune.model.quantization import (
     quantized_layers,
 )
 from finetune.recipe.schema import Recipe
-from finetune.strategies.fsdp import replace_tensor, ties_kept
+from finetune.strategies.fsdp import Late, replace_tensor, ties_kept
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Unquantised:
         return self._parameter(one.expand(packed.shape), bnb_quantized=True)
 
     def _parameter(self, data: Tensor, *, bnb_quantized: bool) -> Any:
-        from bitsandbytes.nn import Params4bit
+        from bitsandbytes.nn import Params4bit  # type: ignore[attr-defined]  # which is typed in part
 
         return Params4bit(data, requires_grad=False, bnb_quantized=bnb_quantized, **self.settings)
 
@@ -105,13 +105,13 @@ def waits_for_sharding(model: nn.Module) -> bool:
     return any(not hasattr(layer, "packing") for layer in quantized_layers(model))
 
 
-def taken(model: nn.Module) -> dict[str, Callable[[torch.device], dict[str, Tensor]]]:
+def taken(model: nn.Module) -> dict[str, Late]:
     """The weights of this model that wait to be quantised, by name; its layers are then those of ranks without weights.
 
     Each function quantises one of them, and returns the packed weight and the buffers that
     `plain_quantized_weights` makes of its QuantState, by name.
     """
-    result = {}
+    result: dict[str, Late] = {}
     for path, layer in _four_bit_layers(model):
         waiting = layer.__dict__.pop("unquantised", None)
         if waiting is not None:
@@ -166,7 +166,7 @@ def filled_one_by_one(model: nn.Module, device: torch.device, dtype: torch.dtype
 
 def _filled_layer(layer: Any, device: torch.device) -> Any:
     """A 4-bit layer's parameter on the device, which rank 0 quantises; with the QuantState that rank 0 found."""
-    from bitsandbytes.nn import Params4bit
+    from bitsandbytes.nn import Params4bit  # type: ignore[attr-defined]  # which is typed in part
 
     layer.support_avx512bf16_for_cpu = False
     weight = layer.weight
