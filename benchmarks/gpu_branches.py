@@ -20,10 +20,10 @@ sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 from benchmarks.common import write_result
 from tests.support.gpu_branches import FILE, all_questions
 
-TESTS = """strategies measure architecture/test_attention.py architecture/test_varlen_kernel.py model/test_optimizer.py
-model/test_quantization.py launch probe/test_judge.py probe/test_remembered.py preflight/test_doctor.py tokens/test_batches.py
-preflight/test_compare.py finished_run/test_evaluate.py training/test_worst_step.py training/test_loop.py cli/test_train_verb.py
-proofs/test_pretended_gpu.py""".split()
+TESTS = """strategies measure launch architecture/test_attention.py architecture/test_varlen_kernel.py
+model/test_optimizer.py model/test_quantization.py probe/test_judge.py probe/test_remembered.py tokens/test_batches.py
+preflight/test_doctor.py preflight/test_compare.py finished_run/test_evaluate.py training/test_worst_step.py
+training/test_loop.py cli/test_train_verb.py proofs/test_pretended_gpu.py""".split()
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.attention import ENDS, LENGTHS
 from finetune.architecture.loss import decoder_of
@@ -83,6 +84,22 @@ def checkpoint_options(model: nn.Module) -> dict[str, Any]:
     """Options of torch's non-reentrant checkpoint with which a layer that runs again sees the row that it saw."""
     modules: list[Any] = run_document_by_document(model)
     return {"context_fn": modules[0].finetune_documents[1].contexts} if modules else {}
+
+
+def checkpoint_layers(model: PreTrainedModel, every: int) -> None:
+    """Recompute every n-th decoder layer in backward, by torch's non-reentrant checkpoint."""
+    # Renamed within transformers 5; the old name warns in the new releases.
+    renamed = hasattr(model, "activation_checkpointing_enable")
+    enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
+    with suppress(ValueError):  # a class that says it has none
+        enable({"use_reentrant": False} | checkpoint_options(model))
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise FinetuneError(
+            f"training.activation_checkpointing: {type(model).__name__} does not support it; set it to false"
+        )
+    for index, layer in enumerate(layers):
+        layer.gradient_checkpointing = index % every == 0
 
 
 def first_parameter(module: nn.Module) -> str:

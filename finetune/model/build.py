@@ -6,7 +6,7 @@ quantization.py and in optimizer.py. A method (full, LoRA, QLoRA) is a way to bu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -20,10 +20,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from finetune.architecture import attention
-from finetune.architecture.by_document import checkpoint_options
+from finetune.architecture.by_document import checkpoint_layers
 from finetune.architecture.families import refuse_unsuitable
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapter_reach import language_model_path
@@ -34,6 +34,8 @@ from finetune.model.packaged import resolve_model_path
 from finetune.model.quantization import correct_on_cpu, forget_inputs, quantize_structure, quantized_layers
 from finetune.model.text_part import auto_class, remember_whole, text_alone, trained_config
 from finetune.recipe.schema import Quantization, Recipe
+
+Load = Callable[..., PreTrainedModel]
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -50,15 +52,23 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | None = None) -> nn.Module:
+def build_model(
+    recipe: Recipe, device: torch.device, *, dtype: torch.dtype | None = None, load: Load | None = None
+) -> nn.Module:
     """The model that the recipe trains, on `device`, ready for its first forward.
+
+    Args:
+        dtype: Of the base's weights; None: as the recipe trains them.
+        load: In place of `load_base`, with its arguments.
 
     With `shift_labels` its forward returns the summed float32 loss, a scalar, and nothing else; without them it is
     the library's own forward. On device "meta" no weights are read: the same structure, to be filled by a rank that
     has them. Raises FinetuneError when weights are missing, unexpected or not safetensors, and EnvironmentMismatch
     when they cannot be reached.
     """
-    model = structure_alone(recipe, dtype) if device.type == "meta" else load_base(recipe, device, dtype=dtype)
+    model = (
+        structure_alone(recipe, dtype) if device.type == "meta" else (load or load_base)(recipe, device, dtype=dtype)
+    )
     rows = add_rows(model, recipe.model)
     refuse_unsuitable(model, recipe).taught_to(model)
     if recipe.quantization is not None and recipe.quantization.load_in_8bit:
@@ -68,7 +78,7 @@ def build_model(recipe: Recipe, device: torch.device, *, dtype: torch.dtype | No
         _refuse_all_of_a_multimodal(model)
     else:
         torch.manual_seed(recipe.training.seed)  # every rank draws the same adapters
-        with model.device:  # on meta too
+        with torch.device("meta" if model.device.type == "meta" else "cpu"):  # a GPU draws other numbers by a seed
             adapted = add_adapters(model, recipe.lora, recipe.training.pure_bf16, rows)
     if recipe.training.activation_checkpointing:
         # After peft, which else makes the embeddings' output require a gradient, as reentrant checkpointing would need.
@@ -90,7 +100,7 @@ def refuse_early(recipe: Recipe, base: PreTrainedModel | None = None) -> nn.Modu
         base: The recipe's `plain_structure`, where there is one already.
     """
     refuse_unsuitable(base or plain_structure(recipe), recipe)
-    widening(_configuration(recipe), recipe)
+    widening(configuration(recipe), recipe)
     return build_model(recipe, torch.device("meta"))
 
 
@@ -131,9 +141,11 @@ def load_base(
     if recipe.quantization:
         # Without a device map transformers quantises on this rank's GPU, also what is to be sharded from the host.
         options |= {"quantization_config": bitsandbytes_config(recipe.quantization), "device_map": {"": str(device)}}
+    elif device.type == "cuda" and not is_deepspeed_zero3_enabled():  # which shards on the device what it reads
+        options["device_map"] = {"": str(device)}  # each tensor straight from its file, none through host memory
     name, folder = path or section.name_or_path, path or resolve_model_path(section.name_or_path)
     try:
-        config = _configuration(recipe, path)
+        config = configuration(recipe, path)
         if (widened := widening(config, recipe)) is not None:
             options["quantization_config"] = widened
         elif getattr(config, "quantization_config", None):  # the recipe's, which transformers would warn of
@@ -152,8 +164,7 @@ def load_base(
         raise not_loaded("weights", name, error) from error
     assert isinstance(model, PreTrainedModel)
     if recipe.quantization:
-        _keep_quantized_weights_bitwise(model)
-        _refuse_weights_read_raw(model)
+        check_quantized(model)
     model.config.use_cache = False
     return model
 
@@ -162,7 +173,7 @@ def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrai
     """The base model on meta, built from its configuration, with the quantised layers that the recipe asks for."""
     section = recipe.model
     try:
-        config = _configuration(recipe)
+        config = configuration(recipe)
         if hasattr(config, "quantization_config"):  # of the files: what is loaded of them has it no more
             del config.quantization_config
         trained = trained_config(config)
@@ -180,7 +191,7 @@ def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrai
     return model
 
 
-def _configuration(recipe: Recipe, path: str | None = None) -> PreTrainedConfig:
+def configuration(recipe: Recipe, path: str | None = None) -> PreTrainedConfig:
     section = recipe.model
     config: PreTrainedConfig = AutoConfig.from_pretrained(
         path or resolve_model_path(section.name_or_path),
@@ -219,11 +230,15 @@ def bitsandbytes_config(quantization: Quantization) -> BitsAndBytesConfig:
     )
 
 
-def _keep_quantized_weights_bitwise(model: PreTrainedModel) -> None:
-    """Keep the quantised weights as they were loaded, and check that embeddings and head are not among them.
+def check_quantized(model: PreTrainedModel, ready: Callable[[Any], Any] = lambda mixer: mixer) -> None:
+    """Keep quantised weights as they were loaded, and check that no other code than their layers' reads them.
+
+    Args:
+        ready: Gives a module whose layers can compute, for one whose cannot yet.
 
     On a CPU with AVX512-BF16 the first evaluation has bitsandbytes 0.50 repack every 4-bit weight for good, its scales
-    rounded to bfloat16: training would continue from other weights (tests/model/test_quantization.py).
+    rounded to bfloat16: training would continue from other weights (tests/model/test_quantization.py). Raises
+    EnvironmentMismatch.
     """
     for layer in quantized_layers(model):
         layer.support_avx512bf16_for_cpu = False
@@ -234,9 +249,10 @@ def _keep_quantized_weights_bitwise(model: PreTrainedModel) -> None:
             "quantization: embeddings or head were quantised, which the fused loss does not know; choose another "
             "model, or quantization: null"
         )
+    _refuse_weights_read_raw(model, ready)
 
 
-def _refuse_weights_read_raw(model: PreTrainedModel) -> None:
+def _refuse_weights_read_raw(model: PreTrainedModel, ready: Callable[[Any], Any]) -> None:
     """Refuse quantised layers whose weights a state-space mixer multiplies itself: Mamba's dt_proj. A mixer of each
     class is run on two tokens. Raises EnvironmentMismatch."""
     packed = set(quantized_layers(model))
@@ -247,7 +263,7 @@ def _refuse_weights_read_raw(model: PreTrainedModel) -> None:
         width = mixer.in_proj.in_features
         try:
             with torch.no_grad(), suppress(TypeError):  # it asks for more than hidden states: not Mamba's
-                mixer(torch.zeros(1, 2, width, dtype=model.dtype, device=model.device))
+                ready(mixer)(torch.zeros(1, 2, width, dtype=model.dtype, device=model.device))
         except RuntimeError as error:
             raise EnvironmentMismatch(
                 f"quantization: {type(mixer).__name__} reads the packed weights of its layers past their forward "
@@ -278,19 +294,3 @@ def _refuse_incomplete(name: str, info: Mapping[str, Any]) -> None:
                 f"model.name_or_path: {name}: {len(names)} {kind.replace('_', ' ')}, first {names[0]}; "
                 "these weights are not those of this architecture"
             )
-
-
-def checkpoint_layers(model: PreTrainedModel, every: int) -> None:
-    """Recompute every n-th decoder layer in backward, by torch's non-reentrant checkpoint."""
-    # Renamed within transformers 5; the old name warns in the new releases.
-    renamed = hasattr(model, "activation_checkpointing_enable")
-    enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
-    with suppress(ValueError):  # a class that says it has none
-        enable({"use_reentrant": False} | checkpoint_options(model))
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise FinetuneError(
-            f"training.activation_checkpointing: {type(model).__name__} does not support it; set it to false"
-        )
-    for index, layer in enumerate(layers):
-        layer.gradient_checkpointing = index % every == 0

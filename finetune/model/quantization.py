@@ -166,8 +166,8 @@ def plain_quantized_weights(model: nn.Module) -> None:
             continue
         weight = layer.weight
         assert hasattr(weight, "bnb_quantized"), "only 4-bit weights can be made plain"
-        state = weight.quant_state if weight.bnb_quantized else _empty_quant_state(weight)
-        packed = weight.detach().as_subclass(Tensor) if weight.bnb_quantized else _hollow_weight(weight)
+        state = weight.quant_state if weight.bnb_quantized else empty_quant_state(weight, weight.device)
+        packed = weight.detach().as_subclass(Tensor) if weight.bnb_quantized else hollow_weight(weight)
         layer.packing = {key: getattr(state, key) for key in ("shape", "dtype", "blocksize", "quant_type")}
         layer.quant_state = None
         layer.weight = nn.Parameter(packed, requires_grad=False)
@@ -217,7 +217,8 @@ def _int8_forward(layer: Any, hidden: Tensor) -> Tensor:
     return result
 
 
-def _hollow_weight(weight: Any) -> Tensor:
+def hollow_weight(weight: Any) -> Tensor:
+    """The packed form [packed, 1] of a 4-bit parameter that is not quantised, without values."""
     size = (weight.numel() + 1) // 2 // weight.quant_storage.itemsize
     return torch.empty(size, 1, dtype=weight.quant_storage, device=weight.device)
 
@@ -228,12 +229,12 @@ def _state_class() -> Any:
     return QuantState
 
 
-def _empty_quant_state(weight: Any) -> Any:
-    """What quantising this weight would make, without values."""
+def empty_quant_state(weight: Any, device: torch.device) -> Any:
+    """The QuantState that quantising this 4-bit parameter would make, without values."""
     make = _state_class()
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=weight.device)
+        return torch.empty(shape, dtype=dtype, device=device)
 
     blocks, nested = -(-weight.numel() // BLOCK), None
     if weight.compress_statistics:

@@ -21,9 +21,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from finetune.architecture.by_document import checkpoint_layers
 from finetune.architecture.families import router_coefficient
 from finetune.errors import FinetuneError
-from finetune.model.build import build_model, checkpoint_layers, decoder_parts
+from finetune.model.build import build_model, decoder_parts
 from finetune.model.text_part import auto_class
 from finetune.probe.documents import TokensAndLabels, probe_batches, probe_documents
 from finetune.probe.shrink import SmallModel, draw_weights

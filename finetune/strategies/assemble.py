@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,10 +26,11 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.accelerator import cores_for
 from finetune.strategies.fsdp import gathered, gathered_by_forward, make_mesh, reshard, shard_model
-from finetune.strategies.zero import engine_dtype, fit_swap, loading_unsharded, prepare_zero
+from finetune.strategies.late_quantising import filled_one_by_one, load_unquantised, taken, waits_for_sharding
+from finetune.strategies.zero import engine_dtype, fit_swap, loading_unsharded, partition, prepare_zero
 from finetune.strategies.zero_state import full_weights, zero_gathers
 
-# How long the ranks wait for the one that quantises: longer than it takes. If it dies, the watchdog ends the job.
+# How long the ranks wait for the one that reads: longer than it takes. If it dies, the watchdog ends the job.
 WAITING = timedelta(days=7)
 
 
@@ -73,11 +74,13 @@ def assemble(
     """Model and optimizer of a run, before any checkpoint. Raises what `build_model` raises, on all ranks.
 
     The planner passes its own `build`, which returns the same model on fake tensors, and the ranks' `mesh`, which
-    cannot be made of fake tensors. `launch` decides how many cores quantising uses; None: those it has.
+    cannot be made of fake tensors. `launch` decides how many cores quantising on a CPU uses; None: those it has.
     """
     if strategy.shards_modules:
         mesh = mesh or make_mesh(strategy, accelerator.device, collective_timeout(recipe))
-        return _sharded(recipe, strategy, accelerator, _build_on_rank_0(recipe, build, launch), mesh)
+        unwrapped = _build_on_rank_0(recipe, build, launch)
+        with cores_to_quantise(recipe, launch, accelerator.device):
+            return _sharded(recipe, strategy, accelerator, unwrapped, mesh)
     if strategy.uses_engine:
         return _under_zero(recipe, strategy, accelerator, build, launch)
     unwrapped = build(recipe, accelerator.device)
@@ -88,15 +91,16 @@ def assemble(
 def _sharded(
     recipe: Recipe, strategy: Strategy, accelerator: Accelerator, unwrapped: nn.Module, mesh: DeviceMesh
 ) -> Assembled:
-    """Shard the weights, which rank 0 alone has read into host memory, over the ranks.
+    """Shard the weights, which rank 0 alone has, over the ranks.
 
     The loop calls the decoder inside peft's model, because peft calls its forward past the hooks that gather weights.
     """
-    plain_quantized_weights(unwrapped)
     decoder = decoder_parts(unwrapped)
+    late = taken(decoder)
+    plain_quantized_weights(unwrapped)
     decoder.generation_config = _broadcast_from_rank_0(getattr(decoder, "generation_config", None))
     compute = COMPUTE[recipe.training.mixed_precision]
-    shard_model(decoder, strategy, mesh, accelerator.device, compute)
+    shard_model(decoder, strategy, mesh, accelerator.device, compute, late)
     optimizer = make_optimizer(unwrapped, recipe)
     groups = [list(group["params"]) for group in optimizer.param_groups]
     model, prepared = prepare_silenced(accelerator, decoder, optimizer)
@@ -115,36 +119,41 @@ def _under_zero(
 ) -> Assembled:
     """The engine keeps float32 masters, so the model is loaded in the number format that it computes in.
 
-    Under ZeRO-3 transformers shards each tensor while it loads, rank 0 alone reading; a quantised model is loaded
-    unsharded into host memory and sharded one tensor at a time.
+    Under ZeRO-3 transformers shards each tensor while it loads, rank 0 alone reading. It refuses to quantise then, so
+    a base in 4 bits is loaded unsharded, by rank 0 alone, and quantised and sharded one tensor at a time.
     """
     plugin = accelerator.state.deepspeed_plugin
-    dtype = engine_dtype(plugin.deepspeed_config)
+    config = plugin.deepspeed_config
+    dtype = engine_dtype(config)
     fit_swap(plugin, lambda: structure_alone(recipe, dtype), accelerator.num_processes)
-    on_host = strategy.shards_parameters and recipe.quantization is not None
-    device = torch.device("cpu") if on_host else accelerator.device
-    if on_host:
-        ranks = 1 if launch is None else launch.local_world_size
-        with loading_unsharded(plugin), quantising(recipe, launch, working=ranks) as waiting:
-            unwrapped = build(recipe, device, dtype=dtype)
-            if waiting is not None:
-                dist.barrier(waiting)
+    if strategy.shards_parameters and recipe.quantization is not None:
+        with loading_unsharded(plugin):
+            unwrapped = _build_on_rank_0(recipe, build, launch, dtype=dtype)
+        if waits_for_sharding(unwrapped):
+            decoder = decoder_parts(unwrapped)
+            decoder.generation_config = _broadcast_from_rank_0(getattr(decoder, "generation_config", None))
+            with cores_to_quantise(recipe, launch, accelerator.device):
+                partition(filled_one_by_one(unwrapped, accelerator.device, dtype), config)
     else:
-        unwrapped = build(recipe, device, dtype=dtype)
+        unwrapped = build(recipe, accelerator.device, dtype=dtype)
     engine, optimizer = prepare_zero(accelerator, unwrapped, make_optimizer(unwrapped, recipe))
     compute = COMPUTE[recipe.training.mixed_precision]
     return Assembled(engine, unwrapped, optimizer, gathered_in=compute, engine=engine)
 
 
-def _build_on_rank_0(recipe: Recipe, build: Callable[..., nn.Module], launch: Launch | None) -> nn.Module:
+def _build_on_rank_0(
+    recipe: Recipe, build: Callable[..., nn.Module], launch: Launch | None, **options: Any
+) -> nn.Module:
     """The model, with its weights on rank 0 and without elsewhere; when rank 0 fails, so do all."""
     model, failure = None, None
-    with quantising(recipe, launch, working=1) as waiting:
+    if recipe.quantization is not None:
+        options["load"] = load_unquantised
+    with waiting_for_rank_0(recipe, launch) as group:
         try:
-            model = build(recipe, torch.device("cpu" if dist.get_rank() == 0 else "meta"))
+            model = build(recipe, torch.device("cpu" if dist.get_rank() == 0 else "meta"), **options)
         except FinetuneError as error:
             failure = error
-        refusal = _broadcast_from_rank_0(None if failure is None else (type(failure), str(failure)), waiting)
+        refusal = _broadcast_from_rank_0(None if failure is None else (type(failure), str(failure)), group)
     if refusal is not None:
         kind, text = refusal
         raise kind(text)
@@ -155,21 +164,28 @@ def _build_on_rank_0(recipe: Recipe, build: Callable[..., nn.Module], launch: La
 
 
 @contextmanager
-def quantising(recipe: Recipe, launch: Launch | None, *, working: int) -> Iterator[dist.ProcessGroup | None]:
-    """Where the recipe quantises in host memory: the machine's cores for `working` ranks, and a group to wait in.
+def waiting_for_rank_0(recipe: Recipe, launch: Launch | None) -> Iterator[dist.ProcessGroup | None]:
+    """Where rank 0 opens a base that is to be quantised: a group to wait in for as long as that takes.
 
-    bitsandbytes 0.50 has no kernel for it there: 84 ns an element and thread, 96 minutes of 70B by one, and the ranks'
-    own group gives up after 30. Gloo's waits without spinning on a core.
+    It takes seconds, for no weight is read then; minutes where the files have another number format than the recipe
+    asks for, in which the ranks' own group may give up. Gloo's waits without spinning on a core.
     """
     if recipe.quantization is None or launch is None:
         yield None
         return
     group = dist.new_group(backend="gloo", timeout=WAITING)
     try:
-        with cores_for(launch, working):
-            yield group
+        yield group
     finally:
         dist.destroy_process_group(group)
+
+
+def cores_to_quantise(recipe: Recipe, launch: Launch | None, device: torch.device) -> AbstractContextManager[None]:
+    """Where weights are quantised on a CPU, by rank 0 alone: the machine's cores. bitsandbytes 0.50 has no kernel for
+    it there: 84 ns an element and thread, 20 s of the largest weight of 70B, in which the other ranks wait."""
+    if recipe.quantization is None or launch is None or device.type != "cpu":
+        return nullcontext()
+    return cores_for(launch, 1)
 
 
 def _broadcast_from_rank_0(thing: Any, group: dist.ProcessGroup | None = None) -> Any:

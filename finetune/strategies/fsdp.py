@@ -8,7 +8,7 @@ to `Accelerator.prepare` as one that is sharded already.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -27,6 +27,8 @@ from finetune.recipe.strategy import Strategy
 
 SHARDS = "shards"  # the mesh dimension over which a tensor is sharded
 COPIES = "copies"  # HSDP: the dimension over which the shards are replicated
+
+Late = Callable[[torch.device], dict[str, Tensor]]  # makes tensors, by their names, on a device
 
 
 def make_mesh(strategy: Strategy, device: torch.device, timeout: timedelta | None = None) -> DeviceMesh:
@@ -66,6 +68,7 @@ def shard_model(
     mesh: DeviceMesh,
     device: torch.device,
     compute_dtype: torch.dtype | None,
+    late: dict[str, Late] | None = None,
 ) -> None:
     """Shard a model in place and fill it from rank 0, which has the weights in host memory; elsewhere they are on meta.
 
@@ -74,6 +77,8 @@ def shard_model(
         mesh: From `make_mesh`.
         device: Of the computation. Under CPU offload the shards stay in host memory.
         compute_dtype: Weights are gathered in it, gradients reduced in float32; None leaves each tensor as it is.
+        late: On rank 0, parameters by name whose values, and buffers with them, are made when their turn comes; empty
+            afterwards, so that nobody keeps what they were made of.
     """
     full = {name: tensor.detach() for name, tensor in _named_tensors(decoder)} if dist.get_rank() == 0 else {}
     with ties_kept(decoder):
@@ -83,7 +88,7 @@ def shard_model(
     for unit, reshard in _units(decoder, strategy.reshard_after_forward):
         fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
     with ties_kept(decoder):
-        _fill(decoder, full, device, on_host=strategy.offloaded)
+        _fill(decoder, full, late or {}, device, on_host=strategy.offloaded)
 
 
 def reshard(model: nn.Module) -> None:
@@ -176,11 +181,15 @@ def replace_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(module.get_submodule(path), leaf, tensor)
 
 
-def _fill(model: nn.Module, full: Mapping[str, Tensor], device: torch.device, *, on_host: bool) -> None:
-    """Replace shards on meta by real ones: rank 0 splits each tensor and sends every rank its shard."""
+def _fill(
+    model: nn.Module, full: dict[str, Tensor], late: dict[str, Late], device: torch.device, *, on_host: bool
+) -> None:
+    """Replace shards on meta by real ones: rank 0 splits each tensor, sends every rank its shard and lets go of it."""
     for name, parameter in list(model.named_parameters()):
         assert isinstance(parameter, DTensor), f"{name} was not sharded"
-        local = _scattered(parameter, full.get(name), device)
+        if name in late:
+            full |= late.pop(name)(device)
+        local = _scattered(parameter, full.pop(name, None), device)
         sharded = DTensor.from_local(
             local,
             parameter.device_mesh,
@@ -193,7 +202,7 @@ def _fill(model: nn.Module, full: Mapping[str, Tensor], device: torch.device, *,
         placed: Tensor = sharded.cpu() if on_host else sharded
         replace_tensor(model, name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
     for name, buffer in list(model.named_buffers()):
-        value = full[name].to(device) if name in full else torch.empty_like(buffer, device=device)
+        value = full.pop(name).to(device) if name in full else torch.empty_like(buffer, device=device)
         dist.broadcast(value, src=0)
         replace_tensor(model, name, value)
 

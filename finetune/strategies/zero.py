@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -223,7 +223,7 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
     plugin = accelerator.state.deepspeed_plugin
     exact = _into_engine_dtype(model, engine_dtype(plugin.deepspeed_config))
     if plugin.zero_stage == 3 and not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        _partition(model, plugin.deepspeed_config)
+        partition(model.parameters(), plugin.deepspeed_config)
     if plugin.zero_stage == 3:
         gather_at_once(run_document_by_document(model))
     plugin.deepspeed_config["zero_optimization"] |= buckets(model, plugin.zero_stage)
@@ -282,8 +282,19 @@ def _into_engine_dtype(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor
     return exact
 
 
-def _partition(model: nn.Module, config: Mapping[str, Any]) -> None:
-    """Partition a model that was loaded unsharded (a quantised one), one parameter on the device at a time."""
+def partition(parameters: Iterable[nn.Parameter], config: Mapping[str, Any]) -> None:
+    """Partition parameters over the ranks, one on the device at a time; from rank 0's values of each."""
     import deepspeed
 
-    deepspeed.zero.Init(module=model, config_dict_or_path=dict(config))
+    deepspeed.zero.Init(module=_InTurn(parameters), config_dict_or_path=dict(config))
+
+
+class _InTurn(nn.Module):
+    """What DeepSpeed takes for a module whose parameters it partitions: they may be made as it asks for them."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self._in_turn = iter(parameters)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self._in_turn

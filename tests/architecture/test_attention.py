@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from finetune.architecture import attention
+from finetune.architecture.by_document import checkpoint_layers
 from finetune.architecture.loss import put_loss_into_forward
 from finetune.errors import FinetuneError
-from finetune.model.build import checkpoint_layers
 from tests.support.tiny import flat_batch
 
 LENGTHS = (5, 20, 1, 13)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.model import build
 from finetune.model.build import build_model, decoder_parts, load_tokenizer, refuse_early
 from finetune.recipe.schema import Recipe
 from tests.support.recipes import least_recipe
@@ -232,3 +233,59 @@ def test_sizes_that_clash_are_one_line(tmp_path: Path) -> None:
         with pytest.raises(EnvironmentMismatch, match=r"hidden size .* is not a multiple of") as raised:
             build_model(recipe(folder), torch.device(device))
         assert "\n" not in str(raised.value)
+
+
+GPU = torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "quantization", "zero3", "expected"),
+    [
+        (CPU, None, False, None),
+        (GPU, None, False, {"": "cuda:1"}),
+        (GPU, None, True, None),  # transformers shards on the device what it reads, and takes no map
+        (GPU, {"load_in_4bit": True}, False, {"": "cuda:1"}),
+    ],
+    ids=["host", "gpu", "zero3", "4 bits"],
+)
+def test_weights_are_read_straight_to_where_they_are_used(
+    device: torch.device,
+    quantization: dict[str, Any] | None,
+    zero3: bool,
+    expected: dict[str, str] | None,
+    tiny_llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def from_pretrained(*_: Any, **options: Any) -> None:
+        asked.update(options)
+        raise OSError("no further")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", from_pretrained)
+    monkeypatch.setattr(build, "is_deepspeed_zero3_enabled", lambda: zero3)
+    with pytest.raises(EnvironmentMismatch, match="no further"):
+        build.load_base(recipe(tiny_llama, lora={"r": 4}, quantization=quantization), device)
+    assert asked.get("device_map") == expected
+
+
+def test_adapters_are_drawn_on_the_host_wherever_the_base_is(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU draws other numbers by the same seed; on one, torch's default device is where adapters are made."""
+    requested, drawn = recipe(tiny_llama, lora={"r": 4}), []
+    genuine = build.add_adapters
+
+    def add_adapters(model: Any, *rest: Any) -> nn.Module:
+        drawn.append(torch.empty(0).device)
+        return genuine(model, *rest)
+
+    def load(*_: Any, **__: Any) -> Any:
+        base = build.load_base(requested, CPU)
+        monkeypatch.setattr(type(base), "device", GPU)
+        return base
+
+    monkeypatch.setattr(build, "add_adapters", add_adapters)
+    expected = trained(build_model(requested, CPU))
+    monkeypatch.setattr(build, "add_rows", lambda *_: [])
+    actual = trained(build_model(requested, CPU, load=load))
+    assert drawn == [CPU, CPU]
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())

@@ -1,4 +1,4 @@
-"""While rank 0 quantises in host memory it has the machine's cores, and the others wait for as long as it takes."""
+"""While rank 0 reads, the others wait for as long as it takes; where it quantises on a CPU, it has all cores."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
 from finetune.strategies import assemble as assembling
 from finetune.strategies.assemble import assemble
+from finetune.strategies.late_quantising import load_unquantised
 from tests.support.launching import ALONE
 from tests.support.recipes import least_recipe
 
@@ -45,11 +46,12 @@ def rank_main(rank: int, folder: Path, results: Any) -> None:
 
 
 def build_as(way: str, rank: int) -> tuple[str | None, list[int], int]:
-    """How this rank ended, the threads it built with, and those it has afterwards."""
+    """How this rank ended, the threads it built and quantised with, and those it has afterwards."""
     torch.set_num_threads(OWN)
     threads: list[int] = []
 
-    def build(_: Recipe, device: torch.device, **__: Any) -> nn.Module:
+    def build(_: Recipe, device: torch.device, load: Any, **__: Any) -> nn.Module:
+        assert (device.type, load) == ("meta" if rank else "cpu", load_unquantised)
         threads.append(torch.get_num_threads())
         if rank == 0 and dist.get_world_size() > 1:
             time.sleep(WORK_SECONDS)
@@ -61,16 +63,24 @@ def build_as(way: str, rank: int) -> tuple[str | None, list[int], int]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("psutil.cpu_count", lambda logical: CORES)
         try:
-            _load(way, build, replace(LAUNCH, rank=rank), patched)
+            _load(way, build, replace(LAUNCH, rank=rank), patched, threads)
         except (FinetuneError, RuntimeError) as error:
             backend = f"{type(error).__name__}: {error}"
     return backend, threads, torch.get_num_threads()
 
 
-def _load(way: str, build: Any, launch: Launch, patched: pytest.MonkeyPatch) -> None:
-    """Up to what follows the building: `assemble` itself, without the engine."""
+def _load(way: str, build: Any, launch: Launch, patched: pytest.MonkeyPatch, threads: list[int]) -> None:
+    """Up to what follows the quantising: `assemble` itself, without the engine."""
+
+    def shard(*_: Any) -> None:
+        threads.append(torch.get_num_threads())
+
     patched.setattr(assembling, "make_mesh", lambda *_: "mesh")
-    patched.setattr(assembling, "_sharded", lambda *_: None)
+    patched.setattr(assembling, "_sharded", shard)
+    patched.setattr(assembling, "waits_for_sharding", lambda _: True)
+    patched.setattr(assembling, "decoder_parts", lambda model: model)
+    patched.setattr(assembling, "filled_one_by_one", shard)
+    patched.setattr(assembling, "partition", lambda *_: None)
     patched.setattr(assembling, "make_optimizer", lambda *_: None)
     patched.setattr(assembling, "prepare_zero", lambda *_: (dist.barrier(), None))  # an engine begins by meeting
     quantised = least_recipe(quantization=NF4)
@@ -85,7 +95,7 @@ def _load(way: str, build: Any, launch: Launch, patched: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_the_others_wait_for_who_quantises(tmp_path: Path) -> None:
+def test_the_others_wait_for_who_reads(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     ranks = [context.Process(target=rank_main, args=(rank, tmp_path, results)) for rank in (0, 1)]
@@ -96,10 +106,9 @@ def test_the_others_wait_for_who_quantises(tmp_path: Path) -> None:
         each.join(60)
     assert len(actual) == 2 * len(WAYS)
     missing = "FinetuneError: weights: no such file"
-    assert actual["fsdp2", 0] == [None, [CORES], OWN]
-    assert actual["fsdp2", 1] == [None, [CORES], OWN]  # builds without weights, and waits
-    assert actual["zero3", 0] == actual["zero3", 1] == [None, [CORES // 2], OWN]
-    assert actual["fails", 0][::2] == actual["fails", 1][::2] == [missing, OWN]
+    for way in ("fsdp2", "zero3"):
+        assert actual[way, 0] == actual[way, 1] == [None, [OWN, CORES], OWN]
+    assert actual["fails", 0] == actual["fails", 1] == [missing, [OWN], OWN]
 
 
 @pytest.mark.parametrize("way", ["fsdp2", "zero3"])
@@ -114,17 +123,21 @@ def test_who_quantises_has_the_cores(way: str, tmp_path: Path, monkeypatch: pyte
     before = torch.get_num_threads()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        assert build_as(way, 0) == (None, [CORES // 2 if way == "zero3" else CORES], OWN)
+        assert build_as(way, 0) == (None, [OWN, CORES], OWN)
     finally:
         dist.destroy_process_group()
         torch.set_num_threads(before)
     assert collective_timeout == [assembling.WAITING]
 
 
-def test_without_quantisation_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_taken_without_quantisation_or_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", lambda _: pytest.fail("cores were taken"))
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: pytest.fail("a group was made"))
-    with assembling.quantising(least_recipe(), LAUNCH, working=1) as waiting:
-        assert waiting is None
-    with assembling.quantising(least_recipe(quantization=NF4), None, working=1) as waiting:
-        assert waiting is None
+    for quantization, launch in ((None, LAUNCH), (NF4, None)):
+        recipe = least_recipe(quantization=quantization)
+        with assembling.waiting_for_rank_0(recipe, launch) as group:
+            assert group is None
+        with assembling.cores_to_quantise(recipe, launch, torch.device("cpu")):
+            pass
+    with assembling.cores_to_quantise(least_recipe(quantization=NF4), LAUNCH, torch.device("cuda")):
+        pass

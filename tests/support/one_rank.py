@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import debug
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from finetune.launch.launcher import Launch
 from finetune.measure.phases import Phases
 from finetune.planner.trace.stand_ins import engine_without_ranks
 from finetune.recipe.schema import Recipe
@@ -30,6 +32,7 @@ from tests.support.recipes import least_recipe
 
 CPU = torch.device("cpu")
 LEARNING_RATE = 1e-3
+HERE = replace(ALONE, on_cpu=True)
 
 
 def half_recipe(base: Path, folder: Path, strategy: str) -> Recipe:
@@ -61,10 +64,10 @@ def as_before() -> Iterator[None]:
 class OneRank:
     """A recipe's accelerator and parts, ready to train."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, launch: Launch = HERE) -> None:
         strategy = read_strategy(recipe.accelerate_config)
         self.recipe = recipe
-        self.accelerator: Accelerator = build_accelerator(recipe, strategy, replace(ALONE, on_cpu=True))
+        self.accelerator: Accelerator = build_accelerator(recipe, strategy, launch)
         self.parts: Assembled = assemble(recipe, strategy, self.accelerator, launch=None)
         self.parts.model.train()
         for group in self.parts.optimizer.param_groups:
@@ -87,16 +90,21 @@ class OneRank:
 
 
 @contextmanager
-def one_rank(recipe: Recipe) -> Iterator[OneRank]:
-    """Built in a process group of its own, and let go of."""
+def one_rank(recipe: Recipe, launch: Launch = HERE, timeout: timedelta | None = None) -> Iterator[OneRank]:
+    """Built in a process group of its own, and let go of. With a `launch` of several ranks each of them calls it, in a
+    process of its own; a collective waits for `timeout`."""
     folder = Path(recipe.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(as_before())
         if read_strategy(recipe.accelerate_config).zero_stage:
             stack.enter_context(engine_without_ranks(CPU))
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        built = OneRank(recipe)
+        if launch.world_size > 1:
+            os.environ |= {"RANK": str(launch.rank), "LOCAL_RANK": str(launch.rank), "MASTER_ADDR": "127.0.0.1"}
+            os.environ |= {"WORLD_SIZE": str(launch.world_size), "MASTER_PORT": "0"}
+        place = {"rank": launch.rank, "world_size": launch.world_size}
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", timeout=timeout, **place)
+        built = OneRank(recipe, launch)
         stack.callback(release_engine, built.accelerator)
         stack.callback((folder / "store").unlink, missing_ok=True)
         yield built
