@@ -20,6 +20,7 @@ import torch
 from finetune import train
 from finetune.files import read_lines
 from finetune.training import session
+from tests.support.cells import free_ports
 from tests.support.launching import REPOSITORY, TORCHRUN
 from tests.support.one_rank import as_before
 from tests.support.pretend_cuda import pretended_cuda
@@ -91,7 +92,8 @@ def test_a_run_in_bfloat16_that_broke_off_goes_on(tmp_path: Path, monkeypatch: p
 
 
 def ranks(recipe: Path, run_dir: Path, way: str) -> subprocess.Popen[bytes]:
-    words = [*TORCHRUN, "--nproc_per_node", "2", "--master_port", "0", "tests/support/pretend_cuda.py", str(recipe)]
+    port = str(free_ports(1)[0])
+    words = [*TORCHRUN, "--nproc_per_node", "2", "--master_port", port, "tests/support/pretend_cuda.py", str(recipe)]
     with run_dir.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(
             [*words, f"output_dir={run_dir}", f"accelerate_config={way}"],
