@@ -162,7 +162,7 @@ def evaluate(
 def train(run: Run, state: TrainState) -> bool:
     """Train from `state.step` to the end, or to a signal. Returns whether the end was reached.
 
-    When it returns, a checkpoint of the last step exists. Raises NotFinite, which names the step and its rows.
+    When it returns, `run.save` was called after the last step. Raises NotFinite, which names the step and its rows.
     """
     recipe, plan = run.recipe, run.plan
     remaining = plan.batches_from(state.step, run.train_rows)

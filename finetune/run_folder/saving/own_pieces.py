@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,17 +76,20 @@ class HostCopies:
     """Copies of a rank's pieces in host memory.
 
     Those of tensors on a GPU are in pinned memory, which is allocated at the first copy and used again by each further
-    one, because pinning takes longer than copying (0.3 s/GB against 0.04 s/GB through PCIe 4). Those of tensors in host
-    memory live as long as the result.
+    one, because pinning takes longer than copying. Those of tensors in host memory live as long as the result.
+
+    Args:
+        on_gpu: Whether a tensor is on a GPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_gpu: Callable[[Tensor], bool] = lambda tensor: tensor.is_cuda) -> None:
+        self._on_gpu = on_gpu
         self._pinned: dict[tuple[str, str], Tensor] = {}
 
     def bytes_to_allocate(self, pieces: Mapping[str, OwnPieces]) -> int:
         """Bytes of host memory that `copied` would allocate; torch rounds pinned memory up to a power of two."""
         sizes = (
-            (tensor.nbytes, tensor.is_cuda)
+            (tensor.nbytes, self._on_gpu(tensor))
             for group, own in pieces.items()
             for name, tensor in own.tensors.items()
             if name not in own.copies and self._known(group, name, tensor) is None
@@ -93,14 +97,11 @@ class HostCopies:
         return sum(1 << (nbytes - 1).bit_length() if pinned and nbytes else nbytes for nbytes, pinned in sizes)
 
     def copied(self, pieces: Mapping[str, OwnPieces]) -> dict[str, OwnPieces]:
-        """The pieces with tensors that no step changes; complete when it returns."""
-        result = {
+        """The pieces with tensors that no step changes; those of a GPU are complete when its kernels so far are."""
+        return {
             group: replace(own, tensors={name: self._copy(group, name, own) for name in own.tensors})
             for group, own in pieces.items()
         }
-        if self._pinned:
-            torch.cuda.synchronize()
-        return result
 
     def _copy(self, group: str, name: str, own: OwnPieces) -> Tensor:
         tensor = own.tensors[name]
@@ -108,10 +109,16 @@ class HostCopies:
             return tensor
         copy = self._known(group, name, tensor)
         if copy is None:
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            if tensor.is_cuda:
+            copy = self._allocate(tensor)
+            if self._on_gpu(tensor):
                 self._pinned[group, name] = copy
         return copy.copy_(tensor, non_blocking=True)
+
+    def _allocate(self, tensor: Tensor) -> Tensor:
+        if self._on_gpu(tensor):
+            with suppress(RuntimeError):  # WSL pins half of the memory at most; other memory is copied to more slowly
+                return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
 
     def _known(self, group: str, name: str, tensor: Tensor) -> Tensor | None:
         """The pinned memory of an earlier copy, where it fits."""
