@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from finetune import train
 from finetune.files import read_lines
@@ -37,12 +38,13 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    return write_resume_recipe(tmp_path, steps=STEPS, dropout=0.1)
+    path = write_resume_recipe(tmp_path, steps=STEPS, dropout=0.1)
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"logging_steps": 1}))
+    return path
 
 
 def run(recipe: Path, run_dir: Path) -> int:
-    words = [f"output_dir={run_dir}", "accelerate_config=single", "logging_steps=1"]
-    return train.main([str(recipe), *words])
+    return train.main([str(recipe), f"output_dir={run_dir}", "accelerate_config=single"])
 
 
 def state_of(run_dir: Path) -> dict[str, Any]:
@@ -54,6 +56,12 @@ def state_of(run_dir: Path) -> dict[str, Any]:
 def of_step(path: Path, step: int) -> bool:
     """Whether a file is one of this step's checkpoint, which has not got its name yet."""
     return path.parent.name.endswith(f"step-{step:08d}")
+
+
+def full_at(step: int) -> Callable[[Any, Path], None]:
+    """A disk that is full when a step's checkpoint is written."""
+    real = checkpoint.save_file
+    return lambda tensors, path: (full if of_step(path, step) else real)(tensors, path)
 
 
 def test_steps_are_taken_while_a_checkpoint_is_written(
@@ -92,7 +100,7 @@ def test_steps_are_taken_while_a_checkpoint_is_written(
 def test_a_failed_write_ends_the_run_at_the_next_step_with_its_reason(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_dir, save, real = tmp_path / "run", session.save, checkpoint.save_file
+    run_dir, save = tmp_path / "run", session.save
 
     def save_and_settle(*parts: Any) -> None:
         save(*parts)
@@ -100,9 +108,7 @@ def test_a_failed_write_ends_the_run_at_the_next_step_with_its_reason(
 
     with monkeypatch.context() as patch:
         patch.setattr(session, "save", save_and_settle)
-        patch.setattr(
-            checkpoint, "save_file", lambda tensors, path: (full if of_step(path, 6) else real)(tensors, path)
-        )
+        patch.setattr(checkpoint, "save_file", full_at(6))
         assert run(recipe, run_dir) == 4
     line = next(line for line in capsys.readouterr().err.splitlines() if "could not be written" in line)
     assert line.startswith(f"{run_dir}/checkpoints/step-00000006: could not be written: the disk is full (")
@@ -121,10 +127,7 @@ def test_a_failed_write_ends_the_run_at_the_next_step_with_its_reason(
 def test_a_failure_of_the_last_write_ends_the_run_before_its_export(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = checkpoint.save_file
-    monkeypatch.setattr(
-        checkpoint, "save_file", lambda tensors, path: (full if of_step(path, STEPS) else real)(tensors, path)
-    )
+    monkeypatch.setattr(checkpoint, "save_file", full_at(STEPS))
     assert run(recipe, tmp_path / "run") == 4
     assert state_of(tmp_path / "run")["state"] == "failed"
     assert not (tmp_path / "run" / "adapter").exists()
