@@ -124,9 +124,7 @@ def _train(
             progress.phase = "looking before"
             look_before(start, run, parts.unwrapped_model, output)
         progress.phase = "training"
-        finished = train(run, state)
-        saves.finish()
-        if not finished:
+        if not train(run, state):
             command = mark_run(start.run_dir, "stopped", step=state.step) if start.writes else ""
             line = f"stopped and saved at step {state.step}; continue with:\n  {command}"
             log(line)
@@ -200,6 +198,7 @@ def _build(
         stop_requested=stop_requested,
         write_metrics=write_metrics,
         save=save_and_push,
+        wait_for_saves=saves.finish,
         skip_gradient_sync=accumulation_context(accelerator, start.strategy, parts.model),
     )
     return parts, run, state
