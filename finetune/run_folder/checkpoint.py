@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +114,13 @@ def write_pieces(
         try:
             if not _agreed(ranks, temporary, lambda: first and _is_written(folder, temporary))[0]:
                 facts = _agreed(ranks, temporary, lambda: _write_own(temporary, pieces, ranks.rank))
-                _agreed(ranks, temporary, lambda: first and _publish(temporary, folder, {"step": step, **state}, facts))
+                state = {"step": step, **state}
+                _agreed(ranks, temporary, partial(_publish, temporary, folder, state, facts) if first else _nothing)
         except Exception:
             if first:
                 remove_folder(temporary)  # a full disk gets its space back
             raise
-    _agreed(ranks, temporary, lambda: first and _prune(run_dir, step, keep, best))
+    _agreed(ranks, temporary, partial(_prune, run_dir, step, keep, best) if first else _nothing)
     return folder
 
 
@@ -137,6 +139,10 @@ def _agreed(ranks: Ranks, temporary: Path, act: Callable[[], Any]) -> list[Any]:
             problem = f"rank {rank} could not write: {reason}"
             raise EnvironmentMismatch(f"{temporary}: {problem}; earlier checkpoints are intact")
     return [result for result, _ in everyone]
+
+
+def _nothing() -> None:
+    """What other ranks do where rank 0 has a part of its own."""
 
 
 def _is_written(folder: Path, temporary: Path) -> bool:
