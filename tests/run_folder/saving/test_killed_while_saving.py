@@ -14,7 +14,7 @@ import torch
 
 from finetune.files import TEMPORARY_PREFIX, append_lines, clear_leftovers, cut_lines, read_lines
 from finetune.run_folder import checkpoint
-from finetune.run_folder.checkpoint import checkpoint_steps, newest_valid, read_checkpoint
+from finetune.run_folder.checkpoint import checkpoint_steps, newest_valid, read_checkpoint, step_folder
 from finetune.run_folder.saving.background import Saves
 from finetune.strategies.pieces import Ranks
 from tests.support.saving import ROOM, slow
@@ -81,7 +81,8 @@ def test_it_ends_as_if_none_had_come(tmp_path: Path) -> None:
 
 
 def files_of(run_dir: Path) -> dict[str, bytes]:
-    """Every file of every checkpoint."""
-    paths = sorted(path for path in (run_dir / "checkpoints").rglob("*") if path.is_file())
+    """Every file of the two checkpoints that are kept; a kill between a name and the pruning may leave an older one."""
+    kept = [step_folder(run_dir, step) for step in checkpoint_steps(run_dir)[-2:]]
+    paths = sorted(path for folder in kept for path in folder.iterdir())
     assert len(paths) == 6
     return {str(path.relative_to(run_dir)): path.read_bytes() for path in paths}
