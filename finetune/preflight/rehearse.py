@@ -131,7 +131,7 @@ def train_and_kill(job: TrainingJob, checklist: Checklist) -> tuple[dict[str, An
     for attempts_left in reversed(range(KILL_ATTEMPTS)):
         with started(job) as process:
             with checklist.line(f"trains {STEPS} steps") as step:
-                processes = wait_until(lambda: len(job.curve()) == STEPS, job, process)
+                processes = wait_until(lambda: len(job.curve()) == STEPS and _saved(job).is_dir(), job, process)
                 receipt: dict[str, Any] = json.loads((job.run_dir / "receipt.json").read_text("utf-8"))
                 step["seen"] = sharding(receipt)
             with checklist.line("killed unsaved") as step:
@@ -155,13 +155,17 @@ def is_finished(run_dir: Path) -> bool:
 
 def _as_if_unsaved(job: TrainingJob) -> list[tuple[Any, ...]]:
     """The curve up to the kill. A checkpoint that was written meanwhile goes: the last steps are to be done again."""
-    saved, last = (job.run_dir / "checkpoints" / f"step-{step:08d}" for step in (SAVED_AFTER, STEPS))
-    if not saved.is_dir():
+    if not _saved(job).is_dir():
         raise StepFailed(f"no checkpoint of step {SAVED_AFTER} is there")
-    for folder in (last, job.run_dir / "adapter", job.run_dir / "model"):
+    for folder in (_saved(job, STEPS), job.run_dir / "adapter", job.run_dir / "model"):
         if folder.exists():
             remove_folder(folder)
     return job.curve()
+
+
+def _saved(job: TrainingJob, step: int = SAVED_AFTER) -> Path:
+    """The checkpoint of a step, there once its write in the background is complete."""
+    return job.run_dir / "checkpoints" / f"step-{step:08d}"
 
 
 def sharding(receipt: dict[str, Any]) -> str:

@@ -16,8 +16,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,12 @@ from torch import Tensor
 
 from finetune.errors import EnvironmentMismatch, NotFinite
 from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, sync, write_json
-from finetune.model.dtypes import dtype_name
+from finetune.run_folder.saving.own_pieces import OwnPieces, Tensors, own_pieces, unshared
 from finetune.run_folder.tensor_checks import first_not_finite, not_finite
-from finetune.strategies.pieces import Piece, Ranks, Stored, covers, piece_to_write
+from finetune.strategies.pieces import Ranks, Stored, covers
 
 FORMAT = 2
 _NAME = re.compile(r"step-(\d{8,})")
-
-Tensors = Mapping[str, Tensor | Piece]
 
 
 @dataclass(frozen=True)
@@ -81,35 +80,12 @@ def write_checkpoint(
         NotFinite: a tensor of any rank holds a NaN or an infinity; nothing is written, on all ranks alike.
         EnvironmentMismatch: the disk is full or not writable, on any rank; earlier checkpoints are untouched.
     """
-    _refuse_not_finite(step, tensors, ranks)
-    folder = step_folder(run_dir, step)
-    temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
-    first = ranks.rank == 0
-    present = first and folder.exists() and isinstance(examine(folder), Checkpoint)
-    if not ranks.gather(present)[0]:
-        with disk_errors(folder, "earlier checkpoints are intact; "):
-            try:
-                if first:
-                    folder.parent.mkdir(parents=True, exist_ok=True)
-                    remove_folder(temporary)
-                    temporary.mkdir()
-                facts = _written_by_all(temporary, tensors, ranks)
-                if first:
-                    _write_rest(temporary, step, {"step": step, **state}, facts)
-                    for lines in sorted(run_dir.glob("*.jsonl")):
-                        sync(lines)
-                    publish_folder(temporary, folder)
-            except Exception:
-                if first:
-                    remove_folder(temporary)  # a full disk gets its space back
-                raise
-    if first:
-        _prune(run_dir, step, keep, best)
-    ranks.gather(None)
-    return folder
+    refuse_not_finite(step, tensors, ranks)
+    return write_pieces(run_dir, step, own_pieces(tensors, ranks.rank), state, keep=keep, best=best, ranks=ranks)
 
 
-def _refuse_not_finite(step: int, tensors: Mapping[str, Tensors], ranks: Ranks) -> None:
+def refuse_not_finite(step: int, tensors: Mapping[str, Tensors], ranks: Ranks) -> None:
+    """Raise NotFinite, on every rank, where a tensor of any rank holds a NaN or an infinity."""
     own = [f"{group}: {name}" for group, named in tensors.items() for name in not_finite(named, ranks.rank)]
     bad = sorted({name for names in ranks.gather(own) for name in names})
     if bad:
@@ -120,43 +96,84 @@ def _refuse_not_finite(step: int, tensors: Mapping[str, Tensors], ranks: Ranks) 
         )
 
 
-def _written_by_all(temporary: Path, tensors: Mapping[str, Tensors], ranks: Ranks) -> list[dict[str, Any]]:
-    """Every rank's files and pieces, for the manifest. When one rank cannot write, all of them raise."""
-    ranks.gather(None)  # rank 0 has made the folder
-    failure: Exception | None = None
-    facts: dict[str, Any] = {}
+def write_pieces(
+    run_dir: Path,
+    step: int,
+    pieces: Mapping[str, OwnPieces],
+    state: Mapping[str, Any],
+    *,
+    keep: int,
+    best: int | None,
+    ranks: Ranks,
+) -> Path:
+    """`write_checkpoint` of pieces that are known to be finite. When one rank fails, all of them raise."""
+    folder = step_folder(run_dir, step)
+    temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
+    first = ranks.rank == 0
+    with disk_errors(folder, "earlier checkpoints are intact; "):
+        try:
+            if not _agreed(ranks, temporary, lambda: first and _is_written(folder, temporary))[0]:
+                facts = _agreed(ranks, temporary, lambda: _write_own(temporary, pieces, ranks.rank))
+                state = {"step": step, **state}
+                _agreed(ranks, temporary, partial(_publish, temporary, folder, state, facts) if first else _nothing)
+        except Exception:
+            if first:
+                remove_folder(temporary)  # a full disk gets its space back
+            raise
+    _agreed(ranks, temporary, partial(_prune, run_dir, step, keep, best) if first else _nothing)
+    return folder
+
+
+def _agreed(ranks: Ranks, temporary: Path, act: Callable[[], Any]) -> list[Any]:
+    """What each rank's `act` returned, on every rank. When one rank fails, all raise: that one its own error."""
+    failure, result = None, None
     try:
-        facts = {group: _write_group(temporary, group, named, ranks.rank) for group, named in tensors.items()}
+        result = act()
     except Exception as error:
         failure = error
-    everyone = ranks.gather((facts, failure and str(failure)))
+    everyone = ranks.gather((result, failure and str(failure)))
     if failure is not None:
         raise failure
     for rank, (_, reason) in enumerate(everyone):
         if reason is not None:
             problem = f"rank {rank} could not write: {reason}"
             raise EnvironmentMismatch(f"{temporary}: {problem}; earlier checkpoints are intact")
-    return [facts_of_rank for facts_of_rank, _ in everyone]
+    return [result for result, _ in everyone]
 
 
-def _write_group(temporary: Path, group: str, named: Tensors, rank: int) -> dict[str, Any]:
+def _nothing() -> None:
+    """What other ranks do where rank 0 has a part of its own."""
+
+
+def _is_written(folder: Path, temporary: Path) -> bool:
+    """Whether the checkpoint is there already; else make the folder in which it is written."""
+    if folder.exists() and isinstance(examine(folder), Checkpoint):
+        return True
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_folder(temporary)
+    temporary.mkdir()
+    return False
+
+
+def _write_own(temporary: Path, pieces: Mapping[str, OwnPieces], rank: int) -> dict[str, dict[str, Any]]:
+    return {group: _write_group(temporary, group, own, rank) for group, own in pieces.items()}
+
+
+def _write_group(temporary: Path, group: str, own: OwnPieces, rank: int) -> dict[str, Any]:
     """Write this rank's pieces of a group; returns their entries of the manifest."""
-    pieces = {name: piece for name, value in named.items() if (piece := piece_to_write(value, rank)) is not None}
-    unique, aliases = _without_aliases({name: piece.tensor for name, piece in pieces.items()})
-    entries = {
-        name: {
-            "shape": pieces[name].shape,
-            "dtype": dtype_name(tensor.dtype),
-            "start": pieces[name].start,
-            "n": tensor.numel(),
-        }
-        for name, tensor in unique.items()
-    }
-    if not unique and rank:
-        return {"pieces": {}, "aliases": aliases}
+    if not own.tensors and rank:
+        return {"pieces": {}, "aliases": own.aliases}
     path = temporary / f"{group}-{rank:05d}.safetensors"
-    save_file(unique, path)
-    return {"pieces": entries, "aliases": aliases, "file": path.name, "sha256": _sha256(path)}
+    save_file(unshared(own.tensors), path)
+    return {"pieces": own.entries, "aliases": own.aliases, "file": path.name, "sha256": _sha256(path)}
+
+
+def _publish(temporary: Path, folder: Path, state: Mapping[str, Any], facts: list[dict[str, Any]]) -> None:
+    """Rank 0's part, once every rank has written its own."""
+    _write_rest(temporary, state["step"], state, facts)
+    for lines in sorted(folder.parents[1].glob("*.jsonl")):
+        sync(lines)
+    publish_folder(temporary, folder)
 
 
 def _write_rest(temporary: Path, step: int, state: Mapping[str, Any], facts: list[dict[str, Any]]) -> None:
@@ -180,26 +197,6 @@ def _write_rest(temporary: Path, step: int, state: Mapping[str, Any], facts: lis
     aliases = {group: of_group["aliases"] for group, of_group in facts[0].items()}
     manifest = {"format": FORMAT, "step": step, "finite": True, "files": files, "groups": groups, "aliases": aliases}
     write_json(temporary / "MANIFEST.json", {**manifest, "sha256": _self_hash(manifest)})
-
-
-def _without_aliases(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Distinct tensors, contiguous and unshared, and for names of the same tensor the name under which it is kept."""
-    unique: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    first: dict[tuple[object, ...], str] = {}
-    storages: set[int] = set()
-    for name, tensor in named.items():
-        tensor = tensor.detach()
-        pointer = tensor.untyped_storage().data_ptr()
-        key = (pointer, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-        if tensor.numel() and key in first:
-            aliases[name] = first[key]
-            continue
-        first[key] = name
-        # safetensors refuses views of one storage, so those are copied.
-        unique[name] = tensor.clone() if pointer in storages else tensor.contiguous()
-        storages.add(pointer)
-    return unique, aliases
 
 
 def _sha256(path: Path) -> str:

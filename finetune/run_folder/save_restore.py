@@ -27,6 +27,7 @@ from finetune.model.packaged import published_name
 from finetune.model.text_part import name_for_both, names_in_whole
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.checkpoint import Checkpoint, examine, read_state_of, step_folder, write_checkpoint
+from finetune.run_folder.saving.background import Saves
 from finetune.run_folder.tensor_checks import not_finite
 from finetune.run_folder.train_state import TrainState
 from finetune.run_folder.trained_tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
@@ -36,13 +37,17 @@ from finetune.strategies.pieces import all_ranks
 from finetune.strategies.zero_state import load_masters_from, load_pieces, trained_pieces
 
 
-def save(recipe: Recipe, parts: Assembled, state: TrainState) -> None:
-    """Write a checkpoint; every rank calls it and writes what it holds."""
-    tensors, keep = checkpoint_tensors(parts), recipe.save_total_limit
+def save(
+    recipe: Recipe,
+    parts: Assembled,
+    state: TrainState,
+    saves: Saves,
+    then: Callable[[], None] | None = None,
+) -> None:
+    """Write a checkpoint, or begin to; every rank calls it and writes what it holds. `then`: when it exists."""
+    run_dir, tensors, keep = Path(recipe.run_dir), checkpoint_tensors(parts), recipe.save_total_limit
     best = state.best_step if recipe.training.exports_best else None
-    write_checkpoint(
-        Path(recipe.run_dir), state.step, tensors, state.as_json(), keep=keep, best=best, ranks=all_ranks()
-    )
+    saves.save(run_dir, state.step, tensors, state.as_json(), keep=keep, best=best, then=then)
 
 
 def restore(recipe: Recipe, parts: Assembled, step: int) -> TrainState:

@@ -39,15 +39,15 @@ class Ranks:
     gather: Callable[[Any], list[Any]] = lambda thing: [thing]
 
 
-def all_ranks() -> Ranks:
-    """The ranks of the process group, or this process alone."""
+def all_ranks(group: dist.ProcessGroup | None = None) -> Ranks:
+    """The ranks of the process group, or this process alone; they gather in `group`, which has all of them."""
     if not dist.is_initialized():
         return Ranks()
     world = dist.get_world_size()
 
     def gather(thing: Any) -> list[Any]:
         things: list[Any] = [None] * world
-        dist.all_gather_object(things, thing)  # pickles, but only between ranks of one program
+        dist.all_gather_object(things, thing, group=group)  # pickles, but only between ranks of one program
         return things
 
     return Ranks(dist.get_rank(), world, gather)

@@ -164,9 +164,8 @@ def train(run: Run, state: TrainState) -> bool:
 
     When it returns, a checkpoint of the last step exists. Raises NotFinite, which names the step and its rows.
     """
-    recipe, plan = run.recipe, run.plan
-    remaining = plan.batches_from(state.step, run.train_rows)
-    batches = prefetch(remaining, run.accelerator.device, recipe.training.non_blocking)
+    recipe, plan, device = run.recipe, run.plan, run.accelerator.device
+    batches = prefetch(plan.batches_from(state.step, run.train_rows), device, recipe.training.non_blocking)
     stopped, steps = False, steps_of(recipe, plan.total_steps)
     while not (stopped or _finished(run, state)):
         stopped = step_and_record(run, state, batches)
@@ -183,6 +182,7 @@ def train(run: Run, state: TrainState) -> bool:
                 run.save(state)
         if logging or saving:
             _write_phases(run, state)
+    run.wait_for_saves()
     return _finished(run, state)
 
 

@@ -40,8 +40,9 @@ class Run:
     phases: Phases
     stop_requested: Callable[[], bool]
     write_metrics: Callable[[dict[str, Any]], None]
-    save: Callable[[TrainState], None]
+    save: Callable[[TrainState], None]  # may return before the checkpoint is written
     skip_gradient_sync: Callable[[], AbstractContextManager[Any]]  # entered for every micro-batch but a step's last
+    wait_for_saves: Callable[[], None] = lambda: None  # until those in the background are complete
     eval_sets: Mapping[str, Rows] = field(default_factory=dict)  # eval_rows by data set, where there are several
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from finetune.run_folder.best import describe_exported, forget_lost_best, weight
 from finetune.run_folder.folder import Claim, mark_run
 from finetune.run_folder.heartbeat import clear_heartbeats
 from finetune.run_folder.save_restore import export, remove_temporary, restore, restore_temporary, save, save_temporary
+from finetune.run_folder.saving.background import Saves, saves_in_background
 from finetune.run_folder.train_state import TrainState
 from finetune.run_folder.trained_change import describe_change, trained_checksums, unchanged_tensors
 from finetune.run_folder.watchdog import Progress, watchdog
@@ -110,8 +112,11 @@ def _train(
     # The memory of loading and of the worst step is always measured: on CUDA reading its allocator's peak is free,
     # elsewhere each operation is watched.
     phases = Phases(device, enabled=True, watch=start.recipe.measure_phases or device.type != "cuda")
-    with out_of_memory_explained(start, progress, phases, planner):
-        parts, run, state = _build(start, accelerator, output, progress, phases)
+    with (
+        out_of_memory_explained(start, progress, phases, planner),
+        saves_in_background(start.recipe, log) as saves,
+    ):
+        parts, run, state = _build(start, accelerator, output, progress, phases, saves)
         receipt = _begin_receipt(start, accelerator, parts, output)
         measured = _phases_of_loading(run, state.step)
         progress.phase = "worst step first"
@@ -151,7 +156,7 @@ def _train(
 
 
 def _build(
-    start: Start, accelerator: Accelerator, output: RunOutput, progress: Progress, phases: Phases
+    start: Start, accelerator: Accelerator, output: RunOutput, progress: Progress, phases: Phases, saves: Saves
 ) -> tuple[Assembled, Run, TrainState]:
     """Model and optimizer as of step `progress.step`, and the run that trains them."""
     recipe, first_step = start.recipe, progress.step
@@ -171,17 +176,16 @@ def _build(
 
     def stop_requested() -> bool:  # called once a step
         progress.reached(state.step)
-        return bool(start.stop)
+        return bool(start.stop) or saves.failed
 
     def write_metrics(line: dict[str, Any]) -> None:
         progress.reached(line["step"])
         output.write_metrics(line)
 
     def save_and_push(state: TrainState) -> None:
-        save(recipe, parts, state)
         # Every rank takes part in the checksums; a checkpoint in which nothing has changed yet is not pushed.
-        if recipe.hub.checkpoints is not None and trained_checksums(parts) != state.start_checksums:
-            output.push_checkpoint(state.step)
+        pushes = recipe.hub.checkpoints is not None and trained_checksums(parts) != state.start_checksums
+        save(recipe, parts, state, saves, partial(output.push_checkpoint, state.step) if pushes else None)
 
     run = Run(
         recipe=recipe,
@@ -198,6 +202,7 @@ def _build(
         stop_requested=stop_requested,
         write_metrics=write_metrics,
         save=save_and_push,
+        wait_for_saves=saves.finish,
         skip_gradient_sync=accumulation_context(accelerator, start.strategy, parts.model),
     )
     return parts, run, state

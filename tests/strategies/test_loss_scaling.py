@@ -211,7 +211,9 @@ def test_a_resumed_fp16_run_is_the_run(tmp_path: Path, monkeypatch: pytest.Monke
 
         def save_and_break(*parts: Any, end: int = end) -> None:
             save(*parts)
-            if parts[-1].step == end:
+            _, _, state, saves, _ = parts
+            if state.step == end:
+                saves.wait()
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:

@@ -19,6 +19,7 @@ from finetune.run_folder.save_restore import save
 from finetune.run_folder.train_state import TrainState
 from finetune.strategies.zero_state import trained_pieces
 from tests.support.one_rank import LEARNING_RATE, OneRank, half_recipe, one_rank
+from tests.support.saving import in_the_foreground
 from tests.support.tiny import flat_batch
 
 # The slow tests have all, and the disk, for which DeepSpeed compiles.
@@ -94,7 +95,7 @@ def test_the_best_evaluations_weights_are_exported(strategy: str, tiny_llama: Pa
             rank.step([flat_batch(seed=step)])
             state.step = step
             state.compare(loss)
-            save(recipe, rank.parts, state)
+            save(recipe, rank.parts, state, in_the_foreground())
             with torch.no_grad():
                 seen[step] = trained(rank), float(rank.parts.model(**batch))
         assert weights_to_export(recipe, rank.parts, state) == Exported(2, True, "eval_loss", 1.0)

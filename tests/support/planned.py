@@ -40,6 +40,7 @@ from finetune.strategies.zero import release_engine
 from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.training.loop import optimizer_step
 from tests.support.mixtures import save_mixture
+from tests.support.saving import in_the_foreground
 from tests.support.tiny import flat_batch, save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,7 +165,7 @@ def tracked(case: Case, folder: Path, strategy: str = "single") -> dict[str, tup
         )
     del batches
     with phases("save"):
-        save(recipe, parts, TrainState(step=STEPS))
+        save(recipe, parts, TrainState(step=STEPS), in_the_foreground())
     release_engine(accelerator)
     return {name: (phase.peak_bytes, phase.allocated_bytes) for name, phase in phases.take().items()}
 

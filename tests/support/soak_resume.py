@@ -3,9 +3,11 @@ nobody killed: metrics (but for measured times), samples, adapter, weights and o
 
     python tests/support/soak_resume.py --ways 2:ddp --kills 30              bitwise
     python tests/support/soak_resume.py --ways 2:fsdp2,1:single --kills 5    on other ranks each time, to 1e-5
+    python tests/support/soak_resume.py --disk-seconds 0.3                   each file of a checkpoint takes so long
 
 The libraries are imported once and each training is a fork, so that a kill costs the training and not the imports.
-Moments are drawn over the whole life of a run: loading, stepping, evaluating, saving, exporting.
+Moments are drawn over the whole life of a run: loading, stepping, evaluating, saving, exporting. On a slow disk most
+of them are in the middle of a checkpoint, which is written in the background.
 """
 
 from __future__ import annotations
@@ -33,17 +35,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import transformers
 
-from finetune.files import read_lines
+from finetune.files import TEMPORARY_PREFIX, read_lines
+from finetune.run_folder import checkpoint
 from finetune.run_folder.folder import read_state
 from finetune.train import main as train
 from tests.support.cells import free_ports
 from tests.support.recipes import tiny, write_recipe
+from tests.support.saving import slow
 from tests.support.tiny import save_tiny, write_chats
 
 # What a training imports, loaded before the forks.
 HEAVY = "accelerate datasets peft finetune.tokens.batches finetune.run_folder.checkpoint finetune.model.build"
 HEAVY += " finetune.model.optimizer finetune.strategies.receipt finetune.strategies.accelerator"
 HEAVY += " finetune.run_folder.save_restore finetune.training.loop finetune.training.session"
+WRITING = ", writing the next"
 MEASURED = {"step_seconds", "tokens_per_second", "data_wait_fraction", "peak_memory_gib"}
 
 
@@ -143,7 +148,8 @@ def fingerprint(run_dir: Path) -> dict[str, Any]:
 
 
 def run_killed(recipe: Path, run_dir: Path, how: Callable[[int], How], life: float, draw: random.Random) -> list[str]:
-    """One run, killed again and again until it ends; returns where it was killed.
+    """One run, killed again and again until it ends; returns where it was killed: the newest checkpoint, and WRITING
+    where the next one was being written.
 
     `how` gives each attempt's ranks and strategy, `life` is the seconds of an attempt that nobody kills.
     """
@@ -155,7 +161,9 @@ def run_killed(recipe: Path, run_dir: Path, how: Callable[[int], How], life: flo
             kill(processes)
             saved = sorted(path.name for path in run_dir.glob("checkpoints/step-*"))
             reached = saved[-1] if saved else "before the first checkpoint"
-            life *= 1.3 if killed_at[-1:] == [reached] else 1  # or it would never end where the machine has become busy
+            reached += WRITING * any(run_dir.glob(f"checkpoints/{TEMPORARY_PREFIX}step-*"))
+            again = killed_at and killed_at[-1].removesuffix(WRITING) == reached.removesuffix(WRITING)
+            life *= 1.3 if again else 1  # or it would never end where the machine has become busy
             killed_at.append(reached)
             continue
         if set(codes) != {0}:
@@ -192,11 +200,15 @@ def soak(folder: Path, *, ways: Sequence[How], kills: int, steps: int, seed: int
     while len(killed_at) < kills:
         runs += 1
         run_dir = folder / f"killed-{runs}"
-        killed_at += run_killed(recipe, run_dir, lambda attempt: ways[attempt % len(ways)], life, draw)
+        killed_here = run_killed(recipe, run_dir, lambda attempt: ways[attempt % len(ways)], life, draw)
+        killed_at += killed_here
+        life *= 1 if killed_here else 0.8  # the machine has become idle: most runs would end before they are killed
         same(fingerprint(run_dir), expected, bitwise=bitwise)
     seconds = round(time.monotonic() - began, 1)
     told = [f"{way.ranks} x {Path(way.strategy).stem}" for way in ways]
-    return {"ways": told, "kills": len(killed_at), "runs": runs, "seconds": seconds, "killed_at": killed_at}
+    writing = sum(place.endswith(WRITING) for place in killed_at)
+    counts = {"kills": len(killed_at), "kills_while_writing": writing, "runs": runs}
+    return {"ways": told, **counts, "seconds": seconds, "killed_at": killed_at}
 
 
 def same(found: dict[str, Any], expected: dict[str, Any], *, bitwise: bool) -> None:
@@ -227,11 +239,14 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--disk-seconds", type=float, default=0.0, help="of each file of a checkpoint")
     parser.add_argument("--folder", type=Path, default=None)
     arguments = parser.parse_args()
     pairs = [way.split(":", 1) for way in arguments.ways.split(",")]
     ways = [How(int(ranks), strategy) for ranks, strategy in pairs]
     import_before_forking()
+    if arguments.disk_seconds:
+        checkpoint.save_file = slow(arguments.disk_seconds)
     folder = arguments.folder or Path(tempfile.mkdtemp())
     print(json.dumps(soak(folder, ways=ways, kills=arguments.kills, steps=arguments.steps, seed=arguments.seed)))
     return 0

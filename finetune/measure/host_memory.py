@@ -1,0 +1,66 @@
+"""Memory of this machine that a process may still take: what the kernel has, and what its control group leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+OWN_STATUS = Path("/proc/self/status")
+# Limit, use, and the line of memory.stat with the page cache that the kernel drops first, of versions 2 and 1.
+_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def available_bytes(groups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> int:
+    """Bytes that could be allocated without swapping: of the machine, or of the tightest limit above this process.
+
+    A container's limit is not in the machine's figures, and whoever passes it is killed.
+    """
+    left = [_left(folder) for folder in _own_groups(groups, own)]
+    return max(0, min([int(psutil.virtual_memory().available), *(room for room in left if room is not None)]))
+
+
+def bytes_below_peak(status: Path = OWN_STATUS) -> int:
+    """Bytes by which this process has been larger than it is, and may be again; 0 where the kernel does not tell."""
+    sizes = {}
+    for line in _text(status).splitlines():
+        key, _, value = line.partition(":")
+        if key in ("VmHWM", "VmRSS"):
+            sizes[key] = int(value.split()[0]) * 1024
+    return max(0, sizes["VmHWM"] - sizes["VmRSS"]) if len(sizes) == 2 else 0
+
+
+def _own_groups(groups: Path, own: Path) -> list[Path]:
+    """The folders of this process's memory groups and of all above them; in a container its own is often the root."""
+    found = [groups, groups / "memory"]
+    for line in _text(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder = (groups / "memory" if controllers else groups) / path.strip("/")
+        while folder not in found and folder.is_relative_to(groups):
+            found.append(folder)
+            folder = folder.parent
+    return found
+
+
+def _left(group: Path) -> int | None:
+    """Bytes below a group's limit; None where it has none."""
+    for limit, use, cached in _FILES:
+        allowed, used = _text(group / limit).strip(), _text(group / use).strip()
+        if allowed.isdigit() and used.isdigit():
+            lines = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines() if " " in line)
+            return int(allowed) - int(used) + int(lines.get(cached, 0))
+    return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except OSError:
+        return ""

@@ -1,0 +1,189 @@
+"""Checkpoints written while training goes on: copied to host memory, then written, hashed and synced by a thread.
+
+One is written at a time. A save and the end of a run wait for the write before them, and raise what made it fail; so
+that no step comes in between, `failed` is a reason to stop. A crash during a write leaves the older checkpoint, since a
+checkpoint gets its name when it is complete (checkpoint.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from finetune.launch.rendezvous import collective_timeout
+from finetune.measure.host_memory import available_bytes, bytes_below_peak
+from finetune.measure.units import GIB
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.checkpoint import refuse_not_finite, write_pieces
+from finetune.run_folder.heartbeat import this_machine
+from finetune.run_folder.saving.own_pieces import HostCopies, OwnPieces, Tensors, own_pieces
+from finetune.strategies.pieces import Ranks, all_ranks
+
+SPARE_BYTES = GIB  # of host memory that a copy leaves free on each machine
+BREAK_OFF_SECONDS = 5.0  # that a second Ctrl-C waits for the file that is being written
+
+
+class BrokenOff(Exception):
+    """A write was given up between two of its files."""
+
+
+@contextmanager
+def saves_in_background(recipe: Recipe, log: Callable[[str], None]) -> Iterator[Saves]:
+    """The saves of a run; at the end of the block the last one is complete, or its failure is raised.
+
+    Every rank enters it at the same time. Where the block fails, the checkpoint that is being written is still
+    finished, since it may be the newest good one. With measure_phases every save is in the foreground, so that the
+    figures of a phase are its own.
+    """
+    group = None
+    if dist.is_initialized():  # the thread's collectives are not to mix with those of training
+        group = dist.new_group(backend="gloo", timeout=collective_timeout(recipe))
+    saves = Saves(all_ranks(), all_ranks(group), log, background=not recipe.measure_phases)
+    try:
+        yield saves
+        saves.finish()
+    except Exception:
+        saves.settle()
+        raise
+    except BaseException:  # a second Ctrl-C does not wait
+        saves.break_off()
+        raise
+
+
+class Saves:
+    """Writes checkpoints one at a time, behind the training's back where the host has room for a copy.
+
+    Args:
+        ranks: For collectives of the training's thread.
+        behind: The same ranks, for collectives of the thread that writes.
+        log: Called once, where the host has no room.
+        background: False: every save is in the foreground.
+        room: Bytes that this machine has left, and that its training may still take.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        behind: Ranks,
+        log: Callable[[str], None],
+        *,
+        background: bool = True,
+        room: Callable[[], tuple[int, int]] = lambda: (available_bytes(), bytes_below_peak()),
+    ) -> None:
+        self._ranks, self._log, self._background, self._room = ranks, log, background, room
+        self._behind = replace(behind, gather=partial(self._gather, behind.gather))
+        self._copies = HostCopies()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._broken_off = threading.Event()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the latest write is known to have failed: the next `save` or `wait` of every rank raises."""
+        return self._failure is not None
+
+    def save(
+        self,
+        run_dir: Path,
+        step: int,
+        tensors: Mapping[str, Tensors],
+        state: Mapping[str, Any],
+        *,
+        keep: int,
+        best: int | None,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """`write_checkpoint`, once the write before it is complete; every rank calls it.
+
+        It returns when no step can change what is written. `then` is called when the checkpoint exists, perhaps by
+        another thread. Raises NotFinite, and EnvironmentMismatch where the write before it failed, on every rank.
+        """
+
+        def write(pieces: Mapping[str, OwnPieces], ranks: Ranks) -> None:
+            write_pieces(run_dir, step, pieces, state, keep=keep, best=best, ranks=ranks)
+            if then is not None:
+                then()
+
+        self.wait()
+        _finish_kernels()
+        refuse_not_finite(step, tensors, self._ranks)
+        pieces = own_pieces(tensors, self._ranks.rank)
+        if not self._has_room(self._copies.bytes_to_allocate(pieces)):
+            write(pieces, self._ranks)
+            return
+        copies = self._copies.copied(pieces)
+        _finish_kernels()
+
+        def write_behind() -> None:
+            try:
+                write(copies, self._behind)
+            except BaseException as error:
+                self._failure = error
+
+        self._thread = threading.Thread(target=write_behind, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when no checkpoint is being written; raise what made the latest write fail."""
+        self.settle()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def finish(self) -> None:
+        """`wait` after the last save, and give pinned memory back."""
+        self.wait()
+        self._copies = HostCopies()
+        empty = getattr(torch.accelerator, "empty_host_cache", None)  # not in torch 2.11
+        if empty is not None and torch.cuda.is_initialized():
+            empty()
+
+    def settle(self) -> None:
+        """Return when no checkpoint is being written, whether it failed or not."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def break_off(self) -> None:
+        """Have the thread stop after the file that it writes, and wait for that some seconds."""
+        self._broken_off.set()
+        if self._thread is not None:
+            self._thread.join(BREAK_OFF_SECONDS)
+
+    def _gather(self, gather: Callable[[Any], list[Any]], thing: Any) -> list[Any]:
+        if self._broken_off.is_set():
+            raise BrokenOff
+        return gather(thing)
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether every machine has room for the copies of its ranks, beside the peak of their training."""
+        if not self._background:
+            return False
+        own_left, growth = self._room()
+        machines: dict[str, list[tuple[int, int]]] = {}
+        for machine, left, needed in self._ranks.gather((this_machine(), own_left, nbytes + growth)):
+            machines.setdefault(machine, []).append((left, needed))
+        for of_ranks in machines.values():
+            left, needed = min(left for left, _ in of_ranks), sum(needed for _, needed in of_ranks) + SPARE_BYTES
+            if needed > left:
+                self._log(
+                    f"checkpoints: a copy in host memory beside the training's peak needs {needed / GIB:.1f} GiB of a "
+                    f"machine, {left / GIB:.1f} are left: training waits while a checkpoint is written"
+                )
+                self._log = lambda _: None
+                return False
+        return True
+
+
+def _finish_kernels() -> None:
+    """Wait for the GPU: the host reads pinned copies, and the paged state of 8-bit optimizers."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
