@@ -45,6 +45,7 @@ class TrainingJob:
     launcher: tuple[str, ...] = ()  # options of `accelerate launch`; else as many processes on the CPU
     on_gpus: bool = False  # else they are hidden from it
     patience: float = START_TIMEOUT_SECONDS  # for one start
+    shared_cache: Path | None = None  # of several jobs: prepared data and what probes found; else its own
 
     @property
     def run_dir(self) -> Path:
@@ -75,7 +76,7 @@ class TrainingJob:
 def started(job: TrainingJob) -> Iterator[subprocess.Popen[bytes]]:
     """The job in its own session; none of its processes outlives the block."""
     environment = environment_for_child() | {
-        "FINETUNE_CACHE": str(job.folder / "cache"),
+        "FINETUNE_CACHE": str(job.shared_cache or job.folder / "cache"),
         PLANNER_SWITCH: "off",
         "HF_HUB_OFFLINE": "1",
         "PYTHONWARNINGS": "ignore",

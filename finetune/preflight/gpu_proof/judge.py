@@ -18,8 +18,9 @@ Verdict = dict[str, Any]  # `seen`, one line, and the figures that it says
 def train_lines(run_dir: Path) -> list[dict[str, Any]]:
     """The metrics of every optimizer step of a run. Raises StepFailed where they are not one for each step."""
     lines = [line for line in read_lines(run_dir / "metrics.jsonl") if line["kind"] == "train"]
-    if [line["step"] for line in lines] != list(range(1, PROOF_STEPS + 1)):
-        raise StepFailed(f"steps {[line['step'] for line in lines]} are in its metrics, 1 to {PROOF_STEPS} were trained")
+    steps = [line["step"] for line in lines]
+    if steps != list(range(1, PROOF_STEPS + 1)):
+        raise StepFailed(f"its metrics are of the steps {steps}, it trained 1 to {PROOF_STEPS}")
     return lines
 
 
@@ -29,7 +30,10 @@ def check_device(run_dir: Path, *, device: str, offloaded: bool, ranks: int) -> 
     asked = {"device": device, "weights on": "cpu" if offloaded else device, "processes": ranks}
     weights = ", ".join(receipt["sharding"]["weights_on"])
     ran = {"device": receipt["device"], "weights on": weights, "processes": receipt["world_size"]}
-    if wrong := [f"{key}: {asked[key]} was asked for, {ran[key]} is in its receipt" for key in asked if asked[key] != ran[key]]:
+    wrong = [
+        f"{key}: {asked[key]} was asked for, its receipt says {ran[key]}" for key in asked if asked[key] != ran[key]
+    ]
+    if wrong:
         raise StepFailed("; ".join(wrong))
 
 
@@ -72,7 +76,8 @@ class ProofFailed(StepFailed):
 
 def _within(found: Bounds, bounds: Bounds | None) -> str:
     if bounds is None:
-        return "bitwise" if found == (0.0, 0.0) else f"{found.loss:.1e} and {found.norm:.1e} apart, bitwise was asked for"
+        apart = f"losses {found.loss:.1e} and norms {found.norm:.1e} apart where no bit may differ"
+        return "bitwise" if found == (0.0, 0.0) else apart
     return f"losses {found.loss:.1e} apart (bound {bounds.loss:.0e}), norms {found.norm:.1e} (bound {bounds.norm:.0e})"
 
 

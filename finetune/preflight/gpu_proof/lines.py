@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from finetune.preflight.gpu_proof.machine import ProofMachine
-from finetune.preflight.gpu_proof.plan import Proof
+from finetune.preflight.gpu_proof.plan import PROOF_STEPS, Proof
 from finetune.wording import counted
 
 NO_GPU = "torch sees no GPU here; run it on the machine that has one, after `finetune doctor` finds nothing bad there"
-SECONDS_EACH = 20  # of one training, most of them imports
+SECONDS_EACH = 20  # of one training
 
 
 def plan_lines(machine: ProofMachine, proofs: Sequence[Proof]) -> list[str]:
@@ -19,8 +19,8 @@ def plan_lines(machine: ProofMachine, proofs: Sequence[Proof]) -> list[str]:
     runs = [proof for proof in proofs if not proof.missing]
     minutes = max(1, round(len(runs) * SECONDS_EACH / 60))
     where = f"{counted(machine.count, 'GPU')}, {machine.name}" if machine.count else machine.name
-    trainings = f"{counted(len(runs), 'training')}, a few seconds each after 10 to 20 of imports"
-    lines = [f"proofs on {where}: {trainings}; about {counted(minutes, 'minute')}"]
+    trainings = f"{counted(len(runs), 'small training')}, {PROOF_STEPS} steps each"
+    lines = [f"proofs on {where}: {trainings}; about {counted(minutes, 'minute')}, most of it imports"]
     for number, proof in enumerate(proofs, 1):
         bounds = "" if proof.bounds is None else f"; loss within {proof.bounds.loss:.0e}, norm {proof.bounds.norm:.0e}"
         not_run = f" (not run: {proof.missing})" if proof.missing else ""

@@ -51,9 +51,9 @@ def prove(machine: ProofMachine, proofs: Sequence[Proof], log: Callable[[Outcome
             bench = ProofBench(machine, write_proof_recipe(folder), {proof.name: proof for proof in proofs})
         with ended_by_signals():
             for proof in proofs:
-                lacking = proof.of if any(done["name"] == proof.of and done["state"] != "ok" for done in outcomes) else ""
-                missing = proof.missing or (f"{lacking} is not there to compare with" if lacking else "")
-                outcomes.append(bench.outcome(proof, missing))
+                without = {done["name"] for done in outcomes if done["state"] != "ok"}
+                lacking = f"there is no {proof.of} to compare with" if proof.of in without else ""
+                outcomes.append(bench.outcome(proof, proof.missing or lacking))
                 log(outcomes[-1])
     except BaseException:
         remove_folder(folder)
@@ -68,7 +68,7 @@ def prove(machine: ProofMachine, proofs: Sequence[Proof], log: Callable[[Outcome
         "gpus": machine.count,
         "proofs": outcomes,
         "seconds": round(time.monotonic() - began, 1),
-        "folder": str(folder) if failed else None,
+        "folder": redact(str(folder)) if failed else None,
     }
 
 
@@ -82,9 +82,8 @@ class ProofBench:
 
     def outcome(self, proof: Proof, missing: str) -> Outcome:
         """Run one proof, unless something is `missing` that it needs. Failures are outcomes, never raised."""
-        outcome: Outcome = {"name": proof.name, "claim": proof.claim, "state": "not run", "seconds": 0.0}
         if missing:
-            return outcome | {"seen": redact(missing), "figures": {}}
+            return not_run(proof, missing)
         began, figures = time.monotonic(), dict[str, Any]()
         try:
             verdict = self._perform(proof)
@@ -95,7 +94,8 @@ class ProofBench:
             if isinstance(error, ProofFailed):
                 figures = error.figures
         seconds = round(time.monotonic() - began, 1)
-        return outcome | {"state": state, "seconds": seconds, "seen": redact(seen), "figures": figures}
+        ended = {"state": state, "seconds": seconds, "seen": redact(seen), "figures": figures}
+        return not_run(proof, "") | ended
 
     def job(self, proof: Proof) -> TrainingJob:
         """The proof's training; one that resumes has the settings of the training that it continues."""
@@ -109,7 +109,7 @@ class ProofBench:
         launcher = _launcher_on_gpus(proof, config) if on_gpu else _launcher_on_cpu(proof)
         return TrainingJob(
             self.recipe, tuple(words), proof.ranks, folder, launcher=launcher, on_gpus=on_gpu,
-            patience=PROOF_TIMEOUT_SECONDS,
+            patience=PROOF_TIMEOUT_SECONDS, shared_cache=self.recipe.parent / "cache",
         )  # fmt: skip
 
     def _perform(self, proof: Proof) -> Verdict:
@@ -142,6 +142,11 @@ class ProofBench:
         file = folder / strategy.path.name
         file.write_text(yaml.safe_dump(strategy.settings | mesh), "utf-8")
         return file
+
+
+def not_run(proof: Proof, why: str) -> Outcome:
+    """The outcome of a proof that could not be run."""
+    return {"name": proof.name, "claim": proof.claim, "state": "not run", "seconds": 0.0, "seen": why, "figures": {}}
 
 
 def _launcher_on_gpus(proof: Proof, config: Path) -> tuple[str, ...]:
