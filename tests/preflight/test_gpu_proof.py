@@ -21,7 +21,7 @@ from finetune.preflight.doctor import Finding
 from finetune.preflight.gpu_proof import command, sequence
 from finetune.preflight.gpu_proof.command import prove_gpus
 from finetune.preflight.gpu_proof.lines import NO_GPU
-from finetune.preflight.gpu_proof.machine import ProofMachine, this_machine
+from finetune.preflight.gpu_proof.machine import ProofMachine, find_gpus
 from finetune.preflight.gpu_proof.material import write_proof_recipe
 from finetune.preflight.gpu_proof.plan import PROOF_STEPS, Proof, plan_proofs
 from finetune.preflight.gpu_proof.sequence import ProofBench, prove
@@ -272,7 +272,7 @@ def test_bitwise_is_to_the_bit(change: dict[str, Any], words: str, proved: Prove
 def test_without_a_gpu_the_plan_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "examine_machine", lambda *_, **__: iter([Finding("python", "ok", "3.14")]))
-    assert this_machine().count == 0
+    assert find_gpus().count == 0
     assert main(["doctor", "--gpu"]) == 4
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("ok   python")
@@ -300,7 +300,7 @@ def test_a_failed_proof_ends_with_exit_code_4(
             log(outcome)
         return report
 
-    monkeypatch.setattr(command, "this_machine", lambda: gpus(1))
+    monkeypatch.setattr(command, "find_gpus", lambda: gpus(1))
     monkeypatch.setattr(command, "prove", canned)
     monkeypatch.setattr(doctor, "examine_machine", lambda *_, **__: iter(()))
     assert main(["doctor", "--gpu"]) == code
@@ -322,7 +322,7 @@ def test_a_gpu_of_before_ampere_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
     for second, bfloat16 in (((7, 5), False), ((8, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, other=second: [(9, 0), other][index])
-        assert this_machine() == ProofMachine("cuda", "Tesla T4", 2, bfloat16=bfloat16)
+        assert find_gpus() == ProofMachine("cuda", "Tesla T4", 2, bfloat16=bfloat16)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from finetune.preflight.gpu_proof.lines import NO_GPU, plan_lines, proof_line, sum_line
-from finetune.preflight.gpu_proof.machine import ProofMachine, this_machine
+from finetune.preflight.gpu_proof.machine import ProofMachine, find_gpus
 from finetune.preflight.gpu_proof.plan import Proof, plan_proofs
 from finetune.preflight.gpu_proof.sequence import Outcome, not_run, prove
 
@@ -16,7 +16,7 @@ def prove_gpus(say: Callable[[str], None], machine: ProofMachine | None = None) 
 
     The report's `ok` says whether something ran and nothing failed. Without a GPU the plan is all there is.
     """
-    machine = machine or this_machine()
+    machine = machine or find_gpus()
     proofs = plan_proofs(machine)
     for line in plan_lines(machine, proofs):
         say(line)

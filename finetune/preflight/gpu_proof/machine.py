@@ -24,7 +24,7 @@ class ProofMachine:
         return "bfloat16" if self.bfloat16 else "float16"
 
 
-def this_machine() -> ProofMachine:
+def find_gpus() -> ProofMachine:
     """The GPUs that torch sees here; `count` is 0 where it sees none."""
     import torch
 
