@@ -41,7 +41,7 @@ def gpus(count: int, *, bfloat16: bool = True) -> ProofMachine:
 
 
 def stand_in(count: int = 1) -> ProofMachine:
-    """Each GPU is a process on the CPU."""
+    """The same launches with the GPUs hidden: each is a process on the CPU."""
     return ProofMachine("cpu", "a stand-in", count)
 
 
@@ -100,11 +100,9 @@ def test_each_training_is_what_a_user_would_type(machine: ProofMachine, recipe: 
         assert loaded.training.global_batch_size % (proof.ranks * loaded.training.per_device_batch_size) == 0
         assert (words.num_processes or 1) == proof.ranks
         assert job.on_gpus == (machine.device == "cuda" and proof.kind != "reference")
-        if job.on_gpus:
-            assert launched.path == strategy.path
-            assert words.main_process_port in (0, None)
-        else:
-            assert words.cpu or launched.only_where
+        assert launched.path == strategy.path
+        assert words.cpu == (proof.kind == "reference")
+        assert words.main_process_port in (0, None)
         assert not strategy.replicates or strategy.can_replicate(proof.ranks, proof.ranks)
 
 

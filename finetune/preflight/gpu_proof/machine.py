@@ -10,7 +10,7 @@ from typing import Literal
 class ProofMachine:
     """The devices that a proof may use.
 
-    Tests play the sequence through with `device` "cpu": each GPU is then a process of its own on the CPU.
+    Tests play the sequence through with `device` "cpu": the same launches with the GPUs hidden, a process for each.
     """
 
     device: Literal["cuda", "cpu"]

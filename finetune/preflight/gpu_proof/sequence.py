@@ -29,7 +29,7 @@ from finetune.preflight.gpu_proof.machine import ProofMachine
 from finetune.preflight.gpu_proof.material import write_proof_recipe
 from finetune.preflight.gpu_proof.plan import PROOF_SAVED_AFTER, PROOF_STEPS, Proof
 from finetune.preflight.job import StepFailed, TrainingJob, ended_by_signals, started, wait_for_end
-from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
+from finetune.recipe.strategy import read_strategy
 from finetune.redaction import redact
 
 PROOF_TIMEOUT_SECONDS = 1800  # for one training: against a hang alone, for a tiny model takes seconds to train
@@ -106,9 +106,8 @@ class ProofBench:
         config = self._strategy_file(proof, folder)
         words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         words.append(f"accelerate_config={config}")
-        launcher = _launcher_on_gpus(proof, config) if on_gpu else _launcher_on_cpu(proof)
         return TrainingJob(
-            self.recipe, tuple(words), proof.ranks, folder, launcher=launcher, on_gpus=on_gpu,
+            self.recipe, tuple(words), proof.ranks, folder, launcher=_launcher(proof, config), on_gpus=on_gpu,
             patience=PROOF_TIMEOUT_SECONDS, shared_cache=self.recipe.parent / "cache",
         )  # fmt: skip
 
@@ -149,16 +148,12 @@ def not_run(proof: Proof, why: str) -> Outcome:
     return {"name": proof.name, "claim": proof.claim, "state": "not run", "seconds": 0.0, "seen": why, "figures": {}}
 
 
-def _launcher_on_gpus(proof: Proof, config: Path) -> tuple[str, ...]:
-    """The line at the top of the strategy's file, at any free port."""
+def _launcher(proof: Proof, config: Path) -> tuple[str, ...]:
+    """Options of `accelerate launch`: those at the top of the strategy's file, at any free port."""
+    if proof.kind == "reference":
+        return ("--config_file", str(config), "--cpu")
     port = () if proof.strategy == "single" else ("--main_process_port", "0")
     return ("--config_file", str(config), "--num_processes", str(proof.ranks), *port)
-
-
-def _launcher_on_cpu(proof: Proof) -> tuple[str, ...]:
-    if proof.strategy == "single":
-        return ("--config_file", str(CONFIG_FOLDER / "single.yaml"), "--cpu")
-    return ("--config_file", str(CONFIG_FOLDER / "cpu_2proc.yaml"), "--num_processes", str(proof.ranks))
 
 
 def rewind(finished: Path, run_dir: Path, step: int) -> None:
