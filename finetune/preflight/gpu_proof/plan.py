@@ -30,6 +30,8 @@ FLOAT32_BOUNDS = Bounds(1e-4, 1e-3)
 # One rounding of bfloat16 is 0.4 %. Measured on a CPU against float32: 2e-4 and 9e-3. Documents that see each other
 # are 6e-3 (step 1) to 4e-2 and 8e-2 to 3e-1 away, so they are found out.
 HALF_BOUNDS = Bounds(2e-3, 4e-2)
+# Activations too are rounded, to 1/127 of a row's largest, where two devices may round to either side.
+INT8_BOUNDS = Bounds(5e-3, 8e-2)
 # From the same weights by the same kernels; on a GPU some of them sum in any order, and three steps amplify it.
 RESUMED_BOUNDS = Bounds(1e-3, 2e-2)
 
@@ -81,11 +83,11 @@ def _on_one_gpu(machine: ProofMachine) -> Iterator[Proof]:
     )  # fmt: skip
     whole = "bf16" if machine.bfloat16 else "fp16"
     yield Proof(
-        "resume", "resume", f"{whole}, killed after step {PROOF_SAVED_AFTER} and resumed: the same steps again",
+        "resume", "resume", f"{whole}, taken back to step {PROOF_SAVED_AFTER} and resumed: the same steps again",
         of=whole, bounds=RESUMED_BOUNDS,
     )  # fmt: skip
     yield Proof(
-        "checkpoint", "export", f"{whole}, killed before its export: weights read back from the checkpoint, bitwise",
+        "checkpoint", "export", f"{whole}, taken back before its export: weights from the checkpoint, bitwise",
         of=whole,
     )  # fmt: skip
     if "deterministic" in Training.model_fields:
@@ -94,16 +96,18 @@ def _on_one_gpu(machine: ProofMachine) -> Iterator[Proof]:
             "deterministic", "curve", "the same curve with training.deterministic=true", of="reference",
             bounds=HALF_BOUNDS, settings=exact,
         )  # fmt: skip
-        yield Proof("deterministic resume", "resume", "killed and resumed: bitwise the run", of="deterministic")
+        yield Proof(
+            "deterministic resume", "resume", "the same, taken back and resumed: bitwise the run", of="deterministic"
+        )
 
 
 def _quantised(machine: ProofMachine) -> Iterator[Proof]:
     """Against the CPU with the same quantised weights: one row at a time there, flat rows here."""
     missing = "" if _installed("bitsandbytes") else "bitsandbytes is not installed: pip install 'finetune[qlora]'"
     four_bits = {"load_in_4bit": True, "bnb_4bit_compute_dtype": machine.half}
-    for name, base, what in (
-        ("nf4", four_bits, "QLoRA: adapters on a 4-bit base (nf4)"),
-        ("int8", {"load_in_8bit": True}, "adapters on an 8-bit base"),
+    for name, base, bounds, what in (
+        ("nf4", four_bits, HALF_BOUNDS, "QLoRA: adapters on a 4-bit base (nf4)"),
+        ("int8", {"load_in_8bit": True}, INT8_BOUNDS, "adapters on an 8-bit base"),
     ):
         settings = {
             "model.dtype": machine.half,
@@ -114,7 +118,7 @@ def _quantised(machine: ProofMachine) -> Iterator[Proof]:
         }
         yield Proof(f"{name} reference", "reference", f"the CPU's curve of {what}", settings=settings, missing=missing)
         yield Proof(
-            name, "curve", f"the same curve of {what}", of=f"{name} reference", bounds=HALF_BOUNDS,
+            name, "curve", f"the same curve of {what}", of=f"{name} reference", bounds=bounds,
             settings=settings | _FLAT, missing=missing,
         )  # fmt: skip
 
@@ -125,7 +129,7 @@ def _offloaded(machine: ProofMachine) -> Iterator[Proof]:
         bounds=HALF_BOUNDS, settings=_FLAT | _in_format(machine.half), strategy="fsdp2_offload",
     )  # fmt: skip
     yield Proof(
-        "offload resume", "resume", "the same, killed and resumed: its state is in host memory again", of="offload",
+        "offload resume", "resume", "the same, taken back and resumed: in host memory again", of="offload",
         bounds=RESUMED_BOUNDS, strategy="fsdp2_offload",
     )  # fmt: skip
 
