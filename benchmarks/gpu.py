@@ -1,12 +1,14 @@
-"""Every recipe for one GPU, on one GPU: tokens a second, peak memory of each phase, and the receipt.
+"""The proofs of `finetune doctor --gpu`, then every recipe for one GPU: tokens a second, peak memory, the receipt.
 
-    python benchmarks/gpu.py                    (one or two minutes a recipe; `RECIPE ...` for some of them)
+    python benchmarks/gpu.py                    (one or two minutes a recipe after ten of proofs)
+    python benchmarks/gpu.py RECIPE ...         (some recipes, without the proofs)
     python benchmarks/gpu.py --shrunken         (without a GPU: tries this script itself on small models)
 
 Llama 3.2 1B and 3.1 8B with random weights from their configurations, which is what memory and speed depend on. Each
 recipe trains as it stands, but for the device's budget, rows drawn here that fill `max_length`, two micro-batches a
 step and no checkpoint: once for speed, with nothing measured beside it, and a few steps more for the memory of each
-phase. Writes benchmarks/results/gpu.json after each recipe and keeps what it has of the others.
+phase. Writes benchmarks/results/gpu.json, and gpu.md to be read, after the proofs and each recipe, and keeps what it
+has of the others.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.common import RESULTS, write_result
 from finetune.files import read_lines
 from finetune.model.known_configs import full_config
+from finetune.preflight.gpu_proof.command import prove_gpus
+from finetune.preflight.gpu_proof.machine import ProofMachine
 from finetune.preflight.job_failure import failure_reason
 from finetune.preflight.shrink import sample_texts, shrink_model, shrunken_config, train_tokenizer
 from finetune.recipe.loader import load_recipe
@@ -171,27 +175,71 @@ def memory(run_dir: Path) -> dict[str, dict[str, float]]:
     return phases
 
 
+def prove(*, shrunken: bool) -> dict[str, Any]:
+    """The report of the proofs, which are printed; `shrunken` on a CPU in the GPU's place."""
+    machine = ProofMachine("cpu", "a CPU in a GPU's place", 1) if shrunken else None
+    return prove_gpus(lambda line: print(line, flush=True), machine)
+
+
+def save(proofs: Mapping[str, Any] | None, rows: Mapping[str, Any]) -> None:
+    """gpu.json, and gpu.md that shows it."""
+    file = write_result("gpu", {"proofs": proofs, "recipes": rows})
+    page = page_lines(json.loads(file.read_text("utf-8")))
+    file.with_suffix(".md").write_text("\n".join(page) + "\n", "utf-8")
+
+
+def page_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    """The page of gpu.json: a table of the proofs, one of the recipes, one of their memory; failures with reasons."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    yield f"# On one GPU: {result['device']}\n\nWritten by `python benchmarks/gpu.py`, {result['date']}; {versions}."
+    yield "\n## Proofs\n"
+    if result["proofs"] is None:
+        yield "Not run."
+    else:
+        yield "| proof | what is shown | | seconds | seen |\n|---|---|---|---:|---|"
+        for proof in result["proofs"]["proofs"]:
+            cells = (proof["name"], proof["claim"], proof["state"], f"{proof['seconds']:.0f}", proof["seen"])
+            yield f"| {' | '.join(cells)} |"
+    yield "\n## Speed, with nothing measured beside it\n"
+    yield "| recipe | tokens a second | seconds a step |\n|---|---:|---:|"
+    for name, row in result["recipes"].items():
+        speeds = f"{row['tokens_per_second']:,.0f} | {row['step_seconds']:.3f}" if row["ok"] else f"{row['reason']} |"
+        yield f"| {name} | {speeds} |"
+    phases = list(dict.fromkeys(phase for row in result["recipes"].values() for phase in row.get("phases", {})))
+    yield "\n## Memory, of a second run: GiB at the peak of each phase\n"
+    yield f"| recipe | {' | '.join(phases)} |\n|---|{'---:|' * len(phases)}"
+    for name, row in result["recipes"].items():
+        if row["ok"]:
+            peaks = [f"{row['phases'][phase]['peak_gib']:.2f}" if phase in row["phases"] else "" for phase in phases]
+            yield f"| {name} | {' | '.join(peaks)} |"
+
+
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="RECIPE")
     parser.add_argument("--shrunken", action="store_true", help="small models on the CPU; prints, writes nothing")
     arguments = parser.parse_args(words)
-    every = recipes()
+    every, shrunken = recipes(), arguments.shrunken
     if unknown := [name for name in arguments.names if name not in every]:
         parser.error(f"no recipe for one GPU and {' or '.join(MODELS)}: {', '.join(unknown)}")
-    if not arguments.shrunken and not torch.cuda.is_available():
+    if not shrunken and not torch.cuda.is_available():
         parser.error("no GPU here; --shrunken tries the script without one")
     file = RESULTS / "gpu.json"
-    found = json.loads(file.read_text("utf-8"))["recipes"] if file.is_file() and not arguments.shrunken else {}
-    asked = arguments.names or list(every)
+    known = json.loads(file.read_text("utf-8")) if file.is_file() and not shrunken else {}
+    proofs, found = known.get("proofs"), known.get("recipes", {})
+    if not arguments.names:
+        proofs = prove(shrunken=shrunken)
     with tempfile.TemporaryDirectory() as folder:
-        for name in asked:
-            found[name] = row = measure(every[name], Path(folder), shrunken=arguments.shrunken)
+        for name in (asked := arguments.names or list(every)):
+            if not shrunken:
+                save(proofs, {key: found[key] for key in every if key in found})
+            found[name] = row = measure(every[name], Path(folder), shrunken=shrunken)
             said = f"{row['tokens_per_second']:,.0f} tokens/s" if row["ok"] else row["reason"]
             print(f"{name}: {said}", flush=True)
-            if not arguments.shrunken:
-                write_result("gpu", {"recipes": {key: found[key] for key in every if key in found}})
-    return 0 if all(found[name]["ok"] for name in asked) else 1
+    if not shrunken:
+        save(proofs, {key: found[key] for key in every if key in found})
+    proved = bool(arguments.names) or (proofs is not None and proofs["ok"])
+    return 0 if proved and all(found[name]["ok"] for name in asked) else 1
 
 
 if __name__ == "__main__":

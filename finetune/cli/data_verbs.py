@@ -78,6 +78,7 @@ def doctor(
         typer.Argument(parser=user_path, metavar="[RECIPE]", help="Also check the disk for it.", show_default=False),
     ] = None,
     online: Annotated[bool, typer.Option("--online", help="Ask the Hub what the token may do.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Then prove the GPUs by small trainings: ten minutes.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Is this machine fit for a run? Fit to paste into a bug report: no names, no token. Exit code 4 if it is not."""
@@ -92,7 +93,13 @@ def doctor(
             if not as_json:
                 typer.echo(as_text(finding))
         bad = any(finding.state == "bad" for finding in findings)
+        proved: dict[str, Any] = {}
+        if gpu:
+            from finetune.preflight.gpu_proof.command import prove_gpus
+
+            proved = {"gpu": prove_gpus(lambda line: None if as_json else typer.echo(line))}
+            bad = bad or not proved["gpu"]["ok"]
         code = {"exit_code": EnvironmentMismatch.exit_code} if bad else {}
-        return {"ok": not bad, "findings": [vars(finding) for finding in findings], **code}
+        return {"ok": not bad, "findings": [vars(finding) for finding in findings], **proved, **code}
 
     run_verb(work, as_json=as_json)

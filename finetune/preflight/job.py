@@ -1,4 +1,4 @@
-"""The training of a rehearsal as a job: a real `accelerate launch` of the real entrypoint, watched and killed."""
+"""A small training as a job, of a rehearsal or a proof: a real `accelerate launch` of the real entrypoint, watched."""
 
 from __future__ import annotations
 
@@ -42,6 +42,10 @@ class TrainingJob:
     settings: tuple[str, ...]  # key=value
     processes: int
     folder: Path  # of everything that it writes
+    launcher: tuple[str, ...] = ()  # options of `accelerate launch`; else as many processes on the CPU
+    on_gpus: bool = False  # else they are hidden from it
+    patience: float = START_TIMEOUT_SECONDS  # for one start
+    shared_cache: Path | None = None  # of several jobs: prepared data and what probes found; else its own
 
     @property
     def run_dir(self) -> Path:
@@ -55,8 +59,9 @@ class TrainingJob:
     def command(self) -> list[str]:
         """What a user would type."""
         where = "single" if self.processes == 1 else "cpu_2proc"
-        launcher = ["-m", "accelerate.commands.launch", "--config_file", str(CONFIG_FOLDER / f"{where}.yaml")]
-        launcher += ["--cpu"] if self.processes == 1 else ["--num_processes", str(self.processes)]
+        on_cpu = ["--config_file", str(CONFIG_FOLDER / f"{where}.yaml")]
+        on_cpu += ["--cpu"] if self.processes == 1 else ["--num_processes", str(self.processes)]
+        launcher = ["-m", "accelerate.commands.launch", *(self.launcher or on_cpu)]
         script = [str(TRAIN_SCRIPT), str(self.recipe)]
         return [sys.executable, *launcher, *script, *self.settings, f"output_dir={self.run_dir}"]
 
@@ -71,13 +76,13 @@ class TrainingJob:
 def started(job: TrainingJob) -> Iterator[subprocess.Popen[bytes]]:
     """The job in its own session; none of its processes outlives the block."""
     environment = environment_for_child() | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "FINETUNE_CACHE": str(job.folder / "cache"),
+        "FINETUNE_CACHE": str(job.shared_cache or job.folder / "cache"),
         PLANNER_SWITCH: "off",
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONWARNINGS": "ignore",
     }
+    if not job.on_gpus:
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with open(job.log, "wb") as log:
         process = subprocess.Popen(job.command(), env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
@@ -89,9 +94,9 @@ def started(job: TrainingJob) -> Iterator[subprocess.Popen[bytes]]:
 def wait_for_end(job: TrainingJob, process: subprocess.Popen[bytes]) -> None:
     """Raises StepFailed when the job fails, or does not end."""
     try:
-        code = process.wait(START_TIMEOUT_SECONDS)
+        code = process.wait(job.patience)
     except subprocess.TimeoutExpired:
-        raise StepFailed(f"not finished after {START_TIMEOUT_SECONDS} s; {_reason(job)}") from None
+        raise StepFailed(f"not finished after {job.patience:g} s; {_reason(job)}") from None
     if code != 0:
         raise _failed(job)
 
@@ -101,12 +106,12 @@ def wait_until(reached: Callable[[], bool], job: TrainingJob, process: subproces
 
     They are looked up before, for that moment is short. Raises StepFailed when the job ends before.
     """
-    end, looked, processes = time.monotonic() + START_TIMEOUT_SECONDS, 0.0, []
+    end, looked, processes = time.monotonic() + job.patience, 0.0, []
     while not reached():
         if process.poll() is not None and not reached():
             raise _failed(job)
         if (now := time.monotonic()) > end:
-            raise StepFailed(f"not there after {START_TIMEOUT_SECONDS} s; {_reason(job)}")
+            raise StepFailed(f"not there after {job.patience:g} s; {_reason(job)}")
         if now > looked + 0.5:
             looked, processes = now, _below(process)
         time.sleep(0.005)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import gpu, plan_gpu
+from benchmarks import common, gpu, plan_gpu
 from finetune.preflight.shrink import sample_texts, train_tokenizer
 from finetune.recipe.loader import load_recipe
 from finetune.training.planner_process import PLANNER_SWITCH
@@ -60,6 +61,78 @@ def test_speed_is_that_of_a_run_without_gauges(tmp_path: Path, monkeypatch: pyte
     assert runs == [False, True]
     assert row["tokens_per_second"] == 10.0
     assert row["phases"] == {"backward": {"peak_gib": 3.0, "allocated_gib": 1.0}}
+
+
+PROVED = {"name": "bf16", "claim": "the same curve", "state": "ok", "seconds": 7.4, "seen": "1e-4 apart"}
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for results, on a machine with a GPU whose proofs and recipes take no time; one recipe fails."""
+    names = list(gpu.recipes())
+    peaks = {"forward": {"peak_gib": 1.5, "allocated_gib": 1.0}, "step": {"peak_gib": 2.25, "allocated_gib": 1.0}}
+    good = {"ok": True, "tokens_per_second": 12_345.6, "step_seconds": 0.25, "phases": peaks}
+    bad = {"ok": False, "reason": "out of memory"}
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path)
+    monkeypatch.setattr(common, "device", lambda: "a GPU")
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "prove_gpus", lambda say, machine: {"ok": True, "proofs": [PROVED]})
+    monkeypatch.setattr(gpu, "measure", lambda path, *_, **__: bad if path.stem == names[1] else good)
+    return tmp_path
+
+
+def test_one_file_and_one_page_have_proofs_speed_and_memory(results: Path) -> None:
+    first, second, *others = gpu.recipes()
+    assert gpu.main([]) == 1, "one recipe failed"
+    written = json.loads((results / "gpu.json").read_text("utf-8"))
+    assert list(written["recipes"]) == [first, second, *others]
+    assert written["proofs"]["proofs"] == [PROVED]
+    page = (results / "gpu.md").read_text("utf-8").splitlines()
+    assert page[0] == "# On one GPU: a GPU"
+    assert "| bf16 | the same curve | ok | 7 | 1e-4 apart |" in page
+    assert f"| {first} | 12,346 | 0.250 |" in page
+    assert f"| {second} | out of memory | |" in page
+    assert "| recipe | forward | step |" in page
+    assert f"| {first} | 1.50 | 2.25 |" in page
+    assert not [line for line in page if line.startswith(f"| {second} |") and "." in line]
+
+
+def test_some_recipes_keep_the_rest(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *_ = gpu.recipes()
+    gpu.main([])
+    monkeypatch.setattr(gpu, "prove_gpus", lambda *_: pytest.fail("recipes alone were asked for"))
+    monkeypatch.setattr(gpu, "measure", lambda *_, **__: {"ok": False, "reason": "worse"})
+    assert gpu.main([first]) == 1
+    written = json.loads((results / "gpu.json").read_text("utf-8"))
+    assert written["recipes"][first]["reason"] == "worse"
+    assert len(written["recipes"]) == len(gpu.recipes())
+    assert written["proofs"]["proofs"] == [PROVED]
+
+
+def test_a_failed_proof_fails_the_script(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        gpu, "measure", lambda *_, **__: {"ok": True, "tokens_per_second": 1.0, "step_seconds": 1.0, "phases": {}}
+    )
+    assert gpu.main([]) == 0
+    monkeypatch.setattr(gpu, "prove_gpus", lambda say, machine: {"ok": False, "proofs": [PROVED | {"state": "failed"}]})
+    assert gpu.main([]) == 1
+
+
+def test_without_a_gpu_nothing_is_written(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machines: list[Any] = []
+
+    def prove(say: Any, machine: Any) -> dict[str, Any]:
+        machines.append(machine)
+        return {"ok": True, "proofs": []}
+
+    monkeypatch.setattr(gpu, "prove_gpus", prove)
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
+    gpu.main(["--shrunken"])
+    assert [(machine.device, machine.count) for machine in machines] == [("cpu", 1)]
+    assert not [*results.iterdir()]
+    with pytest.raises(SystemExit):
+        gpu.main([])
 
 
 @pytest.mark.slow

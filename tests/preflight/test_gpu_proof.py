@@ -1,0 +1,354 @@
+"""`finetune doctor --gpu`: which proofs there are, what a proof notices, and the whole sequence on a stand-in."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.commands.launch import launch_command_parser
+
+from finetune.cli.main import main
+from finetune.preflight import doctor
+from finetune.preflight.doctor import Finding
+from finetune.preflight.gpu_proof import command, sequence
+from finetune.preflight.gpu_proof.command import prove_gpus
+from finetune.preflight.gpu_proof.lines import NO_GPU
+from finetune.preflight.gpu_proof.machine import ProofMachine, find_gpus
+from finetune.preflight.gpu_proof.material import write_proof_recipe
+from finetune.preflight.gpu_proof.plan import PROOF_STEPS, Proof, plan_proofs
+from finetune.preflight.gpu_proof.sequence import ProofBench, prove
+from finetune.preflight.job import TrainingJob, started
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.strategy import read_strategy
+from finetune.run_folder.checkpoint import write_checkpoint
+
+ONE = ["reference", "float32", "bf16", "fp16", "resume", "checkpoint", "nf4 reference", "nf4", "int8 reference", "int8"]
+ONE += ["offload", "offload resume"]
+SEVERAL = ["ddp", "fsdp2", "hsdp", "zero2", "zero3"]
+EXACT = ["deterministic", "deterministic resume"]  # where the recipe has the key
+
+
+def gpus(count: int, *, bfloat16: bool = True) -> ProofMachine:
+    return ProofMachine("cuda", "a GPU", count, bfloat16)
+
+
+def stand_in(count: int = 1) -> ProofMachine:
+    """The same launches with the GPUs hidden: each is a process on the CPU."""
+    return ProofMachine("cpu", "a stand-in", count)
+
+
+def reasons(machine: ProofMachine) -> dict[str, str]:
+    return {proof.name: proof.missing for proof in plan_proofs(machine) if proof.missing}
+
+
+@pytest.fixture(params=[True, False], ids=["installed", "not installed"])
+def extras(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether bitsandbytes and DeepSpeed are installed."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if request.param else None)
+    return bool(request.param)
+
+
+def test_what_can_be_proved_on_which_machine(extras: bool) -> None:
+    lacking = {name for name in (*ONE, *SEVERAL) if name.startswith(("nf4", "int8", "zero")) and not extras}
+    engine = {name for name in lacking if name.startswith("zero")}
+    assert [proof.name for proof in plan_proofs(gpus(1)) if proof.name not in EXACT] == [*ONE, *SEVERAL]
+    assert set(reasons(gpus(1))) == set(SEVERAL) | lacking
+    assert set(reasons(gpus(2))) == {"hsdp"} | lacking
+    assert set(reasons(gpus(4))) == set(reasons(gpus(9))) == lacking
+    assert set(reasons(gpus(4, bfloat16=False))) == lacking | {"bf16"}
+    assert reasons(gpus(3))["hsdp"] == "needs 4 GPUs"
+    assert all("pip install 'finetune[deepspeed]'" in reasons(gpus(2))[name] for name in engine)
+
+
+def test_ranks_share_the_rows_evenly() -> None:
+    ranks = {count: {proof.name: proof.ranks for proof in plan_proofs(gpus(count))} for count in (1, 2, 3, 4, 7, 16)}
+    assert [ranks[count]["ddp"] for count in ranks] == [2, 2, 2, 4, 4, 8]
+    assert [ranks[count]["hsdp"] for count in ranks] == [4, 4, 4, 4, 4, 8]
+    assert {ranks[16][name] for name in ONE} == {1}
+
+
+def test_a_gpu_without_bfloat16_is_proved_in_float16() -> None:
+    proofs = {proof.name: proof for proof in plan_proofs(gpus(1, bfloat16=False))}
+    assert proofs["resume"].of == proofs["checkpoint"].of == "fp16"
+    assert "bf" not in json.dumps([dict(proofs[name].settings) for name in ("nf4", "int8", "offload", "fp16")])
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_proof_recipe(tmp_path_factory.mktemp("proofs"))
+
+
+@pytest.mark.parametrize("machine", [gpus(8), gpus(8, bfloat16=False), stand_in(4)], ids=["GPUs", "old GPUs", "CPU"])
+def test_each_training_is_what_a_user_would_type(machine: ProofMachine, recipe: Path) -> None:
+    """Its recipe is right, and its launch is the one at the top of the strategy's file."""
+    proofs = plan_proofs(machine)
+    bench = ProofBench(machine, recipe, {proof.name: proof for proof in proofs})
+    for proof in proofs:
+        job = bench.job(proof)
+        words = launch_command_parser().parse_args(job.command()[3:])
+        loaded = load_recipe(words.training_script_args[0], words.training_script_args[1:]).recipe
+        strategy, launched = read_strategy(loaded.accelerate_config), read_strategy(words.config_file)
+        assert strategy.name == proof.strategy
+        assert loaded.training.global_batch_size % (proof.ranks * loaded.training.per_device_batch_size) == 0
+        assert (words.num_processes or 1) == proof.ranks
+        assert job.on_gpus == (machine.device == "cuda" and proof.kind != "reference")
+        assert launched.path == strategy.path
+        assert words.cpu == (proof.kind == "reference")
+        assert words.main_process_port in (0, None)
+        assert not strategy.replicates or strategy.can_replicate(proof.ranks, proof.ranks)
+
+
+def test_gpus_are_hidden_from_references_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Mapping[str, str]] = []
+
+    class Process:
+        def poll(self) -> int:
+            return 0
+
+    def popen(_: Any, *, env: Mapping[str, str], **__: Any) -> Process:
+        seen.append(env)
+        return Process()
+
+    monkeypatch.setattr("finetune.preflight.job.subprocess.Popen", popen)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    for on_gpus in (True, False):
+        with started(TrainingJob(tmp_path / "r.yaml", (), 1, tmp_path, on_gpus=on_gpus, shared_cache=tmp_path / "all")):
+            pass
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in seen] == ["3", ""]
+    assert {environment["FINETUNE_CACHE"] for environment in seen} == {str(tmp_path / "all")}
+
+
+@dataclass
+class Canned:
+    """Trainings that take no time: each writes what a run leaves behind, as `change` has it for a proof's name."""
+
+    change: dict[str, dict[str, Any]] = field(default_factory=dict)
+    trained: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def started(self, job: TrainingJob) -> Iterator[None]:
+        name = job.folder.name.replace("_", " ")
+        self.trained.append(name)
+        self.write(job, name, self.change.get(name, {}))
+        yield None
+
+    def write(self, job: TrainingJob, name: str, change: Mapping[str, Any]) -> None:
+        run_dir, done = job.run_dir, 0
+        if (run_dir / "metrics.jsonl").is_file() and not change.get("started over"):
+            done = int(json.loads((run_dir / "run_state.json").read_text())["step"])
+            kept = (run_dir / "metrics.jsonl").read_text().splitlines()[:done]
+        run_dir.mkdir(exist_ok=True)
+        lines = [json.loads(line) for line in kept] if done else []
+        for step in range(done + 1, PROOF_STEPS + 1):
+            loss = 6.0 if change.get("flat") else (6 - step / 2) * (1 + change.get("loss", 0.0))
+            norm = 1 + change.get("norm", 0.0)
+            seconds = len(self.trained) + step / 100
+            lines.append({"kind": "train", "step": step, "loss": loss, "grad_norm": norm, "step_seconds": seconds})
+        (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        for step in (3, 6):
+            weights = {"w": torch.full((2,), step + change.get("weights", 0.0))}
+            write_checkpoint(run_dir, step, {"model": weights}, {}, keep=2)
+        (run_dir / "model").mkdir(exist_ok=True)
+        (run_dir / "model" / "model.safetensors").write_bytes(change.get("export", b"weights"))
+        device = change.get("device", "cuda" if job.on_gpus else "cpu")
+        weights_on = change.get("weights_on", "cpu" if "offload" in name else device)
+        receipt = {"device": device, "world_size": job.processes, "sharding": {"weights_on": [weights_on]}}
+        (run_dir / "receipt.json").write_text(json.dumps(receipt))
+        state = {"state": "finished", "step": PROOF_STEPS, "command": "", "identity": {}}
+        (run_dir / "run_state.json").write_text(json.dumps(state))
+
+
+Proved = Callable[..., tuple[dict[str, Any], Canned]]
+
+
+@pytest.fixture
+def proved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Proved:
+    """Prove machines with trainings that take no time; what differs is said by the proofs' names."""
+    monkeypatch.setattr(sequence.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+
+    def proved(
+        machine: ProofMachine, proofs: list[Proof] | None = None, **change: dict[str, Any]
+    ) -> tuple[dict[str, Any], Canned]:
+        canned = Canned({name.replace("_", " "): values for name, values in change.items()})
+        monkeypatch.setattr(sequence, "started", canned.started)
+        monkeypatch.setattr(sequence, "wait_for_end", lambda job, process: None)
+        monkeypatch.setattr(sequence, "write_proof_recipe", lambda folder: folder / "recipe.yaml")
+        return prove(machine, proofs or plan_proofs(machine), lambda outcome: None), canned
+
+    return proved
+
+
+def states(report: Mapping[str, Any]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {"ok": [], "failed": [], "not run": []}
+    for outcome in report["proofs"]:
+        if outcome["name"] not in EXACT:
+            found[outcome["state"]].append(outcome["name"])
+    return found
+
+
+def outcome_of(report: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return next(outcome for outcome in report["proofs"] if outcome["name"] == name)
+
+
+def test_all_is_well(proved: Proved, tmp_path: Path) -> None:
+    report, canned = proved(gpus(1))
+    assert report["ok"]
+    assert states(report) == {"ok": ONE, "failed": [], "not run": SEVERAL}
+    assert [name for name in canned.trained if name not in EXACT] == ONE
+    assert outcome_of(report, "bf16")["figures"] == {"loss": 0.0, "loss_bound": 2e-3, "norm": 0.0, "norm_bound": 4e-2}
+    assert outcome_of(report, "resume")["figures"]["differing_tensors"] == 0
+    assert outcome_of(report, "ddp")["seen"] == "needs 2 GPUs"
+    assert not tmp_path.exists()
+    assert report["folder"] is None
+
+
+def test_all_gpus_are_taken(proved: Proved) -> None:
+    report, _ = proved(gpus(4))
+    assert states(report)["ok"] == [*ONE, *SEVERAL]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("float32", {"loss": 2e-4}, "step 1: loss 5.5011 and 5.5, gradient norm 1 and 1; losses 2.0e-04 apart"),
+        ("float32", {"norm": 2e-3}, "norms 2.0e-03 (bound 1e-03)"),
+        ("fp16", {"loss": float("nan")}, "losses inf apart"),
+        ("int8", {"norm": -0.1}, "norms 1.0e-01 (bound 8e-02)"),
+        ("float32", {"device": "cpu"}, "device: cuda was asked for, its receipt says cpu"),
+        ("offload", {"weights_on": "cuda"}, "weights on: cpu was asked for, its receipt says cuda"),
+        ("offload_resume", {"weights_on": "cuda"}, "weights on: cpu was asked for, its receipt says cuda"),
+        ("resume", {"loss": 2e-3}, "step 4: "),
+        ("resume", {"started over": True}, "it was to resume from step 3, and trained the steps before it again"),
+        ("checkpoint", {"started over": True}, "it was to resume from step 6"),
+        ("checkpoint", {"export": b"others"}, "model.safetensors of the two exports differ"),
+    ],
+)
+def test_what_is_wrong_is_found(name: str, change: dict[str, Any], words: str, proved: Proved, tmp_path: Path) -> None:
+    report, _ = proved(gpus(1), **{name: change})
+    failed = states(report)["failed"]
+    assert failed == [name.replace("_", " ")]
+    assert words in outcome_of(report, failed[0])["seen"]
+    assert not report["ok"]
+    assert report["folder"] == str(tmp_path)
+    assert (tmp_path / name / "run" / "metrics.jsonl").is_file()
+
+
+def test_a_reference_that_does_not_learn_proves_nothing(proved: Proved) -> None:
+    report, _ = proved(gpus(1), reference={"flat": True})
+    assert outcome_of(report, "reference")["seen"] == "loss 6.0000 to 6.0000: it did not learn"
+    assert states(report)["failed"] == ["reference"]
+    assert states(report)["ok"] == ["nf4 reference", "nf4", "int8 reference", "int8"]
+    assert outcome_of(report, "float32")["seen"] == "there is no reference to compare with"
+    assert outcome_of(report, "resume")["seen"] == "there is no bf16 to compare with"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, "steps 4 to 6: bitwise; 1 of 1 tensor of the last checkpoint bitwise"),
+        ({"weights": 1e-3}, "1 of 1 tensor of the last checkpoint differ"),
+        ({"loss": 1e-12}, "where no bit may differ"),
+    ],
+    ids=["same", "another tensor", "another loss"],
+)
+def test_bitwise_is_to_the_bit(change: dict[str, Any], words: str, proved: Proved) -> None:
+    """As it is asked for where kernels sum in one order."""
+    proofs = [*plan_proofs(gpus(1))[:2], Proof("exact", "resume", "bitwise", of="float32")]
+    report, _ = proved(gpus(1), proofs, exact=change)
+    assert words in outcome_of(report, "exact")["seen"]
+    assert report["ok"] == (not change)
+
+
+def test_without_a_gpu_the_plan_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "examine_machine", lambda *_, **__: iter([Finding("python", "ok", "3.14")]))
+    assert find_gpus().count == 0
+    assert main(["doctor", "--gpu"]) == 4
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("ok   python")
+    assert lines[1].startswith("proofs on no GPU: ")
+    assert [line[6:27].strip() for line in lines[2:-1] if line[6:27].strip() not in EXACT] == [*ONE, *SEVERAL]
+    assert lines[-1] == NO_GPU
+    assert main(["doctor", "--gpu", "--json"]) == 4
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["ok"], printed["gpu"]["ok"], printed["exit_code"]) == (False, False, 4)
+    assert {outcome["state"] for outcome in printed["gpu"]["proofs"]} == {"not run"}
+
+
+@pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 4)])
+def test_a_failed_proof_ends_with_exit_code_4(
+    ok: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = {"ok": ok, "device": "a GPU", "gpus": 1, "seconds": 7.0, "folder": None if ok else "/tmp/x"}
+    report["proofs"] = [
+        {"name": "bf16", "claim": "", "state": "ok" if ok else "failed", "seconds": 7.0, "seen": "so far apart"},
+        {"name": "ddp", "claim": "", "state": "not run", "seconds": 0.0, "seen": "needs 2 GPUs"},
+    ]
+
+    def canned(machine: ProofMachine, proofs: Any, log: Any) -> dict[str, Any]:
+        for outcome in report["proofs"]:
+            log(outcome)
+        return report
+
+    monkeypatch.setattr(command, "find_gpus", lambda: gpus(1))
+    monkeypatch.setattr(command, "prove", canned)
+    monkeypatch.setattr(doctor, "examine_machine", lambda *_, **__: iter(()))
+    assert main(["doctor", "--gpu"]) == code
+    state = "ok     " if ok else "FAILED "
+    logs = "" if ok else "; each training's log: /tmp/x/*/run.log"
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        f"{state}    7.0 s  bf16                 so far apart",
+        "not run           ddp                  needs 2 GPUs",
+        f"2 proofs: 1 {'ok' if ok else 'failed'}, 1 not run, in 7 s{logs}",
+    ]
+    assert main(["doctor", "--gpu", "--json"]) == code
+    assert json.loads(capsys.readouterr().out)["gpu"] == report
+    assert main(["doctor"]) == 0
+
+
+def test_a_gpu_of_before_ampere_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
+    for second, bfloat16 in (((7, 5), False), ((8, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, other=second: [(9, 0), other][index])
+        assert find_gpus() == ProofMachine("cuda", "Tesla T4", 2, bfloat16=bfloat16)
+
+
+@pytest.mark.slow
+def test_the_whole_sequence_on_a_stand_in() -> None:
+    """Every proof of one GPU, as it would run there but for the device: twelve trainings by `accelerate launch`."""
+    said: list[str] = []
+    report = prove_gpus(said.append, stand_in())
+    assert states(report) == {"ok": ONE, "failed": [], "not run": SEVERAL}, said
+    assert outcome_of(report, "resume")["figures"]["differing_tensors"] == 0, "bitwise on a CPU"
+    assert outcome_of(report, "offload resume")["figures"]["differing_tensors"] == 0
+    assert 0 < outcome_of(report, "bf16")["figures"]["loss"] < 1e-3
+    assert said[-1].startswith(f"{len(report['proofs'])} proofs: ")
+
+
+@pytest.mark.slow
+def test_ranks_on_a_stand_in() -> None:
+    machine = stand_in(2)
+    proofs = [proof for proof in plan_proofs(machine) if proof.name in ("reference", "ddp", "fsdp2")]
+    report = prove(machine, proofs, lambda outcome: None)
+    assert [outcome["state"] for outcome in report["proofs"]] == ["ok", "ok", "ok"], report
+
+
+@pytest.mark.slow
+def test_a_training_that_hangs_or_fails_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    monkeypatch.setattr(sequence, "PROOF_TIMEOUT_SECONDS", 0.5)
+    proofs = plan_proofs(stand_in())[:2]
+    report = prove(stand_in(), proofs, lambda outcome: None)
+    assert [outcome["state"] for outcome in report["proofs"]] == ["failed", "not run"]
+    assert "not finished after 0.5 s" in report["proofs"][0]["seen"]
+    assert os.listdir(tmp_path)
