@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from finetune.preflight.gpu_proof.machine import ProofMachine
-from finetune.recipe.schema import Training
 
 PROOF_STEPS, PROOF_SAVED_AFTER, PROOF_ROWS = 6, 3, 8
 MOST_RANKS = 8  # a row each
@@ -90,15 +89,13 @@ def _on_one_gpu(machine: ProofMachine) -> Iterator[Proof]:
         "checkpoint", "export", f"{whole}, taken back before its export: weights from the checkpoint, bitwise",
         of=whole,
     )  # fmt: skip
-    if "deterministic" in Training.model_fields:
-        exact = {"training.deterministic": True} | _FLAT | _in_format(machine.half)
-        yield Proof(
-            "deterministic", "curve", "the same curve with training.deterministic=true", of="reference",
-            bounds=HALF_BOUNDS, settings=exact,
-        )  # fmt: skip
-        yield Proof(
-            "deterministic resume", "resume", "the same, taken back and resumed: bitwise the run", of="deterministic"
-        )
+    yield Proof(
+        "deterministic", "curve", "the same curve with training.deterministic=true", of="reference",
+        bounds=HALF_BOUNDS, settings={"training.deterministic": True} | _FLAT | _in_format(machine.half),
+    )  # fmt: skip
+    yield Proof(
+        "deterministic resume", "resume", "the same, taken back and resumed: bitwise the run", of="deterministic"
+    )
 
 
 def _quantised(machine: ProofMachine) -> Iterator[Proof]:
