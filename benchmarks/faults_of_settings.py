@@ -166,7 +166,7 @@ OF_STARTS_AND_ENDS = (
     Fault(
         "a training does not bound what libraries keep",
         "train.py",
-        "    bound_libraries()  # before torch loads\n",
+        "    bound_libraries()  # before torch loads, and so the next\n",
         "",
         "launch/test_cpu_memory.py",
     ),
