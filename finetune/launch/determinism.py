@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -29,9 +30,10 @@ def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[Non
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    filling = torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic  # whose one setting torch's types leave out
+    filling = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # else each torch.empty is filled with NaN, for nothing
+    memory.fill_uninitialized_memory = False  # else each torch.empty is filled with NaN, for nothing
     try:
         yield
     except RuntimeError as error:
@@ -45,4 +47,4 @@ def deterministic_algorithms(wanted: bool, device: torch.device) -> Iterator[Non
         ) from error
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warning)
-        torch.utils.deterministic.fill_uninitialized_memory = filling
+        memory.fill_uninitialized_memory = filling
