@@ -6,6 +6,7 @@ kernel, and gives it back as it was.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -99,13 +100,18 @@ def computing_device(model: nn.Module) -> torch.device:
 def _generate(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[str, Tensor], **options: Any) -> Tensor:
     """Prompts and answers, [prompts, longest prompt + longest answer]; padded after an answer's end."""
     generate: Callable[..., Tensor] = getattr(model, "generate")  # noqa: B009  # peft and transformers both have it
-    return generate(
-        **batch,
-        eos_token_id=end_tokens(model, tokenizer),
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        use_cache=True,
-        **options,
-    )
+    with warnings.catch_warnings():
+        # Of weights in host memory, which each forward gathers on the GPU.
+        warnings.filterwarnings(
+            "ignore", message=r"You are calling \.generate\(\) with the `input_ids` being on a device"
+        )
+        return generate(
+            **batch,
+            eos_token_id=end_tokens(model, tokenizer),
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            use_cache=True,
+            **options,
+        )
 
 
 def _texts(output: Tensor, batch: dict[str, Tensor], model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[str]:

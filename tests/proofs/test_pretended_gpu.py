@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -101,7 +101,6 @@ def ranks(recipe: Path, run_dir: Path, way: str) -> subprocess.Popen[bytes]:
             env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
             stdout=log,
             stderr=log,
-            start_new_session=True,
         )
 
 
@@ -115,9 +114,13 @@ def test_two_gpus_killed_and_resumed(way: str, tmp_path: Path) -> None:
     process, killed = ranks(recipe, tmp_path / "killed", way), tmp_path / "killed"
     while process.poll() is None and not (killed / "checkpoints" / "step-00000002").exists():
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
+    for each in (*psutil.Process(process.pid).children(recursive=True), process):
+        each.kill()
     process.wait()
+    assert not (killed / "adapter").exists(), "it was over before it was killed"
     assert ranks(recipe, killed, way).wait(600) == 0, (tmp_path / "killed.log").read_text()
+    assert "resumed from step" in (tmp_path / "killed.log").read_text()
+    assert "Warning" not in (tmp_path / "whole.log").read_text()
     assert fingerprint(killed) == fingerprint(tmp_path / "whole")
     offloaded = "offload" in way
     assert receipt(killed)["sharding"]["weights_on"] == (["cpu"] if offloaded else ["cuda"])

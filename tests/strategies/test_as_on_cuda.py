@@ -17,7 +17,7 @@ from finetune.strategies import accelerator as accelerators
 from finetune.strategies.accelerator import build_accelerator, device_of
 from finetune.training.memory_report import describe_memory, memory_facts
 from tests.support import launching
-from tests.support.one_rank import as_before
+from tests.support.one_rank import as_before, let_deepspeed_choose_the_cpu
 from tests.support.recipes import least_recipe
 
 GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
@@ -31,6 +31,7 @@ class Asked(Exception):
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two GPUs, as far as torch is asked for their number, names and abilities."""
+    let_deepspeed_choose_the_cpu()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, torch.device(device).index))

@@ -58,7 +58,7 @@ class _Recording(ast.NodeTransformer):
         name = self.names.get(id(node))
         if name is None:
             return self.generic_visit(node)
-        call = ast.Call(ast.Name("__answer", ast.Load()), [ast.Constant(name), node], [])
+        call = ast.Call(ast.Name("answer_of_a_gpu", ast.Load()), [ast.Constant(name), node], [])
         return ast.fix_missing_locations(ast.copy_location(call, node))
 
 
@@ -89,7 +89,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         return compile(tree, self.path, "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__dict__["__answer"] = _answer
+        module.__dict__["answer_of_a_gpu"] = _answer
         super().exec_module(module)
 
 

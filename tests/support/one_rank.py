@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,14 @@ def as_before() -> Iterator[None]:
         debug._clear_sharding_prop_cache()
         os.environ.clear()
         os.environ.update(environment)
+
+
+def let_deepspeed_choose_the_cpu() -> None:
+    """DeepSpeed decides once a process what it computes on: to be called before torch pretends to have GPUs."""
+    with suppress(ImportError), mock.patch.dict(os.environ, {"DS_ACCELERATOR": "cpu"}):
+        from deepspeed.accelerator import get_accelerator
+
+        get_accelerator()
 
 
 class OneRank:

@@ -18,10 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 import tests.support.varlen_stand_in
 from finetune.training import session
+from tests.support.one_rank import let_deepspeed_choose_the_cpu
 
 # Both were needed before torch pretends: libraries look for kernels when they are imported.
 assert session
@@ -56,7 +58,7 @@ class OnTheHost(TorchFunctionMode):
             result = args[0]
         else:
             result = func(*map(_here, args), **{name: _here(value) for name, value in kwargs.items()})
-        if type(result) not in (Tensor, torch.nn.Parameter) or result.is_meta:
+        if type(result) not in (Tensor, torch.nn.Parameter, DTensor) or result.is_meta:
             return result
         host = asked == HOST or pinned or func is Tensor.pin_memory
         if asked is None:
@@ -122,6 +124,7 @@ def _nothing(*_: Any, **__: Any) -> None: ...
 @contextlib.contextmanager
 def pretended_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> Iterator[OnTheHost]:
     """Within, this process has one GPU."""
+    let_deepspeed_choose_the_cpu()
     properties = SimpleNamespace(
         name="Card 0", total_memory=MEMORY, major=capability[0], minor=capability[1], multi_processor_count=1
     )
