@@ -19,7 +19,10 @@ from tests.support.recipes import least_recipe
 
 CPU = torch.device("cpu")
 # Positions that decay whatever the mask says; chunks and pools of tokens that are counted from the row's beginning.
-NOT_SHARED = {"llama4_text", "rwkv"}
+NOT_SHARED = {"llama4_text": "auto", "rwkv": "auto", "deepseek_v4": "eager"}  # under an attention that trains it
+REFUSED = ("FinetuneError", "EnvironmentMismatch")
+# Their code for answers fails on models so small: no attention layer among four, heads of eight.
+CANNOT_ANSWER = {"bailing_hybrid", "granitemoehybrid", "xlstm"}
 
 
 def padded(name: str, folder: Path, attention: str = "auto") -> dict[str, Any]:
@@ -37,9 +40,9 @@ def test_what_is_masked_may(name: str, tmp_path: Path) -> None:
     assert may_share_a_batch({"padding": found})
 
 
-@pytest.mark.parametrize("name", sorted(NOT_SHARED))
-def test_what_sees_its_padding_may_not(name: str, tmp_path: Path) -> None:
-    found = padded(name, tmp_path)
+@pytest.mark.parametrize(("name", "attention"), NOT_SHARED.items())
+def test_what_sees_its_padding_may_not(name: str, attention: str, tmp_path: Path) -> None:
+    found = padded(name, tmp_path, attention)
     assert found["same"] is False
     assert found["difference"] > 10 * SAME
     assert not may_share_a_batch({"padding": found})
@@ -115,10 +118,9 @@ def test_every_architecture_that_trains(tmp_path: Path) -> None:
                 found = padded(name, tmp_path / f"{name}-{attention}", attention)
             except (EnvironmentMismatch, FinetuneError):
                 continue
-            if "FinetuneError" not in (found["reason"] or ""):
+            if not (found["reason"] or "").startswith(REFUSED):
                 asked += 1
+                not_shared |= set() if found["same"] else {name}
                 break
-        if found and not found["same"] and "FinetuneError" not in (found["reason"] or ""):
-            not_shared.add(name)
     assert asked >= 90
-    assert not_shared == NOT_SHARED, not_shared
+    assert not_shared == NOT_SHARED.keys() | CANNOT_ANSWER, not_shared
