@@ -30,8 +30,8 @@ def main() -> int:
     """Run the tests, and write and print which answers were heard."""
     heard: dict[str, set[bool]] = {name: set() for name in all_questions()}
     for tests in (TESTS, ["planner"]):
-        for name, answers in answers_of(tests).items():
-            heard[name] |= set(answers)
+        for name, answer in answers_of(tests):
+            heard[name].add(answer)
     only = {name: sorted(answers) for name, answers in heard.items() if len(answers) < 2}
     print(f"{len(heard)} questions, {len(heard) - len(only)} answered both ways; the others and their answers:")
     print("\n".join(f"{name}: {answers}" for name, answers in only.items()))
@@ -39,13 +39,15 @@ def main() -> int:
     return 0
 
 
-def answers_of(tests: list[str]) -> dict[str, list[bool]]:
-    """What the questions of one pytest were answered."""
-    with tempfile.NamedTemporaryFile() as file:
-        words = [sys.executable, "-m", "pytest", "-p", "tests.support.gpu_branches", "-n0", "-q"]
-        subprocess.run([*words, *(f"tests/{name}" for name in tests)], cwd=ROOT, env=os.environ | {FILE: file.name})
-        answers: dict[str, list[bool]] = json.loads(Path(file.name).read_text("utf-8"))
-    return answers
+def answers_of(tests: list[str]) -> list[tuple[str, bool]]:
+    """What the questions of one pytest were answered, by its own process and by those that it started."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "sitecustomize.py").write_text("import tests.support.gpu_branches\n", "utf-8")
+        file = Path(folder, "answers")
+        environment = os.environ | {FILE: str(file), "PYTHONPATH": os.pathsep.join([folder, str(ROOT)])}
+        words = [sys.executable, "-m", "pytest", "-n0", "-q", *(f"tests/{name}" for name in tests)]
+        subprocess.run(words, cwd=ROOT, env=environment)
+        return [tuple(json.loads(line)) for line in file.read_text("utf-8").splitlines()]
 
 
 if __name__ == "__main__":

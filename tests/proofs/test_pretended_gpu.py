@@ -19,6 +19,8 @@ import torch
 
 from finetune import train
 from finetune.files import read_lines
+from finetune.finished_run.evaluate import held_out_figures
+from finetune.finished_run.load import best_device, finished_run
 from finetune.training import session
 from tests.support.cells import free_ports
 from tests.support.launching import REPOSITORY, TORCHRUN
@@ -89,6 +91,22 @@ def test_a_run_in_bfloat16_that_broke_off_goes_on(tmp_path: Path, monkeypatch: p
     assert fingerprint(tmp_path / "again") == fingerprint(tmp_path / "whole")
     assert receipt(tmp_path / "whole")["probe"]["precision"] == "bfloat16"
     assert receipt(tmp_path / "whole")["attention"] == "varlen"
+
+
+def test_a_base_in_4_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the finished run, evaluated there."""
+    recipe = recipe_of(tmp_path)
+    content = json.loads(recipe.read_text())
+    content["quantization"] = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
+    write_recipe(tmp_path, content)
+    assert run(recipe, tmp_path / "cpu") == 0
+    with monkeypatch.context() as patches, pretended_cuda(patches):
+        assert run(recipe, tmp_path / "gpu") == 0
+        with as_before():
+            figures = held_out_figures(finished_run(tmp_path / "gpu"), best_device())
+    assert losses(tmp_path / "gpu") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
+    assert figures["tuned"]["loss"] == pytest.approx(figures["recorded"], rel=1e-5)
+    assert receipt(tmp_path / "gpu")["quantized_layers"]
 
 
 def ranks(recipe: Path, run_dir: Path, way: str) -> subprocess.Popen[bytes]:

@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from finetune.errors import EnvironmentMismatch
 from finetune.finished_run.load import best_device
+from finetune.preflight.gpu_proof.machine import find_gpus
 from finetune.probe.judge import precision_on
 from finetune.probe.remembered import device_kind
 from finetune.recipe.strategy import read_strategy
 from finetune.strategies import accelerator as accelerators
-from finetune.strategies.accelerator import build_accelerator, device_of
+from finetune.strategies import zero_requirements
+from finetune.strategies.accelerator import build_accelerator, check_combination, device_of
+from finetune.strategies.zero_requirements import compile_engine
 from finetune.training.memory_report import describe_memory, memory_facts
 from tests.support import launching
 from tests.support.one_rank import as_before, let_deepspeed_choose_the_cpu
@@ -28,14 +32,19 @@ class Asked(Exception):
     """What Accelerate was asked for."""
 
 
+def number_of(device: Any) -> int:
+    """As torch.cuda takes it: a number, a name or a device."""
+    return device if isinstance(device, int) else torch.device(device).index
+
+
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two GPUs, as far as torch is asked for their number, names and abilities."""
     let_deepspeed_choose_the_cpu()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, torch.device(device).index))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Card {torch.device(device).index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, number_of(device)))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Card {number_of(device)}")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # set by a start on a CPU, and to be put back
     monkeypatch.delenv("DS_ACCELERATOR")
 
@@ -86,6 +95,25 @@ def test_a_probe_is_remembered_for_the_very_card() -> None:
     assert device_kind(GPU) == "Card 1 9.1"
     assert device_kind(torch.device("cuda", 0)) != device_kind(GPU)
     assert device_kind(CPU) == "cpu"
+
+
+@pytest.mark.usefixtures("gpus")
+def test_the_engine_is_not_asked_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed")
+    strategy, compiled = read_strategy("zero2"), []
+    monkeypatch.setattr(zero_requirements, "compile_ahead", lambda *asked: compiled.append(asked))
+    half = least_recipe("x", training={"mixed_precision": "fp16"})
+    check_combination(half, strategy, on_cpu=False)
+    compile_engine(strategy, on_cpu=False)
+    assert compiled == [], "what gloo ranks of one machine share"
+    with pytest.raises(EnvironmentMismatch, match="hide them with CUDA_VISIBLE_DEVICES="):
+        check_combination(least_recipe("x"), strategy, on_cpu=True)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_the_machine_to_prove_is_these_gpus() -> None:
+    found = find_gpus()
+    assert (found.count, found.bfloat16) == (2, True)
 
 
 def test_a_probe_computes_as_the_run_does_there() -> None:

@@ -1,8 +1,7 @@
 """Where the package asks whether it is on a GPU, and what the answers were while tests ran.
 
-    pytest -p tests.support.gpu_branches -n0 tests/strategies ...
-
-writes the answers to the file that GPU_BRANCHES names: benchmarks/gpu_branches.py.
+Importing this with GPU_BRANCHES set has every answer that was not heard before written to the file of that name, by
+each process: a test's forks and trainings too, where a sitecustomize imports it. See benchmarks/gpu_branches.py.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, FILE = "finetune", "GPU_BRANCHES"
-answers: dict[str, set[bool]] = {}
+heard: set[tuple[str, bool]] = set()
 
 
 def questions(tree: ast.AST, place: str = "") -> Iterator[tuple[str, ast.expr]]:
@@ -63,7 +62,10 @@ class _Recording(ast.NodeTransformer):
 
 
 def _answer(name: str, value: Any) -> Any:
-    answers.setdefault(name, set()).add(bool(value))
+    if (name, bool(value)) not in heard:
+        heard.add((name, bool(value)))
+        with open(os.environ[FILE], "a", encoding="utf-8") as file:
+            file.write(json.dumps([name, bool(value)]) + "\n")
     return value
 
 
@@ -100,12 +102,6 @@ def all_questions() -> list[str]:
         tree = ast.parse(file.read_text("utf-8"))
         found += [f"{file.relative_to(ROOT)} {name}" for name, _ in questions(tree)]
     return list(dict.fromkeys(found))
-
-
-def pytest_sessionfinish() -> None:
-    """pytest's hook, where this is its plugin."""
-    if FILE in os.environ:
-        Path(os.environ[FILE]).write_text(json.dumps({name: sorted(each) for name, each in answers.items()}), "utf-8")
 
 
 if FILE in os.environ:
