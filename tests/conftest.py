@@ -109,6 +109,18 @@ def _of_a_launcher() -> dict[str, str]:
 
 
 @pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two threads that wait for each other on a busy machine are twenty times slower."""
+    import torch
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # train.py sets no other number then
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def forget_the_last_run() -> Iterator[None]:
     """Accelerate keeps a process's first mixed precision for good; its own tests reset it so too."""
     from accelerate.state import AcceleratorState

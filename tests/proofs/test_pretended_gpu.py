@@ -9,13 +9,11 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from finetune import train
 from finetune.files import read_lines
@@ -29,17 +27,8 @@ from tests.support.pretend_cuda import pretended_cuda
 from tests.support.recipes import write_recipe
 from tests.support.soak_resume import fingerprint, write_resume_recipe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 RANKS = "ddp", "fsdp2", "fsdp2_offload"
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As launchers set it: what a run does with the host's cores is its own decision."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def recipe_of(folder: Path, dropout: float = 0.1, **changes: Any) -> Path:

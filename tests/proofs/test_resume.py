@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from finetune import train
@@ -139,16 +138,6 @@ def test_a_refusal_of_rank_0_ends_both_ranks_at_once(tmp_path: Path) -> None:
         began = time.monotonic()
         assert launcher.wait(60) != 0
         assert time.monotonic() - began < 15, "torchrun had to kill a rank that waited for the other"
-
-
-@pytest.fixture
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two threads that wait for each other on a busy machine are twenty times slower."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # train.py sets no other number then
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(recipe: Path, run_dir: Path) -> int:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from finetune import train
@@ -23,17 +22,8 @@ from finetune.training.run_output import RunOutput
 from tests.support.saving import full, held_up
 from tests.support.soak_resume import fingerprint, fork_ranks, wait_all, write_resume_recipe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 8  # saved after 3, 6 and 8
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two threads that wait for each other on a busy machine are twenty times slower."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # train.py sets no other number then
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
