@@ -45,6 +45,7 @@ def answers_of(tests: list[str]) -> list[tuple[str, bool]]:
         Path(folder, "sitecustomize.py").write_text("import tests.support.gpu_branches\n", "utf-8")
         file = Path(folder, "answers")
         environment = os.environ | {FILE: str(file), "PYTHONPATH": os.pathsep.join([folder, str(ROOT)])}
+        environment |= {"FINETUNE_CACHE": str(Path(folder, "cache"))}  # what is remembered is not asked again
         words = [sys.executable, "-m", "pytest", "-n0", "-q", *(f"tests/{name}" for name in tests)]
         subprocess.run(words, cwd=ROOT, env=environment)
         return [tuple(json.loads(line)) for line in file.read_text("utf-8").splitlines()]
