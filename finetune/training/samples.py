@@ -137,4 +137,4 @@ def samples(
 def _of_all(accelerator: Accelerator, answer: bool) -> bool:
     """Whether it is so on every rank: each has probed for itself, and all have to make the same forwards."""
     ranks = accelerator.reduce(torch.tensor(int(answer), device=accelerator.device), reduction="sum")
-    return int(ranks) == accelerator.num_processes
+    return bool(int(ranks) == accelerator.num_processes)
