@@ -78,7 +78,7 @@ def doctor(
         typer.Argument(parser=user_path, metavar="[RECIPE]", help="Also check the disk for it.", show_default=False),
     ] = None,
     online: Annotated[bool, typer.Option("--online", help="Ask the Hub what the token may do.")] = False,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Then prove the GPUs by small trainings: ten minutes.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Then prove the GPUs by small trainings.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Is this machine fit for a run? Fit to paste into a bug report: no names, no token. Exit code 4 if it is not."""

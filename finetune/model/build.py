@@ -192,6 +192,7 @@ def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrai
 
 
 def configuration(recipe: Recipe, path: str | None = None) -> PreTrainedConfig:
+    """The base's configuration by its files, or by those in `path`. Raises what transformers raises."""
     section = recipe.model
     config: PreTrainedConfig = AutoConfig.from_pretrained(
         path or resolve_model_path(section.name_or_path),
