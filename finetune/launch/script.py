@@ -69,8 +69,8 @@ def plan_launch(
     machines = {"nodes": nodes or budget.nodes, "gpus": budget.gpus if gpus_per_node is None else gpus_per_node}
     # The trainer checks the launch against the recipe's budget, so the command overrides what differs from it.
     changed = [f"budget.{key}={value}" for key, value in machines.items() if value != getattr(budget, key)]
-    on_cpu = 1 if machines["nodes"] > 1 else strategy.rank_count(2)
-    ranks = machines["gpus"] or on_cpu
+    ranks_without_gpus = 1 if machines["nodes"] > 1 else strategy.rank_count(2)
+    ranks = machines["gpus"] or ranks_without_gpus
     options = [word for key, value in _options(nodes, gpus_per_node).items() for word in (key, str(value))]
     plan = LaunchPlan(
         launcher=launcher,  # type: ignore[arg-type]  # one of LAUNCHERS

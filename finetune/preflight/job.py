@@ -59,9 +59,9 @@ class TrainingJob:
     def command(self) -> list[str]:
         """What a user would type."""
         where = "single" if self.processes == 1 else "cpu_2proc"
-        on_cpu = ["--config_file", str(CONFIG_FOLDER / f"{where}.yaml")]
-        on_cpu += ["--cpu"] if self.processes == 1 else ["--num_processes", str(self.processes)]
-        launcher = ["-m", "accelerate.commands.launch", *(self.launcher or on_cpu)]
+        cpu_options = ["--config_file", str(CONFIG_FOLDER / f"{where}.yaml")]
+        cpu_options += ["--cpu"] if self.processes == 1 else ["--num_processes", str(self.processes)]
+        launcher = ["-m", "accelerate.commands.launch", *(self.launcher or cpu_options)]
         script = [str(TRAIN_SCRIPT), str(self.recipe)]
         return [sys.executable, *launcher, *script, *self.settings, f"output_dir={self.run_dir}"]
 

@@ -131,12 +131,15 @@ def _weights_missing(recipe: Recipe) -> str:
 
 def device_of(launch: Launch) -> torch.device:
     """The device that this rank computes on."""
-    on_cpu = launch.on_cpu or not torch.cuda.is_available()
-    return torch.device("cpu") if on_cpu else torch.device("cuda", launch.local_rank)
+    return torch.device("cpu") if _computes_on_cpu(launch) else torch.device("cuda", launch.local_rank)
+
+
+def _computes_on_cpu(launch: Launch) -> bool:
+    return launch.on_cpu or not torch.cuda.is_available()
 
 
 def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
-    on_cpu = launch.on_cpu or not torch.cuda.is_available()
+    on_cpu = _computes_on_cpu(launch)
     check_combination(recipe, strategy, on_cpu=on_cpu)
     if strategy.uses_engine:
         compile_engine(strategy, on_cpu=on_cpu)
@@ -159,7 +162,7 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
     Accumulation stays 1: the loop collects the micro-batches of a step itself and divides once. Raises
     EnvironmentMismatch when strategy, world size or precision in force differ from those asked for.
     """
-    on_cpu = launch.on_cpu or not torch.cuda.is_available()
+    on_cpu = _computes_on_cpu(launch)
     if not on_cpu and launch.world_size > 1:
         go_around_peers(launch)
     process_group = InitProcessGroupKwargs(timeout=collective_timeout(recipe))

@@ -14,6 +14,7 @@ from finetune.measure.out_of_memory import does_not_fit, is_out_of_memory, memor
 from finetune.measure.phases import Phase, Phases, peak_bytes
 from finetune.measure.units import GIB, PHASES
 from finetune.run_folder.watchdog import Progress
+from finetune.strategies.accelerator import device_of
 from finetune.training.planner_process import PLANNER_TIMEOUT, PlannerProcess, PlanRequest
 from finetune.training.start import Start
 from finetune.training.worst_step import longest_rows, micro_steps_to_try
@@ -24,15 +25,14 @@ def plan_request(start: Start) -> PlanRequest:
     launch, rows = start.launch, start.prepared.train
     of_rank_0 = longest_rows(rows, start.plan)[:: launch.world_size]
     documents = tuple(tuple(len(ids) for ids, _ in rows.documents(int(row))) for row in of_rank_0)
-    on_cpu = launch.on_cpu or not torch.cuda.is_available()
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", launch.local_rank)
+    device = device_of(launch)
     return PlanRequest(
         recipe=start.recipe.model_dump_json(),
         documents=(documents,) * micro_steps_to_try(start.plan),
         flat=start.plan.flat,
         nodes=launch.nodes,
         ranks_of_node=launch.local_world_size,
-        device="cpu" if on_cpu else torch.cuda.get_device_name(device),
+        device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         memory=memory_of(device).total,
     )
 

@@ -24,10 +24,10 @@ from tests.support.launching import REPOSITORY
 
 RECIPE = REPOSITORY / "recipes" / "llama3_fsdp.yaml"  # 4 GPUs of one machine
 LAUNCHER = """
-import sys
+import os, sys
 from finetune.launch import local_ranks
 local_ranks.KILL_AFTER_SECONDS, local_ranks.PATIENCE_SECONDS = float(sys.argv[1]), 0.5
-sys.exit(local_ranks.run_ranks([sys.executable, *sys.argv[3:]], int(sys.argv[2]), on_cpu=True))
+sys.exit(local_ranks.run_ranks([sys.executable, *sys.argv[3:]], int(sys.argv[2]), on_cpu="GPUS" not in os.environ))
 """
 # Writes what it was started with, and each signal that it hears; ends as it is told: RANK:WHAT ...
 RANK = """
@@ -113,6 +113,15 @@ def test_ranks_have_torchruns_variables(tmp_path: Path) -> None:
     assert len({each["MASTER_PORT"] for each in seen}) == 1
     assert {each["CUDA_VISIBLE_DEVICES"] for each in seen} == {""}, "ranks on the CPU"
     assert all(each["session"] == each["pid"] for each in seen), "Ctrl-C reaches the launcher alone"
+
+
+def test_ranks_on_gpus_see_those_that_the_user_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUS", "yes")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    with launched(tmp_path, "all:code0") as process:
+        seen = ranks_of(tmp_path)
+        assert ended(process, tmp_path) == (0, "")
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == ["2,5", "2,5"]
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])

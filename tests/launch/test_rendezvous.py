@@ -114,6 +114,7 @@ def test_fewer_machines_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> None
     made_for_two = recipe(budget={"gpus": 8, "nodes": 2, "gpu_memory_gb": 80})
     check_world(made_for_two, TWO_HOSTS, 2)
     check_world(made_for_two, replace(TWO_HOSTS, nodes=1), 2)  # a rehearsal on a CPU
+    check_world(made_for_two, replace(TWO_HOSTS, nodes=1, on_cpu=False), 2)  # where there is no GPU anyway
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(EnvironmentMismatch, match=r"2 machines, 1 takes part.*budget\.nodes"):
         check_world(made_for_two, replace(TWO_HOSTS, nodes=1, on_cpu=False), 2)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from torch.nn import functional
 
+from finetune.planner.trace.fake_device import DEVICE_NAME
 from finetune.planner.trace.stand_ins import without_disks
 from finetune.planner.trace.trace import trace
 from finetune.recipe.strategy import read_strategy
@@ -80,6 +81,20 @@ def test_what_each_stage_cuts(strategy: str, stage: int, folder: Path) -> None:
     }
     # Partitions are rounded up, and vectors stay whole under stage 3.
     assert {name: step[name] for name in expected} == pytest.approx(expected, rel=0.01)
+
+
+@NEEDS_DEEPSPEED
+@pytest.mark.parametrize("gpu", [False, True])
+def test_where_offloaded_state_is(gpu: bool, folder: Path) -> None:
+    """Half of the moments on each of two ranks; masters and moments are in host memory, gradients where they arise."""
+    case = SOME[0]
+    traced = trace(case.recipe(folder), read_strategy("zero2_offload"), case.batches(), ranks=2, gpu=gpu).timeline
+    device = traced.phases(DEVICE_NAME if gpu else "cpu")["step"].peak.parts
+    host = traced.phases("cpu")["step"].peak.parts
+    assert host["optimizer state"] == pytest.approx(143_808 * 4, rel=0.01)
+    assert host["masters"] == pytest.approx(143_808 * 2, rel=0.01)
+    assert ("optimizer state" in device, "masters" in device) == (not gpu, not gpu)
+    assert device["parameters"] >= 143_808 * 2
 
 
 @NEEDS_DEEPSPEED

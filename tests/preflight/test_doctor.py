@@ -28,6 +28,7 @@ from finetune.recipe.loader import load_recipe
 from finetune.redaction import redact, variables
 from tests.support.hub import running_hub
 from tests.support.hub.server import TOKEN, WRITER
+from tests.support.pretend_cuda import pretended_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = "hf_" + "q7Wz" * 9
@@ -161,6 +162,21 @@ def test_the_wheel_against_the_driver(
     wheels = [finding for finding in doctor.check_devices() if finding.name == "wheels"]
     assert [finding.state for finding in wheels] == [state]
     assert words in wheels[0].seen
+
+
+def test_a_gpu_that_torch_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended_cuda(monkeypatch):
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
+        monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+        found = [(each.name, each.state, each.seen) for each in doctor.check_devices()][1:]
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_70"])
+        old = list(doctor.check_devices())[1]
+    assert found == [
+        ("devices", "ok", "GPU 0: Card 0, 80.0 of 80.0 GiB free, bf16 yes"),
+        ("wheels", "ok", f"torch {torch.__version__}, built for 13.0"),
+    ]
+    assert (old.state, old.remedy) == ("bad", "install another wheel")
 
 
 LLAMA = "model: {name_or_path: meta-llama/Llama-3.1-8B-Instruct}\ndata: {train: [{path: json, data_files: x.jsonl}]}\n"

@@ -38,9 +38,9 @@ def recipe_of(folder: Path, dropout: float = 0.1, **changes: Any) -> Path:
     return write_recipe(folder, content | {"save_steps": 2})
 
 
-def run(recipe: Path, run_dir: Path) -> int:
+def run(recipe: Path, run_dir: Path, way: str = "single") -> int:
     with as_before():
-        return train.main([str(recipe), f"output_dir={run_dir}", "accelerate_config=single"])
+        return train.main([str(recipe), f"output_dir={run_dir}", f"accelerate_config={way}"])
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -96,6 +96,26 @@ def test_a_base_in_4_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert losses(tmp_path / "gpu") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
     assert figures["tuned"]["loss"] == pytest.approx(figures["recorded"], rel=1e-5)
     assert receipt(tmp_path / "gpu")["quantized_layers"]
+
+
+def test_float16_scales_its_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(tmp_path, mixed_precision="fp16")
+    assert run(recipe, tmp_path / "cpu") == 0
+    with monkeypatch.context() as patches, pretended_cuda(patches):
+        assert run(recipe, tmp_path / "gpu") == 0
+    assert losses(tmp_path / "gpu") == pytest.approx(losses(tmp_path / "cpu"), rel=2e-3)
+    scales = [line["loss_scale"] for line in read_lines(tmp_path / "gpu" / "metrics.jsonl") if line["kind"] == "train"]
+    assert scales == [65536.0] * 4
+
+
+def test_weights_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 of one rank, whose units are copied to the GPU as they are used."""
+    recipe = recipe_of(tmp_path)
+    assert run(recipe, tmp_path / "cpu", "fsdp2_offload") == 0
+    with monkeypatch.context() as patches, pretended_cuda(patches):
+        assert run(recipe, tmp_path / "gpu", "fsdp2_offload") == 0
+    assert losses(tmp_path / "gpu") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-5)
+    assert receipt(tmp_path / "gpu")["sharding"]["weights_on"] == ["cpu"]
 
 
 def ranks(recipe: Path, run_dir: Path, way: str) -> subprocess.Popen[bytes]:

@@ -19,6 +19,7 @@ from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
 from finetune.strategies.accelerator import check_launch, cores_for, launch_notes, use_all_cores
 from finetune.training import session
 from tests.support.launching import ALONE
+from tests.support.pretend_cuda import pretended_cuda
 from tests.support.recipes import least_recipe
 
 recipe = partial(least_recipe, lora=None)
@@ -76,6 +77,14 @@ def test_a_gpu_recipe_without_gpus_is_refused(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
     with pytest.raises(EnvironmentMismatch, match="this machine has none; run it"):
         check_launch(recipe(**changes, model={"name_or_path": str(tmp_path)}), launch)
+
+
+def test_a_gpu_recipe_goes_on_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_for_one = recipe(budget={"gpus": 1, "gpu_memory_gb": 80})
+    with pytest.raises(EnvironmentMismatch, match="this machine has none"):
+        check_launch(made_for_one, ALONE)
+    with pretended_cuda(monkeypatch):
+        assert check_launch(made_for_one, ALONE).kind == "single"
 
 
 def test_a_recipe_made_for_gpus_runs_on_a_cpu_that_was_asked_for() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from finetune.errors import EnvironmentMismatch
 from finetune.finished_run.load import best_device
+from finetune.preflight.compare import plan_comparison
 from finetune.preflight.gpu_proof.machine import find_gpus
 from finetune.probe.judge import precision_on
 from finetune.probe.remembered import device_kind
@@ -18,7 +21,7 @@ from finetune.recipe.strategy import read_strategy
 from finetune.strategies import accelerator as accelerators
 from finetune.strategies import zero_requirements
 from finetune.strategies.accelerator import build_accelerator, check_combination, device_of
-from finetune.strategies.zero_requirements import compile_engine
+from finetune.strategies.zero_requirements import compile_ahead, compile_engine
 from finetune.training.memory_report import describe_memory, memory_facts
 from tests.support import launching
 from tests.support.one_rank import as_before, let_deepspeed_choose_the_cpu
@@ -114,6 +117,26 @@ def test_the_engine_is_not_asked_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_machine_to_prove_is_these_gpus() -> None:
     found = find_gpus()
     assert (found.count, found.bfloat16) == (2, True)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_the_engines_parts_are_compiled_for_where_they_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    compile_ahead("NoSuchBuilder", "none", on_cpu=False)
+    assert "DS_ACCELERATOR" not in os.environ
+    compile_ahead("NoSuchBuilder", "none", on_cpu=True)
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
+
+
+@pytest.mark.usefixtures("gpus")
+def test_strategies_are_compared_on_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card 0")
+    options: dict[str, Any] = {"strategies": "ddp", "steps": 3, "folder": None}
+    recipe = launching.REPOSITORY / "recipes" / "quickstart.yaml"
+    planned = plan_comparison(recipe, [], processes=None, **options)
+    assert (planned.device, planned.processes) == ("Card 0", 2)
+    assert plan_comparison(recipe, [], processes=1, **options).processes == 1
 
 
 def test_a_probe_computes_as_the_run_does_there() -> None:

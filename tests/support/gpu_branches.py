@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -23,16 +24,34 @@ PACKAGE, FILE = "finetune", "GPU_BRANCHES"
 heard: set[tuple[str, bool]] = set()
 
 
-def questions(tree: ast.AST, place: str = "") -> Iterator[tuple[str, ast.expr]]:
-    """Each expression that asks for the kind of the device, with the function that it is in and its own text."""
+def questions(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Each expression that asks for the kind of the device, named by the function that it is in and its own text.
+
+    A text that a function has several times is numbered.
+    """
+    counted: Counter[str] = Counter()
+    for name, node in _asking(tree, ""):
+        counted[name] += 1
+        yield name if counted[name] == 1 else f"{name} ({counted[name]})", node
+
+
+def _asking(tree: ast.AST, place: str) -> Iterator[tuple[str, ast.expr]]:
     for node in ast.iter_child_nodes(tree):
         inner = place
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             inner = f"{place}.{node.name}".lstrip(".")
+        if _passed_on(tree, node):
+            continue
         if isinstance(node, ast.expr) and _asks(node):
             yield f"{inner}: {ast.unparse(node)}", node
         else:
-            yield from questions(node, inner)
+            yield from _asking(node, inner)
+
+
+def _passed_on(call: ast.AST, node: ast.AST) -> bool:
+    """An `on_cpu` that is given to a function, which decides."""
+    named = isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node).split(".")[-1] == "on_cpu"
+    return named and isinstance(call, ast.Call | ast.keyword)
 
 
 def _asks(node: ast.expr) -> bool:
@@ -101,7 +120,7 @@ def all_questions() -> list[str]:
     for file in sorted((ROOT / PACKAGE).rglob("*.py")):
         tree = ast.parse(file.read_text("utf-8"))
         found += [f"{file.relative_to(ROOT)} {name}" for name, _ in questions(tree)]
-    return list(dict.fromkeys(found))
+    return found
 
 
 if FILE in os.environ:
