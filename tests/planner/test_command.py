@@ -123,13 +123,22 @@ def test_what_is_asked_wrongly(words: list[str], told: str, capsys: pytest.Captu
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "gpus", "told"),
+    ("model", "gpus", "expandable", "told"),
     [
-        ("Llama-3.2-1B", "1GB", "which has 0.9;"),
-        ("Llama-3.1-70B", "2x8GB", "with gaps between tensors, more than its 7.5;"),
+        ("Llama-3.2-1B", "1GB", True, "which has 0.9;"),
+        ("Llama-3.1-70B", "2x8GB", False, "with gaps between tensors, more than its 7.5;"),
     ],
 )
-def test_nothing_fits(model: str, gpus: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_fits(
+    model: str,
+    gpus: str,
+    expandable: bool,
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second one would, by an allocator whose segments grow."""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{expandable}")
     code, _, err = plan_output(["--pick", "--model", f"meta-llama/{model}", "--gpus", gpus], capsys)
     assert code == 3
     needed, size = (float(found) for found in re.findall(r"([0-9.]+) GiB of each GPU, .* ([0-9.]+); use more", err)[0])
