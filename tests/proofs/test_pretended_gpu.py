@@ -105,7 +105,7 @@ def test_float16_scales_its_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert run(recipe, tmp_path / "gpu") == 0
     assert losses(tmp_path / "gpu") == pytest.approx(losses(tmp_path / "cpu"), rel=2e-3)
     scales = [line["loss_scale"] for line in read_lines(tmp_path / "gpu" / "metrics.jsonl") if line["kind"] == "train"]
-    assert scales == [65536.0] * 4
+    assert set(scales) == {65536.0}
 
 
 def test_weights_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
