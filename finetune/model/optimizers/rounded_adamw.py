@@ -16,9 +16,9 @@ from torch import Tensor
 
 from finetune.model.optimizers.random_bits import key_of, random_bits
 
-# Elements that are computed in float32 at a time, counted from the start of the full tensor. Five such tensors live
-# at once: 320 MiB, on a GPU enough to hide what starting a kernel costs.
-CHUNK = 1 << 24
+# Elements that are computed in float32 at a time, counted from the start of the full tensor. Six such tensors live
+# at once: 192 MiB, on a GPU enough to hide what starting a kernel costs.
+CHUNK = 1 << 23
 _LOW, _HIGH = 0xFFFF, -0x10000  # the bits of a float32 that bfloat16 lacks, and those that it has
 
 LocalPart = Callable[[Tensor], tuple[Tensor, int]]
