@@ -138,7 +138,7 @@ def _under_zero(
                 partition(filled_one_by_one(unwrapped, accelerator.device, dtype), config)
     else:
         unwrapped = build(recipe, accelerator.device, dtype=dtype)
-    # Each rank updates a partition of its own, one flat tensor: its place and its indices do not tell it from another's.
+    # Each rank updates a partition of its own, one flat tensor, whose place and indices do not tell it from another's.
     own = key_of(recipe.training.seed, accelerator.process_index)
     engine, optimizer = prepare_zero(accelerator, unwrapped, make_optimizer(unwrapped, recipe, rounding=own))
     compute = COMPUTE[recipe.training.mixed_precision]

@@ -60,7 +60,9 @@ def test_every_bit_is_set_half_the_time_and_steps_are_independent() -> None:
 def test_what_is_rounded_is_right_in_the_mean_and_a_neighbour() -> None:
     """One step from zero moments moves each weight by lr: 0.3 of what separates 1 from the next bfloat16 below it."""
     below = 2.0**-8
-    weight, _ = trained(torch.ones(100_000, dtype=torch.bfloat16), [torch.ones(100_000).bfloat16()], lr=0.3 * below, weight_decay=0.0)
+    weight, _ = trained(
+        torch.ones(100_000, dtype=torch.bfloat16), [torch.ones(100_000).bfloat16()], lr=0.3 * below, weight_decay=0.0
+    )
     assert set(weight.tolist()) == {1.0, 1 - below}
     assert float((1 - weight.double()).mean()) == pytest.approx(0.3 * below, rel=0.02)
     nearest, _ = torch_trained(torch.ones(4, dtype=torch.bfloat16), [torch.ones(4).bfloat16()], lr=0.3 * below)
@@ -90,7 +92,7 @@ def test_each_step_is_float32s_rounded_once() -> None:
     """From the same bfloat16 state: every weight and moment is one of the two neighbours of what float32 gives."""
     values, gradient = some(1000), some(1000, seed=3)
     _, optimizer = trained(values, [some(1000, seed=2)])
-    (weight, state), = optimizer.state.items()
+    ((weight, state),) = optimizer.state.items()
     exact = {"weight": weight.detach().double(), **{name: state[name].double() for name in ("exp_avg", "exp_avg_sq")}}
     g = gradient.double()
     exact["exp_avg"] = 0.9 * exact["exp_avg"] + 0.1 * g

@@ -32,8 +32,8 @@ def all_of(tensor: Tensor) -> tuple[Tensor, int]:
 class RoundedAdamW(torch.optim.AdamW):
     """torch's AdamW, computed in float32, its weights and moments rounded at random to their bfloat16.
 
-    State by parameter: `step` (in host memory), `exp_avg` and `exp_avg_sq` like the parameter. Weights in float32 are updated as
-    by torch's own, unrounded.
+    State by parameter: `step` (in host memory), `exp_avg` and `exp_avg_sq` like the parameter. Weights in float32 are
+    updated as by torch's own, unrounded.
 
     Args:
         seed: With a parameter's step count and its place among all parameters it decides how elements are rounded.
