@@ -8,7 +8,7 @@ Limited Numerical Precision, 2015). The bits are random_bits.py's, so copies sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ class RoundedAdamW(torch.optim.AdamW):
         for chunk, first, begin, end in _chunks(start, local.numel()):
             parts = [tensor[begin:end] for tensor in flat]
             slope = gradient[begin:end].to(torch.float32, copy=True)  # it is overwritten
-            values = _adamw(*(part.float() for part in parts), slope, group, step)
+            values = _adamw([part.float() for part in parts], slope, group, step)
             for use, (part, value) in enumerate(zip(parts, values, strict=True)):
                 if part.dtype == torch.bfloat16:
                     _round_(value, random_bits(key_of(key, chunk, use), first, end - begin, value.device))
@@ -89,11 +89,10 @@ def _chunks(start: int, count: int) -> Iterator[tuple[int, int, int, int]]:
         begin = end
 
 
-def _adamw(
-    weight: Tensor, average: Tensor, square: Tensor, gradient: Tensor, group: dict[str, Any], step: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight and moments after a step, float32 [elements], in the memory of the first three (Loshchilov and Hutter,
-    Decoupled Weight Decay Regularization, 2019, algorithm 2)."""
+def _adamw(values: Sequence[Tensor], gradient: Tensor, group: dict[str, Any], step: int) -> Sequence[Tensor]:
+    """Weight and moments after a step, float32 [elements] each, in their own memory (Loshchilov and Hutter, Decoupled
+    Weight Decay Regularization, 2019, algorithm 2)."""
+    weight, average, square = values
     beta1, beta2 = group["betas"]
     average.lerp_(gradient, 1 - beta1)
     square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -101,7 +100,7 @@ def _adamw(
     denominator = torch.sqrt(square, out=gradient).div_((1 - beta2**step) ** 0.5).add_(group["eps"])
     weight.mul_(1 - group["lr"] * group["weight_decay"])
     weight.addcdiv_(average, denominator, value=-group["lr"] / (1 - beta1**step))
-    return weight, average, square
+    return values
 
 
 def _round_(values: Tensor, bits: Tensor) -> None:
