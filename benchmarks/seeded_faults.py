@@ -26,6 +26,7 @@ from benchmarks.faults_of_families import FAULTS_OF_FAMILIES
 from benchmarks.faults_of_gpus import FAULTS_OF_GPUS
 from benchmarks.faults_of_runs import FAULTS_OF_RUNS
 from benchmarks.faults_of_settings import FAULTS_OF_SETTINGS
+from benchmarks.faults_of_updates import FAULTS_OF_UPDATES
 
 COPIED = ("finetune", "tests", "benchmarks", "recipes", "accelerate_configs", "data", "pyproject.toml")
 RECEIPT = "strategies/test_receipt.py"
@@ -209,6 +210,7 @@ FAULTS = (
         "planner/test_caching_allocator.py",
     ),
     *FAULTS_OF_SETTINGS,
+    *FAULTS_OF_UPDATES,
     *FAULTS_OF_FAMILIES,
     *FAULTS_OF_GPUS,
     *FAULTS_OF_RUNS,

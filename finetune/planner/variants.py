@@ -97,7 +97,10 @@ def _knobs(recipe: Recipe, gpus: Gpus) -> Iterator[list[Option]]:
     if recipe.quantization is None:
         yield [NOTHING, _four_bit(recipe)]
     if not training.pure_bf16 and training.mixed_precision == "bf16":
-        yield [NOTHING, _set("training.pure_bf16", True, 14 if recipe.lora is None else 9, "small updates round away")]
+        says = "weights and their state in bfloat16, rounded at random"
+        if OPTIMIZERS[training.optim].bitsandbytes_class:
+            says = "weights in bfloat16, where small updates round away"
+        yield [NOTHING, _set("training.pure_bf16", True, 14 if recipe.lora is None else 9, says)]
     if recipe.lora is None:
         yield [NOTHING, Option((("lora", {}), ("training.learning_rate", 2e-4)), 18, "adapters instead of all weights")]
     halves = [recipe.data.max_length // 2, recipe.data.max_length // 4]

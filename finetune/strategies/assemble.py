@@ -21,12 +21,14 @@ from finetune.launch.rendezvous import collective_timeout
 from finetune.model.build import build_model, decoder_parts, structure_alone
 from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import make_optimizer
+from finetune.model.optimizers.random_bits import key_of
 from finetune.model.quantization import plain_quantized_weights
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.accelerator import cores_for
 from finetune.strategies.fsdp import gathered, gathered_by_forward, make_mesh, reshard, shard_model
 from finetune.strategies.late_quantising import filled_one_by_one, load_unquantised, taken, waits_for_sharding
+from finetune.strategies.pieces import local_part
 from finetune.strategies.zero import engine_dtype, fit_swap, loading_unsharded, partition, prepare_zero
 from finetune.strategies.zero_state import full_weights, zero_gathers
 
@@ -101,7 +103,7 @@ def _sharded(
     decoder.generation_config = _broadcast_from_rank_0(getattr(decoder, "generation_config", None))
     compute = COMPUTE[recipe.training.mixed_precision]
     shard_model(decoder, strategy, mesh, accelerator.device, compute, late)
-    optimizer = make_optimizer(unwrapped, recipe)
+    optimizer = make_optimizer(unwrapped, recipe, local_part)
     groups = [list(group["params"]) for group in optimizer.param_groups]
     model, prepared = prepare_silenced(accelerator, decoder, optimizer)
     # Accelerate finds an optimizer's parameters again by address, which is 0 for every shard without a row.
@@ -136,7 +138,9 @@ def _under_zero(
                 partition(filled_one_by_one(unwrapped, accelerator.device, dtype), config)
     else:
         unwrapped = build(recipe, accelerator.device, dtype=dtype)
-    engine, optimizer = prepare_zero(accelerator, unwrapped, make_optimizer(unwrapped, recipe))
+    # Each rank updates a partition of its own, one flat tensor, whose place and indices do not tell it from another's.
+    own = key_of(recipe.training.seed, accelerator.process_index)
+    engine, optimizer = prepare_zero(accelerator, unwrapped, make_optimizer(unwrapped, recipe, rounding=own))
     compute = COMPUTE[recipe.training.mixed_precision]
     return Assembled(engine, unwrapped, optimizer, gathered_in=compute, engine=engine)
 

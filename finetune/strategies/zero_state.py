@@ -207,7 +207,8 @@ def _state(basic: torch.optim.Optimizer, flat: Tensor, *, make: bool) -> dict[st
     state: dict[str, Any] = basic.state.get(flat, {})
     if make and not state:
         state = basic.state[flat]
-        state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)  # fused: on the parameter's device
+        place = flat.device if basic.defaults["fused"] else "cpu"  # fused kernels read it on the parameter's device
+        state["step"] = torch.zeros((), dtype=torch.float32, device=place)
         state |= {key: torch.zeros_like(flat) for key in ENGINE_MOMENTS}
     return state
 

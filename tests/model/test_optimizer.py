@@ -149,6 +149,20 @@ def test_three_steps_are_adamws_by_definition(optim: str, tmp_path: Path) -> Non
         assert (parameter - expected[name]).norm() < allowed * moved, name
 
 
+def test_bfloat16_alone_is_rounded_at_random_by_the_recipes_seed(tmp_path: Path) -> None:
+    def updated(seed: int) -> torch.Tensor:
+        network = Network().bfloat16()
+        pure = float32_recipe(tmp_path, mixed_precision="bf16", pure_bf16=True, seed=seed)
+        optimizer = make_optimizer(network, pure)
+        for parameter in network.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return network.get_parameter("large.weight").detach()
+
+    assert torch.equal(updated(1), updated(1))
+    assert not torch.equal(updated(1), updated(2))
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_lora_plus_is_pefts(decay: float, tiny_llama: Path) -> None:
     """Rates and three updates of peft's own optimizer; its weight decay is that of A and B alike, as ours."""

@@ -17,7 +17,7 @@ from finetune.model.known_configs import full_config
 from finetune.planner.closed_form.estimate import RESERVED, estimate, unsupported
 from finetune.planner.closed_form.rank import RankSizes, read_strategy
 from finetune.planner.closed_form.shape import shape_of
-from finetune.planner.constants import LOSS_CHUNK_BYTES
+from finetune.planner.constants import LOSS_CHUNK_BYTES, ROUNDED_AT_ONCE
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
 from tests.support.closed_form_points import closed, key_of, points, recipe_of, traced
@@ -138,6 +138,21 @@ def test_the_loss_takes_chunks_of_the_size_that_is_planned() -> None:
     from finetune.architecture.loss import CHUNK_BYTES
 
     assert LOSS_CHUNK_BYTES == CHUNK_BYTES
+
+
+def test_an_update_in_bfloat16_holds_what_is_planned() -> None:
+    """Of the embeddings [128256, 4096], in chunks; nothing where masters are float32 or adapters are trained."""
+    from finetune.model.optimizers.rounded_adamw import CHUNK
+
+    assert ROUNDED_AT_ONCE == CHUNK
+    for keys, expected in (
+        ({"lora": None, "training": {"pure_bf16": True}}, 24 * CHUNK),
+        ({"lora": None}, 0),
+        ({"training": {"pure_bf16": True}}, 0),
+    ):
+        job = recipe(**keys)  # type: ignore[arg-type]
+        found = estimate(job, full_config(job.model.name_or_path)[0], parse_gpus("80GB"))
+        assert found.phases["step"].get("other", 0) == expected
 
 
 def test_it_needs_no_torch() -> None:

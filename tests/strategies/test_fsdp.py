@@ -22,6 +22,7 @@ from finetune.model.build import build_model, decoder_parts
 from finetune.recipe.strategy import read_strategy
 from finetune.run_folder.save_restore import checkpoint_tensors, restore_temporary, save_temporary
 from finetune.run_folder.trained_change import trained_checksums
+from finetune.strategies import pieces
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import is_first_copy, make_mesh, row_range, shard_model
 from finetune.strategies.pieces import covers, piece_to_write
@@ -218,3 +219,19 @@ def test_ranks_that_make_no_copies_are_refused(copies: int) -> None:
     strategy = replace(strategy, settings=strategy.settings | sizes)
     with Scattered().rank(0, 8), pytest.raises(EnvironmentMismatch, match="parallelism_config_dp_replicate_size"):
         make_mesh(strategy, CPU)
+
+
+def test_a_shard_is_rounded_by_its_place(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank holds all rows; where it is told that its first one is the third, other random bits are drawn."""
+
+    def updated(folder: Path) -> list[Tensor]:
+        asked = half_recipe(tiny_llama, folder, "fsdp2")
+        pure = asked.training.model_copy(update={"pure_bf16": True})
+        with one_rank(asked.model_copy(update={"training": pure})) as rank:
+            rank.step([flat_batch()])
+            return [parameter.full_tensor().detach() for parameter in rank.parts.model.parameters()]
+
+    first, again = updated(tmp_path / "a"), updated(tmp_path / "b")
+    assert all(map(torch.equal, first, again))
+    monkeypatch.setattr(pieces, "row_range", lambda parameter: (2, 2 + parameter.shape[0]))
+    assert not any(map(torch.equal, first, updated(tmp_path / "c")))

@@ -226,6 +226,8 @@ RESUMED = {
     "int8, ddp": (CASES["int8 in bf16"], "ddp"),
     "fp16, fsdp2": (CASES["fp16 full"], "fsdp2"),
     "8-bit AdamW, ddp": (EIGHT_BIT_ADAM, "ddp"),
+    "pure bf16, single": (CASES["bf16 full, pure"], "single"),
+    "pure bf16, fsdp2": (CASES["bf16 full, pure"], "fsdp2"),
 }
 
 

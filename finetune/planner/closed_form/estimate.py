@@ -22,7 +22,7 @@ from finetune.planner import constants as c
 from finetune.planner.closed_form.peaks import Bytes, backward, forward
 from finetune.planner.closed_form.rank import RankSizes, cached_strategy
 from finetune.planner.closed_form.shape import FAMILIES
-from finetune.planner.constants import CUDA_CONTEXT, HALF, NCCL_BUFFERS
+from finetune.planner.constants import CUDA_CONTEXT, FLOAT32, HALF, NCCL_BUFFERS, ROUNDED_AT_ONCE
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
@@ -87,7 +87,7 @@ def estimate(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Estimate:
         "load": _load(rank),
         "forward": _largest(forward(rank)),
         "backward": _largest(backward(rank)),
-        "step": rank.static | {c.GRADIENTS: rank.gradient_bytes},
+        "step": rank.static | {c.GRADIENTS: rank.gradient_bytes, c.OTHER: _update(rank)},
         "save": rank.static,
     }
     outside = {"CUDA context": CUDA_CONTEXT} | ({"NCCL": NCCL_BUFFERS} if rank.ranks > 1 else {})
@@ -97,6 +97,18 @@ def estimate(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Estimate:
 
 def _largest(moments: Iterable[Bytes]) -> Bytes:
     return max(moments, key=Bytes.total)
+
+
+def _update(rank: RankSizes) -> int:
+    """What an update holds for a moment: torch's fused kernel nothing; model/optimizers/rounded_adamw.py six tensors
+    of 4 bytes an element of the largest weight, at most so many: weight, moments, gradient, random bits, their shift.
+
+    Adapters are smaller by so much that their update is no peak.
+    """
+    if rank.trained_weight_bytes != HALF or not rank.base_trained:
+        return 0
+    largest = rank.shard_of(rank.shape.vocabulary, rank.shape.hidden)  # the table's, [vocabulary, h]
+    return 6 * FLOAT32 * min(ROUNDED_AT_ONCE, largest)
 
 
 def _load(rank: RankSizes) -> Mapping[str, int]:

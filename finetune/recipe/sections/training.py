@@ -45,7 +45,7 @@ class Training(Section):
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the gradient's global norm to this; null: never.")
     optim: Optimizer = Field("adamw", description="AdamW: fused; bitsandbytes', not sharded; paged: on CUDA.")
     mixed_precision: Literal["bf16", "fp16", "no"] = Field("bf16", description="For computation; fp16 scales losses.")
-    pure_bf16: bool = Field(False, description="Trained weights and optimizer state in bfloat16 too.")
+    pure_bf16: bool = Field(False, description="Trained weights and AdamW's state in bfloat16 too, rounded at random.")
     activation_checkpointing: bool | Count = Field(
         True, description="Recompute layers in backward: true, false, or n for every n-th layer."
     )

@@ -1,0 +1,84 @@
+"""Faults in an update of the weights: how bfloat16 is rounded, and what its random bits are made of.
+
+`python benchmarks/seeded_faults.py` seeds them; each names the tests that must notice.
+"""
+
+from __future__ import annotations
+
+from benchmarks.common import Fault
+
+ROUNDED, BITS = "model/optimizers/rounded_adamw.py", "model/optimizers/random_bits.py"
+ITS_TESTS = "model/test_rounded_adamw.py"
+
+FAULTS_OF_UPDATES = (
+    Fault(
+        "bfloat16 weights are cut off and not rounded at random",
+        ROUNDED,
+        "values.view(torch.int32).add_(bits.bitwise_and_(_LOW)).bitwise_and_(_HIGH)",
+        "values.view(torch.int32).bitwise_and_(_HIGH)",
+        ITS_TESTS,
+    ),
+    Fault(
+        "every step rounds with the same bits",
+        BITS,
+        "for number in numbers:",
+        "for number in numbers[:1]:",
+        ITS_TESTS,
+    ),
+    Fault(
+        "all tensors are rounded with the same bits",
+        ROUNDED,
+        "key = key_of(self._seed, step, place)",
+        "key = key_of(self._seed, step)",
+        ITS_TESTS,
+    ),
+    Fault(
+        "a shard is rounded as if it were the first",
+        ROUNDED,
+        "in _chunks(start, local.numel())",
+        "in _chunks(0, local.numel())",
+        ITS_TESTS,
+    ),
+    Fault(
+        "the seed does not decide how weights are rounded",
+        ROUNDED,
+        "key = key_of(self._seed, step, place)",
+        "key = key_of(0, step, place)",
+        ITS_TESTS,
+    ),
+    Fault(
+        "moments are rounded to the nearest",
+        ROUNDED,
+        "if part.dtype == torch.bfloat16:",
+        "if part.dtype == torch.bfloat16 and use == 0:",
+        ITS_TESTS,
+    ),
+    Fault(
+        "bits repeat every 65,536 elements",
+        BITS,
+        "_shifted_xor_(bits, 16).mul_(_signed(0x7FEB352D))",
+        "bits.bitwise_and_(0xFFFF).mul_(_signed(0x7FEB352D))",
+        ITS_TESTS,
+    ),
+    Fault(
+        "bias correction is left out in bfloat16",
+        ROUNDED,
+        'value=-group["lr"] / (1 - beta1**step)',
+        'value=-group["lr"]',
+        ITS_TESTS,
+    ),
+    Fault(
+        "training in bfloat16 alone takes torch's AdamW",
+        "model/optimizer.py",
+        "if training.pure_bf16:",
+        "if False:",
+        "model/test_optimizer.py",
+    ),
+    Fault(
+        "shards are rounded without their place",
+        "strategies/assemble.py",
+        "optimizer = make_optimizer(unwrapped, recipe, local_part)",
+        "optimizer = make_optimizer(unwrapped, recipe)",
+        "strategies/test_fsdp.py",
+    ),
+)

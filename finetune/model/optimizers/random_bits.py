@@ -1,0 +1,52 @@
+"""Random bits that depend on what they are for, and on nothing else: no generator, no device, no number of ranks.
+
+A key is made of (seed, step, tensor, use, chunk); a bit pattern of the key and the element's index in its chunk. So
+copies of a weight on several ranks are rounded alike, shards as the full tensor is, and a resumed run as one that was
+never interrupted.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BITS_64, _BITS_32 = (1 << 64) - 1, (1 << 32) - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: the step of SplitMix64
+
+
+def key_of(*numbers: int) -> int:
+    """64 bits that depend on every one of these numbers and on their order.
+
+    Each is mixed in by the finaliser of SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number
+    Generators, 2014).
+    """
+    key = 0
+    for number in numbers:
+        key = (key ^ (number & _BITS_64)) + _GOLDEN & _BITS_64
+        key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 & _BITS_64
+        key = (key ^ key >> 27) * 0x94D049BB133111EB & _BITS_64
+        key ^= key >> 31
+    return key
+
+
+def random_bits(key: int, first: int, count: int, device: torch.device) -> Tensor:
+    """int32 [count], all bits random: those of the elements `first`, `first + 1`, ... under this key.
+
+    The index is multiplied by one half of the key, made odd, and added to the other; then comes lowbias32, a hash of
+    32 bits (Wellons, Prospecting for Hash Functions, 2018). Products wrap around, as those of int32 do in torch.
+    """
+    bits = torch.arange(first, first + count, dtype=torch.int32, device=device)
+    bits.mul_(_signed(key & _BITS_32 | 1)).add_(_signed(key >> 32))
+    _shifted_xor_(bits, 16).mul_(_signed(0x7FEB352D))
+    _shifted_xor_(bits, 15).mul_(_signed(0x846CA68B))
+    return _shifted_xor_(bits, 16)
+
+
+def _shifted_xor_(bits: Tensor, places: int) -> Tensor:
+    """bits ^ (bits >> places) in place, with zeros shifted in: int32's own shift brings the sign."""
+    return bits.bitwise_xor_((bits >> places).bitwise_and_((1 << 32 - places) - 1))
+
+
+def _signed(number: int) -> int:
+    """The int32 of the same 32 bits."""
+    return number - (1 << 32) if number >> 31 else number

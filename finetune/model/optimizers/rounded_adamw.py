@@ -1,0 +1,112 @@
+"""AdamW for weights and moments in bfloat16, which rounds at random, so that small updates count on average.
+
+bfloat16 has 8 significant bits: an update below 1/512 of its weight rounds to none, and at a learning rate of 1e-5
+most do. A second moment with beta2 = 0.999 changes by a thousandth a step and would never shrink. Rounded up with a
+probability equal to the part that is cut off, each of them moves right in the mean (Gupta et al., Deep Learning with
+Limited Numerical Precision, 2015). The bits are random_bits.py's, so copies stay equal and resumes exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetune.model.optimizers.random_bits import key_of, random_bits
+
+# Elements that are computed in float32 at a time, counted from the start of the full tensor. Six such tensors live
+# at once: 192 MiB, on a GPU enough to hide what starting a kernel costs.
+CHUNK = 1 << 23
+_LOW, _HIGH = 0xFFFF, -0x10000  # the bits of a float32 that bfloat16 lacks, and those that it has
+
+LocalPart = Callable[[Tensor], tuple[Tensor, int]]
+
+
+def all_of(tensor: Tensor) -> tuple[Tensor, int]:
+    """A tensor that no rank has a shard of."""
+    return tensor, 0
+
+
+class RoundedAdamW(torch.optim.AdamW):
+    """torch's AdamW, computed in float32, its weights and moments rounded at random to their bfloat16.
+
+    State by parameter: `step` (in host memory), `exp_avg` and `exp_avg_sq` like the parameter. Weights in float32 are
+    updated as by torch's own, unrounded.
+
+    Args:
+        seed: With a parameter's step count and its place among all parameters it decides how elements are rounded.
+        local_part: Of a parameter or its state, this rank's elements and the index of their first one in the full
+            tensor, flattened.
+    """
+
+    def __init__(self, params: Any, *, seed: int, local_part: LocalPart = all_of, **settings: Any) -> None:
+        super().__init__(params, **settings, foreach=False)
+        self._seed, self._local_part = seed, local_part
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        assert closure is None, "a closure would compute gradients that were clipped already"
+        place = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group, place)
+                place += 1
+
+    def _update(self, parameter: Tensor, group: dict[str, Any], place: int) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        state["step"] += 1
+        step = int(state["step"])
+        local, start = self._local_part(parameter)
+        held = [local, *(self._local_part(state[name])[0] for name in ("exp_avg", "exp_avg_sq"))]
+        gradient = self._local_part(parameter.grad)[0].reshape(-1)  # type: ignore[arg-type]  # it has one
+        flat = [tensor.view(-1) for tensor in held]
+        key = key_of(self._seed, step, place)
+        for chunk, first, begin, end in _chunks(start, local.numel()):
+            parts = [tensor[begin:end] for tensor in flat]
+            slope = gradient[begin:end].to(torch.float32, copy=True)  # it is overwritten
+            values = _adamw([part.float() for part in parts], slope, group, step)
+            for use, (part, value) in enumerate(zip(parts, values, strict=True)):
+                if part.dtype == torch.bfloat16:
+                    _round_(value, random_bits(key_of(key, chunk, use), first, end - begin, value.device))
+                part.copy_(value)
+
+
+def _chunks(start: int, count: int) -> Iterator[tuple[int, int, int, int]]:
+    """For elements [start, start + count) of a full tensor: the number of each chunk that they are in, the index of
+    the first one there, and begin and end among these elements. Chunks are the full tensor's, on every rank."""
+    begin = 0
+    while begin < count:
+        chunk, first = divmod(start + begin, CHUNK)
+        end = min(count, begin + CHUNK - first)
+        yield chunk, first, begin, end
+        begin = end
+
+
+def _adamw(values: Sequence[Tensor], gradient: Tensor, group: dict[str, Any], step: int) -> Sequence[Tensor]:
+    """Weight and moments after a step, float32 [elements] each, in their own memory (Loshchilov and Hutter, Decoupled
+    Weight Decay Regularization, 2019, algorithm 2)."""
+    weight, average, square = values
+    beta1, beta2 = group["betas"]
+    average.lerp_(gradient, 1 - beta1)
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    # The gradient is done with: its memory holds the denominator.
+    denominator = torch.sqrt(square, out=gradient).div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+    weight.mul_(1 - group["lr"] * group["weight_decay"])
+    weight.addcdiv_(average, denominator, value=-group["lr"] / (1 - beta1**step))
+    return values
+
+
+def _round_(values: Tensor, bits: Tensor) -> None:
+    """Rounds float32 to what bfloat16 can hold, away from zero with the probability of the part that is cut off.
+
+    The low 16 of the random bits are added to the bits of the number, whose low half is then cut off; a carry goes
+    into the exponent where it belongs.
+    """
+    values.view(torch.int32).add_(bits.bitwise_and_(_LOW)).bitwise_and_(_HIGH)
