@@ -28,22 +28,22 @@ FAULTS_OF_UPDATES = (
     Fault(
         "all tensors are rounded with the same bits",
         ROUNDED,
-        "key = key_of(self._seed, step, place)",
+        "key = key_of(self._seed, step, each.place)",
         "key = key_of(self._seed, step)",
         ITS_TESTS,
     ),
     Fault(
         "a shard is rounded as if it were the first",
         ROUNDED,
-        "in _chunks(start, local.numel())",
-        "in _chunks(0, local.numel())",
+        "Range(place, start, 0, local.numel())",
+        "Range(place, 0, 0, local.numel())",
         ITS_TESTS,
     ),
     Fault(
         "the seed does not decide how weights are rounded",
         ROUNDED,
-        "key = key_of(self._seed, step, place)",
-        "key = key_of(0, step, place)",
+        "key = key_of(self._seed, step, each.place)",
+        "key = key_of(0, step, each.place)",
         ITS_TESTS,
     ),
     Fault(

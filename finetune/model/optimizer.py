@@ -51,9 +51,7 @@ def check_optimizer(name: Optimizer, *, on_cpu: bool, sharded: bool = False) -> 
         )
 
 
-def make_optimizer(
-    model: nn.Module, recipe: Recipe, local_part: LocalPart = all_of, *, rounding: int | None = None
-) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, recipe: Recipe, local_part: LocalPart = all_of) -> torch.optim.Optimizer:
     """AdamW over what is trained, with the recipe's betas, epsilon and decay, the last on matrices alone.
 
     Biases and norms are vectors and are not decayed, as in transformers' Trainer. The learning rate of each step is
@@ -61,7 +59,6 @@ def make_optimizer(
 
     Args:
         local_part: As of RoundedAdamW, which `pure_bf16` trains with.
-        rounding: Its seed; None: the recipe's, so that every rank rounds its copy or its shard alike.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     training, decay = recipe.training, recipe.training.weight_decay
@@ -84,9 +81,7 @@ def make_optimizer(
     if spec.bitsandbytes_class is not None:
         return _from_bitsandbytes(spec.bitsandbytes_class, model, groups, settings)
     if training.pure_bf16:
-        return RoundedAdamW(
-            groups, seed=training.seed if rounding is None else rounding, local_part=local_part, **settings
-        )
+        return RoundedAdamW(groups, seed=training.seed, local_part=local_part, **settings)
     # Fused: one kernel for all parameters; on a CPU too.
     return torch.optim.AdamW(groups, **settings, fused=True)
 

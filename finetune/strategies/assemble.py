@@ -21,7 +21,7 @@ from finetune.launch.rendezvous import collective_timeout
 from finetune.model.build import build_model, decoder_parts, structure_alone
 from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import make_optimizer
-from finetune.model.optimizers.random_bits import key_of
+from finetune.model.optimizers.rounded_adamw import RoundedAdamW
 from finetune.model.quantization import plain_quantized_weights
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
@@ -30,7 +30,7 @@ from finetune.strategies.fsdp import gathered, gathered_by_forward, make_mesh, r
 from finetune.strategies.late_quantising import filled_one_by_one, load_unquantised, taken, waits_for_sharding
 from finetune.strategies.pieces import local_part
 from finetune.strategies.zero import engine_dtype, fit_swap, loading_unsharded, partition, prepare_zero
-from finetune.strategies.zero_state import full_weights, zero_gathers
+from finetune.strategies.zero_state import flat_ranges, full_weights, zero_gathers
 
 # How long the ranks wait for the one that reads: longer than it takes. If it dies, the watchdog ends the job.
 WAITING = timedelta(days=7)
@@ -138,11 +138,16 @@ def _under_zero(
                 partition(filled_one_by_one(unwrapped, accelerator.device, dtype), config)
     else:
         unwrapped = build(recipe, accelerator.device, dtype=dtype)
-    # Each rank updates a partition of its own, one flat tensor, whose place and indices do not tell it from another's.
-    own = key_of(recipe.training.seed, accelerator.process_index)
-    engine, optimizer = prepare_zero(accelerator, unwrapped, make_optimizer(unwrapped, recipe, rounding=own))
+    optimizer = make_optimizer(unwrapped, recipe)
+    if isinstance(optimizer, RoundedAdamW):
+        of = optimizer.places()
+        places = {name: of[id(each)] for name, each in unwrapped.named_parameters() if id(each) in of}
+        engine, prepared = prepare_zero(accelerator, unwrapped, optimizer)
+        optimizer.round_as(flat_ranges(engine, places))
+    else:
+        engine, prepared = prepare_zero(accelerator, unwrapped, optimizer)
     compute = COMPUTE[recipe.training.mixed_precision]
-    return Assembled(engine, unwrapped, optimizer, gathered_in=compute, engine=engine)
+    return Assembled(engine, unwrapped, prepared, gathered_in=compute, engine=engine)
 
 
 def _build_on_rank_0(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from finetune.model.optimizers.rounded_adamw import Range
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS
 from finetune.strategies.pieces import Piece, Stored
 
@@ -26,12 +27,19 @@ class _Owned(NamedTuple):
     start: int  # in the flattened parameter
     master: Tensor  # float32 view, [range]
     state: dict[str, Any]  # the optimizer's, of the flat partition that holds the master
-    within: slice  # the range in that flat partition
+    flat: Tensor  # that partition
+    within: slice  # the range in it
 
 
 def trained_masters(engine: Any) -> dict[str, Piece]:
     """This rank's range of each trained parameter, by name."""
     return {owned.name: Piece(_copy(owned.master), owned.shape, owned.start) for owned in _owned(engine, writing=False)}
+
+
+def flat_ranges(engine: Any, places: Mapping[str, int]) -> Iterator[tuple[Tensor, Range]]:
+    """Which elements of which parameter each of this rank's flat partitions holds. `places`: of parameters, by name."""
+    for owned in _owned(engine, writing=False):
+        yield owned.flat, Range(places[owned.name], owned.start, owned.within.start, owned.within.stop)
 
 
 def trained_pieces(engine: Any) -> dict[str, dict[str, Piece]]:
@@ -167,6 +175,7 @@ def _owned_flat(engine: Any, names: Mapping[int, str], writing: bool) -> Iterato
             start=start,
             master=mapping.hp_fragment.detach(),
             state=states[mapping.param_group_index],
+            flat=basic.param_groups[mapping.param_group_index]["params"][0],
             within=slice(within.start, within.start + within.numel),
         )
 
@@ -192,7 +201,7 @@ def _owned_stage3(optimizer: Any, basic: Any, names: Mapping[int, str], writing:
             if length:
                 within = slice(offset, offset + length)
                 shape = tuple(parameter.ds_shape)
-                yield _Owned(names[id(parameter)], shape, start, flat.data[within], state, within)
+                yield _Owned(names[id(parameter)], shape, start, flat.data[within], state, flat, within)
             offset += share
         if writing:
             optimizer._reassign_or_swap_out_partitioned_parameters(index)

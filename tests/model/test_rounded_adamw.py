@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from finetune.model.optimizers import rounded_adamw
 from finetune.model.optimizers.random_bits import key_of, random_bits
-from finetune.model.optimizers.rounded_adamw import RoundedAdamW
+from finetune.model.optimizers.rounded_adamw import Range, RoundedAdamW
 
 CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -161,3 +161,23 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     optimizer.step()
     assert torch.equal(idle.detach(), some(10))
     assert idle not in optimizer.state
+
+
+def test_a_flat_tensor_of_several_weights_is_rounded_as_they_are() -> None:
+    """An engine's partition: the end of one weight, the beginning of another, and padding."""
+    weights = [nn.Parameter(some(30, seed=seed)) for seed in range(2)]
+    gradients = [some(30, seed=seed) for seed in (2, 3)]
+    optimizer = RoundedAdamW(weights, seed=1, **SETTINGS)
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient
+    flat = nn.Parameter(torch.cat([some(30)[20:], some(30, seed=1)[:12], torch.ones(5).bfloat16()]))
+    flat.grad = torch.cat([gradients[0][20:], gradients[1][:12], torch.ones(5).bfloat16()])
+    by_engine = RoundedAdamW(weights, seed=1, **SETTINGS)
+    places = by_engine.places()
+    by_engine.round_as(
+        [(flat, Range(places[id(weights[0])], 20, 0, 10)), (flat, Range(places[id(weights[1])], 0, 10, 22))]
+    )
+    by_engine.param_groups[0]["params"] = [flat]
+    optimizer.step()
+    by_engine.step()
+    assert torch.equal(flat.detach(), torch.cat([weights[0][20:], weights[1][:12], torch.ones(5).bfloat16()]))

@@ -8,8 +8,8 @@ Limited Numerical Precision, 2015). The bits are random_bits.py's, so copies sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,15 @@ CHUNK = 1 << 23
 _LOW, _HIGH = 0xFFFF, -0x10000  # the bits of a float32 that bfloat16 lacks, and those that it has
 
 LocalPart = Callable[[Tensor], tuple[Tensor, int]]
+
+
+class Range(NamedTuple):
+    """Elements of one weight within a flat tensor that holds those of several."""
+
+    place: int  # of the weight, among all that are trained
+    start: int  # in the flattened weight
+    begin: int  # in the flat tensor
+    end: int
 
 
 def all_of(tensor: Tensor) -> tuple[Tensor, int]:
@@ -44,6 +53,18 @@ class RoundedAdamW(torch.optim.AdamW):
     def __init__(self, params: Any, *, seed: int, local_part: LocalPart = all_of, **settings: Any) -> None:
         super().__init__(params, **settings, foreach=False)
         self._seed, self._local_part = seed, local_part
+        self._ranges: dict[int, list[Range]] = {}
+
+    def places(self) -> dict[int, int]:
+        """The place of each parameter among all, by the parameter's id."""
+        every = (parameter for group in self.param_groups for parameter in group["params"])
+        return {id(parameter): place for place, parameter in enumerate(every)}
+
+    def round_as(self, ranges: Iterable[tuple[Tensor, Range]]) -> None:
+        """Rounds each range of these flat tensors, which an engine has put in the parameters' stead, as the weight is
+        that it belongs to. What is in no range of its tensor is padding, and not updated."""
+        for flat, each in ranges:
+            self._ranges.setdefault(id(flat), []).append(each)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -67,24 +88,25 @@ class RoundedAdamW(torch.optim.AdamW):
         held = [local, *(self._local_part(state[name])[0] for name in ("exp_avg", "exp_avg_sq"))]
         gradient = self._local_part(parameter.grad)[0].reshape(-1)  # type: ignore[arg-type]  # it has one
         flat = [tensor.view(-1) for tensor in held]
-        key = key_of(self._seed, step, place)
-        for chunk, first, begin, end in _chunks(start, local.numel()):
-            parts = [tensor[begin:end] for tensor in flat]
-            slope = gradient[begin:end].to(torch.float32, copy=True)  # it is overwritten
-            values = _adamw([part.float() for part in parts], slope, group, step)
-            for use, (part, value) in enumerate(zip(parts, values, strict=True)):
-                if part.dtype == torch.bfloat16:
-                    _round_(value, random_bits(key_of(key, chunk, use), first, end - begin, value.device))
-                part.copy_(value)
+        for each in self._ranges.get(id(parameter), [Range(place, start, 0, local.numel())]):
+            key = key_of(self._seed, step, each.place)
+            for chunk, first, begin, end in _chunks(each):
+                parts = [tensor[begin:end] for tensor in flat]
+                slope = gradient[begin:end].to(torch.float32, copy=True)  # it is overwritten
+                values = _adamw([part.float() for part in parts], slope, group, step)
+                for use, (part, value) in enumerate(zip(parts, values, strict=True)):
+                    if part.dtype == torch.bfloat16:
+                        _round_(value, random_bits(key_of(key, chunk, use), first, end - begin, value.device))
+                    part.copy_(value)
 
 
-def _chunks(start: int, count: int) -> Iterator[tuple[int, int, int, int]]:
-    """For elements [start, start + count) of a full tensor: the number of each chunk that they are in, the index of
-    the first one there, and begin and end among these elements. Chunks are the full tensor's, on every rank."""
-    begin = 0
-    while begin < count:
-        chunk, first = divmod(start + begin, CHUNK)
-        end = min(count, begin + CHUNK - first)
+def _chunks(range_: Range) -> Iterator[tuple[int, int, int, int]]:
+    """The number of each chunk that these elements are in, the index of the first one there, and their begin and end
+    in the flat tensor. Chunks are the full weight's, on every rank."""
+    begin = range_.begin
+    while begin < range_.end:
+        chunk, first = divmod(range_.start + begin - range_.begin, CHUNK)
+        end = min(range_.end, begin + CHUNK - first)
         yield chunk, first, begin, end
         begin = end
 
