@@ -228,7 +228,6 @@ RESUMED = {
     "8-bit AdamW, ddp": (EIGHT_BIT_ADAM, "ddp"),
     "pure bf16, single": (CASES["bf16 full, pure"], "single"),
     "pure bf16, fsdp2": (CASES["bf16 full, pure"], "fsdp2"),
-    "pure bf16, zero1": (CASES["bf16 full, pure"], "zero1"),
 }
 
 
