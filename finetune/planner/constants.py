@@ -17,7 +17,7 @@ SORTED_TOKENS = 3072  # the embeddings' backward sorts token ids where there are
 # torch/csrc/distributed/c10d/reducer.hpp: a bucket is full when it has reached these bytes.
 DDP_FIRST_BUCKET, DDP_BUCKET = 2**20, 25 * 2**20
 LOSS_CHUNK_BYTES = 256 * 2**20  # architecture/loss.py: CHUNK_BYTES, which imports torch; test_closed_form.py compares
-ROUNDED_AT_ONCE = 2**23  # elements: CHUNK of model/optimizers/rounded_adamw.py, compared there too
+ROUNDED_AT_ONCE = 2**23  # elements: ROUNDED_CHUNK of model/optimizers/rounded_adamw.py, compared there too
 
 # What a tensor is for. Every byte of a plan has one of these components.
 COMPONENTS = (

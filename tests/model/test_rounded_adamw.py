@@ -133,7 +133,7 @@ def test_two_tensors_of_one_value_are_rounded_apart() -> None:
 
 def test_a_shard_is_rounded_as_the_full_tensor_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of eight, so that shards begin and end within one."""
-    monkeypatch.setattr(rounded_adamw, "CHUNK", 8)
+    monkeypatch.setattr(rounded_adamw, "ROUNDED_CHUNK", 8)
     values, gradients = some(37), [some(37, seed=seed) for seed in range(3)]
     full, _ = trained(values, gradients)
     for start, end in ((0, 13), (13, 26), (26, 37), (5, 5)):

@@ -142,11 +142,11 @@ def test_the_loss_takes_chunks_of_the_size_that_is_planned() -> None:
 
 def test_an_update_in_bfloat16_holds_what_is_planned() -> None:
     """Of the embeddings [128256, 4096], in chunks; nothing where masters are float32 or adapters are trained."""
-    from finetune.model.optimizers.rounded_adamw import CHUNK
+    from finetune.model.optimizers.rounded_adamw import ROUNDED_CHUNK
 
-    assert ROUNDED_AT_ONCE == CHUNK
+    assert ROUNDED_AT_ONCE == ROUNDED_CHUNK
     for keys, expected in (
-        ({"lora": None, "training": {"pure_bf16": True}}, 24 * CHUNK),
+        ({"lora": None, "training": {"pure_bf16": True}}, 24 * ROUNDED_CHUNK),
         ({"lora": None}, 0),
         ({"training": {"pure_bf16": True}}, 0),
     ):

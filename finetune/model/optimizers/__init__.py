@@ -1,4 +1,4 @@
-"""Optimizers that no library has as we need them. They may import what `model` may.
+"""Optimizers that no library has as we need them: AdamW in bfloat16, rounded at random, and its random bits.
 
-rounded_adamw.py: AdamW for weights in bfloat16, rounded at random; random_bits.py: the bits that it rounds with.
+May import: what `model` may.
 """

@@ -18,7 +18,7 @@ from finetune.model.optimizers.random_bits import key_of, random_bits
 
 # Elements that are computed in float32 at a time, counted from the start of the full tensor. Six such tensors live
 # at once: 192 MiB, on a GPU enough to hide what starting a kernel costs.
-CHUNK = 1 << 23
+ROUNDED_CHUNK = 1 << 23
 _LOW, _HIGH = 0xFFFF, -0x10000  # the bits of a float32 that bfloat16 lacks, and those that it has
 
 LocalPart = Callable[[Tensor], tuple[Tensor, int]]
@@ -105,8 +105,8 @@ def _chunks(range_: Range) -> Iterator[tuple[int, int, int, int]]:
     in the flat tensor. Chunks are the full weight's, on every rank."""
     begin = range_.begin
     while begin < range_.end:
-        chunk, first = divmod(range_.start + begin - range_.begin, CHUNK)
-        end = min(range_.end, begin + CHUNK - first)
+        chunk, first = divmod(range_.start + begin - range_.begin, ROUNDED_CHUNK)
+        end = min(range_.end, begin + ROUNDED_CHUNK - first)
         yield chunk, first, begin, end
         begin = end
 
