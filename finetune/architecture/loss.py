@@ -222,6 +222,7 @@ def _pass(
             if grad_weight is not None:
                 _add_product(grad_weight, slope, part)
             del slope
+    del room  # before gradients are copied to the weights' format
     gradients = grad_hidden, grad_weight, grad_bias, None if rows is None else rows.gradient
     likes = hidden, weight, bias, None if own is None else own.weight
     results = (

@@ -199,7 +199,7 @@ def test_all_logits_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_head_is_applied_to_what_is_learned_alone() -> None:
-    hidden, weight, _, targets = inputs(torch.float32, bias=False)
+    hidden, weight, _, targets = inputs(torch.bfloat16, bias=False)  # torch's counter knows no product in place
     targets[1, 5:] = IGNORE
     products = 2 * HIDDEN * VOCABULARY * 3  # forward, the gradient of hidden, that of the head
     for supervised, count in ((None, 100), (positions(targets), 41 + 5)):
@@ -340,7 +340,7 @@ def test_bytes_a_logit(dtype: torch.dtype, transform: LogitTransform, each: int)
 
 
 def test_float32_logits_are_written_twice_and_read_twice() -> None:
-    """As they are made, by the softmax in place, and by the cast of their gradient. The highest is sought in 16 bits."""
+    """As they are made, by the softmax in place, and by the cast of their gradient. The highest are of 16 bits."""
     whole = 8 * VOCABULARY
     seen = list[tuple[str, int, int]]()
 
@@ -349,7 +349,8 @@ def test_float32_logits_are_written_twice_and_read_twice() -> None:
         name = func._schema.name.partition("::")[2]
         read = sum(each.nbytes for each in tensors_in(args[name == "copy_" :]) if each.numel() == whole)
         written = sum(each.nbytes for each in tensors_in([result]) if each.numel() == whole)
-        if read + written and not func.is_view and name not in ("mm", "gather", "scatter_add_"):  # which touch few
+        few = name in ("gather", "scatter_add_", "new_full", "new_empty")
+        if read + written and not (func.is_view or few or name == "mm"):
             seen.append((name, read // whole, written // whole))
         return result
 
@@ -357,4 +358,4 @@ def test_float32_logits_are_written_twice_and_read_twice() -> None:
     hidden, targets = hidden.view(-1, HIDDEN)[:8].requires_grad_(), torch.arange(8)
     with OnOperations(note):
         summed_cross_entropy(hidden, weight, targets, None, torch.arange(8))
-    assert seen == [("new_empty", 0, 4), ("copy_", 6, 4), ("max", 2, 0), ("_softmax", 4, 4), ("copy_", 6, 2)]
+    assert seen == [("copy_", 2, 4), ("max", 2, 0), ("softmax", 4, 4), ("copy_", 4, 2)]

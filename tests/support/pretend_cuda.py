@@ -1,8 +1,8 @@
 """A GPU for tests on a machine that has none: torch.cuda answers for one, and what it is given is computed on the host.
 
 Whole runs take the branches that they take on a GPU: streams and pinned copies, the varlen kernel (by its formulas),
-16-bit products that are added in float32, CUDA's autocast and scaler, its allocator's figures. Not a GPU's: the kernels themselves, their rounding, their order of
-summing, NCCL, memory that is full.
+16-bit products that are added in float32, CUDA's autocast and scaler, its allocator's figures. Not a GPU's: the kernels
+themselves, their rounding, their order of summing, NCCL, memory that is full.
 """
 
 from __future__ import annotations

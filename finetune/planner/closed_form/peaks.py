@@ -119,10 +119,15 @@ def _loss(rank: RankSizes) -> Iterator[int]:
     chunk = min(rank.tokens, loss_chunk_rows(shape.vocabulary))
     logits, table = chunk * shape.vocabulary, shape.embedding_weights
     head_gradient = FLOAT32 * table * rank.base_trained  # [vocabulary, h] float32
-    cast = HALF * table * rank.numerics.casts_residual  # [vocabulary, h] bfloat16
-    cast += HALF * chunk * shape.hidden  # [chunk, h] bfloat16
+    casts = rank.numerics.casts_residual
+    cast = HALF * table * casts  # [vocabulary, h] bfloat16
+    # The hidden states [chunk, h] bfloat16, their gradient, and the same in float32; or that of the chunk before.
+    states = HALF * chunk * shape.hidden
+    cast += (4 if casts else 2 + (rank.tokens > chunk)) * states
     # The logits in bfloat16 and in float32, [chunk, vocabulary] each; the gradient of both takes the former's place.
     yield head_gradient + cast + (HALF + FLOAT32) * logits
+    if rank.base_trained and not casts:  # the head's gradient [vocabulary, h] in bfloat16
+        yield head_gradient + HALF * table + 2 * states
 
 
 def backward(rank: RankSizes) -> Iterator[Bytes]:
