@@ -10,6 +10,7 @@ from benchmarks.common import Fault
 CUDA, THREADS = "strategies/test_as_on_cuda.py", "strategies/test_accelerator.py -k work_on_the_host"
 OLDER, PEERS = "strategies/test_older_gpus.py", "strategies/test_peer_access.py"
 VARLEN, OFFLOADED = "architecture/test_varlen_kernel.py", "strategies/test_offloaded_state.py"
+LOSS = "architecture/test_loss.py"
 
 FAULTS_OF_GPUS = (
     Fault(
@@ -158,6 +159,20 @@ FAULTS_OF_GPUS = (
         'if device.type == "cpu":\n        return None\n    return torch.bfloat16',
         "if True:\n        return None\n    return torch.bfloat16",
         CUDA,
+    ),
+    Fault(
+        "a GPU's gradient of the head forgets the chunks before",
+        "architecture/loss.py",
+        "out_dtype=total.dtype, out=total)",
+        "out_dtype=total.dtype, beta=0, out=total)",
+        LOSS,
+    ),
+    Fault(
+        "chunks of the loss leave tiles half full",
+        "architecture/loss.py",
+        "max(1, CHUNK_BYTES // (4 * vocabulary * TILE)) * TILE",
+        "max(1, CHUNK_BYTES // (4 * vocabulary))",
+        LOSS,
     ),
     Fault(
         "a finished run is loaded on the CPU",

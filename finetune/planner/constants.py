@@ -16,7 +16,8 @@ FLASH_BLOCK = 128  # rows that a block of flash attention's backward works on
 SORTED_TOKENS = 3072  # the embeddings' backward sorts token ids where there are more than these
 # torch/csrc/distributed/c10d/reducer.hpp: a bucket is full when it has reached these bytes.
 DDP_FIRST_BUCKET, DDP_BUCKET = 2**20, 25 * 2**20
-LOSS_CHUNK_BYTES = 256 * 2**20  # architecture/loss.py: CHUNK_BYTES, which imports torch; test_closed_form.py compares
+# architecture/loss.py: CHUNK_BYTES and TILE, which imports torch; test_closed_form.py compares
+LOSS_CHUNK_BYTES, LOSS_TILE = 256 * 2**20, 256
 ROUNDED_AT_ONCE = 2**23  # elements: ROUNDED_CHUNK of model/optimizers/rounded_adamw.py, compared there too
 
 # What a tensor is for. Every byte of a plan has one of these components.
@@ -35,6 +36,11 @@ COMPONENTS = (
     BACKWARD_WORKSPACE := "backward workspace",  # gradients of activations, and of weights before they are accumulated
     OTHER := "other",  # batches, norms, temporaries of an update
 )
+
+
+def loss_chunk_rows(vocabulary: int) -> int:
+    """Tokens to which the loss applies the head at a time; architecture/loss.py: chunk_rows."""
+    return max(1, LOSS_CHUNK_BYTES // (FLOAT32 * vocabulary * LOSS_TILE)) * LOSS_TILE
 
 
 def rounded_up(number: int, multiple: int) -> int:

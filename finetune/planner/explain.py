@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.planner.closed_form.shape import FAMILIES, Shape, adapter_weights, shape_of
-from finetune.planner.constants import FLOAT32, HALF, LOSS_CHUNK_BYTES
+from finetune.planner.constants import FLOAT32, HALF, loss_chunk_rows
 from finetune.planner.variants import changed
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import OPTIMIZERS
@@ -15,6 +15,7 @@ from finetune.recipe.schema import Recipe
 
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # bytes a weight: half, one per block of 64, four per 256 such blocks
 LOGIT_BYTES = 12  # bytes a logit where all are kept: bfloat16, float32, and float32 logarithms that turn into gradients
+CHUNK_LOGIT_BYTES = HALF + FLOAT32  # in a chunk, where bfloat16 gradients take the place of bfloat16 logits
 
 
 def explain_plan(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None) -> str:
@@ -89,8 +90,9 @@ def _recomputation(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Ite
 def _loss(recipe: Recipe, shape: Shape) -> Iterator[str]:
     tokens = recipe.training.per_device_batch_size * recipe.data.max_length
     logits = tokens * shape.vocabulary
-    chunk = min(logits, LOSS_CHUNK_BYTES // FLOAT32)
+    chunk = min(tokens, loss_chunk_rows(shape.vocabulary)) * shape.vocabulary
     yield (
         f"The loss: {tokens:,} tokens times {shape.vocabulary:,} words are {logits / 1e6:,.0f} million logits, "
-        f"{_gb(LOGIT_BYTES * logits)} if all were kept at once; a chunk at a time they take {_gb(LOGIT_BYTES * chunk)}."
+        f"{_gb(LOGIT_BYTES * logits)} if all were kept at once; a chunk at a time they take "
+        f"{_gb(CHUNK_LOGIT_BYTES * chunk)}."
     )

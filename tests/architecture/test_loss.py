@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,8 +13,12 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from finetune.architecture import loss as loss_module
-from finetune.architecture.loss import AS_IT_IS, LogitTransform, OwnRows, summed_cross_entropy
+from finetune.architecture.loss import AS_IT_IS, LogitTransform, OwnRows, chunk_rows, summed_cross_entropy
+from finetune.measure.phases import Phases
+from finetune.planner.trace.recorder import OnOperations, tensors_in
 from finetune.tokens.tokenizer import IGNORE
+from tests.support import addmm_stand_in
+from tests.support.pretend_cuda import pretended_cuda
 
 VOCABULARY, HIDDEN = 97, 32
 ALL, SUPERVISED = 100, 91  # positions in `inputs`
@@ -51,7 +59,7 @@ def positions(targets: Tensor) -> Tensor:
 def test_loss_and_gradients(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bound: float, tokens_per_chunk: int, bias: bool, indexed: bool
 ) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * VOCABULARY * tokens_per_chunk)
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda vocabulary: tokens_per_chunk)
     hidden, weight, offset, targets = inputs(dtype, bias=bias)
     assert (targets.numel(), len(positions(targets))) == (ALL, SUPERVISED)
     expected, gradients = reference(hidden, weight, offset, targets)
@@ -65,10 +73,12 @@ def test_loss_and_gradients(
         assert relative(ours.grad, theirs) < bound
 
 
-@pytest.mark.parametrize("transform", [LogitTransform(0.25), LogitTransform(1 / 3, 3.0), LogitTransform(2.0, 0.7)])
+@pytest.mark.parametrize(
+    "transform", [LogitTransform(0.25), LogitTransform(-0.5), LogitTransform(1 / 3, 3.0), LogitTransform(2.0, 0.7)]
+)
 @pytest.mark.parametrize("bias", [False, True])
 def test_scaled_and_capped_logits(monkeypatch: pytest.MonkeyPatch, transform: LogitTransform, bias: bool) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * VOCABULARY * 8)
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda vocabulary: 8)
     hidden, weight, offset, targets = inputs(torch.float32, bias=bias)
     expected, gradients = reference(hidden, weight, offset, targets, transform)
     assert expected.item() != pytest.approx(reference(hidden, weight, offset, targets)[0].item(), rel=0.01)
@@ -89,7 +99,7 @@ def test_rows_that_stand_in_the_heads(
     monkeypatch: pytest.MonkeyPatch, tokens_per_chunk: int, transform: LogitTransform
 ) -> None:
     """Against a head that is put together first; those rows are targets too, and the head itself learns nothing."""
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * VOCABULARY * tokens_per_chunk)
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda vocabulary: tokens_per_chunk)
     hidden, weight, _, targets = inputs(torch.float32, bias=False)
     ids = torch.tensor([3, 95, 40])
     rows = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -181,7 +191,7 @@ def test_all_logits_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
         largest = max(largest, logits.numel())
         return logits
 
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * VOCABULARY * 10)
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda vocabulary: 10)
     monkeypatch.setattr(loss_module.F, "linear", watched)
     hidden, weight, _, targets = inputs(torch.float32, bias=False)
     summed_cross_entropy(hidden, weight, targets).backward()
@@ -189,10 +199,163 @@ def test_all_logits_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_head_is_applied_to_what_is_learned_alone() -> None:
-    hidden, weight, _, targets = inputs(torch.float32, bias=False)
+    hidden, weight, _, targets = inputs(torch.bfloat16, bias=False)  # torch's counter knows no product in place
     targets[1, 5:] = IGNORE
     products = 2 * HIDDEN * VOCABULARY * 3  # forward, the gradient of hidden, that of the head
     for supervised, count in ((None, 100), (positions(targets), 41 + 5)):
         with FlopCounterMode(display=False) as counter:
             summed_cross_entropy(hidden, weight, targets, None, supervised).backward()
         assert counter.get_total_flops() == products * count
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "rows"), [(128_256, 512), (151_936, 256), (49_152, 1_280), (262_208, 256), (10**6, 256)]
+)
+def test_chunks_are_whole_tiles(vocabulary: int, rows: int) -> None:
+    assert chunk_rows(vocabulary) == rows
+
+
+def test_every_vocabulary_has_a_chunk_of_whole_tiles() -> None:
+    for vocabulary in range(2, 400_000, 977):
+        rows = chunk_rows(vocabulary)
+        assert rows % 256 == 0
+        assert rows == 256 or rows * vocabulary * 4 <= 256 * 2**20 < (rows + 256) * vocabulary * 4
+
+
+@pytest.mark.parametrize("indexed", [False, True], ids=["all positions", "supervised alone"])
+@pytest.mark.parametrize("transform", [AS_IT_IS, LogitTransform(1 / 3, 3.0)], ids=["plain", "capped"])
+def test_each_gradient_alone_and_with_any_other(
+    monkeypatch: pytest.MonkeyPatch, transform: LogitTransform, indexed: bool
+) -> None:
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda vocabulary: 8)
+    given = inputs(torch.float32, bias=True)
+    expected, gradients = reference(*given, transform)
+    targets = given[3]
+    for wanted in product((False, True), repeat=3):
+        leaves = [each.detach().requires_grad_(wants) for each, wants in zip(given[:3], wanted, strict=True)]
+        where = positions(targets) if indexed else None
+        loss = summed_cross_entropy(leaves[0], leaves[1], targets, leaves[2], where, transform)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        assert loss.requires_grad == any(wanted)
+        if any(wanted):
+            (loss * 0.3).backward()
+        for leaf, gradient, wants in zip(leaves, gradients, wanted, strict=True):
+            assert (leaf.grad is not None) == wants
+            assert leaf.grad is None or relative(leaf.grad, gradient) < 1e-6
+
+
+@pytest.mark.parametrize("largest", [30.0, 300.0, 3e4])
+def test_a_target_that_has_no_probability_left(largest: float) -> None:
+    """Its softmax is 0 in float32; the loss is the distance of its logit to the highest."""
+    hidden, weight, _, targets = inputs(torch.float32, bias=False)
+    hidden = (hidden.detach() * largest / 6).requires_grad_()
+    expected, gradients = reference(hidden, weight, None, targets)
+    assert expected.item() > largest
+    loss = summed_cross_entropy(hidden, weight, targets, None, positions(targets))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    (loss * 0.3).backward()
+    for ours, theirs in zip((hidden, weight), gradients, strict=True):
+        assert ours.grad is not None
+        assert relative(ours.grad, theirs) < 1e-6 * largest  # of float32 logits that are rounded to 2^-24 of `largest`
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_shows_in_the_loss(value: float) -> None:
+    hidden, weight, _, targets = inputs(torch.float32, bias=False)
+    spoilt = hidden.detach().clone()
+    spoilt[1, 3, 0] = value
+    assert targets[1, 3] != IGNORE
+    assert not summed_cross_entropy(spoilt, weight.detach(), targets).isfinite()
+    spoilt = hidden.detach().clone()
+    spoilt[0, 3] = value
+    assert targets[0, 3] == IGNORE
+    assert summed_cross_entropy(spoilt, weight.detach(), targets).isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gpu_adds_the_heads_gradient_inside_of_the_product(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """In float32: nothing is rounded to 16 bits between one chunk and the next."""
+    monkeypatch.setattr(loss_module, "chunk_rows", lambda vocabulary: 8)
+    given = inputs(torch.float32, bias=False)
+    hidden, weight, targets = given[0].detach().to(dtype), given[1].detach().to(dtype), given[3]
+    ids, rows = torch.tensor([3, 95, 40]), torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
+    where = positions(targets)
+    found = []
+    for on_gpu in (False, True):
+        addmm_stand_in.calls.clear()
+        leaves = [hidden.clone().requires_grad_(), weight.float().requires_grad_(), rows.clone().requires_grad_()]
+        if on_gpu:
+            with pretended_cuda(monkeypatch), torch.autocast("cuda", dtype=dtype):
+                assert hidden.device.type == "cuda"
+                loss = summed_cross_entropy(
+                    leaves[0], leaves[1], targets, None, where, AS_IT_IS, OwnRows(ids, leaves[2])
+                )
+                loss.backward()
+        else:
+            with torch.autocast("cpu", dtype=dtype):
+                loss = summed_cross_entropy(
+                    leaves[0], leaves[1], targets, None, where, AS_IT_IS, OwnRows(ids, leaves[2])
+                )
+            loss.backward()
+        found.append((loss, *(leaf.grad for leaf in leaves)))
+        chunks = -(-SUPERVISED // 8)
+        shapes = [(3, HIDDEN), (VOCABULARY, HIDDEN)] * chunks
+        assert addmm_stand_in.calls == (shapes if on_gpu else [])
+    # The same slopes, [91, 97] in 16 bits: multiplied at once in float32 they give the head's gradient.
+    (loss, through, head, own), (loss_on_gpu, through_on_gpu, head_on_gpu, own_on_gpu) = found
+    assert loss_on_gpu.item() == loss.item()
+    assert torch.equal(through_on_gpu, through)
+    for ours, cpus in ((head_on_gpu, head), (own_on_gpu, own)):
+        assert 1e-4 < relative(cpus, ours.double()) < 4e-3  # a CPU rounds each chunk's part
+
+
+def peak_in_forward(dtype: torch.dtype, transform: LogitTransform = AS_IT_IS) -> float:
+    """Bytes a logit of a chunk that are live at once, of five chunks; without what is as long as the hidden states."""
+    vocabulary, rows, size = 4096, 64, 8
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(loss_module, "chunk_rows", lambda _: rows)
+        hidden = torch.zeros(5 * rows, size, dtype=dtype, requires_grad=True)
+        weight, targets = torch.zeros(vocabulary, size, dtype=dtype), torch.zeros(5 * rows, dtype=torch.int64)
+        phases = Phases(torch.device("cpu"), enabled=True)
+        with phases("forward"):
+            summed_cross_entropy(hidden, weight, targets, None, torch.arange(5 * rows), transform)
+    inputs_bytes = (3 * hidden.numel() + weight.numel()) * dtype.itemsize + 3 * 8 * len(targets)
+    return (phases.take()["forward"].peak_bytes - inputs_bytes) / (rows * vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "transform", "each"),
+    [
+        (torch.bfloat16, AS_IT_IS, 6),  # in 16 bits, where their gradient goes, and in float32
+        (torch.float32, AS_IT_IS, 4),
+        (torch.bfloat16, LogitTransform(0.5), 6),
+        (torch.bfloat16, LogitTransform(1 / 3, 3.0), 10),  # and the tanh of the capped ones
+        (torch.float32, LogitTransform(1 / 3, 3.0), 8),
+    ],
+)
+def test_bytes_a_logit(dtype: torch.dtype, transform: LogitTransform, each: int) -> None:
+    assert each - 0.05 < peak_in_forward(dtype, transform) < each + 0.05
+
+
+def test_float32_logits_are_written_twice_and_read_twice() -> None:
+    """As they are made, by the softmax in place, and by the cast of their gradient. The highest are of 16 bits."""
+    whole = 8 * VOCABULARY
+    seen = list[tuple[str, int, int]]()
+
+    def note(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        name = func._schema.name.partition("::")[2]
+        read = sum(each.nbytes for each in tensors_in(args[name == "copy_" :]) if each.numel() == whole)
+        written = sum(each.nbytes for each in tensors_in([result]) if each.numel() == whole)
+        few = name in ("gather", "scatter_add_", "new_full", "new_empty")
+        if read + written and not (func.is_view or few or name == "mm"):
+            seen.append((name, read // whole, written // whole))
+        return result
+
+    hidden, weight = (x.detach().bfloat16() for x in inputs(torch.float32, bias=False)[:2])
+    hidden, targets = hidden.view(-1, HIDDEN)[:8].requires_grad_(), torch.arange(8)
+    with OnOperations(note):
+        summed_cross_entropy(hidden, weight, targets, None, torch.arange(8))
+    assert seen == [("copy_", 2, 4), ("max", 2, 0), ("softmax", 4, 4), ("copy_", 4, 2)]

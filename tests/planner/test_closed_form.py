@@ -17,7 +17,7 @@ from finetune.model.known_configs import full_config
 from finetune.planner.closed_form.estimate import RESERVED, estimate, unsupported
 from finetune.planner.closed_form.rank import RankSizes, read_strategy
 from finetune.planner.closed_form.shape import shape_of
-from finetune.planner.constants import LOSS_CHUNK_BYTES, ROUNDED_AT_ONCE
+from finetune.planner.constants import ROUNDED_AT_ONCE, loss_chunk_rows
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
 from tests.support.closed_form_points import closed, key_of, points, recipe_of, traced
@@ -135,9 +135,10 @@ def test_it_takes_no_time() -> None:
 
 
 def test_the_loss_takes_chunks_of_the_size_that_is_planned() -> None:
-    from finetune.architecture.loss import CHUNK_BYTES
+    from finetune.architecture.loss import chunk_rows
 
-    assert LOSS_CHUNK_BYTES == CHUNK_BYTES
+    for vocabulary in (*range(1, 400_000, 997), 128_256, 151_936, 262_144, 262_208):
+        assert loss_chunk_rows(vocabulary) == chunk_rows(vocabulary)
 
 
 def test_an_update_in_bfloat16_holds_what_is_planned() -> None:

@@ -16,7 +16,9 @@ from finetune.measure.collectives import CollectiveStats
 from finetune.measure.phases import Phases
 from finetune.planner.roofline import Chip, Layout, scaled_step_times, step_time
 from finetune.planner.trace.flops import Operation, StepWork, count_operations, per_step, work_at_depth
+from tests.support import addmm_stand_in
 
+assert addmm_stand_in
 CPU = torch.device("cpu")
 
 
@@ -50,6 +52,19 @@ def counted(made: nn.Module) -> tuple[StepWork, int]:
 def test_arithmetic_is_what_torch_counts(how: dict[str, Any]) -> None:
     work, torchs = counted(model(**how))
     assert work.flops("forward") + work.flops("backward") == torchs > 0
+
+
+def test_a_product_that_is_added_to_wider_numbers() -> None:
+    """As the head's gradient on a GPU: torch's own counter has no count of it."""
+    left, right, total = torch.zeros(7, 5).bfloat16(), torch.zeros(5, 3).bfloat16(), torch.zeros(7, 3)
+    phases = Phases(CPU, enabled=False)
+    with count_operations(phases) as counts, phases("forward"):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        total.addmm_(left.float(), right.float())
+    products = [operation for operation in counts if operation.kind == "product"]
+    assert [operation.flops for operation in products] == [2 * 7 * 5 * 3] * 2
+    assert [operation.itemsize for operation in products] == [2, 4]
+    assert [operation.nbytes for operation in products] == [2 * 4 * 21 + 2 * (35 + 15), 2 * 4 * 21 + 4 * (35 + 15)]
 
 
 def test_what_is_frozen_costs_less_and_what_is_recomputed_more() -> None:

@@ -1,8 +1,8 @@
 """A GPU for tests on a machine that has none: torch.cuda answers for one, and what it is given is computed on the host.
 
 Whole runs take the branches that they take on a GPU: streams and pinned copies, the varlen kernel (by its formulas),
-CUDA's autocast and scaler, its allocator's figures. Not a GPU's: the kernels themselves, their rounding, their order of
-summing, NCCL, memory that is full.
+16-bit products that are added in float32, CUDA's autocast and scaler, its allocator's figures. Not a GPU's: the kernels
+themselves, their rounding, their order of summing, NCCL, memory that is full.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+import tests.support.addmm_stand_in
 import tests.support.varlen_stand_in
 from finetune.training import session
 from tests.support.one_rank import let_deepspeed_choose_the_cpu
 
-# Both were needed before torch pretends: libraries look for kernels when they are imported.
+# All were needed before torch pretends: libraries look for kernels when they are imported.
 assert session
+assert tests.support.addmm_stand_in
 assert tests.support.varlen_stand_in
 
 GPU, HOST = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))), torch.device("cpu")

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from finetune.planner import constants as c
 from finetune.planner.closed_form.layer import LayerStep
 from finetune.planner.closed_form.rank import RankSizes
-from finetune.planner.constants import FLOAT32, HALF, LOSS_CHUNK_BYTES, SORTED_TOKENS
+from finetune.planner.constants import FLOAT32, HALF, SORTED_TOKENS, loss_chunk_rows
 
 
 class Bytes(Counter[str]):
@@ -116,17 +116,18 @@ def _loss(rank: RankSizes) -> Iterator[int]:
     """Bytes besides the hidden states' gradient, by architecture/loss.py: chunks of logits [chunk, vocabulary], and the
     head's gradient [vocabulary, h] where it is trained."""
     shape = rank.shape
-    chunk = min(rank.tokens, max(1, LOSS_CHUNK_BYTES // (FLOAT32 * shape.vocabulary)))
+    chunk = min(rank.tokens, loss_chunk_rows(shape.vocabulary))
     logits, table = chunk * shape.vocabulary, shape.embedding_weights
     head_gradient = FLOAT32 * table * rank.base_trained  # [vocabulary, h] float32
-    cast = HALF * table * rank.numerics.casts_residual  # [vocabulary, h] bfloat16
-    cast += HALF * chunk * shape.hidden  # [chunk, h] bfloat16
-    # Float32 logits and their logarithms, [chunk, vocabulary] each; or two chunks' logits in bfloat16 and in float32,
-    # as the second chunk is made.
-    second = min(chunk, rank.tokens - chunk) * shape.vocabulary
-    yield head_gradient + cast + max(2 * FLOAT32 * logits, (HALF + FLOAT32) * (logits + second))
-    if rank.base_trained:  # the chunk's part of the head's gradient [vocabulary, h] bfloat16
-        yield head_gradient + cast + (HALF + FLOAT32) * logits + HALF * table
+    casts = rank.numerics.casts_residual
+    cast = HALF * table * casts  # [vocabulary, h] bfloat16
+    # The hidden states [chunk, h] bfloat16, their gradient, and the same in float32; or that of the chunk before.
+    states = HALF * chunk * shape.hidden
+    cast += (4 if casts else 2 + (rank.tokens > chunk)) * states
+    # The logits in bfloat16 and in float32, [chunk, vocabulary] each; the gradient of both takes the former's place.
+    yield head_gradient + cast + (HALF + FLOAT32) * logits
+    if rank.base_trained and not casts:  # the head's gradient [vocabulary, h] in bfloat16
+        yield head_gradient + HALF * table + 2 * states
 
 
 def backward(rank: RankSizes) -> Iterator[Bytes]:

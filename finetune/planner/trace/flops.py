@@ -25,12 +25,13 @@ from finetune.planner.constants import DDP_BUCKET, DDP_FIRST_BUCKET
 from finetune.planner.trace.recorder import OnOperations, tensors_in
 
 FORMULAS = {str(packet).removeprefix("aten."): formula for packet, formula in flop_registry.items()}
-# Multiply-adds of the products that torch's table lacks, from their operands.
+# Multiply-adds of the products that torch's table lacks or cannot count, from their operands.
 MULTIPLY_ADDS: dict[str, Callable[..., int]] = {
     "dot": lambda vector, *_: vector.numel(),
     "vdot": lambda vector, *_: vector.numel(),
     "mv": lambda matrix, *_: matrix.numel(),
     "addmv": lambda _, matrix, *__: matrix.numel(),
+    "addmm": lambda _, left, right, *__: left.numel() * right.shape[-1],  # torch's own formula takes no out_dtype
     "addbmm": lambda _, left, right: left.numel() * right.shape[-1],  # [b, n, m] and [b, m, p]
     # Experts: tokens [T, m] by [experts, m, n], or backward's [m, T] by [T, n], into [experts, m, n].
     "_grouped_mm": lambda left, right, *_: left.numel() * right.shape[-1],
@@ -84,7 +85,9 @@ def count_operations(phases: Phases, fake_mode: Any = None) -> Iterator[Counter[
             return result
         if any(getattr(tensor, "fake_mode", None) is not fake_mode for tensor in tensors_in([args, result])):
             return result  # skip DTensor's own shape-inference fakes, which have the unsharded size
-        itemsize = next((tensor.itemsize for tensor in tensors_in(args)), 0)
+        # Of what is multiplied: it may be added to wider numbers.
+        operands = args[1:] if name.removesuffix("_") == "addmm" else args
+        itemsize = next((tensor.itemsize for tensor in tensors_in(operands)), 0)
         kind, flops = _arithmetic(name, func, args, kwargs, result)
         nbytes = _bytes(func, name, args, kwargs, result)
         if flops or nbytes:

@@ -1,0 +1,74 @@
+"""What one decoder layer launches and moves in a training step, counted from a trace of the trainer's own.
+
+- A kernel is an operation that reaches torch's dispatcher and computes or copies; views and allocations are free. A
+  fused operation counts once, also where its library launches several kernels, and an operation that torch composes of
+  others counts as those.
+- Its bytes are its operands' and results', read or written once, in full: caches save nothing, kernels that read twice
+  (softmax, reductions) cost no more, and an operand that is broadcast counts as large as it is seen.
+- Matrix products (with those that dequantise 4 bits on the way) and attention are among the kernels, and their bytes
+  are not among those here: they are bound by arithmetic.
+- A step is one micro-batch, forward and backward, of one row. Gradients are made, not added to earlier ones.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.model.known_configs import full_config
+from finetune.planner.depth.extrapolate import with_layers
+from finetune.planner.plan_recipe import worst_batches
+from finetune.planner.trace.flops import StepWork, per_step
+from finetune.planner.trace.trace import STEPS, trace
+from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
+from finetune.recipe.strategy import read_strategy
+
+MODEL = "meta-llama/Llama-3.1-8B"
+TOKENS = 4096
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "lora": {"lora": Lora()},
+    "qlora": {"lora": Lora(), "quantization": Quantization(load_in_4bit=True)},
+    "full": {"lora": None},
+    "full, pure_bf16": {"lora": None, "pure_bf16": True},
+}
+COLUMNS = ("forward kernels", "kernels", "other GB", "other bytes a token", "product TFLOP", "attention TFLOP")
+
+
+def recipe_of(method: str, *, recomputed: bool, tokens: int = TOKENS) -> Recipe:
+    """One process, one row of `tokens` tokens a step."""
+    sections = dict(METHODS[method])
+    training = {"pure_bf16": sections.pop("pure_bf16", False), "activation_checkpointing": recomputed}
+    return Recipe(
+        accelerate_config="single",
+        model=ModelSection(name_or_path=MODEL),
+        data=Data(train=[DataSet(path="json", data_files="unused.jsonl")], max_length=tokens),
+        training=Training(global_batch_size=1, per_device_batch_size=1, **training),
+        **sections,
+    )
+
+
+def layer_step(recipe: Recipe) -> dict[str, Any]:
+    """A layer's step under this recipe, by COLUMNS; TFLOP are 10^12 floating-point operations."""
+    with tempfile.TemporaryDirectory() as folder:
+        one, two = (_work(recipe, layers, Path(folder)) for layers in (1, 2))
+    operations = Counter(two.operations)
+    operations.subtract(one.operations)
+    times: Counter[str] = Counter()
+    for operation, count in operations.items():
+        if operation.phase not in ("forward", "backward"):
+            continue
+        times["kernels"] += round(count)
+        times["forward kernels"] += round(count) * (operation.phase == "forward")
+        times[operation.kind] += round(count * (operation.nbytes if operation.kind == "other" else operation.flops))
+    tokens = recipe.data.max_length
+    figures = times["other"] / 1e9, times["other"] // tokens, times["product"] / 1e12, times["attention"] / 1e12
+    return dict(zip(COLUMNS, (times["forward kernels"], times["kernels"], *figures), strict=True))
+
+
+def _work(recipe: Recipe, layers: int, folder: Path) -> StepWork:
+    shallow = with_layers(recipe, full_config(MODEL)[0], layers, folder)
+    traced = trace(shallow, read_strategy(recipe.accelerate_config), worst_batches(recipe, 1), gpu=True)
+    return per_step(traced.operations, {}, steps=STEPS, micro_steps=1)
