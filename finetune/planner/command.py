@@ -27,9 +27,8 @@ from finetune.recipe.schema import Recipe
 if TYPE_CHECKING:
     from finetune.planner.plan_recipe import Planned
 
-EDGE = 0.02  # an estimate this near to the GPU's size is replaced by a trace before the verdict
 TRIES = 3  # plans of variants that certainly fit by the closed form
-TRACED = 1  # changes that make a recipe fit which are traced, of those that the closed form knows
+TRACED, TRACES = 1, 3  # changes that make a recipe fit: as many are traced of those shown, in as many traces at most
 Output = tuple[dict[str, Any], str]
 Note = Callable[[str], None]  # told of the progress of what takes seconds
 
@@ -150,7 +149,7 @@ def _planned(recipe: Recipe, gpus: Gpus | None, note: Note, *, explained: bool) 
     config = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and not planned.fits:
         note(f"  {planned.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}, does not fit; now changes that may")
-        fitting = remedies.remedies(recipe, config, gpus, _noted(note), traced=TRACED)
+        fitting = remedies.remedies(recipe, config, gpus, _noted(note), tries=TRACES, traced=TRACED)
         result["changes"] = [each.as_json() for each in fitting]
         text += ["", *remedies.fitting_lines(fitting)]
     elif gpus is not None and unsupported(recipe, config, gpus) is None:
@@ -208,7 +207,7 @@ def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, not
     config = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and unsupported(recipe, config, gpus) is None:
         needed = estimate(recipe, config, gpus).needed
-        if abs(needed / gpus.memory - 1) > EDGE:
+        if abs(needed / gpus.memory - 1) > remedies.EDGE:
             return row | {"needed_bytes": needed, "fits": needed <= gpus.memory, "planned_by": "closed form"}
     note(f"{path.stem}: tracing {pick.variant_in_words(recipe)}")
     try:

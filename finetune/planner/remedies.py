@@ -17,7 +17,7 @@ LENGTH, ROWS = "data.max_length", "training.per_device_batch_size"
 GROWING = {"max_length": LENGTH, "per_device_batch_size": ROWS}
 GRAIN = {LENGTH: 128, ROWS: 1}  # a value that is searched is a multiple of this
 GUESSES = 6  # plans that `largest` places by a guess; the further ones halve what is left
-UNCERTAIN = 2  # plans of changes that by the closed form may fit or not, where not all results are planned
+EDGE = 0.02  # an estimate this near to the GPU's size says nothing: a trace does
 TRACE, CLOSED_FORM = "trace", "closed form"  # what a remedy's bytes are by
 
 
@@ -45,7 +45,7 @@ class Remedy:
     changes: Changes
     needed: int
     says: tuple[str, ...]
-    planned_by: str = TRACE  # by CLOSED_FORM `needed` includes its margin for the allocator
+    planned_by: str = TRACE
 
     def as_json(self) -> dict[str, Any]:
         facts = {"change": self.words, "needed_bytes": self.needed, "means": list(self.says)}
@@ -70,54 +70,53 @@ def remedies(
     Args:
         count: Results at most.
         tries: Plans at most, for each takes seconds.
-        traced: As many results are planned; the others are those that certainly fit by the closed form. None: all are.
+        traced: As many results are planned, the others are estimated by the closed form. None: all are planned.
     """
     result: list[Remedy] = []
-    uncertain = UNCERTAIN if traced is not None else tries
-    for variant, upper in _worth_a_plan(recipe, config, gpus):
+    for variant, estimated in _worth_a_plan(recipe, config, gpus):
         if len(result) == count:
             break
         if any(variant.changes.keys() >= shown.changes.keys() for shown in result):
             continue
-        certain = upper is not None and upper <= gpus.memory
-        if traced is not None and len(result) >= traced:
-            if upper is not None and certain and not _refused(variant.recipe):
-                result.append(Remedy(variant.words(), variant.changes, upper, variant.says, CLOSED_FORM))
-        elif tries and (certain or uncertain):
-            tries, uncertain = tries - 1, uncertain - (upper is not None and not certain)
+        if tries and (traced is None or sum(each.planned_by == TRACE for each in result) < traced):
+            tries -= 1
             try:
                 planned = plan(variant.recipe, gpus)
             except FinetuneError:  # the trainer would refuse it
                 continue
             if planned.fits:
                 result.append(Remedy(variant.words(), variant.changes, planned.needed, variant.says))
+        elif traced is not None and estimated is not None and _fits_by(estimated, variant.recipe, gpus):
+            result.append(Remedy(variant.words(), variant.changes, estimated, variant.says, CLOSED_FORM))
     return result
 
 
 def _worth_a_plan(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Iterator[tuple[Variant, int | None]]:
-    """Variants that may fit, the cheapest first, each with the bytes that certainly suffice by the closed form; single
-    changes with None where it does not know the recipe."""
+    """Variants that may fit, the cheapest first, each with the bytes that it needs by the closed form; single changes
+    with None where it does not know the recipe."""
     blind = unsupported(recipe, config, gpus) is not None
     for variant in smaller_variants(recipe, gpus):
         if blind:
             if len(variant.says) == 1:
                 yield variant, None
         elif unsupported(variant.recipe, config, gpus) is None:
-            estimated = estimate(variant.recipe, config, gpus)
-            if estimated.needed <= gpus.memory:
-                yield variant, estimated.upper
+            needed = estimate(variant.recipe, config, gpus).needed
+            if needed <= gpus.memory:
+                yield variant, needed
 
 
-def _refused(recipe: Recipe) -> bool:
-    """Whether the trainer would refuse it, as a plan says by an error."""
+def _fits_by(estimated: int, recipe: Recipe, gpus: Gpus) -> bool:
+    """Whether the estimate is clear, and the trainer would not refuse the recipe, as a plan says by an error."""
+    if estimated > (1 - EDGE) * gpus.memory:
+        return False
     from finetune.recipe.strategy import read_strategy
     from finetune.strategies.accelerator import check_combination  # imports torch
 
     try:
         check_combination(recipe, read_strategy(recipe.accelerate_config), on_cpu=False)
     except FinetuneError:
-        return True
-    return False
+        return False
+    return True
 
 
 def spare(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> list[Remedy]:
@@ -243,12 +242,10 @@ def _values(recipe: Recipe, config: Mapping[str, Any], key: str) -> Sequence[int
     return range(GRAIN[key], longest + 1, GRAIN[key])
 
 
-def lines(result: Iterable[Remedy]) -> Iterator[str]:
+def lines(result: Iterable[Remedy]) -> list[str]:
     """Two lines for each: the change; the memory it needs and what it means."""
-    for each in result:
-        bound = "" if each.planned_by == TRACE else "at most "
-        yield f"  {each.words}"
-        yield f"      {bound}{each.needed / 2**30:.1f} GiB; {', '.join(each.says)}"
+    shown = [(f"  {each.words}", f"      {each.needed / 2**30:.1f} GiB; {', '.join(each.says)}") for each in result]
+    return [line for pair in shown for line in pair]
 
 
 def fitting_lines(result: Sequence[Remedy]) -> Iterator[str]:
@@ -257,7 +254,7 @@ def fitting_lines(result: Sequence[Remedy]) -> Iterator[str]:
         yield "no change that the planner knows makes it fit; use more GPUs, larger ones, or a smaller model"
     heads = {
         TRACE: "changes that make it fit at the same global_batch_size, the cheapest first, each planned by a trace:",
-        CLOSED_FORM: "more of them, not traced: by the closed form, with its margin for what the allocator caches",
+        CLOSED_FORM: "by the closed form alone these need less too; plan one to be sure that it fits:",
     }
     for planned_by, head in heads.items():
         if chosen := [each for each in result if each.planned_by == planned_by]:

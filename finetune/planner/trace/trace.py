@@ -100,9 +100,10 @@ def trace(
             inside.enter_context(host_pages())
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
+        around = [tagging(recorder, gloo=not gpu)]
         if gpu:
-            inside.enter_context(workspaces(recorder, device, cublas, recipe.training.deterministic))
-        with tagging(recorder, gloo=not gpu), count_operations(recorder.phases, mode) as operations:
+            around.append(workspaces(recorder, device, cublas, recipe.training.deterministic))
+        with count_operations(recorder.phases, *around, fake_mode=mode) as operations:
             with recorder.phases("load"):
                 # The ranks [ranks] int32, which torch's device mesh keeps in host memory.
                 numbers = None if mesh is None else torch.empty(ranks, dtype=torch.int32, device="cpu")
