@@ -212,13 +212,13 @@ def plan(
         from finetune.planner.audit import audit_in_words
         from finetune.planner.command import PlanOptions, pick_in_words, plan_in_words
 
-        options = PlanOptions(gpus, nodes, largest, explain)
+        options, note = PlanOptions(gpus, nodes, largest, explain), partial(typer.echo, err=True)
         if audit:
             result, text = audit_in_words([user_path(word) for word in words or []])
         elif pick:
-            result, text = pick_in_words(model, options, file, partial(typer.echo, err=True))
+            result, text = pick_in_words(model, options, file, note)
         else:
-            result, text = plan_in_words(words or [], options, model)
+            result, text = plan_in_words(words or [], options, model, note)
         if not as_json:
             typer.echo(text)
         return result

@@ -27,9 +27,10 @@ from finetune.recipe.schema import Recipe
 if TYPE_CHECKING:
     from finetune.planner.plan_recipe import Planned
 
-EDGE = 0.02  # an estimate this near to the GPU's size is replaced by a trace before the verdict
 TRIES = 3  # plans of variants that certainly fit by the closed form
+TRACED, TRACES = 1, 3  # changes that make a recipe fit: as many are traced of those shown, in as many traces at most
 Output = tuple[dict[str, Any], str]
+Note = Callable[[str], None]  # told of the progress of what takes seconds
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def plan_by_trace(recipe: Recipe, gpus: Gpus | None, *, must_fit: bool = False) 
             ) from error
 
 
-def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None = None) -> Output:
+def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None, note: Note) -> Output:
     """The output of `finetune plan WORDS`: JSON, whose `ok` says whether it fits, and text. Raises FinetuneError.
 
     Words with `=` are overrides, the others recipe files; several recipes are compared. Without any, LoRA on `model`.
@@ -93,19 +94,23 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None 
             f"--model: {model}: stands beside {recipes[0]}; leave one out, or write model.name_or_path="
         )
     if model is not None:
-        return _plan_model(model, overrides, options)
+        return _plan_model(model, overrides, options, note)
     if not recipes:
         raise FinetuneError("RECIPE: is missing; name a recipe file, or --model NAME --gpus 2x24GB, maybe with --pick")
     if len(recipes) > 1:
-        return _compare([Path(word) for word in recipes], overrides, options)
+        return _compare([Path(word) for word in recipes], overrides, options, note)
     loaded = load_recipe(Path(recipes[0]), overrides).recipe
     gpus = options.gpus_for(loaded)
+    return _plan_loaded(loaded, gpus, options, note)
+
+
+def _plan_loaded(recipe: Recipe, gpus: Gpus | None, options: PlanOptions, note: Note) -> Output:
     if options.largest is not None:
-        return _largest(loaded, gpus, options.largest)
-    return _plan_one(loaded, gpus, explained=options.explain)
+        return _largest(recipe, gpus, options.largest, note)
+    return _plan_one(recipe, gpus, note, explained=options.explain)
 
 
-def _plan_model(model: str, overrides: Sequence[str], options: PlanOptions) -> Output:
+def _plan_model(model: str, overrides: Sequence[str], options: PlanOptions, note: Note) -> Output:
     """The plan of adapters on a model for which there is no recipe yet."""
     gpus = parse_gpus(options.gpus, options.nodes) if options.gpus is not None else None
     if gpus is None:
@@ -115,23 +120,22 @@ def _plan_model(model: str, overrides: Sequence[str], options: PlanOptions) -> O
         content = pick.adapters(model, gpus).model_dump(mode="json", exclude_defaults=True)
         page.write_text(json.dumps(content), "utf-8")
         recipe = load_recipe(page, overrides).recipe
-    if options.largest is not None:
-        return _largest(recipe, gpus, options.largest)
-    return _plan_one(recipe, gpus, explained=options.explain)
+    return _plan_loaded(recipe, gpus, options, note)
 
 
-def _plan_one(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Output:
+def _plan_one(recipe: Recipe, gpus: Gpus | None, note: Note, *, explained: bool) -> Output:
     decoder_config(recipe.model.name_or_path, recipe.model.revision)  # once, before two processes ask the Hub for it
+    note(f"tracing {pick.variant_in_words(recipe)}; and probing the model")
     with without_gc():
         from finetune.probe.beside import probed_beside
 
     with probed_beside(recipe) as probed:
-        result, text = _planned(recipe, gpus, explained=explained)
+        result, text = _planned(recipe, gpus, note, explained=explained)
         found = probed()
     return result | {"probe": found.as_json()}, f"{text}\n\n{found.line()}"
 
 
-def _planned(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Output:
+def _planned(recipe: Recipe, gpus: Gpus | None, note: Note, *, explained: bool) -> Output:
     planned = plan_by_trace(recipe, gpus)
     from finetune.planner.memory_table import plan_json, plan_text
     from finetune.planner.roofline_report import roofline_json, roofline_lines
@@ -144,9 +148,10 @@ def _planned(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Output:
     text = [plan_text(planned), "", *roofline_lines(planned), "", *batches["notes"]]
     config = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and not planned.fits:
-        fitting = remedies.remedies(recipe, config, gpus, plan_by_trace)
+        note(f"  {planned.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}, does not fit; now changes that may")
+        fitting = remedies.remedies(recipe, config, gpus, _noted(note), tries=TRACES, traced=TRACED)
         result["changes"] = [each.as_json() for each in fitting]
-        text += ["", *_fitting_lines(fitting)]
+        text += ["", *remedies.fitting_lines(fitting)]
     elif gpus is not None and unsupported(recipe, config, gpus) is None:
         spare = remedies.spare(recipe, config, gpus)
         result["spare"] = [each.as_json() for each in spare]
@@ -159,25 +164,30 @@ def _planned(recipe: Recipe, gpus: Gpus | None, *, explained: bool) -> Output:
     return result, "\n".join(text)
 
 
-def _fitting_lines(fitting: Sequence[remedies.Remedy]) -> Iterator[str]:
-    if not fitting:
-        yield "no change that the planner knows makes it fit; use more GPUs, larger ones, or a smaller model"
-        return
-    yield "changes that make it fit at the same global_batch_size, the cheapest first, each planned:"
-    yield from remedies.lines(fitting)
+def _noted(note: Note) -> remedies.PlanFunction:
+    """`plan_by_trace`, whose beginning and verdict are noted."""
+
+    def plan(recipe: Recipe, gpus: Gpus) -> Planned:
+        note(f"tracing {pick.variant_in_words(recipe)}")
+        found = plan_by_trace(recipe, gpus)
+        note(f"  {found.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}{'' if found.fits else ', does not fit'}")
+        return found
+
+    return plan
 
 
-def _largest(recipe: Recipe, gpus: Gpus | None, name: str) -> Output:
+def _largest(recipe: Recipe, gpus: Gpus | None, name: str, note: Note) -> Output:
     config = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
-    key, value, needed = remedies.largest(recipe, config, gpus, name, plan_by_trace)
+    found = remedies.largest(recipe, config, gpus, name, _noted(note))
     assert gpus is not None
-    result = {"ok": True, "change": f"{key}={value}", "needed_bytes": needed, "gpu_bytes": gpus.memory}
-    return result, f"{key}={value}  needs {needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f} a GPU"
+    words = f"{found.key}={found.value}  needs {found.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f} a GPU"
+    words += "; it is the largest there is" if found.next_value is None else f"; {found.next_value} does not fit"
+    return {"ok": True, "gpu_bytes": gpus.memory, **found.as_json()}, words
 
 
-def _compare(recipes: Sequence[Path], overrides: Sequence[str], options: PlanOptions) -> Output:
+def _compare(recipes: Sequence[Path], overrides: Sequence[str], options: PlanOptions, note: Note) -> Output:
     """Each recipe on the GPUs named, or its own; by the closed form where its verdict is clear, else by trace."""
-    rows = [_compare_one(path, overrides, options) for path in recipes]
+    rows = [_compare_one(path, overrides, options, note) for path in recipes]
     width = max(len(row["recipe"]) for row in rows)
     lines = [f"{'recipe':<{width}}  {'GiB':>7}  {'of':>7}  {'fits':<5} planned by"]
     for row in rows:
@@ -190,15 +200,16 @@ def _compare(recipes: Sequence[Path], overrides: Sequence[str], options: PlanOpt
     return {"ok": True, "recipes": rows}, "\n".join(lines)
 
 
-def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions) -> dict[str, Any]:
+def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, note: Note) -> dict[str, Any]:
     recipe = load_recipe(path, overrides).recipe
     gpus = options.gpus_for(recipe)
     row: dict[str, Any] = {"recipe": path.stem, "gpu_bytes": gpus.memory if gpus else None}
     config = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and unsupported(recipe, config, gpus) is None:
         needed = estimate(recipe, config, gpus).needed
-        if abs(needed / gpus.memory - 1) > EDGE:
+        if abs(needed / gpus.memory - 1) > remedies.EDGE:
             return row | {"needed_bytes": needed, "fits": needed <= gpus.memory, "planned_by": "closed form"}
+    note(f"{path.stem}: tracing {pick.variant_in_words(recipe)}")
     try:
         planned = plan_by_trace(recipe, gpus)
     except FinetuneError as error:
@@ -211,7 +222,7 @@ class _Search:
     """Plans of variants, and the least bytes that one of them needs."""
 
     gpus: Gpus
-    note: Callable[[str], None]
+    note: Note
     least: int | None = None
     refusal: FinetuneError | None = None
     planned: dict[str, Planned] = field(default_factory=dict)
@@ -241,7 +252,7 @@ def _picked(recipe: Recipe, planned: Planned, gpus: Gpus, file: Path | None) -> 
     return result | {"file": None if file is None else str(file)}, text.rstrip()
 
 
-def pick_in_words(model: str | None, options: PlanOptions, file: Path | None, note: Callable[[str], None]) -> Output:
+def pick_in_words(model: str | None, options: PlanOptions, file: Path | None, note: Note) -> Output:
     """The best recipe for a model on GPUs, planned by trace; written to `file` where one is named.
 
     Args:

@@ -24,6 +24,7 @@ from finetune.planner.depth.caching_allocator import NoMemory, replay
 from finetune.planner.depth.extrapolate import depths, extrapolate, layers_kept_gathered, with_layers
 from finetune.planner.depth.fork import run_in_forks
 from finetune.planner.depth.layer_kinds import kinds_of_layers, period_and_depth
+from finetune.planner.depth.least_room import least_room
 from finetune.planner.depth.repeat_layers import StorageChange, add_unlayered_storage, repeat_layers
 from finetune.planner.roofline import Layout
 from finetune.planner.trace.fake_device import DEVICE_NAME
@@ -54,6 +55,8 @@ class Planned:
     upper: int = 0  # bytes that certainly suffice, by the allocator's replay
     host: Mapping[str, int] = field(default_factory=dict)  # rank 0's tensors in host memory, at each phase's peak
     node: int = 1  # ranks on one machine
+    # Of the GPU's memory at full depth, where the allocator was replayed.
+    changes: Sequence[StorageChange] = field(default=(), repr=False, compare=False)
 
     @property
     def peak(self) -> tuple[str, Peak]:
@@ -69,6 +72,12 @@ class Planned:
     def fits(self) -> bool:
         """Whether one GPU certainly suffices; True where no GPU is named."""
         return self.gpus is None or max(self.needed, self.upper) <= self.gpus.memory
+
+    def fits_from(self) -> int:
+        """Bytes of a GPU from which on it fits, to a page of the allocator; several replays, of a tenth of a second."""
+        if self.reserved is None or not self.changes:
+            return max(self.needed, self.upper)
+        return least_room(self.changes, *self.reserved, expandable=expands_segments()) + sum(self.outside.values())
 
 
 def plan_recipe(
@@ -143,7 +152,8 @@ def _with_allocator(planned: Planned, changes: Sequence[StorageChange], room: in
         with suppress(NoMemory):
             replayed(changes, room)
             upper = room
-    return dataclasses.replace(planned, reserved=(least, most), upper=upper + sum(planned.outside.values()))
+    upper += sum(planned.outside.values())
+    return dataclasses.replace(planned, reserved=(least, most), upper=upper, changes=changes)
 
 
 @dataclass(frozen=True)

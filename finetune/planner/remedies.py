@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,8 +15,10 @@ from finetune.recipe.schema import Recipe
 
 LENGTH, ROWS = "data.max_length", "training.per_device_batch_size"
 GROWING = {"max_length": LENGTH, "per_device_batch_size": ROWS}
-REFINEMENTS = 4  # plans that a guess needs at most
-GRAIN = {LENGTH: 128, ROWS: 1}  # a proposed value is a multiple of this
+GRAIN = {LENGTH: 128, ROWS: 1}  # a value that is searched is a multiple of this
+GUESSES = 6  # plans that `largest` places by a guess; the further ones halve what is left
+EDGE = 0.02  # an estimate this near to the GPU's size says nothing: a trace does
+TRACE, CLOSED_FORM = "trace", "closed form"  # what a remedy's bytes are by
 
 
 class PlanVerdict(Protocol):
@@ -26,6 +29,9 @@ class PlanVerdict(Protocol):
 
     @property
     def fits(self) -> bool: ...
+
+    def fits_from(self) -> int:
+        """Bytes of a GPU from which on it fits."""
 
 
 PlanFunction = Callable[[Recipe, Gpus], PlanVerdict]
@@ -39,36 +45,78 @@ class Remedy:
     changes: Changes
     needed: int
     says: tuple[str, ...]
+    planned_by: str = TRACE
 
     def as_json(self) -> dict[str, Any]:
-        return {"change": self.words, "needed_bytes": self.needed, "means": list(self.says)}
+        facts = {"change": self.words, "needed_bytes": self.needed, "means": list(self.says)}
+        return facts | {"planned_by": self.planned_by}
 
 
 def remedies(
-    recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, plan: PlanFunction, *, count: int = 3, tries: int = 6
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    gpus: Gpus,
+    plan: PlanFunction,
+    *,
+    count: int = 3,
+    tries: int = 6,
+    traced: int | None = None,
 ) -> list[Remedy]:
-    """Changes that make it fit, the cheapest first, each planned by `plan`; the closed form selects which are planned.
-    Where it does not know the recipe, single changes are planned and no combinations.
+    """Changes that make it fit, the cheapest first; the closed form selects which are planned by `plan`. Where it does
+    not know the recipe, single changes are planned and no combinations.
 
-    No result contains another. `count`: results at most. `tries`: plans at most, for each takes seconds.
+    No result contains another.
+
+    Args:
+        count: Results at most.
+        tries: Plans at most, for each takes seconds.
+        traced: As many results are planned, the others are estimated by the closed form. None: all are planned.
     """
     result: list[Remedy] = []
+    for variant, estimated in _worth_a_plan(recipe, config, gpus):
+        if len(result) == count:
+            break
+        if any(variant.changes.keys() >= shown.changes.keys() for shown in result):
+            continue
+        if tries and (traced is None or sum(each.planned_by == TRACE for each in result) < traced):
+            tries -= 1
+            try:
+                planned = plan(variant.recipe, gpus)
+            except FinetuneError:  # the trainer would refuse it
+                continue
+            if planned.fits:
+                result.append(Remedy(variant.words(), variant.changes, planned.needed, variant.says))
+        elif traced is not None and estimated is not None and _fits_by(estimated, variant.recipe, gpus):
+            result.append(Remedy(variant.words(), variant.changes, estimated, variant.says, CLOSED_FORM))
+    return result
+
+
+def _worth_a_plan(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Iterator[tuple[Variant, int | None]]:
+    """Variants that may fit, the cheapest first, each with the bytes that it needs by the closed form; single changes
+    with None where it does not know the recipe."""
     blind = unsupported(recipe, config, gpus) is not None
     for variant in smaller_variants(recipe, gpus):
-        if len(result) == count or not tries:
-            break
-        contains_one = any(variant.changes.keys() >= shown.changes.keys() for shown in result)
-        worth_a_plan = len(variant.says) == 1 if blind else _may_fit(variant, config, gpus)
-        if contains_one or not worth_a_plan:
-            continue
-        tries -= 1
-        try:
-            planned = plan(variant.recipe, gpus)
-        except FinetuneError:  # the trainer would refuse it
-            continue
-        if planned.fits:
-            result.append(Remedy(variant.words(), variant.changes, planned.needed, variant.says))
-    return result
+        if blind:
+            if len(variant.says) == 1:
+                yield variant, None
+        elif unsupported(variant.recipe, config, gpus) is None:
+            needed = estimate(variant.recipe, config, gpus).needed
+            if needed <= gpus.memory:
+                yield variant, needed
+
+
+def _fits_by(estimated: int, recipe: Recipe, gpus: Gpus) -> bool:
+    """Whether the estimate is clear, and the trainer would not refuse the recipe, as a plan says by an error."""
+    if estimated > (1 - EDGE) * gpus.memory:
+        return False
+    from finetune.recipe.strategy import read_strategy
+    from finetune.strategies.accelerator import check_combination  # imports torch
+
+    try:
+        check_combination(recipe, read_strategy(recipe.accelerate_config), on_cpu=False)
+    except FinetuneError:
+        return False
+    return True
 
 
 def spare(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> list[Remedy]:
@@ -80,21 +128,34 @@ def spare(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> list[Remedy]
         if key not in result and unsupported(variant.recipe, config, gpus) is None:
             upper = estimate(variant.recipe, config, gpus).upper
             if upper <= gpus.memory:
-                result[key] = Remedy(variant.words(), variant.changes, upper, variant.says)
+                result[key] = Remedy(variant.words(), variant.changes, upper, variant.says, CLOSED_FORM)
     return list(result.values())
 
 
-def _may_fit(variant: Variant, config: Mapping[str, Any], gpus: Gpus) -> bool:
-    return (
-        unsupported(variant.recipe, config, gpus) is None
-        and estimate(variant.recipe, config, gpus).needed <= gpus.memory
-    )
+@dataclass(frozen=True)
+class Largest:
+    """The largest value of a size that fits, and the bytes that it needs. The next one, where there is one, was planned
+    too, and does not fit."""
+
+    key: str
+    value: int
+    needed: int
+    grain: int  # values are multiples of it
+    next_value: int | None  # None: the largest that there is
+
+    def as_json(self) -> dict[str, Any]:
+        facts = {"change": f"{self.key}={self.value}", "needed_bytes": self.needed, "granularity": self.grain}
+        return facts | {"does_not_fit": None if self.next_value is None else f"{self.key}={self.next_value}"}
 
 
 def largest(
-    recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None, name: str, plan: PlanFunction
-) -> tuple[str, int, int]:
-    """The largest `max_length` or `per_device_batch_size` that fits: key, value, and bytes needed, planned by `plan`.
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    gpus: Gpus | None,
+    name: str,
+    plan: PlanFunction,
+) -> Largest:
+    """The largest `max_length` or `per_device_batch_size` that fits, by `plan`, as the one after it that does not.
 
     Raises FinetuneError for another name, where no GPU is named, and where not even the smallest fits.
     """
@@ -107,75 +168,95 @@ def largest(
     plans: dict[int, PlanVerdict] = {}
 
     def planned(value: int) -> PlanVerdict:
-        if value not in plans:
-            plans[value] = plan(changed(recipe, {key: value}), room)
+        plans[value] = plan(changed(recipe, {key: value}), room)
         return plans[value]
 
-    values = _values(recipe, config, gpus, key)
-    guess = _guess(recipe, config, room, key, values, planned)
-    best = last_fitting_near(values, guess, lambda value: planned(value).fits)
+    def estimated(value: int) -> int:
+        return estimate(changed(recipe, {key: value}), config, room).needed
+
+    values = _values(recipe, config, key)
+    known = unsupported(recipe, config, gpus) is None
+    own = {LENGTH: recipe.data.max_length, ROWS: recipe.training.per_device_batch_size}[key]
+    start = bisect_right(values, own) - 1
+    best = edge(values, gpus.memory, planned, estimated if known else None, start)
     if best < 0:
         raise FinetuneError(f"{key}: not even {values[0]} fits; plan without --max to see changes that do")
-    return key, values[best], planned(values[best]).needed
+    after = values[best + 1] if best + 1 < len(values) else None
+    return Largest(key, values[best], plans[values[best]].needed, GRAIN[key], after)
 
 
-def _guess(
-    recipe: Recipe,
-    config: Mapping[str, Any],
-    gpus: Gpus,
-    key: str,
+def edge(
     values: Sequence[int],
+    memory: int,
     planned: Callable[[int], PlanVerdict],
+    estimated: Callable[[int], int] | None = None,
+    start: int = 0,
 ) -> int:
-    """Index of the last value that should fit: by the closed form, scaled by the ratio of a plan near the edge to it
-    (the allocator's part); by plans alone where there is no closed form."""
-    if unsupported(recipe, config, gpus) is not None:
-        return _last_fitting(values, lambda value: planned(value).fits)
+    """Index of the last value that fits, -1 for none, in few plans: that value was planned, and the one after it.
 
-    def estimated(value: int) -> int:
-        return estimate(changed(recipe, {key: value}), config, gpus).needed
+    Each plan says how much memory it needs with the gaps between tensors, and so where the next one should be. What
+    GUESSES of these leave is halved.
 
-    factor, best = 1.0, -1
-    for _ in range(REFINEMENTS):
-        previous, best = best, _last_fitting(values, lambda value: estimated(value) * factor <= gpus.memory)  # noqa: B023
-        if best in (previous, -1):
-            break
-        plan = planned(values[best])
-        factor = getattr(plan, "upper", plan.needed) / estimated(values[best])
-    return max(best, 0)
+    Args:
+        estimated: Bytes that a value needs. None: bytes are taken to grow by a line through the nearest two plans.
+        start: Index of the first guess, without an estimate.
+    """
+    low, high = -1, len(values)
+    points: list[tuple[int, int]] = []  # of each plan: its value, and the bytes from which on it fits
+    while high - low > 1:
+        at = (low + high) // 2
+        if len(points) < GUESSES:
+            if estimated is not None:
+                guess = _by_estimate(values, memory, points, estimated)
+            else:
+                guess = _on_a_line(values, memory, points, start)
+            at = min(max(guess, low + 1), high - 1)
+        found = planned(values[at])
+        points.append((values[at], found.fits_from()))
+        low, high = (at, high) if found.fits else (low, at)
+    return low
 
 
-def _values(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus, key: str) -> Sequence[int]:
+def _by_estimate(
+    values: Sequence[int], memory: int, points: Sequence[tuple[int, int]], estimated: Callable[[int], int]
+) -> int:
+    """Index of the last value whose estimate fits, as many times larger as the latest plan is than its own."""
+    value, nbytes = points[-1] if points else (values[0], estimated(values[0]))
+    factor = nbytes / estimated(value)
+    return bisect_right(values, memory, key=lambda each: estimated(each) * factor) - 1
+
+
+def _on_a_line(values: Sequence[int], memory: int, points: Sequence[tuple[int, int]], start: int) -> int:
+    if not points:
+        return start
+    (value, nbytes), *others = sorted(points, key=lambda point: abs(point[1] - memory))
+    other, fewer = others[0] if others else (0, 0)
+    slope = (nbytes - fewer) / (value - other)  # bytes a token, or a row
+    return bisect_right(values, value + (memory - nbytes) / slope) - 1 if slope > 0 else start
+
+
+def _values(recipe: Recipe, config: Mapping[str, Any], key: str) -> Sequence[int]:
     if key == ROWS:
         return range(1, recipe.training.global_batch_size + 1)
     longest = int(config.get("max_position_embeddings") or 131_072)
     return range(GRAIN[key], longest + 1, GRAIN[key])
 
 
-def _last_fitting(values: Sequence[int], fits: Callable[[int], bool]) -> int:
-    """Index of the last value that fits, by bisection; -1: none does."""
-    low, high = -1, len(values)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(values[middle]) else (low, middle)
-    return low
-
-
-def last_fitting_near(values: Sequence[int], guess: int, fits: Callable[[int], bool]) -> int:
-    """Index of the last value that fits, -1 for none, searched from a guess: in steps that double until the edge is
-    passed, then by bisection."""
-    low, high, at, step = -1, len(values), guess, 1
-    while high - low > 1:
-        at = min(max(at, low + 1), high - 1)
-        if fits(values[at]):
-            low, at = at, at + step if high == len(values) else (at + high) // 2
-        else:
-            high, at = at, at - step if low < 0 else (low + at) // 2
-        step *= 2
-    return low
-
-
 def lines(result: Iterable[Remedy]) -> list[str]:
     """Two lines for each: the change; the memory it needs and what it means."""
     shown = [(f"  {each.words}", f"      {each.needed / 2**30:.1f} GiB; {', '.join(each.says)}") for each in result]
     return [line for pair in shown for line in pair]
+
+
+def fitting_lines(result: Sequence[Remedy]) -> Iterator[str]:
+    """The lines of changes that make a recipe fit, under what their bytes are by."""
+    if not result:
+        yield "no change that the planner knows makes it fit; use more GPUs, larger ones, or a smaller model"
+    heads = {
+        TRACE: "changes that make it fit at the same global_batch_size, the cheapest first, each planned by a trace:",
+        CLOSED_FORM: "by the closed form alone these need less too; plan one to be sure that it fits:",
+    }
+    for planned_by, head in heads.items():
+        if chosen := [each for each in result if each.planned_by == planned_by]:
+            yield head
+            yield from lines(chosen)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,14 @@ import pytest
 from finetune.architecture import loss
 from finetune.cli.main import main
 from finetune.errors import DoesNotFit
+from finetune.model.known_configs import full_config
+from finetune.planner import command
+from finetune.planner.closed_form.estimate import estimate
 from finetune.planner.command import plan_by_trace
 from finetune.planner.pick import candidates
-from finetune.recipe.gpus import parse_gpus
+from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Recipe
 from tests.support.recipes import tiny_lora, write_recipe
 from tests.support.tiny import write_chats
 
@@ -105,6 +110,50 @@ def test_what_is_picked_from_takes_about_32_thousand_tokens_a_step(gpus: str, no
             assert training.global_batch_size * length == pytest.approx(32_768, rel=1 / 3)
 
 
+@dataclass(frozen=True)
+class Estimated:
+    """A plan by the closed form in the place of a traced one, for speed."""
+
+    recipe: Recipe
+    gpus: Gpus
+
+    @property
+    def needed(self) -> int:
+        config = full_config(self.recipe.model.name_or_path)[0]
+        return estimate(self.recipe, config, self.gpus).needed
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.gpus.memory
+
+    def fits_from(self) -> int:
+        return self.needed
+
+
+@pytest.mark.parametrize("as_json", [True, False], ids=["json", "text"])
+def test_progress_is_beside_the_result(
+    as_json: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "plan_by_trace", Estimated)
+    recipe = str(ROOT / "recipes" / "llama3_fsdp.yaml")
+    code, out, err = plan_output([recipe, "--max", "max_length", *(["--json"] if as_json else [])], capsys)
+    assert code == 0
+    first, verdict, second, refusal = err.splitlines()
+    assert re.fullmatch(r"tracing lora, fsdp2, 2 x [\d,]+ tokens, activation_checkpointing: true", first)
+    assert re.fullmatch(r"  22\.\d GiB of 22\.4", verdict)
+    assert second.startswith("tracing ")
+    assert re.fullmatch(r"  22\.\d GiB of 22\.4, does not fit", refusal)
+    if not as_json:
+        assert re.fullmatch(r"data.max_length=\d+  needs 22.\d GiB of 22.4 a GPU; \d+ does not fit", out.rstrip())
+        return
+    told = json.loads(out)
+    assert told.keys() == {"ok", "change", "needed_bytes", "gpu_bytes", "granularity", "does_not_fit"}
+    value, after = (int(told[key].partition("=")[2]) for key in ("change", "does_not_fit"))
+    assert after - value == told["granularity"] == 128
+    assert f"2 x {value:,} tokens" in first
+    assert f"2 x {after:,} tokens" in second
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -182,7 +231,8 @@ def test_no_library_speaks_beside_the_plan(tiny_llama: Path, tmp_path: Path) -> 
     ]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (0, "")
+    progress = "tracing lora, fsdp2, 1 x 64 tokens, activation_checkpointing: true; and probing the model"
+    assert (done.returncode, done.stderr.splitlines()) == (0, [progress])
     assert done.stdout.startswith("fits 2 x ")  # all of it is there, though the process ends at once
     lines = [line for line in done.stdout.splitlines() if line.startswith(("data: ", "training.", "data.train: "))]
     assert lines[0].startswith("data: estimated by the model's tokenizer: 1 row of up to 64 tokens")
@@ -207,10 +257,12 @@ def test_what_was_picked_was_planned(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.slow
 def test_changes_are_shown_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(ROOT / "recipes" / "llama3_8b_lora_1x24gb.yaml")
-    code, out, _ = plan_output([recipe, "--gpus", "12GB", "--json"], capsys)
+    code, out, err = plan_output([recipe, "--gpus", "12GB", "--json"], capsys)
     told = json.loads(out)
     assert code == 3
     assert told["changes"]
+    assert [change["planned_by"] for change in told["changes"]].count("trace") == 1
+    assert 2 <= err.count("tracing ") <= 4, "itself, and three changes at most"
     for change in told["changes"]:
         assert change["needed_bytes"] <= told["gpu_bytes"]
         assert "quantization" in change["change"], "a bfloat16 base of 16 GB is on no 12 GB card"

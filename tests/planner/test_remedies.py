@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -17,7 +16,18 @@ from finetune.planner import pick
 from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.planner.closed_form.shape import FAMILIES
 from finetune.planner.explain import explain_plan
-from finetune.planner.remedies import LENGTH, ROWS, largest, last_fitting_near, remedies, spare
+from finetune.planner.remedies import (
+    CLOSED_FORM,
+    EDGE,
+    LENGTH,
+    ROWS,
+    TRACE,
+    edge,
+    fitting_lines,
+    largest,
+    remedies,
+    spare,
+)
 from finetune.planner.variants import changed, smaller_variants
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.loader import load_recipe
@@ -35,6 +45,9 @@ class Planned:
 
     needed: int
     fits: bool
+
+    def fits_from(self) -> int:
+        return self.needed
 
 
 class Planner:
@@ -106,15 +119,133 @@ def test_what_spare_memory_could_buy() -> None:
     assert spare(recipe, config_of(recipe), parse_gpus("19GB")) == []
 
 
+@pytest.mark.parametrize("traced", [0, 1, 2])
+def test_only_as_many_are_traced_as_are_asked_for(traced: int) -> None:
+    """The others are estimated, and are said to be."""
+    recipe, room, plan = load("llama3_full"), parse_gpus("8x40GB"), Planner()
+    found = remedies(recipe, config_of(recipe), room, plan, traced=traced)
+    assert [each.planned_by for each in found] == [TRACE] * traced + [CLOSED_FORM] * (3 - traced)
+    assert [each.as_json()["planned_by"] for each in found] == [each.planned_by for each in found]
+    assert len(plan.asked) == traced
+    for remedy in found:
+        variant = changed(recipe, remedy.changes)
+        assert (variant in plan.asked) == (remedy.planned_by == TRACE)
+        assert remedy.needed == estimate(variant, config_of(recipe), room).needed
+        assert remedy.planned_by == TRACE or remedy.needed <= (1 - EDGE) * room.memory
+    heads = [line for line in fitting_lines(found) if not line.startswith(" ")]
+    assert len(heads) == (traced > 0) + 1
+    assert "by the closed form alone" in heads[-1]
+    assert traced == 0 or "each planned by a trace" in heads[0]
+
+
+def test_traces_are_few_where_none_fits_and_the_closed_form_goes_on() -> None:
+    recipe, room, asked = load("llama3_full"), parse_gpus("8x40GB"), list[Recipe]()
+
+    def refuse(variant: Recipe, gpus: Gpus) -> Planned:
+        asked.append(variant)
+        return Planned(gpus.memory + 1, False)
+
+    found = remedies(recipe, config_of(recipe), room, refuse, tries=2, traced=1)
+    assert len(asked) == 2
+    assert {each.planned_by for each in found} == {CLOSED_FORM}
+    assert not [each for each in found if changed(recipe, each.changes) in asked], "refuted by its trace"
+
+
 @pytest.mark.parametrize(("name", "key"), [("max_length", LENGTH), ("training.per_device_batch_size", ROWS)])
 def test_how_far_a_size_goes(name: str, key: str) -> None:
     recipe, room, plan = load("llama3_8b_lora_1x24gb"), parse_gpus("24GB"), Planner()
-    found, value, needed = largest(recipe, config_of(recipe), room, name, plan)
-    assert found == key
-    assert needed <= room.memory
-    step = {LENGTH: 128, ROWS: 1}[key]
-    assert not plan(changed(recipe, {key: value + step}), room).fits
-    assert len(plan.asked) <= 4, "the closed form finds it, the plan confirms it"
+    found = largest(recipe, config_of(recipe), room, name, plan)
+    assert (found.key, found.grain) == (key, {LENGTH: 128, ROWS: 1}[key])
+    assert found.needed <= room.memory
+    assert found.next_value == found.value + found.grain
+    assert not plan(changed(recipe, {key: found.next_value}), room).fits
+    assert len(plan.asked) <= 3, "that value and the next one, and this test's own"
+    assert found.as_json()["does_not_fit"] == f"{key}={found.next_value}"
+
+
+def test_the_largest_there_is() -> None:
+    recipe, room, plan = load("llama3_8b_lora_1x24gb"), parse_gpus("8x141GB"), Planner()
+    found = largest(recipe, config_of(recipe), room, "per_device_batch_size", plan)
+    assert (found.value, found.next_value) == (recipe.training.global_batch_size, None)
+    assert found.as_json()["does_not_fit"] is None
+    assert len(plan.asked) == 1
+
+
+@dataclass(frozen=True)
+class Line:
+    """Plans of values whose bytes grow by a line, with so much more in gaps."""
+
+    memory: int
+    fixed: int
+    slope: int
+    gaps: float = 1.0
+
+    def bytes_of(self, value: int) -> int:
+        return self.fixed + self.slope * value
+
+    def fits_from(self, value: int) -> int:
+        return int(self.gaps * self.bytes_of(value))
+
+
+class Asked:
+    """A plan of a value, and which values it was asked about."""
+
+    def __init__(self, line: Line) -> None:
+        self.line, self.values = line, list[int]()
+
+    def __call__(self, value: int) -> LinePlan:
+        self.values.append(value)
+        return LinePlan(self.line, value)
+
+
+@dataclass(frozen=True)
+class LinePlan:
+    line: Line
+    value: int
+
+    @property
+    def needed(self) -> int:
+        return self.line.bytes_of(self.value)
+
+    @property
+    def fits(self) -> bool:
+        return self.fits_from() <= self.line.memory
+
+    def fits_from(self) -> int:
+        return self.line.fits_from(self.value)
+
+
+VALUES = range(128, 128 * 1025, 128)
+
+
+def by_bisection(line: Line) -> int:
+    return sum(line.fits_from(value) <= line.memory for value in VALUES) - 1
+
+
+@pytest.mark.parametrize("gaps", [1.0, 1.005, 1.1, 1.4])
+def test_the_edge_is_that_of_bisection_in_two_or_three_plans(gaps: float) -> None:
+    for memory in range(1_000_000, 70_000_000, 1_234_567):
+        line = Line(memory, 900_000, 500, gaps)
+        asked = Asked(line)
+        assert edge(VALUES, memory, asked, line.bytes_of) == by_bisection(line)
+        assert len(asked.values) == len(set(asked.values)) <= 3
+        asked = Asked(line)
+        assert edge(VALUES, memory, asked, start=31) == by_bisection(line), "without a closed form, from the own value"
+        assert len(asked.values) == len(set(asked.values)) <= 5
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "far too much", "backwards"])
+def test_a_wrong_closed_form_falls_back_to_bisection(wrong: str) -> None:
+    estimates = {
+        "nothing": lambda _: 1,
+        "far too much": lambda value: 10**15 * value,
+        "backwards": lambda v: 10**9 // v,
+    }
+    for memory in range(1_000_000, 70_000_000, 1_234_567):
+        line = Line(memory, 900_000, 500, 1.01)
+        asked = Asked(line)
+        assert edge(VALUES, memory, asked, estimates[wrong]) == by_bisection(line)
+        assert len(asked.values) == len(set(asked.values)) <= 6 + 10, "the guesses, and a bisection of 1,024 values"
 
 
 def test_sizes_that_cannot_be_searched() -> None:
@@ -123,20 +254,6 @@ def test_sizes_that_cannot_be_searched() -> None:
         largest(recipe, config_of(recipe), room, "learning_rate", Planner())
     with pytest.raises(FinetuneError, match="not even 128 fits"):
         largest(recipe, config_of(recipe), parse_gpus("8GB"), "max_length", Planner())
-
-
-def test_the_edge_is_found_from_near_in_few_plans() -> None:
-    values = range(100, 1100)
-    for edge, guess in product(range(99, 1100, 37), range(0, 1000, 41)):
-        asked: list[int] = []
-
-        def fits(value: int, edge: int = edge, asked: list[int] = asked) -> bool:
-            asked.append(value)
-            return value <= edge
-
-        assert last_fitting_near(values, guess, fits) == edge - 100
-        far = abs(edge - 100 - guess) + 1
-        assert len(asked) == len(set(asked)) <= 2 * math.log2(far) + 3
 
 
 def hold_the_pick(model: str, budget: str) -> bool:
@@ -209,6 +326,7 @@ def test_changes_where_there_is_no_closed_form() -> None:
     found = remedies(recipe, config_of(recipe), room, plan)
     assert [list(each.changes) for each in found] == [["quantization"]]
     assert len(asked) <= 6
+    assert remedies(recipe, config_of(recipe), room, plan, traced=1) == found, "none by a closed form"
     assert unsupported(recipe, config_of(recipe), room) == "the architecture gemma3_text"
     assert explain_plan(recipe, config_of(recipe), room).endswith("gemma3_text is planned by its trace.")
 

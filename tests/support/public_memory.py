@@ -34,7 +34,7 @@ from finetune.planner.depth.repeat_layers import StorageChange, repeat_layers
 from finetune.planner.trace.fake_device import DEVICE_NAME, pretend_device
 from finetune.planner.trace.fake_model import fill_with_fakes, no_data
 from finetune.planner.trace.kernel_workspaces import workspaces
-from finetune.planner.trace.recorder import Recorder, tagging
+from finetune.planner.trace.recorder import OnOperations, Recorder, tagging
 from finetune.planner.trace.timeline import Timeline
 from tests.support.cells import ROOT
 
@@ -108,8 +108,7 @@ def timeline_of(adapter: dict[str, Any] | None, lengths: Sequence[int], layers: 
         for each in (
             factors_as_on_cuda(),
             moved_without_swapping(),
-            workspaces(recorder, device, CUBLAS_WORKSPACE),
-            tagging(recorder, gloo=False),
+            OnOperations(tagging(recorder, gloo=False), workspaces(recorder, device, CUBLAS_WORKSPACE)),
         ):
             inside.enter_context(each)
         with recorder.phases("load"):

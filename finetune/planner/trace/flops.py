@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from finetune.measure.collectives import CALLS, CollectiveStats
 from finetune.measure.phases import Phases
 from finetune.planner.constants import DDP_BUCKET, DDP_FIRST_BUCKET
-from finetune.planner.trace.recorder import OnOperations, tensors_in
+from finetune.planner.trace.recorder import AroundOperation, OnOperations, tensors_in
 
 FORMULAS = {str(packet).removeprefix("aten."): formula for packet, formula in flop_registry.items()}
 # Multiply-adds of the products that torch's table lacks or cannot count, from their operands.
@@ -71,15 +71,17 @@ class StepWork:
 
 
 @contextmanager
-def count_operations(phases: Phases, fake_mode: Any = None) -> Iterator[Counter[Operation]]:
+def count_operations(phases: Phases, *others: AroundOperation, fake_mode: Any = None) -> Iterator[Counter[Operation]]:
     """Count the operations in the block by the phase in which they run.
 
-    `fake_mode`: count those on this mode's tensors, and no others.
+    Args:
+        others: Functions that run around each operation too, inside of the count.
+        fake_mode: Count the operations on this mode's tensors, and no others.
     """
     operations: Counter[Operation] = Counter()
 
-    def count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
+    def count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        result = run()
         name = func._schema.name.partition("::")[2]
         if not phases.current or func.is_view or name in NO_WORK or func.namespace in (*CALLS, "prim"):
             return result
@@ -94,7 +96,7 @@ def count_operations(phases: Phases, fake_mode: Any = None) -> Iterator[Counter[
             operations[Operation(phases.current, kind, flops, nbytes, itemsize)] += 1
         return result
 
-    with OnOperations(count):
+    with OnOperations(count, *others):
         yield operations
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from finetune.planner.constants import FLASH_BLOCK, FLOAT32, SORTED_TOKENS, rounded_up
-from finetune.planner.trace.recorder import OnOperations, Recorder
+from finetune.planner.trace.recorder import AroundOperation, Recorder
 
 EFFICIENT_BLOCK = 64
 NORM_CHUNK = 65_536  # elements
@@ -117,7 +117,7 @@ SUMMED_BY_SEQUENCE = {
 }
 
 
-def workspaces(recorder: Recorder, device: torch.device, cublas: int, deterministic: bool = False) -> OnOperations:
+def workspaces(recorder: Recorder, device: torch.device, cublas: int, deterministic: bool = False) -> AroundOperation:
     """Records, after each operation's results, the workspace that its kernel allocates in addition to them.
 
     `cublas`: bytes of one of its workspaces. `deterministic`: of the kernels that training.deterministic takes.
@@ -130,14 +130,14 @@ def workspaces(recorder: Recorder, device: torch.device, cublas: int, determinis
         recorder.mark([work], component)
         return work
 
-    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def with_workspace(func: Any, args: tuple[Any, ...], _: dict[str, Any], run: Callable[[], Any]) -> Any:
         name = str(func)
         if name == "aten._pin_memory.default":
             return torch.empty_like(args[0])
         if name == "aten.record_stream.default":
             return None
         # A product that is added to its `out`, which this is: torch 2.11 cannot run it on fake tensors.
-        result = kwargs["out"] if name == "aten.addmm.dtype_out" else func(*args, **kwargs)
+        result = kwargs["out"] if name == "aten.addmm.dtype_out" else run()
         thread = threading.get_ident()
         if func.namespace == "aten" and name.split(".")[1] in MATRIX_PRODUCTS:
             if result.device == device and thread not in of_threads:
@@ -151,4 +151,4 @@ def workspaces(recorder: Recorder, device: torch.device, cublas: int, determinis
                 allocate(nbytes, component)
         return result
 
-    return OnOperations(run)
+    return with_workspace

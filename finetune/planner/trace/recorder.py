@@ -21,6 +21,8 @@ from finetune.planner.trace.timeline import Event, Timeline, layer_of
 BY_NAMESPACE = {"fsdp": "communication buffers", "bitsandbytes": "quantisation workspace"}
 COLLECTIVES = ("c10d", "_c10d_functional")
 WEIGHT_COMPONENTS = ("parameters", "gathered layers")
+# Called with an operation, its arguments, and a function that runs it on these.
+AroundOperation = Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
 
 
 class Recorder:
@@ -152,33 +154,39 @@ class Recorder:
 
 
 class OnOperations(TorchDispatchMode):
-    """Calls a function in place of each operation, with the operation and its arguments, while it is entered."""
+    """Calls functions around each operation while it is entered, the first one outermost. One mode for all of them:
+    each mode on torch's stack takes microseconds an operation."""
 
-    def __init__(self, function: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def __init__(self, *functions: AroundOperation) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no constructor here
-        self._function = function
+        self._functions = functions
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):  # a wrapper: its parts are dispatched again
             return NotImplemented
-        return self._function(func, args, kwargs or {})
+        return self._call(0, func, args, kwargs or {})
+
+    def _call(self, at: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if at == len(self._functions):
+            return func(*args, **kwargs)
+        return self._functions[at](func, args, kwargs, partial(self._call, at + 1, func, args, kwargs))
 
 
-def tagging(recorder: Recorder, *, gloo: bool) -> OnOperations:
+def tagging(recorder: Recorder, *, gloo: bool) -> AroundOperation:
     """Passes each operation to the recorder; entered after the phases' own mode, so that it runs first.
 
     `gloo`: the backend of CPU ranks, which reduces and scatters a copy of its input.
     """
 
-    def tag(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def tag(func: Any, args: tuple[Any, ...], _: dict[str, Any], run: Callable[[], Any]) -> Any:
         recorder.begin_operation(func, args)
         if gloo and str(func) == "c10d._reduce_scatter_base_.default":
             recorder.ledger.see(args[1].clone())
-        return func(*args, **kwargs)
+        return run()
 
-    return OnOperations(tag)
+    return tag
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:

@@ -100,9 +100,9 @@ def trace(
             inside.enter_context(host_pages())
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
-        if gpu:
-            inside.enter_context(workspaces(recorder, device, cublas, recipe.training.deterministic))
-        with tagging(recorder, gloo=not gpu), count_operations(recorder.phases, mode) as operations:
+        around = [workspaces(recorder, device, cublas, recipe.training.deterministic)] if gpu else []
+        around.insert(0, tagging(recorder, gloo=not gpu))
+        with count_operations(recorder.phases, *around, fake_mode=mode) as operations:
             with recorder.phases("load"):
                 # The ranks [ranks] int32, which torch's device mesh keeps in host memory.
                 numbers = None if mesh is None else torch.empty(ranks, dtype=torch.int32, device="cpu")
