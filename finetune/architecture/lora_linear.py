@@ -41,9 +41,26 @@ def compute_adapters(model: nn.Module, unpack: Unpack, *, by_peft: str | None = 
             layer.forward = MethodType(_forward, layer)
 
 
-def computed_by(model: nn.Module) -> list[str]:
-    """Of each layer with an adapter: OWN, or why peft computes it."""
-    return [getattr(layer, "finetune_computed_by", "as peft made it") for layer in _adapted(model)]
+def computed_by(model: nn.Module, *, cast: bool) -> list[str]:
+    """Of each layer with an adapter: OWN, or why peft computes it.
+
+    Args:
+        cast: Whether all weights are cast to one number format, by autocast or where they are gathered.
+    """
+    return [
+        "two number formats"
+        if layer.finetune_computed_by == OWN and not (cast or _formats_agree(layer))
+        else layer.finetune_computed_by
+        for layer in _adapted(model)
+        if hasattr(layer, "finetune_computed_by")
+    ]
+
+
+def _formats_agree(layer: Any) -> bool:
+    """Whether adapter and base are of one number format; that of packed weights is the one they were packed from."""
+    base, (down,) = layer.base_layer, layer.lora_A.values()
+    packing = getattr(base, "packing", None) or vars(getattr(base.weight, "quant_state", base.weight))
+    return bool(down.weight.dtype == packing.get("dtype", base.weight.dtype))
 
 
 def _adapted(model: nn.Module) -> list[Any]:

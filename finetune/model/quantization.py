@@ -93,20 +93,25 @@ def as_quantized(weight: Tensor, quantization: Quantization) -> Tensor:
     return _unpacked(packed, state)
 
 
-def _unpacked(packed: Tensor, state: Any) -> Tensor:
-    """The numbers that a packed weight stands for, in its own shape.
+def _unpacked(packed: Tensor, state: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """The numbers that a packed weight stands for, in its own shape; in its own format where `dtype` is None.
 
     bitsandbytes 0.50 counts blocks along each row on a CPU, and along the whole weight when it quantises: rows that are
     not whole blocks come out up to 38 % wrong. As a single row they come out right.
     """
     from bitsandbytes import functional as bits
 
-    shape = state.shape
+    shape, state = state.shape, copy.copy(state)
+    state.dtype = dtype or state.dtype
     if _by_rows_is_right(packed.device, shape):
-        return bits.dequantize_4bit(packed, state)
-    flat = copy.copy(state)
-    flat.shape = torch.Size((1, shape.numel()))
-    return bits.dequantize_4bit(packed, flat).view(shape)
+        return bits.dequantize_4bit(packed.view(-1, 1), state)
+    state.shape = torch.Size((1, shape.numel()))
+    return bits.dequantize_4bit(packed.view(-1, 1), state).view(shape)
+
+
+def unpacked_weight(layer: Any, dtype: torch.dtype) -> Tensor:
+    """A 4-bit layer's weight as it has it now, dequantised: [outputs, inputs]."""
+    return _unpacked(layer.weight, _state(layer) if hasattr(layer, "packing") else layer.weight.quant_state, dtype)
 
 
 def _by_rows_is_right(device: torch.device, shape: torch.Size) -> bool:
@@ -135,7 +140,7 @@ def _product(hidden: Tensor, weight: Tensor, state: Any, layer: Any) -> Tensor:
     if _by_rows_is_right(hidden.device, state.shape):
         result: Tensor = bitsandbytes.matmul_4bit(hidden.to(compute), weight, quant_state=state, bias=bias)  # type: ignore[attr-defined]
         return result
-    return nn.functional.linear(hidden.to(compute), _unpacked(weight, state).to(compute), bias)
+    return nn.functional.linear(hidden.to(compute), _unpacked(weight, state, compute), bias)
 
 
 def quantized_layers(model: nn.Module) -> Iterator[Any]:

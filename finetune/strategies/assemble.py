@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from finetune.architecture.lora_linear import compute_adapters
 from finetune.errors import FinetuneError
 from finetune.launch.launcher import Launch
 from finetune.launch.rendezvous import collective_timeout
@@ -22,7 +23,7 @@ from finetune.model.build import build_model, decoder_parts, structure_alone
 from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import make_optimizer
 from finetune.model.optimizers.rounded_adamw import RoundedAdamW
-from finetune.model.quantization import plain_quantized_weights
+from finetune.model.quantization import plain_quantized_weights, unpacked_weight
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.accelerator import cores_for
@@ -86,6 +87,7 @@ def assemble(
     if strategy.uses_engine:
         return _under_zero(recipe, strategy, accelerator, build, launch)
     unwrapped = build(recipe, accelerator.device)
+    compute_adapters(unwrapped, unpacked_weight)
     model, optimizer = prepare_silenced(accelerator, unwrapped, make_optimizer(unwrapped, recipe))
     return Assembled(model, unwrapped, optimizer)
 
@@ -100,6 +102,7 @@ def _sharded(
     decoder = decoder_parts(unwrapped)
     late = taken(decoder)
     plain_quantized_weights(unwrapped)
+    compute_adapters(unwrapped, unpacked_weight)
     decoder.generation_config = _broadcast_from_rank_0(getattr(decoder, "generation_config", None))
     compute = COMPUTE[recipe.training.mixed_precision]
     shard_model(decoder, strategy, mesh, accelerator.device, compute, late)
@@ -138,6 +141,8 @@ def _under_zero(
                 partition(filled_one_by_one(unwrapped, accelerator.device, dtype), config)
     else:
         unwrapped = build(recipe, accelerator.device, dtype=dtype)
+    inside = f"{strategy.name} gathers weights inside of it" if strategy.shards_parameters else None
+    compute_adapters(unwrapped, unpacked_weight, by_peft=inside)
     optimizer = make_optimizer(unwrapped, recipe)
     if isinstance(optimizer, RoundedAdamW):
         of = optimizer.places()

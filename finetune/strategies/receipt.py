@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from finetune.architecture.lora_linear import OWN, computed_by
 from finetune.errors import EnvironmentMismatch
 from finetune.model.adapter_reach import adapted_paths, describe_reach, reach
 from finetune.model.build import attention_name, decoder_parts
@@ -40,6 +41,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     packed = {id(layer.weight) for layer in quantized_layers(model)}
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    cast_to = _compute_dtype(accelerator, parts)
     receipt = {
         "strategy": strategy.name,
         "world_size": accelerator.num_processes,
@@ -54,8 +56,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "dtypes": {
             "master": _dtypes(trained) if parts.engine is None else dtype_name(master_dtype(parts.engine)),
             "frozen": _dtypes(frozen),
-            "compute": _compute_dtype(accelerator, parts)
-            or _dtypes(parameter for parameter in frozen or trained if id(parameter) not in packed),
+            "compute": cast_to or _dtypes(parameter for parameter in frozen or trained if id(parameter) not in packed),
             "reduce": _reduced_in(parts, trained),
             "optimizer_state": None,  # read off the state, once there is one: add_optimizer_state
         },
@@ -66,6 +67,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "loss_scaling": "dynamic" if accelerator.scaler is not None else None,
         "quantized_layers": dict(Counter(type(layer).__name__ for layer in quantized_layers(model))),
         "adapted_layers": len(adapted_paths(model)),
+        "adapters_computed": dict(Counter(computed_by(model, cast=cast_to is not None))),
         **reach(model, decoder_parts(model), full_numel),
         "layers": len(layers),
         "checkpointed_layers": sum(1 for layer in layers if layer.gradient_checkpointing),
@@ -202,9 +204,16 @@ def describe(receipt: dict[str, Any]) -> str:
     return (
         f"{name}: {parameters['trained']:,} parameters trained ({share:.2%}) in {dtypes['master']}, "
         f"computed in {dtypes['compute']}, {receipt['strategy']} on {receipt['world_size']} x {receipt['device']}\n"
-        f"{describe_reach(receipt)}"
+        f"{describe_reach(receipt)}{_computed_by_peft(receipt)}"
         f"data: {counted(data['documents'], 'document')} in rows that are {data['fill']:.0%} full, "
         f"{counted(data['supervised_tokens'], 'token')} learned\n"
         f"batch: {counted(batch['world_size'], 'rank')} x {counted(batch['micro_steps'], 'micro-step')} x "
         f"{counted(batch['per_device_batch_size'], 'row')}"
     )
+
+
+def _computed_by_peft(receipt: dict[str, Any]) -> str:
+    """The line, with its break, that says which adapters take peft's way, and why; empty where none does."""
+    others = {why: count for why, count in receipt["adapters_computed"].items() if why != OWN}
+    reasons = ", ".join(f"{why} ({count})" for why, count in others.items())
+    return f"computed by peft, with more memory traffic: {reasons}\n" if others else ""
