@@ -71,6 +71,7 @@ def test_the_run_folder_holds_what_is_promised(
     assert set(receipt["probe"]["found"]) == {"kept", "recomputed"}
     seven = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     assert (receipt["adapted_layers"], receipt["adapted_modules"]) == (14, dict.fromkeys(seven, 2))
+    assert receipt["adapters_computed"] == {"own": 14}
     assert json.loads((run / "environment.json").read_text())["versions"]["torch"]
     assert {path.name for path in run.iterdir()} >= {"recipe.yaml", "adapter"}
 

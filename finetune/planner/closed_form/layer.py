@@ -1,9 +1,9 @@
 """The bytes of one decoder layer, step by step: what each step saves for backward, and what is allocated while it runs.
 
 Written from transformers (models/llama/modeling_llama.py: LlamaDecoderLayer, LlamaRMSNorm, LlamaMLP,
-apply_rotary_pos_emb), peft (tuners/lora/layer.py: Linear.forward), bitsandbytes (autograd/_functions.py: MatMul4Bit)
-and CUDA's autocast lists (ATen/autocast_mode.h). tests/planner/test_closed_form.py compares it with the trace, which
-runs them. Shapes: T tokens, h hidden, f inner, q = heads x head size, k = key-value heads x head size, r rank.
+apply_rotary_pos_emb), architecture/lora_linear.py, bitsandbytes (autograd/_functions.py: MatMul4Bit) and CUDA's
+autocast lists (ATen/autocast_mode.h). tests/planner/test_closed_form.py compares it with the trace, which runs them.
+Shapes: T tokens, h hidden, f inner, q = heads x head size, k = key-value heads x head size, r rank.
 
 To add a tensor: find the step that makes it, and write one line with its shape, times HALF or FLOAT32 bytes.
 
@@ -158,19 +158,14 @@ def _mlp_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep]:
     )
     down = shape.linears["down"]
     # [T, f] bfloat16: the product is saved by down itself where a weight's gradient needs it as it is.
-    product_saved = numerics.base_trained or (down.rank > 0 and not numerics.adapters_cast)
+    product_saved = numerics.base_trained or down.rank > 0
     product = 0 if product_saved else inner
     entering = HALF * numerics.tokens * shape.hidden if float32_residual else 0  # [T, h]: down's gradient, cast
     step = _linear(down, numerics, live + product, residual_gradient + entering, input_saved=True)
-    needed = 0
-    if down.rank and not numerics.base_trained:
-        # Recomputation ends when lora_B asks for its input. By then there are the base's result and the gradient
-        # times the adapter's scale, [T, h] each, and of a cast adapter the float32 input [T, f].
-        needed = 2 * HALF * numerics.tokens * shape.hidden + (2 * inner if numerics.adapters_cast else 0)
     yield replace(
         step,
         saved_for_backward=step.saved_for_backward + (inner if product_saved else 0),
-        recompute_transient=live + product + needed,
+        recompute_transient=live + product,  # which ends before the product: its weight and its input are there
     )
 
 
@@ -202,14 +197,13 @@ def _norm_output_saved(shape: Shape, numerics: LayerNumerics, users: tuple[str, 
     """Whether linears save the norm's output [T, h] itself, rather than a cast of it each, or nothing."""
     if numerics.casts_residual:
         return False
-    adapted = any(shape.linears[name].rank for name in users)
-    return numerics.base_trained or (adapted and not numerics.adapters_cast)
+    return numerics.base_trained or any(shape.linears[name].rank for name in users)
 
 
 def _linear(
     linear: Linear, numerics: LayerNumerics, forward_live: int, backward_live: int, *, input_saved: bool = False
 ) -> LayerStep:
-    """A matrix product, and its adapter's two.
+    """A matrix product, and its adapter's two, which allocate no other result and no other gradient of the input.
 
     `forward_live` and `backward_live`: bytes of other steps' tensors that live meanwhile. `input_saved`: the input is
     bfloat16 already, and counted elsewhere.
@@ -236,30 +230,16 @@ def _linear(
         dequantised_weights=dequantised,
         dequantise_transient=forward_live + result,
     )
-    return _with_adapter(base, linear, numerics, forward_live, backward_live) if linear.rank else base
-
-
-def _with_adapter(
-    base: LayerStep, linear: Linear, numerics: LayerNumerics, forward_live: int, backward_live: int
-) -> LayerStep:
-    """peft: result + lora_B(lora_A(dropout(x))) * scaling, without dropout."""
-    given = HALF * numerics.tokens * linear.inputs  # [T, inputs] bfloat16
-    result = HALF * numerics.tokens * linear.outputs  # [T, outputs] bfloat16
-    saved = HALF * numerics.tokens * linear.rank  # [T, r] bfloat16: lora_A's output
-    cast_weights = float32_input = 0
-    if numerics.adapters_cast:
-        saved += given  # [T, inputs] bfloat16: the float32 input, cast again by autocast
-        cast_weights = HALF * linear.adapter_weights  # [r, inputs] and [outputs, r] bfloat16
-        float32_input = FLOAT32 * numerics.tokens * linear.inputs  # [T, inputs]: x in the adapter's own format
+    if not linear.rank:
+        return base
+    inner = HALF * numerics.tokens * linear.rank  # [T, r] bfloat16: x A^T, and its gradient
+    adapter_weights = HALF * linear.adapter_weights  # [r, inputs] and [outputs, r] bfloat16
     return replace(
         base,
-        saved_for_backward=saved,
-        cast_weights=cast_weights,
-        # The base's result, lora_B's, and that times the scale: [T, outputs] each.
-        forward_transient=forward_live + float32_input + 3 * result,
-        # The scaled gradient [T, outputs], or the base's and the adapter's gradients of the input [T, inputs].
-        backward_transient=backward_live + max(result, 2 * given),
-        weight_gradients=HALF * linear.adapter_weights,  # [r, inputs] and [outputs, r] bfloat16
+        saved_for_backward=inner,
+        cast_weights=adapter_weights if numerics.adapters_cast else 0,
+        backward_transient=base.backward_transient + inner,
+        weight_gradients=adapter_weights,
     )
 
 

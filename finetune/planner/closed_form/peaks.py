@@ -211,7 +211,10 @@ def _recomputing(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
     for step in rank.layer_steps:
         saved, casts = saved + step.saved_for_backward, casts + step.cast_weights
         in_layer = live.plus({c.ACTIVATIONS: saved, c.CAST_WEIGHTS: casts})
-        yield from _in_step(step, in_layer, step.recompute_transient or step.forward_transient)
+        if step.recompute_transient:
+            yield in_layer.plus({c.ACTIVATIONS: step.recompute_transient})
+        else:
+            yield from _in_step(step, in_layer, step.forward_transient)
 
 
 def _steps_backward(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
@@ -226,9 +229,8 @@ def _steps_backward(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
         else:  # of this step's weights, and those in float32 where bfloat16 casts of them were multiplied
             in_step = in_step.plus({c.BACKWARD_WORKSPACE: step.weight_gradients * (3 if casting else 1)})
         yield in_step
-        if step.dequantised_weights:  # backward of the adapter is over by then
-            dequantised = {c.QUANTISATION_WORKSPACE: step.dequantised_weights}
-            yield in_step.plus({c.ACTIVATIONS: -step.saved_for_backward} | dequantised)
+        if step.dequantised_weights:
+            yield in_step.plus({c.QUANTISATION_WORKSPACE: step.dequantised_weights})
         saved, casts = saved - step.saved_for_backward, casts - step.cast_weights
         layer_gradients += step.weight_gradients
 

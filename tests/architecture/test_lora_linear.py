@@ -1,0 +1,378 @@
+"""Layers with adapters, computed by the kit: peft's numbers, what is kept of them, and what stays peft's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+from finetune.architecture.lora_linear import OWN, compute_adapters, computed_by
+from finetune.model.quantization import unpacked_weight
+
+INPUTS, INNER, RANK = 48, 64, 4
+CASES: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "scale of one": {"lora_alpha": RANK},
+    "rslora": {"use_rslora": True, "lora_alpha": 3},
+    "dropout": {"lora_dropout": 0.3},
+    "biases": {"lora_bias": True, "bias": "all"},
+    "biases and dropout": {"lora_bias": True, "lora_dropout": 0.5},
+}
+
+
+class Block(nn.Module):
+    """Two layers of the same input, and one of what they make; the last thing that is computed is a product."""
+
+    def __init__(self, bias: bool, make: Callable[..., nn.Module] = nn.Linear) -> None:
+        super().__init__()
+        self.gate, self.up = make(INPUTS, INNER, bias=bias), make(INPUTS, INNER, bias=bias)
+        self.down = make(INNER, INPUTS, bias=bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = self.down(torch.tanh(self.gate(hidden)) * self.up(hidden))
+        return result
+
+
+def adapted(base: nn.Module, **settings: Any) -> Any:
+    """By peft, with matrices that are all far from zero."""
+    config = {"r": RANK, "lora_alpha": 32, "target_modules": ["gate", "up", "down"]} | settings
+    model = get_peft_model(base, LoraConfig(**config)).train()
+    return shaken(model)
+
+
+def shaken(model: nn.Module) -> nn.Module:
+    draw = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=draw, dtype=torch.float64).to(parameter.dtype)
+    return model
+
+
+def block(bias: bool = False, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    return adapted(Block(bias), **settings)
+
+
+def owned(model: Any) -> Any:
+    """A copy whose adapters are computed by the kit."""
+    made = copy.deepcopy(model)
+    compute_adapters(made, unpacked_weight)
+    return made
+
+
+def given(dtype: torch.dtype = torch.float32) -> Tensor:
+    drawn = torch.randn(3, 7, INPUTS, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    return drawn.to(dtype).requires_grad_()
+
+
+Found = dict[str, Tensor]
+
+
+def learned(model: nn.Module, run: Callable[[Tensor], Tensor] | None = None, hidden: Tensor | None = None) -> Found:
+    """Output, and gradients of the input and of everything that is trained."""
+    hidden = given() if hidden is None else hidden
+    torch.manual_seed(3)  # dropout
+    output = (run or model)(hidden)
+    output.double().square().sum().backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert hidden.grad is not None
+    return {"output": output.detach(), "input": hidden.grad, **found}  # type: ignore[dict-item]  # all have one
+
+
+def furthest(found: Found, expected: Found) -> float:
+    """The largest relative difference of a tensor."""
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - each).norm() / each.norm()) for name, each in expected.items())
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_output_and_gradients_are_pefts(case: dict[str, Any]) -> None:
+    pefts = block(bias="lora_bias" in case, **case)
+    own = owned(pefts)
+    assert computed_by(own, cast=False) == [OWN] * 3
+    expected = learned(pefts)
+    assert furthest(learned(own), expected) < 1e-6
+    assert len(expected) == 2 + 6 + 3 * ("lora_bias" in case) + 3 * (case.get("bias") == "all")
+
+
+@pytest.mark.parametrize("case", [CASES["lora"], CASES["rslora"], CASES["biases"]], ids=["lora", "rslora", "biases"])
+def test_under_autocast_it_is_no_further_from_float64_than_peft(case: dict[str, Any]) -> None:
+    pefts = block(bias="lora_bias" in case, **case).to(torch.bfloat16)
+    for parameter in pefts.parameters():  # as the kit has them: masters in float32 over a base in bfloat16
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    exact = learned(copy.deepcopy(pefts).double(), hidden=given(torch.bfloat16).detach().double().requires_grad_())
+    errors = []
+    for model in (owned(pefts), pefts):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = learned(model, hidden=given(torch.bfloat16))
+        assert found["output"].dtype == torch.bfloat16
+        assert {each.dtype for name, each in found.items() if "lora_" in name} == {torch.float32}
+        errors.append(furthest({name: each.double() for name, each in found.items()}, exact))
+    own, by_peft = errors
+    assert own < 0.02
+    assert own < 1.1 * by_peft
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_frozen_input_gets_no_gradient(dropout: float) -> None:
+    pefts = block(lora_dropout=dropout)
+    found = []
+    for model in (pefts, owned(pefts)):
+        torch.manual_seed(3)
+        model(given().detach()).square().sum().backward()
+        found.append({name: each.grad for name, each in model.named_parameters() if each.requires_grad})
+    assert furthest(found[1], found[0]) < 1e-6
+
+
+def kept(run: Callable[[], Tensor]) -> dict[int, tuple[int, torch.dtype]]:
+    """Bytes and number format of each storage that autograd keeps, without parameters."""
+    storages: dict[int, tuple[int, torch.dtype]] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes(), tensor.dtype
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        held = run()
+    assert held.requires_grad
+    return storages
+
+
+def test_layers_of_one_input_keep_it_once() -> None:
+    model = owned(block()).to(torch.bfloat16)
+    inner = model.base_model.model
+    hidden = given(torch.bfloat16)
+    storages = kept(lambda: torch.cat([inner.gate(hidden), inner.up(hidden)]))
+    tokens = hidden.numel() // INPUTS
+    assert sorted(storages.values()) == sorted(
+        [(2 * tokens * INPUTS, torch.bfloat16), *[(2 * tokens * RANK, torch.bfloat16)] * 2]
+    )
+
+
+def test_under_autocast_no_input_is_kept_in_float32() -> None:
+    model = block().to(torch.bfloat16)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    hidden, layer = given(torch.bfloat16), owned(model).base_model.model.gate
+    with torch.autocast("cpu", torch.bfloat16):
+        storages = kept(lambda: layer(hidden))
+    tokens = hidden.numel() // INPUTS
+    casts = [(2 * RANK * INPUTS, torch.bfloat16), (2 * RANK * INNER, torch.bfloat16)]
+    expected = [(2 * tokens * INPUTS, torch.bfloat16), (2 * tokens * RANK, torch.bfloat16), *casts]
+    assert sorted(storages.values()) == sorted(expected)
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name.removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def products() -> Iterator[Operations]:
+    with Operations() as operations:
+        yield operations
+    operations.names = [name for name in operations.names if "mm" in name]
+
+
+@pytest.mark.parametrize("case", [CASES["lora"], CASES["biases and dropout"]], ids=["lora", "biases and dropout"])
+def test_recomputed_it_is_the_same_to_the_bit(case: dict[str, Any]) -> None:
+    own = owned(block(bias="lora_bias" in case, **case))
+    again = copy.deepcopy(own)
+    plain = learned(own)
+    for name, each in learned(again, lambda hidden: checkpoint(again, hidden, use_reentrant=False)).items():
+        assert torch.equal(each, plain[name]), name
+
+
+def test_recomputation_ends_before_the_last_large_product() -> None:
+    own = owned(block())
+    output = checkpoint(own, given(), use_reentrant=False)
+    with products() as backward:
+        output.sum().backward()
+    # Five of each layer's backward; again x A^T of all three, and of two the product with B and the large one.
+    assert len(backward.names) == 3 * 5 + 3 + 2 * 2
+
+
+def test_nothing_but_products_is_computed() -> None:
+    """No scaling, no sum of two results and none of two gradients; peft has six for a layer."""
+    own = owned(block()).base_model.model.gate
+    hidden = given()
+    with Operations() as operations:
+        own(hidden).backward(torch.ones(3, 7, INNER))
+    views = {"view", "t", "transpose", "expand", "detach", "alias", "new_empty", "ones", "empty", "_unsafe_view"}
+    assert set(operations.names) - views == {"mm", "addmm", "addmm_"}
+
+
+def test_a_graph_that_is_kept_gives_the_same_again_and_no_second_derivative() -> None:
+    own, hidden = owned(block()), given()
+    loss = own(hidden).square().sum()
+    loss.backward(retain_graph=True)
+    assert hidden.grad is not None
+    once = hidden.grad.clone()
+    loss.backward()
+    assert torch.equal(hidden.grad, 2 * once)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+    (slope,) = torch.autograd.grad(own(hidden).square().sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        slope.sum().backward()
+
+
+def test_a_result_may_be_changed_in_place() -> None:
+    """As some models do; autograd refuses it of a view that a function made."""
+    own, hidden = owned(block()).base_model.model.gate, given()
+    own(hidden).mul_(2).sum().backward()
+    changed = hidden.grad
+    other = given()
+    (2 * own(other)).sum().backward()
+    assert changed is not None
+    assert other.grad is not None
+    assert torch.equal(changed, other.grad)
+
+
+@pytest.mark.parametrize("case", [CASES["lora"], CASES["dropout"]], ids=["lora", "dropout"])
+def test_it_compiles_to_one_graph(case: dict[str, Any]) -> None:
+    own = owned(block(**case))
+    compiled = copy.deepcopy(own)
+    torch.compiler.reset()
+    run = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    assert furthest(learned(compiled, run), learned(own)) < 1e-6
+
+
+def test_a_packed_weight_is_unpacked_once_forward_and_once_backward() -> None:
+    """By bitsandbytes' own product, and for the input's gradient; nothing of it is kept in between."""
+    torch.manual_seed(0)
+    pefts = adapted(Block(True, partial(Linear4bit, compute_dtype=torch.float32)).to("cpu"))
+    own, unpacked = copy.deepcopy(pefts), []
+
+    def unpack(layer: Any, dtype: torch.dtype) -> Tensor:
+        unpacked.append(layer)
+        return unpacked_weight(layer, dtype)
+
+    compute_adapters(own, unpack)
+    assert computed_by(own, cast=False) == [OWN] * 3
+    storages = kept(lambda: own(given()))
+    assert unpacked == []
+    assert INNER * INPUTS not in {nbytes // 4 for nbytes, _ in storages.values()}
+    with Operations() as operations:
+        found = learned(own)
+    assert operations.names.count("bitsandbytes::gemm_4bit") == 3
+    assert len(unpacked) == len(set(unpacked)) == 3
+    assert furthest(found, learned(pefts)) < 1e-6
+
+
+# What stays peft's.
+
+
+class Own(nn.Linear):
+    """A layer whose forward is not nn.Linear's."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 2 * super().forward(hidden)
+
+
+def two_adapters() -> Any:
+    model = block()
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["gate"]))
+    return model
+
+
+def embedded() -> Any:
+    base = nn.Sequential(nn.Embedding(5, INPUTS), nn.Linear(INPUTS, INNER))
+    return get_peft_model(base, LoraConfig(r=2, target_modules=["0", "1"]))
+
+
+def by_parameter() -> Any:
+    return get_peft_model(Block(False), LoraConfig(r=2, target_modules=["up"], target_parameters=["gate.weight"]))
+
+
+@pytest.mark.parametrize(
+    ("make", "reasons"),
+    [
+        (lambda: block(use_dora=True), ["DoRA"] * 3),
+        (two_adapters, ["2 adapters", OWN, OWN]),
+        (lambda: adapted(Block(False, Own)), ["the forward of Own"] * 3),
+        (embedded, ["Embedding", OWN]),
+        (by_parameter, ["experts", OWN]),
+        (lambda: adapted(nn.ModuleDict({"up": Conv1D(INNER, INPUTS)})), ["the forward of Conv1D"]),
+    ],
+    ids=["dora", "two adapters", "own forward", "embedding", "parameters", "conv1d"],
+)
+def test_what_peft_alone_computes_stays_pefts(make: Callable[[], Any], reasons: list[str]) -> None:
+    model = make()
+    compute_adapters(model, unpacked_weight)
+    assert sorted(computed_by(model, cast=True)) == sorted(reasons)
+
+
+def test_a_reason_for_all_is_given_for_all() -> None:
+    model = block()
+    compute_adapters(model, unpacked_weight, by_peft="gathered inside")
+    assert computed_by(model, cast=True) == ["gathered inside"] * 3
+    assert "forward" not in vars(model.base_model.model.gate)
+
+
+def test_two_number_formats_are_pefts_unless_they_are_cast() -> None:
+    pefts = block().to(torch.bfloat16)
+    for parameter in pefts.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    own = owned(pefts)
+    assert computed_by(own, cast=False) == ["two number formats"] * 3
+    assert computed_by(own, cast=True) == [OWN] * 3
+    assert torch.equal(own(given(torch.bfloat16)), pefts(given(torch.bfloat16)))
+
+
+def test_adapters_that_are_off_merged_or_chosen_by_row_are_pefts() -> None:
+    pefts, own = block(), owned(block())
+    rows = {"adapter_names": ["default", "__base__", "default"]}
+
+    def everything(model: Any) -> list[Tensor]:
+        layer = model.base_model.model.gate
+        found = [layer(given()), layer(given(), **rows)]
+        with model.disable_adapter():
+            found.append(layer(given()))
+        model.merge_adapter()
+        found.append(layer(given()))
+        model.unmerge_adapter()
+        return [*found, layer(given()), model.merge_and_unload()(given())]
+
+    for found, expected in zip(everything(own), everything(pefts), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_is_saved_and_loaded_again_as_pefts(tmp_path: Path) -> None:
+    pefts = block()
+    own = owned(pefts)
+    assert own.state_dict().keys() == pefts.state_dict().keys()
+    own.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    again = PeftModel.from_pretrained(Block(False), str(tmp_path), is_trainable=True)
+    compute_adapters(again, unpacked_weight)
+    assert computed_by(again, cast=False) == [OWN] * 3
+    assert furthest(learned(again), learned(pefts)) < 1e-6
+
+
+def test_evaluation_is_training_without_dropout() -> None:
+    pefts = block(lora_dropout=0.3).eval()
+    own = owned(pefts)
+    with torch.no_grad():
+        assert torch.allclose(own(given()), pefts(given()), rtol=1e-5, atol=1e-5)
