@@ -23,8 +23,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.by_document import checkpoint_layers
 from finetune.architecture.families import router_coefficient
+from finetune.architecture.lora_linear import compute_adapters
 from finetune.errors import FinetuneError
 from finetune.model.build import build_model, decoder_parts
+from finetune.model.quantization import unpacked_weight
 from finetune.model.text_part import auto_class
 from finetune.probe.documents import TokensAndLabels, probe_batches, probe_documents
 from finetune.probe.shrink import SmallModel, draw_weights
@@ -136,12 +138,8 @@ class LibrarySide:
         return LossAndGradients(total, gradients_of(self.model))
 
     def of(self, recipe: Recipe, small: SmallModel, *, by_logits: bool = False) -> Difference:
-        """How far the kit is from the library when it trains the small model by this recipe.
-
-        Args:
-            by_logits: By the library's own logits and loss, in the kit's batches and with its attention.
-
-        Raises what `build_model` raises.
+        """How far the kit is from the library when it trains the small model by this recipe; `by_logits`: by the
+        library's own logits and loss, in the kit's batches and with its attention. Raises what `build_model` raises.
         """
         return self.difference_of(self.built(recipe, small), recipe, by_logits=by_logits)
 
@@ -238,9 +236,10 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def kits_model(recipe: Recipe, small: SmallModel, device: torch.device) -> nn.Module:
-    """The small model as the recipe builds its own, in float32, without quantisation and without dropout."""
+    """The small model as the recipe builds and computes its own, in float32, without quantisation and dropout."""
     section = recipe.model.model_copy(update={"name_or_path": str(small.folder), "revision": "main", "adapter": None})
     model = build_model(recipe.model_copy(update={"model": section, "quantization": None}), device, dtype=torch.float32)
+    compute_adapters(model, unpacked_weight)
     return without_dropout(model.float())
 
 
