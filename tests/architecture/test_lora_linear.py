@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.nn import Linear4bit
+from bitsandbytes.nn import Linear4bit  # type: ignore[attr-defined]  # which is typed in part
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 def adapted(base: nn.Module, **settings: Any) -> Any:
     """By peft, with matrices that are all far from zero."""
-    config = {"r": RANK, "lora_alpha": 32, "target_modules": ["gate", "up", "down"]} | settings
+    config: dict[str, Any] = {"r": RANK, "lora_alpha": 32, "target_modules": ["gate", "up", "down"]} | settings
     model = get_peft_model(base, LoraConfig(**config)).train()
     return shaken(model)
 
@@ -179,7 +179,7 @@ def test_under_autocast_no_input_is_kept_in_float32() -> None:
 
 class Operations(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no constructor here
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -274,7 +274,7 @@ def test_it_compiles_to_one_graph(case: dict[str, Any]) -> None:
 def test_a_packed_weight_is_unpacked_once_forward_and_once_backward() -> None:
     """By bitsandbytes' own product, and for the input's gradient; nothing of it is kept in between."""
     torch.manual_seed(0)
-    base = Block(True, partial(Linear4bit, compute_dtype=torch.float32)).to("cpu")
+    base: Any = Block(True, partial(Linear4bit, compute_dtype=torch.float32)).to("cpu")
     base.is_loaded_in_4bit = True  # as transformers says it to peft
     pefts = adapted(base)
     own, unpacked = copy.deepcopy(pefts), []
