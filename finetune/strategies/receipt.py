@@ -214,6 +214,6 @@ def describe(receipt: dict[str, Any]) -> str:
 
 def _computed_by_peft(receipt: dict[str, Any]) -> str:
     """The line, with its break, that says which adapters take peft's way, and why; empty where none does."""
-    others = {why: count for why, count in receipt["adapters_computed"].items() if why != OWN}
+    others = {why: count for why, count in receipt.get("adapters_computed", {}).items() if why != OWN}
     reasons = ", ".join(f"{why} ({count})" for why, count in others.items())
     return f"computed by peft, with more memory traffic: {reasons}\n" if others else ""

@@ -122,7 +122,7 @@ def test_under_autocast_it_is_no_further_from_float64_than_peft(case: dict[str, 
         assert {each.dtype for name, each in found.items() if "lora_" in name} == {torch.float32}
         errors.append(furthest({name: each.double() for name, each in found.items()}, exact))
     own, by_peft = errors
-    assert own < 0.02
+    assert own < 8 * 2**-8  # eight roundings to bfloat16
     assert own < 1.1 * by_peft
 
 
