@@ -68,7 +68,7 @@ def forward(rank: RankSizes) -> Iterator[Bytes]:
         saved += residual * rank.recomputed(last)
     else:
         saved += residual * (1 if rank.recompute_period else 2)
-    live = _before_backward(rank, activations=saved, casts=rank.cast_layer_bytes * last)
+    live = _before_backward(rank, activations=saved, casts=rank.casts_in_forward(last))
     if rank.sharded:
         live = live.plus({c.GATHERED_LAYERS: layer + rank.unresharded_bytes(last), c.COMMUNICATION_BUFFERS: layer})
         yield live.plus({c.COMMUNICATION_BUFFERS: layer})  # its all-gather's output, besides that of the layer before
@@ -78,7 +78,8 @@ def forward(rank: RankSizes) -> Iterator[Bytes]:
         # Of a recomputed layer this is approximate: a step's tensors live a little longer than the step. Its
         # recomputation takes more in any case.
         alive = step.saved_for_backward if rank.recomputed(last) else saved_in_layer
-        in_layer = live.plus({c.ACTIVATIONS: alive, c.CAST_WEIGHTS: casts})
+        kept = rank.base_trained or not rank.recomputed(last)
+        in_layer = live.plus({c.ACTIVATIONS: alive, c.CAST_WEIGHTS: casts if kept else step.cast_weights})
         yield from _in_step(step, in_layer, step.forward_transient)
     yield from _at_the_head(rank)
 
@@ -102,7 +103,7 @@ def _at_the_head(rank: RankSizes) -> Iterator[Bytes]:
     saved, _ = rank.saved_by_layers(layers)
     # The norm's output [T, h] is the head's input.
     activations = saved + _last_norm_bytes(rank) + residual
-    live = _before_backward(rank, activations=activations, casts=rank.cast_layer_bytes * layers)
+    live = _before_backward(rank, activations=activations, casts=rank.casts_in_forward(layers))
     if rank.sharded:
         live = live.plus({c.GATHERED_LAYERS: head + rank.unresharded_bytes(layers), c.COMMUNICATION_BUFFERS: head})
         yield live.plus({c.COMMUNICATION_BUFFERS: rank.gathered_layer_bytes})

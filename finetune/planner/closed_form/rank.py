@@ -103,6 +103,11 @@ class RankSizes:
             activations -= FLOAT32 * self.tokens * (self.shape.hidden + 1)
         return activations, others * self.cast_layer_bytes
 
+    def casts_in_forward(self, layers: int) -> int:
+        """Bytes of cast weights of the first `layers` layers while forward runs: autocast keeps those that it made to
+        the end of forward, of recomputed layers too; those of adapters live as long as what is saved."""
+        return self.cast_layer_bytes * layers if self.base_trained else self.saved_by_layers(layers)[1]
+
     # Weights of this rank.
 
     def shard_of(self, rows: int, columns: int) -> int:
