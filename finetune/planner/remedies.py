@@ -223,7 +223,7 @@ def _by_estimate(
     """Index of the last value whose estimate fits, as many times larger as the latest plan is than its own."""
     value, nbytes = points[-1] if points else (values[0], estimated(values[0]))
     factor = nbytes / estimated(value)
-    return bisect_right(values, memory, key=lambda each: estimated(each) * factor) - 1
+    return bisect_right(values, memory, key=lambda each: int(estimated(each) * factor)) - 1
 
 
 def _on_a_line(values: Sequence[int], memory: int, points: Sequence[tuple[int, int]], start: int) -> int:

@@ -130,7 +130,7 @@ def workspaces(recorder: Recorder, device: torch.device, cublas: int, determinis
         recorder.mark([work], component)
         return work
 
-    def with_workspace(func: Any, args: tuple[Any, ...], _: dict[str, Any], run: Callable[[], Any]) -> Any:
+    def with_workspace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         name = str(func)
         if name == "aten._pin_memory.default":
             return torch.empty_like(args[0])
