@@ -79,7 +79,8 @@ def test_every_kind_has_a_recipe() -> None:
     configs = {file.stem for file in (ROOT / "accelerate_configs").glob("*.yaml")}
     without = {"cpu_2proc", "zero1"}  # ranks on a CPU; ZeRO-2 with more memory and the same traffic
     assert {recipe.accelerate_config for recipe in recipes} == configs - without
-    assert {recipe.training.optim for recipe in recipes} == set(OPTIMIZERS)
+    paged = {"adamw_8bit"}  # the recipes with 8-bit moments have them in pages
+    assert {recipe.training.optim for recipe in recipes} == set(OPTIMIZERS) - paged
     assert {method_of(recipe) for recipe in recipes} == {"full", "lora", "qlora", "int8"}
     assert {recipe.training.mixed_precision for recipe in recipes} == {"bf16", "fp16"}
     assert {recipe.training.pure_bf16 for recipe in recipes} == {False, True}
