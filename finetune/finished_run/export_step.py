@@ -156,7 +156,7 @@ def _trained_weights(recipe: Recipe, model: nn.Module, checkpoint: Checkpoint) -
         if first not in weights:
             if first not in stored or stored[first].shape != tuple(parameter.shape):
                 raise FinetuneError(f"{checkpoint.path}: {first} is not as the model has it; recipe.yaml was changed")
-            whole = stored[first].whole()
+            whole = stored[first].read_all()
             sums |= checksums({first: whole}, Ranks())
             weights[first] = whole if dtype is None else whole.to(dtype)
         weights[name] = weights[first]

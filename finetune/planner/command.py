@@ -127,9 +127,9 @@ def _plan_one(recipe: Recipe, gpus: Gpus | None, note: Note, *, explained: bool)
     decoder_config(recipe.model.name_or_path, recipe.model.revision)  # once, before two processes ask the Hub for it
     note(f"tracing {pick.variant_in_words(recipe)}; and probing the model")
     with without_gc():
-        from finetune.probe.beside import probed_beside
+        from finetune.probe.forked import probed_in_child
 
-    with probed_beside(recipe) as probed:
+    with probed_in_child(recipe) as probed:
         result, text = _planned(recipe, gpus, note, explained=explained)
         found = probed()
     return result | {"probe": found.as_json()}, f"{text}\n\n{found.line()}"

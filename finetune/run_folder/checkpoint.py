@@ -285,7 +285,7 @@ def read_checkpoint(checkpoint: Checkpoint) -> tuple[dict[str, dict[str, Tensor]
     """The unsharded tensors by group and name, on the CPU, and the state that `write_checkpoint` was given."""
     groups: dict[str, dict[str, Tensor]] = {}
     for group, stored in checkpoint.groups.items():
-        named = {name: entry.whole() for name, entry in stored.items()}
+        named = {name: entry.read_all() for name, entry in stored.items()}
         groups[group] = named | {name: named[stored_name] for name, stored_name in checkpoint.aliases[group].items()}
     return groups, read_state_of(checkpoint)
 

@@ -115,7 +115,7 @@ def _state_for(parameter: nn.Parameter, value: Tensor | Stored) -> Tensor:
     """This rank's shard of a parameter's state where the state has the parameter's shape, else all of the state."""
     if tuple(value.shape) == tuple(parameter.shape) and value.shape:
         return _shard_of(value, parameter)
-    return value.whole() if isinstance(value, Stored) else value
+    return value.read_all() if isinstance(value, Stored) else value
 
 
 def _shaped_like(parameter: nn.Parameter, state: Tensor) -> Tensor:

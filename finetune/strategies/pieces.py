@@ -89,7 +89,7 @@ class Stored:
                 ranges.append(_elements(path, self.name, begin - first, end - first))
         return torch.cat(ranges) if len(ranges) != 1 else ranges[0]
 
-    def whole(self) -> Tensor:
+    def read_all(self) -> Tensor:
         """The full tensor."""
         count = math.prod(self.shape)
         return (self.read(0, count) if count else torch.empty(0, dtype=self.dtype)).view(self.shape)

@@ -269,7 +269,7 @@ def test_changes_are_shown_with_the_reason(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
-def test_the_model_is_probed_beside_the_plan(
+def test_the_model_is_probed_in_child_the_plan(
     tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))

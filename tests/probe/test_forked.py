@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.probe import beside
-from finetune.probe.beside import probed_beside
+from finetune.probe import forked
+from finetune.probe.forked import probed_in_child
 from finetune.probe.probe import ProbeResult
 from tests.support.recipes import least_recipe
 
@@ -25,13 +25,13 @@ def found(**facts: Any) -> ProbeResult:
 
 def probing(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], ProbeResult]) -> None:
     """Also where another test has trained in this process: no child of these computes."""
-    monkeypatch.setattr(beside, "can_fork", lambda: True)
-    monkeypatch.setattr(beside, "probe", lambda recipe, *, offline: answer())
+    monkeypatch.setattr(forked, "can_fork", lambda: True)
+    monkeypatch.setattr(forked, "probe", lambda recipe, *, offline: answer())
 
 
 def test_the_result_is_that_of_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
     probing(monkeypatch, found)
-    with probed_beside(least_recipe()) as result:
+    with probed_in_child(least_recipe()) as result:
         assert result().facts["process"] != HERE
 
 
@@ -41,7 +41,7 @@ def test_a_refusal_of_the_child_is_raised_here(kind: type[FinetuneError], monkey
         raise kind(f"packing differs in {os.getpid() != HERE}")
 
     probing(monkeypatch, refused)
-    with probed_beside(least_recipe()) as result, pytest.raises(kind, match="packing differs in True") as raised:
+    with probed_in_child(least_recipe()) as result, pytest.raises(kind, match="packing differs in True") as raised:
         result()
     assert raised.value.exit_code == kind.exit_code
 
@@ -53,7 +53,7 @@ def test_where_no_child_can_compute_this_process_does(monkeypatch: pytest.Monkey
         return found()
 
     probing(monkeypatch, here_alone)
-    with probed_beside(least_recipe()) as result:
+    with probed_in_child(least_recipe()) as result:
         assert result().facts["process"] == HERE
 
 
@@ -64,6 +64,6 @@ def test_the_child_ends_with_the_block(monkeypatch: pytest.MonkeyPatch, tmp_path
         return found()
 
     probing(monkeypatch, endless)
-    with probed_beside(least_recipe()):
+    with probed_in_child(least_recipe()):
         pass
     assert not [path.name for path in tmp_path.iterdir() if Path("/proc", path.name).exists()]

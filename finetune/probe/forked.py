@@ -18,7 +18,7 @@ from finetune.recipe.schema import Recipe
 
 
 @contextmanager
-def probed_beside(recipe: Recipe) -> Iterator[Callable[[], ProbeResult]]:
+def probed_in_child(recipe: Recipe) -> Iterator[Callable[[], ProbeResult]]:
     """Probe the recipe's model, and yield a function that waits for what is found; the child ends with the context.
 
     It raises what `probe` raises. Where no child can compute, this process does, when it is asked.
