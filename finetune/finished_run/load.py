@@ -13,10 +13,12 @@ from torch import nn
 
 from finetune.architecture.attention import use_librarys
 from finetune.architecture.families import refuse_unsuitable
+from finetune.architecture.lora_linear import compute_adapters
 from finetune.errors import DoesNotFit, FinetuneError
 from finetune.model.adapters import silenced_peft, take_new_rows_into_loss
 from finetune.model.build import load_base
 from finetune.model.new_tokens import add_rows
+from finetune.model.quantization import unpacked_weight
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 
@@ -71,6 +73,7 @@ def load_adapted(run: FinishedRun, device: torch.device, *, with_loss: bool = Fa
         adapted = PeftModel.from_pretrained(base, str(run.product)).eval()
     if with_loss:
         take_new_rows_into_loss(adapted.get_base_model())
+        compute_adapters(adapted, unpacked_weight)
     return adapted
 
 
