@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -269,7 +270,7 @@ def test_changes_are_shown_with_the_reason(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
-def test_the_model_is_probed_in_child_the_plan(
+def test_the_model_is_probed_in_a_child(
     tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
