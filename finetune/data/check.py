@@ -53,7 +53,7 @@ class Mistakes:
         self.count += int(match[1]) if match else 0
 
 
-def check_rows(data: Data, tell: Callable[[str], object] = lambda note: None) -> dict[str, int]:
+def check_rows(data: Data, log: Callable[[str], object] = lambda note: None) -> dict[str, int]:
     """Check every local row; returns how many rows each data set has, and tells what their owner should know.
 
     Raises DataError with every mistake.
@@ -72,7 +72,7 @@ def check_rows(data: Data, tell: Callable[[str], object] = lambda note: None) ->
             mistakes.take(error)
     mistakes.raise_if_any()
     for note in notes:
-        tell(note)
+        log(note)
     return counts
 
 

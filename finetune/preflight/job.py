@@ -44,7 +44,7 @@ class TrainingJob:
     folder: Path  # of everything that it writes
     launcher: tuple[str, ...] = ()  # options of `accelerate launch`; else as many processes on the CPU
     on_gpus: bool = False  # else they are hidden from it
-    patience: float = START_TIMEOUT_SECONDS  # for one start
+    timeout: float = START_TIMEOUT_SECONDS  # for one start
     shared_cache: Path | None = None  # of several jobs: prepared data and what probes found; else its own
 
     @property
@@ -94,9 +94,9 @@ def started(job: TrainingJob) -> Iterator[subprocess.Popen[bytes]]:
 def wait_for_end(job: TrainingJob, process: subprocess.Popen[bytes]) -> None:
     """Raises StepFailed when the job fails, or does not end."""
     try:
-        code = process.wait(job.patience)
+        code = process.wait(job.timeout)
     except subprocess.TimeoutExpired:
-        raise StepFailed(f"not finished after {job.patience:g} s; {_reason(job)}") from None
+        raise StepFailed(f"not finished after {job.timeout:g} s; {_reason(job)}") from None
     if code != 0:
         raise _failed(job)
 
@@ -106,12 +106,12 @@ def wait_until(reached: Callable[[], bool], job: TrainingJob, process: subproces
 
     They are looked up before, for that moment is short. Raises StepFailed when the job ends before.
     """
-    end, looked, processes = time.monotonic() + job.patience, 0.0, []
+    end, looked, processes = time.monotonic() + job.timeout, 0.0, []
     while not reached():
         if process.poll() is not None and not reached():
             raise _failed(job)
         if (now := time.monotonic()) > end:
-            raise StepFailed(f"not there after {job.patience:g} s; {_reason(job)}")
+            raise StepFailed(f"not there after {job.timeout:g} s; {_reason(job)}")
         if now > looked + 0.5:
             looked, processes = now, _below(process)
         time.sleep(0.005)

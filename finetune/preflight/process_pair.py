@@ -20,10 +20,10 @@ ROUNDS = 5
 PAIR_TIMEOUT_SECONDS = 120
 
 
-def pair_test(*, gpus: int, patience: float = PAIR_TIMEOUT_SECONDS) -> dict[str, Any]:
+def pair_test(*, gpus: int, timeout: float = PAIR_TIMEOUT_SECONDS) -> dict[str, Any]:
     """Backend and median seconds of one sum over two processes.
 
-    Raises EnvironmentMismatch with the last line of the first process that fails, or after `patience` seconds.
+    Raises EnvironmentMismatch with the last line of the first process that fails, or after `timeout` seconds.
     """
     backend = "nccl" if gpus > 1 else "gloo"
     package = str(CHECKOUT)
@@ -37,14 +37,14 @@ def pair_test(*, gpus: int, patience: float = PAIR_TIMEOUT_SECONDS) -> dict[str,
             for rank, log in enumerate(logs)
         ]
         try:
-            codes = _wait(ranks, time.monotonic() + patience)
+            codes = _wait(ranks, time.monotonic() + timeout)
         finally:
             for process in ranks:
                 process.kill()
                 process.wait()
             last_lines = [_last_line(log) for log in logs]
         if codes != [0, 0]:
-            raise EnvironmentMismatch(_failure(backend, codes, last_lines, patience))
+            raise EnvironmentMismatch(_failure(backend, codes, last_lines, timeout))
         return {"backend": backend, **json.loads(last_lines[0])}
 
 
@@ -65,11 +65,11 @@ def _last_line(log: IO[str]) -> str:
     return lines[-1] if lines else ""
 
 
-def _failure(backend: str, codes: list[int | None], last_lines: list[str], patience: float) -> str:
+def _failure(backend: str, codes: list[int | None], last_lines: list[str], timeout: float) -> str:
     remedy = "name the network interface by GLOO_SOCKET_IFNAME" if backend == "gloo" else "look at NCCL_DEBUG=INFO"
     failed = next((rank for rank, code in enumerate(codes) if code), None)
     if failed is None:
-        return f"{backend}: two processes did not meet within {patience:g} s; {remedy}"
+        return f"{backend}: two processes did not meet within {timeout:g} s; {remedy}"
     return f"{backend}: process {failed} ended with {codes[failed]}: {last_lines[failed][:200]}; {remedy}"
 
 

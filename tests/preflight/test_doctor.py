@@ -117,7 +117,7 @@ def test_a_pair_that_fails_says_why_in_one_line(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_pair_that_does_not_meet_leaves_no_process_behind() -> None:
     with pytest.raises(EnvironmentMismatch, match=r"did not meet within 0.05 s"):
-        pair_test(gpus=0, patience=0.05)
+        pair_test(gpus=0, timeout=0.05)
     assert not [child for child in psutil.Process().children() if "finetune.preflight.process_pair" in child.cmdline()]
 
 

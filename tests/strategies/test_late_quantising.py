@@ -180,7 +180,7 @@ def rank_main(rank: int, strategy: str, folder: Path, results: Any) -> None:
     waiting, begun = Unquantised(torch.randn(WIDTH, WIDTH).to(torch.bfloat16), settings), time.monotonic()
     with peak_of_own_memory() as work:
         waiting.quantised(CPU)
-    patience = 3 * (time.monotonic() - begun + EXTRA_SECONDS)
+    timeout = 3 * (time.monotonic() - begun + EXTRA_SECONDS)
     del waiting
     genuine = bitsandbytes.functional.quantize_4bit
 
@@ -191,9 +191,9 @@ def rank_main(rank: int, strategy: str, folder: Path, results: Any) -> None:
     bitsandbytes.functional.quantize_4bit = slow
     begun = time.monotonic()
     recipe = quantised(folder / "wide", folder / "run of wide", strategy)
-    with peak_of_own_memory() as peak, one_rank(recipe, launch, timedelta(seconds=patience)):
+    with peak_of_own_memory() as peak, one_rank(recipe, launch, timedelta(seconds=timeout)):
         seconds = time.monotonic() - begun
-    results.put((rank, work[0], peak[0], patience, seconds))
+    results.put((rank, work[0], peak[0], timeout, seconds))
 
 
 @pytest.mark.slow
@@ -214,6 +214,6 @@ def test_one_weight_at_a_time_in_memory_and_in_collectives(strategy: str, tmp_pa
     lines = [f"{peak / MIB:.0f} MiB, {work / MIB:.0f} of work" for _, (work, peak, *_) in sorted(found.items())]
     print(strategy, lines)
     (work, first, *_), (_, second, *_) = found[0], found[1]
-    assert all(seconds > patience for _, _, patience, seconds in found.values()), "else nothing is shown of waiting"
+    assert all(seconds > timeout for _, _, timeout, seconds in found.values()), "else nothing is shown of waiting"
     assert second < MATRICES * WEIGHT // 4 // 2 + 3 * WEIGHT, lines
     assert first < second + work + 4 * WEIGHT, lines

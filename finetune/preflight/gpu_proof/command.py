@@ -11,17 +11,17 @@ from finetune.preflight.gpu_proof.plan import Proof, plan_proofs
 from finetune.preflight.gpu_proof.sequence import Outcome, not_run, prove
 
 
-def prove_gpus(say: Callable[[str], None], machine: ProofMachine | None = None) -> dict[str, Any]:
-    """Prove the GPUs of `machine`, else of this one, and return the report; `say` gets each line of text.
+def prove_gpus(log: Callable[[str], None], machine: ProofMachine | None = None) -> dict[str, Any]:
+    """Prove the GPUs of `machine`, else of this one, and return the report; `log` gets each line of text.
 
     The report's `ok` says whether something ran and nothing failed. Without a GPU the plan is all there is.
     """
     machine = machine or find_gpus()
     proofs = plan_proofs(machine)
     for line in plan_lines(machine, proofs):
-        say(line)
-    report = prove(machine, proofs, lambda outcome: say(proof_line(outcome))) if machine.count else _none(proofs)
-    say(sum_line(report) if machine.count else NO_GPU)
+        log(line)
+    report = prove(machine, proofs, lambda outcome: log(proof_line(outcome))) if machine.count else _none(proofs)
+    log(sum_line(report) if machine.count else NO_GPU)
     return report
 
 

@@ -108,7 +108,7 @@ class ProofBench:
         words.append(f"accelerate_config={config}")
         return TrainingJob(
             self.recipe, tuple(words), proof.ranks, folder, launcher=_launcher(proof, config), on_gpus=on_gpu,
-            patience=PROOF_TIMEOUT_SECONDS, shared_cache=self.recipe.parent / "cache",
+            timeout=PROOF_TIMEOUT_SECONDS, shared_cache=self.recipe.parent / "cache",
         )  # fmt: skip
 
     def _perform(self, proof: Proof) -> Verdict:
