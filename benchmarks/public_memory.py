@@ -1,9 +1,11 @@
-"""Memory that others measured on a GPU, against our trace of their loop: peft's method comparison on an L40S.
+"""Memory that others measured on a GPU, against our trace of their loop: peft's method comparison on an L40S,
+torchtitan's FSDP2 on H100s, torchtune's table of techniques on an A100.
 
-    python benchmarks/public_memory.py [NAME ...]
+    python benchmarks/public_memory.py [NAME ... | others]
 
-Of all points, or those named; tests/support/public_memory.py says what they are and how each is traced. Writes
-benchmarks/results/public_memory.json and the table of docs/planner.md.
+Of all points, or peft's that are named, or the two others' alone; tests/support/public_memory.py, titan_memory.py and
+tune_memory.py say what they are and how each is traced. Writes benchmarks/results/public_memory.json and the tables of
+docs/planner.md.
 """
 
 from __future__ import annotations
@@ -19,36 +21,46 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import RESULTS, write_result
+from tests.support import others_memory
 from tests.support.public_memory import LONGEST, MEAN, POINTS, compared, summary, table
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "planner.md"
-BEGIN, END = "<!-- public_memory.py begins -->\n", "<!-- public_memory.py ends -->\n"
+OTHERS = "others"
 
 
-def write_page(rows: Iterator[str]) -> None:
-    """Between its marks in docs/planner.md."""
-    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(before + BEGIN + "\n".join(rows) + "\n" + END + after, "utf-8")
+def write_page(mark: str, rows: Iterator[str]) -> None:
+    """Between this mark's two ends in docs/planner.md."""
+    begin, end = (f"<!-- {mark} {side} -->\n" for side in ("begins", "ends"))
+    before, _, rest = PAGE.read_text("utf-8").partition(begin)
+    _, _, after = rest.partition(end)
+    PAGE.write_text(before + begin + "\n".join(rows) + "\n" + end + after, "utf-8")
 
 
 def main(wanted: Sequence[str]) -> None:
-    """All points, or those named beside what is known of the others."""
+    """All points, or those wanted beside what is known of the others."""
+    known = json.loads((RESULTS / "public_memory.json").read_text("utf-8")) if wanted else {}
     points: dict[str, Any] = json.loads(POINTS.read_text("utf-8"))
-    names, found = list(wanted or points), {}
+    names = [name for name in wanted or points if name != OTHERS]
+    found = traced(names, points)
+    if wanted:
+        found = {name: found.get(name, known["points"][name]) for name in points}
+    others = known["others"] if wanted and OTHERS not in wanted else others_memory.compared()
+    kinds = "reserved_error", "mean_allocated_error"
+    result = {"longest": LONGEST, "mean": MEAN} | {kind: summary(found, kind) for kind in kinds}
+    write_result("public_memory", result | {"points": found, "others": others})
+    write_page("public_memory.py", table(points, found))
+    write_page("others of public_memory.py", others_memory.table(others))
+
+
+def traced(names: Sequence[str], points: dict[str, Any]) -> dict[str, Any]:
+    """Peft's points of these names."""
     # A process each: after a trace of all 28 layers the next one's crashed (torch 2.13; cause not found).
-    one_each = ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), max_tasks_per_child=1)
-    with one_each as processes:
+    found = {}
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
         for name, row in zip(names, processes.map(compared, names, [points[name] for name in names]), strict=True):
             found[name] = row
             print(name, row, flush=True)
-    if wanted:
-        known = json.loads((RESULTS / "public_memory.json").read_text("utf-8"))["points"]
-        found = {name: found.get(name, known[name]) for name in points}
-    kinds = "reserved_error", "mean_allocated_error"
-    result = {"longest": LONGEST, "mean": MEAN} | {kind: summary(found, kind) for kind in kinds} | {"points": found}
-    write_result("public_memory", result)
-    write_page(table(points, found))
+    return found
 
 
 if __name__ == "__main__":
