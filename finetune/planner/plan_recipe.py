@@ -223,8 +223,14 @@ def _trace_shallow(request: _TraceRequest, layers: int, folder: Path) -> tuple[T
     options: dict[str, Any] = {"ranks": request.ranks, "node": request.node, "gpu": request.on_gpu}
     traced = trace(shallow, request.strategy, request.batches, **options)
     collectives = {name: phase.collectives for name, phase in traced.measured.items()}
-    steps, once = len(request.batches), request.strategy.reduces_once
-    return traced.timeline, per_step(traced.operations, collectives, steps=STEPS, micro_steps=steps, reduces_once=once)
+    return traced.timeline, per_step(
+        traced.operations,
+        collectives,
+        steps=STEPS,
+        micro_steps=len(request.batches),
+        gathers_once=request.strategy.gathers_once,
+        reduces_once=request.strategy.reduces_once,
+    )
 
 
 def _refuse_if_larger(changes: Sequence[StorageChange], outside_bytes: int, must_fit_bytes: int) -> None:
@@ -257,6 +263,7 @@ def _layout(request: _TraceRequest) -> Layout:
         rows=math.ceil(training.global_batch_size / training.per_device_batch_size),
         layers=int(request.config["num_hidden_layers"]),
         copies=strategy.replica_count(request.ranks, request.node),
+        gathers_once=strategy.gathers_once,
         reduces_once=strategy.reduces_once,
         shards_state=strategy.shards_optimizer_state,
     )

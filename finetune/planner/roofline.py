@@ -57,6 +57,7 @@ class Layout:
     rows: int  # micro-batches of a step over all ranks
     layers: int
     copies: int = 1  # HSDP: of the sharded model; gradients are reduced between them
+    gathers_once: bool = False  # FSDP2 that keeps weights gathered: they are, in the first micro-step alone
     reduces_once: bool = False  # DDP, ZeRO-1: gradients are sent in the last micro-step alone
     shards_state: bool = True  # an update is divided among the ranks
 
@@ -114,13 +115,13 @@ def step_time(work: StepWork, chip: Chip, layout: Layout, traced: Layout) -> Ste
     if layout.shards_state:
         update *= traced.ranks / traced.copies * layout.copies / layout.ranks
     sent = {phase: _ring_seconds(work.collectives.get(phase, {}), chip, layout) for phase in STEP_PHASES}
-    reductions = 1 if layout.reduces_once else layout.micro_steps
+    gatherings, reductions = (1 if once else layout.micro_steps for once in (layout.gathers_once, layout.reduces_once))
     exposed = (
-        layout.micro_steps * _exposed(sent["forward"], forward, layout.layers)
+        gatherings * _exposed(sent["forward"], forward, layout.layers)
         + reductions * _exposed(sent["backward"], backward, layout.layers)
         + sent["step"]
     )
-    whole = layout.micro_steps * sent["forward"] + reductions * sent["backward"] + sent["step"]
+    whole = gatherings * sent["forward"] + reductions * sent["backward"] + sent["step"]
     times = layout.micro_steps
     return StepTime(layout, times * forward, times * backward, update, whole, exposed)
 

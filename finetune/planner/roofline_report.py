@@ -36,11 +36,12 @@ def roofline_json(planned: Planned) -> dict[str, Any]:
 def roofline_lines(planned: Planned) -> Iterator[str]:
     """What one rank sends and computes, and how long that takes at best."""
     work, layout = planned.work, planned.layout
+    once = {"step", *["forward"] * layout.gathers_once, *["backward"] * layout.reduces_once}
     for phase in STEP_PHASES:
         for name, each in work.collectives.get(phase, {}).items():
             if each.payload_bytes >= 2**20:
-                once = "step" if phase == "step" or (phase == "backward" and layout.reduces_once) else "micro-step"
-                yield f"{phase}: {each.calls:,} x {name}, {each.payload_bytes / 2**30:.2f} GiB a {once}"
+                times = "step" if phase in once else "micro-step"
+                yield f"{phase}: {each.calls:,} x {name}, {each.payload_bytes / 2**30:.2f} GiB a {times}"
     forward, backward = (work.flops(phase) / layout.tokens / 1e9 for phase in STEP_PHASES[:2])
     share = _attention_share(work)
     yield f"GFLOP a token: {forward:.2f} forward, {backward:.2f} backward, {share:.0%} of both in attention"

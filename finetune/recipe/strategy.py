@@ -132,6 +132,11 @@ class Strategy:
         return self.gradient_buckets or self.zero_stage == 1
 
     @property
+    def gathers_once(self) -> bool:
+        """Whether weights stay gathered from the first micro-step of an optimizer step to its last backward."""
+        return self.shards_modules and not self.reshard_after_forward
+
+    @property
     def gradient_buckets(self) -> bool:
         """Whether gradients are views of DDP's buckets, which are allocated from the beginning to the end."""
         return self.kind == "ddp"

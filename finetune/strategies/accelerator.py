@@ -27,6 +27,7 @@ from finetune.model.packaged import weights_are_here
 from finetune.model.quantization import check_sharded_quantization
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import KIND_OF_TYPE, Strategy, read_strategy
+from finetune.strategies.fsdp import weights_kept
 from finetune.strategies.gpu_needs import check_gpus, go_around_peers
 from finetune.strategies.loss_scaling import scale_losses_on_cpu
 from finetune.strategies.zero import zero_environment, zero_plugin
@@ -244,10 +245,14 @@ def accumulation_context(accelerator: Accelerator, strategy: Strategy, model: nn
     """The context of every micro-batch but the last of a step.
 
     Unsharded gradients are reduced once, after the last. Sharded ones are reduced each time: unsharded they would take
-    15 GiB more on each of 8 GPUs for an 8B model.
+    15 GiB more on each of 8 GPUs for an 8B model. Weights that stay gathered from forward to backward stay so until the
+    last backward, and are gathered once a step: all of them are there at the peak, where backward begins, anyway.
     """
-    always_reduced = strategy.shards_parameters or strategy.uses_engine  # DeferredStepEngine sees to it itself
-    return nullcontext if always_reduced else lambda: accelerator.no_sync(model)
+    if strategy.uses_engine:  # DeferredStepEngine sees to it itself
+        return nullcontext
+    if strategy.shards_modules:
+        return (lambda: weights_kept(model)) if strategy.gathers_once else nullcontext
+    return lambda: accelerator.no_sync(model)
 
 
 def silence_libraries(launch: Launch) -> None:

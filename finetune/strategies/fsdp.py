@@ -99,6 +99,19 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+@contextmanager
+def weights_kept(model: nn.Module) -> Iterator[None]:
+    """Within, backward frees no gathered weights, so that the next forward finds them."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_backward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_reshard_after_backward(True, recurse=False)
+
+
 def gathered_by_forward(
     decoder: PreTrainedModel, strategy: Strategy, compute_dtype: torch.dtype | None
 ) -> tuple[int, int]:

@@ -11,9 +11,12 @@ import pytest
 from finetune.files import read_lines
 from finetune.planner.plan_recipe import plan_recipe
 from finetune.planner.trace.flops import StepWork
+from finetune.planner.trace.trace import STEPS, trace
 from finetune.recipe.loader import load_recipe
+from finetune.recipe.strategy import read_strategy
 from finetune.training.planner_process import PLANNER_SWITCH
 from tests.support.cells import launch
+from tests.support.planned import Case, models
 from tests.support.recipes import tiny, write_recipe
 from tests.support.tiny import save_tiny, write_chats
 
@@ -59,6 +62,17 @@ def sent(work: StepWork, times: dict[str, int]) -> dict[str, dict[str, tuple[int
     }
 
 
+@pytest.mark.parametrize(("strategy", "gatherings"), [("fsdp2", MICRO_STEPS), ("fsdp2_grad_op", 1)])
+def test_weights_that_stay_gathered_are_gathered_once_a_step(strategy: str, gatherings: int, tmp_path: Path) -> None:
+    """By counts of a traced run."""
+    folder = models(tmp_path)
+    case = Case("full", "bf16", 0, packed=True, tied=False, micro_steps=MICRO_STEPS)
+    traced = trace(case.recipe(folder), read_strategy(strategy), case.batches(), ranks=2)
+    units = 3 + 1 + 1 + 1  # layers, embeddings, head, and the last norm
+    assert traced.measured["forward"].collectives["all_gather"].calls == STEPS * gatherings * units
+    assert traced.measured["backward"].collectives["reduce_scatter"].calls == STEPS * MICRO_STEPS * units
+
+
 PROGRAM = """
 import sys
 from tests.support import cells, planned
@@ -84,5 +98,6 @@ def test_the_plan_is_the_run(strategy: str, tmp_path: Path, monkeypatch: pytest.
             assert (here["peak_bytes"], here["end_bytes"]) == (there["peak_bytes"], there["end_bytes"]), name
     work = plan_recipe(load_recipe(recipe, words).recipe, None, ranks=2).work
     assert work is not None
-    times = dict(TIMES, backward=1) if strategy == "ddp" else TIMES
+    once = {"ddp": {"backward": 1}, "fsdp2_grad_op": {"forward": 1}}
+    times = TIMES | once.get(strategy, {})
     assert sent(work, times) == counted(tmp_path / "run")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ from finetune.model.build import build_model, decoder_parts
 from finetune.recipe.strategy import read_strategy
 from finetune.run_folder.save_restore import checkpoint_tensors, restore_temporary, save_temporary
 from finetune.run_folder.trained_change import trained_checksums
-from finetune.strategies import pieces
+from finetune.strategies import accelerator, pieces
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import is_first_copy, make_mesh, row_range, shard_model
 from finetune.strategies.pieces import covers, piece_to_write
@@ -143,6 +143,21 @@ class Scattered:
             dist.init_process_group(dist.Backend.FAKE, rank=rank, world_size=world, store=FakeStore())
             with mock.patch.object(dist, "scatter", scatter), mock.patch.object(dist, "broadcast", broadcast):
                 yield
+
+
+def test_weights_kept_between_micro_steps_are_those_of_the_update_before(tiny_llama: Path, tmp_path: Path) -> None:
+    """Two steps of three micro-batches end in the same weights as where each micro-batch gathers them anew."""
+    weights = []
+    for instead in (accelerator.weights_kept, nullcontext):
+        with (
+            one_rank(half_recipe(tiny_llama, tmp_path, "fsdp2_grad_op")) as rank,
+            mock.patch.object(accelerator, "weights_kept", instead),
+        ):
+            for step in range(2):
+                rank.step([flat_batch(seed=3 * step + micro) for micro in range(3)])
+                assert gathered(rank) == []
+            weights.append(exported(rank.parts))
+    assert all(torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())
 
 
 @pytest.mark.parametrize(("world", "copies"), [(1, 1), (2, 1), (5, 1), (4, 2), (6, 2), (6, 3)])

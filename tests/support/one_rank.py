@@ -24,7 +24,7 @@ from finetune.measure.phases import Phases
 from finetune.planner.trace.stand_ins import engine_without_ranks
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
-from finetune.strategies.accelerator import build_accelerator
+from finetune.strategies.accelerator import accumulation_context, build_accelerator
 from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.zero import release_engine
 from finetune.training.loop import StepResult, optimizer_step
@@ -82,8 +82,9 @@ class OneRank:
         for group in self.parts.optimizer.param_groups:
             group["lr"] = LEARNING_RATE
 
-    def step(self, batches: Sequence[Any], model: nn.Module | None = None) -> StepResult:
+    def step(self, batches: Sequence[Any], model: nn.Module | None = None, phases: Phases | None = None) -> StepResult:
         """One optimizer step, without clipping; `model` stands before the one that is trained."""
+        strategy = read_strategy(self.recipe.accelerate_config)
         return optimizer_step(
             self.accelerator,
             model or self.parts.model,
@@ -95,6 +96,7 @@ class OneRank:
             seed=0,
             stop=False,
             phases=Phases(CPU, enabled=False),
+            skip_gradient_sync=accumulation_context(self.accelerator, strategy, self.parts.model),
         )
 
 

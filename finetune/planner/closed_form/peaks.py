@@ -54,6 +54,18 @@ def _before_backward(rank: RankSizes, *, activations: int, casts: int) -> Bytes:
 
 def forward(rank: RankSizes) -> Iterator[Bytes]:
     """In the first layer and the last, at the head, and in the loss."""
+    if not rank.weights_kept:
+        yield from _forward(rank)
+        return
+    # The first micro-batch gathers, and there are no gradients; later ones find all weights gathered.
+    for moment in _forward(rank):
+        yield moment.plus({c.GRADIENTS: -rank.gradient_bytes})
+    everything = rank.unresharded_bytes(rank.shape.layers) + rank.gathered_head_bytes
+    for moment in _forward(rank):
+        yield Bytes(moment | {c.GATHERED_LAYERS: rank.always_gathered_bytes + everything, c.COMMUNICATION_BUFFERS: 0})
+
+
+def _forward(rank: RankSizes) -> Iterator[Bytes]:
     shape, last, layer = rank.shape, rank.shape.layers - 1, rank.gathered_layer_bytes
     residual = rank.residual_bytes  # [T, h]
     if rank.sharded:
@@ -200,7 +212,10 @@ def _in_layer(rank: RankSizes, layer: int) -> Iterator[Bytes]:
         # The all-gather of the layer whose backward is next; of the embeddings [vocabulary, h], where they are untied.
         following = rank.gathered_layer_bytes if layer else HALF * rank.shape.embedding_weights * (not rank.shape.tied)
         prefetched = following * rank.strategy.reshard_after_forward
-        live = live.plus({c.GATHERED_LAYERS: rank.gathered_layer_bytes + rank.unresharded_bytes(layer)})
+        kept = rank.gathered_layer_bytes + rank.unresharded_bytes(layer)
+        if rank.weights_kept:  # until the last micro-batch
+            kept = rank.unresharded_bytes(rank.shape.layers) + rank.gathered_head_bytes
+        live = live.plus({c.GATHERED_LAYERS: kept})
         live = live.plus({c.COMMUNICATION_BUFFERS: rank.reduction_buffer_bytes(finished) + prefetched})
     if rank.recomputed(layer):
         yield from _recomputing(rank, live)

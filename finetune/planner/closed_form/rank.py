@@ -43,6 +43,8 @@ class RankSizes:
         self.micro_steps = math.ceil(training.global_batch_size / (training.per_device_batch_size * self.ranks))
         # Whether gradients are allocated before backward makes them: by an earlier micro-batch or in DDP's buckets.
         self.gradients_exist = self.micro_steps > 1 or self.data_parallel
+        # Whether later micro-batches find all weights gathered.
+        self.weights_kept = self.micro_steps > 1 and strategy.gathers_once
         # Whether gradients that are reduced over shards are reduced again over HSDP's replicas, in buffers that stay
         # until backward ends. A float32 gradient that is the first of its weight is this buffer itself.
         self.keeps_all_reduce_buffers = strategy.replicates and (self.micro_steps > 1 or training.pure_bf16)

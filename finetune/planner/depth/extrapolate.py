@@ -1,11 +1,12 @@
 """A deep model's peaks from two shallow traces: decoder layers are alike, so each further layer adds the same bytes.
 
-Each phase is divided into segments by the module that is running: the layers of the front half, counted from the first,
-those of the back half, counted from the last, and the modules around them. The peak of a segment grows by the same
-bytes with each layer (or with each period of layers, where they are of several kinds or every n-th is recomputed),
-component by component; the
-phase's peak is the largest segment at full depth. From one layer to the next a peak changes by the same bytes, so none
-of the layers that only the deeper model has can have a larger peak than all others.
+Each run of a phase (one a micro-batch) is divided into segments by the module that is running: the layers of the front
+half, counted from the first, those of the back half, counted from the last, and the modules around them. The peak of a
+segment grows by the same bytes with each layer (or with each period of layers, where they are of several kinds or every
+n-th is recomputed), component by component; the phase's peak is the largest segment at full depth. Runs are apart,
+since buffers that only the first has and gradients that only later ones have do not grow alike. From one layer to the
+next a peak changes by the same bytes, so none of the layers that only the deeper model has can have a larger peak than
+all others.
 """
 
 from __future__ import annotations
@@ -52,16 +53,16 @@ def depths(layers: int, period: int, shallow: int = SHALLOW) -> tuple[int, int]:
     return few, few + period
 
 
-def _segments(timeline: Timeline, device: str, layers: int, few: int) -> dict[str, dict[str, Peak]]:
+def _segments(timeline: Timeline, device: str, layers: int, few: int) -> dict[str, dict[tuple[int, str], Peak]]:
     """The largest peak of each segment, under names that do not depend on the number of layers; the layers that the
     model of `few` layers lacks have none."""
-    result: dict[str, dict[str, Peak]] = {}
+    result: dict[str, dict[tuple[int, str], Peak]] = {}
     for phase, peaks in timeline.segments(device).items():
         named = result.setdefault(phase, {})
-        for module, peak in peaks.items():
+        for (run, module), peak in peaks.items():
             if (name := _segment(module, layers, few)) is None:
                 continue
-            named[name] = max(named.get(name, peak), peak, key=lambda peak: peak.nbytes)
+            named[run, name] = max(named.get((run, name), peak), peak, key=lambda peak: peak.nbytes)
     return result
 
 

@@ -151,16 +151,18 @@ def per_step(
     *,
     steps: int,
     micro_steps: int,
+    gathers_once: bool = False,
     reduces_once: bool = False,
 ) -> StepWork:
     """The work of one forward, one backward and one update, from a trace of `steps` steps of `micro_steps` each.
 
-    `reduces_once`: backward sends in the last micro-step alone, so its collectives are per step.
+    `gathers_once`: forward sends in the first micro-step alone; `reduces_once`: backward does in the last. Such
+    collectives are per step.
     """
     times = {"forward": steps * micro_steps, "backward": steps * micro_steps, "step": steps}
     done = {op: count / times[op.phase] for op, count in operations.items() if op.phase in times}
-    if reduces_once:
-        times["backward"] = steps
+    times |= {"forward": steps} if gathers_once else {}
+    times |= {"backward": steps} if reduces_once else {}
     sent = {
         phase: {
             name: CollectiveStats(*(round(n / times[phase]) for n in astuple(each))) for name, each in stats.items()

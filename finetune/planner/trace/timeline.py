@@ -8,6 +8,7 @@ afterwards, and their parts add up to the total because each live storage is cou
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -91,16 +92,20 @@ class Timeline:
                 sizes[storage] = nbytes
             yield Moment(index, *self.places[place], storage == NONE, live)
 
-    def segments(self, device: str) -> dict[str, dict[str, Peak]]:
-        """Each phase's peak while each of its modules was the latest one; in order of first appearance."""
-        segments: dict[str, dict[str, Peak]] = {}
+    def segments(self, device: str) -> dict[str, dict[tuple[int, str], Peak]]:
+        """Each phase's peak by its run (its first is 0) and the module that was the latest one; in order of first
+        appearance."""
+        segments: dict[str, dict[tuple[int, str], Peak]] = {}
+        runs: Counter[str] = Counter()
         for moment in self.replay(device):
             total = sum(moment.live.values())
+            runs[moment.phase] += moment.begins
             # A phase's first moment is its beginning: storages that ended before it do not count.
-            if moment.phase and (moment.begins or moment.phase in segments):
+            if moment.phase and runs[moment.phase]:
                 best = segments.setdefault(moment.phase, {})
-                if moment.module not in best or total > best[moment.module].nbytes:
-                    best[moment.module] = Peak(total, _parts(moment.live), moment.module, moment.event)
+                key = runs[moment.phase] - 1, moment.module
+                if key not in best or total > best[key].nbytes:
+                    best[key] = Peak(total, _parts(moment.live), moment.module, moment.event)
         return segments
 
     def ends(self, device: str) -> dict[str, dict[str, int]]:
