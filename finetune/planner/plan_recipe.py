@@ -270,13 +270,15 @@ def _layout(request: _TraceRequest) -> Layout:
 
 
 def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
-    """The largest micro-batches there can be: full rows; two of them where steps accumulate.
+    """The largest micro-batches there can be: full rows; two of them where steps accumulate, and three where weights
+    stay gathered between them: then only one that is neither the first nor the last has all gradients and all weights.
 
     Each row is one document. The last row has two where attention would need a mask for a row of several documents, or
     for a padded one: masks take memory in every layer.
     """
     rows, tokens = recipe.training.per_device_batch_size, recipe.data.max_length
     micro_steps = math.ceil(recipe.training.global_batch_size / (rows * ranks))
+    count = 3 if read_strategy(recipe.accelerate_config).gathers_once else 2
     ids = torch.full((rows, tokens), 3)
     positions = torch.arange(tokens).repeat(rows, 1)
     batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "shift_labels": ids}
@@ -287,7 +289,7 @@ def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
     elif recipe.data.packing or rows > 1:
         positions[-1, tokens // 2 :] -= tokens // 2
     batch["supervised"] = torch.arange(ids.numel())
-    return [cast(MicroBatch, {key: _copied(value) for key, value in batch.items()}) for _ in range(min(2, micro_steps))]
+    return [cast(MicroBatch, {key: _copied(value) for key, value in batch.items()}) for _ in range(min(count, micro_steps))]
 
 
 def _copied(value: Any) -> Any:
