@@ -278,7 +278,7 @@ def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
     """
     rows, tokens = recipe.training.per_device_batch_size, recipe.data.max_length
     micro_steps = math.ceil(recipe.training.global_batch_size / (rows * ranks))
-    count = 3 if read_strategy(recipe.accelerate_config).gathers_once else 2
+    count = min(micro_steps, 3 if read_strategy(recipe.accelerate_config).gathers_once else 2)
     ids = torch.full((rows, tokens), 3)
     positions = torch.arange(tokens).repeat(rows, 1)
     batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "shift_labels": ids}
@@ -289,7 +289,7 @@ def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
     elif recipe.data.packing or rows > 1:
         positions[-1, tokens // 2 :] -= tokens // 2
     batch["supervised"] = torch.arange(ids.numel())
-    return [cast(MicroBatch, {key: _copied(value) for key, value in batch.items()}) for _ in range(min(count, micro_steps))]
+    return [cast(MicroBatch, {key: _copied(value) for key, value in batch.items()}) for _ in range(count)]
 
 
 def _copied(value: Any) -> Any:
