@@ -31,7 +31,14 @@ preflight/test_compare.py finished_run/test_evaluate.py training/test_worst_step
 training/test_train.py cli/test_train_verb.py proofs/test_pretended_gpu.py proofs/test_recipes_on_gpu.py""".split()
 NAME = "gpu_branches"
 # Of each question that the default tests answer one way or not at all: why, and where its other answer is seen.
-REASONS: dict[str, str] = {}
+REASONS: dict[str, str] = {
+    "finetune/probe/probe.py probe: device.type == 'cpu'": (
+        "asked where the probe is offline, which rehearse, check and plan alone ask for, and those compute on the CPU"
+    ),
+    "finetune/planner/trace/trace.py _step_batches: accelerator.device.type != 'cpu'": (
+        "the CPU's answer wants plans of gloo ranks: tests/planner/test_planned.py, slow"
+    ),
+}
 
 
 def main(tests: Sequence[str]) -> int:
