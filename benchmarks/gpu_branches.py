@@ -33,7 +33,7 @@ NAME = "gpu_branches"
 # Of each question that the default tests answer one way or not at all: why, and where its other answer is seen.
 REASONS: dict[str, str] = {
     "finetune/launch/local_ranks.py _environments: on_cpu": (
-        "its GPU's answer is given in a process whose path the test sets: tests/launch/test_local_ranks.py, ranks_on_gpus"
+        "a GPU's answer is given in a process whose path is the test's: launch/test_local_ranks.py, ranks_on_gpus"
     ),
     "finetune/probe/probe.py probe: device.type == 'cpu'": (
         "asked where the probe is offline, which rehearse, check and plan alone ask for, and those compute on the CPU"
