@@ -179,4 +179,28 @@ OF_FINISHED_RUNS = (
     ),
 )
 
-FAULTS_OF_RUNS = OF_EVALUATIONS + OF_FINISHED_RUNS
+OF_SAMPLES = (
+    Fault(
+        "prompts share a batch whose padding is seen",
+        "training/samples.py",
+        "most if shared else 0",
+        "most",
+        "training/test_samples.py -k share_a_batch_and",
+    ),
+    Fault(
+        "the padding of a prompt is not masked",
+        "model/generate.py",
+        "[0] * (longest - len(prompt)) + [1]",
+        "[1] * (longest - len(prompt)) + [1]",
+        "model/test_generate.py",
+    ),
+    Fault(
+        "a padded row may be far from the same row alone",
+        "probe/padding.py",
+        "SAME = 1e-4",
+        "SAME = 10.0",
+        "probe/test_padding.py",
+    ),
+)
+
+FAULTS_OF_RUNS = OF_EVALUATIONS + OF_FINISHED_RUNS + OF_SAMPLES

@@ -33,6 +33,7 @@ FITTING = {
     ("hsdp", 2, 8): 16,
     ("zero3", 1, 2): 2,
     ("zero3", 4, 8): 32,
+    ("zero3", 2, 0): 2,
     ("zero2_offload", 1, 1): 1,
     ("single", 1, 1): 1,
     ("single", 1, 0): 1,
@@ -117,7 +118,7 @@ def test_accelerate_and_the_trainer_read_the_words(
     if nodes > 1:
         assert (read.machine_rank, read.main_process_ip, read.main_process_port) == (1, "10.0.0.1", 29500)
         # Without it Accelerate has one machine start the others by pdsh.
-        assert read.deepspeed_multinode_launcher == ("standard" if strategy == "zero3" else None)
+        assert read.deepspeed_multinode_launcher == ("standard" if strategy == "zero3" and gpus else None)
     assert read_by(words, monkeypatch, ranks, nodes).asked_processes == ranks
 
 

@@ -21,6 +21,7 @@ from finetune.recipe.strategy import read_strategy
 from finetune.strategies import accelerator as accelerators
 from finetune.strategies import zero_requirements
 from finetune.strategies.accelerator import build_accelerator, check_combination, device_of
+from finetune.strategies.loss_scaling import scale_losses_on_cpu
 from finetune.strategies.zero_requirements import compile_ahead, compile_engine
 from finetune.training.memory_report import describe_memory, memory_facts
 from tests.support import launching
@@ -161,3 +162,9 @@ def test_memory_is_told_by_cudas_allocator(monkeypatch: pytest.MonkeyPatch) -> N
     assert "CUDA's allocator 6.000" in describe_memory(facts)
     on_cpu = memory_facts({"plan": None, "why": "off"}, phases, CPU)["measured"]
     assert (on_cpu["by"], on_cpu["reserved_bytes"]) == ("live tensors", None)
+
+
+def test_a_gpus_losses_are_scaled_by_accelerate() -> None:
+    accelerator: Any = SimpleNamespace(mixed_precision="fp16", device=GPU)
+    scale_losses_on_cpu(accelerator)
+    assert vars(accelerator) == {"mixed_precision": "fp16", "device": GPU}

@@ -25,6 +25,7 @@ import tests.support.addmm_stand_in
 import tests.support.varlen_stand_in
 from finetune.training import session
 from tests.support.one_rank import let_deepspeed_choose_the_cpu
+from tests.support.pretend_deepspeed import deepspeed_on_the_gpu
 
 # All were needed before torch pretends: libraries look for kernels when they are imported.
 assert session
@@ -55,7 +56,7 @@ class OnTheHost(TorchFunctionMode):
             return not args[0].is_meta and not _on_host(args[0])
         asked = _asked_for(func, (*args, *kwargs.values()))
         pinned = kwargs.pop("pin_memory", False)
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        given = list(_tensors((*args, *kwargs.values())))
         if func in (Tensor.cuda, Tensor.pin_memory):
             result = args[0]
         else:
@@ -71,6 +72,15 @@ class OnTheHost(TorchFunctionMode):
         if host and (moved or not any(_storage(each) is _storage(result) for each in given)):
             _storage(result).on_host = True
         return result
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Those among the arguments, and in lists of them, as torch.cat takes one."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 def _storage(tensor: Any) -> Any:
@@ -101,6 +111,7 @@ def _here(value: Any) -> Any:
 
 
 class _Event:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
     def record(self, *_: Any) -> None: ...
     def wait(self, *_: Any) -> None: ...
     def synchronize(self) -> None: ...
@@ -157,7 +168,8 @@ def pretended_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] 
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: torch.zeros(16, dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "Stream", _Stream)
     monkeypatch.setattr(torch.cuda, "Event", _Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: _Stream())
+    for name in ("current_stream", "default_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: _Stream())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     began = torch.amp.autocast.__init__
@@ -188,7 +200,7 @@ def pretended_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] 
     checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
     monkeypatch.setitem(checks, "default", lambda tensor: {"shape": tensor.shape, "dtype": tensor.dtype})
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # another thread is not under this one's mode
-    with OnTheHost() as mode:
+    with OnTheHost() as mode, deepspeed_on_the_gpu():
         yield mode
 
 
