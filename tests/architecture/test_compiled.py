@@ -305,7 +305,7 @@ def test_architectures_whose_layers_are_no_graph() -> None:
     chunked.config.attention_chunk_size = 8
     assert why_not_compiled(chunked) == "its layers attend in chunks"
     recipe = least_recipe(training={"compile": True})
-    with pytest.raises(EnvironmentMismatch, match="attend in chunks; set training.compile: false"):
+    with pytest.raises(EnvironmentMismatch, match=r"attend in chunks; set training\.compile: false"):
         choice.compile_as_asked(recipe, read_strategy("single"), chunked, CPU, pytest.fail)
 
 

@@ -137,7 +137,6 @@ class CompiledLayers:
 
 def compile_layers(model: nn.Module, compiled: CompiledLayers) -> None:
     """Have the decoder layers of `model` compiled when they are first run. Only instances change."""
-    torch.compiler.reset()
     torch.compiler.config.recompile_limit = max(MOST_GRAPHS, torch.compiler.config.recompile_limit)
     compiled.applied = True
     for layer in _layers(model):

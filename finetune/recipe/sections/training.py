@@ -51,7 +51,7 @@ class Training(Section):
     )
     compile: bool | Literal["auto"] = Field(
         "auto",
-        description="Decoder layers as fused kernels (torch.compile); auto: on a GPU, where the first step shows it can.",
+        description="Decoder layers as fused kernels (torch.compile); auto: on a GPU, where the first step can.",
     )
     non_blocking: bool = Field(True, description="Pinned memory and copies one batch ahead.")
     seed: WholeNumber = Field(42, description="Seed of row order, adapter initialisation and dropout.")
