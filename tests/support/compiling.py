@@ -1,8 +1,13 @@
-"""Backends of torch.compile for tests: one that counts its graphs, which takes seconds, and two that fail."""
+"""Backends of torch.compile for tests: one that counts its graphs, which takes seconds, and two that fail.
+
+As a program it is tests/support/cells.py with torch's own backend that traces forward and backward and makes no code.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,3 +52,13 @@ def broken_forward(graph: Any, inputs: Any) -> Any:
 
 def broken_backward(graph: Any, inputs: Any) -> Any:
     return lambda *given: tuple(_Broken.apply(each) for each in graph.forward(*given))  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":  # a rank of a launcher
+    from finetune.architecture.compiled import choice
+    from finetune.architecture.compiled.layers import CompiledLayers
+    from tests.support import cells
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(choice, "CompiledLayers", partial(CompiledLayers, backend="aot_eager"))
+        sys.exit(cells.main(sys.argv[1:]))

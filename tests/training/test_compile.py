@@ -134,17 +134,18 @@ def test_a_resumed_run_is_the_run_to_the_bit_by_inductor(tiny_llama: Path, chats
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_two_ranks_by_inductor(method: str, tiny_llama: Path, chats: Path, tmp_path: Path) -> None:
-    """Inside of the hooks by which FSDP2 gathers a layer's weights, and beside those by which the others reduce."""
+def test_two_ranks(method: str, tiny_llama: Path, chats: Path, tmp_path: Path) -> None:
+    """Inside of the hooks by which FSDP2 gathers a layer's weights, and beside those by which the others reduce. Forward
+    and backward are traced; no code is made, which takes minutes."""
     strategies = ["ddp", "fsdp2", "zero2"]
     written = page(tmp_path / "written", tiny_llama, chats, method, False)
     assert main([str(written)]) == 0
     pages = []
     for name in strategies:
-        pages.append(page(tmp_path / name, tiny_llama, chats, method, True))
+        pages.append(page(tmp_path / name, tiny_llama, chats, method, True, activation_checkpointing=True))
         content = json.loads(pages[-1].read_text("utf-8")) | {"accelerate_config": name}
         pages[-1].write_text(json.dumps(content), "utf-8")
-    assert launch(pages, ranks=2, timeout=1200) == [0] * len(pages)
+    assert launch(pages, ranks=2, timeout=1200, program="tests/support/compiling.py") == [0] * len(pages)
     for each in pages:
         assert receipt(each)["compiled"]["layers"]
         for found, expected in zip(curve_of(each), curve_of(written), strict=True):
