@@ -185,6 +185,8 @@ def _on_cpu(query: Tensor, key: Tensor, value: Tensor, asked: Attended) -> Tenso
 
 def _by_document(query: Tensor, key: Tensor, value: Tensor, asked: Attended) -> Tensor:
     if asked.ends is not None:
+        if asked.dropout:
+            raise FinetuneError("training.compile: no dropout in compiled attention; set training.compile: false")
         q, k, v = (x.to(_computed_in(x)) for x in (query, key, value))
         return _operator(q, k, v, asked.sinks, asked.ends, asked.scale, asked.window, asked.cap)
     grouped = key.shape[1] != query.shape[1]

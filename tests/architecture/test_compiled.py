@@ -21,7 +21,7 @@ from finetune.architecture.compiled.layers import CompiledLayers, compile_layers
 from finetune.architecture.lora_linear import compute_adapters
 from finetune.architecture.loss import put_loss_into_forward
 from finetune.architecture.varlen_kernel import attend_on_cuda
-from finetune.errors import EnvironmentMismatch
+from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.recipe.strategy import read_strategy
 from tests.support import varlen_stand_in
 from tests.support.compiling import Counting, broken_backward, broken_forward, nothing_compiled
@@ -254,6 +254,14 @@ def test_the_operator_is_the_loop_over_documents_to_the_bit(asked: str) -> None:
         slope = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
         found.append([output, *torch.autograd.grad((output * slope).sum(), leaves)])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+def test_the_operator_draws_no_dropout() -> None:
+    """Recomputed in backward, it would be another one."""
+    query, ends = torch.zeros(1, 4, 8, 8), torch.tensor([0, 8])
+    given: dict[str, Any] = {"cu_seq_lens": ends.int(), "longest_document": 8, "document_ends": ends, "dropout": 0.1}
+    with pytest.raises(FinetuneError, match="no dropout in compiled attention"):
+        attention.varlen_attention(nn.Module(), query, query, query, None, **given)
 
 
 def choose(asked: bool | str, device: torch.device = CARD, name: str = "single", **sections: Any) -> CompiledLayers:

@@ -27,7 +27,7 @@ from finetune.errors import EnvironmentMismatch
 from finetune.wording import counted
 
 # torch counts graphs by code, and all kinds of layers, recomputed or not, share transformers' wrapper of their forward.
-MOST_GRAPHS = 32
+MOST_GRAPHS = 16
 
 
 @dataclass
