@@ -135,8 +135,10 @@ def test_a_resumed_run_is_the_run_to_the_bit_by_inductor(tiny_llama: Path, chats
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_two_ranks(method: str, tiny_llama: Path, chats: Path, tmp_path: Path) -> None:
-    """Inside of the hooks by which FSDP2 gathers a layer's weights, and beside those by which the others reduce. Forward
-    and backward are traced; no code is made, which takes minutes."""
+    """Inside of the hooks by which FSDP2 gathers a layer's weights, and beside those by which the others reduce.
+
+    Forward and backward are traced; no code is made, which takes minutes.
+    """
     strategies = ["ddp", "fsdp2", "zero2"]
     written = page(tmp_path / "written", tiny_llama, chats, method, False)
     assert main([str(written)]) == 0
