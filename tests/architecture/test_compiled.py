@@ -224,7 +224,7 @@ def test_too_many_graphs_are_noticed() -> None:
         expected = learned(model, second)
     compiled = CompiledLayers(required=True, say=said.append, backend=counting)
     compile_layers(base, compiled)
-    torch.compiler.config.recompile_limit = 1
+    torch._dynamo.config.recompile_limit = 1
     learned(model, first)
     with torch.autocast("cpu", torch.bfloat16):
         found = learned(model, second)

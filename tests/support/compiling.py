@@ -19,9 +19,9 @@ from torch import Tensor
 def nothing_compiled() -> Iterator[None]:
     """Graphs and torch's settings of them are this test's alone."""
     torch.compiler.reset()
-    limit = torch.compiler.config.recompile_limit
+    limit = torch._dynamo.config.recompile_limit
     yield
-    torch.compiler.config.recompile_limit = limit
+    torch._dynamo.config.recompile_limit = limit
     torch.compiler.reset()
 
 

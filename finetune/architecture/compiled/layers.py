@@ -137,7 +137,7 @@ class CompiledLayers:
 
 def compile_layers(model: nn.Module, compiled: CompiledLayers) -> None:
     """Have the decoder layers of `model` compiled when they are first run. Only instances change."""
-    torch.compiler.config.recompile_limit = max(MOST_GRAPHS, torch.compiler.config.recompile_limit)
+    torch._dynamo.config.recompile_limit = max(MOST_GRAPHS, torch._dynamo.config.recompile_limit)
     # Under DDP torch would split each graph at the ends of DDP's buckets, as those of a whole model. It cannot split
     # layers that are recomputed. torch's notes on DDP have the setting under this name.
     torch._dynamo.config.optimize_ddp = False
