@@ -21,12 +21,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
+from finetune.architecture.compiled.document_operator import document_operator
 from finetune.architecture.varlen_kernel import attend_on_cuda
 from finetune.errors import FinetuneError
 
 NAME = "varlen"
 # What says where documents end. A module that gets it gets each document's own, where it runs on one after another.
 ENDS, LENGTHS = "cu_seq_lens", "document_lengths"
+# What compiled layers are given in place of the lengths, each of which would make a graph of its own.
+LONGEST, ENDS_ON_HOST = "longest_document", "document_ends"
 AMPERE = (8, 0)  # compute capability: the first with bfloat16 and flash attention
 # Float32 scores of one block of queries, [heads, queries, keys]; their gradient and the probabilities are as large.
 BLOCK_BYTES = 64 * 2**20
@@ -42,6 +45,7 @@ class Attended:
     sinks: Tensor | None  # [heads], a score that takes its share of each softmax and gives no value
     cap: float | None  # scores become cap * tanh(score / cap)
     dropout: float
+    ends: Tensor | None = None  # of the documents, in host memory, where they take the place of their lengths
 
 
 def register() -> None:
@@ -67,6 +71,8 @@ def varlen_attention(
     *,
     cu_seq_lens: Tensor | None = None,  # int32 [documents + 1], where each document begins, and the end
     document_lengths: tuple[int, ...] = (),
+    longest_document: int = 0,
+    document_ends: Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -76,7 +82,8 @@ def varlen_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each document of a flat row. Returns [1, tokens, heads, head_dim] and no weights.
 
-    `document_lengths` are the same lengths on the host, so that nothing is read back from the device. `s_aux` are
+    `document_lengths` are the same lengths on the host, so that nothing is read back from the device; a compiled layer
+    gets `longest_document`, a number that none exceeds, and `document_ends`, the ends on the host. `s_aux` are
     attention sinks, one score for each head. Padding-free equivalent of one forward per document
     (`tests/architecture/test_attention.py`).
 
@@ -88,7 +95,7 @@ def varlen_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     chunk = chunk_of(module)
     lengths = _in_chunks(document_lengths, chunk)
-    asked = Attended(lengths, scale, sliding_window, s_aux, softcap, dropout)
+    asked = Attended(lengths, scale, sliding_window, s_aux, softcap, dropout, document_ends)
     if query.device.type == "cpu":
         output = _on_cpu(query, key, value, asked)
     elif softcap or dropout or _computed_in(query) == torch.float32 or not has_flash(query.device):
@@ -98,7 +105,7 @@ def varlen_attention(
         # What autocast would make of them: it knows torch's own attention, and not this one. Between float32 weights
         # RoPE makes queries and keys float32, and the kernel takes none.
         q, k, v = (x.to(_computed_in(x)) for x in (query, key, value))
-        output = attend_on_cuda(q, k, v, starts, max(lengths), scale, sliding_window, s_aux)
+        output = attend_on_cuda(q, k, v, starts, longest_document or max(lengths), scale, sliding_window, s_aux)
     return output, None
 
 
@@ -146,8 +153,10 @@ def chunk_of(module: nn.Module) -> int | None:
 
     Its configuration says so; a mask would else be all that the attention is told.
     """
-    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    kinds = getattr(config, "layer_types", None)
+    config = getattr(module, "config", None)
+    if getattr(config, "attention_chunk_size", None) is None:  # nothing more is read, that layers share their graph
+        return None
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     if kinds and layer is not None and kinds[layer] == "chunked_attention":
         return int(config.attention_chunk_size)  # type: ignore[union-attr]  # a model's configuration has any names
     return None
@@ -175,6 +184,11 @@ def _on_cpu(query: Tensor, key: Tensor, value: Tensor, asked: Attended) -> Tenso
 
 
 def _by_document(query: Tensor, key: Tensor, value: Tensor, asked: Attended) -> Tensor:
+    if asked.ends is not None:
+        if asked.dropout:
+            raise FinetuneError("training.compile: no dropout in compiled attention; set training.compile: false")
+        q, k, v = (x.to(_computed_in(x)) for x in (query, key, value))
+        return _operator(q, k, v, asked.sinks, asked.ends, asked.scale, asked.window, asked.cap)
     grouped = key.shape[1] != query.shape[1]
     if grouped and (query.device.type != "cpu" or asked.cap):
         # On some torch releases groups lead to plain matrix products, [heads, tokens, tokens] for each document.
@@ -184,6 +198,16 @@ def _by_document(query: Tensor, key: Tensor, value: Tensor, asked: Attended) -> 
     documents = zip(*(torch.split(x, list(asked.lengths), dim=2) for x in (query, key, value)), strict=True)
     outputs = [attend(q, k, v, asked, grouped).transpose(1, 2) for q, k, v in documents]
     return torch.cat(outputs, dim=1)  # contiguous, as the library's own are: some models take a view of it
+
+
+def _until(query: Tensor, key: Tensor, value: Tensor, *asked: Any) -> Tensor:
+    sinks, ends, *rest = asked
+    lengths = tuple(ends.diff().tolist())
+    scale, window, cap = rest
+    return _by_document(query, key, value, Attended(lengths, scale, window, sinks, cap, 0.0))
+
+
+_operator = document_operator("attention_by_document", _until)
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, asked: Attended, grouped: bool) -> Tensor:

@@ -39,7 +39,9 @@ def attend_on_cuda(
     if width != q.shape[-1]:  # latent attention; the kernel wants one width, and zeros add nothing
         v = F.pad(v, (0, q.shape[-1] - width))
     # (window - 1, 0): window - 1 tokens to the left of each, none to the right; (-1, 0) is plain causal.
-    tokens_before = -1 if window is None or window >= longest else window - 1
+    # A compiled layer compares nothing with a number that differs from row to row: each outcome would be a graph.
+    wide = window is None or (not torch.compiler.is_compiling() and window >= longest)
+    tokens_before = -1 if window is None or wide else window - 1
     options: dict[str, Any] = {"scale": scale}
     if "window_size" in parameters:
         options["window_size"] = (tokens_before, 0)

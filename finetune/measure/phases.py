@@ -160,6 +160,11 @@ class _Watch(TorchDispatchMode):
         self._storages = storages
         self._traffic = traffic
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch compiles under this mode too, which then sees what a compiled graph calls and not what it fuses."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

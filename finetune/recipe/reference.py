@@ -71,6 +71,8 @@ def _takes(schema: dict[str, Any]) -> str:
         return ", or ".join(dict.fromkeys(map(_takes, schema["anyOf"])))
     if "enum" in schema:
         return " ".join(f"`{choice}`" for choice in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
     if "pattern" in schema:
         return f"`{schema['pattern'].strip('^$')}`"
     if schema.get("type") == "array":

@@ -44,6 +44,7 @@ FREE_TO_CHANGE = (
     "report_to",
     "hub",
     "timeout_seconds",
+    "training.compile",
     "training.deterministic",
     "training.per_device_batch_size",
     "training.load_best_model_at_end",

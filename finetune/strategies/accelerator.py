@@ -19,6 +19,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 
+from finetune.architecture.compiled.choice import check_compiling
 from finetune.errors import EnvironmentMismatch
 from finetune.launch.launcher import Launch
 from finetune.launch.rendezvous import check_world, collective_timeout
@@ -154,6 +155,7 @@ def check_combination(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> No
         require_engine(recipe, strategy, on_cpu=on_cpu)
     if strategy.shards_modules:
         check_sharded_quantization(recipe)
+    check_compiling(recipe, strategy)
     check_optimizer(recipe.training.optim, on_cpu=on_cpu, sharded=strategy.shards_optimizer_state)
 
 

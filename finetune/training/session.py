@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from finetune.architecture.compiled.choice import compile_as_asked
+from finetune.architecture.compiled.layers import CompiledLayers
 from finetune.errors import Stopped
 from finetune.hub.start_adapter import start_from
 from finetune.launch.cpu_memory import give_back_freed_memory
@@ -27,6 +29,7 @@ from finetune.launch.rendezvous import rendezvous
 from finetune.launch.signals import stop_on_signals
 from finetune.measure.cuda_peaks import give_back_cached_memory
 from finetune.measure.phases import Phase, Phases, peak_of
+from finetune.model.build import decoder_parts
 from finetune.model.optimizer import call_after_first_step, learning_rate_schedule
 from finetune.run_folder.best import describe_exported, forget_lost_best, weights_to_export
 from finetune.run_folder.folder import Claim, mark_run
@@ -120,7 +123,9 @@ def _train(
         receipt = _begin_receipt(start, accelerator, parts, output)
         measured = _phases_of_loading(run, state.step)
         progress.phase = "worst step first"
-        measured |= _try_worst_step(start, parts, run)
+        compiled = compile_as_asked(start.recipe, start.strategy, decoder_parts(parts.unwrapped_model), device, log)
+        measured |= _try_worst_step(start, parts, run, compiled)
+        receipt.add("compiled", compiled.facts())
         receipt.add("memory", memory_facts(planner.result(), measured, device))
         if state.step == 0:
             progress.phase = "looking before"
@@ -128,6 +133,7 @@ def _train(
         progress.phase = "training"
         with deterministic_algorithms(start.recipe.training.deterministic, device):
             reached_end = train(run, state)
+        receipt.add("compiled", compiled.facts())
         if not reached_end:
             command = mark_run(start.run_dir, "stopped", step=state.step) if start.writes else ""
             line = f"stopped and saved at step {state.step}; continue with:\n  {command}"
@@ -235,8 +241,8 @@ def _phases_of_loading(run: Run, step: int) -> dict[str, Phase]:
     return loading
 
 
-def _try_worst_step(start: Start, parts: Assembled, run: Run) -> dict[str, Phase]:
-    """The phases of the worst step, which leaves weights and optimizer as they were."""
+def _try_worst_step(start: Start, parts: Assembled, run: Run, compiled: CompiledLayers) -> dict[str, Phase]:
+    """The phases of the worst step, which leaves weights and optimizer as they were. Layers are compiled in it."""
     try:
         with deterministic_algorithms(start.recipe.training.deterministic, run.accelerator.device):
             worst = worst_step_first(
@@ -248,4 +254,7 @@ def _try_worst_step(start: Start, parts: Assembled, run: Run) -> dict[str, Phase
     give_back_freed_memory()
     give_back_cached_memory(run.accelerator.device)
     run.terminal.log(str(worst))
+    compiled.agree(partial(run.accelerator.reduce, reduction="sum"), run.accelerator.device)
+    if said := str(compiled):
+        run.terminal.log(said)
     return worst.phases

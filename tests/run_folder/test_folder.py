@@ -273,6 +273,7 @@ def test_the_identity_is_what_the_curve_depends_on() -> None:
         {"measure_phases": True},
         {"output_dir": "runs/b"},
         {"training": {"per_device_batch_size": 7}},
+        {"training": {"compile": True}},
         {"training": {"non_blocking": False}},
         {"training": {"resume": "never"}},
     ]

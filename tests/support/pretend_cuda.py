@@ -29,6 +29,7 @@ from tests.support.pretend_deepspeed import deepspeed_on_the_gpu
 
 # All were needed before torch pretends: libraries look for kernels when they are imported.
 assert session
+assert torch._dynamo
 assert tests.support.addmm_stand_in
 assert tests.support.varlen_stand_in
 
@@ -195,6 +196,8 @@ def pretended_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] 
         groups("gloo", *args, **kwargs | {"device_id": None})
 
     monkeypatch.setattr(dist, "init_process_group", by_gloo)
+    # Layers are given what compiled ones are, and run as they are written: torch compiles none under this mode.
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(Tensor, "record_stream", _nothing)  # which looks at the kind of a stream before it asks a mode
     # What a checkpoint keeps is looked at inside of operations too, where the mode is not.
     checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns

@@ -49,6 +49,10 @@ class Training(Section):
     activation_checkpointing: bool | Count = Field(
         True, description="Recompute layers in backward: true, false, or n for every n-th layer."
     )
+    compile: bool | Literal["auto"] = Field(
+        "auto",
+        description="Decoder layers as fused kernels (torch.compile); auto: on a GPU, where the first step can.",
+    )
     non_blocking: bool = Field(True, description="Pinned memory and copies one batch ahead.")
     seed: WholeNumber = Field(42, description="Seed of row order, adapter initialisation and dropout.")
     deterministic: bool = Field(

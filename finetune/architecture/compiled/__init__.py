@@ -1,0 +1,4 @@
+"""Decoder layers as graphs of torch.compile, and the attention inside of them as one operator.
+
+May import: what `architecture` may.
+"""

@@ -1,0 +1,67 @@
+"""Whether a run's layers are compiled: what the recipe asks for, and what its strategy and architecture allow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from finetune.architecture.compiled.layers import CompiledLayers, compile_layers, why_not_compiled
+from finetune.errors import EnvironmentMismatch
+from finetune.files import cache_folder
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import Strategy
+
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def check_compiling(recipe: Recipe, strategy: Strategy) -> None:
+    """Refuse `training.compile: true` where the recipe alone shows that it cannot be. Raises EnvironmentMismatch."""
+    if recipe.training.compile is True and (reason := _not_with(recipe, strategy)):
+        raise _refused(reason)
+
+
+def compile_as_asked(
+    recipe: Recipe, strategy: Strategy, model: PreTrainedModel, device: torch.device, say: Callable[[str], None]
+) -> CompiledLayers:
+    """Have the layers of an assembled model compiled, where the recipe asks for it and it can be.
+
+    Raises EnvironmentMismatch where `training.compile: true` cannot be.
+    """
+    asked = recipe.training.compile
+    compiled = CompiledLayers(required=asked is True, say=say)
+    if asked is False:
+        compiled.stopped = "training.compile: false"
+    elif asked == "auto" and device.type != "cuda":
+        compiled.stopped = "on a CPU, where training.compile: auto compiles nothing"
+    elif reason := _not_with(recipe, strategy) or why_not_compiled(model):
+        if asked is True:
+            raise _refused(reason)
+        compiled.stopped = reason
+    else:
+        keep_graphs()
+        compile_layers(model, compiled)
+    return compiled
+
+
+def keep_graphs(environment: MutableMapping[str, str] = os.environ) -> Path:
+    """Have compiled graphs kept in the kit's cache folder, so that the next start of the same training finds them; in
+    another folder where the user has named one."""
+    return Path(environment.setdefault(CACHE_VARIABLE, str(cache_folder() / "compiled")))
+
+
+def _not_with(recipe: Recipe, strategy: Strategy) -> str | None:
+    """Why the recipe cannot be compiled, whatever its architecture."""
+    quantization = recipe.quantization
+    if strategy.shards_parameters and not strategy.shards_modules:
+        return f"{strategy.name} gathers weights inside of layers, which one graph cannot hold"
+    if quantization is not None and quantization.load_in_8bit:
+        return "layers of 8 bits read their inputs on the host, which one graph cannot hold"
+    return None
+
+
+def _refused(reason: str) -> EnvironmentMismatch:
+    return EnvironmentMismatch(f"training.compile: true: {reason}; set training.compile: false")

@@ -1,0 +1,61 @@
+"""Attention one document after another, as one operator: to torch.compile a loop over documents is one graph for each
+number of them and each of their lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Query, key, value, sinks, the documents' ends in host memory, scale, window and cap to [1, tokens, heads, head_dim].
+Attend = Callable[..., Tensor]
+INPUTS = "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor ends, float scale, int? window, float? cap"
+
+
+def document_operator(name: str, attend: Attend) -> Attend:
+    """`attend` as an operator of torch under `name`, with the same values and gradients.
+
+    Backward computes it once more, for an operator may keep nothing but what it was given and what it gave.
+    """
+
+    def computed(*given: Any) -> Tensor:
+        with torch.autocast(given[0].device.type, enabled=False):
+            return attend(*given).contiguous()  # as it is described to the compiler, and so the gradients
+
+    def differentiated(slope: Tensor, *given: Any) -> list[Tensor]:
+        leaves = [each.detach().requires_grad_() for each in given[:4] if each is not None]
+        output = computed(*leaves, *[None] * (4 - len(leaves)), *given[4:])
+        return [each.contiguous() for each in torch.autograd.grad(output, leaves, slope)]
+
+    # In a thread of its own: inside of an operator torch records nothing for a backward.
+    thread = ThreadPoolExecutor(max_workers=1)
+
+    def gradients(*given: Any) -> list[Tensor]:
+        return thread.submit(differentiated, *given).result()
+
+    forward = torch.library.custom_op(f"finetune::{name}", computed, mutates_args=(), schema=f"({INPUTS}) -> Tensor")
+    backward = torch.library.custom_op(
+        f"finetune::{name}_backward", gradients, mutates_args=(), schema=f"(Tensor slope, {INPUTS}) -> Tensor[]"
+    )
+
+    @forward.register_fake
+    def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+    @backward.register_fake
+    def _(slope: Tensor, *given: Any) -> list[Tensor]:
+        return [each.new_empty(each.shape) for each in given[:4] if each is not None]
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:5])
+        ctx.rest = inputs[5:]
+
+    def through(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        found: list[Tensor] = backward(slope, *ctx.saved_tensors, *ctx.rest)
+        return (*found, *[None] * (8 - len(found)))
+
+    forward.register_autograd(through, setup_context=keep)
+    return forward
