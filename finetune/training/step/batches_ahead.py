@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-T = TypeVar("T")
+Item = TypeVar("Item")
 _END = object()
 
 
 @contextmanager
-def made_ahead(items: Iterable[T]) -> Iterator[Iterator[T]]:
+def made_ahead(items: Iterable[Item]) -> Iterator[Iterator[Item]]:
     """The items in their order, each made in a thread while the one before it is used.
 
     What making one raises is raised where that one is asked for. Leaving the block ends the thread, after the item that
@@ -22,7 +22,7 @@ def made_ahead(items: Iterable[T]) -> Iterator[Iterator[T]]:
         yield _taken(iter(items), thread)
 
 
-def _taken(source: Iterator[T], thread: ThreadPoolExecutor) -> Iterator[T]:
+def _taken(source: Iterator[Item], thread: ThreadPoolExecutor) -> Iterator[Item]:
     coming = thread.submit(next, source, _END)
     while (item := coming.result()) is not _END:
         coming = thread.submit(next, source, _END)
