@@ -50,7 +50,12 @@ class Steps:
     @property
     def begun(self) -> int:
         """The steps of the run that have begun."""
-        return self._state.step + len(self._begun)
+        return self._state.step + self.unread
+
+    @property
+    def unread(self) -> int:
+        """Those of them that were not read yet."""
+        return len(self._begun)
 
     def begin(self) -> None:
         """Give the next step to the device, at its learning rate. Raises NotFinite, before the update, where the host
@@ -84,8 +89,8 @@ class Steps:
 
     def to_read(self, *, everything: bool) -> bool:
         """Whether a step should be read before the next one begins; `everything`: no step may stay unread."""
-        unread = len(self._begun)
-        return unread > 0 and (everything or not self._late or unread > 1 or self._begun[-1].flight.has_landed)
+        newest_has_landed = self.unread > 0 and self._begun[-1].flight.has_landed
+        return self.unread > 0 and (everything or not self._late or self.unread > 1 or newest_has_landed)
 
     def read(self) -> bool:
         """Wait for the oldest step that was not read and record it in the state; returns whether a rank was asked to

@@ -48,7 +48,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     read, unread = run_steps.Steps.read, []
 
     def noting(steps: run_steps.Steps) -> bool:
-        unread.append(steps.begun - steps._state.step)
+        unread.append(steps.unread)
         return read(steps)
 
     monkeypatch.setattr(run_steps.Steps, "read", noting)
@@ -95,7 +95,7 @@ def test_lines_and_weights_are_those_of_a_run_that_is_read_at_once(
 def test_steps_that_the_host_decides_on_are_read_at_once(
     recipe: Path, tmp_path: Path, ahead: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bf16 adapters under pure_bf16 are updated by RoundedAdamW."""
+    """As RoundedAdamW's are, bitsandbytes' and DeepSpeed's."""
     monkeypatch.setattr("finetune.training.step.optimizer_step.updates_on_device", lambda *_: False)
     assert run(recipe, tmp_path / "run") == 0
     assert ahead == [1] * STEPS
