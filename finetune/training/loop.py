@@ -59,18 +59,18 @@ def train(run: Run, state: TrainState) -> bool:
 
     When it returns, a checkpoint of the last step exists. Raises NotFinite, which names the step and its rows.
     """
-    recipe, total, intervals = run.recipe, run.plan.total_steps, steps_of(run.recipe, run.plan.total_steps)
-    overlaps, stopped = host_works_ahead(run), False
+    recipe, plan, overlaps, stopped = run.recipe, run.plan, host_works_ahead(run), False
+    intervals = steps_of(recipe, plan.total_steps)
     with _batches(run, state.step, ahead=overlaps) as batches:
         steps = Steps(run, state, batches, late=overlaps)
         while not (stopped or _finished(run, state)):
             steps.begin()
-            last = steps.begun == total
+            last = steps.begun == plan.total_steps
             evaluating = run.eval_rows is not None and (last or steps.begun % intervals["eval_steps"] == 0)
             due, logging = last or evaluating or steps.begun % intervals["save_steps"] == 0, False
             while steps.to_read(everything=due or stopped):
                 stopped = steps.read() or stopped
-                if state.step == total or state.step % recipe.logging_steps == 0:
+                if state.step == plan.total_steps or state.step % recipe.logging_steps == 0:
                     _flush(run, state)
                     logging = True
             if evaluating:
