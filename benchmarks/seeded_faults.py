@@ -61,14 +61,14 @@ FAULTS = (
     ),
     Fault(
         "dropout is the same in every step",
-        "training/loop.py",
+        "training/step/seeds.py",
         "SeedSequence([plan.seed, step, plan.rank])",
         "SeedSequence([plan.seed, plan.rank])",
         "training/test_loop.py -k dropout",
     ),
     Fault(
         "dropout is the same on every rank",
-        "training/loop.py",
+        "training/step/seeds.py",
         "SeedSequence([plan.seed, step, plan.rank])",
         "SeedSequence([plan.seed, step])",
         "training/test_loop.py -k dropout",

@@ -59,10 +59,9 @@ class BatchPlan:
             flat=self.flat,
         )
 
-    def batches_from(self, first_step: int, rows: Documents) -> Iterator[MicroBatch]:
-        """This rank's micro-batches from step `first_step` to the end of the run."""
-        for step in range(first_step, self.total_steps):
-            yield from self.micro_batches(rows, self.rows_of(step))
+    def batches_from(self, first_step: int, rows: Documents) -> Iterator[list[MicroBatch]]:
+        """This rank's micro-batches of each step, from step `first_step` to the end of the run."""
+        return (self.micro_batches(rows, self.rows_of(step)) for step in range(first_step, self.total_steps))
 
     def batches_of_all(self, rows: Rows) -> Iterator[MicroBatch]:
         """This rank's micro-batches of all rows, each row once and in order: an evaluation's."""

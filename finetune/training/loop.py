@@ -1,135 +1,30 @@
-"""The training: one optimizer step, one evaluation, one loop around them.
+"""The training: the steps of a run, one evaluation, one loop around them.
 
-An optimizer step is the unit of every log, schedule, checkpoint and claim. Its loss is the sum over its supervised
-tokens on all ranks and micro-batches, divided once by their number. A method (full, LoRA, QLoRA) is a way to build a
-model and a strategy (DDP, FSDP2, ZeRO) a way to build an Accelerator; this file branches on neither.
+A method (full, LoRA, QLoRA) is a way to build a model and a strategy (DDP, FSDP2, ZeRO) a way to build an Accelerator;
+this file branches on neither.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from finetune.errors import NotFinite
-from finetune.measure.metrics import StepRecord, eval_line, evaluation_in_words
-from finetune.measure.phases import Phases
-from finetune.model.optimizer import set_learning_rate
+from finetune.measure.metrics import eval_line, evaluation_in_words
 from finetune.run_folder.train_state import TrainState
-from finetune.strategies.loss_scaling import FLOOR, loss_scale, scaler_state
+from finetune.strategies.loss_scaling import scaler_state
 from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.run import Run, steps_of
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The figures of one optimizer step, read from the device once."""
-
-    loss: float  # mean over the step's supervised tokens of all ranks
-    grad_norm: float  # before clipping
-    stop: bool  # some rank received a signal to stop
-    loss_scale: float | None  # of this step, under fp16
-    skipped: bool  # an fp16 gradient overflowed: no update, and the next step has half the loss scale
-
-
-def optimizer_step(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterator[MicroBatch],
-    *,
-    micro_steps: int,
-    supervised_tokens: int,
-    max_grad_norm: float | None,
-    seed: int,
-    stop: bool,
-    phases: Phases,
-    skip_gradient_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> StepResult:
-    """Forward and backward of `micro_steps` micro-batches, one clip, one update.
-
-    `supervised_tokens` is the step's count over all ranks, which each rank knows from the tokenised rows. Strategies
-    reduce gradients to a mean over ranks; `num_processes` undoes that. `skip_gradient_sync` is entered for every
-    micro-batch but the last: a strategy that reduces once a step does not reduce there. One collective besides the
-    strategy's own: loss, count and stop flag together. Raises NotFinite before the update if the loss or the gradient
-    norm of any rank is not finite; under fp16 gradients may overflow until the loss scale has come down to 1, and the
-    step is skipped instead.
-    """
-    scale = accelerator.num_processes / supervised_tokens
-    tally = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss sum, supervised tokens, stop flags
-    tally[2] = float(stop)
-    for index, batch in enumerate(islice(batches, micro_steps)):
-        last = index == micro_steps - 1
-        accelerator.sync_gradients = last
-        # Dropout follows from (seed, step, rank, micro-step) alone, so that a resumed run needs no generator state.
-        _seed_dropout(accelerator.device, seed + index)
-        with nullcontext() if last else skip_gradient_sync():
-            with phases("forward"):
-                loss = model(**batch)
-            tally[0] += loss.detach()
-            tally[1] += len(batch["supervised"])
-            with phases("backward"):
-                # 0 * inf and 0 * nan are nan: a loss that is not finite on one rank makes the reduced gradients of all
-                # ranks nan, so the one check below covers every rank without another collective.
-                accelerator.backward(loss * (scale + 0.0 * loss.detach()))
-            del loss  # free its graph before the next forward allocates
-    with phases("step"):
-        norm = accelerator.clip_grad_norm_(model.parameters(), math.inf if max_grad_norm is None else max_grad_norm)
-        tally = accelerator.reduce(tally, reduction="sum")  # [3]
-        # The step's one wait for the device: five numbers in one read.
-        facts = [tally, _unsharded(norm).double().reshape(1).to(tally), loss_scale(accelerator)]
-        loss_sum, counted, stops, grad_norm, scaled_by = torch.cat(facts).tolist()
-        assert counted == supervised_tokens, f"{counted} supervised tokens seen, {supervised_tokens} planned"
-        loss, fp16_scale = loss_sum / supervised_tokens, scaled_by if accelerator.scaler is not None else None
-        if fault := _not_finite_reason(loss, grad_norm, fp16_scale):
-            optimizer.zero_grad()
-            raise NotFinite(fault)
-        skipped = not math.isfinite(grad_norm)
-        if skipped:
-            # We skip the update ourselves: Accelerate does not notice when the scaler skips a fused AdamW.
-            accelerator.scaler.update()
-        else:
-            optimizer.step()
-        optimizer.zero_grad()
-    return StepResult(loss, grad_norm, bool(stops), fp16_scale, skipped)
-
-
-def _not_finite_reason(loss: float, grad_norm: float, loss_scale: float | None) -> str | None:
-    """Why the run must end here; None where it may continue.
-
-    Gradients that overflow fp16 are not a reason while a smaller loss scale is left to try.
-    """
-    if math.isfinite(loss) and math.isfinite(grad_norm):
-        return None
-    if loss_scale is None or not math.isfinite(loss):
-        return f"loss {loss}, gradient norm {grad_norm}"
-    if loss_scale / 2 < FLOOR:
-        return f"gradients overflow fp16 even at a loss scale of {loss_scale:g} (mixed_precision: bf16 has the range)"
-    return None
-
-
-def _unsharded(norm: torch.Tensor) -> torch.Tensor:
-    """The gradient norm as a plain tensor: of sharded gradients it is a DTensor."""
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def _seed_dropout(device: torch.device, seed: int) -> None:
-    """torch.manual_seed for the CPU and this device alone: that one also queues a call for every absent accelerator."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+from finetune.training.step.batches_ahead import made_ahead
+from finetune.training.step.run_steps import Steps
 
 
 def evaluate(
@@ -164,26 +59,52 @@ def train(run: Run, state: TrainState) -> bool:
 
     When it returns, a checkpoint of the last step exists. Raises NotFinite, which names the step and its rows.
     """
-    recipe, plan, device = run.recipe, run.plan, run.accelerator.device
-    batches = prefetch(plan.batches_from(state.step, run.train_rows), device, recipe.training.non_blocking)
-    stopped, steps = False, steps_of(recipe, plan.total_steps)
-    while not (stopped or _finished(run, state)):
-        stopped = step_and_record(run, state, batches)
-        last = state.step == plan.total_steps
-        logging = last or state.step % recipe.logging_steps == 0
-        if logging:
-            _flush(run, state)
-        if run.eval_rows is not None and (last or state.step % steps["eval_steps"] == 0):
-            _evaluate_and_compare(run, state)
-        saving = _finished(run, state) or stopped or state.step % steps["save_steps"] == 0
-        if saving:
-            with run.phases("save"):
-                state.loss_scaler = scaler_state(run.accelerator)
-                run.save(state)
-        if logging or saving:
-            _write_phases(run, state)
+    recipe, plan, overlaps, stopped = run.recipe, run.plan, host_works_ahead(run), False
+    intervals = steps_of(recipe, plan.total_steps)
+    with _batches(run, state.step, ahead=overlaps) as batches:
+        steps = Steps(run, state, batches, late=overlaps)
+        while not (stopped or _finished(run, state)):
+            steps.begin()
+            last = steps.begun == plan.total_steps
+            evaluating = run.eval_rows is not None and (last or steps.begun % intervals["eval_steps"] == 0)
+            due, logging = last or evaluating or steps.begun % intervals["save_steps"] == 0, False
+            while steps.to_read(everything=due or stopped):
+                stopped = steps.read() or stopped
+                if state.step == plan.total_steps or state.step % recipe.logging_steps == 0:
+                    _flush(run, state)
+                    logging = True
+            if evaluating:
+                _evaluate_and_compare(run, state)
+            saving = stopped or (due and (_finished(run, state) or state.step % intervals["save_steps"] == 0))
+            if saving:
+                with run.phases("save"):
+                    state.loss_scaler = scaler_state(run.accelerator)
+                    run.save(state)
+            if logging or saving:
+                _write_phases(run, state)
     run.wait_for_saves()
     return _finished(run, state)
+
+
+def host_works_ahead(run: Run) -> bool:
+    """Whether the host reads a step while the device computes the next one, and makes batches in a thread meanwhile.
+
+    On a CPU both are the same cores: nothing would be won, and lines would come a step late. Measuring a phase waits
+    for the device.
+    """
+    return run.accelerator.device.type != "cpu" and not run.phases.enabled
+
+
+@contextmanager
+def _batches(run: Run, first_step: int, *, ahead: bool) -> Iterator[Iterator[MicroBatch]]:
+    """This rank's micro-batches on the device, from step `first_step` to the end of the run."""
+    steps = run.plan.batches_from(first_step, run.train_rows)
+    device, non_blocking = run.accelerator.device, run.recipe.training.non_blocking
+    if not ahead:
+        yield prefetch(chain.from_iterable(steps), device, non_blocking)
+        return
+    with made_ahead(steps) as made:
+        yield prefetch(chain.from_iterable(made), device, non_blocking)
 
 
 def _finished(run: Run, state: TrainState) -> bool:
@@ -194,83 +115,6 @@ def _finished(run: Run, state: TrainState) -> bool:
 def _early_stopped(run: Run, state: TrainState) -> bool:
     patience = run.recipe.training.early_stopping_patience
     return patience is not None and state.worse_evaluations >= patience
-
-
-def step_and_record(run: Run, state: TrainState, batches: Iterator[MicroBatch]) -> bool:
-    """One optimizer step at its learning rate, recorded in `state`; returns whether a rank was asked to stop."""
-    plan, began = run.plan, time.perf_counter()
-    indices = plan.rows_of(state.step)
-    rate = run.learning_rate(state.step)
-    set_learning_rate(run.optimizer, rate)
-    supervised = int(run.train_rows.supervised[indices].sum())
-    timed = _Timed(batches)
-    try:
-        result = optimizer_step(
-            run.accelerator,
-            run.model,
-            run.optimizer,
-            timed,
-            micro_steps=plan.micro_steps(len(indices)),
-            supervised_tokens=supervised,
-            max_grad_norm=run.recipe.training.max_grad_norm,
-            seed=_step_seed(plan, state.step),
-            stop=run.stop_requested(),
-            phases=run.phases,
-            skip_gradient_sync=run.skip_gradient_sync,
-        )
-    except NotFinite as error:
-        raise NotFinite(_name_rows(run, state.step, indices, str(error))) from error
-    state.step += 1
-    state.skipped_steps += result.skipped
-    state.window.records.append(
-        StepRecord(
-            step=state.step,
-            epoch=min(state.step * plan.global_batch_size, plan.total_rows) / plan.rows,
-            loss=result.loss,
-            grad_norm=None if result.skipped else result.grad_norm,
-            learning_rate=rate,
-            supervised_tokens=supervised,
-            tokens=int(run.train_rows.lengths[indices].sum()),
-            seconds=time.perf_counter() - began,
-            data_wait_seconds=timed.seconds,
-            loss_scale=result.loss_scale,
-            skipped_steps=state.skipped_steps,
-        )
-    )
-    return result.stop
-
-
-class _Timed:
-    """An iterator that adds up the seconds its source takes."""
-
-    def __init__(self, source: Iterator[MicroBatch]) -> None:
-        self._source = source
-        self.seconds = 0.0
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return self
-
-    def __next__(self) -> MicroBatch:
-        began = time.perf_counter()
-        try:
-            return next(self._source)
-        finally:
-            self.seconds += time.perf_counter() - began
-
-
-def _step_seed(plan: BatchPlan, step: int) -> int:
-    """A seed for this step and rank; micro-steps add their index to it, so two steps' seeds are far from each other."""
-    return int(np.random.SeedSequence([plan.seed, step, plan.rank]).generate_state(1, np.uint64)[0] >> np.uint64(2))
-
-
-def _name_rows(run: Run, step: int, indices: Sequence[int] | np.ndarray, reason: str) -> str:
-    """The message of a step that was not finite: where its rows come from, and what to change."""
-    places = [place for index in indices for place in run.train_rows.places(int(index))]
-    names = ", ".join(places[:16]) + (f" and {len(places) - 16} more" if len(places) > 16 else "")
-    return (
-        f"step {step + 1}: {reason}: not finite; the weights are those of step {step}; look at its rows, {names}, "
-        "lower training.learning_rate, or lengthen the warmup"
-    )
 
 
 def _flush(run: Run, state: TrainState) -> None:

@@ -24,8 +24,8 @@ from finetune.strategies.loss_scaling import load_scaler_state, scaler_state
 from finetune.tokens.batches import prefetch
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
-from finetune.training.loop import optimizer_step
 from finetune.training.run import Run
+from finetune.training.step.optimizer_step import optimizer_step
 from finetune.wording import counted
 
 
@@ -134,7 +134,7 @@ def _step(run: Run) -> int:
             stop=False,
             phases=run.phases,
             skip_gradient_sync=run.skip_gradient_sync,
-        )
+        ).read()
     except NotFinite as error:
         places = ", ".join(place for index in longest[:4] for place in rows.places(int(index)))
         raise NotFinite(f"worst step first: {error}: not finite; look at the longest rows, {places}") from error

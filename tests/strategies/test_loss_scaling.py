@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 from finetune import train
+from finetune.errors import NotFinite
 from finetune.files import read_lines
 from finetune.measure.metrics import StepRecord, Terminal, Window
 from finetune.measure.phases import Phases
@@ -27,7 +28,7 @@ from finetune.model.build import build_model
 from finetune.model.optimizer import make_optimizer
 from finetune.strategies.loss_scaling import load_scaler_state, loss_scale, scale_losses_on_cpu, scaler_state
 from finetune.training import session
-from finetune.training.loop import NotFinite, StepResult, optimizer_step
+from finetune.training.step.optimizer_step import StepResult, optimizer_step
 from tests.support.soak_resume import fingerprint, fork_ranks, wait_all, write_resume_recipe
 from tests.support.stepping import CPU, CountReads, float32_recipe, weights
 from tests.support.tiny import flat_batch
@@ -59,7 +60,7 @@ class Bench:
             seed=5,
             stop=False,
             phases=Phases(CPU, enabled=False),
-        )
+        ).read()
 
 
 def test_accelerate_alone_silently_computes_in_float32(tiny_llama: Path) -> None:

@@ -38,7 +38,7 @@ from finetune.strategies.accelerator import accumulation_context, build_accelera
 from finetune.strategies.assemble import assemble
 from finetune.strategies.zero import release_engine
 from finetune.tokens.batches import MicroBatch, prefetch
-from finetune.training.loop import optimizer_step
+from finetune.training.step.optimizer_step import optimizer_step
 from tests.support.mixtures import save_mixture
 from tests.support.saving import in_the_foreground
 from tests.support.tiny import flat_batch, save_tiny
@@ -162,7 +162,7 @@ def tracked(case: Case, folder: Path, strategy: str = "single") -> dict[str, tup
             stop=False,
             phases=phases,
             skip_gradient_sync=accumulation_context(accelerator, ways, parts.model),
-        )
+        ).read()
     del batches
     with phases("save"):
         save(recipe, parts, TrainState(step=STEPS), in_the_foreground())

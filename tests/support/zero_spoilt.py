@@ -8,22 +8,29 @@ from __future__ import annotations
 import json
 import math
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from finetune.errors import NotFinite
 from finetune.run_folder.train_state import TrainState
 from finetune.strategies.zero_state import full_weights, trained_pieces
-from finetune.training import loop, session
+from finetune.tokens.batches import prefetch
+from finetune.training import session
 from finetune.training.run import Run
+from finetune.training.step.optimizer_step import optimizer_step
+from finetune.training.step.run_steps import Steps
 from tests.support.cells import main
 
 
 def train_and_spoil(run: Run, state: TrainState) -> bool:
-    batches = loop.prefetch(run.plan.batches_from(0, run.train_rows), run.accelerator.device, False)
+    batches = chain.from_iterable(run.plan.batches_from(0, run.train_rows))
+    steps = Steps(run, state, prefetch(batches, run.accelerator.device, False), late=False)
     for _ in range(2):
-        loop.step_and_record(run, state, batches)
+        steps.begin()
+        steps.read()
     before, whole = trained_pieces(run.model), full_weights(run.model, dtype=None, keep=True)
     facts: dict[str, Any] = {"refused": _refuses_a_spoilt_step(run)}
     after = trained_pieces(run.model)
@@ -36,7 +43,8 @@ def train_and_spoil(run: Run, state: TrainState) -> bool:
     again = full_weights(run.model, dtype=None, keep=True)
     facts["moved"] += [name for name, tensor in whole.items() if not torch.equal(tensor, again[name])]
     facts["pieces"] = len(before["model"])
-    loop.step_and_record(run, state, batches)  # nothing of the spoilt gradients is left
+    steps.begin()
+    steps.read()  # nothing of the spoilt gradients is left
     facts["next_norm"] = state.window.records[-1].grad_norm
     folder = Path(run.recipe.run_dir)
     facts["swapped_bytes"] = sum(file.stat().st_size for file in folder.rglob("*.swp"))
@@ -56,7 +64,7 @@ def _refuses_a_spoilt_step(run: Run) -> bool:
 
     indices = run.plan.rows_of(0)
     try:
-        loop.optimizer_step(
+        optimizer_step(
             run.accelerator,
             Spoilt(),
             run.optimizer,
@@ -69,7 +77,7 @@ def _refuses_a_spoilt_step(run: Run) -> bool:
             phases=run.phases,
             skip_gradient_sync=run.skip_gradient_sync,
         )
-    except loop.NotFinite:
+    except NotFinite:
         return True
     return False
 

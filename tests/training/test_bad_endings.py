@@ -23,7 +23,8 @@ from finetune.run_folder.checkpoint import (
     write_checkpoint,
 )
 from finetune.train import main
-from finetune.training import loop, run_output, samples, worst_step
+from finetune.training import run_output, samples, worst_step
+from finetune.training.step import run_steps
 from tests.support.cells import launch
 from tests.support.hub import running_hub
 from tests.support.hub.processes import run_python
@@ -46,7 +47,7 @@ def recipe(tmp_path: Path, tiny_llama: Path, chats: Path) -> Path:
 
 def after_each_step(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> None:
     """`spoil(model, finished steps)` after each update of the training; the worst step is not one of them."""
-    original, count = loop.optimizer_step, [0]
+    original, count = run_steps.optimizer_step, [0]
     assert worst_step.optimizer_step is original  # loaded here, so that it keeps the real one
 
     def spoiled(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +56,7 @@ def after_each_step(monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> None:
         spoil(model, count[0])
         return result
 
-    monkeypatch.setattr(loop, "optimizer_step", spoiled)
+    monkeypatch.setattr(run_steps, "optimizer_step", spoiled)
 
 
 def set_nan(at: int) -> Spoil:
@@ -256,7 +257,7 @@ class TestNothingTrained:
     def test_single_tensors_are_named(
         self, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        original, hooked = loop.optimizer_step, []
+        original, hooked = run_steps.optimizer_step, []
 
         def without_one(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             if not hooked:
@@ -264,7 +265,7 @@ class TestNothingTrained:
                 hooked.append(last.register_hook(torch.zeros_like))
             return original(accelerator, model, *args, **kwargs)
 
-        monkeypatch.setattr(loop, "optimizer_step", without_one)
+        monkeypatch.setattr(run_steps, "optimizer_step", without_one)
         assert main([str(recipe)]) == 0
         assert "unchanged by training: 2 of 28 trained tensors: base_model" in capsys.readouterr().out
         unchanged = json.loads((tmp_path / "run" / "receipt.json").read_text())["change"]["unchanged_tensors"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable
@@ -21,8 +22,9 @@ from finetune.measure.phases import Phases
 from finetune.model.build import build_model
 from finetune.run_folder.train_state import TrainState
 from finetune.training.batch_plan import BatchPlan, plan_batches
-from finetune.training.loop import NotFinite, StepResult, evaluate, optimizer_step, train
+from finetune.training.loop import NotFinite, evaluate, train
 from finetune.training.run import Run
+from finetune.training.step.optimizer_step import StepResult, optimizer_step
 from tests.support.stepping import CPU, CountReads, float32_recipe, weights
 from tests.support.tiny import Documents, flat_batch
 
@@ -48,7 +50,7 @@ class Bench:
             seed=5,
             phases=Phases(CPU, enabled=False),
             **options,
-        )
+        ).read()
 
 
 @pytest.fixture
@@ -174,22 +176,33 @@ def test_the_state_survives_json() -> None:
 
 
 class SeesSeeds(nn.Module):
-    """Notes what each forward's dropout would be drawn from."""
+    """Notes what each forward draws from, and draws in those that `draws` names; no module of it says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, draws: Callable[[int], bool]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
-        self.seeds: list[int] = []
+        self.draws, self.seeds = draws, list[int]()
 
     def forward(self, supervised: torch.Tensor, **_: Any) -> torch.Tensor:
+        if self.draws(len(self.seeds)):
+            torch.rand(1)
         self.seeds.append(torch.initial_seed())
         return self.weight.sum() * len(supervised)
 
 
-def seeds_of_a_run(folder: Path, seed: int, rank: int, first_step: int = 0) -> list[int]:
-    """Of one of three ranks in four steps of two micro-batches, each of one row a rank."""
-    requested = float32_recipe(folder, global_batch_size=6, per_device_batch_size=1, max_steps=4, seed=seed)
-    rows, model = Documents([5] * 6), SeesSeeds()
+def seeds_of_a_run(
+    folder: Path,
+    seed: int = 0,
+    rank: int = 0,
+    first_step: int = 0,
+    *,
+    steps: int = 4,
+    draws: Callable[[int], bool] = lambda _: True,
+    terminal: Terminal | None = None,
+) -> list[int]:
+    """Of one of three ranks in steps of two micro-batches, each of one row a rank."""
+    requested = float32_recipe(folder, global_batch_size=6, per_device_batch_size=1, max_steps=steps, seed=seed)
+    rows, model = Documents([5] * 6), SeesSeeds(draws)
     accelerator = Accelerator(cpu=True, mixed_precision="no")
     accelerator.reduce = lambda tally, reduction: 3 * tally  # the ranks' rows are alike
     run = Run(
@@ -201,7 +214,7 @@ def seeds_of_a_run(folder: Path, seed: int, rank: int, first_step: int = 0) -> l
         eval_rows=None,
         plan=plan_batches(requested, len(rows), world_size=3, rank=rank, flat=True),
         learning_rate=lambda _: 1e-3,
-        terminal=Terminal(4, silent=True),
+        terminal=terminal or Terminal(steps, silent=True),
         phases=Phases(CPU, enabled=False),
         stop_requested=lambda: False,
         write_metrics=lambda _: None,
@@ -231,6 +244,23 @@ def test_dropout_is_drawn_anew_for_every_rank_step_and_micro_batch(tmp_path: Pat
         2288990342127131567,
         2288990342127131567 + 1,
     ]
+
+
+def test_a_model_that_draws_nothing_is_seeded_where_it_is_looked_at_alone(tmp_path: Path) -> None:
+    seeds = seeds_of_a_run(tmp_path, steps=104, draws=lambda _: False)
+    assert len(seeds) == 208
+    # The first and the hundredth step: after those nothing seeds, and the state stays that of the look.
+    assert len(set(seeds)) == 4
+    assert [seeds.index(seed) for seed in dict.fromkeys(seeds)] == [0, 1, 200, 201]
+
+
+def test_one_that_draws_later_is_seen_and_said(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    terminal = Terminal(103, silent=False, stream=stream)
+    seeds = seeds_of_a_run(tmp_path, steps=103, draws=lambda forward: forward > 20, terminal=terminal)
+    assert "step 101: the model drew random numbers, in step 1 it drew none" in stream.getvalue()
+    assert len(set(seeds[200:])) == 6, "from then on each micro-batch is seeded"
+    assert seeds[200:] == seeds_of_a_run(tmp_path, steps=103, first_step=100)
 
 
 @pytest.mark.parametrize(("world_size", "per_device_batch_size"), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (7, 1)])

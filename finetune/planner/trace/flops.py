@@ -44,7 +44,7 @@ MULTIPLY_ADDS: dict[str, Callable[..., int]] = {
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5
 # Nothing is computed by these, whatever their arguments are.
 NO_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh")
-STEP_SUMS_BYTES = 3 * 8  # loss, count of tokens and stop flag, which training/loop.py reduces once a step
+STEP_SUMS_BYTES = 3 * 8  # loss, count of tokens and stop flag, which training/step/ reduces once a step
 
 
 class Operation(NamedTuple):

@@ -43,7 +43,7 @@ from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.fsdp import make_mesh
 from finetune.strategies.zero_state import local_shard
 from finetune.tokens.batches import MicroBatch, prefetch
-from finetune.training.loop import optimizer_step
+from finetune.training.step.optimizer_step import optimizer_step
 
 Build = Callable[..., nn.Module]
 STEPS = 2  # the optimizer's state is made at the end of the first, so it is beside everything in the second
