@@ -181,9 +181,9 @@ def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0) -> str:
 
 
 def _recomputes(training: Training) -> str:
-    if not training.activation_checkpointing:
+    every = training.recompute_every
+    if not every:
         return "there is room for all activations"
-    every = int(training.activation_checkpointing)
     return "a third more compute, for memory" if every == 1 else f"one layer of {every} is computed twice"
 
 

@@ -111,7 +111,7 @@ def _knobs(recipe: Recipe, gpus: Gpus) -> Iterator[list[Option]]:
 def larger_variants(recipe: Recipe, gpus: Gpus, longest: int) -> Iterator[Variant]:
     """Uses of spare memory, one change each; of rows and lengths the largest first."""
     training, strategy = recipe.training, cached_strategy(recipe.accelerate_config)
-    every = int(training.activation_checkpointing)
+    every = training.recompute_every
     ranks = strategy.rank_count(gpus.count * gpus.nodes)
     most = -(-training.global_batch_size // ranks)
     options = [

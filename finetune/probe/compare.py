@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune.architecture.by_document import checkpoint_layers
+from finetune.architecture.recomputation.layers import checkpoint_layers
 from finetune.architecture.families import router_coefficient
 from finetune.architecture.lora_linear import compute_adapters
 from finetune.errors import FinetuneError

@@ -46,7 +46,7 @@ class RankSizes:
         # Whether gradients that are reduced over shards are reduced again over HSDP's replicas, in buffers that stay
         # until backward ends. A float32 gradient that is the first of its weight is this buffer itself.
         self.keeps_all_reduce_buffers = strategy.replicates and (self.micro_steps > 1 or training.pure_bf16)
-        self.recompute_period = int(training.activation_checkpointing)  # every n-th layer, in backward; 0: none
+        self.recompute_period = training.recompute_every  # every n-th layer, in backward; 0: none
 
     # One layer.
 

@@ -46,8 +46,8 @@ class Training(Section):
     optim: Optimizer = Field("adamw", description="AdamW: fused; bitsandbytes', not sharded; paged: on CUDA.")
     mixed_precision: Literal["bf16", "fp16", "no"] = Field("bf16", description="For computation; fp16 scales losses.")
     pure_bf16: bool = Field(False, description="Trained weights and AdamW's state in bfloat16 too, rounded at random.")
-    activation_checkpointing: bool | Count = Field(
-        True, description="Recompute layers in backward: true, false, or n for every n-th layer."
+    activation_checkpointing: bool | Count | Literal["selective"] = Field(
+        True, description="Recompute in backward: all layers (true), every n-th, their cheap part (selective), or none."
     )
     non_blocking: bool = Field(True, description="Pinned memory and copies one batch ahead.")
     seed: WholeNumber = Field(42, description="Seed of row order, adapter initialisation and dropout.")
@@ -63,6 +63,16 @@ class Training(Section):
     metric_for_best_model: str = Field(
         "eval_loss", description="eval_loss: of all held-out rows; eval_NAME_loss: of the data.eval set NAME."
     )
+
+    @property
+    def recompute_every(self) -> int:
+        """Every how many-th layer is recomputed in backward; 0: none."""
+        return 1 if self.keeps_products else int(self.activation_checkpointing)
+
+    @property
+    def keeps_products(self) -> bool:
+        """Whether recomputed layers keep their matrix products and attention outputs."""
+        return self.activation_checkpointing == "selective"
 
     @property
     def exports_best(self) -> bool:
