@@ -57,7 +57,9 @@ class _Keeping(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not _may_be_kept(func):
-            self._needed = self._needed or func.overloadpacket.__name__ not in SAVE_NOTHING
+            # Of fake tensors a mode sees questions too, as that for a device.
+            asks = next(_tensors(result), None) is None
+            self._needed = self._needed or not (asks or func.overloadpacket.__name__ in SAVE_NOTHING)
             written = _written(func, args, kwargs)
             if written is not None and not self._unread.is_of(written):
                 self._forget(written)
