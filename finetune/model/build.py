@@ -23,8 +23,8 @@ from transformers import (
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from finetune.architecture import attention
-from finetune.architecture.recomputation.layers import checkpoint_layers
 from finetune.architecture.families import refuse_unsuitable
+from finetune.architecture.recomputation.layers import checkpoint_layers
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapter_reach import language_model_path
 from finetune.model.adapters import add_adapters

@@ -124,7 +124,9 @@ def test_ranks_draw_the_same_adapters(tiny_llama: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize(("setting", "layers"), [(False, [False] * 4), (True, [True] * 4), (2, [True, False] * 2), ("selective", [True] * 4)])
+@pytest.mark.parametrize(
+    ("setting", "layers"), [(False, [False] * 4), (True, [True] * 4), (2, [True, False] * 2), ("selective", [True] * 4)]
+)
 def test_checkpointing_of_every_nth_layer(tmp_path: Path, setting: bool | int | str, layers: list[bool]) -> None:
     folder = save_tiny(tmp_path, num_hidden_layers=4)
     model = build_model(recipe(folder, lora=None, training={"activation_checkpointing": setting}), CPU)

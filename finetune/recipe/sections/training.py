@@ -26,6 +26,11 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
+# What `activation_checkpointing: auto` chooses from, the least computed twice first. Of every second layer as much is
+# kept as of all layers under selective, so it is for what that cannot do.
+RECOMPUTATIONS: tuple[bool | int | str, ...] = (False, "selective", 2, True)
+
+
 class Training(Section):
     """The training itself: the same for every strategy and number of GPUs."""
 
@@ -46,8 +51,11 @@ class Training(Section):
     optim: Optimizer = Field("adamw", description="AdamW: fused; bitsandbytes', not sharded; paged: on CUDA.")
     mixed_precision: Literal["bf16", "fp16", "no"] = Field("bf16", description="For computation; fp16 scales losses.")
     pure_bf16: bool = Field(False, description="Trained weights and AdamW's state in bfloat16 too, rounded at random.")
-    activation_checkpointing: bool | Count | Literal["selective"] = Field(
-        True, description="Recompute in backward: all layers (true), every n-th, their cheap part (selective), or none."
+    activation_checkpointing: bool | Count | Literal["auto", "selective"] = Field(
+        "auto",
+        description="Recompute in backward: auto (the least that fits by the closed form, on a CPU into free host "
+        "memory; true where there is none), false, selective (all but products and attention), n (every n-th layer), "
+        "true.",
     )
     non_blocking: bool = Field(True, description="Pinned memory and copies one batch ahead.")
     seed: WholeNumber = Field(42, description="Seed of row order, adapter initialisation and dropout.")
@@ -66,8 +74,9 @@ class Training(Section):
 
     @property
     def recompute_every(self) -> int:
-        """Every how many-th layer is recomputed in backward; 0: none."""
-        return 1 if self.keeps_products else int(self.activation_checkpointing)
+        """Every how many-th layer is recomputed in backward; 0: none. `auto` is 1 until it is resolved."""
+        asked = self.activation_checkpointing
+        return 1 if isinstance(asked, str) else int(asked)
 
     @property
     def keeps_products(self) -> bool:
