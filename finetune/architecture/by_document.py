@@ -83,7 +83,7 @@ def run_document_by_document(model: nn.Module) -> list[nn.Module]:
 
 
 def checkpoint_contexts(model: nn.Module) -> Callable[[], Contexts] | None:
-    """Contexts for torch's checkpoint, in which a layer that runs again sees the row that it saw; None: it needs none."""
+    """For torch's checkpoint: in these a layer that runs again sees the row that it saw. None: it needs none."""
     modules: list[Any] = run_document_by_document(model)
     return modules[0].finetune_documents[1].contexts if modules else None
 

@@ -76,7 +76,7 @@ def _run_session(start: Start, output: RunOutput) -> int:
             again = "to train again: training.resume=never, or another output_dir"
             output.terminal.log(f"{start.run_dir}: this run is finished; {again}")
             return 0
-        start = _agree_on_recomputation(accelerator, start)
+        start = agree_on_recomputation(accelerator, start)
         progress = Progress(step=first_step)
         with watchdog(start.recipe, accelerator, start.launch, progress):
             return _train(start, accelerator, planner, output, progress)
@@ -108,7 +108,7 @@ def _agree_on_first_step(accelerator: Accelerator, claim: Claim | None) -> int |
     return None if agreed < 0 else agreed
 
 
-def _agree_on_recomputation(accelerator: Accelerator, start: Start) -> Start:
+def agree_on_recomputation(accelerator: Accelerator, start: Start) -> Start:
     """Where `auto` chose: every rank recomputes what the one with least memory has to."""
     if not start.recomputation:
         return start

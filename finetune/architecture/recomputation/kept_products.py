@@ -30,8 +30,8 @@ PRODUCTS = {
 }
 # Of these a product of batches is one of many small matrices, such as attention's scores [heads, tokens, tokens].
 BATCHED = {"aten.bmm", "aten.baddbmm"}
-# Autograd saves nothing of these but views and sizes, so where nothing else comes after a layer's last product, backward
-# does not ask for it.
+# Autograd saves no result of these, so where nothing else comes after a layer's last product, backward does not ask
+# for it.
 SAVE_NOTHING = {
     *("view", "_unsafe_view", "reshape", "t", "transpose", "permute", "expand", "squeeze", "unsqueeze", "select"),
     *("slice", "split", "split_with_sizes", "detach", "alias", "clone", "_to_copy", "add", "add_", "addmm_"),
@@ -89,7 +89,7 @@ class _Keeping(TorchDispatchMode):
 
 
 class _Returning(TorchDispatchMode):
-    """Returns what was kept instead of computing it. Recomputation ends early, and leaves results that nothing asks for."""
+    """Returns what was kept instead of computing it. Recomputation may end before all of it is asked for."""
 
     def __init__(self, kept: dict[int, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
