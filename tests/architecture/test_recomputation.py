@@ -103,15 +103,21 @@ def calls(folder: Path, method: str, setting: Setting) -> Counter[str]:
     return counted.calls
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+# bitsandbytes' products on a CPU.
+OF_METHOD = {"4 bits": {"gemm_4bit"}, "8 bits": {"int8_linear_matmul"}}
+QUANTISED = {"gemm_4bit", "gemv_4bit", "int8_linear_matmul", "int8_scaled_mm", "int8_mixed_scaled_mm"}
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "4 bits", "8 bits"])
 def test_no_product_and_no_attention_runs_twice(tmp_path: Path, method: str) -> None:
     folder = save_tiny(tmp_path)
     never, selective, always = (calls(folder, method, setting) for setting in (False, "selective", True))
     # transformers has the input of checkpointed layers require a gradient, to which adapters of q, k and v add.
-    more = 3 if method == "lora" else 0
+    more = 0 if method == "full" else 3
     assert (selective["mm"], selective["addmm_"]) == (never["mm"] + more, never["addmm_"] + more)
-    for name in ("addmm", "_scaled_dot_product_flash_attention_for_cpu"):
+    for name in ("addmm", "_scaled_dot_product_flash_attention_for_cpu", *QUANTISED):
         assert selective[name] == never[name], name
+    assert {name for name in QUANTISED if always[name] > never[name]} == OF_METHOD.get(method, set())
     assert always["mm"] > selective["mm"]
     assert selective["rsqrt"] == always["rsqrt"] > never["rsqrt"]  # the norms run again
     assert selective["silu"] == always["silu"] > never["silu"]
@@ -182,6 +188,13 @@ def written_by_out(x: Tensor, weight: Tensor) -> Tensor:
     return torch.sigmoid(product * x) @ weight
 
 
+def a_product_by_out(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.no_grad():
+        product = torch.empty_like(x)
+        torch.mm(x, weight, out=product)
+    return torch.sigmoid(product * x) @ weight
+
+
 def dropped_attention(x: Tensor, weight: Tensor) -> Tensor:
     rows = (x @ weight).view(1, 1, -1, 8)
     attended = F.scaled_dot_product_attention(rows, rows, rows, dropout_p=0.5)
@@ -202,6 +215,7 @@ BLOCKS = (
     in_place_after_a_read,
     in_place_after_a_product,
     written_by_out,
+    a_product_by_out,
     dropped_attention,
     a_product_of_batches,
     a_product_at_the_end,

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import (
 # By namespace and name. Not those that add in place: what they add to has been kept.
 PRODUCTS = {
     *(f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")),
-    *(f"bitsandbytes.{name}" for name in ("gemv_4bit", "int8_linear_matmul", "int8_scaled_mm")),
+    *(f"bitsandbytes.{name}" for name in ("gemm_4bit", "gemv_4bit")),
+    *(f"bitsandbytes.{name}" for name in ("int8_linear_matmul", "int8_scaled_mm", "int8_mixed_scaled_mm")),
 }
 # Of these a product of batches is one of many small matrices, such as attention's scores [heads, tokens, tokens].
 BATCHED = {"aten.bmm", "aten.baddbmm"}
@@ -56,7 +57,7 @@ class _Keeping(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not _may_be_kept(func):
+        if "out" in kwargs or not _may_be_kept(func):
             # Of fake tensors a mode sees questions too, as that for a device.
             asks = next(_tensors(result), None) is None
             self._needed = self._needed or not (asks or func.overloadpacket.__name__ in SAVE_NOTHING)
@@ -102,7 +103,7 @@ class _Returning(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _may_be_kept(func):
+        if "out" not in kwargs and _may_be_kept(func):
             value = self._kept.pop(self._place, None)
             self._place += 1
             if value is None:

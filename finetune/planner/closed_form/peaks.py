@@ -216,7 +216,9 @@ def _recomputing(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
         saved, casts = saved + step.saved_for_backward, casts + step.cast_weights
         kept -= step.kept_when_selective * rank.keeps_products
         in_layer = live.plus({c.ACTIVATIONS: saved + kept, c.CAST_WEIGHTS: casts})
-        if step.recompute_transient:
+        if rank.keeps_products:  # no product runs, and so no 4-bit weight is dequantised
+            yield in_layer.plus({c.ACTIVATIONS: step.recompute_transient or step.forward_transient})
+        elif step.recompute_transient:
             yield in_layer.plus({c.ACTIVATIONS: step.recompute_transient})
         else:
             yield from _in_step(step, in_layer, step.forward_transient)

@@ -97,6 +97,7 @@ def _estimated(recipe: Recipe, setting: bool | int | str, gpus: Gpus | None) -> 
     """As the closed form knows it: float32 throughout is covered by ON_HOST."""
     changes: dict[str, Any] = {"activation_checkpointing": setting}
     if gpus is None:
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "bfloat16"})})
         changes["mixed_precision"] = "bf16"
     return _changed(recipe, changes)
 
