@@ -88,7 +88,7 @@ def out_of_memory_explained(
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
-        if start.recomputation:
+        if start.recomputation and phases.current != "load":
             runs = recomputation_in_words(start.recomputation["runs"])
             error.add_note(f"training.activation_checkpointing: auto chose {runs}")
         memory = memory_of(phases.device)

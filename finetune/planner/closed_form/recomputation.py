@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from finetune.errors import FinetuneError
+from finetune.measure.units import GIB
 from finetune.model.known_configs import decoder_config
 from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.recipe.gpus import Gpus, gpus_of
@@ -22,7 +23,6 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.training import RECOMPUTATIONS
 from finetune.wording import recomputation_in_words
 
-GIB = 2**30
 ON_HOST = 2  # bytes of a tensor on a CPU, of those on a GPU, at most
 
 
