@@ -16,7 +16,7 @@ from finetune.planner.variants import plain
 from finetune.recipe import schema
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe, Training
-from finetune.recipe.sections.training import RECOMPUTATIONS
+from finetune.recipe.sections.training import RECOMPUTATIONS, Recomputation
 
 ROW_LENGTHS = (4096, 2048, 1024, 512)
 METHODS = ("full", "lora", "qlora")
@@ -43,7 +43,7 @@ def candidates(model: str, gpus: Gpus) -> Iterator[Recipe]:
 
 
 def _variant(
-    model: str, gpus: Gpus, method: str, length: int, strategy: str, every: bool | int | str, rows: int
+    model: str, gpus: Gpus, method: str, length: int, strategy: str, every: Recomputation, rows: int
 ) -> Recipe:
     at_once = rows * gpus.count * gpus.nodes
     four_bit = schema.Quantization(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16") if method == "qlora" else None

@@ -86,7 +86,7 @@ class _Keeping(TorchDispatchMode):
         if not self._needed and self._kept:
             del self._kept[max(self._kept)]
         self._by_storage.clear()
-        super().__exit__(*failure)
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]  # torch's
 
 
 class _Returning(TorchDispatchMode):
@@ -99,7 +99,7 @@ class _Returning(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._place = 0
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -121,7 +121,7 @@ class _Returning(TorchDispatchMode):
     def __exit__(self, *failure: Any) -> None:
         self._kept.clear()
         self._unread.end()
-        super().__exit__(*failure)
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]  # torch's
 
 
 class _Unread:

@@ -26,7 +26,7 @@ def checkpoint_layers(model: PreTrainedModel, every: int, *, keep_products: bool
     enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
     with suppress(ValueError):  # a class that says it has none
         enable({"use_reentrant": False} | checkpoint_options(model, keep_products=keep_products))
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise FinetuneError(
             f"training.activation_checkpointing: {type(model).__name__} does not support it; set it to false"

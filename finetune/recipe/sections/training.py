@@ -28,7 +28,8 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 # What `activation_checkpointing: auto` chooses from, the least computed twice first. Of every second layer as much is
 # kept as of all layers under selective, so it is for what that cannot do.
-RECOMPUTATIONS: tuple[bool | int | str, ...] = (False, "selective", 2, True)
+Recomputation = bool | int | Literal["auto", "selective"]
+RECOMPUTATIONS: tuple[Recomputation, ...] = (False, "selective", 2, True)
 
 
 class Training(Section):
