@@ -24,11 +24,9 @@ Scheduler = Literal[
 ]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-
-
-# What `activation_checkpointing: auto` chooses from, the least computed twice first. Of every second layer as much is
-# kept as of all layers under selective, so it is for what that cannot do.
 Recomputation = bool | int | Literal["auto", "selective"]
+# What `activation_checkpointing: auto` chooses from, the least computed twice first; the second and the third take about
+# the same memory.
 RECOMPUTATIONS: tuple[Recomputation, ...] = (False, "selective", 2, True)
 
 
