@@ -25,8 +25,8 @@ Scheduler = Literal[
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Recomputation = bool | int | Literal["auto", "selective"]
-# What `activation_checkpointing: auto` chooses from, the least computed twice first; the second and the third take about
-# the same memory.
+# What `activation_checkpointing: auto` chooses from, the least computed twice first. The second and the third take
+# about the same memory.
 RECOMPUTATIONS: tuple[Recomputation, ...] = (False, "selective", 2, True)
 
 
