@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from finetune.model.known_configs import full_config
+from finetune.planner.closed_form import recomputation
 from finetune.planner.closed_form.estimate import estimate
 from finetune.planner.closed_form.recomputation import choose_recomputation, chosen_words
 from finetune.recipe.gpus import Gpus, parse_gpus
@@ -127,7 +126,7 @@ def test_on_a_cpu_by_free_host_memory(precision: str, monkeypatch: pytest.Monkey
         (needed, 2, True),
         (10 * needed, 2, False),
     ):
-        monkeypatch.setattr(psutil, "virtual_memory", lambda found=available: SimpleNamespace(available=found))
+        monkeypatch.setattr(recomputation, "available_bytes", lambda found=available: found)
         found = choose_recomputation(job, None, ranks=ranks)
         assert found.recipe.training.activation_checkpointing == chosen
         assert found.recipe.training.mixed_precision == precision

@@ -6,14 +6,13 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import Tensor
 
+from finetune.planner.closed_form import recomputation
 from finetune.train import main
 from finetune.training import worst_step
 from finetune.training.session import agree_on_recomputation
@@ -44,10 +43,7 @@ def write(tmp_path: Path, tiny_llama: Path) -> Write:
 
 
 def free_memory(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
-    host = psutil.virtual_memory()
-    monkeypatch.setattr(
-        psutil, "virtual_memory", lambda: SimpleNamespace(available=int(gib * 2**30), total=host.total, used=host.used)
-    )
+    monkeypatch.setattr(recomputation, "available_bytes", lambda: int(gib * 2**30))
 
 
 def curve(recipe: Path) -> list[tuple[float, float]]:

@@ -1,7 +1,8 @@
 """`activation_checkpointing: auto`: the least recomputation that fits, by the closed form with its margin.
 
 On a CPU nothing but host memory is known, and the closed form is of a GPU's bfloat16 activations. A CPU computes no
-tensor in more than float32, twice that; so what is estimated counts twice there.
+tensor in more than float32, twice that; so what is estimated counts twice there. Of SmolLM2-135M and Qwen3-0.6B, full
+and adapters, traces on a CPU take 35 to 48 % of that; Python and its libraries come on top.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from finetune.errors import FinetuneError
+from finetune.measure.host_memory import available_bytes
 from finetune.measure.units import GIB
 from finetune.model.known_configs import decoder_config
 from finetune.planner.closed_form.estimate import estimate, unsupported
@@ -62,7 +62,7 @@ def choose_recomputation(recipe: Recipe, gpus: Gpus | None, *, ranks: int = 1) -
         config = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
     except FinetuneError:
         return _with(recipe, True, "the configuration of the model is not known")
-    room = gpus or Gpus(ranks, psutil.virtual_memory().available // ranks, "host memory")
+    room = gpus or Gpus(ranks, available_bytes() // ranks, "host memory")
     if why := unsupported(_estimated(recipe, False, gpus), config, room):
         return _with(recipe, True, f"there is no closed form for {why}")
     return _least(recipe, config, gpus, room)
