@@ -140,8 +140,8 @@ class _Unread:
         return self._storage is not None and self._storage() is tensor.untyped_storage()
 
     def after(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """A view of it, and what is written to it, are it still."""
-        if self._storage is None or any(map(self.is_of, _tensors(result))):
+        """A view of it, and what is written to it, are it still; of a fake tensor its device is asked for by a call."""
+        if self._storage is None or func.namespace == "prim" or any(map(self.is_of, _tensors(result))):
             return
         if any(map(self.is_of, _tensors(args))) or any(map(self.is_of, _tensors(list(kwargs.values())))):
             self.end()
