@@ -25,6 +25,9 @@ from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
 
 if TYPE_CHECKING:
     from finetune.hub.start_adapter import StartAdapter
+    from finetune.launch.launcher import Launch
+    from finetune.planner.closed_form.recomputation import Chosen
+    from finetune.recipe.schema import Recipe
     from finetune.run_folder.folder import Claim
     from finetune.tokens.dataset import Prepared
 
@@ -97,6 +100,8 @@ def run_recipe(loaded: LoadedRecipe) -> int:
         print(note, file=sys.stderr)
     die_with_launcher()
     tokenizer = load_tokenizer(recipe)
+    chosen = _chosen_recomputation(recipe, launch)
+    recipe = chosen.recipe
     probed = probe(recipe, device_of(launch))
     adapter = find_start_adapter(recipe)
     prepared = prepare(recipe, tokenizer)
@@ -107,11 +112,24 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     claim = _claim(loaded, prepared, adapter, command) if launch.is_main else None
     if claim is not None and claim.status != "finished":
         print(*batch_notes(recipe, prepared, plan), sep="\n", flush=True)
-    start = Start(recipe, launch, strategy, tokenizer, prepared, plan, adapter, claim, StopRequest(), probed.as_json())
+    found = probed.as_json(), chosen.facts
+    start = Start(recipe, launch, strategy, tokenizer, prepared, plan, adapter, claim, StopRequest(), *found)
     code = train_and_report(start)
     if code == 0 and launch.is_main:
         push_after_training(recipe)
     return code
+
+
+def _chosen_recomputation(recipe: Recipe, launch: Launch) -> Chosen:
+    """For this rank's own device; the ranks agree on the most that one of them chooses (training/session.py)."""
+    from finetune.measure.out_of_memory import memory_of
+    from finetune.planner.closed_form.recomputation import choose_recomputation
+    from finetune.recipe.gpus import Gpus
+    from finetune.strategies.accelerator import device_of
+
+    device, ranks = device_of(launch), launch.local_world_size
+    found = Gpus(ranks, memory_of(device).total, "GPU", launch.nodes) if device.type == "cuda" else None
+    return choose_recomputation(recipe, found, ranks=ranks)
 
 
 def _claim(loaded: LoadedRecipe, prepared: Prepared, adapter: StartAdapter | None, command: str) -> Claim:

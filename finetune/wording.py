@@ -1,4 +1,4 @@
-"""Counts in messages: 1 row, 2 rows, 12,345 rows."""
+"""Counts in messages: 1 row, 2 rows, 12,345 rows. And settings that are one word in a recipe and several in a line."""
 
 from __future__ import annotations
 
@@ -6,3 +6,10 @@ from __future__ import annotations
 def counted(count: int, noun: str, plural: str = "") -> str:
     """The number and its noun; `plural` where that is not the noun and an s."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def recomputation_in_words(setting: bool | int | str) -> str:
+    """`activation_checkpointing` in a sentence."""
+    if isinstance(setting, str):
+        return setting
+    return "none" if not setting else "all layers" if int(setting) == 1 else f"one layer of {int(setting)}"

@@ -9,8 +9,8 @@ among what they take and give.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.attention import ENDS, LENGTHS
 from finetune.architecture.loss import decoder_of
 from finetune.errors import FinetuneError
+
+# Of a checkpointed layer's forward, and of the same forward in backward.
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ class _Row:
     def of_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.lengths = kwargs.get(LENGTHS)
 
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Of a checkpointed layer's forward, and of the same forward in backward, when another row may be here."""
+    def contexts(self) -> Contexts:
+        """In backward another row may be here."""
         return nullcontext(), self._as_it_was(self.lengths)
 
     @contextmanager
@@ -80,26 +82,10 @@ def run_document_by_document(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, "finetune_documents")]
 
 
-def checkpoint_options(model: nn.Module) -> dict[str, Any]:
-    """Options of torch's non-reentrant checkpoint with which a layer that runs again sees the row that it saw."""
+def checkpoint_contexts(model: nn.Module) -> Callable[[], Contexts] | None:
+    """For torch's checkpoint: in these a layer that runs again sees the row that it saw. None: it needs none."""
     modules: list[Any] = run_document_by_document(model)
-    return {"context_fn": modules[0].finetune_documents[1].contexts} if modules else {}
-
-
-def checkpoint_layers(model: PreTrainedModel, every: int) -> None:
-    """Recompute every n-th decoder layer in backward, by torch's non-reentrant checkpoint."""
-    # Renamed within transformers 5; the old name warns in the new releases.
-    renamed = hasattr(model, "activation_checkpointing_enable")
-    enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
-    with suppress(ValueError):  # a class that says it has none
-        enable({"use_reentrant": False} | checkpoint_options(model))
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise FinetuneError(
-            f"training.activation_checkpointing: {type(model).__name__} does not support it; set it to false"
-        )
-    for index, layer in enumerate(layers):
-        layer.gradient_checkpointing = index % every == 0
+    return modules[0].finetune_documents[1].contexts if modules else None
 
 
 def first_parameter(module: nn.Module) -> str:

@@ -115,11 +115,16 @@ def check(
 
 
 def _probe_model(recipe: Recipe, note: Callable[[str], None]) -> dict[str, Any]:
+    from finetune.planner.closed_form.recomputation import choose_recomputation
     from finetune.probe.probe import probe
+    from finetune.recipe.gpus import gpus_of
 
-    result = probe(recipe, offline=True)
+    chosen = choose_recomputation(recipe, gpus_of(recipe.budget))
+    result = probe(chosen.recipe, offline=True)
     note(result.line())
-    return {"probe": result.as_json()}
+    if chosen.line:
+        note(chosen.line)
+    return {"probe": result.as_json(), "recomputation": chosen.facts}
 
 
 app.command()(train_verb.train)
@@ -168,11 +173,13 @@ def rehearse(
     """The whole run, small and on the CPU: train, kill, resume, export, load back; under two minutes, no weights."""
 
     def work() -> dict[str, Any]:
+        from finetune.planner.closed_form.recomputation import chosen_words
         from finetune.preflight.rehearse import checklist_printer
         from finetune.preflight.rehearse import rehearse as run
 
+        words = chosen_words(recipe, overrides or [])  # the small model on this CPU would be another choice
         with checklist_printer(quiet=as_json) as log:
-            return run(recipe, overrides or [], processes=processes, log=log)
+            return run(recipe, words, processes=processes, log=log)
 
     run_verb(work, as_json=as_json)
 

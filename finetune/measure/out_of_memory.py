@@ -105,7 +105,7 @@ def smaller(recipe: Recipe) -> Iterator[str]:
     training = recipe.training
     if training.per_device_batch_size > 1:
         yield f"training.per_device_batch_size={training.per_device_batch_size // 2}"
-    if training.activation_checkpointing is not True:
+    if training.recompute_every != 1 or training.keeps_products:
         yield "training.activation_checkpointing=true"
     yield f"data.max_length={recipe.data.max_length // 2}"
 

@@ -23,8 +23,8 @@ from transformers import (
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from finetune.architecture import attention
-from finetune.architecture.by_document import checkpoint_layers
 from finetune.architecture.families import refuse_unsuitable
+from finetune.architecture.recomputation.layers import checkpoint_layers
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapter_reach import language_model_path
 from finetune.model.adapters import add_adapters
@@ -80,9 +80,9 @@ def build_model(
         torch.manual_seed(recipe.training.seed)  # every rank draws the same adapters
         with torch.device("meta" if model.device.type == "meta" else "cpu"):  # a GPU draws other numbers by a seed
             adapted = add_adapters(model, recipe.lora, recipe.training.pure_bf16, rows)
-    if recipe.training.activation_checkpointing:
+    if every := recipe.training.recompute_every:
         # After peft, which else makes the embeddings' output require a gradient, as reentrant checkpointing would need.
-        checkpoint_layers(model, int(recipe.training.activation_checkpointing))
+        checkpoint_layers(model, every, keep_products=recipe.training.keeps_products)
     return adapted.to(device)
 
 

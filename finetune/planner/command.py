@@ -19,7 +19,9 @@ from finetune.measure.units import GIB
 from finetune.model.known_configs import decoder_config
 from finetune.planner import pick, remedies
 from finetune.planner.closed_form.estimate import estimate, unsupported
+from finetune.planner.closed_form.recomputation import choose_recomputation
 from finetune.planner.explain import explain_plan
+from finetune.planner.variants import changed
 from finetune.recipe.gpus import Gpus, gpus_of, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
@@ -106,8 +108,14 @@ def plan_in_words(words: Sequence[str], options: PlanOptions, model: str | None,
 
 def _plan_loaded(recipe: Recipe, gpus: Gpus | None, options: PlanOptions, note: Note) -> Output:
     if options.largest is not None:
+        if recipe.training.activation_checkpointing == "auto":  # which recomputes all where it has to
+            recipe = changed(recipe, {"training.activation_checkpointing": True})
         return _largest(recipe, gpus, options.largest, note)
-    return _plan_one(recipe, gpus, note, explained=options.explain)
+    chosen = choose_recomputation(recipe, gpus)
+    result, text = _plan_one(chosen.recipe, gpus, note, explained=options.explain)
+    if not chosen.line:
+        return result, text
+    return result | {"recomputation": chosen.facts}, f"{text}\n{chosen.line}"
 
 
 def _plan_model(model: str, overrides: Sequence[str], options: PlanOptions, note: Note) -> Output:
@@ -201,8 +209,9 @@ def _compare(recipes: Sequence[Path], overrides: Sequence[str], options: PlanOpt
 
 
 def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, note: Note) -> dict[str, Any]:
-    recipe = load_recipe(path, overrides).recipe
-    gpus = options.gpus_for(recipe)
+    asked = load_recipe(path, overrides).recipe
+    gpus = options.gpus_for(asked)
+    recipe = choose_recomputation(asked, gpus).recipe
     row: dict[str, Any] = {"recipe": path.stem, "gpu_bytes": gpus.memory if gpus else None}
     config = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and unsupported(recipe, config, gpus) is None:

@@ -77,14 +77,16 @@ def _zero(recipe: Recipe, trained: int, ranks: int) -> Iterator[str]:
 
 def _recomputation(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Iterator[str]:
     tokens = recipe.training.per_device_batch_size * recipe.data.max_length
-    variants = [changed(recipe, {"training.activation_checkpointing": setting}) for setting in (False, True)]
+    variants = [changed(recipe, {"training.activation_checkpointing": each}) for each in (False, "selective", True)]
     estimates = [estimate(variant, config, gpus) for variant in variants]
     kept = [each.phases["backward"].get("activations", 0) for each in estimates]
     yield (
-        f"Activations: what {tokens:,} tokens leave for backward takes {_gb(kept[0])} without recomputation and "
-        f"{_gb(kept[1])} with it (activation_checkpointing: true), which costs a third more compute."
+        f"Activations: what {tokens:,} tokens leave for backward takes {_gb(kept[0])} without recomputation, "
+        f"{_gb(kept[1])} where layers keep their products and attention outputs (activation_checkpointing: selective) "
+        f"and {_gb(kept[2])} where they are recomputed whole (true), which costs a third more compute."
     )
-    yield f"  In total {_gb(estimates[0].needed)} a GPU without it, {_gb(estimates[1].needed)} with it."
+    total = [_gb(each.needed) for each in estimates]
+    yield f"  In total {total[0]} a GPU without recomputation, {total[1]} with selective and {total[2]} with true."
 
 
 def _loss(recipe: Recipe, shape: Shape) -> Iterator[str]:

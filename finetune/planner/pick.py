@@ -6,16 +6,17 @@ Best is: rows of 2,048 tokens at least; then all weights in float32 before adapt
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
 from finetune.errors import DoesNotFit
 from finetune.planner.closed_form.estimate import estimate, unsupported
+from finetune.planner.variants import plain
 from finetune.recipe import schema
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe, Training
+from finetune.recipe.sections.training import RECOMPUTATIONS, Recomputation
 
 ROW_LENGTHS = (4096, 2048, 1024, 512)
 METHODS = ("full", "lora", "qlora")
@@ -33,16 +34,17 @@ def candidates(model: str, gpus: Gpus) -> Iterator[Recipe]:
     """All variants for these GPUs, the best first."""
     ranks = gpus.count * gpus.nodes
     strategies = STRATEGIES if ranks > 1 else ("single",)
-    recomputing: tuple[bool | int, ...] = (False, 2, True)
     for long_rows, method in product((True, False), METHODS):
         lengths = [length for length in ROW_LENGTHS if (length >= 2048) == long_rows]
-        for length, strategy, every, rows in product(lengths, strategies, recomputing, ROWS):
+        for length, strategy, every, rows in product(lengths, strategies, RECOMPUTATIONS, ROWS):
             if rows == 1 or rows * length <= TOKENS_AT_ONCE:
                 most = max(1, TOKENS_A_STEP // (length * ranks))
                 yield _variant(model, gpus, method, length, strategy, every, min(rows, most))
 
 
-def _variant(model: str, gpus: Gpus, method: str, length: int, strategy: str, every: bool | int, rows: int) -> Recipe:
+def _variant(
+    model: str, gpus: Gpus, method: str, length: int, strategy: str, every: Recomputation, rows: int
+) -> Recipe:
     at_once = rows * gpus.count * gpus.nodes
     four_bit = schema.Quantization(load_in_4bit=True, bnb_4bit_quant_storage="bfloat16") if method == "qlora" else None
     return Recipe(
@@ -90,7 +92,7 @@ def by_plans(model: str, gpus: Gpus, fits: Callable[[Recipe], bool]) -> Recipe |
     better: dict[str, tuple[Any, ...]] = {
         "length": (4096,) if chosen["length"] == 2048 else (1024,),
         "strategy": strategies[:-1],
-        "every": (False, 2),
+        "every": RECOMPUTATIONS[:-1],
         "rows": tuple(rows for rows in ROWS if 1 < rows <= TOKENS_AT_ONCE // chosen["length"]),
     }
     for setting, values in better.items():
@@ -107,7 +109,7 @@ def variant_in_words(recipe: Recipe) -> str:
     method = "qlora" if recipe.quantization else "lora" if recipe.lora else "full"
     return (
         f"{method}, {recipe.accelerate_config}, {training.per_device_batch_size} x {recipe.data.max_length:,} tokens, "
-        f"activation_checkpointing: {json.dumps(training.activation_checkpointing)}"
+        f"activation_checkpointing: {plain(training.activation_checkpointing)}"
     )
 
 
@@ -175,15 +177,17 @@ def commented(recipe: Recipe, needed: int, gpus: Gpus, host: int = 0) -> str:
         f"  per_device_batch_size: {training.per_device_batch_size}",
         f"  num_train_epochs: {training.num_train_epochs:g}",
         f"  learning_rate: {training.learning_rate:g}",
-        f"  activation_checkpointing: {json.dumps(training.activation_checkpointing)}  # {_recomputes(training)}",
+        f"  activation_checkpointing: {plain(training.activation_checkpointing)}  # {_recomputes(training)}",
     ]
     return "\n".join(lines) + "\n"
 
 
 def _recomputes(training: Training) -> str:
-    if not training.activation_checkpointing:
+    every = training.recompute_every
+    if not every:
         return "there is room for all activations"
-    every = int(training.activation_checkpointing)
+    if training.keeps_products:
+        return "products and attention are kept, the rest is computed twice"
     return "a third more compute, for memory" if every == 1 else f"one layer of {every} is computed twice"
 
 

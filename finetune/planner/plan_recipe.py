@@ -181,7 +181,7 @@ class _DeepTrace:
 def _trace_to_depth(request: _TraceRequest, folder: Path, *, full_depth: bool) -> _DeepTrace:
     """Trace shallow models and extrapolate to this one's depth, or trace it at `full_depth`."""
     config = request.config
-    layers, period = int(config["num_hidden_layers"]), max(1, int(request.recipe.training.activation_checkpointing))
+    layers, period = int(config["num_hidden_layers"]), max(1, request.recipe.training.recompute_every)
     period, shallow = period_and_depth(kinds_of_layers(config), period)
     if not request.strategy.layers_repeat:
         shallow += layers_kept_gathered(config, _weights_an_element(request.recipe))

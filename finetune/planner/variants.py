@@ -15,6 +15,7 @@ from finetune.planner.closed_form.rank import cached_strategy
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS
 from finetune.recipe.schema import Recipe
+from finetune.recipe.sections.training import RECOMPUTATIONS
 
 Changes = dict[str, Any]  # dotted key -> value
 SHORTEST = 512  # tokens; shorter rows are not proposed
@@ -40,7 +41,7 @@ class Variant:
 
     def words(self) -> str:
         """As on the command line."""
-        return " ".join(f"{key}={_plain(value)}" for key, value in self.changes.items())
+        return " ".join(f"{key}={plain(value)}" for key, value in self.changes.items())
 
 
 NOTHING = Option((), 0, "")
@@ -86,8 +87,7 @@ def _knobs(recipe: Recipe, gpus: Gpus) -> Iterator[list[Option]]:
     """The settings that can be changed. Costs put those that leave the training's result as it is before the others."""
     training, strategy = recipe.training, cached_strategy(recipe.accelerate_config)
     yield [NOTHING, *_batches(training.per_device_batch_size)]
-    checkpointing = [] if training.activation_checkpointing in (True, 1) else [True]
-    yield [NOTHING, *(_set("training.activation_checkpointing", on, 4, "a third more compute") for on in checkpointing)]
+    yield [NOTHING, *_recomputing(training.activation_checkpointing)]
     if gpus.count * gpus.nodes > 1:
         yield [NOTHING, *_sharding(recipe, strategy.name)]
     smaller = OPTIMIZERS[training.optim].smaller
@@ -111,11 +111,11 @@ def _knobs(recipe: Recipe, gpus: Gpus) -> Iterator[list[Option]]:
 def larger_variants(recipe: Recipe, gpus: Gpus, longest: int) -> Iterator[Variant]:
     """Uses of spare memory, one change each; of rows and lengths the largest first."""
     training, strategy = recipe.training, cached_strategy(recipe.accelerate_config)
-    every = int(training.activation_checkpointing)
     ranks = strategy.rank_count(gpus.count * gpus.nodes)
     most = -(-training.global_batch_size // ranks)
     options = [
         _set("training.activation_checkpointing", False, 0, "no recomputation: a quarter less compute"),
+        _set("training.activation_checkpointing", "selective", 0, "products and attention are computed once"),
         _set("training.activation_checkpointing", 2, 0, "recomputation of every other layer alone"),
         *(_set("accelerate_config", name, 0, "less traffic") for name in ("ddp", "fsdp2_grad_op")),
         *(_set("training.per_device_batch_size", n, 0, "fewer, larger micro-batches") for n in _powers(most)),
@@ -128,13 +128,30 @@ def larger_variants(recipe: Recipe, gpus: Gpus, longest: int) -> Iterator[Varian
         before: Any = reduce(getattr, key.split("."), recipe)
         larger_number = isinstance(value, int) and not isinstance(value, bool) and key.endswith(("size", "length"))
         allowed = {
-            "training.activation_checkpointing": every == 1 or (every > 1 and value is False),
+            "training.activation_checkpointing": _recomputed(value) < _recomputed(training.activation_checkpointing),
             "accelerate_config": strategy.name == "fsdp2" or (strategy.name == "fsdp2_grad_op" and value == "ddp"),
             "quantization": recipe.quantization is not None,
             "training.pure_bf16": training.pure_bf16,
         }
         if value != before and (value > before if larger_number else allowed[key]):
             yield Variant(changed(recipe, dict(option.changes)), dict(option.changes), 0, (option.says,))
+
+
+def _recomputing(now: bool | int | str) -> Iterator[Option]:
+    """More recomputation than now."""
+    for value, cost, says in (
+        ("selective", 3, "all but products and attention is computed twice"),
+        (True, 4, "a third more compute"),
+    ):
+        if _recomputed(value) > _recomputed(now):
+            yield _set("training.activation_checkpointing", value, cost, says)
+
+
+def _recomputed(setting: bool | int | str) -> int:
+    """The place of a setting among RECOMPUTATIONS; of any number of layers that of 2, of auto the last."""
+    if setting == "auto" or int(setting == 1):
+        return len(RECOMPUTATIONS) - 1
+    return RECOMPUTATIONS.index(setting if setting in RECOMPUTATIONS else 2)
 
 
 def _powers(most: int) -> list[int]:
@@ -175,8 +192,9 @@ def _set(key: str, value: Any, cost: int, says: str) -> Option:
     return Option(((key, value),), cost, says)
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
+    """A value as in YAML, in one line."""
     if isinstance(value, dict):
-        inner = ", ".join(f"{key}: {_plain(each)}" for key, each in value.items())
+        inner = ", ".join(f"{key}: {plain(each)}" for key, each in value.items())
         return "'{" + inner + "}'"
     return value if isinstance(value, str) else json.dumps(value)

@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune.architecture.by_document import checkpoint_layers
 from finetune.architecture.families import router_coefficient
 from finetune.architecture.lora_linear import compute_adapters
+from finetune.architecture.recomputation.layers import checkpoint_layers
 from finetune.errors import FinetuneError
 from finetune.model.build import build_model, decoder_parts
 from finetune.model.quantization import unpacked_weight

@@ -75,7 +75,7 @@ def _refusal(recipe: Recipe, small: SmallModel, with_library: LibrarySide, found
 
 def _both_ways(with_library: LibrarySide, recipe: Recipe, small: SmallModel) -> dict[str, Difference]:
     """With layers recomputed as the recipe says, then the other way, where the model can."""
-    model, asked = with_library.built(recipe, small), bool(recipe.training.activation_checkpointing)
+    model, asked = with_library.built(recipe, small), bool(recipe.training.recompute_every)
     found = {_way(asked): with_library.difference_of(model, recipe)}
     if set_checkpointing(model, on=not asked) is not asked:
         found[_way(not asked)] = with_library.difference_of(model, recipe)
@@ -89,7 +89,7 @@ def _in_float64(
 
     Layers are not recomputed there. What recomputing them changes is seen in float32, where it changes no bit.
     """
-    model, asked = with_library.built(recipe, small), bool(recipe.training.activation_checkpointing)
+    model, asked = with_library.built(recipe, small), bool(recipe.training.recompute_every)
     as_asked = with_library.computed_by(model, recipe)
     set_checkpointing(model, on=False)
     recomputing = difference(as_asked, with_library.computed_by(model, recipe))

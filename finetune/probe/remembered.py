@@ -47,7 +47,7 @@ def probe_key(recipe: Recipe, config: dict[str, Any], code: list[Path], device: 
         "attention": attention_name(recipe),
         "packing": recipe.data.packing,
         "several rows": training.per_device_batch_size > 1,
-        "recomputed": int(training.activation_checkpointing),
+        "recomputed": training.activation_checkpointing,
         "new tokens": bool(recipe.model.new_tokens),
         "precision": [training.mixed_precision, training.pure_bf16, recipe.model.dtype],
         "router": recipe.model.router_aux_loss_coef,
@@ -73,7 +73,7 @@ def installed() -> dict[str, str | None]:
 @cache
 def own_code() -> str:
     """A digest of the modules of this package that decide what is computed, or how it is probed."""
-    return _digest(sorted(file for folder in OWN_CODE for file in (PACKAGE / folder).glob("*.py")))
+    return _digest(sorted(file for folder in OWN_CODE for file in (PACKAGE / folder).rglob("*.py")))
 
 
 def _digest(files: list[Path]) -> str:

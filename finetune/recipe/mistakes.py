@@ -27,7 +27,7 @@ EITHER = {
     "data_files": "a file or a list of files",
     "target_modules": "all-linear, a pattern, or a list of at least one layer name",
     "exclude_modules": "a pattern, or a list of names",
-    "activation_checkpointing": "true, false, or n for every n-th layer",
+    "activation_checkpointing": "auto, true, false, selective, or n for every n-th layer",
     "compile": "true, false or auto",
     "init_lora_weights": "true, gaussian, orthogonal, olora or pissa",
     "eval_steps": INTERVAL,

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.lora_linear import OWN, computed_by
+from finetune.architecture.recomputation.layers import keeps_products
 from finetune.errors import EnvironmentMismatch
 from finetune.model.adapter_reach import adapted_paths, describe_reach, reach
 from finetune.model.build import attention_name, decoder_parts
@@ -71,6 +72,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         **reach(model, decoder_parts(model), full_numel),
         "layers": len(layers),
         "checkpointed_layers": sum(1 for layer in layers if layer.gradient_checkpointing),
+        "layers_keeping_products": sum(1 for layer in layers if keeps_products(layer)),
         "pinned_memory": recipe.training.non_blocking and accelerator.device.type == "cuda",
         "non_blocking": recipe.training.non_blocking,
         "batches_copied_ahead": int(recipe.training.non_blocking),
@@ -160,7 +162,7 @@ def _asked_layers(recipe: Recipe) -> list[str]:
 
 def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Place in the recipe, what it asks for there, and what runs."""
-    every = int(recipe.training.activation_checkpointing)
+    every = recipe.training.recompute_every
     expected_master = "bfloat16" if recipe.training.pure_bf16 else "float32"
     precision = recipe.training.mixed_precision
     compute = COMPUTE[precision]
@@ -184,6 +186,11 @@ def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) 
             "training.activation_checkpointing: layers recomputed",
             -(-receipt["layers"] // every) if every else 0,
             receipt["checkpointed_layers"],
+        ),
+        (
+            "training.activation_checkpointing: recomputed layers that keep their products",
+            receipt["checkpointed_layers"] if recipe.training.keeps_products else 0,
+            receipt["layers_keeping_products"],
         ),
     ]
 

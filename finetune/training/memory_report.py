@@ -18,6 +18,7 @@ from finetune.strategies.accelerator import device_of
 from finetune.training.planner_process import PLANNER_TIMEOUT, PlannerProcess, PlanRequest
 from finetune.training.start import Start
 from finetune.training.worst_step import longest_rows, micro_steps_to_try
+from finetune.wording import recomputation_in_words
 
 
 def plan_request(start: Start) -> PlanRequest:
@@ -87,6 +88,9 @@ def out_of_memory_explained(
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
+        if start.recomputation and phases.current != "load":
+            runs = recomputation_in_words(start.recomputation["runs"])
+            error.add_note(f"training.activation_checkpointing: auto chose {runs}")
         memory = memory_of(phases.device)
         planned = planner.result(PLANNER_TIMEOUT, with_changes=True)
         raise does_not_fit(

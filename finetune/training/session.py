@@ -12,6 +12,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from finetune.measure.cuda_peaks import give_back_cached_memory
 from finetune.measure.phases import Phase, Phases, peak_of
 from finetune.model.build import decoder_parts
 from finetune.model.optimizer import call_after_first_step, learning_rate_schedule
+from finetune.recipe.sections.training import RECOMPUTATIONS
 from finetune.run_folder.best import describe_exported, forget_lost_best, weights_to_export
 from finetune.run_folder.folder import Claim, mark_run
 from finetune.run_folder.heartbeat import clear_heartbeats
@@ -52,6 +54,7 @@ from finetune.training.run_output import Receipt, RunOutput
 from finetune.training.samples import look_before, write_samples
 from finetune.training.start import Start
 from finetune.training.worst_step import worst_step_first
+from finetune.wording import recomputation_in_words
 
 
 def train_and_report(start: Start) -> int:
@@ -76,6 +79,7 @@ def _run_session(start: Start, output: RunOutput) -> int:
             again = "to train again: training.resume=never, or another output_dir"
             output.terminal.log(f"{start.run_dir}: this run is finished; {again}")
             return 0
+        start = agree_on_recomputation(accelerator, start)
         progress = Progress(step=first_step)
         with watchdog(start.recipe, accelerator, start.launch, progress):
             return _train(start, accelerator, planner, output, progress)
@@ -105,6 +109,21 @@ def _agree_on_first_step(accelerator: Accelerator, claim: Claim | None) -> int |
         step = -1 if claim.status == "finished" else step
     agreed = int(accelerator.reduce(torch.tensor(step, device=accelerator.device), reduction="sum"))
     return None if agreed < 0 else agreed
+
+
+def agree_on_recomputation(accelerator: Accelerator, start: Start) -> Start:
+    """Where `auto` chose: every rank recomputes what the one with least memory has to."""
+    if not start.recomputation:
+        return start
+    at = RECOMPUTATIONS.index(start.recipe.training.activation_checkpointing)
+    most = int(accelerator.gather(torch.tensor([at], device=accelerator.device)).max())
+    if most == at:
+        return start
+    runs = RECOMPUTATIONS[most]
+    training = start.recipe.training.model_copy(update={"activation_checkpointing": runs})
+    line = f"activation checkpointing: {recomputation_in_words(runs)}, because another rank's device has less memory"
+    chosen = start.recomputation | {"runs": runs, "why": line.partition("because ")[2], "line": line}
+    return replace(start, recipe=start.recipe.model_copy(update={"training": training}), recomputation=chosen)
 
 
 def _train(
@@ -220,12 +239,13 @@ def _begin_receipt(start: Start, accelerator: Accelerator, parts: Assembled, out
     content |= {"nodes": start.launch.nodes, "local_world_size": start.launch.local_world_size}
     content |= {"batch": start.plan.facts() | steps_of(start.recipe, start.plan.total_steps)}
     content |= {"adapter": start.adapter.facts()} if start.adapter else {}
-    content |= {"probe": start.probed}
+    content |= {"probe": start.probed, "recomputation": start.recomputation}
     content |= {"data": {"fingerprint": start.prepared.fingerprint, **start.prepared.facts}}
     receipt = Receipt(start, content)
     receipt.write()
     started = [start.adapter.note(start.recipe)] if start.adapter else []
-    output.terminal.log("\n".join([describe(content), *started, *start.prepared.notes]))
+    chosen = [start.recomputation["line"]] if start.recomputation else []
+    output.terminal.log("\n".join([describe(content), *chosen, *started, *start.prepared.notes]))
     call_after_first_step(parts.optimizer, receipt.add_optimizer_state)
     return receipt
 

@@ -32,6 +32,7 @@ class Start:
     claim: Claim | None  # of rank 0 alone
     stop: StopRequest
     probed: dict[str, Any]  # what the probe found of the model
+    recomputation: dict[str, Any]  # that `auto` chose, with its reason; empty where the recipe says it
 
     @property
     def run_dir(self) -> Path:

@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from finetune.architecture import attention
-from finetune.architecture.by_document import checkpoint_layers
 from finetune.architecture.loss import put_loss_into_forward
+from finetune.architecture.recomputation.layers import checkpoint_layers
 from finetune.errors import FinetuneError
 from tests.support.tiny import flat_batch
 

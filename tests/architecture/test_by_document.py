@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from finetune.architecture.by_document import Mixer, checkpoint_layers, run_by_document, run_document_by_document
+from finetune.architecture.by_document import Mixer, run_by_document, run_document_by_document
+from finetune.architecture.recomputation.layers import checkpoint_layers
 from finetune.errors import FinetuneError
 from tests.support.tiny import flat_batch
 

@@ -114,7 +114,7 @@ def write(tmp_path: Path, tiny_llama: Path) -> Callable[[str], Path]:
         content: dict[str, Any] = {
             "lora": {"r": 4},
             "data": {"max_length": 128},
-            "training": {"global_batch_size": 2, "max_steps": 6},
+            "training": {"global_batch_size": 2, "max_steps": 6, "activation_checkpointing": True},
             "samples": {"count": 0},
             "save_steps": 2,
             "output_dir": str(tmp_path / name),

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from finetune.architecture.recomputation.layers import keeps_products
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model import build
 from finetune.model.build import build_model, decoder_parts, load_tokenizer, refuse_early
@@ -123,12 +124,15 @@ def test_ranks_draw_the_same_adapters(tiny_llama: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize(("setting", "layers"), [(False, [False] * 4), (True, [True] * 4), (2, [True, False] * 2)])
-def test_checkpointing_of_every_nth_layer(tmp_path: Path, setting: bool | int, layers: list[bool]) -> None:
+@pytest.mark.parametrize(
+    ("setting", "layers"), [(False, [False] * 4), (True, [True] * 4), (2, [True, False] * 2), ("selective", [True] * 4)]
+)
+def test_checkpointing_of_every_nth_layer(tmp_path: Path, setting: bool | int | str, layers: list[bool]) -> None:
     folder = save_tiny(tmp_path, num_hidden_layers=4)
     model = build_model(recipe(folder, lora=None, training={"activation_checkpointing": setting}), CPU)
     found = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     assert [bool(layer.gradient_checkpointing) for layer in found] == layers
+    assert [keeps_products(layer) for layer in found] == [setting == "selective"] * 4
 
 
 @pytest.mark.parametrize("quantization", [{"load_in_4bit": True}, {"load_in_8bit": True}], ids=str)

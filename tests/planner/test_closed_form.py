@@ -26,6 +26,13 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "closed_form.json"
 LARGEST = 0.01
 COUNT = 65  # recorded points
+SELECTIVE: list[tuple[Any, ...]] = [
+    ("meta-llama/Llama-3.1-8B", "lora", ("single", "80GB", 1), 2048, 1, "selective"),
+    ("meta-llama/Llama-3.2-1B", "full", ("single", "80GB", 1), 2048, 1, "selective"),
+    ("Qwen/Qwen3-4B", "full pure", ("fsdp2", "8x80GB", 1), 2048, 1, "selective"),
+    ("meta-llama/Llama-3.1-8B", "qlora", ("single", "80GB", 1), 2048, 1, "selective"),
+    ("meta-llama/Llama-3.2-3B", "lora pure", ("ddp", "4x80GB", 1), 2048, 4, "selective"),
+]
 WEIGHTS = {
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "meta-llama/Llama-3.2-3B": 3_212_749_824,
@@ -80,6 +87,15 @@ def test_a_point_traced_now(point: tuple[Any, ...]) -> None:
     assert closed(point)["closed_bytes"] == pytest.approx(traced(point)["traced_bytes"], rel=LARGEST)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("point", SELECTIVE, ids=key_of)
+def test_selective_recomputation_traced_now(point: tuple[Any, ...]) -> None:
+    """The recorded points were drawn before there was any."""
+    found, expected = closed(point), traced(point)
+    assert found["closed_bytes"] == pytest.approx(expected["traced_bytes"], rel=LARGEST)
+    assert expected["traced_upper"] <= found["closed_upper"]
+
+
 @pytest.mark.parametrize("model", WEIGHTS)
 def test_published_numbers_of_weights(model: str) -> None:
     assert shape_of(recipe(model), full_config(model)[0]).total_weights == WEIGHTS[model]
@@ -101,6 +117,22 @@ def test_what_a_layer_leaves_for_backward() -> None:
     h, q, kv, heads, inner, tokens = 4096, 4096, 1024, 32, 14336, 4096
     saved_layer_bytes = RankSizes(job, full_config(job.model.name_or_path)[0], parse_gpus("80GB")).saved_layer_bytes
     assert saved_layer_bytes == tokens * (16 * h + 4 * q + 4 * kv + 4 * heads + 8 * inner + 8)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_what_a_layer_keeps_under_selective_recomputation(adapters: bool) -> None:
+    """Of 8B: q, k, v, attention's output, o, gate and up in bfloat16, log-sums in float32; seven x A^T of rank 16."""
+    keys: dict[str, Any] = {"lora": Lora()} if adapters else {"lora": None}
+    found = {}
+    for setting in (False, "selective", True):
+        job = recipe(training={"pure_bf16": True, "activation_checkpointing": setting}, **keys)
+        rank = RankSizes(job, full_config(job.model.name_or_path)[0], parse_gpus("80GB"))
+        found[setting] = rank.kept_layer_bytes, rank.saved_by_layers(32)[0]
+    h, q, k, heads, inner, tokens = 4096, 4096, 1024, 32, 14336, 4096
+    kept = tokens * (2 * (2 * q + 2 * k + h + 2 * inner + 7 * 16 * adapters) + 4 * heads)
+    assert {setting: each for setting, (each, _) in found.items()} == {False: 0, "selective": kept, True: 0}
+    assert found["selective"][1] - found[True][1] == 32 * kept
+    assert found[True][1] == 32 * 2 * tokens * h
 
 
 def test_components_and_phases_are_the_plans_own() -> None:

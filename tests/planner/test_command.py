@@ -131,6 +131,32 @@ class Estimated:
         return self.needed
 
 
+@pytest.mark.parametrize(("gpus", "setting"), [("24GB", "true"), ("40GB", "selective"), ("80GB", "false")])
+def test_auto_is_resolved_for_the_gpus_that_are_asked_about(
+    gpus: str, setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the closed form, in a table of two."""
+    recipes = [str(ROOT / "recipes" / f"llama3_8b_lora_{name}.yaml") for name in ("1x24gb", "1x80gb")]
+    found = []
+    for asked in ("auto", setting):
+        words = [f"training.activation_checkpointing={asked}", "--gpus", gpus, "--json"]
+        code, out, _ = plan_output([*recipes, *words], capsys)
+        assert code == 0
+        found.append(json.loads(out)["recipes"])
+    assert found[0] == found[1]
+    assert {row["planned_by"] for row in found[0]} == {"closed form"}
+
+
+def test_the_largest_size_is_searched_with_all_layers_recomputed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "plan_by_trace", Estimated)
+    recipe = str(ROOT / "recipes" / "llama3_fsdp.yaml")
+    words = ["training.activation_checkpointing=auto", "--max", "max_length"]
+    _, _, err = plan_output([recipe, *words], capsys)
+    assert err.splitlines()[0].endswith("activation_checkpointing: true")
+
+
 @pytest.mark.parametrize("as_json", [True, False], ids=["json", "text"])
 def test_progress_is_beside_the_result(
     as_json: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -232,7 +258,7 @@ def test_no_library_speaks_beside_the_plan(tiny_llama: Path, tmp_path: Path) -> 
     ]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    progress = "tracing lora, fsdp2, 1 x 64 tokens, activation_checkpointing: true; and probing the model"
+    progress = "tracing lora, fsdp2, 1 x 64 tokens, activation_checkpointing: false; and probing the model"
     assert (done.returncode, done.stderr.splitlines()) == (0, [progress])
     assert done.stdout.startswith("fits 2 x ")  # all of it is there, though the process ends at once
     lines = [line for line in done.stdout.splitlines() if line.startswith(("data: ", "training.", "data.train: "))]

@@ -24,6 +24,10 @@ SAMPLE = [
     Case("patterns", "bf16", 0, packed=True, tied=False, micro_steps=1),
     Case("parameters", "bf16", 1, packed=True, tied=False, micro_steps=2),
     Case("experts", "bf16", 1, packed=True, tied=False, micro_steps=1),
+    *(
+        Case(method, "bf16", "selective", packed=True, tied=False, micro_steps=2)
+        for method in ("full", "lora", "qlora", "experts")
+    ),
 ]
 
 

@@ -98,7 +98,10 @@ def test_an_attention_that_sees_other_documents_is_named_as_packing(
     assert message.endswith("; set model.attention: sdpa")  # which keeps the packing, and was tried
 
 
-def test_checkpointing_that_differs_is_named(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("setting", [True, "selective"])
+def test_checkpointing_that_differs_is_named(
+    setting: bool | str, narrow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from finetune.model import build
 
     genuine = build.checkpoint_layers
@@ -106,15 +109,16 @@ def test_checkpointing_that_differs_is_named(narrow: Path, monkeypatch: pytest.M
     def larger(module: Any, _: Any, output: Any) -> Any:
         return 1.01 * output if isinstance(output, Tensor) and module.gradient_checkpointing else output
 
-    def spoilt(model: nn.Module, every: int) -> None:
-        genuine(model, every)  # type: ignore[arg-type]
+    def spoilt(model: nn.Module, every: int, **options: Any) -> None:
+        genuine(model, every, **options)  # type: ignore[arg-type]
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.register_forward_hook(larger)
 
     monkeypatch.setattr(build, "checkpoint_layers", spoilt)
-    message = refusal(least_recipe(narrow))
-    assert message.startswith("training.activation_checkpointing: true: the recomputation of layers differs")
+    message = refusal(least_recipe(narrow, training={"activation_checkpointing": setting}))
+    where = f"training.activation_checkpointing: {str(setting).lower()}"
+    assert message.startswith(f"{where}: the recomputation of layers differs")
     assert message.endswith("; set training.activation_checkpointing: false")
 
 

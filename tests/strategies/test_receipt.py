@@ -123,6 +123,14 @@ def one_layer_kept(built: Built) -> None:
     built.layers()[0].gradient_checkpointing = False
 
 
+def none_keeps_products(built: Built) -> None:
+    built.training(activation_checkpointing="selective")
+
+
+def one_keeps_products(built: Built) -> None:
+    built.layers()[0].finetune_keeps_products = True
+
+
 def none_kept(built: Built) -> None:
     built.training(activation_checkpointing=False)
 
@@ -151,6 +159,14 @@ CASES = (
     Case(not_sharded, "accelerate_config: weights sharded: asked True, runs False"),
     Case(not_quantised, "quantization: kinds of quantised layers: asked ['Linear4bit'], runs []"),
     Case(one_layer_kept, "training.activation_checkpointing: layers recomputed: asked 2, runs 1"),
+    Case(
+        none_keeps_products,
+        "training.activation_checkpointing: recomputed layers that keep their products: asked 2, runs 0",
+    ),
+    Case(
+        one_keeps_products,
+        "training.activation_checkpointing: recomputed layers that keep their products: asked 0, runs 1",
+    ),
     Case(none_kept, "training.activation_checkpointing: layers recomputed: asked 0, runs 2"),
 )
 REDUCTION = "training.mixed_precision: number format of the reduction"
@@ -181,7 +197,7 @@ def test_other_quantised_layers_are_refused(tiny_llama: Path) -> None:
 
 def test_every_check_has_a_case(built: Built) -> None:
     places = [place for place, _, _ in receipt_checks(built.recipe, built.strategy, built.receipt())]
-    assert len(places) == len(set(places)) == 10
+    assert len(places) == len(set(places)) == 11
     seen = {place for place in places if any(case.line.startswith(f"{place}: asked ") for case in CASES)}
     assert seen | {REDUCTION} == set(places)
 

@@ -167,7 +167,7 @@ def _activations(recipe: Recipe, strategy: Strategy, shape: Shape) -> dict[str, 
     whole_layer = tokens * saved * (1.5 if strategy.kind in ("single", "ddp") and not recipe.training.pure_bf16 else 1)
     whole_layer += tokens * RECURRENT * shape.recurrent_out
     working = tokens * (6.0 * inner + 8 * shape.hidden)
-    every = int(recipe.training.activation_checkpointing)
+    every = recipe.training.recompute_every
     if not every:
         return {"activations": shape.layers * whole_layer + working}
     kept = tokens * stream * shape.hidden * -(-shape.layers // every)

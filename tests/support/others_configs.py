@@ -309,7 +309,7 @@ EXAMPLES: dict[str, Example] = {
         {
             "model.trust_remote_code": True, "lora.r": 8, "lora.lora_alpha": 16, "lora.target_modules": "all-linear",
             "data.train": DEMO, "data.packing": False, "data.max_length": 2048, "data.truncation": "right",
-            "training.global_batch_size": 8, "training.activation_checkpointing": ABSENT,
+            "training.global_batch_size": 8, "training.activation_checkpointing": True,
             "training.learning_rate": 1e-4, "training.num_train_epochs": 3.0, "save_steps": 500,
         },
         look=FACTORY_LOOK,

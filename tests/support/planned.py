@@ -65,7 +65,7 @@ class Case:
 
     method: str  # full | lora | qlora | int8, with adapters; a key of ADAPTERS: with other adapters
     precision: str
-    checkpointing: int  # 0 none, 1 full, n every n-th layer
+    checkpointing: int | str  # 0 none, 1 full, n every n-th layer, selective
     packed: bool
     tied: bool
     micro_steps: int

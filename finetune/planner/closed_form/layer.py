@@ -10,6 +10,7 @@ To add a tensor: find the step that makes it, and write one line with its shape,
     saved_for_backward     it lives until this step's own backward: an input or output that autograd saves
     forward_transient      it is there when the step ends forward, and nothing saves it: a result, a float32 copy
     backward_transient     it is there while the step's backward runs: gradients of its inputs and outputs
+    kept_when_selective    selective recomputation keeps it: the result of a product, attention's output
 
 A transient that several steps see (a norm's output, the gradient that bypasses attention) is added to each of them, as
 `norm_output` and `residual_gradient` are below. Then run tests/planner/test_closed_form.py; where the trace has another
@@ -51,7 +52,8 @@ class LayerStep:
     recomputation, where that is less: recomputation stops as soon as everything that backward needs is there; 0: the
     same. `backward_transient` lives while the step's backward runs. `dequantised_weights` are 4-bit weights in
     bfloat16, for a part of the step; forward, `dequantise_transient` lives at that time. `weight_gradients` are those
-    that the step's backward makes, in the computation's number format.
+    that the step's backward makes, in the computation's number format. `kept_when_selective` lives from forward until
+    the step is recomputed, where the layer is recomputed but for its products; it is part of what the step makes then.
     """
 
     name: str
@@ -63,6 +65,7 @@ class LayerStep:
     dequantised_weights: int = 0
     dequantise_transient: int = 0
     weight_gradients: int = 0
+    kept_when_selective: int = 0
 
 
 def layer_steps(shape: Shape, numerics: LayerNumerics) -> list[LayerStep]:
@@ -111,6 +114,7 @@ def _attention_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep
         forward_transient=norm_output + not_cast,
         # Gradients of the output [T, q], of queries [T, q], keys and values [T, k]; [heads, T] float32 sums once more.
         backward_transient=residual_gradient + output + queries + keys_values + log_sums + _flash(shape, numerics),
+        kept_when_selective=output + log_sums,
     )
     # Backward: the gradient that enters, cast to bfloat16 [T, h] where it is float32, and one more [T, q].
     entering = HALF * tokens * shape.hidden if float32_residual else 0
@@ -165,6 +169,8 @@ def _mlp_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep]:
     yield replace(
         step,
         saved_for_backward=step.saved_for_backward + (inner if product_saved else 0),
+        # x A^T [T, r] alone: backward does not ask for the last product of a layer.
+        kept_when_selective=HALF * numerics.tokens * down.rank,
         recompute_transient=live + product,  # which ends before the product: its weight and its input are there
     )
 
@@ -220,6 +226,7 @@ def _linear(
             forward_transient=forward_live + result,
             backward_transient=backward_live + given + saved,  # the input's gradient, and that in float32: as the cast
             weight_gradients=HALF * linear.weights,  # [outputs, inputs] bfloat16
+            kept_when_selective=result,
         )
     # bitsandbytes: the weight [outputs, inputs] in bfloat16, and a float32 scale for each block.
     dequantised = HALF * linear.weights + FLOAT32 * linear.weights // QUANTISED_BLOCK if numerics.four_bit else 0
@@ -229,6 +236,7 @@ def _linear(
         backward_transient=backward_live + given,
         dequantised_weights=dequantised,
         dequantise_transient=forward_live + result,
+        kept_when_selective=result,
     )
     if not linear.rank:
         return base
@@ -240,6 +248,7 @@ def _linear(
         cast_weights=adapter_weights if numerics.adapters_cast else 0,
         backward_transient=base.backward_transient + inner,
         weight_gradients=adapter_weights,
+        kept_when_selective=result + inner,
     )
 
 

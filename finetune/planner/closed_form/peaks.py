@@ -84,12 +84,13 @@ def _forward(rank: RankSizes) -> Iterator[Bytes]:
     if rank.sharded:
         live = live.plus({c.GATHERED_LAYERS: layer + rank.unresharded_bytes(last), c.COMMUNICATION_BUFFERS: layer})
         yield live.plus({c.COMMUNICATION_BUFFERS: layer})  # its all-gather's output, besides that of the layer before
-    saved_in_layer = casts = 0
+    saved_in_layer = casts = kept_in_layer = 0
     for step in rank.layer_steps:
         saved_in_layer, casts = saved_in_layer + step.saved_for_backward, casts + step.cast_weights
-        # Of a recomputed layer this is approximate: a step's tensors live a little longer than the step. Its
-        # recomputation takes more in any case.
-        alive = step.saved_for_backward if rank.recomputed(last) else saved_in_layer
+        # Of a recomputed layer this is approximate: a step's tensors live a little longer than the step, and of what
+        # it keeps q, k and v are counted twice up to attention. Its recomputation takes more in any case.
+        alive = step.saved_for_backward + kept_in_layer if rank.recomputed(last) else saved_in_layer
+        kept_in_layer += step.kept_when_selective * rank.keeps_products
         kept = rank.base_trained or not rank.recomputed(last)
         in_layer = live.plus({c.ACTIVATIONS: alive, c.CAST_WEIGHTS: casts if kept else step.cast_weights})
         yield from _in_step(step, in_layer, step.forward_transient)
@@ -225,10 +226,14 @@ def _in_layer(rank: RankSizes, layer: int) -> Iterator[Bytes]:
 def _recomputing(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
     live = live.plus({c.BACKWARD_WORKSPACE: rank.residual_bytes})  # the gradient [T, h] that waits for backward
     saved = casts = 0
+    kept = rank.kept_layer_bytes  # of the steps that are not there again
     for step in rank.layer_steps:
         saved, casts = saved + step.saved_for_backward, casts + step.cast_weights
-        in_layer = live.plus({c.ACTIVATIONS: saved, c.CAST_WEIGHTS: casts})
-        if step.recompute_transient:
+        kept -= step.kept_when_selective * rank.keeps_products
+        in_layer = live.plus({c.ACTIVATIONS: saved + kept, c.CAST_WEIGHTS: casts})
+        if rank.keeps_products:  # no product runs, and so no 4-bit weight is dequantised
+            yield in_layer.plus({c.ACTIVATIONS: step.recompute_transient or step.forward_transient})
+        elif step.recompute_transient:
             yield in_layer.plus({c.ACTIVATIONS: step.recompute_transient})
         else:
             yield from _in_step(step, in_layer, step.forward_transient)

@@ -48,7 +48,8 @@ class RankSizes:
         # Whether gradients that are reduced over shards are reduced again over HSDP's replicas, in buffers that stay
         # until backward ends. A float32 gradient that is the first of its weight is this buffer itself.
         self.keeps_all_reduce_buffers = strategy.replicates and (self.micro_steps > 1 or training.pure_bf16)
-        self.recompute_period = int(training.activation_checkpointing)  # every n-th layer, in backward; 0: none
+        self.recompute_period = training.recompute_every  # every n-th layer, in backward; 0: none
+        self.keeps_products = training.keeps_products  # of recomputed layers
 
     # One layer.
 
@@ -75,6 +76,11 @@ class RankSizes:
         return sum(step.saved_for_backward for step in self.layer_steps)
 
     @cached_property
+    def kept_layer_bytes(self) -> int:
+        """Of a recomputed layer besides its input: products and attention's output, where it keeps those."""
+        return sum(step.kept_when_selective for step in self.layer_steps) if self.keeps_products else 0
+
+    @cached_property
     def cast_layer_bytes(self) -> int:
         """Copies of one layer's weights in bfloat16, which autocast keeps until backward."""
         return sum(step.cast_weights for step in self.layer_steps)
@@ -97,8 +103,8 @@ class RankSizes:
         """Bytes of activations and of cast weights that the first `layers` layers leave for backward."""
         recomputed = -(-layers // self.recompute_period) if self.recompute_period else 0
         others = layers - recomputed
-        # Of a recomputed layer only its input [T, hidden].
-        activations = recomputed * self.residual_bytes + others * self.saved_layer_bytes
+        # Of a recomputed layer only its input [T, hidden], and its products where it keeps them.
+        activations = recomputed * (self.residual_bytes + self.kept_layer_bytes) + others * self.saved_layer_bytes
         if layers and not self.base_trained and not self.recompute_period:
             # The first layer's input needs no gradient where the embeddings are frozen, so its norm saves nothing:
             # neither [T, hidden] nor [T, 1] float32.

@@ -24,6 +24,10 @@ Scheduler = Literal[
 ]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Recomputation = bool | int | Literal["auto", "selective"]
+# What `activation_checkpointing: auto` chooses from, the least computed twice first. The second and the third take
+# about the same memory.
+RECOMPUTATIONS: tuple[Recomputation, ...] = (False, "selective", 2, True)
 
 
 class Training(Section):
@@ -46,8 +50,11 @@ class Training(Section):
     optim: Optimizer = Field("adamw", description="AdamW: fused; bitsandbytes', not sharded; paged: on CUDA.")
     mixed_precision: Literal["bf16", "fp16", "no"] = Field("bf16", description="For computation; fp16 scales losses.")
     pure_bf16: bool = Field(False, description="Trained weights and AdamW's state in bfloat16 too, rounded at random.")
-    activation_checkpointing: bool | Count = Field(
-        True, description="Recompute layers in backward: true, false, or n for every n-th layer."
+    activation_checkpointing: bool | Count | Literal["auto", "selective"] = Field(
+        "auto",
+        description="Recompute in backward: auto (the least that fits by the closed form, on a CPU into free host "
+        "memory; true where there is none), false, selective (all but products and attention), n (every n-th layer), "
+        "true.",
     )
     compile: bool | Literal["auto"] = Field(
         "auto",
@@ -67,6 +74,17 @@ class Training(Section):
     metric_for_best_model: str = Field(
         "eval_loss", description="eval_loss: of all held-out rows; eval_NAME_loss: of the data.eval set NAME."
     )
+
+    @property
+    def recompute_every(self) -> int:
+        """Every how many-th layer is recomputed in backward; 0: none. `auto` is 1 until it is resolved."""
+        asked = self.activation_checkpointing
+        return 1 if isinstance(asked, str) else int(asked)
+
+    @property
+    def keeps_products(self) -> bool:
+        """Whether recomputed layers keep their matrix products and attention outputs."""
+        return self.activation_checkpointing == "selective"
 
     @property
     def exports_best(self) -> bool:

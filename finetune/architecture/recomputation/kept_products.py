@@ -1,0 +1,191 @@
+"""Selective recomputation: a layer keeps its matrix products and attention outputs, and computes only the rest again.
+
+torch's non-reentrant checkpoint runs a layer's forward a second time in backward, under contexts of its caller's. Here
+they are two dispatch modes: the first keeps the results of products and attention, the second returns them where the
+same operations would run again. Norms, RoPE and SwiGLU are cheap beside the products and save more than these return.
+
+torch's own pair, create_selective_checkpoint_contexts, is not used for three reasons. It keeps the last product of a
+layer, [tokens, hidden], which backward does not need. A product to which another is added in place, as in
+lora_linear.py, it either refuses or, with allow_cache_entry_mutation, returns with whatever was written to it since.
+And torch 2.11 asks its policy again in backward, which a policy that looks at what came before cannot answer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,  # no public name; tests/architecture/test_recomputation.py would turn red
+)
+
+# By namespace and name. Not those that add in place: what they add to has been kept.
+PRODUCTS = {
+    *(f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")),
+    *(f"bitsandbytes.{name}" for name in ("gemm_4bit", "gemv_4bit")),
+    *(f"bitsandbytes.{name}" for name in ("int8_linear_matmul", "int8_scaled_mm", "int8_mixed_scaled_mm")),
+}
+# Of these a product of batches is one of many small matrices, such as attention's scores [heads, tokens, tokens].
+BATCHED = {"aten.bmm", "aten.baddbmm"}
+# Autograd saves no result of these, so where nothing else comes after a layer's last product, backward does not ask
+# for it.
+SAVE_NOTHING = {
+    *("view", "_unsafe_view", "reshape", "t", "transpose", "permute", "expand", "squeeze", "unsqueeze", "select"),
+    *("slice", "split", "split_with_sizes", "detach", "alias", "clone", "_to_copy", "add", "add_", "addmm_"),
+}
+
+
+def keeping_and_returning() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """The contexts of one layer's forward, and of the same forward in backward."""
+    kept: dict[int, Any] = {}
+    return _Keeping(kept), _Returning(kept)
+
+
+class _Keeping(TorchDispatchMode):
+    """Keeps results by the place of their operation among all that may be kept."""
+
+    def __init__(self, kept: dict[int, Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._kept, self._place, self._needed = kept, 0, True
+        self._by_storage: dict[int, int] = {}  # of storages that are kept, and so have one identity meanwhile
+        self._unread = _Unread()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if "out" in kwargs or not _may_be_kept(func):
+            # Of fake tensors a mode sees questions too, as that for a device.
+            asks = next(_tensors(result), None) is None
+            self._needed = self._needed or not (asks or func.overloadpacket.__name__ in SAVE_NOTHING)
+            written = _written(func, args, kwargs)
+            if written is not None and not self._unread.is_of(written):
+                self._forget(written)
+            self._unread.after(func, args, kwargs, result)
+            return result
+        if _is_worth_it(func, args, kwargs, result):
+            self._kept[self._place] = value = _detached(result)
+            self._by_storage |= {id(each.untyped_storage()): self._place for each in _tensors(value)}
+            self._needed = False
+        else:
+            self._needed = True
+        self._unread.begin(result)
+        self._place += 1
+        return result
+
+    def _forget(self, written: Tensor) -> None:
+        """A kept result was read, and is overwritten now: it is to be computed again, and overwritten again."""
+        place = self._by_storage.pop(id(written.untyped_storage()), None)
+        if place is not None:
+            self._kept.pop(place, None)
+
+    def __exit__(self, *failure: Any) -> None:
+        if not self._needed and self._kept:
+            del self._kept[max(self._kept)]
+        self._by_storage.clear()
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]  # torch's
+
+
+class _Returning(TorchDispatchMode):
+    """Returns what was kept instead of computing it. Recomputation may end before all of it is asked for."""
+
+    def __init__(self, kept: dict[int, Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self._kept, self._place = kept, 0
+        self._unread = _Unread()
+
+    def __enter__(self) -> Any:
+        self._place = 0
+        return super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "out" not in kwargs and _may_be_kept(func):
+            value = self._kept.pop(self._place, None)
+            self._place += 1
+            if value is None:
+                self._unread.end()
+                return func(*args, **kwargs)
+            self._unread.begin(value)
+            return value
+        written = _written(func, args, kwargs)
+        if written is not None and self._unread.is_of(written):
+            return written  # what was kept has this in it already
+        result = func(*args, **kwargs)
+        self._unread.after(func, args, kwargs, result)
+        return result
+
+    def __exit__(self, *failure: Any) -> None:
+        self._kept.clear()
+        self._unread.end()
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]  # torch's
+
+
+class _Unread:
+    """The latest product, as long as no operation has read it: only then may another be added to it in place."""
+
+    def __init__(self) -> None:
+        self._storage: weakref.ref[torch.UntypedStorage] | None = None
+
+    def begin(self, product: Any) -> None:
+        self._storage = weakref.ref(product.untyped_storage()) if isinstance(product, Tensor) else None
+
+    def end(self) -> None:
+        self._storage = None
+
+    def is_of(self, tensor: Tensor) -> bool:
+        return self._storage is not None and self._storage() is tensor.untyped_storage()
+
+    def after(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """A view of it, and what is written to it, are it still; of a fake tensor its device is asked for by a call."""
+        if self._storage is None or func.namespace == "prim" or any(map(self.is_of, _tensors(result))):
+            return
+        if any(map(self.is_of, _tensors(args))) or any(map(self.is_of, _tensors(list(kwargs.values())))):
+            self.end()
+
+
+@cache
+def _may_be_kept(func: Any) -> bool:
+    """Products, and attention by whatever kernel."""
+    name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else ""
+    if f"{func.namespace}.{name}" in PRODUCTS:
+        return True
+    return ("attention" in name or "attn" in name) and "backward" not in name
+
+
+def _is_worth_it(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+    """Not what draws random numbers, which later operations draw after it; nor what is larger than its factors."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    if any(value for name, value in given.items() if "dropout" in name):
+        return False
+    if f"{func.namespace}.{func.overloadpacket.__name__}" in BATCHED:
+        return bool(result.numel() <= sum(each.numel() for each in _tensors(args)))
+    return True
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The tensor that an operation writes to, by its name: aten.add_, or one with `out`."""
+    if "out" in kwargs:
+        written = kwargs["out"]
+    else:
+        name = func.overloadpacket.__name__
+        written = args[0] if args and name.endswith("_") and not name.endswith("__") else None
+    return written if isinstance(written, Tensor) else None
+
+
+def _detached(value: Any) -> Any:
+    """Without the graph, which holds these contexts."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    return type(value)(map(_detached, value)) if isinstance(value, tuple | list) else value
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors(value)

@@ -1,0 +1,63 @@
+"""Every n-th decoder layer of a model, recomputed in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from finetune.architecture.by_document import Contexts, checkpoint_contexts
+from finetune.architecture.recomputation.kept_products import keeping_and_returning
+from finetune.errors import FinetuneError
+
+
+def checkpoint_layers(model: PreTrainedModel, every: int, *, keep_products: bool = False) -> None:
+    """Recompute every n-th decoder layer in backward, by torch's non-reentrant checkpoint.
+
+    Args:
+        keep_products: But for its matrix products and attention outputs, which are kept.
+    """
+    # Renamed within transformers 5; the old name warns in the new releases.
+    renamed = hasattr(model, "activation_checkpointing_enable")
+    enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
+    with suppress(ValueError):  # a class that says it has none
+        enable({"use_reentrant": False} | checkpoint_options(model, keep_products=keep_products))
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise FinetuneError(
+            f"training.activation_checkpointing: {type(model).__name__} does not support it; set it to false"
+        )
+    for index, layer in enumerate(layers):
+        layer.gradient_checkpointing = index % every == 0
+        layer.finetune_keeps_products = keep_products
+
+
+def keeps_products(layer: nn.Module) -> bool:
+    """Whether a layer is recomputed but for its products."""
+    return bool(getattr(layer, "gradient_checkpointing", False) and getattr(layer, "finetune_keeps_products", False))
+
+
+def checkpoint_options(model: nn.Module, *, keep_products: bool = False) -> dict[str, Any]:
+    """Options of torch's checkpoint with which a layer that runs again sees the row that it saw, and its products."""
+    row = checkpoint_contexts(model)
+    if not keep_products:
+        return {} if row is None else {"context_fn": row}
+    return {"context_fn": keeping_and_returning if row is None else _both(row, keeping_and_returning)}
+
+
+def _both(first: Callable[[], Contexts], second: Callable[[], Contexts]) -> Callable[[], Contexts]:
+    def contexts() -> Contexts:
+        outer, inner = first(), second()
+        return _entered(outer[0], inner[0]), _entered(outer[1], inner[1])
+
+    return contexts
+
+
+@contextmanager
+def _entered(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield

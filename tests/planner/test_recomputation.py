@@ -1,0 +1,146 @@
+"""`activation_checkpointing: auto`: the least recomputation that fits, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.model.known_configs import full_config
+from finetune.planner.closed_form import recomputation
+from finetune.planner.closed_form.estimate import estimate
+from finetune.planner.closed_form.recomputation import choose_recomputation, chosen_words
+from finetune.recipe.gpus import Gpus, parse_gpus
+from finetune.recipe.schema import Data, DataSet, ModelSection, Quantization, Recipe, Training
+from finetune.recipe.sections.training import RECOMPUTATIONS
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "meta-llama/Llama-3.1-8B"
+
+
+def recipe(setting: Any = "auto", model: str = MODEL, **keys: Any) -> Recipe:
+    return Recipe(
+        model=ModelSection(name_or_path=model),
+        data=Data(train=[DataSet(path="json", data_files="unused.jsonl")], max_length=4096),
+        training=Training(activation_checkpointing=setting, **keys.pop("training", {})),
+        **keys,
+    )
+
+
+def upper(setting: Any) -> int:
+    """Bytes that surely suffice for adapters on one GPU."""
+    gpus = parse_gpus("80GB")
+    assert gpus is not None
+    return estimate(recipe(setting), full_config(MODEL)[0], gpus).upper
+
+
+def with_memory(nbytes: int) -> Gpus:
+    gpus = parse_gpus("80GB")
+    assert gpus is not None
+    return dataclasses.replace(gpus, memory=nbytes)
+
+
+def test_it_is_the_default() -> None:
+    assert Training().activation_checkpointing == "auto"
+    assert Training().recompute_every == 1  # unless it is resolved
+
+
+def test_each_needs_less_than_the_one_before_but_every_second_layer() -> None:
+    none, selective, second, every = map(upper, RECOMPUTATIONS)
+    assert none > second > every
+    assert none > selective > every
+    assert selective == pytest.approx(second, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("memory", "chosen"),
+    [
+        (upper(False), False),
+        (upper(False) - 1, "selective"),
+        (upper("selective"), "selective"),
+        (min(upper("selective"), upper(2)) - 1, True),
+        (upper(True), True),
+        (upper(True) - 1, True),
+    ],
+)
+def test_the_first_that_fits_with_its_margin(memory: int, chosen: Any) -> None:
+    found = choose_recomputation(recipe(), with_memory(memory))
+    assert found.recipe.training.activation_checkpointing == chosen
+    assert found.recipe.model_copy(update={"training": Training()}) == recipe().model_copy(
+        update={"training": Training()}
+    )
+    assert found.facts["runs"] == chosen
+
+
+def test_the_line_says_why() -> None:
+    gib = 2**30
+    assert choose_recomputation(recipe(), with_memory(80 * gib)).line == (
+        f"activation checkpointing: none, because the plan needs at most {upper(False) / gib:.1f} of 80.0 GiB"
+    )
+    assert choose_recomputation(recipe(), with_memory(40 * gib)).line == (
+        f"activation checkpointing: selective, because the plan needs at most {upper('selective') / gib:.1f} "
+        f"of 40.0 GiB, and {upper(False) / gib:.1f} with none"
+    )
+    assert choose_recomputation(recipe(), with_memory(25 * gib)).line == (
+        f"activation checkpointing: all layers, because the plan needs at most {upper(True) / gib:.1f} of 25.0 GiB, "
+        f"and {upper(2) / gib:.1f} with one layer of 2"
+    )
+    assert choose_recomputation(recipe(), with_memory(20 * gib)).line == (
+        f"activation checkpointing: all layers, because even so the plan may need {upper(True) / gib:.1f} of 20.0 GiB"
+    )
+
+
+@pytest.mark.parametrize("setting", [False, "selective", 2, 3, True])
+def test_what_is_written_stays(setting: Any) -> None:
+    found = choose_recomputation(recipe(setting), with_memory(1))
+    assert found.recipe == recipe(setting)
+    assert (found.facts, found.line) == ({}, "")
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"accelerate_config": "zero3"}, "there is no closed form for accelerate_config: zero3"),
+        ({"model": "google/gemma-3-1b-it"}, "there is no closed form for the architecture gemma3_text"),
+        ({"quantization": Quantization(load_in_8bit=True)}, "there is no closed form for quantization.load_in_8bit"),
+        ({"model": "/nowhere/at/all"}, "the configuration of the model is not known"),
+    ],
+)
+def test_without_a_closed_form_all_layers_are_recomputed(keys: dict[str, Any], why: str) -> None:
+    found = choose_recomputation(recipe(**keys), with_memory(10**15))
+    assert (found.recipe.training.activation_checkpointing, found.why) == (True, why)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+def test_on_a_cpu_by_free_host_memory(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the closed form's bytes, and each rank has its share of the machine."""
+    host = Gpus(1, 0, "host memory")
+    needed = 2 * estimate(recipe(False), full_config(MODEL)[0], host).needed
+    job = recipe(training={"mixed_precision": precision})
+    for available, ranks, chosen in (
+        (needed, 1, False),
+        (needed - 1, 1, "selective"),
+        (needed, 2, True),
+        (10 * needed, 2, False),
+    ):
+        monkeypatch.setattr(recomputation, "available_bytes", lambda found=available: found)
+        found = choose_recomputation(job, None, ranks=ranks)
+        assert found.recipe.training.activation_checkpointing == chosen
+        assert found.recipe.training.mixed_precision == precision
+        assert re.search(r" of [\d.]+ GiB of free host memory", found.line)
+
+
+def test_words_for_the_rehearsal_are_of_the_recipes_own_gpus(tmp_path: Path) -> None:
+    text = (ROOT / "recipes" / "llama3_8b_lora_1x80gb.yaml").read_text("utf-8")
+    page = tmp_path / "recipe.yaml"
+    page.write_text(re.sub(r"activation_checkpointing: \w+", "activation_checkpointing: auto", text), "utf-8")
+    assert chosen_words(page, ["training.seed=1"]) == ["training.seed=1", "training.activation_checkpointing=false"]
+    small = ["budget.gpu_memory_gb=24"]
+    assert chosen_words(page, small) == [*small, "training.activation_checkpointing=true"]
+    middle = ["budget.gpu_memory_gb=40"]
+    assert chosen_words(page, middle) == [*middle, "training.activation_checkpointing=selective"]
+    written = ["training.activation_checkpointing=2"]
+    assert chosen_words(page, written) == written
