@@ -16,7 +16,7 @@ from finetune.planner.variants import plain
 from finetune.recipe import schema
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe, Training
-from finetune.recipe.sections.training import RECOMPUTATIONS, Recomputation
+from finetune.recipe.sections.training import RECOMPUTATIONS_IF_COMPILED, Recomputation
 
 ROW_LENGTHS = (4096, 2048, 1024, 512)
 METHODS = ("full", "lora", "qlora")
@@ -36,7 +36,7 @@ def candidates(model: str, gpus: Gpus) -> Iterator[Recipe]:
     strategies = STRATEGIES if ranks > 1 else ("single",)
     for long_rows, method in product((True, False), METHODS):
         lengths = [length for length in ROW_LENGTHS if (length >= 2048) == long_rows]
-        for length, strategy, every, rows in product(lengths, strategies, RECOMPUTATIONS, ROWS):
+        for length, strategy, every, rows in product(lengths, strategies, RECOMPUTATIONS_IF_COMPILED, ROWS):
             if rows == 1 or rows * length <= TOKENS_AT_ONCE:
                 most = max(1, TOKENS_A_STEP // (length * ranks))
                 yield _variant(model, gpus, method, length, strategy, every, min(rows, most))
@@ -92,7 +92,7 @@ def by_plans(model: str, gpus: Gpus, fits: Callable[[Recipe], bool]) -> Recipe |
     better: dict[str, tuple[Any, ...]] = {
         "length": (4096,) if chosen["length"] == 2048 else (1024,),
         "strategy": strategies[:-1],
-        "every": RECOMPUTATIONS[:-1],
+        "every": RECOMPUTATIONS_IF_COMPILED[:-1],
         "rows": tuple(rows for rows in ROWS if 1 < rows <= TOKENS_AT_ONCE // chosen["length"]),
     }
     for setting, values in better.items():

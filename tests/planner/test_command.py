@@ -131,7 +131,7 @@ class Estimated:
         return self.needed
 
 
-@pytest.mark.parametrize(("gpus", "setting"), [("24GB", "true"), ("40GB", "selective"), ("80GB", "false")])
+@pytest.mark.parametrize(("gpus", "setting"), [("24GB", "true"), ("40GB", "2"), ("80GB", "false")])
 def test_auto_is_resolved_for_the_gpus_that_are_asked_about(
     gpus: str, setting: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,7 +25,7 @@ def recipe(setting: Any = "auto", model: str = MODEL, **keys: Any) -> Recipe:
     return Recipe(
         model=ModelSection(name_or_path=model),
         data=Data(train=[DataSet(path="json", data_files="unused.jsonl")], max_length=4096),
-        training=Training(activation_checkpointing=setting, **keys.pop("training", {})),
+        training=Training(activation_checkpointing=setting, **{"compile": False} | keys.pop("training", {})),
         **keys,
     )
 
@@ -73,6 +73,14 @@ def test_the_first_that_fits_with_its_margin(memory: int, chosen: Any) -> None:
         update={"training": Training()}
     )
     assert found.facts["runs"] == chosen
+
+
+@pytest.mark.parametrize(("memory", "chosen"), [(upper("selective"), 2 if upper(2) <= upper("selective") else True)])
+def test_what_may_be_compiled_is_not_recomputed_selectively(memory: int, chosen: Any) -> None:
+    for compiled in ("auto", True):
+        asked = recipe(training={"compile": compiled})
+        found = choose_recomputation(asked, with_memory(memory)).recipe.training
+        assert found.activation_checkpointing == chosen
 
 
 def test_the_line_says_why() -> None:
@@ -141,6 +149,6 @@ def test_words_for_the_rehearsal_are_of_the_recipes_own_gpus(tmp_path: Path) -> 
     small = ["budget.gpu_memory_gb=24"]
     assert chosen_words(page, small) == [*small, "training.activation_checkpointing=true"]
     middle = ["budget.gpu_memory_gb=40"]
-    assert chosen_words(page, middle) == [*middle, "training.activation_checkpointing=selective"]
+    assert chosen_words(page, middle) == [*middle, "training.activation_checkpointing=2"]
     written = ["training.activation_checkpointing=2"]
     assert chosen_words(page, written) == written

@@ -56,6 +56,8 @@ def keep_graphs(environment: MutableMapping[str, str] = os.environ) -> Path:
 def _not_with(recipe: Recipe, strategy: Strategy) -> str | None:
     """Why the recipe cannot be compiled, whatever its architecture."""
     quantization = recipe.quantization
+    if recipe.training.activation_checkpointing == "selective":
+        return "activation_checkpointing: selective looks at each product, and a graph is a single operation"
     if strategy.shards_parameters and not strategy.shards_modules:
         return f"{strategy.name} gathers weights inside of layers, which one graph cannot hold"
     if quantization is not None and quantization.load_in_8bit:

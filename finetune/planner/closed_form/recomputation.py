@@ -1,5 +1,7 @@
 """`activation_checkpointing: auto`: the least recomputation that fits, by the closed form with its margin.
 
+On a GPU, where layers are compiled unless the recipe says otherwise, selective recomputation is not among the choices.
+
 On a CPU nothing but host memory is known, and the closed form is of a GPU's bfloat16 activations. A CPU computes no
 tensor in more than float32, twice that; so what is estimated counts twice there. Of SmolLM2-135M and Qwen3-0.6B, full
 and adapters, traces on a CPU take 35 to 48 % of that; Python and its libraries come on top.
@@ -20,7 +22,7 @@ from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.recipe.gpus import Gpus, gpus_of
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
-from finetune.recipe.sections.training import RECOMPUTATIONS
+from finetune.recipe.sections.training import RECOMPUTATIONS, RECOMPUTATIONS_IF_COMPILED
 from finetune.wording import recomputation_in_words
 
 ON_HOST = 2  # bytes of a tensor on a CPU, of those on a GPU, at most
@@ -79,7 +81,9 @@ def chosen_words(recipe: Path, overrides: Sequence[str]) -> list[str]:
 
 def _least(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None, room: Gpus) -> Chosen:
     needs: list[int] = []
-    for setting in RECOMPUTATIONS:
+    compiled = gpus is not None and recipe.training.compile is not False
+    settings = RECOMPUTATIONS_IF_COMPILED if compiled else RECOMPUTATIONS
+    for setting in settings:
         found = estimate(_estimated(recipe, setting, gpus), config, room)
         needs.append(found.upper if gpus else ON_HOST * found.needed)
         if needs[-1] <= room.memory:
@@ -89,8 +93,8 @@ def _least(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus | None, room: G
     if not fits:
         why = f"even so the plan may need {needs[-1] / GIB:.1f} of {of}"
     elif len(needs) > 1:
-        why += f", and {needs[-2] / GIB:.1f} with {recomputation_in_words(RECOMPUTATIONS[len(needs) - 2])}"
-    return _with(recipe, RECOMPUTATIONS[len(needs) - 1], why)
+        why += f", and {needs[-2] / GIB:.1f} with {recomputation_in_words(settings[len(needs) - 2])}"
+    return _with(recipe, settings[len(needs) - 1], why)
 
 
 def _estimated(recipe: Recipe, setting: bool | int | str, gpus: Gpus | None) -> Recipe:

@@ -26,8 +26,9 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Recomputation = bool | int | Literal["auto", "selective"]
 # What `activation_checkpointing: auto` chooses from, the least computed twice first. The second and the third take
-# about the same memory.
+# about the same memory; of compiled layers the second cannot be.
 RECOMPUTATIONS: tuple[Recomputation, ...] = (False, "selective", 2, True)
+RECOMPUTATIONS_IF_COMPILED: tuple[Recomputation, ...] = (False, 2, True)
 
 
 class Training(Section):
