@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from finetune.architecture import attention
-from finetune.architecture.by_document import Mixer, checkpoint_layers, run_by_document
+from finetune.architecture.by_document import Mixer, run_by_document
 from finetune.architecture.compiled import choice
 from finetune.architecture.compiled.choice import CACHE_VARIABLE, check_compiling, compile_as_asked, keep_graphs
 from finetune.architecture.compiled.layers import CompiledLayers, compile_layers, why_not_compiled
 from finetune.architecture.lora_linear import compute_adapters
 from finetune.architecture.loss import put_loss_into_forward
+from finetune.architecture.recomputation.layers import checkpoint_layers
 from finetune.architecture.varlen_kernel import attend_on_cuda
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.recipe.strategy import read_strategy
