@@ -51,8 +51,8 @@ def test_lora_of_8b_on_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     arithmetic = told["arithmetic"]
     forward, backward = (arithmetic[f"{phase}_flops_per_token"] for phase in ("forward", "backward"))
     share = 1 - arithmetic["attention_share"]
-    # LoRA is 4N, not 6N: no gradient of a base weight; and 2N more where layers are computed twice, but for the head and
-    # each layer's last product.
+    # LoRA is 4N, not 6N: no gradient of a base weight; and 2N more where layers are computed twice, but for the head
+    # and each layer's last product.
     once = 128_256 * 4_096 + 32 * 14_336 * 4_096
     assert share * (forward + backward) == pytest.approx(6 * weights - 2 * once, rel=0.01)
     assert told["speed"] is None, "24 GB name no GPU"
