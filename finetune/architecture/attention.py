@@ -200,8 +200,7 @@ def _by_document(query: Tensor, key: Tensor, value: Tensor, asked: Attended) -> 
     return torch.cat(outputs, dim=1)  # contiguous, as the library's own are: some models take a view of it
 
 
-def _until(query: Tensor, key: Tensor, value: Tensor, *asked: Any) -> Tensor:
-    sinks, ends, *rest = asked
+def _until(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, ends: Tensor, *rest: Any) -> Tensor:
     lengths = tuple(ends.diff().tolist())
     scale, window, cap = rest
     return _by_document(query, key, value, Attended(lengths, scale, window, sinks, cap, 0.0))

@@ -121,7 +121,7 @@ def assert_one_graph_a_kind(
     model, base = built(family, lora, recomputed, name)
     batches, said = rows(count), list[str]()
     expected = [learned(model, row) for row in batches[:4]]
-    compiled = CompiledLayers(required=True, say=said.append, backend=backend)
+    compiled = CompiledLayers(required=True, log=said.append, backend=backend)
     compile_layers(base, compiled)
     learned(model, batches[0])
     first = graphs()
@@ -162,7 +162,7 @@ def test_dropout_is_drawn_from_the_steps_seed() -> None:
     """A resumed run draws it again; trying a layer draws none of it."""
     row, (model, base) = rows(3)[1], built("llama", True, False, dropout=0.3)
     expected = learned(model, row)
-    compile_layers(base, CompiledLayers(required=True, say=pytest.fail, backend=Counting()))
+    compile_layers(base, CompiledLayers(required=True, log=pytest.fail, backend=Counting()))
     first, again = learned(model, row), learned(model, row)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert_same(first, expected)
@@ -176,7 +176,7 @@ def test_layers_that_cannot_be_compiled_run_as_they_are_written(backend: Any, re
     row = rows(3)[1]
     model, base = built("llama", False, False)
     expected, said = learned(model, row), list[str]()
-    compiled = CompiledLayers(required=False, say=said.append, backend=backend)
+    compiled = CompiledLayers(required=False, log=said.append, backend=backend)
     compile_layers(base, compiled)
     found = learned(model, row)
     assert all(torch.equal(found[name], each) for name, each in expected.items())
@@ -185,7 +185,7 @@ def test_layers_that_cannot_be_compiled_run_as_they_are_written(backend: Any, re
     assert reason in line
     assert "more lines" not in line
     assert compiled.facts() == {"layers": False, "kinds_of_layers": 0, "first_seconds": 0, "left_off": compiled.stopped}
-    required = CompiledLayers(required=True, say=pytest.fail, backend=backend)
+    required = CompiledLayers(required=True, log=pytest.fail, backend=backend)
     compile_layers(base, required)
     with pytest.raises(EnvironmentMismatch, match=f"LlamaDecoderLayer cannot be compiled here: .*{reason}.*: auto"):
         learned(model, row)
@@ -193,18 +193,18 @@ def test_layers_that_cannot_be_compiled_run_as_they_are_written(backend: Any, re
 
 def test_a_rank_stops_where_another_has() -> None:
     said: list[str] = []
-    compiled = CompiledLayers(required=False, say=said.append, applied=True)
+    compiled = CompiledLayers(required=False, log=said.append, applied=True)
     compiled.agree(lambda own: own, CPU)
     assert (compiled.stopped, said) == (None, [])
     compiled.agree(lambda own: own + 1, CPU)
     assert compiled.stopped == "another rank cannot compile them"
-    CompiledLayers(required=False, say=said.append).agree(lambda _: pytest.fail("nothing is compiled"), CPU)
+    CompiledLayers(required=False, log=said.append).agree(lambda _: pytest.fail("nothing is compiled"), CPU)
     assert len(said) == 1
 
 
 def test_what_does_not_train_is_not_compiled() -> None:
     counting, (model, base) = Counting(), built("llama", False, False)
-    compile_layers(base, CompiledLayers(required=True, say=pytest.fail, backend=counting))
+    compile_layers(base, CompiledLayers(required=True, log=pytest.fail, backend=counting))
     with torch.no_grad():
         model(**rows(3)[1])
     model.eval()
@@ -223,7 +223,7 @@ def test_too_many_graphs_are_noticed() -> None:
     first, second = rows(3)[:2]
     with torch.autocast("cpu", torch.bfloat16):  # for which there has to be another graph
         expected = learned(model, second)
-    compiled = CompiledLayers(required=True, say=said.append, backend=counting)
+    compiled = CompiledLayers(required=True, log=said.append, backend=counting)
     compile_layers(base, compiled)
     torch._dynamo.config.recompile_limit = 1
     learned(model, first)

@@ -25,14 +25,14 @@ def check_compiling(recipe: Recipe, strategy: Strategy) -> None:
 
 
 def compile_as_asked(
-    recipe: Recipe, strategy: Strategy, model: PreTrainedModel, device: torch.device, say: Callable[[str], None]
+    recipe: Recipe, strategy: Strategy, model: PreTrainedModel, device: torch.device, log: Callable[[str], None]
 ) -> CompiledLayers:
     """Have the layers of an assembled model compiled, where the recipe asks for it and it can be.
 
     Raises EnvironmentMismatch where `training.compile: true` cannot be.
     """
     asked = recipe.training.compile
-    compiled = CompiledLayers(required=asked is True, say=say)
+    compiled = CompiledLayers(required=asked is True, log=log)
     if asked is False:
         compiled.stopped = "training.compile: false"
     elif asked == "auto" and device.type != "cuda":

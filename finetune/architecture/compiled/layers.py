@@ -35,7 +35,7 @@ class CompiledLayers:
     """The layers of a model that are compiled, and what became of it."""
 
     required: bool  # a layer that cannot be compiled is an error; else it, and all others, run as they are written
-    say: Callable[[str], None]  # a line for the user
+    log: Callable[[str], None]  # a line for the user
     backend: Any = "inductor"
     seconds: dict[tuple[str, bool], float] = field(default_factory=dict)  # of the first forward and backward of a kind
     stopped: str | None = None  # why no layer is compiled, or none any more
@@ -68,7 +68,7 @@ class CompiledLayers:
     def stop(self, reason: str) -> None:
         """Run all layers as they are written from here on, and say so."""
         self.stopped = reason
-        self.say(f"training.compile: layers run without it from here on: {reason}")
+        self.log(f"training.compile: layers run without it from here on: {reason}")
 
     def agree(self, total: Callable[[Tensor], Any], device: torch.device) -> None:
         """Stop on every rank where one has; every rank calls it. `total` sums a tensor over the ranks."""
