@@ -25,11 +25,13 @@ from finetune.measure.phases import Phases
 from finetune.model.build import attention_name, build_model, load_tokenizer
 from finetune.model.optimizer import learning_rate_schedule, make_optimizer
 from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import read_strategy
 from finetune.run_folder.train_state import TrainState
 from finetune.tokens.dataset import Prepared, prepare
 from finetune.training.batch_plan import plan_batches
 from finetune.training.loop import train
 from finetune.training.run import Run
+from finetune.training.step.cast_weights import cast_weights
 from tests.support.recipe_results import RESULTS
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "trl")
@@ -109,6 +111,7 @@ def run_ours(recipe: Recipe, prepared: Prepared, write_metrics: Callable[[dict[s
     flat = attention_name(recipe) == attention.NAME
     plan = plan_batches(recipe, len(prepared.train), world_size=1, rank=0, flat=flat)
     model: Any = build_model(recipe, accelerator.device)
+    weights = cast_weights(recipe, read_strategy(recipe.accelerate_config), model)
     model, optimizer = accelerator.prepare(model, make_optimizer(model, recipe))
     run = Run(
         recipe=recipe,
@@ -125,5 +128,6 @@ def run_ours(recipe: Recipe, prepared: Prepared, write_metrics: Callable[[dict[s
         write_metrics=write_metrics,
         save=lambda state: None,
         skip_gradient_sync=contextlib.nullcontext,  # one process has nothing to sync
+        weights=weights,
     )
     assert train(run, TrainState())

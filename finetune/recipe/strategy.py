@@ -10,12 +10,15 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
 from finetune.errors import RecipeError
 from finetune.paths import CHECKOUT
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Recipe
 
 CONFIG_FOLDER = CHECKOUT / "accelerate_configs"
 
@@ -120,6 +123,13 @@ class Strategy:
     def shards_optimizer_state(self) -> bool:
         """Whether a rank updates only a shard of the trained weights, and holds the state of that."""
         return self.shards_modules or self.uses_engine
+
+    def casts_weights_once(self, recipe: Recipe) -> bool:
+        """Whether each rank has all weights in float32, trains them, and computes with bfloat16 copies that are made
+        once an optimizer step. fp16 stays with autocast, which keeps hidden states out of its narrow range."""
+        training = recipe.training
+        bfloat16 = training.mixed_precision == "bf16" and not training.pure_bf16
+        return bfloat16 and recipe.lora is None and not (self.shards_modules or self.uses_engine)
 
     @property
     def reduces_in_float32(self) -> bool:

@@ -24,25 +24,35 @@ from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.run import Run, steps_of
 from finetune.training.step.batches_ahead import made_ahead
+from finetune.training.step.cast_weights import AS_THEY_ARE, CastWeights
 from finetune.training.step.run_steps import Steps
 
 
 def evaluate(
-    accelerator: Accelerator, model: nn.Module, rows: Rows, plan: BatchPlan, sets: Mapping[str, Rows] | None = None
+    accelerator: Accelerator,
+    model: nn.Module,
+    rows: Rows,
+    plan: BatchPlan,
+    sets: Mapping[str, Rows] | None = None,
+    weights: CastWeights = AS_THEY_ARE,
 ) -> dict[str, float]:
     """`loss`: the mean over all supervised tokens of `rows`, exact for any number of ranks: one sum, one division.
 
-    `sets` are the same rows by data set, where there are several: `NAME_loss` is the mean of each. Raises NotFinite,
-    on every rank.
+    `sets` are the same rows by data set, where there are several: `NAME_loss` is the mean of each. `weights`: the
+    copies that the model computes with. Raises NotFinite, on every rank.
     """
     parts = sets or {"": rows}
     tally = torch.zeros(len(parts), 2, dtype=torch.float64, device=accelerator.device)  # loss sum, supervised tokens
-    model.eval()
-    with torch.no_grad():
+
+    def forward() -> None:
         for part, counted in zip(parts.values(), tally, strict=True):
             for batch in prefetch(plan.batches_of_all(part), accelerator.device, non_blocking=True):
                 counted[0] += model(**batch)
                 counted[1] += len(batch["supervised"])
+
+    model.eval()
+    with torch.no_grad():
+        weights.during(forward)
     model.train()
     sums = accelerator.reduce(tally, reduction="sum").tolist()
     losses = {"loss": sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)}
@@ -131,7 +141,7 @@ def _write_phases(run: Run, state: TrainState) -> None:
 def _evaluate_and_compare(run: Run, state: TrainState) -> None:
     assert run.eval_rows is not None
     try:
-        losses = evaluate(run.accelerator, run.model, run.eval_rows, run.plan, run.eval_sets)
+        losses = evaluate(run.accelerator, run.model, run.eval_rows, run.plan, run.eval_sets, run.weights)
     except NotFinite as error:
         raise NotFinite(f"step {state.step}: {error}") from error
     line = eval_line(state.step, losses)

@@ -22,6 +22,7 @@ from finetune.strategies.zero_state import full_shape
 from finetune.tokens.dataset import Prepared
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
+from finetune.training.step.cast_weights import AS_THEY_ARE, CastWeights
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Run:
     save: Callable[[TrainState], None]  # may return before the checkpoint is written
     skip_gradient_sync: Callable[[], AbstractContextManager[Any]]  # entered for every micro-batch but a step's last
     wait_for_saves: Callable[[], None] = lambda: None  # until those in the background are complete
+    weights: CastWeights = AS_THEY_ARE  # copies that forward and backward compute with
     eval_sets: Mapping[str, Rows] = field(default_factory=dict)  # eval_rows by data set, where there are several
 
 

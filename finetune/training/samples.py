@@ -50,7 +50,8 @@ def look_before(start: Start, run: Run, parts: Assembled, output: RunOutput) -> 
     """Answers and held-out loss of the model that training starts from."""
     write_samples(start, run, parts, output, when="before", step=0)
     if run.eval_rows is not None:
-        line = eval_line(0, evaluate(run.accelerator, run.model, run.eval_rows, run.plan, run.eval_sets))
+        losses = evaluate(run.accelerator, run.model, run.eval_rows, run.plan, run.eval_sets, run.weights)
+        line = eval_line(0, losses)
         run.write_metrics(line)
         run.terminal.log(f"before training: {evaluation_in_words(line)}")
 
@@ -66,8 +67,12 @@ def write_samples(start: Start, run: Run, parts: Assembled, output: RunOutput, *
     if sharded:
         again = " The same again after training." if when == "before" else ""
         run.terminal.log(cost_in_words(asked, parts.bytes_gathered(start.strategy, asked.forwards)) + again)
-    answers = samples(parts.unwrapped_model, start.tokenizer, asked, run.accelerator.device, together=together)
-    output.write_samples({"when": when, "step": step} | line for line in answers)
+
+    def answer() -> list[dict[str, Any]]:
+        model, device = parts.unwrapped_model, run.accelerator.device
+        return list(samples(model, start.tokenizer, asked, device, together=together))
+
+    output.write_samples({"when": when, "step": step} | line for line in run.weights.during(answer))
 
 
 def questions(start: Start, *, shared: bool) -> Questions:

@@ -53,6 +53,7 @@ from finetune.training.run import Run, check_vocabulary, steps_of
 from finetune.training.run_output import Receipt, RunOutput
 from finetune.training.samples import look_before, write_samples
 from finetune.training.start import Start
+from finetune.training.step.cast_weights import cast_weights
 from finetune.training.worst_step import worst_step_first
 from finetune.wording import recomputation_in_words
 
@@ -229,6 +230,7 @@ def _build(
         save=save_and_push,
         wait_for_saves=saves.finish,
         skip_gradient_sync=accumulation_context(accelerator, start.strategy, parts.model),
+        weights=cast_weights(recipe, start.strategy, parts.unwrapped_model),
     )
     return parts, run, state
 

@@ -134,6 +134,7 @@ def _step(run: Run) -> int:
             stop=False,
             phases=run.phases,
             skip_gradient_sync=run.skip_gradient_sync,
+            weights=run.weights,
         ).read()
     except NotFinite as error:
         places = ", ".join(place for index in longest[:4] for place in rows.places(int(index)))
@@ -146,12 +147,16 @@ def _step(run: Run) -> int:
 
 def _evaluate(run: Run, rows: Rows) -> None:
     longest = longest_rows(rows, run.plan)
+
+    def forward() -> None:
+        batches = run.plan.micro_batches(AllTokensSupervised(rows), longest)
+        for batch in prefetch(batches, run.accelerator.device, non_blocking=True):
+            run.model(**batch)
+
     run.model.eval()
     try:
         with torch.no_grad():
-            batches = run.plan.micro_batches(AllTokensSupervised(rows), longest)
-            for batch in prefetch(batches, run.accelerator.device, non_blocking=True):
-                run.model(**batch)
+            run.weights.during(forward)
     except (RuntimeError, MemoryError) as error:
         _name_what_ran(error, run, int(rows.lengths[longest].max()), "an evaluation")
         raise

@@ -27,6 +27,7 @@ from finetune.recipe.strategy import read_strategy
 from finetune.strategies.accelerator import accumulation_context, build_accelerator
 from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.zero import release_engine
+from finetune.training.step.cast_weights import cast_weights
 from finetune.training.step.optimizer_step import StepResult, optimizer_step
 from tests.support.launching import ALONE
 from tests.support.recipes import least_recipe
@@ -97,6 +98,7 @@ class OneRank:
             stop=False,
             phases=Phases(CPU, enabled=False),
             skip_gradient_sync=accumulation_context(self.accelerator, strategy, self.parts.model),
+            weights=cast_weights(self.recipe, strategy, self.parts.unwrapped_model),
         ).read()
 
 

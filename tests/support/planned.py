@@ -38,6 +38,7 @@ from finetune.strategies.accelerator import accumulation_context, build_accelera
 from finetune.strategies.assemble import assemble
 from finetune.strategies.zero import release_engine
 from finetune.tokens.batches import MicroBatch, prefetch
+from finetune.training.step.cast_weights import cast_weights
 from finetune.training.step.optimizer_step import optimizer_step
 from tests.support.mixtures import save_mixture
 from tests.support.saving import in_the_foreground
@@ -162,6 +163,7 @@ def tracked(case: Case, folder: Path, strategy: str = "single") -> dict[str, tup
             stop=False,
             phases=phases,
             skip_gradient_sync=accumulation_context(accelerator, ways, parts.model),
+            weights=cast_weights(recipe, ways, parts.unwrapped_model),
         ).read()
     del batches
     with phases("save"):

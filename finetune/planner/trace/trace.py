@@ -43,6 +43,7 @@ from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.fsdp import make_mesh
 from finetune.strategies.zero_state import local_shard
 from finetune.tokens.batches import MicroBatch, prefetch
+from finetune.training.step.cast_weights import cast_weights
 from finetune.training.step.optimizer_step import optimizer_step
 
 Build = Callable[..., nn.Module]
@@ -159,6 +160,10 @@ def _step(
         for component, tensors in stand_ins.engine_parts(parts).items():
             recorder.mark(tensors, component)
 
+    def note_copy(name: str, copy: torch.Tensor) -> None:
+        recorder.mark([copy], "cast weights")
+        recorder.place_in_layer(copy, name)
+
     handle = unwrap_optimizer(parts.optimizer).register_step_pre_hook(note_gradients)
     optimizer_step(
         accelerator,
@@ -173,6 +178,7 @@ def _step(
         stop=False,
         phases=recorder.phases,
         skip_gradient_sync=accumulation_context(accelerator, strategy, parts.model),
+        weights=cast_weights(recipe, strategy, parts.unwrapped_model, note_copy),
     )
     handle.remove()
     recorder.mark(tensors_in(list(parts.optimizer.state.values())), "optimizer state")

@@ -21,6 +21,7 @@ from finetune.errors import NotFinite
 from finetune.measure.phases import Phases
 from finetune.strategies.loss_scaling import FLOOR, loss_scale
 from finetune.tokens.batches import MicroBatch
+from finetune.training.step.cast_weights import AS_THEY_ARE, CastWeights
 from finetune.training.step.seeds import seed_generators
 from finetune.training.step.update import FACTS, clip_and_update, unsharded, updates_on_device
 
@@ -91,37 +92,44 @@ def optimizer_step(
     stop: bool,
     phases: Phases,
     skip_gradient_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    weights: CastWeights = AS_THEY_ARE,
 ) -> StepInFlight:
     """Forward and backward of `micro_steps` micro-batches, one clip, one update.
 
     `supervised_tokens` is the step's count over all ranks, which each rank knows from the tokenised rows. Strategies
     reduce gradients to a mean over ranks; `num_processes` undoes that. `skip_gradient_sync` is entered for every
     micro-batch but the last: a strategy that reduces once a step does not reduce there. `seed`: of the first
-    micro-batch's random numbers; None where the model draws none. One collective besides the strategy's own: loss,
-    count and stop flag together.
+    micro-batch's random numbers; None where the model draws none. `weights`: the copies that forward and backward
+    compute with. One collective besides the strategy's own: loss, count and stop flag together.
 
     Nothing is read to the host where the device can refuse the update itself. Elsewhere this raises NotFinite before
     the update; under fp16 gradients may overflow until the loss scale has come down to 1, and the step is skipped.
     """
     scale = accelerator.num_processes / supervised_tokens
     tally = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss sum, supervised tokens, stop flags
-    loss_sum, counted = tally[0], 0
-    for index, batch in enumerate(islice(batches, micro_steps)):
-        last = index == micro_steps - 1
-        accelerator.sync_gradients = last
-        if seed is not None:
-            seed_generators(accelerator.device, seed + index)
-        with nullcontext() if last else skip_gradient_sync():
-            with phases("forward"):
-                loss = model(**batch)
-            value = loss.detach()
-            loss_sum += value
-            counted += len(batch["supervised"])
-            with phases("backward"):
-                # 0 * inf and 0 * nan are nan: a loss that is not finite on one rank makes the reduced gradients of all
-                # ranks nan, so the one check below covers every rank without another collective.
-                accelerator.backward(loss * (scale + 0.0 * value))
-            del loss  # free its graph before the next forward allocates
+    loss_sum = tally[0]
+
+    def forward_and_backward() -> int:
+        counted = 0
+        for index, batch in enumerate(islice(batches, micro_steps)):
+            last = index == micro_steps - 1
+            accelerator.sync_gradients = last
+            if seed is not None:
+                seed_generators(accelerator.device, seed + index)
+            with nullcontext() if last else skip_gradient_sync():
+                with phases("forward"):
+                    loss = model(**batch)
+                value = loss.detach()
+                loss_sum.add_(value)
+                counted += len(batch["supervised"])
+                with phases("backward"):
+                    # 0 * inf and 0 * nan are nan: a loss that is not finite on one rank makes the reduced gradients of
+                    # all ranks nan, so the one check below covers every rank without another collective.
+                    accelerator.backward(loss * (scale + 0.0 * value))
+                del loss  # free its graph before the next forward allocates
+        return counted
+
+    counted = weights.during(forward_and_backward, phases("forward"))
     with phases("step"):
         tally[1] = counted
         if stop:

@@ -78,6 +78,7 @@ class Steps:
                 stop=run.stop_requested(),
                 phases=run.phases,
                 skip_gradient_sync=run.skip_gradient_sync,
+                weights=run.weights,
             )
         except NotFinite as error:
             raise NotFinite(_name_rows(run, step, rows, str(error))) from error
