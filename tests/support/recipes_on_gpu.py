@@ -43,6 +43,7 @@ OF_THE_GPU = ("budget.", "training.optim", "training.mixed_precision", "quantiza
 _PAGES = "its pages are CUDA's managed memory, which bitsandbytes' compiled library allocates (functional.py get_paged)"
 LACKING = {("training.optim", "paged_adamw_8bit"): _PAGES, ("training.optim", "paged_adamw_32bit"): _PAGES}
 LONGEST_ROW = 128  # tokens
+STEPS = 6  # a GPU's step is read when the next one has begun, so one that is stopped after two may make two more
 
 
 class Group(NamedTuple):
@@ -105,6 +106,7 @@ def make_small(name: str, folder: Path) -> Job:
     settings = {key: value for change in made for key, value in change.settings.items()}
     settings = {key: value for key, value in settings.items() if not key.startswith(OF_THE_GPU)}
     settings["data.max_length"] = LONGEST_ROW
+    settings["training.max_steps"] = STEPS
     settings |= {"budget.gpus": ranks, "budget.nodes": 1, "budget.gpu_memory_gb": 80}
     if ("training.optim", recipe.training.optim) in LACKING:
         settings["training.optim"] = OPTIMIZERS[recipe.training.optim].unpaged
