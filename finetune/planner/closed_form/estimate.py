@@ -87,7 +87,7 @@ def estimate(recipe: Recipe, config: Mapping[str, Any], gpus: Gpus) -> Estimate:
         "load": _load(rank),
         "forward": _largest(forward(rank)),
         "backward": _largest(backward(rank)),
-        "step": rank.static | {c.GRADIENTS: rank.gradient_bytes, c.OTHER: _update(rank)},
+        "step": rank.static | {c.GRADIENTS: rank.gradient_bytes, c.OTHER: rank.static[c.OTHER] + _update(rank)},
         "save": rank.static,
     }
     outside = {"CUDA context": CUDA_CONTEXT} | ({"NCCL": NCCL_BUFFERS} if rank.ranks > 1 else {})

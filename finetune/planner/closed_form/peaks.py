@@ -36,7 +36,7 @@ def _always_live(rank: RankSizes, *, gradients: int, activations: int, casts: in
     live = {
         c.GRADIENTS: gradients,
         c.ACTIVATIONS: activations + rope + batch,
-        c.CAST_WEIGHTS: casts,
+        c.CAST_WEIGHTS: casts + rank.copied_bytes,
         c.GATHERED_LAYERS: rank.always_gathered_bytes,
     }
     return Bytes(rank.static | live)
@@ -168,7 +168,8 @@ def _at_the_beginning(rank: RankSizes) -> Iterator[Bytes]:
         yield at_head.plus({c.GATHERED_LAYERS: rank.gathered_head_bytes, c.UNSHARDED_GRADIENTS: gradient})
         yield _reducing_table(rank, at_head)
     elif not shape.tied:  # added to the gradient that exists, or becomes it
-        yield at_head.plus({c.LOGITS_AND_LOSS: rank.head_gradient_bytes})
+        cast = FLOAT32 * shape.embedding_weights * rank.casts_once  # [vocabulary, h] float32
+        yield at_head.plus({c.LOGITS_AND_LOSS: rank.head_gradient_bytes, c.BACKWARD_WORKSPACE: cast})
     at_norm = _with_head_gradient(rank, live).plus({c.COMMUNICATION_BUFFERS: rank.reduction_buffer_bytes(0)})
     # As in LayerStep of a norm: five [T, h] float32; its output [T, h], saved for its weight, is freed by then.
     workspace = 5 * FLOAT32 * rank.tokens * shape.hidden
@@ -195,7 +196,8 @@ def _with_head_gradient(rank: RankSizes, live: Bytes) -> Bytes:
         return live.plus({c.UNSHARDED_GRADIENTS: rank.head_gradient_bytes})
     if rank.shape.tied:
         return live.plus({c.LOGITS_AND_LOSS: rank.head_gradient_bytes})
-    return live if rank.gradients_exist else live.plus({c.GRADIENTS: rank.head_gradient_bytes})
+    becomes = rank.trained_weight_bytes * rank.shape.embedding_weights * rank.base_trained
+    return live if rank.gradients_exist else live.plus({c.GRADIENTS: becomes})
 
 
 def _in_layer(rank: RankSizes, layer: int) -> Iterator[Bytes]:
@@ -242,7 +244,7 @@ def _recomputing(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
 def _steps_backward(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
     """In backward's order; what a step saved is freed after it."""
     saved, casts, layer_gradients = rank.saved_layer_bytes, rank.cast_layer_bytes, 0
-    casting = rank.numerics.casts_residual or rank.numerics.adapters_cast
+    casting = rank.numerics.casts_residual or rank.numerics.adapters_cast or rank.casts_once
     for step in reversed(rank.layer_steps):
         in_step = live.plus({c.ACTIVATIONS: saved, c.CAST_WEIGHTS: casts})
         in_step = in_step.plus({c.BACKWARD_WORKSPACE: step.backward_transient})

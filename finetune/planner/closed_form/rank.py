@@ -36,6 +36,7 @@ class RankSizes:
         copies = strategy.replica_count(self.ranks, gpus.count)
         self.shards = self.ranks // copies if self.sharded else 1  # ranks that share one copy of the model
         self.base_trained = recipe.lora is None
+        self.casts_once = strategy.casts_weights_once(recipe)  # bfloat16 copies of all weights, for a whole step
         self.four_bit = recipe.quantization is not None
         # Of one trained weight, of its gradient, and of each of AdamW's moments.
         self.trained_weight_bytes = HALF if training.pure_bf16 else FLOAT32
@@ -55,8 +56,9 @@ class RankSizes:
 
     @cached_property
     def numerics(self) -> LayerNumerics:
-        """FSDP2 casts sharded weights before it gathers them; elsewhere autocast casts float32 weights at each use."""
-        autocast = self.trained_weight_bytes == FLOAT32 and not self.sharded
+        """FSDP2 casts sharded weights before it gathers them; elsewhere all are cast once a step, or autocast casts
+        float32 weights at each use: under fp16, and those of adapters."""
+        autocast = self.trained_weight_bytes == FLOAT32 and not (self.sharded or self.casts_once)
         return LayerNumerics(
             tokens=self.tokens,
             documents=self.recipe.training.per_device_batch_size,
@@ -79,6 +81,11 @@ class RankSizes:
     def kept_layer_bytes(self) -> int:
         """Of a recomputed layer besides its input: products and attention's output, where it keeps those."""
         return sum(step.kept_when_selective for step in self.layer_steps) if self.keeps_products else 0
+
+    @cached_property
+    def copied_bytes(self) -> int:
+        """Copies of all weights in bfloat16, from a step's first forward to its last backward: cast_weights.py."""
+        return HALF * self.trained_weights * self.casts_once
 
     @cached_property
     def cast_layer_bytes(self) -> int:
@@ -236,7 +243,8 @@ class RankSizes:
         once."""
         if not self.base_trained or self.gathered_head_bytes:
             return 0
-        return (HALF if self.sharded else self.trained_weight_bytes) * self.shape.embedding_weights
+        computed = HALF if self.sharded or self.casts_once else self.trained_weight_bytes
+        return computed * self.shape.embedding_weights
 
     def reduced_weights(self, layers: int) -> int:
         """Weights of this rank whose gradients exist after backward of an untied head and of `layers` layers."""

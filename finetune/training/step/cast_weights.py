@@ -1,15 +1,16 @@
-"""Float32 weights that are computed with in bfloat16: cast once an optimizer step, by an operation that autograd keeps.
+"""Float32 weights that are computed with in bfloat16: cast once an optimizer step.
 
 Autocast alone casts each weight again in every micro-batch, and leaves the embeddings in float32, and with them all
-hidden states between layers. Here the layers have bfloat16 copies, which autograd knows as casts of the float32 weights:
-backward casts each gradient to float32 and adds it to that of its weight, where DDP reduces it. The copies take 2 bytes
-a weight from a step's first forward to its last backward. FSDP2 and DeepSpeed's engine have such copies of their own.
+hidden states between layers. Here the layers have bfloat16 copies of the weights: as soon as backward has the gradient
+of one, it is cast to float32 and added to that of its weight, where DDP reduces it. The copies take 2 bytes a weight
+from a step's first forward to its last backward. FSDP2 and DeepSpeed's engine have such copies of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -48,10 +49,23 @@ class CastWeights:
 
     def _copied(self, named: tuple[str, nn.Parameter]) -> tuple[str, Tensor]:
         name, parameter = named
-        copy = parameter.to(self._dtype) if parameter.dtype == torch.float32 else parameter
+        if parameter.dtype != torch.float32:
+            return name, parameter
+        copy = cast = parameter.to(self._dtype)
+        if cast.requires_grad:
+            # A leaf, whose gradient is passed on at once. Autograd would run the casts, which are older than all else
+            # in its graph, at the end of backward, with the gradients of all weights waiting there in bfloat16.
+            copy = cast.detach().requires_grad_()
+            copy.register_post_accumulate_grad_hook(partial(_pass_on, cast))
         if self._noted is not None:
             self._noted(name, copy)
         return name, copy
+
+
+def _pass_on(cast: Tensor, copy: Tensor) -> None:
+    """The gradient of a copy, cast and added to that of the weight by a backward of its own, which DDP notices."""
+    gradient, copy.grad = copy.grad, None
+    torch.autograd.backward(cast, gradient)
 
 
 class _Around(nn.Module):
