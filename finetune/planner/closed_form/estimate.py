@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.planner import constants as c
-from finetune.planner.closed_form.peaks import Bytes, backward, forward
-from finetune.planner.closed_form.rank import RankSizes, cached_strategy
+from finetune.planner.closed_form.peaks import backward, forward
+from finetune.planner.closed_form.rank import Bytes, RankSizes, cached_strategy
 from finetune.planner.closed_form.shape import FAMILIES
 from finetune.planner.constants import CUDA_CONTEXT, FLOAT32, HALF, NCCL_BUFFERS, ROUNDED_AT_ONCE
 from finetune.recipe.gpus import Gpus

@@ -10,23 +10,12 @@ at which the tensor lives.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from finetune.planner import constants as c
 from finetune.planner.closed_form.layer import LayerStep
-from finetune.planner.closed_form.rank import RankSizes
+from finetune.planner.closed_form.rank import Bytes, RankSizes
 from finetune.planner.constants import FLOAT32, HALF, SORTED_TOKENS, loss_chunk_rows
-
-
-class Bytes(Counter[str]):
-    """Bytes by component, one of planner/constants.py."""
-
-    def plus(self, more: Mapping[str, int]) -> Bytes:
-        """A copy to which these bytes are added; negative ones are subtracted."""
-        result = Bytes(self)
-        result.update(more)
-        return result
 
 
 def _always_live(rank: RankSizes, *, gradients: int, activations: int, casts: int) -> Bytes:
@@ -274,11 +263,23 @@ def _at_the_end(rank: RankSizes) -> Iterator[Bytes]:
         return
     live = live.plus({c.LOGITS_AND_LOSS: rank.head_gradient_bytes * shape.tied})
     private = rank.ddp_private_gradient_bytes(0)
+    if rank.casts_once:
+        yield from _copied_embeddings(rank, live.plus({c.BACKWARD_WORKSPACE: private}), workspace, table)
+        return
     # A new table [vocabulary, h] where one exists to which it is added, and one more where the head is tied.
     tables = table * (rank.gradients_exist + shape.tied)
     yield live.plus({c.BACKWARD_WORKSPACE: private + workspace + tables})
     if private:  # of the first micro-batch, whose gradients are all outside of DDP's buckets by now
         yield live.plus({c.BACKWARD_WORKSPACE: rank.gradient_bytes + max(workspace, table * shape.tied)})
+
+
+def _copied_embeddings(rank: RankSizes, live: Bytes, workspace: int, table: int) -> Iterator[Bytes]:
+    """Of bfloat16 copies: the table is made, or made and added to the head's; then cast to float32."""
+    in_float32 = FLOAT32 * rank.shape.embedding_weights  # [vocabulary, h] float32: another one where one exists
+    made = live.plus({c.GRADIENTS: 0 if rank.gradients_exist else -in_float32})
+    yield made.plus({c.BACKWARD_WORKSPACE: table + max(workspace, table * rank.shape.tied)})
+    casting = live.plus({c.LOGITS_AND_LOSS: -rank.head_gradient_bytes * rank.shape.tied})
+    yield casting.plus({c.BACKWARD_WORKSPACE: table + in_float32 * rank.gradients_exist})
 
 
 def _sharded_embeddings(rank: RankSizes, live: Bytes, workspace: int, table: int) -> Iterator[Bytes]:

@@ -8,6 +8,7 @@ moment of a step to peaks.py.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from typing import Any
@@ -22,6 +23,16 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
 
 cached_strategy = lru_cache(read_strategy)  # of a few names, thousands of times
+
+
+class Bytes(Counter[str]):
+    """Bytes by component, one of planner/constants.py."""
+
+    def plus(self, more: Mapping[str, int]) -> Bytes:
+        """A copy to which these bytes are added; negative ones are subtracted."""
+        result = Bytes(self)
+        result.update(more)
+        return result
 
 
 class RankSizes:
