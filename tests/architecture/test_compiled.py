@@ -58,7 +58,7 @@ def built(
         config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout, init_lora_weights=False)
         torch.manual_seed(0)
         model = get_peft_model(base, config)
-        # As after some training: as large as peft draws them, they would make float32's own rounding 2e-5 of a gradient.
+        # As after some training: as large as peft draws them, float32's own rounding would be 2e-5 of a gradient.
         for weight in (each for name, each in model.named_parameters() if ".lora_B." in name):
             nn.init.normal_(weight, std=0.02)
         compute_adapters(model, lambda *_: pytest.fail("no layer is packed"))
