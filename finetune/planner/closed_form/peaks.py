@@ -94,17 +94,12 @@ def _in_step(step: LayerStep, live: Bytes, transient: int) -> Iterator[Bytes]:
         yield live.plus({c.ACTIVATIONS: step.dequantise_transient} | dequantised)
 
 
-def _last_norm_bytes(rank: RankSizes) -> int:
-    """The last norm saves its input [T, h] and roots [T, 1] in float32, and its output [T, h] where it is trained."""
-    return FLOAT32 * rank.tokens * (rank.shape.hidden + 1) + rank.residual_bytes * rank.base_trained
-
-
 def _at_the_head(rank: RankSizes) -> Iterator[Bytes]:
     """The head's all-gather, besides the buffers of its own and of the last layer's; and the loss."""
     layers, head, residual = rank.shape.layers, rank.gathered_head_bytes, rank.residual_bytes
     saved, _ = rank.saved_by_layers(layers)
     # The norm's output [T, h] is the head's input.
-    activations = saved + _last_norm_bytes(rank) + residual
+    activations = saved + rank.last_norm_bytes + residual
     live = _before_backward(rank, activations=activations, casts=rank.casts_in_forward(layers))
     if rank.sharded:
         live = live.plus({c.GATHERED_LAYERS: head + rank.unresharded_bytes(layers), c.COMMUNICATION_BUFFERS: head})
@@ -146,7 +141,7 @@ def _at_the_beginning(rank: RankSizes) -> Iterator[Bytes]:
     """The head, whose gradient is reduced where FSDP2 gathers it by itself, and the last norm."""
     shape, layers, residual = rank.shape, rank.shape.layers, rank.residual_bytes
     activations, casts = rank.saved_by_layers(layers)
-    live = _before_backward(rank, activations=activations + _last_norm_bytes(rank), casts=casts)
+    live = _before_backward(rank, activations=activations + rank.last_norm_bytes, casts=casts)
     if rank.sharded:
         # The last layer's all-gather, which runs ahead of its backward.
         prefetched = rank.gathered_layer_bytes * rank.strategy.reshard_after_forward
@@ -275,9 +270,9 @@ def _at_the_end(rank: RankSizes) -> Iterator[Bytes]:
 
 def _copied_embeddings(rank: RankSizes, live: Bytes, workspace: int, table: int) -> Iterator[Bytes]:
     """Of bfloat16 copies: the table is made, or made and added to the head's; then cast to float32."""
-    in_float32 = FLOAT32 * rank.shape.embedding_weights  # [vocabulary, h] float32: another one where one exists
-    made = live.plus({c.GRADIENTS: 0 if rank.gradients_exist else -in_float32})
-    yield made.plus({c.BACKWARD_WORKSPACE: table + max(workspace, table * rank.shape.tied)})
+    in_float32 = FLOAT32 * rank.shape.embedding_weights  # [vocabulary, h]; another one where one exists
+    made = {c.BACKWARD_WORKSPACE: table + max(workspace, table * rank.shape.tied)}
+    yield live.plus(made | {c.GRADIENTS: 0 if rank.gradients_exist else -in_float32})
     casting = live.plus({c.LOGITS_AND_LOSS: -rank.head_gradient_bytes * rank.shape.tied})
     yield casting.plus({c.BACKWARD_WORKSPACE: table + in_float32 * rank.gradients_exist})
 

@@ -109,6 +109,11 @@ class RankSizes:
         return self.numerics.residual_bytes * self.tokens * self.shape.hidden
 
     @cached_property
+    def last_norm_bytes(self) -> int:
+        """The last norm saves its input [T, h] and roots [T, 1] in float32, and its output [T, h] where it is trained."""
+        return FLOAT32 * self.tokens * (self.shape.hidden + 1) + self.residual_bytes * self.base_trained
+
+    @cached_property
     def trained_layer_weights(self) -> int:
         """Of one layer, unsharded."""
         base = self.shape.matrix_weights + self.shape.vector_weights
