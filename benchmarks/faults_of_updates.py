@@ -9,6 +9,7 @@ from benchmarks.common import Fault
 
 ROUNDED, BITS = "model/optimizers/rounded_adamw.py", "model/optimizers/random_bits.py"
 ITS_TESTS = "model/test_rounded_adamw.py"
+COPIES = "training/step/cast_weights.py"
 
 FAULTS_OF_UPDATES = (
     Fault(
@@ -80,5 +81,33 @@ FAULTS_OF_UPDATES = (
         "optimizer = make_optimizer(unwrapped, recipe, local_part)",
         "optimizer = make_optimizer(unwrapped, recipe)",
         "strategies/test_fsdp.py",
+    ),
+    Fault(
+        "gradients of bfloat16 copies are added in bfloat16",
+        COPIES,
+        "    gradient, copy.grad = copy.grad, None\n",
+        "    gradient = copy.grad\n",
+        "training/step/test_cast_weights.py",
+    ),
+    Fault(
+        "gradients of bfloat16 copies wait for the end of backward",
+        COPIES,
+        "if cast.requires_grad:",
+        "if False:",
+        "training/step/test_cast_weights.py",
+    ),
+    Fault(
+        "adapters' float32 weights are copied too",
+        "recipe/strategy.py",
+        "bfloat16 and recipe.lora is None and not",
+        "bfloat16 and not",
+        "training/step/test_cast_weights.py",
+    ),
+    Fault(
+        "an evaluation computes without the copies",
+        "training/loop.py",
+        "weights.during(forward)",
+        "forward()",
+        "training/step/test_cast_weights.py",
     ),
 )

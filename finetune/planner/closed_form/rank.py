@@ -110,7 +110,7 @@ class RankSizes:
 
     @cached_property
     def last_norm_bytes(self) -> int:
-        """The last norm saves its input [T, h] and roots [T, 1] in float32, and its output [T, h] where it is trained."""
+        """The last norm saves its input [T, h] and roots [T, 1] in float32, and its output [T, h] if it is trained."""
         return FLOAT32 * self.tokens * (self.shape.hidden + 1) + self.residual_bytes * self.base_trained
 
     @cached_property
