@@ -83,14 +83,14 @@ FAULTS_OF_UPDATES = (
         "strategies/test_fsdp.py",
     ),
     Fault(
-        "gradients of bfloat16 copies are added in bfloat16",
+        "gradients of 16-bit copies are added in bfloat16",
         COPIES,
         "    gradient, copy.grad = copy.grad, None\n",
         "    gradient = copy.grad\n",
         "training/step/test_cast_weights.py",
     ),
     Fault(
-        "gradients of bfloat16 copies wait for the end of backward",
+        "gradients of 16-bit copies wait for the end of backward",
         COPIES,
         "if cast.requires_grad:",
         "if False:",
@@ -99,8 +99,8 @@ FAULTS_OF_UPDATES = (
     Fault(
         "adapters' float32 weights are copied too",
         "recipe/strategy.py",
-        "bfloat16 and recipe.lora is None and not",
-        "bfloat16 and not",
+        "in_16_bits and recipe.lora is None and not",
+        "in_16_bits and not",
         "training/step/test_cast_weights.py",
     ),
     Fault(

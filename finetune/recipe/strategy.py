@@ -125,11 +125,11 @@ class Strategy:
         return self.shards_modules or self.uses_engine
 
     def casts_weights_once(self, recipe: Recipe) -> bool:
-        """Whether each rank has all weights in float32, trains them, and computes with bfloat16 copies that are made
-        once an optimizer step. fp16 stays with autocast, which keeps hidden states out of its narrow range."""
+        """Whether each rank has all weights in float32, trains them, and computes with 16-bit copies that are made once
+        an optimizer step."""
         training = recipe.training
-        bfloat16 = training.mixed_precision == "bf16" and not training.pure_bf16
-        return bfloat16 and recipe.lora is None and not (self.shards_modules or self.uses_engine)
+        in_16_bits = training.mixed_precision != "no" and not training.pure_bf16
+        return in_16_bits and recipe.lora is None and not (self.shards_modules or self.uses_engine)
 
     @property
     def reduces_in_float32(self) -> bool:

@@ -32,15 +32,9 @@ class LayerNumerics:
 
     tokens: int
     documents: int  # rows of the batch; flash attention begins a new block at each
-    residual_bytes: int  # of a number between layers: 4 where autocast casts float32 weights at each use, else 2
     base_trained: bool  # the layer's own weights, not adapters
     adapters_cast: bool  # adapters are float32, and autocast casts them at each use
     four_bit: bool
-
-    @property
-    def casts_residual(self) -> bool:
-        """Whether the residual is float32, so that each matrix product casts its input to bfloat16."""
-        return self.residual_bytes == FLOAT32
 
 
 @dataclass(frozen=True)
@@ -74,13 +68,12 @@ def layer_steps(shape: Shape, numerics: LayerNumerics) -> list[LayerStep]:
 
 
 def _residual(shape: Shape, numerics: LayerNumerics) -> int:
-    """[T, h] in the residual's format: hidden states between layers, a norm's output, and the gradients of both."""
-    return numerics.residual_bytes * numerics.tokens * shape.hidden
+    """[T, h] bfloat16: hidden states between layers, a norm's output, and the gradients of both."""
+    return HALF * numerics.tokens * shape.hidden
 
 
 def _attention_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep]:
-    tokens, residual_bytes, float32_residual = numerics.tokens, numerics.residual_bytes, numerics.casts_residual
-    residual = _residual(shape, numerics)
+    tokens, residual = numerics.tokens, _residual(shape, numerics)
     residual_gradient = residual  # [T, h], which bypasses attention
     # [T, h]: LlamaDecoderLayer.forward refers to it until attention returns; counted here unless q, k, v save it.
     norm_output = 0 if _norm_output_saved(shape, numerics, "qkv") else residual
@@ -97,29 +90,24 @@ def _attention_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep
         projected += HALF * tokens * shape.linears[name].outputs
     if shape.normed_heads:
         yield _norm_of_heads(shape, numerics, norm_output + projected, residual_gradient + projected)
-    rotated = residual_bytes * tokens * (shape.query_size + shape.key_size)  # [T, q + k] in the residual's format
-    # q * cos, rotate_half(q), and that times sin: [T, q] each, in the residual's format. Backward: gradients of q, k, v
-    # before and after the rotation, and three of [T, q] again.
-    rotating = 3 * residual_bytes * tokens * shape.query_size
+    # q * cos, rotate_half(q), and that times sin: [T, q] bfloat16 each. Backward: gradients of q, k, v before and after
+    # the rotation, and three of [T, q] again.
+    rotating = 3 * HALF * tokens * shape.query_size
     yield LayerStep(
         "rope",
         forward_transient=norm_output + projected + rotating,
         backward_transient=residual_gradient + 2 * projected + rotating,
     )
     output = queries  # [T, q] bfloat16
-    not_cast = rotated if float32_residual else 0  # the float32 queries and keys that attention's inputs were cast from
     yield LayerStep(
         "attention",
         saved_for_backward=queries + keys_values + output + log_sums,
-        forward_transient=norm_output + not_cast,
+        forward_transient=norm_output,
         # Gradients of the output [T, q], of queries [T, q], keys and values [T, k]; [heads, T] float32 sums once more.
         backward_transient=residual_gradient + output + queries + keys_values + log_sums + _flash(shape, numerics),
         kept_when_selective=output + log_sums,
     )
-    # Backward: the gradient that enters, cast to bfloat16 [T, h] where it is float32, and one more [T, q].
-    entering = HALF * tokens * shape.hidden if float32_residual else 0
-    before_output = residual_gradient + entering + output
-    yield _linear(shape.linears["o"], numerics, norm_output + not_cast, before_output, input_saved=True)
+    yield _linear(shape.linears["o"], numerics, norm_output, residual_gradient + output)
 
 
 def _norm_of_heads(shape: Shape, numerics: LayerNumerics, forward_live: int, backward_live: int) -> LayerStep:
@@ -140,12 +128,10 @@ def _norm_of_heads(shape: Shape, numerics: LayerNumerics, forward_live: int, bac
 
 
 def _mlp_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep]:
-    float32_residual = numerics.casts_residual
     residual = _residual(shape, numerics)
     residual_gradient = residual  # [T, h], which bypasses the MLP
     inner = HALF * numerics.tokens * shape.inner  # [T, f] bfloat16
-    # [T, h], which is added to the MLP's output; a float32 one is the norm's input, counted as saved there.
-    mlp_input = 0 if float32_residual else residual
+    mlp_input = residual  # [T, h], which is added to the MLP's output
     norm_output_saved = _norm_output_saved(shape, numerics, ("gate", "up"))
     live = mlp_input + (0 if norm_output_saved else residual)  # from the norm to the MLP's end
 
@@ -164,8 +150,7 @@ def _mlp_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep]:
     # [T, f] bfloat16: the product is saved by down itself where a weight's gradient needs it as it is.
     product_saved = numerics.base_trained or down.rank > 0
     product = 0 if product_saved else inner
-    entering = HALF * numerics.tokens * shape.hidden if float32_residual else 0  # [T, h]: down's gradient, cast
-    step = _linear(down, numerics, live + product, residual_gradient + entering, input_saved=True)
+    step = _linear(down, numerics, live + product, residual_gradient)
     yield replace(
         step,
         saved_for_backward=step.saved_for_backward + (inner if product_saved else 0),
@@ -178,7 +163,7 @@ def _mlp_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep]:
 def _rms_norm(
     name: str, shape: Shape, numerics: LayerNumerics, *, users: tuple[str, ...] | str, layer_input: int
 ) -> LayerStep:
-    """LlamaRMSNorm: x * rsqrt(mean(x^2)) in float32, cast to the residual's format, times the weight.
+    """LlamaRMSNorm: x * rsqrt(mean(x^2)) in float32, cast to bfloat16, times the weight.
 
     `users`: the linears that take its output. `layer_input`: [T, h] that is live besides the norm's own tensors.
     """
@@ -187,10 +172,8 @@ def _rms_norm(
     if numerics.base_trained:
         saved += residual  # [T, h]: the normed input, for the weight's gradient
     output_saved = _norm_output_saved(shape, numerics, users)
-    forward = layer_input
-    if not numerics.casts_residual:
-        forward += float32  # [T, h] float32: the normed input before its cast
-        forward += 0 if numerics.base_trained else residual  # [T, h]: that cast; saved where the weight is trained
+    forward = layer_input + float32  # [T, h] float32: the normed input before its cast
+    forward += 0 if numerics.base_trained else residual  # [T, h]: that cast; saved where the weight is trained
     # Backward: five [T, h] float32 at once, and the gradient [T, h] that bypasses the norm. Its output and the normed
     # input, where they were saved, are freed by then.
     backward = 5 * float32 + residual - (residual if numerics.base_trained else 0)
@@ -200,31 +183,23 @@ def _rms_norm(
 
 
 def _norm_output_saved(shape: Shape, numerics: LayerNumerics, users: tuple[str, ...] | str) -> bool:
-    """Whether linears save the norm's output [T, h] itself, rather than a cast of it each, or nothing."""
-    if numerics.casts_residual:
-        return False
+    """Whether linears save the norm's output [T, h]."""
     return numerics.base_trained or any(shape.linears[name].rank for name in users)
 
 
-def _linear(
-    linear: Linear, numerics: LayerNumerics, forward_live: int, backward_live: int, *, input_saved: bool = False
-) -> LayerStep:
+def _linear(linear: Linear, numerics: LayerNumerics, forward_live: int, backward_live: int) -> LayerStep:
     """A matrix product, and its adapter's two, which allocate no other result and no other gradient of the input.
 
-    `forward_live` and `backward_live`: bytes of other steps' tensors that live meanwhile. `input_saved`: the input is
-    bfloat16 already, and counted elsewhere.
+    `forward_live` and `backward_live`: bytes of other steps' tensors that live meanwhile. Its input is counted where it
+    is made.
     """
     given = HALF * numerics.tokens * linear.inputs  # [T, inputs] bfloat16: the input, or its gradient
     result = HALF * numerics.tokens * linear.outputs  # [T, outputs] bfloat16: the output, or its gradient
     if numerics.base_trained:
-        casts = numerics.casts_residual
-        saved = given if casts and not input_saved else 0  # [T, inputs]: the input cast to bfloat16
         return LayerStep(
             linear.name,
-            saved,
-            cast_weights=HALF * linear.weights if casts else 0,  # [outputs, inputs] bfloat16
             forward_transient=forward_live + result,
-            backward_transient=backward_live + given + saved,  # the input's gradient, and that in float32: as the cast
+            backward_transient=backward_live + given,
             weight_gradients=HALF * linear.weights,  # [outputs, inputs] bfloat16
             kept_when_selective=result,
         )

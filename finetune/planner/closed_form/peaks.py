@@ -20,7 +20,7 @@ from finetune.planner.constants import FLOAT32, HALF, SORTED_TOKENS, loss_chunk_
 
 def _always_live(rank: RankSizes, *, gradients: int, activations: int, casts: int) -> Bytes:
     """The bytes at every moment of forward and backward."""
-    rope = 2 * rank.numerics.residual_bytes * rank.tokens * rank.shape.head_size  # cos and sin [T, head_size]
+    rope = 2 * HALF * rank.tokens * rank.shape.head_size  # cos and sin [T, head_size]
     batch = 32 * rank.tokens  # input_ids, position_ids, shift_labels and supervised [T] int64
     live = {
         c.GRADIENTS: gradients,
@@ -62,14 +62,11 @@ def _forward(rank: RankSizes) -> Iterator[Bytes]:
         # The first layer's all-gather, besides the output of the embeddings' [vocabulary, h] bfloat16.
         buffers = HALF * shape.embedding_weights + layer
         yield live.plus({c.GATHERED_LAYERS: layer + rank.unresharded_bytes(0), c.COMMUNICATION_BUFFERS: buffers})
-    saved, _ = rank.saved_by_layers(last)
+    saved, cast = rank.saved_by_layers(last)
     # The layer's input [T, h], and the embeddings' output [T, h], to which the model's forward refers unless
-    # checkpointing saves it. In float32 both are saved by norms, and counted there.
-    if rank.numerics.casts_residual:
-        saved += residual * rank.recomputed(last)
-    else:
-        saved += residual * (1 if rank.recompute_period else 2)
-    live = _before_backward(rank, activations=saved, casts=rank.casts_in_forward(last))
+    # checkpointing saves it.
+    saved += residual * (1 if rank.recompute_period else 2)
+    live = _before_backward(rank, activations=saved, casts=cast)
     if rank.sharded:
         live = live.plus({c.GATHERED_LAYERS: layer + rank.unresharded_bytes(last), c.COMMUNICATION_BUFFERS: layer})
         yield live.plus({c.COMMUNICATION_BUFFERS: layer})  # its all-gather's output, besides that of the layer before
@@ -80,8 +77,9 @@ def _forward(rank: RankSizes) -> Iterator[Bytes]:
         # it keeps q, k and v are counted twice up to attention. Its recomputation takes more in any case.
         alive = step.saved_for_backward + kept_in_layer if rank.recomputed(last) else saved_in_layer
         kept_in_layer += step.kept_when_selective * rank.keeps_products
-        kept = rank.base_trained or not rank.recomputed(last)
-        in_layer = live.plus({c.ACTIVATIONS: alive, c.CAST_WEIGHTS: casts if kept else step.cast_weights})
+        in_layer = live.plus(
+            {c.ACTIVATIONS: alive, c.CAST_WEIGHTS: step.cast_weights if rank.recomputed(last) else casts}
+        )
         yield from _in_step(step, in_layer, step.forward_transient)
     yield from _at_the_head(rank)
 
@@ -97,10 +95,10 @@ def _in_step(step: LayerStep, live: Bytes, transient: int) -> Iterator[Bytes]:
 def _at_the_head(rank: RankSizes) -> Iterator[Bytes]:
     """The head's all-gather, besides the buffers of its own and of the last layer's; and the loss."""
     layers, head, residual = rank.shape.layers, rank.gathered_head_bytes, rank.residual_bytes
-    saved, _ = rank.saved_by_layers(layers)
+    saved, casts = rank.saved_by_layers(layers)
     # The norm's output [T, h] is the head's input.
     activations = saved + rank.last_norm_bytes + residual
-    live = _before_backward(rank, activations=activations, casts=rank.casts_in_forward(layers))
+    live = _before_backward(rank, activations=activations, casts=casts)
     if rank.sharded:
         live = live.plus({c.GATHERED_LAYERS: head + rank.unresharded_bytes(layers), c.COMMUNICATION_BUFFERS: head})
         yield live.plus({c.COMMUNICATION_BUFFERS: rank.gathered_layer_bytes})
@@ -117,14 +115,12 @@ def _loss(rank: RankSizes) -> Iterator[int]:
     chunk = min(rank.tokens, loss_chunk_rows(shape.vocabulary))
     logits, table = chunk * shape.vocabulary, shape.embedding_weights
     head_gradient = FLOAT32 * table * rank.base_trained  # [vocabulary, h] float32
-    casts = rank.numerics.casts_residual
-    cast = HALF * table * casts  # [vocabulary, h] bfloat16
-    # The hidden states [chunk, h] bfloat16, their gradient, and the same in float32; or that of the chunk before.
+    # The hidden states [chunk, h] bfloat16, their gradient, and that of the chunk before.
     states = HALF * chunk * shape.hidden
-    cast += (4 if casts else 2 + (rank.tokens > chunk)) * states
+    held = (2 + (rank.tokens > chunk)) * states
     # The logits in bfloat16 and in float32, [chunk, vocabulary] each; the gradient of both takes the former's place.
-    yield head_gradient + cast + (HALF + FLOAT32) * logits
-    if rank.base_trained and not casts:  # the head's gradient [vocabulary, h] in bfloat16
+    yield head_gradient + held + (HALF + FLOAT32) * logits
+    if rank.base_trained:  # the head's gradient [vocabulary, h] in bfloat16
         yield head_gradient + HALF * table + 2 * states
 
 
@@ -187,8 +183,7 @@ def _with_head_gradient(rank: RankSizes, live: Bytes) -> Bytes:
 def _in_layer(rank: RankSizes, layer: int) -> Iterator[Bytes]:
     """Recomputation, where there is one, and backward, step by step."""
     activations, casts = rank.saved_by_layers(layer)
-    if rank.recomputed(layer) and not rank.numerics.casts_residual:
-        activations += rank.residual_bytes  # its input [T, h]; a float32 one is counted in its first norm
+    activations += rank.residual_bytes * rank.recomputed(layer)  # its input [T, h]
     finished = rank.shape.layers - 1 - layer  # layers whose backward is over
     reduced = rank.trained_weight_bytes * rank.reduced_weights(finished)
     gradients = rank.gradient_bytes if rank.gradients_exist else reduced
@@ -228,7 +223,7 @@ def _recomputing(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
 def _steps_backward(rank: RankSizes, live: Bytes) -> Iterator[Bytes]:
     """In backward's order; what a step saved is freed after it."""
     saved, casts, layer_gradients = rank.saved_layer_bytes, rank.cast_layer_bytes, 0
-    casting = rank.numerics.casts_residual or rank.numerics.adapters_cast or rank.casts_once
+    casting = rank.numerics.adapters_cast or rank.casts_once
     for step in reversed(rank.layer_steps):
         in_step = live.plus({c.ACTIVATIONS: saved, c.CAST_WEIGHTS: casts})
         in_step = in_step.plus({c.BACKWARD_WORKSPACE: step.backward_transient})
@@ -252,7 +247,7 @@ def _at_the_end(rank: RankSizes) -> Iterator[Bytes]:
     if rank.tokens > SORTED_TOKENS:  # as kernel_workspaces.py: token ids [T] int64 four times, partial sums [1.1 T, h]
         workspace += 32 * rank.tokens + rank.tokens * 11 // 10 * shape.hidden * FLOAT32
     live = _always_live(rank, gradients=rank.gradient_bytes, activations=0, casts=0)
-    table = rank.numerics.residual_bytes * shape.embedding_weights  # [vocabulary, h] in the residual's format
+    table = HALF * shape.embedding_weights  # [vocabulary, h] bfloat16
     if rank.sharded:
         yield from _sharded_embeddings(rank, live, workspace, table)
         return

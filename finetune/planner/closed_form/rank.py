@@ -67,15 +67,13 @@ class RankSizes:
 
     @cached_property
     def numerics(self) -> LayerNumerics:
-        """FSDP2 casts sharded weights before it gathers them; elsewhere all are cast once a step, or autocast casts
-        float32 weights at each use: under fp16, and those of adapters."""
-        autocast = self.trained_weight_bytes == FLOAT32 and not (self.sharded or self.casts_once)
+        """FSDP2 casts sharded weights before it gathers them; elsewhere all weights are cast once a step, and float32
+        adapters by autocast at each use."""
         return LayerNumerics(
             tokens=self.tokens,
             documents=self.recipe.training.per_device_batch_size,
-            residual_bytes=FLOAT32 if autocast and self.base_trained else HALF,
             base_trained=self.base_trained,
-            adapters_cast=autocast and not self.base_trained,
+            adapters_cast=self.trained_weight_bytes == FLOAT32 and not (self.sharded or self.base_trained),
             four_bit=self.four_bit,
         )
 
@@ -100,13 +98,13 @@ class RankSizes:
 
     @cached_property
     def cast_layer_bytes(self) -> int:
-        """Copies of one layer's weights in bfloat16, which autocast keeps until backward."""
+        """Copies of one layer's adapters in bfloat16, which autocast keeps until backward."""
         return sum(step.cast_weights for step in self.layer_steps)
 
     @cached_property
     def residual_bytes(self) -> int:
-        """[T, hidden] in the residual's format: the hidden states between two layers."""
-        return self.numerics.residual_bytes * self.tokens * self.shape.hidden
+        """[T, hidden] bfloat16: the hidden states between two layers."""
+        return HALF * self.tokens * self.shape.hidden
 
     @cached_property
     def last_norm_bytes(self) -> int:
@@ -133,11 +131,6 @@ class RankSizes:
             # neither [T, hidden] nor [T, 1] float32.
             activations -= FLOAT32 * self.tokens * (self.shape.hidden + 1)
         return activations, others * self.cast_layer_bytes
-
-    def casts_in_forward(self, layers: int) -> int:
-        """Bytes of cast weights of the first `layers` layers while forward runs: autocast keeps those that it made to
-        the end of forward, of recomputed layers too; those of adapters live as long as what is saved."""
-        return self.cast_layer_bytes * layers if self.base_trained else self.saved_by_layers(layers)[1]
 
     # Weights of this rank.
 

@@ -1,7 +1,7 @@
-"""Float32 weights that are computed with in bfloat16: cast once an optimizer step.
+"""Float32 weights that are computed with in 16 bits: cast once an optimizer step.
 
 Autocast alone casts each weight again in every micro-batch, and leaves the embeddings in float32, and with them all
-hidden states between layers. Here the layers have bfloat16 copies of the weights: as soon as backward has the gradient
+hidden states between layers. Here the layers have 16-bit copies of the weights: as soon as backward has the gradient
 of one, it is cast to float32 and added to that of its weight, where DDP reduces it. The copies take 2 bytes a weight
 from a step's first forward to its last backward. FSDP2 and DeepSpeed's engine have such copies of their own.
 """

@@ -1,4 +1,4 @@
-"""bfloat16 copies of float32 weights: what is computed with them, when their gradients are passed on, and what is left
+"""16-bit copies of float32 weights: what is computed with them, when their gradients are passed on, and what is left
 of them."""
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def test_an_evaluation_computes_with_copies_too() -> None:
         ({}, "ddp", True),
         ({}, "fsdp2", False),
         ({}, "zero1", False),
-        ({"training": {"mixed_precision": "fp16"}}, "single", False),
+        ({"training": {"mixed_precision": "fp16"}}, "single", True),
         ({"training": {"mixed_precision": "no"}}, "single", False),
         ({"training": {"pure_bf16": True}}, "ddp", False),
         ({"lora": Lora()}, "ddp", False),
@@ -177,5 +177,6 @@ def test_where_there_are_copies(tmp_path: Path, changes: dict[str, Any], strateg
     recipe: Recipe = least_recipe(tmp_path, **({"lora": None} | changes))
     model = nn.Linear(2, 2)
     found = cast_weights(recipe, read_strategy(strategy), model).during(lambda: model.weight.dtype)
-    assert found == (torch.bfloat16 if copied else torch.float32)
+    half = torch.float16 if recipe.training.mixed_precision == "fp16" else torch.bfloat16
+    assert found == (half if copied else torch.float32)
     assert AS_THEY_ARE.during(lambda: model.weight.dtype) == torch.float32
