@@ -20,7 +20,7 @@ from finetune.model.dtypes import COMPUTE
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 
-T = TypeVar("T")
+Done = TypeVar("Done")
 Noted = Callable[[str, Tensor], None]  # a weight's name, and its copy
 
 
@@ -37,14 +37,14 @@ class CastWeights:
         self._around = _Around(model)
         self._dtype, self._noted = dtype, noted
 
-    def during(self, work: Callable[[], T], casting: AbstractContextManager[Any] | None = None) -> T:
+    def during(self, work: Callable[[], Done], casting: AbstractContextManager[Any] | None = None) -> Done:
         """What `work` returns, which finds the copies in place of the parameters. `casting` is entered while they are
         made. Forward and backward belong into one `work`: backward may compute a layer's forward again."""
         if self._dtype is None:
             return work()
         with casting or nullcontext():
             copies = dict(map(self._copied, self._around.named_parameters()))
-        done: T = torch.func.functional_call(self._around, copies, (work,))
+        done: Done = torch.func.functional_call(self._around, copies, (work,))
         return done
 
     def _copied(self, named: tuple[str, nn.Parameter]) -> tuple[str, Tensor]:
@@ -75,7 +75,7 @@ class _Around(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, work: Callable[[], T]) -> T:
+    def forward(self, work: Callable[[], Done]) -> Done:
         return work()
 
 
