@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata, util
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,9 @@ from finetune.recipe.schema import Recipe
 # Relative, of the norms. Two right kernels in bfloat16, with 8 bits of mantissa, differ by some thousandths; a window
 # that is one token too wide, of WINDOW, by a sixth.
 LARGEST_DIFFERENCE = 0.02
-ENDS = (
-    0,
-    300,
-    301,
-    512,
-)  # of the documents that are tried: longer than two blocks of any kernel, one token, and shorter
+# Of the documents that are tried: one of more than two blocks of any kernel, one of a single token, one in between.
+ENDS = 0, 300, 301, 512
+LONGEST = 512  # that none exceeds: compiled layers are told the next power of two
 WINDOW = 64
 
 
@@ -200,9 +196,8 @@ def _results(shape: AttentionShape, device: torch.device, dtype: torch.dtype) ->
     given |= {"sinks": drawn(shape.heads)} if shape.sinks else {}
     leaves = [each.requires_grad_() for each in given.values()]
     starts = torch.tensor(ENDS, dtype=torch.int32, device=device)
-    longest = max(end - start for start, end in pairwise(ENDS))
     window = None if shape.window is None else min(shape.window, WINDOW)
-    output = attend_on_cuda(**given, starts=starts, longest=longest, scale=shape.head_dim**-0.5, window=window)
+    output = attend_on_cuda(**given, starts=starts, longest=LONGEST, scale=shape.head_dim**-0.5, window=window)
     gradients = torch.autograd.grad(output, leaves, drawn(*output.shape))
     named = zip(given, gradients, strict=True)
     return {"output": output.detach().float()} | {f"gradient of {name}": each.float() for name, each in named}
