@@ -30,12 +30,12 @@ from finetune.architecture.varlen_kernel import AttentionShape, attend_on_cuda
 from finetune.recipe.schema import Recipe
 
 # Relative, of the norms. Two right kernels in bfloat16, with 8 bits of mantissa, differ by some thousandths; a window
-# that is one token too wide, of WINDOW, by a sixth.
+# that is one token too wide, of TRIAL_WINDOW, by a sixth.
 LARGEST_DIFFERENCE = 0.02
 # Of the documents that are tried: one of more than two blocks of any kernel, one of a single token, one in between.
-ENDS = 0, 300, 301, 512
-LONGEST = 512  # that none exceeds: compiled layers are told the next power of two
-WINDOW = 64
+TRIAL_ENDS = 0, 300, 301, 512
+TRIAL_LONGEST = 512  # that none exceeds: compiled layers are told the next power of two
+TRIAL_WINDOW = 64
 
 
 @dataclass(frozen=True)
@@ -189,15 +189,15 @@ def _results(shape: AttentionShape, device: torch.device, dtype: torch.dtype) ->
         return torch.randn(sizes, generator=generator).to(device, dtype)
 
     given = {
-        "query": drawn(1, shape.heads, ENDS[-1], shape.head_dim),
-        "key": drawn(1, shape.kv_heads, ENDS[-1], shape.head_dim),
-        "value": drawn(1, shape.kv_heads, ENDS[-1], shape.value_dim),
+        "query": drawn(1, shape.heads, TRIAL_ENDS[-1], shape.head_dim),
+        "key": drawn(1, shape.kv_heads, TRIAL_ENDS[-1], shape.head_dim),
+        "value": drawn(1, shape.kv_heads, TRIAL_ENDS[-1], shape.value_dim),
     }
     given |= {"sinks": drawn(shape.heads)} if shape.sinks else {}
     leaves = [each.requires_grad_() for each in given.values()]
-    starts = torch.tensor(ENDS, dtype=torch.int32, device=device)
-    window = None if shape.window is None else min(shape.window, WINDOW)
-    output = attend_on_cuda(**given, starts=starts, longest=LONGEST, scale=shape.head_dim**-0.5, window=window)
+    starts = torch.tensor(TRIAL_ENDS, dtype=torch.int32, device=device)
+    window = None if shape.window is None else min(shape.window, TRIAL_WINDOW)
+    output = attend_on_cuda(**given, starts=starts, longest=TRIAL_LONGEST, scale=shape.head_dim**-0.5, window=window)
     gradients = torch.autograd.grad(output, leaves, drawn(*output.shape))
     named = zip(given, gradients, strict=True)
     return {"output": output.detach().float()} | {f"gradient of {name}": each.float() for name, each in named}

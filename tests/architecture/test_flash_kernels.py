@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, LlamaConfig, PreTrainedModel
 
 from finetune.architecture.flash_kernels import FlashKernel, choose_flash_kernel
+from finetune.architecture.trial import attention_shapes
 from tests.support.flash_stand_in import install
 from tests.support.pretend_cuda import pretended_cuda
 from tests.support.recipes import least_recipe
@@ -101,6 +102,9 @@ def test_all_that_layers_ask_for_is_tried(hopper: pytest.MonkeyPatch, tmp_path: 
     """Windows and sinks; one width of queries and another of values."""
     install("FA3", tmp_path, hopper)
     oss = GptOssConfig(**SIZES, **HEADS, num_local_experts=2, num_experts_per_tok=1, sliding_window=128)
+    shapes = attention_shapes(type(model_of(oss)), oss)
+    assert {(shape.heads, shape.kv_heads, shape.head_dim, shape.value_dim) for shape in shapes} == {(4, 2, 16, 16)}
+    assert {(shape.window, shape.sinks) for shape in shapes} == {(128, True), (None, True)}
     assert chosen(model_of(oss)).taken is not None
     assert len(COMPUTED_BY) == 4
     latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
