@@ -2,10 +2,10 @@
 
 A micro-batch is one row of tokens, its documents end to end. No mask function is registered under this name, so
 transformers builds no mask (and makes no host read to look for one), and the forward's `cu_seq_lens` and `max_length`
-reach this function, under activation checkpointing too. On CUDA it is torch's own variable-length flash attention,
-which takes 16-bit numbers only and begins with Ampere; in float32, on older GPUs and with dropout, one
-scaled-dot-product call a document; on a CPU that too, always in float32. Where scores are capped (Gemma 2), which
-neither kernel does, they are computed a block of queries at a time.
+reach this function, under activation checkpointing too. On CUDA it is torch's variable-length flash attention, or what
+takes its place (flash_kernels.py), which takes 16-bit numbers only and begins with Ampere; in float32, on older GPUs
+and with dropout, one scaled-dot-product call a document; on a CPU that too, always in float32. Where scores are capped
+(Gemma 2), which neither kernel does, they are computed a block of queries at a time.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ with sinks. The sink's is minus its share of the softmax times that product.
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
@@ -18,6 +19,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from finetune.errors import EnvironmentMismatch
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What layers of one kind ask of their attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int  # of queries and keys
+    value_dim: int
+    window: int | None
+    sinks: bool
+    dropout: float
 
 
 def attend_on_cuda(

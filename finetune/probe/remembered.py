@@ -29,7 +29,10 @@ from finetune.tokens.cache import content_key
 REMEMBERED_FORMAT = 2  # 1 says nothing of padding
 # Whose code computes; kernels that transformers takes where they are installed. None is written for those that are not.
 COMPUTES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "triton", "kernels")
-KERNELS = ("flash-attn", "flash-attn-3", "flash-linear-attention", "causal-conv1d", "mamba-ssm", "xformers", "torchao")
+KERNELS = (
+    *("flash-attn", "flash-attn-3", "flash-attn-4", "flash-linear-attention", "causal-conv1d", "mamba-ssm"),
+    *("xformers", "torchao"),
+)
 LONGEST_PROBE = 120.0  # seconds
 OWN_CODE = ("model", "architecture", "probe", "tokens")
 

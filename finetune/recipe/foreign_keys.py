@@ -186,9 +186,10 @@ OTHER_WORDS: dict[str, tuple[str, ...]] = {
     "float32": ("no",),
     "fp8": ("bf16",),
     "int8": ("uint8",),
-    "flash": ("varlen",),
-    "flash_attn": ("varlen",),
-    "flash_attention_3": ("varlen",),
+    "flash": ("auto",),
+    "flash_attn": ("auto",),
+    "flash_attention_3": ("auto",),  # where it is installed
+    "flash_attention_4": ("auto",),
     "xformers": ("varlen",),
     "chatml": ("messages",),
     "openai": ("messages",),

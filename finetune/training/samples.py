@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from finetune.architecture.flash_kernels import FlashKernel
 from finetune.measure.metrics import eval_line, evaluation_in_words
 from finetune.measure.units import GIB
 from finetune.model.generate import answering, greedy_answers
@@ -46,11 +47,12 @@ class Questions:
         return len(self.batches) * self.max_new_tokens
 
 
-def look_before(start: Start, run: Run, parts: Assembled, output: RunOutput) -> None:
-    """Answers and held-out loss of the model that training starts from."""
+def look_before(start: Start, run: Run, parts: Assembled, output: RunOutput, kernel: FlashKernel) -> None:
+    """Answers and held-out loss of the model that training starts from, the loss by the kernel of the steps."""
     write_samples(start, run, parts, output, when="before", step=0)
     if run.eval_rows is not None:
-        losses = evaluate(run.accelerator, run.model, run.eval_rows, run.plan, run.eval_sets, run.weights)
+        with kernel.active():
+            losses = evaluate(run.accelerator, run.model, run.eval_rows, run.plan, run.eval_sets, run.weights)
         line = eval_line(0, losses)
         run.write_metrics(line)
         run.terminal.log(f"before training: {evaluation_in_words(line)}")

@@ -21,6 +21,7 @@ from accelerate import Accelerator
 
 from finetune.architecture.compiled.choice import compile_as_asked
 from finetune.architecture.compiled.layers import CompiledLayers
+from finetune.architecture.flash_kernels import FlashKernel, choose_flash_kernel
 from finetune.errors import Stopped
 from finetune.hub.start_adapter import start_from
 from finetune.launch.cpu_memory import give_back_freed_memory
@@ -144,14 +145,17 @@ def _train(
         measured = _phases_of_loading(run, state.step)
         progress.phase = "worst step first"
         compiled = compile_as_asked(start.recipe, start.strategy, decoder_parts(parts.unwrapped_model), device, log)
-        measured |= _try_worst_step(start, parts, run, compiled)
+        kernel = _agree_on_kernel(start, accelerator, parts, receipt)
+        log(str(kernel))
+        with kernel.active():
+            measured |= _try_worst_step(start, parts, run, compiled)
         receipt.add("compiled", compiled.facts())
         receipt.add("memory", memory_facts(planner.result(), measured, device))
         if state.step == 0:
             progress.phase = "looking before"
-            look_before(start, run, parts, output)
+            look_before(start, run, parts, output, kernel)
         progress.phase = "training"
-        with deterministic_algorithms(start.recipe.training.deterministic, device):
+        with kernel.active(), deterministic_algorithms(start.recipe.training.deterministic, device):
             reached_end = train(run, state)
         receipt.add("compiled", compiled.facts())
         if not reached_end:
@@ -250,6 +254,16 @@ def _begin_receipt(start: Start, accelerator: Accelerator, parts: Assembled, out
     output.terminal.log("\n".join([describe(content), *chosen, *started, *start.prepared.notes]))
     call_after_first_step(parts.optimizer, receipt.add_optimizer_state)
     return receipt
+
+
+def _agree_on_kernel(start: Start, accelerator: Accelerator, parts: Assembled, receipt: Receipt) -> FlashKernel:
+    """What computes the packed attention of this run's steps, the same on all ranks, with its line in the receipt."""
+    device, computes = accelerator.device, receipt.content["dtypes"]["compute"].partition(",")[0]
+    decoder = decoder_parts(parts.unwrapped_model)
+    kernel = choose_flash_kernel(start.recipe, decoder, device, getattr(torch, computes))
+    kernel.agree(partial(accelerator.reduce, reduction="sum"), device)
+    receipt.add("flash_kernel", kernel.facts())
+    return kernel
 
 
 def _phases_of_loading(run: Run, step: int) -> dict[str, Phase]:

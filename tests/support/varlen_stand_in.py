@@ -16,6 +16,11 @@ from torch import Tensor
 
 assert torch.nn.attention.varlen
 
+# What another implementation's results are multiplied with, output and gradients, and when it computed
+# (tests/support/flash_stand_in.py).
+FACTORS = {"output": 1.0, "gradients": 1.0}
+COMPUTED_BY: list[dict[str, float]] = []
+
 
 def _scores(
     query: Tensor, key: Tensor, starts: Tensor, scale: float, window: list[int]
@@ -47,12 +52,14 @@ def forward(
     assert scale is not None
     assert is_causal == (list(window_size) == [-1, 0])
     assert enable_gqa == (query.shape[1] != key.shape[1])
+    dtype, (query, key, value) = query.dtype, (x.float() for x in (query, key, value))
     output, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
     for at, scores in _scores(query, key, cu_seq_q, scale, list(window_size)):
         lse[:, at] = scores.logsumexp(-1)
         values = value[at].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         output[at] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
-    return output, lse, torch.zeros(2, dtype=torch.uint64)
+    COMPUTED_BY.append(dict(FACTORS))
+    return (output * FACTORS["output"]).to(dtype), lse, torch.zeros(2, dtype=torch.uint64)
 
 
 @torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu")
@@ -74,6 +81,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert scale is not None
     assert grad_out.stride(-1) == 1
+    dtype, (grad_out, query, key, value, out) = query.dtype, (x.float() for x in (grad_out, query, key, value, out))
     grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     group = query.shape[1] // key.shape[1]
     for at, scores in _scores(query, key, cu_seq_q, scale, list(window_size)):
@@ -86,4 +94,5 @@ def backward(
         of_keys = torch.einsum("hqk,qhd->khd", of_scores, query[at])
         for grad, each in ((grads[1], of_keys), (grads[2], of_values)):
             grad[at] = each.unflatten(1, (-1, group)).sum(2)
-    return grads
+    of_query, of_key, of_value = ((each * FACTORS["gradients"]).to(dtype) for each in grads)
+    return of_query, of_key, of_value

@@ -12,6 +12,12 @@ native/cuda/ForeachReduceOp.cu, native/cuda/EmbeddingBackwardKernel.cu) and bits
     foreach norm                  one float32 for each 65,536 elements of the largest tensor, for each tensor
     embedding, backward           token ids sorted, twice, and partial sums of up to 1.1 rows a token
     matrix products               cuBLAS keeps a workspace for each thread that calls it: forward's and backward's
+
+Flash attention is planned as torch's own. FlashAttention 3, which may take its place (architecture/flash_kernels.py),
+keeps (mha_bwd of its hopper/flash_api.cpp at 000090d): the same float32 sum of dq, in blocks of at most 128 rows, two
+float32 a row and head in place of one, and where heads share keys dk and dv of the shared heads in float32, which is no
+more than those of each head in 16 bits from two queries a key on. So its backward may take up to 4 bytes a row and head
+more than is planned: 0.5 MiB for 4,096 tokens of 32 heads. FlashAttention 4 is assumed to take no more than that.
 """
 
 from __future__ import annotations

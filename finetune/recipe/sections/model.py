@@ -33,7 +33,11 @@ class ModelSection(Section):
     adapter: Local | None = Field(None, min_length=1, description="LoRA adapter to start from; a folder, or the Hub's.")
     adapter_revision: str = Field("main", min_length=1, description="Branch, tag or commit of an adapter on the Hub.")
     dtype: Dtype = Field("bfloat16", description="Number format of frozen base weights; trained weights are float32.")
-    attention: Attention = Field("auto", description="auto: document-isolated variable-length attention.")
+    attention: Attention = Field(
+        "auto",
+        description="auto: document-isolated variable-length attention, by FlashAttention 3 or 4 where installed; "
+        "varlen: by torch's own kernel.",
+    )
     router_aux_loss_coef: float | None = Field(
         None,
         ge=0,

@@ -1,0 +1,203 @@
+"""FlashAttention 3 and 4 in place of torch's own flash attention, where they are installed.
+
+torch's variable-length attention is FlashAttention 2, and torch has a public switch by which another implementation
+answers in its place. Both of them are prototypes to torch (torch/nn/attention/_fa3.py and _fa4.py of 2.13, which also
+say for which GPUs they are). So one is taken after it has computed what torch's own kernel computes, forward and
+backward, for all that the model's layers ask for. And it is on in training steps alone: the switch changes
+`scaled_dot_product_attention` too, by which answers are generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    list_flash_attention_impls,
+    restore_flash_attention_impl,
+)
+from transformers import PreTrainedModel
+
+from finetune.architecture.trial import attention_shapes
+from finetune.architecture.varlen_kernel import AttentionShape, attend_on_cuda
+from finetune.recipe.schema import Recipe
+
+# Relative, of the norms. Two right kernels in bfloat16, with 8 bits of mantissa, differ by some thousandths; a window
+# that is one token too wide, of TRIAL_WINDOW, by a sixth.
+LARGEST_DIFFERENCE = 0.02
+# Of the documents that are tried: one of more than two blocks of any kernel, one of a single token, one in between.
+TRIAL_ENDS = 0, 300, 301, 512
+TRIAL_LONGEST = 512  # that none exceeds: compiled layers are told the next power of two
+TRIAL_WINDOW = 64
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One that torch's switch knows."""
+
+    name: str  # torch's
+    title: str
+    module: str  # that torch imports
+    packages: tuple[str, ...]  # that bring it
+    capabilities: tuple[int, ...]  # first numbers of the compute capabilities of its GPUs
+
+
+IMPLEMENTATIONS = (
+    Implementation("FA3", "FlashAttention 3", "flash_attn_interface", ("flash-attn-3",), (9,)),
+    Implementation("FA4", "FlashAttention 4", "flash_attn.cute.interface", ("flash-attn-4", "flash-attn"), (9, 10)),
+)
+
+
+@dataclass
+class FlashKernel:
+    """What computes the packed attention of training steps on this GPU."""
+
+    taken: Implementation | None = None  # None: torch's own
+    difference: float = 0.0  # relative, of its results from those of torch's own
+    left_off: str | None = None  # why one that is installed is not taken
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Within, torch's flash attention is the one that was taken."""
+        if self.taken is None:
+            yield
+            return
+        with _active(self.taken):
+            yield
+
+    def agree(self, total: Callable[[Tensor], Any], device: torch.device) -> None:
+        """Take torch's own on every rank where one does; every rank calls it. `total` sums a tensor over the ranks."""
+        if device.type != "cuda":
+            return
+        without = int(total(torch.tensor(int(self.taken is None), device=device)))
+        if without and self.taken is not None:
+            self.left_off = f"{self.taken.title}: another rank cannot take it"
+            self.taken = None
+
+    def facts(self) -> dict[str, Any]:
+        """For the receipt."""
+        return {
+            "taken": self.taken and self.taken.title,
+            "version": self.taken and _version(self.taken),
+            "difference": self.difference if self.taken else None,
+            "left_off": self.left_off,
+        }
+
+    def __str__(self) -> str:
+        if self.taken is not None:
+            return (
+                f"attention: {self.taken.title} ({_version(self.taken)}) instead of torch's own kernel, from which it "
+                f"differs by {self.difference:.2%} in a trial; model.attention: varlen keeps torch's own"
+            )
+        return f"attention: torch's own kernel, because {self.left_off}" if self.left_off else ""
+
+
+def choose_flash_kernel(
+    recipe: Recipe, model: PreTrainedModel, device: torch.device, dtype: torch.dtype
+) -> FlashKernel:
+    """The first implementation that is installed, for this GPU and right; torch's own where there is none.
+
+    Args:
+        dtype: What attention is computed in.
+    """
+    reasons = []
+    if recipe.model.attention == "auto" and device.type == "cuda":
+        for candidate in filter(_installed, IMPLEMENTATIONS):
+            found = _unfit(candidate, recipe, device, dtype) or _tried(candidate, model, device, dtype)
+            if isinstance(found, float):
+                return FlashKernel(candidate, found)
+            reasons.append(f"{candidate.title} {found}")
+    return FlashKernel(left_off="; ".join(reasons) or None)
+
+
+def _installed(candidate: Implementation) -> bool:
+    """Whether its file is there; nothing is imported, which may take seconds, or fail."""
+    package, *inner = candidate.module.split(".")
+    spec = util.find_spec(package)
+    if spec is None or not inner:
+        return spec is not None
+    folders = spec.submodule_search_locations or ()
+    return any(Path(folder, *inner).with_suffix(".py").is_file() for folder in folders)
+
+
+def _version(candidate: Implementation) -> str:
+    for package in candidate.packages:
+        try:
+            return f"{package} {metadata.version(package)}"
+        except metadata.PackageNotFoundError:
+            continue
+    return candidate.module
+
+
+def _unfit(candidate: Implementation, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why it is not even tried."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in candidate.capabilities:
+        return f"is not for a GPU of compute capability {major}.{minor}"
+    if candidate.name not in list_flash_attention_impls():
+        return f"is unknown to torch {torch.__version__}"
+    if recipe.training.deterministic:
+        return "is not known to sum in one order, as training.deterministic: true asks"
+    if dtype.itemsize != 2:
+        return f"computes nothing in {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def _tried(candidate: Implementation, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> float | str:
+    """The largest difference from torch's own kernel, or what is wrong."""
+    largest = 0.0
+    try:
+        for shape in attention_shapes(type(model), model.config):
+            if shape.dropout:
+                return "computes no dropout"
+            expected = _results(shape, device, dtype)
+            with _active(candidate):
+                found = _results(shape, device, dtype)
+            for name, expects in expected.items():
+                difference = float((found[name] - expects).norm() / expects.norm())
+                if not difference <= LARGEST_DIFFERENCE:  # NaN too
+                    return f"computes another {name}, by {difference:.2%}, of {shape}"
+                largest = max(largest, difference)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a package raises that was built for another torch, or another GPU
+        return f"does not run here ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    return largest
+
+
+@contextmanager
+def _active(candidate: Implementation) -> Iterator[None]:
+    activate_flash_attention_impl(candidate.name)
+    try:
+        yield
+    finally:
+        restore_flash_attention_impl()
+
+
+def _results(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Output and gradients of the documents that are tried, in float32."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator).to(device, dtype)
+
+    given = {
+        "query": drawn(1, shape.heads, TRIAL_ENDS[-1], shape.head_dim),
+        "key": drawn(1, shape.kv_heads, TRIAL_ENDS[-1], shape.head_dim),
+        "value": drawn(1, shape.kv_heads, TRIAL_ENDS[-1], shape.value_dim),
+    }
+    given |= {"sinks": drawn(shape.heads)} if shape.sinks else {}
+    leaves = [each.requires_grad_() for each in given.values()]
+    starts = torch.tensor(TRIAL_ENDS, dtype=torch.int32, device=device)
+    window = None if shape.window is None else min(shape.window, TRIAL_WINDOW)
+    output = attend_on_cuda(**given, starts=starts, longest=TRIAL_LONGEST, scale=shape.head_dim**-0.5, window=window)
+    gradients = torch.autograd.grad(output, leaves, drawn(*output.shape))
+    named = zip(given, gradients, strict=True)
+    return {"output": output.detach().float()} | {f"gradient of {name}": each.float() for name, each in named}
