@@ -1,14 +1,15 @@
 """Moments in one byte: blocks of a weight's rows, a scale for each, and a book of 256 values.
 
-Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021. A block lies within a row, so a shard has the blocks
-that its rows have in the full tensor, on any number of ranks. bitsandbytes has the same book, and blocks of 256 elements
-of the flattened tensor: the same ones where rows are multiples of 256.
+Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021. A block lies within a row, so a shard has the
+blocks that its rows have in the full tensor, on any number of ranks. bitsandbytes has the same book, and blocks of 256
+elements of the flattened tensor: the same ones where rows are multiples of 256.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -54,9 +55,9 @@ def block_in(shape: Sequence[int], scales: Sequence[int]) -> int:
 def book_on(device: torch.device, *, signed: bool) -> Book:
     """The book of first moments (signed), or of second ones.
 
-    Seven powers of ten, the larger ones in finer steps, 0 and 1. A positive second moment is never 0: a root of 0 beside
-    a mean that is not would make an update of 1 / epsilon (the zero-point problem of Li et al., Memory Efficient
-    Optimizers with 4-bit States, 2023). So the first edge of its book is 0 and not halfway.
+    Seven powers of ten, the larger ones in finer steps, 0 and 1. A positive second moment is never 0: a root of 0
+    beside a mean that is not would make an update of 1 / epsilon (the zero-point problem of Li et al., Memory Efficient
+    Optimizers with 4-bit States, 2023; docs/log.md). So the first edge of its book is 0 and not halfway.
     """
     values = [0.0, 1.0]
     for exponent in range(7):
@@ -64,7 +65,7 @@ def book_on(device: torch.device, *, signed: bool) -> Book:
         middles = [10.0 ** (exponent - 6) * (0.1 + 0.9 * (step + 0.5) / count) for step in range(count)]
         values += middles + [-value for value in middles] * signed
     values.sort()
-    edges = [(low + high) / 2 for low, high in zip(values[:-1], values[1:], strict=True)]
+    edges = [(low + high) / 2 for low, high in pairwise(values)]
     if not signed:
         edges[0] = 0.0
     return Book(*(torch.tensor(each, dtype=torch.float32, device=device) for each in (values, edges)))

@@ -1,8 +1,8 @@
 """AdamW with moments of one byte, over full weights and over shards of them.
 
-bitsandbytes' kernels (0.50) take no DTensors. torchao's 8-bit AdamW (0.18) does, but its blocks are those of a shard, so
-that state fits no other number of ranks, and a shard whose elements are not a multiple of 256 has none; it compiles the
-update for each shape, without a choice, and wants the learning rate as a tensor.
+bitsandbytes' kernels (0.50) take no DTensors. torchao's 8-bit AdamW (0.18) does, but its blocks are those of a shard,
+so that its state fits no other number of ranks, and a shard whose elements are not a multiple of 256 has none; it
+compiles the update for each shape, without a choice, and wants the learning rate as a tensor.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class BlockwiseAdamW(torch.optim.Optimizer):
     """AdamW, computed in float32, that keeps moments in one byte and a scale for each block (blocks.py).
 
     State by parameter, under bitsandbytes' names: `step` (a number), `state1` and `state2` like the parameter, uint8 or
-    float32, and of uint8 `absmax1` and `absmax2`, float32 [..., rows, blocks of a row]. All are sharded as it is. Weights
-    in bfloat16 are rounded at random, as RoundedAdamW does.
+    float32, and of uint8 `absmax1` and `absmax2`, float32 [..., rows, blocks of a row]. All are sharded as it is.
+    Weights in bfloat16 are rounded at random, as RoundedAdamW does.
 
     Args:
         seed, local_part: As of RoundedAdamW.
