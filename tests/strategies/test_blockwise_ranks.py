@@ -54,7 +54,7 @@ def test_shards_of_matrices_have_one_byte_a_moment(tiny_llama: Path, tmp_path: P
     asked = half_recipe(tiny_llama, tmp_path, "fsdp2")
     recipe = asked.model_copy(update={"training": asked.training.model_copy(update={"optim": "adamw_8bit"})})
     with one_rank(recipe) as rank:
-        before = [parameter.full_tensor().detach() for parameter in rank.parts.model.parameters()]
+        before = [parameter.full_tensor().detach().clone() for parameter in rank.parts.model.parameters()]
         rank.step([flat_batch()])
         states = unwrap_optimizer(rank.parts.optimizer).state
         for name, parameter in rank.parts.unwrapped_model.named_parameters():
@@ -65,7 +65,7 @@ def test_shards_of_matrices_have_one_byte_a_moment(tiny_llama: Path, tmp_path: P
             scales = {"absmax1", "absmax2"} if large else set()
             assert tensors.keys() == {"state1", "state2"} | scales, name
             assert tensors["state1"].dtype == (torch.uint8 if large else torch.float32), name
-        after = [parameter.full_tensor().detach() for parameter in rank.parts.model.parameters()]
+        after = [parameter.full_tensor().detach().clone() for parameter in rank.parts.model.parameters()]
     assert not any(map(torch.equal, before, after))
 
 

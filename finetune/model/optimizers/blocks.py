@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-BLOCK = 256  # elements, at most
+LONGEST_BLOCK = 256  # elements, at most
 SHORTEST_BLOCK = 8  # the scales of shorter ones would take more than half a byte an element
 FEWEST = 4096  # elements of a tensor whose moments are in one byte; bitsandbytes' threshold too
 BLOCKWISE = (("state1", "absmax1"), ("state2", "absmax2"))  # the first and second moment in a state, and their scales
@@ -39,7 +39,7 @@ def block_length(shape: Sequence[int]) -> int:
     if len(shape) < 2 or math.prod(shape) < FEWEST:
         return 0
     row = shape[-1]
-    longest = next(length for length in range(min(BLOCK, row), 0, -1) if row % length == 0)
+    longest = next(length for length in range(min(LONGEST_BLOCK, row), 0, -1) if row % length == 0)
     return longest if longest >= SHORTEST_BLOCK else 0
 
 
@@ -48,7 +48,7 @@ def block_in(shape: Sequence[int], scales: Sequence[int]) -> int:
 
     bitsandbytes' scales are flat, ours lie in rows.
     """
-    block = BLOCK if len(scales) == 1 else shape[-1] // scales[-1]
+    block = LONGEST_BLOCK if len(scales) == 1 else shape[-1] // scales[-1]
     return block if block and math.prod(scales) == -(-math.prod(shape) // block) else 0
 
 
