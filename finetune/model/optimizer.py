@@ -82,8 +82,8 @@ def make_optimizer(model: nn.Module, recipe: Recipe, local_part: LocalPart = all
     if spec.bitsandbytes_class is not None:
         in_float32 = _uneven(model)
         if any(isinstance(parameter, DTensor) for parameter in trained):
-            kept = {"in_float32": in_float32, "seed": training.seed, "local_part": local_part}
-            return BlockwiseAdamW(groups, **kept, **settings)
+            settings |= {"seed": training.seed, "local_part": local_part}
+            return BlockwiseAdamW(groups, in_float32=in_float32, **settings)
         return _from_bitsandbytes(spec.bitsandbytes_class, groups, settings, in_float32)
     if training.pure_bf16:
         return RoundedAdamW(groups, seed=training.seed, local_part=local_part, **settings)
@@ -106,17 +106,17 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate * group.get(RATE_RATIO, 1.0)
 
 
-def _uneven(model: nn.Module) -> list[nn.Parameter]:
+def _uneven(model: nn.Module) -> list[torch.Tensor]:
     """What is trained with moments in float32 where others have one byte: every vector, for a norm of Llama 3 8B has
     4,096 elements, and embeddings, whose rows are as uneven as words (as transformers does)."""
-    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    embeddings: list[torch.Tensor] = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     embeddings += [p for name, p in model.named_parameters() if ".trainable_tokens_delta." in name]  # rows of such
     vectors = [parameter for parameter in model.parameters() if _dimensions(parameter) < 2]
     return [parameter for parameter in (*embeddings, *vectors) if parameter.requires_grad]
 
 
 def _from_bitsandbytes(
-    class_name: str, groups: list[dict[str, Any]], settings: dict[str, Any], in_float32: list[nn.Parameter]
+    class_name: str, groups: list[dict[str, Any]], settings: dict[str, Any], in_float32: list[torch.Tensor]
 ) -> torch.optim.Optimizer:
     """bitsandbytes' AdamW. Under 8 bits it keeps what has fewer than 4,096 elements in float32 by itself."""
     import bitsandbytes
