@@ -234,7 +234,8 @@ def _versions(run: RunFacts) -> list[tuple[str, object]]:
 def _was_used(library: str, run: RunFacts) -> bool:
     if library == "bitsandbytes":
         spec = OPTIMIZERS[run.recipe.training.optim]
-        return run.recipe.quantization is not None or spec.bitsandbytes_class is not None
+        by = run.receipt.get("optimizer", {}).get("by", spec.library(sharded=False))  # receipts of earlier releases
+        return run.recipe.quantization is not None or by == library
     if library == "deepspeed":
         return str(run.receipt.get("strategy", "")).startswith("zero")
     return library != "peft" or run.recipe.lora is not None

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from finetune.importers.foreign_config import ForeignConfig, as_count, recipe_default
 from finetune.importers.templates import TEMPLATES
 from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS
-from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES, OPTIMIZERS
+from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES, for_shards
 from finetune.recipe.schema import Scheduler
 from finetune.recipe.strategy import Strategy, read_strategy
 from finetune.wording import counted
@@ -31,11 +31,10 @@ def optimizer(foreign: ForeignConfig, key: str, default: str) -> None:
     if offered is None:
         foreign.leave(key, "differs", "not offered; AdamW takes its place")
         foreign.write("training.optim", DEFAULT, f"{key}: {name} is not offered")
-    elif chosen_strategy(foreign).shards_modules and not OPTIMIZERS[offered].works_on_shards:
-        foreign.leave(
-            key, "differs", "bitsandbytes updates full tensors, this strategy has shards; adamw is sharded too"
-        )
-        foreign.write("training.optim", DEFAULT, "sharded like the weights")
+    elif chosen_strategy(foreign).shards_modules and for_shards(offered) != offered:
+        stands = for_shards(offered)
+        foreign.leave(key, "differs", f"it updates full tensors, this strategy has shards; {stands} is sharded too")
+        foreign.write("training.optim", stands, "sharded like the weights")
     elif name:
         foreign.write("training.optim", offered, f"{key}: {name}")
     else:

@@ -8,7 +8,7 @@ from typing import Any
 from finetune.importers.foreign_config import ForeignConfig, as_count, positive_or_none
 from finetune.importers.shared import batch, chosen_strategy, data_set, renamed
 from finetune.importers.templates import TEMPLATES
-from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES, OPTIMIZERS
+from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES, for_shards
 
 _LAYERS = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 _MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -190,11 +190,14 @@ def _training(foreign: ForeignConfig) -> None:
 def _optimizer(foreign: ForeignConfig) -> None:
     name = _last(foreign.get("optimizer._component_", "torch.optim.AdamW"))
     offered = OPTIMIZER_NAMES.get(name)
-    usable = offered and (OPTIMIZERS[offered].works_on_shards or not chosen_strategy(foreign).shards_modules)
-    if not usable:
-        reason = "not offered; AdamW takes its place" if offered is None else "has no shards; adamw is sharded too"
+    written = offered or DEFAULT
+    if chosen_strategy(foreign).shards_modules:
+        written = for_shards(written)
+    if written != offered:
+        not_offered = offered is None
+        reason = "not offered; AdamW takes its place" if not_offered else f"has no shards; {written} is sharded too"
         foreign.leave("optimizer._component_", "differs", reason)
-    foreign.write("training.optim", offered if usable else DEFAULT, f"optimizer: {name}")
+    foreign.write("training.optim", written, f"optimizer: {name}")
     foreign.carry("training.learning_rate", "optimizer.lr", default=1e-3)
     foreign.carry("training.weight_decay", "optimizer.weight_decay", default=0.01)
     if "lora" in foreign.carried and foreign.carried.get("training.weight_decay", (0,))[0]:

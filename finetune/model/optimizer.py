@@ -15,8 +15,9 @@ from transformers import get_scheduler
 
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.model.dtypes import dtype_name
+from finetune.model.optimizers.blockwise_adamw import BlockwiseAdamW
 from finetune.model.optimizers.rounded_adamw import LocalPart, RoundedAdamW, all_of
-from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS, Optimizer
+from finetune.recipe.optimizers import OPTIMIZERS, Optimizer, for_shards
 from finetune.recipe.schema import Recipe, Training
 from finetune.wording import counted
 
@@ -27,16 +28,16 @@ def check_optimizer(name: Optimizer, *, on_cpu: bool, sharded: bool = False) -> 
     """Refuse, before anything is loaded, an optimizer that would not be the one asked for. Raises EnvironmentMismatch.
 
     Pages are CUDA's managed memory: on a CPU bitsandbytes would take its plain classes, with one warning. Its plain
-    8-bit AdamW has a CPU kernel since 0.50. Its kernels take no sharded tensors (0.50.2), and a maximum for each 256
-    elements of one shard would not fit another number of ranks.
+    8-bit AdamW has a CPU kernel since 0.50. Its kernels take no sharded tensors (0.50.2): over shards BlockwiseAdamW
+    stands for those without pages.
     """
     spec = OPTIMIZERS[name]
     if sharded and not spec.works_on_shards:
         raise EnvironmentMismatch(
-            f"training.optim: {name} updates full tensors, this strategy has shards; set training.optim={DEFAULT}, "
-            "whose state is sharded too, or accelerate_config=ddp"
+            f"training.optim: {name} updates full tensors, this strategy has shards; set "
+            f"training.optim={for_shards(name)}, whose state is sharded too, or accelerate_config=ddp"
         )
-    if spec.bitsandbytes_class is None:
+    if spec.library(sharded=sharded) != "bitsandbytes":
         return
     try:
         import bitsandbytes  # noqa: F401
@@ -58,7 +59,7 @@ def make_optimizer(model: nn.Module, recipe: Recipe, local_part: LocalPart = all
     written into the groups by the loop.
 
     Args:
-        local_part: As of RoundedAdamW, which `pure_bf16` trains with.
+        local_part: As of RoundedAdamW, which `pure_bf16` trains with, and of BlockwiseAdamW, which updates shards.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     training, decay = recipe.training, recipe.training.weight_decay
@@ -79,7 +80,11 @@ def make_optimizer(model: nn.Module, recipe: Recipe, local_part: LocalPart = all
     }
     spec = OPTIMIZERS[training.optim]
     if spec.bitsandbytes_class is not None:
-        return _from_bitsandbytes(spec.bitsandbytes_class, model, groups, settings)
+        in_float32 = _uneven(model)
+        if any(isinstance(parameter, DTensor) for parameter in trained):
+            settings |= {"seed": training.seed, "local_part": local_part}
+            return BlockwiseAdamW(groups, in_float32=in_float32, **settings)
+        return _from_bitsandbytes(spec.bitsandbytes_class, groups, settings, in_float32)
     if training.pure_bf16:
         return RoundedAdamW(groups, seed=training.seed, local_part=local_part, **settings)
     # Fused: one kernel for all parameters; on a CPU too.
@@ -101,17 +106,21 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate * group.get(RATE_RATIO, 1.0)
 
 
-def _from_bitsandbytes(
-    class_name: str, model: nn.Module, groups: list[dict[str, Any]], settings: dict[str, Any]
-) -> torch.optim.Optimizer:
-    """bitsandbytes' AdamW. Under 8 bits it keeps what has fewer than 4,096 elements in float32; we add every vector,
-    for a norm of Llama 3 8B has 4,096, and embeddings, whose rows are as uneven as words (as transformers does)."""
-    import bitsandbytes
-
-    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+def _uneven(model: nn.Module) -> list[torch.Tensor]:
+    """What is trained with moments in float32 where others have one byte: every vector, for a norm of Llama 3 8B has
+    4,096 elements, and embeddings, whose rows are as uneven as words (as transformers does)."""
+    embeddings: list[torch.Tensor] = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     embeddings += [p for name, p in model.named_parameters() if ".trainable_tokens_delta." in name]  # rows of such
     vectors = [parameter for parameter in model.parameters() if _dimensions(parameter) < 2]
-    in_float32 = [parameter for parameter in (*embeddings, *vectors) if parameter.requires_grad]
+    return [parameter for parameter in (*embeddings, *vectors) if parameter.requires_grad]
+
+
+def _from_bitsandbytes(
+    class_name: str, groups: list[dict[str, Any]], settings: dict[str, Any], in_float32: list[torch.Tensor]
+) -> torch.optim.Optimizer:
+    """bitsandbytes' AdamW. Under 8 bits it keeps what has fewer than 4,096 elements in float32 by itself."""
+    import bitsandbytes
+
     library: Any = bitsandbytes.optim
     # bitsandbytes has one manager of exceptions a process, by the identity of parameters, of long gone ones too.
     manager = library.GlobalOptimManager.get_instance()
@@ -126,7 +135,8 @@ def _from_bitsandbytes(
 
 def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     """Have bitsandbytes make the state of these parameters, in its own pages and with its own code books, as its
-    first step would; loading fills it in place. torch's optimizers take any tensor as state and are left alone."""
+    first step would, and BlockwiseAdamW its own; loading fills it in place. torch's optimizers take any tensor as
+    state and are left alone."""
     inner = unwrap_optimizer(optimizer)
     if not hasattr(inner, "init_state"):
         return

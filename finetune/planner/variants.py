@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from finetune.planner.closed_form.rank import cached_strategy
 from finetune.recipe.gpus import Gpus
-from finetune.recipe.optimizers import DEFAULT, OPTIMIZERS
+from finetune.recipe.optimizers import OPTIMIZERS, for_shards
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.training import RECOMPUTATIONS
 
@@ -67,7 +67,7 @@ def smaller_variants(recipe: Recipe, gpus: Gpus) -> list[Variant]:
     for options in product(*knobs):
         chosen = [option for option in options if option is not NOTHING]
         keys = [key for option in chosen for key, _ in option.changes]
-        if len(keys) > len(set(keys)):  # 8-bit moments and sharding both set training.optim
+        if len(keys) > len(set(keys)):  # two options set one key
             continue
         changes = {key: value for option in chosen for key, value in option.changes}
         if "lora" in changes and "quantization" in changes:
@@ -91,14 +91,14 @@ def _knobs(recipe: Recipe, gpus: Gpus) -> Iterator[list[Option]]:
     if gpus.count * gpus.nodes > 1:
         yield [NOTHING, *_sharding(recipe, strategy.name)]
     smaller = OPTIMIZERS[training.optim].smaller
-    if smaller and recipe.lora is None and not strategy.shards_optimizer_state:
+    if smaller and recipe.lora is None and not strategy.uses_engine:
         title = OPTIMIZERS[training.optim].title
         yield [NOTHING, _set("training.optim", smaller, 7, f"{title}'s moments in 8 bits")]
     if recipe.quantization is None:
         yield [NOTHING, _four_bit(recipe)]
     if not training.pure_bf16 and training.mixed_precision == "bf16":
         says = "weights and their state in bfloat16, rounded at random"
-        if OPTIMIZERS[training.optim].bitsandbytes_class:
+        if OPTIMIZERS[training.optim].library(sharded=strategy.shards_modules) == "bitsandbytes":
             says = "weights in bfloat16, where small updates round away"
         yield [NOTHING, _set("training.pure_bf16", True, 14 if recipe.lora is None else 9, says)]
     if recipe.lora is None:
@@ -164,8 +164,8 @@ def _sharding(recipe: Recipe, now: str) -> Iterator[Option]:
     along: list[tuple[str, Any]] = []
     if recipe.quantization is not None and recipe.quantization.load_in_4bit:
         along.append(("quantization.bnb_4bit_quant_storage", recipe.quantization.bnb_4bit_compute_dtype))
-    if not OPTIMIZERS[recipe.training.optim].works_on_shards:
-        along.append(("training.optim", DEFAULT))
+    if for_shards(recipe.training.optim) != recipe.training.optim:
+        along.append(("training.optim", for_shards(recipe.training.optim)))
     if now != "fsdp2_offload":
         if now != "fsdp2":
             yield Option((("accelerate_config", "fsdp2"), *along), 5, "weights travel twice a micro-batch")

@@ -1,7 +1,7 @@
 """The optimizers a recipe can name, and what the kit has to know of each. No torch here.
 
 A new optimizer is an entry in OPTIMIZERS and a word of `Optimizer`; model/optimizer.py builds those that are not
-bitsandbytes'.
+bitsandbytes', and what stands for those under shards.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class OptimizerSpec:
 
     moments: tuple[str, ...]  # entries of its state that have their parameter's shape
     moment_bytes: int | None  # of an element of a moment; None: as wide as the trained weight
-    works_on_shards: bool  # updates DTensors, element by element
-    bitsandbytes_class: str | None = None  # None: torch's
+    works_on_shards: bool  # updates DTensors, by elements or by blocks within their rows
+    bitsandbytes_class: str | None = None  # for full tensors; None: torch's
     unpaged: Optimizer | None = None  # of one with its state in CUDA's managed memory: the same without
     smaller: Optimizer | None = None  # the same with smaller moments
     other_names: str = ""  # in the configurations of other tools, other than its own
@@ -29,6 +29,12 @@ class OptimizerSpec:
     def paged(self) -> bool:
         """Whether its state is in CUDA's managed memory, which a CPU does not have."""
         return self.unpaged is not None
+
+    def library(self, *, sharded: bool) -> str:
+        """Whose update it is, of full tensors or of shards: the library's name, this kit's or another's."""
+        if self.bitsandbytes_class is None:
+            return "torch"
+        return "finetune" if sharded else "bitsandbytes"
 
     def state_bytes(self, weight_bytes: int) -> int:
         """Bytes of the moments of one trained weight that is `weight_bytes` wide."""
@@ -42,9 +48,9 @@ class OptimizerSpec:
 def _bitsandbytes(
     class_name: str, moment_bytes: int, other_names: str, unpaged: Optimizer | None = None
 ) -> OptimizerSpec:
-    """Its kernels update full tensors alone, in blocks of 256 elements (bitsandbytes 0.50)."""
-    names = f"{class_name} {other_names}"
-    return OptimizerSpec(("state1", "state2"), moment_bytes, False, class_name, unpaged, other_names=names)
+    """Its kernels update full tensors alone (bitsandbytes 0.50); the kit has one without pages for shards."""
+    names, on_shards = f"{class_name} {other_names}", unpaged is None
+    return OptimizerSpec(("state1", "state2"), moment_bytes, on_shards, class_name, unpaged, other_names=names)
 
 
 _TORCH = "AdamW adamw_hf adamw_torch adamw_torch_fused adamw_apex_fused adamw_torch_xla adamw_torch_npu_fused"
@@ -54,9 +60,15 @@ OPTIMIZERS: dict[Optimizer, OptimizerSpec] = {
     "paged_adamw_8bit": _bitsandbytes("PagedAdamW8bit", 1, "", "adamw_8bit"),
     "paged_adamw_32bit": _bitsandbytes("PagedAdamW32bit", 4, "paged_adamw PagedAdamW", "adamw"),
 }
-DEFAULT: Optimizer = "adamw"  # takes the place of one that is not offered, or that cannot update shards
+DEFAULT: Optimizer = "adamw"  # takes the place of one that is not offered
 OPTIMIZER_NAMES: dict[str, Optimizer] = {
     word: name for name, spec in OPTIMIZERS.items() for word in (name, *spec.other_names.split())
 }
 # In whatever state: entries of their parameter's shape.
 MOMENTS = frozenset(entry for spec in OPTIMIZERS.values() for entry in spec.moments)
+
+
+def for_shards(name: Optimizer) -> Optimizer:
+    """The optimizer itself where it updates shards, else the one that takes its place there."""
+    spec = OPTIMIZERS[name]
+    return name if spec.works_on_shards else spec.unpaged or DEFAULT

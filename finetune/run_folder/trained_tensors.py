@@ -7,14 +7,18 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 
 from finetune.errors import FinetuneError
 from finetune.model.dtypes import dtype_name
 from finetune.model.optimizer import allocate_state
+from finetune.model.optimizers.blocks import BLOCKWISE, block_in, book_on, decode, encode
 from finetune.recipe.optimizers import MOMENTS
 from finetune.strategies.pieces import Stored, local_part
 
 Readable = Mapping[str, Tensor | Stored]
+_BOOKS = frozenset(("qmap1", "qmap2"))
+_SCALES = frozenset(scales for _, scales in BLOCKWISE)
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -78,7 +82,8 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
     """Gives the optimizer the state that `optimizer_tensors` returned, bitwise; its present state is dropped.
 
     Not through load_state_dict, which casts state to its parameter's number format. State in the shape of a sharded
-    parameter is sharded in the same way.
+    parameter is sharded in the same way. Moments of one byte are bitwise those saved where they have the same blocks
+    here; others are decoded and encoded again, each off by half a step of its code at most.
 
     Raises:
         FinetuneError: state of a parameter that is not optimized here, of another shape, or not finite.
@@ -86,25 +91,33 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
     parameters = _optimized(model, optimizer)
     mistakes, placed = [], {}
     for key, value in tensors.items():
-        parameter = parameters.get(key.partition(":")[0])
+        parameter, entry = parameters.get(key.partition(":")[0]), key.split(":")[1]
         if parameter is None:
             mistakes.append(f"unexpected: {key}")
-        elif key.split(":")[1] in MOMENTS and tuple(value.shape) != tuple(parameter.shape):
+        elif entry in MOMENTS and tuple(value.shape) != tuple(parameter.shape):
             mistakes.append(f"{key}: shape {tuple(value.shape)} in the checkpoint, {tuple(parameter.shape)} here")
+        elif entry in _SCALES and not block_in(parameter.shape, value.shape):
+            mistakes.append(f"{key}: shape {tuple(value.shape)} does not fit blocks of {tuple(parameter.shape)}")
         else:
             placed[key] = _state_for(parameter, value)
     _refuse("the checkpoint does not fit the optimizer", [*sorted(mistakes), *_not_finite(placed)])
     on_device = _step_on_device(optimizer)
     for parameter in parameters.values():
         optimizer.state.pop(parameter, None)
-    allocate_state(optimizer, [parameters[name] for name in {key.partition(":")[0] for key in placed}])
+    named = {key.partition(":")[0] for key in placed}
+    allocate_state(optimizer, [parameters[name] for name in named])
+    for name in named:
+        _put_into_own_blocks(name, parameters[name], optimizer.state[parameters[name]], placed)
     for key, value in placed.items():
         name, entry, *number = key.split(":")
         parameter = parameters[name]
         own = optimizer.state[parameter].get(entry)
-        if isinstance(own, Tensor):  # in bitsandbytes' own pages and code books
-            _refuse(key, [f"{_kind(value)} in the checkpoint, {_kind(own)} here"] * (_kind(value) != _kind(own)))
-            own.copy_(value)
+        if isinstance(own, Tensor):  # in bitsandbytes' own pages and code books, or in blocks of rows
+            local = local_part(own)[0]
+            _refuse(key, [f"{_kind(value)} in the checkpoint, {_kind(local)} here"] * (_kind(value) != _kind(local)))
+            local.copy_(value)
+            continue
+        if entry in _BOOKS:  # bitsandbytes', which blocks.py has too
             continue
         stays = bool(number) or (entry == "step" and id(parameter) not in on_device)
         moved = value.clone() if stays else value.to(parameter.device, copy=True)
@@ -116,6 +129,32 @@ def _state_for(parameter: nn.Parameter, value: Tensor | Stored) -> Tensor:
     if tuple(value.shape) == tuple(parameter.shape) and value.shape:
         return _shard_of(value, parameter)
     return value.read_all() if isinstance(value, Stored) else value
+
+
+def _put_into_own_blocks(
+    name: str, parameter: nn.Parameter, own: Mapping[str, object], placed: dict[str, Tensor]
+) -> None:
+    """Exchange this rank's part of the moments, and all of their scales, for what the allocated state `own` holds."""
+    for (entry, scale_entry), signed in zip(BLOCKWISE, (True, False), strict=True):
+        held, held_scales = own.get(entry), own.get(scale_entry)
+        moment = placed.get(f"{name}:{entry}")
+        if not isinstance(held, Tensor) or moment is None:
+            continue
+        scales = placed.pop(f"{name}:{scale_entry}", None)
+        start, values = local_part(parameter)[1], moment.reshape(-1)
+        block, book = 0, book_on(values.device, signed=signed)
+        if scales is not None:
+            block = block_in(parameter.shape, scales.shape)
+            scales = scales.reshape(-1)[start // block : -(-(start + len(values)) // block)]
+        held_block = block_in(parameter.shape, held_scales.shape) if isinstance(held_scales, Tensor) else 0
+        if scales is not None and block != held_block:
+            within = start % block  # of the first element, within its block
+            values, scales = decode(pad(values, (within, 0)), scales, block, book)[within:], None
+        if held_block and scales is None:
+            values, scales = encode(values.to(torch.float32, copy=True), held_block, book)
+        placed[f"{name}:{entry}"] = values.to(held.dtype).view(moment.shape)
+        if isinstance(held_scales, Tensor) and scales is not None:
+            placed[f"{name}:{scale_entry}"] = scales.view(local_part(held_scales)[0].shape)
 
 
 def _shaped_like(parameter: nn.Parameter, state: Tensor) -> Tensor:

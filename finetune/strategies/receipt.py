@@ -53,6 +53,10 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "architecture": type(decoder_parts(model)).__name__.removeprefix("FSDP"),  # fully_shard puts it before
         "text_part_of": part_of(decoder_parts(model)),
         "attention": decoder_parts(model).config._attn_implementation,
+        "optimizer": {
+            "name": recipe.training.optim,
+            "by": OPTIMIZERS[recipe.training.optim].library(sharded=strategy.shards_modules),
+        },
         "sharding": sharding_facts(model),
         "dtypes": {
             "master": _dtypes(trained) if parts.engine is None else dtype_name(master_dtype(parts.engine)),
@@ -113,6 +117,7 @@ def add_optimizer_state(
     """Note what the optimizer's state is and how much of it this rank holds.
 
     8 bits are for tensors of 4,096 elements and more; small adapters may have none, and the receipt then says float32.
+    Under `optimizer` it says how many elements of moments this rank has in each.
 
     Raises EnvironmentMismatch where the number format, or the share under ZeRO, is not as asked for.
     """
@@ -128,6 +133,7 @@ def add_optimizer_state(
             f"accelerate_config: {strategy.name} shards optimizer state, this rank holds {share:.0%}"
         )
     receipt["dtypes"]["optimizer_state"] = dtypes
+    receipt["optimizer"]["state_elements"] = dict(elements)
     receipt["sharding"]["optimizer_share"] = share
 
 

@@ -263,11 +263,11 @@ def test_pages_are_refused_on_a_cpu(optim: str, remedy: str) -> None:
         check_optimizer(other, on_cpu=True)
 
 
-@pytest.mark.parametrize("optim", BITSANDBYTES)
-def test_shards_are_refused(optim: str) -> None:
-    with pytest.raises(EnvironmentMismatch, match=r"training\.optim=adamw.*ddp"):
+@pytest.mark.parametrize(("optim", "remedy"), [("paged_adamw_8bit", "adamw_8bit"), ("paged_adamw_32bit", "adamw")])
+def test_shards_are_refused(optim: str, remedy: str) -> None:
+    with pytest.raises(EnvironmentMismatch, match=rf"training\.optim={remedy}, .*ddp"):
         check_optimizer(optim, on_cpu=False, sharded=True)
-    check_optimizer("adamw", on_cpu=False, sharded=True)
+    check_optimizer(remedy, on_cpu=False, sharded=True)
 
 
 @pytest.mark.parametrize("optim", BITSANDBYTES)
@@ -276,6 +276,7 @@ def test_without_bitsandbytes_the_line_to_install_it(optim: str, monkeypatch: py
     with pytest.raises(EnvironmentMismatch, match="pip install"):
         check_optimizer(optim, on_cpu=False)
     check_optimizer("adamw", on_cpu=False)
+    check_optimizer("adamw_8bit", on_cpu=False, sharded=True)  # the kit's own
 
 
 def test_the_state_is_reported_once_it_exists(tmp_path: Path) -> None:

@@ -80,9 +80,9 @@ def test_fsdp2_of_8b(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_the_trainer_refuses_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(ROOT / "recipes" / "llama3_fsdp.yaml")
-    code, _, err = plan_output([recipe, "training.optim=adamw_8bit"], capsys)
+    code, _, err = plan_output([recipe, "training.optim=paged_adamw_8bit"], capsys)
     assert code == 4
-    assert "training.optim: adamw_8bit updates full tensors" in err
+    assert "training.optim: paged_adamw_8bit updates full tensors" in err
 
 
 def test_several_recipes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:

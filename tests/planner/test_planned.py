@@ -16,11 +16,15 @@ from tests.support.planned import Case, cases, differences, models, planned, tra
 
 ALL = cases()
 RANKS = cases(("full", "lora"))
+EIGHT_BITS = [
+    Case("full", precision, 1, packed=True, tied=False, micro_steps=1, optim="adamw_8bit")
+    for precision in ("bf16", "pure_bf16")
+]
 SAMPLE = [
     Case("full", "bf16", 0, packed=True, tied=False, micro_steps=2),
     Case("lora", "bf16", 2, packed=False, tied=True, micro_steps=1),
     Case("int8", "bf16", 0, packed=True, tied=False, micro_steps=1),
-    Case("full", "bf16", 1, packed=True, tied=False, micro_steps=1, optim="adamw_8bit"),
+    EIGHT_BITS[0],
     Case("patterns", "bf16", 0, packed=True, tied=False, micro_steps=1),
     Case("parameters", "bf16", 1, packed=True, tied=False, micro_steps=2),
     Case("experts", "bf16", 1, packed=True, tied=False, micro_steps=1),
@@ -52,10 +56,10 @@ def test_every_configuration_is_planned_to_the_byte(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "ranks", "node", "some"),
     [
-        ("fsdp2", 2, 2, RANKS[::3]),
+        ("fsdp2", 2, 2, [*RANKS[::3], *EIGHT_BITS]),
         ("fsdp2_grad_op", 2, 2, RANKS[1::7]),
-        ("fsdp2_offload", 2, 2, RANKS[2::7]),
-        ("hsdp", 4, 2, RANKS[3::13]),
+        ("fsdp2_offload", 2, 2, [*RANKS[2::7], *EIGHT_BITS[:1]]),
+        ("hsdp", 4, 2, [*RANKS[3::13], *EIGHT_BITS[:1]]),
     ],
 )
 def test_gloo_ranks_are_planned_to_the_byte(

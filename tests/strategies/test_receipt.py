@@ -242,7 +242,7 @@ def test_gradients_reduced_in_another_format_are_refused(
 def test_state_in_another_format_is_refused(
     optim: str, pure: bool, elements: dict[str, int], line: str | None, built: Built
 ) -> None:
-    receipt: dict[str, Any] = {"parameters": {"trained": 5}, "dtypes": {}, "sharding": {}}
+    receipt: dict[str, Any] = {"parameters": {"trained": 5}, "dtypes": {}, "sharding": {}, "optimizer": {}}
     built.training(optim=optim, pure_bf16=pure)
     if line is None:
         add_optimizer_state(built.recipe, built.strategy, receipt, Counter(elements), 1)
@@ -253,7 +253,7 @@ def test_state_in_another_format_is_refused(
 
 
 def test_state_that_is_not_cut_is_refused(built: Built) -> None:
-    receipt: dict[str, Any] = {"parameters": {"trained": 100}, "dtypes": {}, "sharding": {}}
+    receipt: dict[str, Any] = {"parameters": {"trained": 100}, "dtypes": {}, "sharding": {}, "optimizer": {}}
     for name in ("zero1", "zero2", "zero3"):
         zero = read_strategy(name)
         with pytest.raises(EnvironmentMismatch, match=f"{name} shards optimizer state, this rank holds 100%"):

@@ -90,28 +90,28 @@ class RoundedAdamW(torch.optim.AdamW):
         flat = [tensor.view(-1) for tensor in held]
         for each in self._ranges.get(id(parameter), [Range(place, start, 0, local.numel())]):
             key = key_of(self._seed, step, each.place)
-            for chunk, first, begin, end in _chunks(each):
+            for chunk, first, begin, end in chunks(each, ROUNDED_CHUNK):
                 parts = [tensor[begin:end] for tensor in flat]
                 slope = gradient[begin:end].to(torch.float32, copy=True)  # it is overwritten
-                values = _adamw([part.float() for part in parts], slope, group, step)
+                values = adamw_update([part.float() for part in parts], slope, group, step)
                 for use, (part, value) in enumerate(zip(parts, values, strict=True)):
                     if part.dtype == torch.bfloat16:
-                        _round_(value, random_bits(key_of(key, chunk, use), first, end - begin, value.device))
+                        round_at_random(value, random_bits(key_of(key, chunk, use), first, end - begin, value.device))
                     part.copy_(value)
 
 
-def _chunks(range_: Range) -> Iterator[tuple[int, int, int, int]]:
+def chunks(range_: Range, size: int) -> Iterator[tuple[int, int, int, int]]:
     """The number of each chunk that these elements are in, the index of the first one there, and their begin and end
-    in the flat tensor. Chunks are the full weight's, on every rank."""
+    in the flat tensor. Chunks of `size` elements are the full weight's, on every rank."""
     begin = range_.begin
     while begin < range_.end:
-        chunk, first = divmod(range_.start + begin - range_.begin, ROUNDED_CHUNK)
-        end = min(range_.end, begin + ROUNDED_CHUNK - first)
+        chunk, first = divmod(range_.start + begin - range_.begin, size)
+        end = min(range_.end, begin + size - first)
         yield chunk, first, begin, end
         begin = end
 
 
-def _adamw(values: Sequence[Tensor], gradient: Tensor, group: dict[str, Any], step: int) -> Sequence[Tensor]:
+def adamw_update(values: Sequence[Tensor], gradient: Tensor, group: dict[str, Any], step: int) -> Sequence[Tensor]:
     """Weight and moments after a step, float32 [elements] each, in their own memory (Loshchilov and Hutter, Decoupled
     Weight Decay Regularization, 2019, algorithm 2)."""
     weight, average, square = values
@@ -125,7 +125,7 @@ def _adamw(values: Sequence[Tensor], gradient: Tensor, group: dict[str, Any], st
     return values
 
 
-def _round_(values: Tensor, bits: Tensor) -> None:
+def round_at_random(values: Tensor, bits: Tensor) -> None:
     """Rounds float32 to what bfloat16 can hold, away from zero with the probability of the part that is cut off.
 
     The low 16 of the random bits are added to the bits of the number, whose low half is then cut off; a carry goes

@@ -48,7 +48,7 @@ class Training(Section):
     adam_beta2: Decay = Field(0.999, description="AdamW's decay of the squared gradient's running mean.")
     adam_epsilon: float = Field(1e-8, gt=0, description="Added to the root of that mean before AdamW divides by it.")
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the gradient's global norm to this; null: never.")
-    optim: Optimizer = Field("adamw", description="AdamW: fused; bitsandbytes', not sharded; paged: on CUDA.")
+    optim: Optimizer = Field("adamw", description="AdamW: fused, or in 8 bits; paged: on CUDA, not sharded.")
     mixed_precision: Literal["bf16", "fp16", "no"] = Field("bf16", description="For computation; fp16 scales losses.")
     pure_bf16: bool = Field(False, description="Trained weights and AdamW's state in bfloat16 too, rounded at random.")
     activation_checkpointing: bool | Count | Literal["auto", "selective"] = Field(

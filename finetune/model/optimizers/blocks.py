@@ -1,0 +1,94 @@
+"""Moments in one byte: blocks of a weight's rows, a scale for each, and a book of 256 values.
+
+Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021. A block lies within a row, so a shard has the
+blocks that its rows have in the full tensor, on any number of ranks. bitsandbytes has the same book, and blocks of 256
+elements of the flattened tensor: the same ones where rows are multiples of 256.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+LONGEST_BLOCK = 256  # elements, at most
+SHORTEST_BLOCK = 8  # the scales of shorter ones would take more than half a byte an element
+FEWEST = 4096  # elements of a tensor whose moments are in one byte; bitsandbytes' threshold too
+BLOCKWISE = (("state1", "absmax1"), ("state2", "absmax2"))  # the first and second moment in a state, and their scales
+_SMALLEST = torch.finfo(torch.float32).tiny  # a scale by which zeros can be divided
+
+
+class Book(NamedTuple):
+    """The values of the codes 0 to 255, ascending, float32 [256], and what separates each from the next [255]."""
+
+    values: Tensor
+    edges: Tensor
+
+
+def block_length(shape: Sequence[int]) -> int:
+    """Elements of a block of the moments of a weight; 0 where they stay in float32.
+
+    The largest divisor of a row, up to 256: 256 of 4,096; 192 of 576; all of an adapter's row of 16. Vectors, tensors
+    of fewer than 4,096 elements and rows without such a divisor have none.
+    """
+    if len(shape) < 2 or math.prod(shape) < FEWEST:
+        return 0
+    row = shape[-1]
+    longest = next(length for length in range(min(LONGEST_BLOCK, row), 0, -1) if row % length == 0)
+    return longest if longest >= SHORTEST_BLOCK else 0
+
+
+def block_in(shape: Sequence[int], scales: Sequence[int]) -> int:
+    """Elements of a block in moments of this shape that have scales of that one; 0 where these do not fit.
+
+    bitsandbytes' scales are flat, ours lie in rows.
+    """
+    block = LONGEST_BLOCK if len(scales) == 1 else shape[-1] // scales[-1]
+    return block if block and math.prod(scales) == -(-math.prod(shape) // block) else 0
+
+
+def book_on(device: torch.device, *, signed: bool) -> Book:
+    """The book of first moments (signed), or of second ones.
+
+    Seven powers of ten, the larger ones in finer steps, 0 and 1. A positive second moment is never 0: a root of 0
+    beside a mean that is not would make an update of 1 / epsilon (the zero-point problem of Li et al., Memory Efficient
+    Optimizers with 4-bit States, 2023; docs/log.md). So the first edge of its book is 0 and not halfway.
+    """
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        count = 2**exponent * (1 if signed else 2)
+        middles = [10.0 ** (exponent - 6) * (0.1 + 0.9 * (step + 0.5) / count) for step in range(count)]
+        values += middles + [-value for value in middles] * signed
+    values.sort()
+    edges = [(low + high) / 2 for low, high in pairwise(values)]
+    if not signed:
+        edges[0] = 0.0
+    return Book(*(torch.tensor(each, dtype=torch.float32, device=device) for each in (values, edges)))
+
+
+def encode(values: Tensor, block: int, book: Book) -> tuple[Tensor, Tensor]:
+    """Codes, int32 [elements], and scales, float32 [blocks], of float32 [elements], whose memory is used.
+
+    A scale is its block's largest magnitude; the last block may be shorter. A code is that of the nearest value.
+    """
+    blocks = _blocks(values, block)  # [blocks, block]
+    scales = torch.linalg.vector_norm(blocks, ord=math.inf, dim=1).clamp_min_(_SMALLEST)
+    scaled = blocks.div_(scales[:, None]).view(-1)[: len(values)]
+    return torch.bucketize(scaled, book.edges, out_int32=True), scales
+
+
+def decode(codes: Tensor, scales: Tensor, block: int, book: Book) -> Tensor:
+    """float32 [elements] of codes, uint8 [elements], and scales, float32 [blocks]."""
+    blocks = _blocks(book.values.index_select(0, codes.int()), block)
+    return blocks.mul_(scales[:, None]).view(-1)[: len(codes)]
+
+
+def _blocks(values: Tensor, block: int) -> Tensor:
+    """[elements] as [blocks, block], the last one filled with zeros."""
+    missing = -len(values) % block
+    return (pad(values, (0, missing)) if missing else values).view(-1, block)

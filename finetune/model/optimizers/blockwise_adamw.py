@@ -1,0 +1,129 @@
+"""AdamW with moments of one byte, over full weights and over shards of them.
+
+bitsandbytes' kernels (0.50) take no DTensors. torchao's 8-bit AdamW (0.18) does, but its blocks are those of a shard,
+so that its state fits no other number of ranks, and a shard whose elements are not a multiple of 256 has none; it
+compiles the update for each shape, without a choice, and wants the learning rate as a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from finetune.model.optimizers.blocks import BLOCKWISE, Book, block_length, book_on, decode, encode
+from finetune.model.optimizers.random_bits import key_of, random_bits
+from finetune.model.optimizers.rounded_adamw import (
+    ROUNDED_CHUNK,
+    LocalPart,
+    Range,
+    adamw_update,
+    all_of,
+    chunks,
+    round_at_random,
+)
+
+
+class _Moment(NamedTuple):
+    """This rank's elements of a moment, flat: values in float32, or codes with the scales of their blocks."""
+
+    held: Tensor
+    scales: Tensor | None
+    block: int
+    book: Book
+
+    def read(self, begin: int, end: int) -> Tensor:
+        """float32; where they are held as such, their own memory."""
+        if self.scales is None:
+            return self.held[begin:end]
+        return decode(self.held[begin:end], self._scales(self.scales, begin, end), self.block, self.book)
+
+    def write(self, begin: int, end: int, values: Tensor) -> None:
+        """Keep what `read` gave, updated in its memory."""
+        if self.scales is None:
+            return
+        codes, scales = encode(values, self.block, self.book)
+        self.held[begin:end].copy_(codes)
+        self._scales(self.scales, begin, end).copy_(scales)
+
+    def _scales(self, scales: Tensor, begin: int, end: int) -> Tensor:
+        return scales[begin // self.block : end // self.block]
+
+
+class BlockwiseAdamW(torch.optim.Optimizer):
+    """AdamW, computed in float32, that keeps moments in one byte and a scale for each block (blocks.py).
+
+    State by parameter, under bitsandbytes' names: `step` (a number), `state1` and `state2` like the parameter, uint8 or
+    float32, and of uint8 `absmax1` and `absmax2`, float32 [..., rows, blocks of a row]. All are sharded as it is.
+    Weights in bfloat16 are rounded at random, as RoundedAdamW does.
+
+    Args:
+        seed, local_part: As of RoundedAdamW.
+        in_float32: Parameters whose moments stay in float32, besides those that `block_length` leaves so.
+    """
+
+    def __init__(
+        self, params: Any, *, seed: int, in_float32: Iterable[Tensor], local_part: LocalPart = all_of, **settings: Any
+    ) -> None:
+        super().__init__(params, settings)
+        self._seed, self._local_part = seed, local_part
+        self._in_float32 = {id(parameter) for parameter in in_float32}
+        self._books: dict[torch.device, list[Book]] = {}
+
+    @torch.no_grad()
+    def init_state(self, _group: dict[str, Any], parameter: Tensor, *_places: int) -> None:
+        """Zero moments of a parameter; bitsandbytes' optimizers make theirs by the same name and arguments."""
+        state, block = self.state[parameter], self._block(parameter)
+        state["step"] = 0
+        for moment, scales in BLOCKWISE:
+            state[moment] = torch.zeros_like(parameter, dtype=torch.uint8 if block else torch.float32)
+            if block:
+                row = parameter.detach()[..., : parameter.shape[-1] // block]  # whose shape and shards they have
+                state[scales] = torch.zeros_like(row, dtype=torch.float32, memory_format=torch.contiguous_format)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        assert closure is None, "a closure would compute gradients that were clipped already"
+        place = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group, place)
+                place += 1
+
+    def _update(self, parameter: Tensor, group: dict[str, Any], place: int) -> None:
+        if not self.state[parameter]:
+            self.init_state(group, parameter)
+        state, block = self.state[parameter], self._block(parameter) or 1
+        state["step"] += 1
+        step, moments = state["step"], self._moments(parameter)
+        local, start = self._local_part(parameter)
+        gradient = self._local_part(parameter.grad)[0].reshape(-1)  # type: ignore[arg-type]  # it has one
+        weights, key = local.view(-1), key_of(self._seed, step, place)
+        whole_blocks = ROUNDED_CHUNK // block * block
+        for chunk, first, begin, end in chunks(Range(place, start, 0, len(weights)), whole_blocks):
+            part = weights[begin:end]
+            values = [part.float(), *(moment.read(begin, end) for moment in moments)]
+            adamw_update(values, gradient[begin:end].to(torch.float32, copy=True), group, step)
+            if part.dtype == torch.bfloat16:
+                round_at_random(values[0], random_bits(key_of(key, chunk), first, end - begin, part.device))
+                part.copy_(values[0])
+            for moment, updated in zip(moments, values[1:], strict=True):
+                moment.write(begin, end, updated)
+
+    def _moments(self, parameter: Tensor) -> list[_Moment]:
+        """The first and the second one of this rank's elements."""
+        state, block, device = self.state[parameter], self._block(parameter), parameter.device
+        if device not in self._books:
+            self._books[device] = [book_on(device, signed=signed) for signed in (True, False)]
+        flat = {name: self._local_part(each)[0].view(-1) for name, each in state.items() if name != "step"}
+        return [
+            _Moment(flat[moment], flat.get(scales), block, book)
+            for (moment, scales), book in zip(BLOCKWISE, self._books[device], strict=True)
+        ]
+
+    def _block(self, parameter: Tensor) -> int:
+        return 0 if id(parameter) in self._in_float32 else block_length(parameter.shape)
