@@ -188,4 +188,25 @@ FAULTS_OF_GPUS = (
         "sharded = DTensor.from_local(state, parameter.device_mesh, parameter.placements, run_check=False)",
         OFFLOADED,
     ),
+    Fault(
+        "an installed kernel whose results are not numbers is taken",
+        "architecture/flash_kernels.py",
+        "if not difference <= LARGEST_DIFFERENCE:  # NaN too",
+        "if difference > LARGEST_DIFFERENCE:",
+        "architecture/test_flash_kernels.py",
+    ),
+    Fault(
+        "a rank takes a kernel that another cannot",
+        "architecture/flash_kernels.py",
+        "if without and self.taken is not None:",
+        "if False:",
+        "architecture/test_flash_kernels.py",
+    ),
+    Fault(
+        "an installed kernel is not switched off again",
+        "architecture/flash_kernels.py",
+        "        restore_flash_attention_impl()\n",
+        "        pass\n",
+        "architecture/test_flash_kernels.py",
+    ),
 )

@@ -10,6 +10,8 @@ from benchmarks.common import Fault
 ROUNDED, BITS = "model/optimizers/rounded_adamw.py", "model/optimizers/random_bits.py"
 ITS_TESTS = "model/test_rounded_adamw.py"
 COPIES = "training/step/cast_weights.py"
+BLOCKS, BLOCKWISE = "model/optimizers/blocks.py", "model/optimizers/blockwise_adamw.py"
+BLOCKS_TESTS = "model/test_blockwise_adamw.py"
 
 FAULTS_OF_UPDATES = (
     Fault(
@@ -109,5 +111,26 @@ FAULTS_OF_UPDATES = (
         "weights.during(forward)",
         "forward()",
         "training/step/test_cast_weights.py",
+    ),
+    Fault(
+        "a small second moment in one byte becomes 0",
+        BLOCKS,
+        "        edges[0] = 0.0\n",
+        "        pass\n",
+        BLOCKS_TESTS,
+    ),
+    Fault(
+        "every chunk has the scales of the first one",
+        BLOCKWISE,
+        "return scales[begin // self.block : end // self.block]",
+        "return scales[: (end - begin) // self.block]",
+        BLOCKS_TESTS,
+    ),
+    Fault(
+        "moments of embeddings are in one byte",
+        BLOCKWISE,
+        "return 0 if id(parameter) in self._in_float32 else block_length(parameter.shape)",
+        "return block_length(parameter.shape)",
+        BLOCKS_TESTS,
     ),
 )
