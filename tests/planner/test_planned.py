@@ -90,7 +90,7 @@ def test_composition_adds_up_and_the_peak_has_a_place(folder: Path) -> None:
     assert step["gradients"] == weights
     assert step["optimizer state"] == 2 * weights + 4 * len(list(_weights(case, folder)))
     assert phases["forward"].peak.module == "lm_head"
-    assert phases["backward"].peak.module.startswith("model")
+    assert phases["backward"].peak.module == ""  # at its beginning, where the head's gradient is cast to float32
     assert phases["forward"].peak.parts["logits and loss"] > 39 * 512 * 4  # of the longest batch, before they are freed
     assert phases["forward"].peak.parts["cast weights"] > 0
 
