@@ -55,6 +55,8 @@ class OnTheHost(TorchFunctionMode):
             return GPU if device == HOST and not _on_host(args[0]) else device
         if func == _IS_CUDA:
             return not args[0].is_meta and not _on_host(args[0])
+        if func is torch.histc and not args[0].is_floating_point():  # CUDA's kernel takes integers, a CPU's does not
+            args = args[0].float(), *args[1:]
         asked = _asked_for(func, (*args, *kwargs.values()))
         pinned = kwargs.pop("pin_memory", False)
         given = list(_tensors((*args, *kwargs.values())))
