@@ -17,7 +17,8 @@ from transformers import CONFIG_MAPPING
 from finetune.architecture import attention, loss, router_loss
 from finetune.architecture.families import Computed
 from finetune.errors import EnvironmentMismatch
-from finetune.probe.compare import EXACT
+from finetune.probe import compare
+from finetune.probe.compare import EXACT, Difference, LibrarySide
 from finetune.probe.probe import ProbeResult, probe
 from finetune.recipe.schema import Recipe
 from tests.support.architectures import save_shaken
@@ -184,6 +185,33 @@ def test_in_16_bits_the_librarys_own_error_is_the_measure(narrow: Path, tmp_path
     folder = save_own_model(tmp_path / "own", "previous", hidden_size=64, num_hidden_layers=3)
     leaking = least_recipe(folder, lora=None, model={"trust_remote_code": True})
     assert "packing differs" in refusal(leaking, compute=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("family", "in_16_bits", "in_float32", "right"),
+    [
+        ("mixtral", 0.09, 0.0, True),
+        ("mixtral", 0.11, 0.0, False),
+        ("mixtral", 0.09, 2 * EXACT, False),
+        ("llama", 0.09, 0.0, False),
+    ],
+)
+def test_rounding_may_choose_experts(
+    family: str, in_16_bits: float, in_float32: float, right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mixture that is right in float32 may differ by more in 16 bits, but not by a tenth."""
+    monkeypatch.setattr(compare, "TIMES_THE_LIBRARYS", 0.0)
+
+    def differs(side: LibrarySide, *_: Any) -> Difference:
+        return Difference(0.0, in_float32 if side.compute is None else in_16_bits)
+
+    monkeypatch.setattr(LibrarySide, "difference_of", differs)
+    save_shaken(family, tmp_path)
+    recipe = least_recipe(tmp_path, lora=None)
+    if right:
+        assert probe(recipe, compute=torch.bfloat16).facts["bound"] == 0.1
+    else:
+        assert "differs" in refusal(recipe, compute=torch.bfloat16)
 
 
 @pytest.mark.usefixtures("spoilt_attention")
