@@ -284,6 +284,7 @@ INT8 = {"quantization": {"load_in_8bit": True}}
         ("auto", CPU, "single", {}, "on a CPU"),
         ("auto", CARD, "zero3", {}, "zero3 gathers weights inside of layers"),
         ("auto", CARD, "ddp", INT8, "layers of 8 bits"),
+        ("auto", CARD, "single", {"model": {"router_aux_loss_coef": 0.01}}, "the router's auxiliary loss"),
     ],
 )
 def test_what_is_left_off_says_why(

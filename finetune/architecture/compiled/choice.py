@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from finetune.architecture.compiled.layers import CompiledLayers, compile_layers, why_not_compiled
+from finetune.architecture.families import router_coefficient
 from finetune.errors import EnvironmentMismatch
 from finetune.files import cache_folder
 from finetune.recipe.schema import Recipe
@@ -37,7 +38,7 @@ def compile_as_asked(
         compiled.stopped = "training.compile: false"
     elif asked == "auto" and device.type != "cuda":
         compiled.stopped = "on a CPU, where training.compile: auto compiles nothing"
-    elif reason := _not_with(recipe, strategy) or why_not_compiled(model):
+    elif reason := _not_with(recipe, strategy) or why_not_compiled(model) or _routers_are_read(recipe, model):
         if asked is True:
             raise _refused(reason)
         compiled.stopped = reason
@@ -62,6 +63,14 @@ def _not_with(recipe: Recipe, strategy: Strategy) -> str | None:
         return f"{strategy.name} gathers weights inside of layers, which one graph cannot hold"
     if quantization is not None and quantization.load_in_8bit:
         return "layers of 8 bits read their inputs on the host, which one graph cannot hold"
+    return None
+
+
+def _routers_are_read(recipe: Recipe, model: PreTrainedModel) -> str | None:
+    """transformers' hooks collect what routers say from inside of the layers, of the trial of a layer too, whose graph
+    is gone when the loss reads it."""
+    if router_coefficient(model.config, recipe):
+        return "the router's auxiliary loss reads routers inside of the layers"
     return None
 
 
