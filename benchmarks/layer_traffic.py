@@ -1,25 +1,28 @@
 """What one decoder layer launches and moves in a training step: kernels, and bytes outside of its matrix products.
 
-python benchmarks/layer_traffic.py [--tokens 4096]      (two minutes on two cores, no GPU)
+python benchmarks/layer_traffic.py [--tokens 4096]      (ten minutes on two cores, no GPU)
 
 A model of Llama 3.1 8B's shape is traced as `finetune plan` traces it: the trainer's own assembly and step, on tensors
 without data that claim to be on a GPU, so with CUDA's autocast, and with attention by torch's variable-length kernel.
 A trace of two layers less one of a single layer is a layer. So nothing of the loss, the embeddings or the update is
 counted, and the layer is one between others, whose input needs a gradient.
 What counts as a kernel and as its bytes: tests/support/layer_traffic.py.
+
+Then the same layer compiled, from the graphs that inductor has fused, for a CPU: tests/support/compiled_traffic.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import write_result
+from tests.support.compiled_traffic import COMPILED_COLUMNS, COMPILED_METHODS, compiled_layer, with_copies
 from tests.support.layer_traffic import COLUMNS, METHODS, MODEL, TOKENS, layer_step, recipe_of
 
 RECOMPUTED = (False, True)
@@ -33,19 +36,39 @@ def rows(tokens: int) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, layer_step(recipe_of(method, recomputed=recomputed, tokens=tokens))
 
 
+def compiled_rows(tokens: int, eager: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What of it is compiled, without and with recomputation."""
+    for method in COMPILED_METHODS:
+        for recomputed in RECOMPUTED:
+            ending = ", recomputed" if recomputed else ""
+            row = compiled_layer(method, recomputed=recomputed, tokens=tokens)
+            yield method + ending, row
+            if method == "full, pure_bf16":
+                yield "full" + ending, with_copies(row, eager["full" + ending], eager[method + ending])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=TOKENS)
     arguments = parser.parse_args()
-    found = {}
-    print(f"{'':28}" + "".join(f"{column:>20}" for column in COLUMNS))
-    for name, row in rows(arguments.tokens):
-        found[name] = row
+    layer = shown(COLUMNS, rows(arguments.tokens))
+    compiled = shown(COMPILED_COLUMNS, compiled_rows(arguments.tokens, layer))
+    what = f"one decoder layer of {MODEL}, forward and backward of {arguments.tokens} tokens: layer from eager operations, "
+    what += "compiled from inductor's graphs for a CPU"
+    result = {"what": what, "tokens": arguments.tokens, "layer": layer, "compiled": compiled}
+    print(write_result("layer_traffic", result))
+    return 0
+
+
+def shown(columns: Sequence[str], found: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """All rows, printed one by one."""
+    table = {}
+    print(f"{'':28}" + "".join(f"{column:>20}" for column in columns))
+    for name, row in found:
+        table[name] = row
         cells = (f"{value:.2f}" if isinstance(value, float) else f"{value:,}" for value in row.values())
         print(f"{name:28}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
-    what = f"one decoder layer of {MODEL}, forward and backward of {arguments.tokens} tokens, from eager operations"
-    print(write_result("layer_traffic", {"what": what, "tokens": arguments.tokens, "layer": found}))
-    return 0
+    return table
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ process of its own; the arms take turns, and the figure is the median over the t
 up. Useful are the tokens of documents, as opposed to padding. The arms:
 
 - ours: the trainer's entrypoint with the recipe as written, but for the number of steps;
+- ours_compiled: the same with training.compile=true; the seconds of its first graphs are a figure of their own;
 - trl: SFTTrainer as it comes (it recomputes activations, and pads);
 - trl_packed: the same with packing=True;
 - trl_packed_kept: the same without recomputation, as the recipe has it;
@@ -114,10 +115,11 @@ def ours(folder: Path, steps: int, *more: str) -> dict[str, float]:
         raise SystemExit(done.stderr[-2000:] or done.stdout[-2000:])
     lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text("utf-8").splitlines())
     train = [line for line in lines if line["kind"] == "train"]
-    first = train[0]["step_seconds"]
     kept = train[WARMUP:]
     figures = summary([line["step_seconds"] for line in kept], [line["tokens"] for line in kept])
-    return figures | {"first_step_seconds": first}
+    receipt = json.loads((folder / "run" / "receipt.json").read_text("utf-8"))
+    graphs = receipt["compiled"]["first_seconds"]  # in the worst step, before the first
+    return figures | {"first_step_seconds": train[0]["step_seconds"], "graphs_seconds": graphs}
 
 
 def theirs(arm: str, folder: Path, steps: int) -> dict[str, float]:
@@ -295,7 +297,8 @@ def measured(arm: str, steps: int) -> dict[str, float]:
     return result
 
 
-ARMS = ["ours", "trl", "trl_packed", "trl_packed_kept", "trainer", "bare"]
+OURS: dict[str, tuple[str, ...]] = {"ours": (), "ours_compiled": ("training.compile=true",)}
+ARMS = [*OURS, "trl", "trl_packed", "trl_packed_kept", "trainer", "bare"]
 
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
@@ -311,8 +314,11 @@ def main() -> int:
     asked = arguments_of(sys.argv[1:])
     if asked.one:
         with scratch() as folder:
-            arm = ours if asked.one == "ours" else lambda *given: theirs(asked.one, *given)
-            print(json.dumps(arm(folder, asked.steps)))
+            if (overrides := OURS.get(asked.one)) is not None:
+                found = ours(folder, asked.steps, *overrides)
+            else:
+                found = theirs(asked.one, folder, asked.steps)
+            print(json.dumps(found))
         return 0
     names = asked.arms.split(",")
     turns: list[dict[str, dict[str, float]]] = []
@@ -328,22 +334,23 @@ def main() -> int:
 
 
 def judged(turns: list[dict[str, dict[str, float]]], peaks: list[float]) -> dict[str, Any]:
-    """Medians over the turns, ours over each other arm turn by turn, and the share of the peak that ours reaches."""
+    """Medians over the turns, each of ours over each other arm turn by turn, and the share of the peak it reaches."""
     recipe = load_recipe(RECIPE).recipe
     arms = {
         arm: {key: statistics.median(turn[arm][key] for turn in turns) for key in turns[0][arm]} for arm in turns[0]
     }
     result: dict[str, Any] = {"arms": arms, "peak_gflops": max(peaks) / 1e9}
-    if "ours" in arms:
-        ratios = {
-            arm: [turn["ours"]["tokens_per_second"] / turn[arm]["tokens_per_second"] for turn in turns] for arm in arms
-        }
-        result["ours_over"] = {arm: statistics.median(each) for arm, each in ratios.items() if arm != "ours"}
-        needed = needed_flops(recipe)
-        a_token = needed["layers"] + supervised_share(recipe) * needed["head"]
-        result["share_of_peak"] = arms["ours"]["tokens_per_second"] * a_token / max(peaks)
-        result["needed_mflop_a_token"] = a_token / 1e6
+    needed = needed_flops(recipe)
+    a_token = needed["layers"] + supervised_share(recipe) * needed["head"]
+    result["needed_mflop_a_token"] = a_token / 1e6
+    for mine in (arm for arm in OURS if arm in arms):
+        result[f"{mine}_over"] = {arm: _median_ratio(turns, mine, arm) for arm in arms if arm != mine}
+        result[f"{mine}_share_of_peak"] = arms[mine]["tokens_per_second"] * a_token / max(peaks)
     return result
+
+
+def _median_ratio(turns: list[dict[str, dict[str, float]]], mine: str, other: str) -> float:
+    return statistics.median(turn[mine]["tokens_per_second"] / turn[other]["tokens_per_second"] for turn in turns)
 
 
 if __name__ == "__main__":

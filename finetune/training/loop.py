@@ -75,9 +75,9 @@ def train(run: Run, state: TrainState) -> bool:
         steps = Steps(run, state, batches, late=overlaps)
         while not (stopped or _finished(run, state)):
             steps.begin()
-            last = steps.begun == plan.total_steps
-            evaluating = run.eval_rows is not None and (last or steps.begun % intervals["eval_steps"] == 0)
-            due, logging = last or evaluating or steps.begun % intervals["save_steps"] == 0, False
+            last = steps.started == plan.total_steps
+            evaluating = run.eval_rows is not None and (last or steps.started % intervals["eval_steps"] == 0)
+            due, logging = last or evaluating or steps.started % intervals["save_steps"] == 0, False
             while steps.to_read(everything=due or stopped):
                 stopped = steps.read() or stopped
                 if state.step == plan.total_steps or state.step % recipe.logging_steps == 0:

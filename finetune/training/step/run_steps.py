@@ -48,8 +48,8 @@ class Steps:
         self._computed = 0.0  # when the step that was read last had been
 
     @property
-    def begun(self) -> int:
-        """The steps of the run that have begun."""
+    def started(self) -> int:
+        """The steps of the run that have begun, read or not."""
         return self._state.step + self.unread
 
     @property
@@ -60,7 +60,7 @@ class Steps:
     def begin(self) -> None:
         """Give the next step to the device, at its learning rate. Raises NotFinite, before the update, where the host
         decides on it."""
-        run, step, began = self._run, self.begun, time.perf_counter()
+        run, step, began = self._run, self.started, time.perf_counter()
         rows, waited = run.plan.rows_of(step), self._batches.seconds
         micro_steps, supervised = run.plan.micro_steps(len(rows)), int(run.train_rows.supervised[rows].sum())
         rate = run.learning_rate(step)
