@@ -53,8 +53,8 @@ def main() -> int:
     arguments = parser.parse_args()
     layer = shown(COLUMNS, rows(arguments.tokens))
     compiled = shown(COMPILED_COLUMNS, compiled_rows(arguments.tokens, layer))
-    what = f"one decoder layer of {MODEL}, forward and backward of {arguments.tokens} tokens: layer from eager operations, "
-    what += "compiled from inductor's graphs for a CPU"
+    what = f"one decoder layer of {MODEL}, forward and backward of {arguments.tokens} tokens: "
+    what += "layer from eager operations, compiled from inductor's graphs for a CPU"
     result = {"what": what, "tokens": arguments.tokens, "layer": layer, "compiled": compiled}
     print(write_result("layer_traffic", result))
     return 0
