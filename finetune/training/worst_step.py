@@ -26,6 +26,7 @@ from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.run import Run
 from finetune.training.step.optimizer_step import optimizer_step
+from finetune.training.step.update import keep_refusal_flag, updates_on_device
 from finetune.wording import counted
 
 
@@ -72,6 +73,8 @@ def worst_step_first(run: Run, save: Callable[[], Path], restore: Callable[[Path
                 # have theirs from the start.
                 if run.accelerator.distributed_type != DistributedType.DEEPSPEED:
                     allocate_optimizer_state(run.optimizer)
+                if updates_on_device(run.accelerator, run.optimizer):
+                    keep_refusal_flag(run.optimizer, device)
             tokens = _step(run)
         if run.eval_rows is not None:
             _evaluate(run, run.eval_rows)

@@ -165,7 +165,5 @@ def test_a_plan_is_held_against_a_run(tmp_path: Path, monkeypatch: pytest.Monkey
     row = plan_gpu.measure(plan_gpu.configurations()[name], tmp_path, shrunken=True)
     assert row["ok"], row
     assert set(row["phases"]) == {"forward", "backward", "step"}
-    # On a CPU to the byte, but for the scale and the flag, float32 each, that fused AdamW keeps from its first step on:
-    # the worst step, which is measured, is this first one.
-    assert row["planned_bytes"] - row["measured_bytes"] == 2 * 4
-    assert plan_gpu.summary({name: row})["largest_error"] == pytest.approx(2 * 4 / row["measured_bytes"])
+    assert row["planned_bytes"] == row["measured_bytes"] > 0  # on a CPU to the byte
+    assert plan_gpu.summary({name: row})["largest_error"] == 0
