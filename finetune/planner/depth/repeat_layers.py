@@ -32,6 +32,7 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from finetune.measure.live_tensors import NONE
+from finetune.planner.constants import CAST_WEIGHTS
 from finetune.planner.trace.timeline import Event, Timeline, layer_of
 
 FIRST = 2  # index of the first layer that is repeated; as many layers follow the repeated ones
@@ -122,7 +123,8 @@ def add_unlayered_storage(changes: Iterable[StorageChange], short: Mapping[str, 
 
 
 def _runs(timeline: Timeline, device: str) -> list[_Run]:
-    """All events on the device, in order; those that belong to no layer are part of the run before them."""
+    """All events on the device, in order; those that belong to no layer are part of the run before them. Copies of
+    weights are made before the layers run, each in the run of its layer."""
     in_layers = {phase for phase, module in timeline.places if layer_of(module) is not None}
     owners = dict(timeline.layers)
     visits: dict[int | None, int] = defaultdict(int)
@@ -135,7 +137,7 @@ def _runs(timeline: Timeline, device: str) -> list[_Run]:
         layer = layer_of(module)
         if layer is not None:
             owners.setdefault(event.storage, layer)
-        elif not begins and phase not in in_layers:
+        elif not begins and (phase not in in_layers or timeline.components[event.storage] == CAST_WEIGHTS):
             layer = owners.get(event.storage)
         if begins or (layer is not None and layer != runs[-1].layer):
             runs.append(_Run(layer, visits[layer], []))
