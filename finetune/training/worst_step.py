@@ -70,7 +70,7 @@ def worst_step_first(run: Run, save: Callable[[], Path], restore: Callable[[Path
         with _measured(run.phases) as phases:
             with run.phases("state"):
                 # The moments are resident during every later step, so allocate them here too. DeepSpeed's engines
-                # have theirs from the start.
+                # have theirs from the start. The flag of an optimizer that can refuse an update stays as well.
                 if run.accelerator.distributed_type != DistributedType.DEEPSPEED:
                     allocate_optimizer_state(run.optimizer)
                 if updates_on_device(run.accelerator, run.optimizer):

@@ -23,7 +23,7 @@ from finetune.strategies.loss_scaling import FLOOR, loss_scale
 from finetune.tokens.batches import MicroBatch
 from finetune.training.step.cast_weights import AS_THEY_ARE, CastWeights
 from finetune.training.step.seeds import seed_generators
-from finetune.training.step.update import FACTS, clip_and_update, keep_refusal_flag, unsharded, updates_on_device
+from finetune.training.step.update import FACTS, clip_and_update, unsharded, updates_on_device
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,6 @@ def optimizer_step(
     scale = accelerator.num_processes / supervised_tokens
     tally = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss sum, supervised tokens, stop flags
     loss_sum = tally[0]
-    if on_device := updates_on_device(accelerator, optimizer):
-        keep_refusal_flag(optimizer, accelerator.device)
 
     def forward_and_backward() -> int:
         counted = 0
@@ -136,7 +134,7 @@ def optimizer_step(
         tally[1] = counted
         if stop:
             tally[2] = 1
-        if not on_device:
+        if not updates_on_device(accelerator, optimizer):
             result = _read_and_update(accelerator, model, optimizer, tally, max_grad_norm, supervised_tokens)
             return StepInFlight.landed(result)
         tally = accelerator.reduce(tally, reduction="sum")  # [3]

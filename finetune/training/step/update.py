@@ -35,8 +35,7 @@ def updates_on_device(accelerator: Accelerator, optimizer: torch.optim.Optimizer
 
 
 def keep_refusal_flag(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Give the optimizer its flag, before its first step measures memory: 1 from the first refused step on, until the
-    process ends."""
+    """Give the optimizer its flag, if it has none yet: 1 from the first refused step on, until the process ends."""
     inner = unwrap_optimizer(optimizer)
     if not hasattr(inner, "found_inf"):
         inner.found_inf = torch.zeros((), dtype=torch.float32, device=device)
@@ -44,7 +43,7 @@ def keep_refusal_flag(optimizer: torch.optim.Optimizer, device: torch.device) ->
 
 def clip_and_update(optimizer: torch.optim.Optimizer, tally: Tensor, max_grad_norm: float | None) -> Tensor:
     """One update, with the gradient's norm clipped; none where loss or gradient of any rank is not finite, nor after
-    such a step. Frees the gradients; reads nothing to the host. The optimizer has its flag (`keep_refusal_flag`).
+    such a step. Frees the gradients; reads nothing to the host.
 
     Args:
         tally: float64 [3], over all ranks: loss sum, supervised tokens, stop flags.
@@ -54,6 +53,7 @@ def clip_and_update(optimizer: torch.optim.Optimizer, tally: Tensor, max_grad_no
     """
     inner = unwrap_optimizer(optimizer)
     norm = gradient_norm(inner).to(tally.device)
+    keep_refusal_flag(inner, tally.device)
     facts = torch.cat([tally, norm.reshape(1), inner.found_inf.reshape(1)])
     # The sum is 0, or nan where a fact is not finite: it differs from a flag that is up, and nan differs from any.
     torch.ne((facts - facts).sum(), inner.found_inf, out=inner.found_inf)
