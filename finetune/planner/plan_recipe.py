@@ -230,6 +230,7 @@ def _trace_shallow(request: _TraceRequest, layers: int, folder: Path) -> tuple[T
         micro_steps=len(request.batches),
         gathers_once=request.strategy.gathers_once,
         reduces_once=request.strategy.reduces_once,
+        compiles=traced.compiles,
     )
 
 

@@ -1,10 +1,11 @@
 """Step time by the roofline model: a bound that no real run reaches, with the communication that is not overlapped.
 
 Each operation takes the longer of its floating-point operations at the chip's peak and its bytes at the memory's
-bandwidth; a collective takes the bytes that one rank sends in a ring over the slowest link it crosses. A phase's
-collectives overlap with its computation, except the first (sharded weights, for which the first layer waits) or the
-last (gradients), and what exceeds the computation. All figures are makers' peaks: no kernel reaches them; kernel
-launches and waiting for data cost nothing here.
+bandwidth. Where layers are compiled, forward and backward are matrix products and attention alone: what lies between
+those is fused, into how few kernels only a GPU's compiler knows. A collective takes the bytes that one rank sends in a
+ring over the slowest link it crosses. A phase's collectives overlap with its computation, except the first (sharded
+weights, for which the first layer waits) or the last (gradients), and what exceeds the computation. All figures are
+makers' peaks: no kernel reaches them; kernel launches and waiting for data cost nothing here.
 """
 
 from __future__ import annotations
@@ -102,10 +103,11 @@ class StepTime:
 
 def compute_seconds(work: StepWork, chip: Chip, phase: str) -> float:
     """One forward, backward or update."""
+    fused = work.compiles and phase != "step"
     return sum(
         times * max(op.flops / (chip.half if op.itemsize <= 2 else chip.single), op.nbytes / chip.memory)
         for op, times in work.operations.items()
-        if op.phase == phase
+        if op.phase == phase and not (fused and op.kind == "other")
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.planner.constants import STEP_PHASES
@@ -14,6 +15,31 @@ ASSUMED = (
     "a bound, by makers' peaks: {half:.0f} TFLOP/s in 16 bits and {single:.0f} in 32, {memory:.2f} TB/s of memory, "
     "{link:.0f} GB/s to GPUs of the machine, {between:.1f} to others; no kernel reaches them"
 )
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of a plan on a known GPU."""
+
+    time: StepTime  # as the run computes: with its layers compiled or not
+    as_written: StepTime  # without compiled layers
+    scale: Sequence[StepTime]  # `time` on other numbers of ranks
+    compiled: bool
+    launches: float  # operations of all micro-steps and the update, without compiled layers
+
+    @property
+    def launch_seconds(self) -> float:
+        """What the host may take to launch an operation, without compiled layers, before the GPU waits for it."""
+        return self.as_written.seconds / self.launches
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **self.time.as_json(),
+            "scale": [each.as_json() for each in self.scale],
+            "compiled_layers": self.compiled,
+            "uncompiled_tokens_per_second": self.as_written.tokens_per_second,
+            "uncompiled_launch_seconds": self.launch_seconds,
+        }
 
 
 def roofline_json(planned: Planned) -> dict[str, Any]:
@@ -28,9 +54,9 @@ def roofline_json(planned: Planned) -> dict[str, Any]:
         for phase in STEP_PHASES[:2]
     }
     arithmetic["attention_share"] = _attention_share(work)
-    time, scale = _step_times(planned)
-    speed = None if time is None else {**time.as_json(), "scale": [each.as_json() for each in scale]}
-    return {"communication": communication, "arithmetic": arithmetic, "speed": speed}
+    arithmetic |= {f"{phase}_launches": work.launches(phase) for phase in STEP_PHASES}
+    speed = _speed(planned)
+    return {"communication": communication, "arithmetic": arithmetic, "speed": speed and speed.as_json()}
 
 
 def roofline_lines(planned: Planned) -> Iterator[str]:
@@ -45,9 +71,13 @@ def roofline_lines(planned: Planned) -> Iterator[str]:
     forward, backward = (work.flops(phase) / layout.tokens / 1e9 for phase in STEP_PHASES[:2])
     share = _attention_share(work)
     yield f"GFLOP a token: {forward:.2f} forward, {backward:.2f} backward, {share:.0%} of both in attention"
-    time, scale = _step_times(planned)
-    if planned.gpus is not None and time is not None:
-        yield from _step_time_lines(planned.gpus.name, time, scale)
+    launches = [work.launches(phase) for phase in STEP_PHASES]
+    speed = _speed(planned)
+    host = "" if speed is None else f"; the host has {speed.launch_seconds * 1e6:.0f} us to launch each"
+    counts = f"{launches[0] + launches[1]:,.0f} operations a micro-step, {launches[2]:,.0f} an update"
+    yield f"without compiled layers: {counts}{host}"
+    if planned.gpus is not None and speed is not None:
+        yield from _speed_lines(planned.gpus.name, speed)
 
 
 def _attention_share(work: StepWork) -> float:
@@ -55,21 +85,28 @@ def _attention_share(work: StepWork) -> float:
     return both[0] / both[1]
 
 
-def _step_times(planned: Planned) -> tuple[StepTime | None, list[StepTime]]:
-    """As planned, and on other numbers of ranks; none where no GPU is named, or some of the work is the host's."""
+def _speed(planned: Planned) -> Speed | None:
+    """None where no GPU is named, or some of the work is the host's."""
     if planned.gpus is None or planned.gpus.name not in CHIPS or "offload" in planned.strategy:
-        return None, []
+        return None
     work, layout, chip = planned.work, planned.layout, CHIPS[planned.gpus.name]
     scale = [] if planned.strategy == "single" else list(scaled_step_times(work, chip, layout))
-    return step_time(work, chip, layout, layout), scale
+    as_written = step_time(replace(work, compiles=False), chip, layout, layout)
+    launches = layout.micro_steps * (work.launches("forward") + work.launches("backward")) + work.launches("step")
+    return Speed(step_time(work, chip, layout, layout), as_written, scale, work.compiles, launches)
 
 
-def _step_time_lines(gpu: str, time: StepTime, scale: Sequence[StepTime]) -> Iterator[str]:
-    chip = CHIPS[gpu]
+def _speed_lines(gpu: str, speed: Speed) -> Iterator[str]:
+    chip, time, scale = CHIPS[gpu], speed.time, speed.scale
     yield (
         f"at most {time.tokens_per_second:,.0f} tokens/s on {time.layout.ranks} x {gpu}, "
         f"{time.seconds:.2f} s a step, {time.exposed / time.seconds:.1%} of that communication that is not overlapped"
     )
+    if speed.compiled:
+        yield (
+            "  of compiled layers, by matrix products and attention alone, because all else is fused; "
+            f"{speed.as_written.tokens_per_second:,.0f} with training.compile: false"
+        )
     units = {name: value / 1e9 for name, value in vars(chip).items()}
     units |= {"half": chip.half / 1e12, "single": chip.single / 1e12, "memory": chip.memory / 1e12}
     yield "  " + ASSUMED.format(**units)

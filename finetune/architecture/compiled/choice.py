@@ -17,6 +17,7 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+SWITCHED_OFF = "training.compile: false"
 
 
 def check_compiling(recipe: Recipe, strategy: Strategy) -> None:
@@ -35,10 +36,10 @@ def compile_as_asked(
     asked = recipe.training.compile
     compiled = CompiledLayers(required=asked is True, log=log)
     if asked is False:
-        compiled.stopped = "training.compile: false"
+        compiled.stopped = SWITCHED_OFF
     elif asked == "auto" and device.type != "cuda":
         compiled.stopped = "on a CPU, where training.compile: auto compiles nothing"
-    elif reason := _not_with(recipe, strategy) or why_not_compiled(model) or _routers_are_read(recipe, model):
+    elif reason := why_left_off(recipe, strategy, model):
         if asked is True:
             raise _refused(reason)
         compiled.stopped = reason
@@ -46,6 +47,13 @@ def compile_as_asked(
         keep_graphs()
         compile_layers(model, compiled)
     return compiled
+
+
+def why_left_off(recipe: Recipe, strategy: Strategy, model: PreTrainedModel) -> str | None:
+    """Why layers run as they are written on any GPU; None where nothing is known against compiling them."""
+    if recipe.training.compile is False:
+        return SWITCHED_OFF
+    return _not_with(recipe, strategy) or why_not_compiled(model) or _routers_are_read(recipe, model)
 
 
 def keep_graphs(environment: MutableMapping[str, str] = os.environ) -> Path:

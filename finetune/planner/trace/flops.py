@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -61,13 +61,18 @@ class Operation(NamedTuple):
 class StepWork:
     """What one rank computes and sends in one forward, one backward and one update."""
 
-    operations: Mapping[Operation, float]  # how often
+    operations: Mapping[Operation, float]  # how often, where layers run as they are written
     collectives: Mapping[str, Mapping[str, CollectiveStats]] = field(default_factory=dict)  # by phase and name
+    compiles: bool = False  # layers are compiled, which leaves their products and attention as they are
 
     def flops(self, phase: str, *kinds: str) -> float:
         """Floating-point operations of a phase; of these kinds, or of all."""
         chosen = (op for op in self.operations if op.phase == phase and (not kinds or op.kind in kinds))
         return sum(self.operations[op] * op.flops for op in chosen)
+
+    def launches(self, phase: str) -> float:
+        """Operations of a phase where layers run as they are written, each of which launches a kernel or more."""
+        return sum(times for op, times in self.operations.items() if op.phase == phase)
 
 
 @contextmanager
@@ -153,6 +158,7 @@ def per_step(
     micro_steps: int,
     gathers_once: bool = False,
     reduces_once: bool = False,
+    compiles: bool = False,
 ) -> StepWork:
     """The work of one forward, one backward and one update, from a trace of `steps` steps of `micro_steps` each.
 
@@ -170,7 +176,7 @@ def per_step(
         for phase, stats in collectives.items()
         if phase in times
     }
-    return StepWork(done, sent)
+    return StepWork(done, sent, compiles)
 
 
 def with_ddp_reductions(work: StepWork, gradient_bytes: int) -> StepWork:
@@ -178,7 +184,7 @@ def with_ddp_reductions(work: StepWork, gradient_bytes: int) -> StepWork:
     buckets (torch/csrc/distributed/c10d/reducer.hpp); and with the all-reduce of the loop's three numbers."""
     buckets = 1 + math.ceil(max(0, gradient_bytes - DDP_FIRST_BUCKET) / DDP_BUCKET)
     gradients, sums = CollectiveStats(buckets, gradient_bytes), CollectiveStats(1, STEP_SUMS_BYTES)
-    return StepWork(work.operations, {"backward": {"all_reduce": gradients}, "step": {"all_reduce": sums}})
+    return replace(work, collectives={"backward": {"all_reduce": gradients}, "step": {"all_reduce": sums}})
 
 
 def work_at_depth(work: Mapping[int, StepWork], layers: int) -> StepWork:
@@ -197,7 +203,7 @@ def work_at_depth(work: Mapping[int, StepWork], layers: int) -> StepWork:
         collectives[phase] = {
             name: _line(stats.get(name, CollectiveStats()), each, times) for name, each in deep_stats.items()
         }
-    return StepWork(operations, collectives)
+    return StepWork(operations, collectives, deep.compiles)
 
 
 def _line(start: CollectiveStats, end: CollectiveStats, times: float) -> CollectiveStats:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -19,7 +19,9 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # torch's documentation names it by this path alone
+from transformers import PreTrainedModel
 
+from finetune.architecture.compiled.choice import why_left_off
 from finetune.launch.launcher import Launch
 from finetune.measure.phases import Phase
 from finetune.model.build import decoder_parts
@@ -58,7 +60,8 @@ class Traced:
 
     timeline: Timeline
     measured: dict[str, Phase]
-    operations: Mapping[Operation, int]  # of all steps
+    operations: Mapping[Operation, int]  # of all steps, of layers as they are written
+    compiles: bool  # a run on a GPU compiles the layers
 
 
 def trace(
@@ -95,23 +98,22 @@ def trace(
     with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
         if strategy.uses_engine and strategy.shards_parameters:
             build = _partitioning_build(build, accelerator, adapters=recipe.lora is not None)
-        mesh = make_mesh(strategy, accelerator.device) if strategy.shards_modules else None
+        mesh = make_mesh(strategy, device) if strategy.shards_modules else None
         inside.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", stand_ins.Replica))
-        if OPTIMIZERS[recipe.training.optim].paged:
-            inside.enter_context(host_pages())
+        inside.enter_context(host_pages() if OPTIMIZERS[recipe.training.optim].paged else nullcontext())
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
-        around = [workspaces(recorder, device, cublas, recipe.training.deterministic)] if gpu else []
-        around.insert(0, tagging(recorder, gloo=not gpu))
+        kernels = [workspaces(recorder, device, cublas, recipe.training.deterministic)] if gpu else []
+        around = [tagging(recorder, gloo=not gpu), *kernels]
         with count_operations(recorder.phases, *around, fake_mode=mode) as operations:
             with recorder.phases("load"):
                 # The ranks [ranks] int32, which torch's device mesh keeps in host memory.
                 numbers = None if mesh is None else torch.empty(ranks, dtype=torch.int32, device="cpu")
                 parts = assemble(recipe, strategy, accelerator, build, mesh, launch=None)
-            recorder.mark(map(local_shard, parts.unwrapped_model.parameters()), "parameters")
-            recorder.mark(parts.unwrapped_model.buffers(), "parameters")
+            model = cast(PreTrainedModel, parts.unwrapped_model)
+            recorder.mark((*map(local_shard, model.parameters()), *model.buffers()), "parameters")
             parts.model.train()
-            with recorder.modules(parts.unwrapped_model, decoder_parts(parts.unwrapped_model).get_output_embeddings()):
+            with recorder.modules(model, decoder_parts(model).get_output_embeddings()):
                 for _ in range(STEPS):
                     stream = _step_batches(recipe, strategy, accelerator, mode, batches)
                     _step(recipe, strategy, accelerator, parts, recorder, stream, len(batches), supervised)
@@ -120,7 +122,8 @@ def trace(
                 _save(parts)
             _record_layers(parts, recorder)
             del numbers
-        return Traced(recorder.timeline, recorder.phases.take(), operations)
+        compiles = gpu and why_left_off(recipe, strategy, model) is None
+        return Traced(recorder.timeline, recorder.phases.take(), operations, compiles)
 
 
 def _partitioning_build(build: Build, accelerator: Accelerator, *, adapters: bool) -> Build:

@@ -1,0 +1,95 @@
+"""The bound of a plan's speed, with layers that are compiled and without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.planner.plan_recipe import Planned, plan_recipe
+from finetune.planner.roofline import CHIPS, compute_seconds
+from finetune.planner.roofline_report import roofline_json, roofline_lines
+from finetune.recipe.gpus import parse_gpus
+from finetune.recipe.schema import Recipe
+from tests.support.recipes import least_recipe
+from tests.support.tiny import save_tiny
+
+
+def planned(recipe: Recipe, gpus: str = "1xH100") -> Planned:
+    return plan_recipe(recipe, parse_gpus(gpus))
+
+
+def recipe(base: Path, **sections: Any) -> Recipe:
+    sections.setdefault("training", {"global_batch_size": 3})
+    return least_recipe(base, data={"max_length": 512}, **sections)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("speed"), num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def auto(base: Path) -> Planned:
+    return planned(recipe(base))
+
+
+def test_compiled_layers_leave_products_and_attention(base: Path, auto: Planned) -> None:
+    off = planned(recipe(base, training={"global_batch_size": 3, "compile": False}))
+    compiled, written = roofline_json(auto), roofline_json(off)
+    assert (compiled["speed"]["compiled_layers"], written["speed"]["compiled_layers"]) == (True, False)
+    assert compiled["arithmetic"] == written["arithmetic"], "both are of the layers as they are written"
+    assert compiled["speed"]["uncompiled_tokens_per_second"] == written["speed"]["tokens_per_second"]
+    assert written["speed"]["uncompiled_tokens_per_second"] == written["speed"]["tokens_per_second"]
+    chip, work = CHIPS["H100"], auto.work
+    kept = {op: times for op, times in work.operations.items() if op.kind in ("product", "attention")}
+    by_hand = sum(
+        times * max(op.flops / (chip.half if op.itemsize == 2 else chip.single), op.nbytes / chip.memory)
+        for op, times in kept.items()
+        if op.phase != "step"
+    )
+    update = compute_seconds(off.work, chip, "step")
+    assert compiled["speed"]["step_seconds"] == pytest.approx(3 * by_hand + update)
+    assert update > 0, "which is not compiled"
+    text = "\n".join(roofline_lines(auto))
+    assert f"{written['speed']['tokens_per_second']:,.0f} with training.compile: false" in text
+    assert "training.compile" not in "\n".join(roofline_lines(off))
+
+
+def test_the_host_has_so_long_for_each_operation(auto: Planned) -> None:
+    speed, arithmetic = (roofline_json(auto)[key] for key in ("speed", "arithmetic"))
+    launches = [arithmetic[f"{phase}_launches"] for phase in ("forward", "backward", "step")]
+    whole = 3 * (launches[0] + launches[1]) + launches[2]
+    seconds = 3 * 512 / speed["uncompiled_tokens_per_second"]
+    assert min(launches) > 10
+    assert speed["uncompiled_launch_seconds"] == pytest.approx(seconds / whole)
+
+
+@pytest.mark.parametrize(
+    ("sections", "strategy", "gpus"),
+    [
+        ({"training": {"compile": False}}, "single", "1xH100"),
+        ({"training": {"activation_checkpointing": "selective", "compile": "auto"}}, "single", "1xH100"),
+        ({"lora": {"r": 4}, "quantization": {"load_in_8bit": True}}, "single", "1xH100"),
+        ({}, "zero3", "2xH100"),
+    ],
+    ids=["switched off", "selective", "int8", "zero3"],
+)
+def test_where_layers_are_not_compiled_the_bound_counts_all(
+    base: Path, sections: dict[str, Any], strategy: str, gpus: str
+) -> None:
+    found = planned(recipe(base, accelerate_config=strategy, **sections), gpus)
+    assert not found.work.compiles
+    assert replace(found.work, compiles=True) != found.work
+
+
+def test_sharded_layers_are_compiled(base: Path) -> None:
+    assert planned(recipe(base, accelerate_config="fsdp2"), "2xH100").work.compiles
+
+
+def test_a_plan_for_a_cpu_compiles_nothing(base: Path) -> None:
+    found = plan_recipe(recipe(base, training={"mixed_precision": "no"}), None)
+    assert not found.work.compiles
+    assert roofline_json(found)["speed"] is None
