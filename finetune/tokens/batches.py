@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
+from typing import Any, Protocol, TypedDict, cast
 
 import numpy as np
 import torch
 
 from finetune.tokens.encoder import IGNORE
 from finetune.tokens.mixture import ROW_ORDER, seeded_order
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Documents", "MicroBatch", "micro_batches", "prefetch", "rows_of_step"]
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -22,12 +22,10 @@ import peft  # noqa: F401  # as a run has it (receipt.py) before it is measured;
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from torch.distributed import distributed_c10d
 
 from finetune.launch.launcher import Launch
 from finetune.measure.phases import Phases
 from finetune.measure.units import PHASES
-from finetune.planner.trace.recorder import tensors_in
 from finetune.planner.trace.stand_ins import SHARED_MEMORY
 from finetune.planner.trace.trace import STEPS, trace
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
@@ -40,6 +38,8 @@ from finetune.strategies.zero import release_engine
 from finetune.tokens.batches import MicroBatch, prefetch
 from finetune.training.step.cast_weights import cast_weights
 from finetune.training.step.optimizer_step import optimizer_step
+from tests.support.cells import free_ports
+from tests.support.gloo_buffers import let_go_at_once
 from tests.support.mixtures import save_mixture
 from tests.support.saving import in_the_foreground
 from tests.support.tiny import flat_batch, save_tiny
@@ -176,26 +176,30 @@ def tracked_on_ranks(
     some: Sequence[Case], folder: Path, strategy: str, ranks: int = 2, node: int = 0
 ) -> list[dict[str, tuple[int, int]]]:
     """By so many gloo processes, `node` of them a machine; what rank 0 tracked of each case."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    lines = [json.dumps(asdict(case)) for case in some]
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ports = free_ports(len(some))  # each training meets at a port of its own: the last one's may still be held
+    lines = [json.dumps([port, asdict(case)]) for port, case in zip(ports, some, strict=True)]
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
     own |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(node or ranks)}
-    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, str(folder), strategy, *lines],
-            env=os.environ | own | {"RANK": str(rank), "LOCAL_RANK": str(rank % int(own["LOCAL_WORLD_SIZE"]))},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    said = [process.communicate(timeout=900) for process in processes]
-    told = [line.removeprefix("tracked ") for line in said[0][0].splitlines() if line.startswith("tracked ")]
-    assert len(told) == len(some), "".join(error[-3000:] for _, error in said)
+    with ExitStack() as stack:
+        said = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]
+        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]
+        processes = []
+        for rank in range(ranks):
+            process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", __file__, str(folder), strategy, *lines],
+                env=os.environ | own | {"RANK": str(rank), "LOCAL_RANK": str(rank % int(own["LOCAL_WORLD_SIZE"]))},
+                stdout=said[rank],
+                stderr=errors[rank],
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)  # before it is waited for: a rank whose partner died waits for it
+            processes.append(process)
+        for process in processes:
+            process.wait(timeout=900)
+        for file in (*said, *errors):
+            file.seek(0)
+        told = [line.removeprefix("tracked ") for line in said[0] if line.startswith("tracked ")]
+        assert len(told) == len(some), "".join(file.read()[-3000:] for file in errors)
     return [{name: tuple(pair) for name, pair in json.loads(line).items()} for line in told]
 
 
@@ -210,50 +214,6 @@ def differences(
             yield f"{name}: tracked {there}, planned {here}"
 
 
-# What FSDP2 and DeepSpeed call; "single" are names since torch 2.13.
-COLLECTIVES = (
-    *("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"),
-    *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter"),
-)
-
-
-def let_go_at_once() -> None:
-    """gloo's own threads drop a collective's buffers a moment after it is done; tracked peaks would depend on it."""
-    for name in COLLECTIVES:
-        if hasattr(torch.distributed, name):
-            dropped = _and_dropped(getattr(torch.distributed, name))
-            for module in (torch.distributed, distributed_c10d):  # in which collectives of objects look it up
-                setattr(module, name, dropped)
-
-
-def _and_dropped(collective: Any) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        tensors = list(tensors_in((args, kwargs)))
-        before = _holders(tensors)
-        work = collective(*args, **kwargs)
-        if work is not None:
-            work.wait()
-            work = _Done()
-        while _holders(tensors) > before:
-            time.sleep(0.0005)
-        time.sleep(0.0005)  # the copies that the same thread made for it go with it
-        return work
-
-    return call
-
-
-class _Done:
-    """Stands for the handle of a collective that is over, which would hold its buffers."""
-
-    def wait(self) -> None:
-        pass
-
-
-def _holders(tensors: Sequence[torch.Tensor]) -> int:
-    """Who holds these storages, threads of C++ too. Not public; were it to count otherwise, the two would differ."""
-    return sum(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) for tensor in tensors)
-
-
 def main(words: Sequence[str]) -> None:
     folder, strategy, *lines = words
     let_go_at_once()
@@ -263,12 +223,12 @@ def main(words: Sequence[str]) -> None:
 
         deepspeed.ops.__compatible_ops__[SHARED_MEMORY] = False  # compiled on first use, and of no use here
     for line in lines:
-        found = tracked(Case(**json.loads(line)), Path(folder), strategy)
+        port, case = json.loads(line)
+        os.environ["MASTER_PORT"] = str(port)
+        found = tracked(Case(**case), Path(folder), strategy)
         print("tracked", json.dumps(found), flush=True)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-        # Each training meets at a port of its own: the last one's may still be held.
-        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
 
 
 if __name__ == "__main__":
