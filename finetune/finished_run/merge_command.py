@@ -23,7 +23,7 @@ from finetune.finished_run.agreement import (
 from finetune.finished_run.load import FinishedRun, best_device, finished_run, fitting, load_adapted, load_whole
 from finetune.finished_run.merge import Merge, plan_merge, write_merged
 from finetune.model.build import load_tokenizer
-from finetune.model.text_part import auto_class
+from finetune.model.text_part import answering_part, auto_class
 from finetune.recipe.schema import Dtype
 from finetune.tokens.dataset import prepare
 from finetune.wording import counted
@@ -143,7 +143,7 @@ def _compared(folder: Path, reference: Reference, device: torch.device) -> Agree
     wrong = sorted(str(name) for names in info.values() for name in names)
     if wrong:
         raise FinetuneError(f"{folder}: plain transformers misses or finds too much: {', '.join(wrong[:3])}")
-    return agreement_with(model.to(device).eval(), reference)
+    return agreement_with(answering_part(model.to(device).eval()), reference)
 
 
 def _nearest(candidates: Mapping[Base, Mapping[str, float]]) -> Base:

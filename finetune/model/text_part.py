@@ -84,6 +84,16 @@ def auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
 
 
+def answering_part(model: PreTrainedModel) -> PreTrainedModel:
+    """What computes logits of text: `model` itself, or the causal model that Llama 4 has inside.
+
+    transformers 5.24 asks Llama 4's text model for outputs of pictures, which it has not: the whole model's forward
+    raises for every input.
+    """
+    inner: PreTrainedModel = model.get_decoder()
+    return model if inner.get_output_embeddings() is None else inner
+
+
 def trained_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration of what is trained: of a multimodal model its text section, where a causal class has one."""
     if not is_multimodal(config) or type(config.text_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -101,15 +101,15 @@ def test_the_head_is_looked_at_behind_two_layers(monkeypatch: pytest.MonkeyPatch
 
 
 def test_refused_before_weights_are_read(tmp_path: Path) -> None:
-    save_shaken("codegen", tmp_path)
+    save_shaken("gpt_neox_japanese", tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(FinetuneError, match=r"CodeGenAttention: _softmax.*data\.packing: false"):
+    with pytest.raises(FinetuneError, match=r"GPTNeoXJapaneseAttention: _softmax.*data\.packing: false"):
         refuse_early(recipe(tmp_path))
 
 
 def test_building_alone_refuses_too(tmp_path: Path) -> None:
     """As a planner and a rehearsal do; an attention that a model's own table lacks is a line as well."""
-    for name, words in (("codegen", "CodeGenAttention"), ("falcon", "varlen")):
+    for name, words in (("gpt_neox_japanese", "GPTNeoXJapaneseAttention"), ("falcon", "varlen")):
         save_shaken(name, tmp_path / name)
         for device in ("cpu", "meta"):
             with pytest.raises(FinetuneError, match=words):

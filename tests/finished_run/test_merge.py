@@ -31,7 +31,7 @@ from tests.support.finished import finished_run
 from tests.support.hub import running_hub
 from tests.support.hub.server import TOKEN
 from tests.support.mixtures import MIXTURES, save_mixture
-from tests.support.multimodal import FAMILIES, save_multimodal
+from tests.support.multimodal import FAMILIES, answering, save_multimodal
 from tests.support.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,7 +72,7 @@ def plain(folder: Path) -> Any:
 def logits(model: nn.Module) -> torch.Tensor:
     ids = torch.arange(3, 163).reshape(4, 40)
     with torch.no_grad():
-        result: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+        result: torch.Tensor = answering(model)(input_ids=ids, use_cache=False).logits
     return result
 
 

@@ -21,7 +21,7 @@ from finetune.preflight.shrink import shrink_model
 from finetune.recipe.schema import Data, Recipe
 from finetune.run_folder.save_restore import export_weights
 from finetune.strategies.assemble import Assembled
-from tests.support.multimodal import FAMILIES, WITH_TEXT_CLASS, save_multimodal
+from tests.support.multimodal import FAMILIES, WITH_TEXT_CLASS, answering, save_multimodal
 from tests.support.recipes import least_recipe, merged
 from tests.support.tiny import flat_batch, write_chats
 
@@ -58,7 +58,7 @@ def text_of(whole: Any) -> PreTrainedModel:
 
 def logits(model: nn.Module) -> Tensor:
     with torch.no_grad():
-        result: Tensor = model(input_ids=IDS, use_cache=False).logits
+        result: Tensor = answering(model)(input_ids=IDS, use_cache=False).logits
     return result
 
 

@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from peft import PeftModel
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    Llama4ForConditionalGeneration,
+    PreTrainedModel,
+)
 
 from tests.support.tiny import tiny_tokenizer
 
@@ -89,3 +95,9 @@ def save_multimodal(family: str, folder: Path) -> Path:
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def answering(model: Any) -> Any:
+    """`model`, peft's too; of Llama 4 its text model, for transformers 5.24's forward of the whole raises."""
+    whole = model.get_base_model() if isinstance(model, PeftModel) else model
+    return whole.language_model if isinstance(whole, Llama4ForConditionalGeneration) else model
