@@ -23,7 +23,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from finetune.errors import EnvironmentMismatch
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.paths import open_regular
 
 TEMPORARY_PREFIX = ".tmp-"
 
@@ -98,12 +99,22 @@ def clear_leftovers(folder: Path) -> None:
             path.unlink()
 
 
+def refuse_other_kinds(folder: Path, names: Iterable[str]) -> None:
+    """Raise FinetuneError where one of these is there and is no file of the folder's own: through a link a run would
+    write into another folder, from a pipe it would read for ever."""
+    for path in (folder / name for name in names):
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            kind = "a link" if path.is_symlink() else "a folder" if path.is_dir() else "not a file"
+            raise FinetuneError(f"{path}: is {kind}, not the run's own file; remove it, or choose another output_dir")
+
+
 def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Appends one JSON object a line in one write each, so that a reader sees complete lines.
 
     Numbers keep their full precision; NaN and infinity, which JSON lacks, become null.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    with disk_errors(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         with disk_errors(path):
             for row in rows:
@@ -145,10 +156,10 @@ def _later(row: Mapping[str, Any], last_step: int) -> bool:
 
 def _lines(path: Path) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
     """Each line and what it holds; None where it is torn."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         for line in file:
             row = None
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 row = json.loads(line)
             yield (row if line.endswith(b"\n") and isinstance(row, dict) else None), line
 

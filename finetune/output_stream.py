@@ -1,5 +1,5 @@
 """Standard output and error: on a closed pipe or a full disk lines are lost and no training ends; in a file or a pipe
-no line is broken.
+no line is broken; and a terminal obeys this program, never a stranger's text.
 
 `train.py ... | head -1`, a killed `tee`, a broken ssh connection, a log on a full disk: the figures of lines that could
 not be printed are in metrics.jsonl.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -20,6 +21,55 @@ if TYPE_CHECKING:
 
 
 UNBROKEN = 100_000  # columns
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# What a terminal obeys, or what makes it show letters in another order than they stand in: control characters, the
+# second set of them, overrides of direction, other ends of lines, half a letter.
+_OBEYED = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+# What this program and rich write themselves: colours, a line erased or drawn again, the cursor hidden.
+_OURS = r"\r\n?|\x1b\[[0-9;]*m|\x1b\[[0-9]*[AGJK]|\x1b\[\?25[lh]"
+_FILTER = re.compile(rf"({_OURS})|[{_OBEYED}]")
+_HARMFUL = re.compile(rf"[{_OBEYED}]")
+_SPLIT_LINES = re.compile(rf"[{_OBEYED}\t\n]+")
+
+
+def printable(text: str) -> str:
+    """The text with characters that a terminal would obey or hide replaced, one column for each character."""
+    return "".join(character if character.isprintable() else REPLACEMENT for character in text)
+
+
+def without_controls(text: str) -> str:
+    """A text of several lines, for a terminal: line ends and tabs stay, what it would obey is replaced."""
+    return _HARMFUL.sub(REPLACEMENT, text)
+
+
+def has_controls(text: str) -> bool:
+    """Whether a name holds what no terminal, log or command line should be given: controls, tabs, ends of lines."""
+    return _SPLIT_LINES.search(text) is not None
+
+
+def one_line(text: object, length: int = 300) -> str:
+    """A stranger's words in one line of a message: an exception of a library, a name."""
+    words = without_controls(" ".join(str(text).split()))
+    return words if len(words) <= length else words[: length - 3] + "..."
+
+
+def obeyed_by_none(text: str) -> str:
+    """The text as it may go to a terminal: of what that obeys, only what this program writes itself."""
+    return _FILTER.sub(lambda match: match[1] or REPLACEMENT, text)
+
+
+class PlainStream:
+    """A text stream that writes `obeyed_by_none` of what it is given; other attributes are those of the wrapped one."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        written: int = self._stream.write(obeyed_by_none(text))
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class LastingStream:
@@ -31,6 +81,7 @@ class LastingStream:
 
     def write(self, text: str) -> int:
         """Write what the stream accepts; characters that its encoding lacks become question marks."""
+        text = obeyed_by_none(text)
         with suppress(OSError, ValueError):  # ValueError: closed
             try:
                 _write(self._stream, text)
@@ -75,6 +126,20 @@ def keep_printing() -> None:
     It holds at the process's end too: Python flushes both streams then, and would exit with 120 where that fails.
     """
     sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
+
+
+@contextmanager
+def plain_output() -> Iterator[None]:
+    """Within, a terminal obeys nothing of standard output and error but this program's own colours."""
+    before = sys.stdout, sys.stderr
+    for stream in before:
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a letter shows its number, no traceback
+            stream.reconfigure(errors="backslashreplace")
+    sys.stdout, sys.stderr = (cast(TextIO, stream and PlainStream(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 @contextmanager

@@ -1,15 +1,43 @@
-"""Folders and files of this checkout that are used by their path; paths as a user writes them."""
+"""Folders and files of this checkout that are used by their path; paths as a user writes them; files as they are."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from pathlib import Path
+from typing import IO
 
 PACKAGE = Path(__file__).resolve().parent
 CHECKOUT = PACKAGE.parent  # recipes/, accelerate_configs/ and data/ are here, unless the package was installed alone
 TRAIN_SCRIPT = PACKAGE / "train.py"  # what `accelerate launch` is given
 
+_KINDS = {
+    stat.S_IFIFO: "is a pipe, not a file",
+    stat.S_IFSOCK: "is a socket, not a file",
+    stat.S_IFCHR: "is a device, not a file",
+    stat.S_IFBLK: "is a device, not a file",
+}
+
 
 def in_home(text: str) -> str:
     """`~/models/x` with the user's home folder, which no shell puts in for a recipe; other texts stay as they are."""
     return os.path.expanduser(text) if text.startswith("~") and "{" not in text else text
+
+
+def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+    """A file, opened for reading; a link to one too. Raises OSError, for a pipe or a device as well: reading them may
+    never end, and opening a pipe that nobody writes into waits for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind == stat.S_IFREG:
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    if kind == stat.S_IFDIR:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, _KINDS.get(kind, "is not a file"), str(path))
+
+
+def leaves_folder(path: Path, folder: Path) -> bool:
+    """Whether a path inside `folder` is a link, or goes through one, that leads out of it."""
+    return not path.resolve().is_relative_to(folder.resolve())

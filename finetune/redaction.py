@@ -10,12 +10,32 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+# No letter of a secret shows it: only the name before it does.
+AWS_SECRET = r"(?i:aws_?secret_?(?:access_?)?key)[\"']?\s{0,5}[:=]\s{0,5}[\"']?[A-Za-z0-9/+=]{40}(?![A-Za-z0-9/+=])"
+# Characters that nobody sees: within a secret they would hide it from every rule.
+INVISIBLE = re.compile(
+    "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff]"
+)
 # Patterns of tokens, by their issuers' prefixes; long enough that no word of a tokenizer's vocabulary matches.
 PATTERNS: tuple[tuple[str, str], ...] = (
-    ("a Hugging Face token", r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}"),
+    ("a Hugging Face token", r"\b(?:hf|api_org)_[A-Za-z0-9]{16,}"),
     ("an API key", r"\bsk-[A-Za-z0-9_-]{20,}"),
+    ("a GitLab token", r"\bgl(?:pat|dt|rt|ptt|soat|cbt|agent)-[A-Za-z0-9_-]{20,}"),
+    ("a Stripe key", r"\b(?:sk|rk)_(?:live|test|prod)_[A-Za-z0-9]{10,}"),
+    ("a JSON web token", r"\bey[A-Za-z0-9_-]{10,999}\.ey[A-Za-z0-9_-]{10,9999}\.[A-Za-z0-9_-]{10,}"),
+    ("an AWS secret key", AWS_SECRET),
+    ("a package registry's token", r"\b(?:npm_[A-Za-z0-9]{36}|pypi-AgE[A-Za-z0-9_-]{50,}|rubygems_[0-9a-f]{48})"),
+    (
+        "a cloud's token",
+        r"\b(?:do[opr]_v1_[0-9a-f]{64}|ya29\.[A-Za-z0-9_-]{20,}|hv[sb]\.[A-Za-z0-9_-]{24,}|dckr_pat_[\w-]{20,})",
+    ),
+    (
+        "a service's token",
+        r"\b(?:SG\.[\w-]{16,99}\.[\w-]{16,}|shp(?:at|ca|pa|ss)_[0-9a-fA-F]{32}|glsa_\w{32,}|xapp-[\w-]{20,}"
+        r"|(?:pplx|xai|nvapi|tvly)-[\w-]{20,}|(?:gsk|r8)_[A-Za-z0-9]{20,})",
+    ),
     ("a GitHub token", r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{50,})"),
-    ("an AWS key", r"\bAKIA[0-9A-Z]{16}\b"),
+    ("an AWS key", r"\b(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16}\b"),
     ("a Slack token", r"\bxox[abprs]-[A-Za-z0-9-]{10,}"),
     ("a Google key", r"\bAIza[0-9A-Za-z_-]{35}"),
     ("a private key", r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:[^-]+-----END [A-Z ]*PRIVATE KEY-----)?"),
@@ -52,7 +72,11 @@ def _stored_tokens() -> Iterable[str]:
 
 
 def find_secret(text: str, known: Iterable[str]) -> tuple[int, str] | None:
-    """Line number, from 1, and kind of the first secret in `text`; None where there is none. Never its value."""
+    """Line number, from 1, and kind of the first secret in `text`; None where there is none. Never its value.
+
+    Characters that nobody sees are passed over.
+    """
+    text = INVISIBLE.sub("", text)
     secrets = [(text.find(value), "a secret of this machine") for value in known if value in text]
     for kind, pattern in PATTERNS:
         match = re.search(pattern, text)
@@ -96,11 +120,28 @@ def hide_in(value: Any, known: Iterable[str]) -> Any:
 
 
 def _hidden(text: str, known: Iterable[str], instead: Callable[[str], str]) -> str:
+    if INVISIBLE.search(text) and find_secret(text, known):
+        return _hidden_between(text, known, instead)
     for value in sorted(known, key=len, reverse=True):
         text = text.replace(value, instead(value))
     for _, pattern in PATTERNS:
         text = re.sub(pattern, lambda match: instead(match[0]), text)
     return text
+
+
+def _hidden_between(text: str, known: Iterable[str], instead: Callable[[str], str]) -> str:
+    """Of a text in which characters that nobody sees may be within a secret: each secret is hidden with those in it."""
+    places = [at for at, letter in enumerate(text) if not INVISIBLE.match(letter)]
+    plain = "".join(text[at] for at in places)
+    spans = [match.span() for value in known for match in re.finditer(re.escape(value), plain)]
+    spans += [match.span() for _, pattern in PATTERNS for match in re.finditer(pattern, plain)]
+    parts, copied = [], 0
+    for first, last in sorted(spans):
+        begin, end = places[first], places[last - 1] + 1
+        if begin >= copied:
+            parts += [text[copied:begin], instead(text[begin:end])]
+            copied = end
+    return "".join([*parts, text[copied:]])
 
 
 def _covered(secret: str) -> str:

@@ -48,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FinetuneError as error:
         # All ranks fail alike, and one of them prints; where they did not find each other, one on each machine.
         which = "LOCAL_RANK" if isinstance(error, NoRendezvous) else "RANK"
-        if int(os.environ.get(which, os.environ.get("SLURM_PROCID", "0"))) == 0:
-            print(error, file=sys.stderr, flush=True)
-            from finetune.launch.launcher import repeat_after_launcher
+        from finetune.launch.launcher import repeat_after_launcher, speaks_for_ranks
 
+        if speaks_for_ranks(which):
+            print(error, file=sys.stderr, flush=True)
             repeat_after_launcher(str(error))
         return error.exit_code
     except KeyboardInterrupt as error:
@@ -70,6 +70,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     from finetune.hub.around_training import check_before_training, push_after_training, refuse_secrets
     from finetune.hub.start_adapter import find_start_adapter
     from finetune.launch.launcher import continue_command, read_launch, under_launcher
+    from finetune.launch.signals import StopRequest, die_with_launcher
     from finetune.launch.slurm import slurm_ranks
 
     if not under_launcher():
@@ -80,7 +81,6 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     refuse_secrets(recipe)
     silence_libraries(launch)
     from finetune.architecture import attention
-    from finetune.launch.signals import StopRequest, die_with_launcher
     from finetune.model.build import attention_name, load_tokenizer
     from finetune.model.optimizer import learning_rate_schedule
     from finetune.probe.probe import probe
@@ -160,15 +160,21 @@ def _claim(loaded: LoadedRecipe, prepared: Prepared, adapter: StartAdapter | Non
 
 def _wait_for_rank_0(code: int) -> int:
     """Have other ranks end after rank 0: a launcher kills all ranks when one ends, and rank 0 prints the error."""
-    if code not in (0, 130) and int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) != 0:
-        time.sleep(RANK_0_SECONDS)
+    if code not in (0, 130):
+        from finetune.launch.launcher import speaks_for_ranks
+
+        if not speaks_for_ranks():
+            time.sleep(RANK_0_SECONDS)
     return code
 
 
 def process_main(argv: Sequence[str] | None = None) -> int:
     """`main` as the work of a whole process, perhaps one of several ranks. Returns the exit code."""
+    from finetune.launch.signals import ended_by_signals
+
     keep_printing()
-    return _wait_for_rank_0(main(argv))
+    with ended_by_signals():
+        return _wait_for_rank_0(main(argv))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,11 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
+def in_digits(number: float) -> str:
+    """1048576 and 0.5, as a recipe takes them."""
+    return str(int(number)) if float(number).is_integer() else f"{number:g}"
+
+
 def recomputation_in_words(setting: bool | int | str) -> str:
     """`activation_checkpointing` in a sentence."""
     if isinstance(setting, str):

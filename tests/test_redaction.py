@@ -12,19 +12,57 @@ HEAD = "-----BEGIN "
 # By kind: secrets, and texts that nearly are. Letters are repeated: no real secret looks like that.
 SAMPLES: dict[str, tuple[list[str], list[str]]] = {
     "a Hugging Face token": (
-        [f"{maker}_{'x' * 20}" for maker in ("hf", "api_org")],
-        ["hf_" + "x" * 19, "behf_" + "x" * 20, "hf-" + "x" * 20, "api_org_" + "x" * 19],
+        [f"{maker}_{'x' * 16}" for maker in ("hf", "api_org")],
+        ["hf_" + "x" * 15, "behf_" + "x" * 20, "hf-" + "x" * 20, "api_org_" + "x" * 15, "hf_hub_transfer_speed"],
     ),
     "an API key": (
         ["sk-" + "x" * 20, "sk-proj-" + "x" * 10 + "_9-" + "x" * 10],
         ["sk-" + "x" * 19, "task-" + "x" * 20, "sk_" + "x" * 20],
+    ),
+    "a GitLab token": (
+        [f"gl{kind}-{'x' * 20}" for kind in ("pat", "dt", "rt", "ptt", "soat", "cbt", "agent")],
+        ["glpat-" + "x" * 19, "aglpat-" + "x" * 20, "glpat_" + "x" * 20, "glxyz-" + "x" * 20],
+    ),
+    "a Stripe key": (
+        [f"{who}_{kind}_{'x' * 10}" for who in ("sk", "rk") for kind in ("live", "test", "prod")],
+        ["sk_live_" + "x" * 9, "pk_live_" + "x" * 10, "task_live_" + "x" * 10],
+    ),
+    "a JSON web token": (
+        ["eyJ" + "x" * 9 + ".eyJ" + "y" * 9 + "." + "z" * 10],
+        ["eyJ" + "x" * 9 + ".eyJ" + "y" * 9, "eyes.eyes.eyes", "eyJ" + "x" * 9 + ".abJ" + "y" * 9 + "." + "z" * 10],
+    ),
+    "an AWS secret key": (
+        ["aws_secret_access_key = " + "x/" * 20, "AWS_SECRET_KEY:" + "x" * 40],
+        ["aws_secret_access_key = " + "x" * 39, "secret = " + "x" * 40, "aws_secret_access_key = " + "x" * 41],
+    ),
+    "a package registry's token": (
+        ["npm_" + "x" * 36, "pypi-AgE" + "x" * 50, "rubygems_" + "0a" * 24],
+        ["npm_" + "x" * 35, "npm_config_registry", "pypi-AgE" + "x" * 49, "rubygems_" + "x" * 48],
+    ),
+    "a cloud's token": (
+        ["dop_v1_" + "0a" * 32, "ya29." + "x" * 20, "hvs." + "x" * 24, "dckr_pat_" + "x" * 20],
+        ["dop_v1_" + "0" * 63, "ya29." + "x" * 19, "hvs." + "x" * 23, "dckr_pat_" + "x" * 19],
+    ),
+    "a service's token": (
+        [
+            *("SG." + "x" * 16 + "." + "y" * 16, "shpat_" + "0a" * 16, "glsa_" + "x" * 32, "xapp-" + "x" * 20),
+            *(f"{name}-{'x' * 20}" for name in ("pplx", "xai", "nvapi", "tvly")),
+            *("gsk_" + "x" * 20, "r8_" + "x" * 20),
+        ],
+        [
+            "SG." + "x" * 15 + "." + "y" * 16,
+            "shpat_" + "x" * 32,
+            "glsa_" + "x" * 31,
+            "xai-" + "x" * 19,
+            "r8_" + "x" * 19,
+        ],
     ),
     "a GitHub token": (
         [*(f"gh{letter}_{'x' * 36}" for letter in "pousr"), "github_pat_" + "x_" * 25],
         ["ghp_" + "x" * 35, "gha_" + "x" * 36, "aghp_" + "x" * 36, "github_pat_" + "x" * 49],
     ),
     "an AWS key": (
-        ["AKIA" + "X9" * 8],
+        [kind + "X9" * 8 for kind in ("AKIA", "ASIA", "ABIA", "ACCA")],
         ["AKIA" + "X" * 15, "AKIA" + "X" * 17, "AKIA" + "x" * 16, "AAKIA" + "X" * 16],
     ),
     "a Slack token": (
@@ -48,7 +86,7 @@ SAMPLES: dict[str, tuple[list[str], list[str]]] = {
 
 def test_each_rule_has_samples() -> None:
     assert list(SAMPLES) == [kind for kind, _ in PATTERNS]
-    assert len(SAMPLES) == len(PATTERNS) == 8
+    assert len(SAMPLES) == len(PATTERNS) == 15
     assert all(matching and missed for matching, missed in SAMPLES.values())
 
 
@@ -68,6 +106,18 @@ def test_what_is_none_is_left(kind: str) -> None:
         text = f"one {words} two"
         assert find_secret(text, []) is None, words
         assert hide_secrets(text, []) == text
+
+
+@pytest.mark.parametrize("hidden", ["\u200b", "\u00ad", "\ufeff", "\u2060", "\u200d"])
+def test_a_secret_with_invisible_characters_in_it(hidden: str) -> None:
+    secret = "hf_" + hidden.join("x" * 20)
+    assert find_secret(f"one\n{secret} two", []) == (2, "a Hugging Face token")
+    assert hide_secrets(f"one\n{secret} two {hidden} three", []) == f"one\n{HIDDEN} two {hidden} three"
+    assert (
+        hide_secrets(f"of this {hidden} machine: 9{hidden}8765432", ["98765432"])
+        == f"of this {hidden} machine: {HIDDEN}"
+    )
+    assert hide_secrets(f"a word{hidden}joined", []) == f"a word{hidden}joined"
 
 
 def test_the_first_of_several_is_reported() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from finetune import __version__
 from finetune.cli import data_verbs, run_verbs, train_verb
 from finetune.cli.app import AsJson, Overrides, RecipeFile, app, run_verb, user_path
 from finetune.launch.cpu_memory import bound_libraries
+from finetune.output_stream import plain_output
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
@@ -272,13 +272,11 @@ app.command()(data_verbs.doctor)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """A command line, as the console has it. Returns the exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a letter shows its number, no traceback
-            stream.reconfigure(errors="backslashreplace")
     # Frames, and lines broken at 80 columns, are for eyes: in a file or a pipe a message is one line that can be found.
     app.rich_markup_mode = "rich" if sys.stdout.isatty() and sys.stderr.isatty() else None
     try:
-        app(args=None if argv is None else list(argv), prog_name="finetune")
+        with plain_output():
+            app(args=None if argv is None else list(argv), prog_name="finetune")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(bool(end.code))
     return 0

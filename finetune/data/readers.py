@@ -10,18 +10,22 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
 from finetune.data.json_array import JsonArray
+from finetune.output_stream import one_line
+from finetune.paths import open_regular
+from finetune.untrusted.json_files import depth_of
+from finetune.untrusted.kinds import not_rows
 from finetune.wording import counted
 
 MAX_ROW_BYTES = 16 * 2**20  # a chat of 16 MiB is some 4 million tokens: surely a file without line ends
 MAX_ROW_DEPTH = 64
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-WIDE_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
 class SourceRow(NamedTuple):
@@ -50,7 +54,11 @@ def read_rows(file: Path, kind: str) -> Iterator[SourceRow]:
             count += 1
             yield row
     except OSError as error:
-        yield SourceRow(str(file), 1, None, f"cannot be read: {error.strerror or error}; check the file")
+        yield SourceRow(str(file), count + 1, None, f"cannot be read: {error.strerror or error}; check the file")
+        return
+    except (EOFError, zlib.error) as error:
+        problem = f"the compressed file is damaged or cut off ({one_line(error, 80)}); fetch it again"
+        yield SourceRow(str(file), count + 1, None, problem)
         return
     if not count:
         yield SourceRow(str(file), 1, None, "no rows: the file is empty; give it at least one row")
@@ -58,7 +66,7 @@ def read_rows(file: Path, kind: str) -> Iterator[SourceRow]:
 
 @contextmanager
 def _open_bytes(file: Path) -> Iterator[IO[bytes]]:
-    with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as stream:
+    with open_regular(file) as stored, gzip.open(stored, "rb") if file.suffix == ".gz" else stored as stream:
         yield stream  # type: ignore[misc]  # gzip's stream reads bytes like any other
 
 
@@ -66,11 +74,9 @@ def _read_json(file: Path) -> Iterator[SourceRow]:
     """JSON Lines, or one JSON array of objects, distinguished by the first character."""
     with _open_bytes(file) as stream:
         head = stream.read(64)
-        for mark, name in WIDE_MARKS.items():
-            if head.startswith(mark):
-                problem = f"the file is {name}, not UTF-8; convert it: iconv -f {name} -t UTF-8"
-                yield SourceRow(str(file), 1, None, problem)
-                return
+        if (problem := not_rows(head)) is not None:
+            yield SourceRow(str(file), 1, None, problem)
+            return
         start = len(BYTE_ORDER_MARK) if head.startswith(BYTE_ORDER_MARK) else 0
         while head[start:] and not head[start:].strip():
             head += (more := stream.read(4096))
@@ -136,7 +142,7 @@ def parse_json(text: str) -> Any:
         raise
     except ValueError as error:  # an integer of thousands of digits
         raise BadRow(f"not readable as JSON: {str(error).split(';')[0]}; correct the number") from None
-    if text.count("{") + text.count("[") > MAX_ROW_DEPTH and _depth(value) > MAX_ROW_DEPTH:
+    if text.count("{") + text.count("[") > MAX_ROW_DEPTH and depth_of(value) > MAX_ROW_DEPTH:
         raise BadRow(_too_deep())
     return value
 
@@ -180,16 +186,6 @@ def json_kind(value: Any) -> str:
     return f"{kind} ({text})" if text and len(text) <= 24 and value is not None else kind
 
 
-def _depth(value: Any) -> int:
-    """Levels of nesting, counted without recursion."""
-    depth, level = 0, [value]
-    while level:
-        depth += 1
-        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
-        level = [child for children in inner for child in children]
-    return depth
-
-
 def _read_array(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRow]:
     """Elements of one JSON array, one at a time. A mistake in the array's own syntax ends the file."""
     array = JsonArray(stream, MAX_ROW_BYTES)
@@ -212,7 +208,11 @@ def _read_array(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRo
 def _read_csv(file: Path) -> Iterator[SourceRow]:
     """Rows of a CSV file with a header line; every value is text."""
     with _open_bytes(file) as stream:
-        offset = len(BYTE_ORDER_MARK) if stream.read(3) == BYTE_ORDER_MARK else 0
+        head = stream.read(64)
+        if (problem := not_rows(head)) is not None:
+            yield SourceRow(str(file), 1, None, problem)
+            return
+        offset = len(BYTE_ORDER_MARK) if head.startswith(BYTE_ORDER_MARK) else 0
         stream.seek(offset)
         csv.field_size_limit(MAX_ROW_BYTES)
         reader = csv.reader(_csv_lines(stream, offset), strict=True)
@@ -283,12 +283,12 @@ def _read_parquet(file: Path) -> Iterator[SourceRow]:
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
+        with open_regular(file) as stored, pyarrow.parquet.ParquetFile(stored) as table:
             number = 0
             for batch in table.iter_batches(batch_size=1000):
                 for values in batch.to_pylist():
                     number += 1
                     yield SourceRow(str(file), number, without_filled_nulls(values), None)
     except pyarrow.ArrowException as error:
-        first_line = str(error).splitlines()[0]
+        first_line = one_line((str(error).splitlines() or [type(error).__name__])[0])
         yield SourceRow(str(file), 1, None, f"not readable as Parquet: {first_line}; write the file again")

@@ -18,6 +18,8 @@ from typing import Any
 from finetune.data.readers import SourceRow, read_rows, without_filled_nulls
 from finetune.data.splits import check_named_files, files_of_split, read_split
 from finetune.errors import DataError
+from finetune.output_stream import has_controls, one_line, printable
+from finetune.paths import open_regular
 from finetune.recipe.schema import DataSet
 
 SUFFIXES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -74,7 +76,7 @@ class Source:
             return load_dataset(
                 entry.path, entry.name, data_files=entry.data_files, split=entry.split, revision=entry.revision
             )
-        except (OSError, ValueError, RuntimeError, ConnectionError) as error:
+        except Exception as error:  # of the data set, of a missing library for its address
             raise DataError([f"{entry.path}: {_why_not_loaded(entry, error)}"]) from None
 
     def _hub_rows(self) -> Iterator[SourceRow]:
@@ -92,7 +94,7 @@ def _why_not_loaded(entry: DataSet, error: Exception) -> str:
         splits = found[1].replace("'", "")
         return f"split: there is no split {entry.split!r}, but {splits}; write one of them"
     words = str(error).strip().splitlines() or [type(error).__name__]
-    return f"cannot be loaded: {words[0]}; check the name, the network, or name local data_files"
+    return f"cannot be loaded: {one_line(words[0])}; check the name, the network, or name local data_files"
 
 
 def resolve(entry: DataSet) -> Source:
@@ -103,10 +105,10 @@ def resolve(entry: DataSet) -> Source:
         return Source(entry, "hub", ())
     if builder and patterns is None:
         raise DataError([f"data: path: {entry.path} names a kind of file; name the files too: data_files: chats.jsonl"])
-    if path.is_dir() and not (builder or patterns):
+    if _is_folder(path) and not (builder or patterns):
         files = _files_of(path, entry.split)
-        return Source(entry, _kind_of(files), tuple(files))
-    if builder or path.is_file() or path.is_dir():
+        return Source(entry, _kind_of(files), _plainly_named(files))
+    if builder or _is_file(path) or _is_folder(path):
         named = _named_files(path, builder, patterns or [])
         check_named_files(read_split(entry.split).name, named)
         return Source(entry, builder or _kind_of(named), named)
@@ -127,11 +129,36 @@ def _expand(patterns: list[str]) -> tuple[Path, ...]:
         matches = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))] if glob.has_magic(pattern) else []
         matches = matches or [Path(pattern)]
         for file in matches:
-            if not file.is_file():
-                reason = "is a folder" if file.is_dir() else "no such file"
-                raise DataError([f"{file}: {reason}; data_files are relative to the working folder ({Path.cwd()})"])
+            if not _is_file(file):
+                reason = "is a folder" if _is_folder(file) else "no such file"
+                raise DataError(
+                    [f"{one_line(file)}: {reason}; data_files are relative to the working folder ({Path.cwd()})"]
+                )
         files += matches
+    return _plainly_named(files)
+
+
+def _plainly_named(files: list[Path]) -> tuple[Path, ...]:
+    """Names of files are in every message about a row. Raises DataError for one that a terminal would obey."""
+    for file in files:
+        if has_controls(str(file)):
+            raise DataError([f"{printable(str(file))}: the name holds a control character; rename the file"])
     return tuple(files)
+
+
+def _is_file(path: Path) -> bool:
+    """Also for a name that is too long for any file."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 def _files_of(folder: Path, split: str) -> list[Path]:
@@ -155,7 +182,7 @@ def _kind_of(files: list[Path] | tuple[Path, ...]) -> str:
 
 def _hash_file(file: Path) -> str:
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             return hashlib.file_digest(stream, "blake2b").hexdigest()[:32]
     except OSError as error:
         raise DataError([f"{file}: cannot be read: {error.strerror}; check the file"]) from None

@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from finetune.data.readers import BadRow
 from finetune.errors import FinetuneError
-from finetune.finished_run.load import best_device, finished_run, load_adapted, load_whole
+from finetune.finished_run.load import best_device, finished_run, load_adapted, load_run_tokenizer, load_whole
 from finetune.model.generate import answer, answering
+from finetune.output_stream import without_controls
 from finetune.tokens.encoder import Encoder
 
 Who = Literal["base", "tuned", "both"]
@@ -86,7 +87,7 @@ class ChatSession:
 def open_run(run_dir: Path) -> ChatSession:
     """Load a finished run, its base as training had it. Raises FinetuneError when the folder holds none."""
     run, device = finished_run(run_dir), best_device()
-    tokenizer = AutoTokenizer.from_pretrained(run.product)
+    tokenizer = load_run_tokenizer(run)
     if run.recipe.lora is None:
         tuned = Participant("tuned", load_whole(run, device, tuned=True), nullcontext)
     else:
@@ -115,6 +116,13 @@ def chat_loop(
             _stream_answer(session, session.speakers(who), text, settings, log)
 
 
+class PlainStreamer(TextStreamer):
+    """Prints an answer word by word; of what a model writes a terminal obeys nothing."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(without_controls(text), stream_end)
+
+
 def _stream_answer(
     session: ChatSession,
     speakers: Iterable[Participant],
@@ -124,7 +132,7 @@ def _stream_answer(
 ) -> None:
     for speaker in speakers:
         log(f"\n{speaker.name}:")
-        streamer = TextStreamer(session.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = PlainStreamer(session.tokenizer, skip_prompt=True, skip_special_tokens=True)
         try:
             session.reply(speaker, text, settings, streamer)
         except KeyboardInterrupt:
@@ -153,7 +161,8 @@ def _run_command(session: ChatSession, settings: GenerationSettings, command: st
 def _remembered(session: ChatSession) -> Iterator[str]:
     for speaker in session.speakers("both"):
         for turn in speaker.history:
-            yield f"{speaker.name if turn['role'] == 'assistant' else 'you'}: {turn['content']}"
+            name = speaker.name if turn["role"] == "assistant" else "you"
+            yield f"{name}: {without_controls(turn['content'])}"
 
 
 def _save(session: ChatSession, path: Path) -> str:

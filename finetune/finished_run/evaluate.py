@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import AutoTokenizer
 
 from finetune.architecture import attention
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.finished_run.load import FinishedRun, fitting, load_adapted, load_whole
+from finetune.finished_run.load import FinishedRun, fitting, load_adapted, load_run_tokenizer, load_whole
 from finetune.model.build import attention_name, load_tokenizer
 from finetune.model.dtypes import COMPUTE
 from finetune.run_folder.facts import read_run
@@ -110,7 +109,7 @@ def task_figures(
             raise FinetuneError(
                 f"--tasks: lm-eval does not know {name}; lm_eval ls tasks shows all, --include adds a folder"
             )
-    tokenizer = AutoTokenizer.from_pretrained(run.product)
+    tokenizer = load_run_tokenizer(run)
     figures = {}
     for which, model in models_of(run, device, with_loss=False):
         language_model = HFLM(pretrained=model, tokenizer=tokenizer, device=str(device))

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from finetune.architecture.attention import use_librarys
 from finetune.architecture.families import refuse_unsuitable
@@ -21,6 +22,9 @@ from finetune.model.new_tokens import add_rows
 from finetune.model.quantization import unpacked_weight
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
+from finetune.untrusted.library_words import in_one_line, words_of
+from finetune.untrusted.model_folder import ADAPTER_CONFIG, look_at_adapter, patterns_of
+from finetune.untrusted.programs import look_at_tokenizer, refuse_slow_patterns
 
 
 @dataclass(frozen=True)
@@ -68,13 +72,32 @@ def load_adapted(run: FinishedRun, device: torch.device, *, with_loss: bool = Fa
 
     `with_loss`: its forward knows packed rows and `shift_labels`, as in training; else it is the library's.
     """
+    settings = look_at_adapter(run.product)
     base = _load(run.recipe, device, with_loss=with_loss)
-    with silenced_peft():
+    paths = [path for path, _ in base.named_modules()]
+    refuse_slow_patterns(str(run.product / ADAPTER_CONFIG), patterns_of(settings), paths)
+    with silenced_peft(), in_one_line(lambda error: _no_adapter(run, error)):
         adapted = PeftModel.from_pretrained(base, str(run.product)).eval()
     if with_loss:
         take_new_rows_into_loss(adapted.get_base_model())
         compute_adapters(adapted, unpacked_weight)
     return adapted
+
+
+def _no_adapter(run: FinishedRun, error: Exception) -> FinetuneError:
+    return FinetuneError(
+        f"{run.product}: the adapter could not be loaded onto {run.recipe.model.name_or_path}: {words_of(error)}; "
+        "resume the run, which exports it again"
+    )
+
+
+def load_run_tokenizer(run: FinishedRun) -> PreTrainedTokenizerBase:
+    """The tokenizer that the run exported. Raises FinetuneError where it is not usable."""
+    look_at_tokenizer(run.product)
+    message = f"{run.product}: the tokenizer could not be loaded"
+    with in_one_line(lambda error: FinetuneError(f"{message}: {words_of(error)}; resume the run")):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.product)
+        return tokenizer
 
 
 def load_whole(run: FinishedRun, device: torch.device, *, tuned: bool, with_loss: bool = False) -> nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +15,15 @@ from torch import Tensor, nn
 from finetune.errors import FinetuneError
 from finetune.finished_run.load import takes_from_the_base
 from finetune.model.adapters import silenced_peft
-from finetune.model.build import not_loaded
 from finetune.model.packaged import in_hub_cache, resolve_model_path
 from finetune.model.text_part import PEFT_PREFIX, WholeNames
 from finetune.recipe.schema import ModelSection
 from finetune.recipe.sections.lora_checks import by_pattern
+from finetune.untrusted.config_sizes import read_config
+from finetune.untrusted.json_files import read_object
+from finetune.untrusted.library_words import in_one_line, not_loaded, words_of
+from finetune.untrusted.model_folder import ADAPTER_CONFIG, MOST_INDEX, look_at_adapter, patterns_of, plain_names
+from finetune.untrusted.programs import refuse_slow_patterns
 
 TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
 # The settings of an adapter that its forward depends on; the recipe sets no others.
@@ -91,7 +94,12 @@ class AdapterFile:
 
 def open_adapter(folder: Path, names: WholeNames) -> AdapterFile:
     """The adapter of a finished run, by the names of the model that was trained."""
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    config = look_at_adapter(folder)
+    with in_one_line(lambda error: FinetuneError(f"{folder}: not an adapter of this model: {words_of(error)}")):
+        return _opened(folder, config, names)
+
+
+def _opened(folder: Path, config: Mapping[str, Any], names: WholeNames) -> AdapterFile:
     init = str(config.get("init_lora_weights", True))
     path, replaced = folder / "adapter_model.safetensors", {}
     layers: dict[str, dict[str, str]] = {}
@@ -109,6 +117,7 @@ def open_adapter(folder: Path, names: WholeNames) -> AdapterFile:
                 new_rows[f"{place}.weight"] = key, indices[place]
             else:
                 replaced[layer] = key
+    refuse_slow_patterns(str(folder / ADAPTER_CONFIG), patterns_of(config), layers)
     settings = {name: config[name] for name in ADAPTER_SETTINGS}
     patterns = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
     parameters = tuple(config.get("target_parameters") or ())
@@ -167,8 +176,10 @@ def open_base(section: ModelSection) -> BaseWeights:
             f"model.name_or_path: {section.name_or_path} is stored quantised, and into such weights nothing can be "
             "merged; name the model in 16 bits"
         )
-    index = read_settings(section, INDEX)
-    names = sorted(set(index["weight_map"].values())) if index else [SINGLE]
+    index = base_file(section, INDEX)
+    names = [SINGLE]
+    if index is not None:
+        names = sorted({*plain_names(index, read_object(index, MOST_INDEX, unique=True).get("weight_map")).values()})
     paths = [base_file(section, name) for name in names]
     files = [path for path in paths if path is not None]
     if len(files) < len(names):
@@ -196,7 +207,9 @@ def _open(files: Iterable[Path]) -> BaseWeights:
 def read_settings(section: ModelSection, name: str) -> dict[str, Any] | None:
     """A JSON file of the base as it stands; None where it has none."""
     path = base_file(section, name)
-    return None if path is None else dict(json.loads(path.read_text(encoding="utf-8")))
+    if path is None:
+        return None
+    return read_config(path) if name == "config.json" else read_object(path)
 
 
 def base_file(section: ModelSection, name: str) -> Path | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,11 +13,13 @@ import yaml
 from finetune.errors import FinetuneError
 from finetune.model.packaged import PREFIX, in_hub_cache, read_origin, resolve_model_path
 from finetune.recipe.schema import ModelSection
+from finetune.untrusted.json_files import read_bounded, read_object
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+MOST_CARD = 4 * 2**20  # bytes of a model card
 MAX_NAME = 96  # letters, by the Hub's rule
 LICENCE_KEYS = ("license", "license_name", "license_link")
 
@@ -74,8 +75,8 @@ def _name_of_folder(folder: Path) -> str | None:
     if cached:
         return f"{cached[1]}/{cached[2]}"
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = read_object(folder / "config.json")
+    except FinetuneError:
         return None
     name = str(config.get("_name_or_path", ""))
     return name if REPOSITORY.fullmatch(name) and not Path(name).exists() else None
@@ -83,13 +84,13 @@ def _name_of_folder(folder: Path) -> str | None:
 
 def _licence_in(card: Path) -> dict[str, str]:
     try:
-        text = card.read_text(encoding="utf-8")
-    except OSError:
+        text = read_bounded(card, MOST_CARD).decode("utf-8", "replace")
+    except FinetuneError:
         return {}
     head = re.match(r"\A---\r?\n(.*?)\r?\n---", text, re.DOTALL)
     try:
         values = yaml.safe_load(head[1]) if head else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         values = None
     return _licence_of(values if isinstance(values, dict) else {})
 

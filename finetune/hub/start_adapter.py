@@ -6,7 +6,6 @@ Each rank reads the whole file, which is small, and fills in the ranges that it 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ from finetune.run_folder.trained_tensors import load_model, model_tensors
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import reshard
 from finetune.strategies.zero_state import load_masters
+from finetune.untrusted.model_folder import look_at_adapter
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def find_start_adapter(recipe: Recipe) -> StartAdapter | None:
     if mistake is not None:
         raise FinetuneError(f"model.adapter: {mistake}")
     file = folder / WEIGHTS if revision is None else _fetched(name, WEIGHTS, revision)
-    base = str(json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or "")
+    base = str(look_at_adapter(folder).get("base_model_name_or_path") or "")
     keys = _fitting_keys(recipe, name, file)
     with file.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.errors import FinetuneError
+from finetune.paths import leaves_folder
 from finetune.recipe.schema import Data, Recipe
 from finetune.redaction import find_secret
+from finetune.untrusted.json_files import read_object
+from finetune.untrusted.safetensors_header import read_header
 
 WHOLE_MODEL = (
     "config.json",
@@ -63,6 +66,7 @@ class Outgoing:
         if self.path.endswith(".png"):
             return ""
         if isinstance(self.content, Path) and self.path.endswith(".safetensors"):
+            read_header(self.content)
             with self.content.open("rb") as file:
                 return file.read(int.from_bytes(file.read(SHARD_HEADER), "little")).decode(errors="replace")
         return self.read().decode("utf-8", errors="replace")
@@ -97,12 +101,23 @@ def collect(
         merged: The merged model instead of the adapter.
     """
     product, short = product_folder(run_dir, merged=merged), path_replacements(recipe, run_dir)
+    refuse_links(run_dir, product)
     product_files = _matching(product, (*WEIGHT_FILES[product.name], *TOKENIZER))
     files = [Outgoing("README.md", _shortened(card, short).encode())]
     for folder, names in ((product, product_files), (run_dir, _matching(run_dir, RUN))):
         files += [Outgoing(name, _cleaned(name, folder / name, short, base)) for name in names]
     present = {str(path.relative_to(product)) for path in product.rglob("*") if path.is_file()}
     return sorted(files, key=lambda file: file.path), sorted(present - set(product_files) - {"README.md"})
+
+
+def refuse_links(run_dir: Path, product: Path) -> None:
+    """Raise FinetuneError where a file to be sent, or its folder, is a link that leads out of the run's folder."""
+    names = [*RUN, *(f"{product.name}/{name}" for name in (*WEIGHT_FILES[product.name], *TOKENIZER))]
+    paths = [product, *(path for name in names for path in sorted(run_dir.glob(name)))]
+    out = [path.relative_to(run_dir) for path in paths if leaves_folder(path, run_dir)]
+    if out:
+        lines = [f"{path}: is a link out of the run's folder; put the file itself here" for path in map(str, out)]
+        raise FinetuneError("\n".join(["nothing was pushed:", *lines]))
 
 
 def _matching(folder: Path, patterns: Iterable[str]) -> list[str]:
@@ -113,9 +128,9 @@ def _matching(folder: Path, patterns: Iterable[str]) -> list[str]:
 def _cleaned(name: str, path: Path, short: Mapping[str, str], base: str) -> Path | bytes:
     if path.suffix in (".safetensors", ".png") or name in VOCABULARIES:
         return path
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8", errors="replace")
     if name == "adapter_config.json":
-        text = json.dumps(json.loads(text) | {"base_model_name_or_path": base}, indent=2) + "\n"
+        text = json.dumps(read_object(path) | {"base_model_name_or_path": base}, indent=2) + "\n"
     return _shortened(text, short).encode()
 
 

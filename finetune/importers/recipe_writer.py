@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from finetune.importers.foreign_config import LeftOut, Level
+from finetune.output_stream import printable
 from finetune.recipe.schema import Budget, Data, Hub, Lora, ModelSection, Quantization, Recipe, Training
-from finetune.recipe.yaml_text import plain_scalar, printable, shorten
+from finetune.recipe.yaml_text import plain_scalar, shorten
 
 _WIDTH = 100  # a comment that would reach further gets its own line
 _SECTIONS: dict[str, Any] = {

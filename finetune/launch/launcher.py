@@ -19,6 +19,9 @@ from pathlib import Path
 import psutil
 import yaml
 
+from finetune.errors import EnvironmentMismatch
+from finetune.output_stream import one_line
+
 PARENT_AT_START = os.getppid()
 
 
@@ -59,6 +62,7 @@ class Launch:
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     """Read the environment and the parent process. To be called early, while the launcher lives."""
     words, inherited = _find_launcher(environment)
+    refuse_left_over(environment, by_launcher=bool(words))
     options = _before_script(words)
     config = _option(options, "--config_file", "--config-file")
     by_srun = not words and "SLURM_PROCID" in environment and "RANK" in environment
@@ -78,6 +82,41 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         nodes=nodes,
         settings=tuple(f"{name}={value}" for name, value in sorted(inherited.items()) if name.startswith("PET_")),
     )
+
+
+_COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT")
+
+
+def refuse_left_over(environment: Mapping[str, str], *, by_launcher: bool) -> None:
+    """Raise EnvironmentMismatch for variables of ranks that make no rank: of another launcher, left in a shell."""
+    counts = {name: environment[name] for name in _COUNTS if name in environment}
+    for name, text in counts.items():
+        if not (text.isascii() and text.isdigit() and len(text) < 7):
+            raise _left_over(name, text, "is not a count")
+    rank, world = int(counts.get("RANK", "0")), int(counts.get("WORLD_SIZE", "1"))
+    local, here = int(counts.get("LOCAL_RANK", "0")), int(counts.get("LOCAL_WORLD_SIZE", max(world, 1)))
+    for name, count in (("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", here)):
+        if count < 1:
+            raise _left_over(name, str(count), "is no number of ranks")
+    if rank >= world:
+        raise _left_over("RANK", str(rank), f"is not one of {world} ranks (WORLD_SIZE)")
+    if local >= here:
+        raise _left_over("LOCAL_RANK", str(local), f"is not one of {here} ranks of a machine")
+    if world > 1 and not by_launcher and "MASTER_ADDR" not in environment:
+        raise _left_over("WORLD_SIZE", str(world), "names other ranks, and MASTER_ADDR does not say where they are")
+
+
+def _left_over(name: str, value: str, problem: str) -> EnvironmentMismatch:
+    return EnvironmentMismatch(
+        f"launch: {name}={one_line(value, 40)} {problem}; another launcher left it in this shell: unset {name}"
+    )
+
+
+def speaks_for_ranks(name: str = "RANK", environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process prints what all ranks would: rank 0, or one that is no rank, whatever RANK says."""
+    rank = environment.get(name, environment.get("SLURM_PROCID", "0"))
+    among_ranks = under_launcher(environment) or {"MASTER_ADDR", "SLURM_PROCID"} & environment.keys()
+    return not among_ranks or not rank.isdigit() or int(rank) == 0
 
 
 def _on_cpu(environment: Mapping[str, str], config: str | None) -> bool:

@@ -21,7 +21,7 @@ from types import FrameType
 from finetune.errors import STOPPED, EnvironmentMismatch, RankLost, Stopped
 from finetune.launch.launcher import BY_TRAIN_VERB, under_launcher
 from finetune.launch.script import LaunchPlan, line_of_machine
-from finetune.launch.signals import BROKEN_OFF
+from finetune.launch.signals import BROKEN_OFF, STOPPING
 from finetune.launch.slurm import slurm_ranks
 
 PATIENCE_SECONDS = 10.0  # for rank 0 to say what happened, after another rank failed
@@ -75,7 +75,7 @@ def count_gpus() -> int:
 def run_ranks(command: Sequence[str], count: int, *, on_cpu: bool) -> int:
     """Run the command as `count` ranks until all have ended; returns the exit code of the run.
 
-    The first SIGINT, SIGTERM or SIGHUP reaches every rank once, as SIGTERM: before training begins it ends a rank
+    The first signal of STOPPING reaches every rank once, as SIGTERM: before training begins it ends a rank
     without a traceback, afterwards the step is finished and saved, for as long as that takes. A second SIGINT kills all
     ranks. When a rank fails, the others get SIGTERM, at once where it was rank 0, which has said why, and 30 s.
 
@@ -175,7 +175,7 @@ def _received_signals() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    numbers = list(STOPPING)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)
     before = {number: signal.signal(number, note) for number in numbers}

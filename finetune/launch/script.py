@@ -15,11 +15,11 @@ from typing import Literal, get_args
 
 from finetune.errors import FinetuneError
 from finetune.files import write_text
+from finetune.output_stream import printable
 from finetune.paths import TRAIN_SCRIPT
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import LoadedRecipe
 from finetune.recipe.strategy import CONFIG_FOLDER, Strategy, read_strategy
-from finetune.recipe.yaml_text import printable
 from finetune.wording import counted
 
 Launcher = Literal["slurm", "torchrun", "accelerate"]

@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
+from finetune.errors import STOPPED
 from finetune.launch.launcher import (
     BY_ACCELERATE,
     BY_TORCHRUN,
@@ -35,6 +36,8 @@ from finetune.launch.launcher import (
     under_launcher,
 )
 
+# SIGUSR1 is Slurm's warning before the end of a job's time, SIGQUIT what Ctrl-\\ sends.
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 BROKEN_OFF = "broken off without saving"
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -50,8 +53,32 @@ class StopRequest:
 
 
 @contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Within, the signals of STOPPING end this process as Ctrl-C does, with 130 and one word, while there is nothing to
+    save yet; `stop_on_signals` takes over where there is.
+
+    Not one of several ranks: it may wait for the others in a library, where only a signal's default action ends it.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(STOPPED)
+
+    several = under_launcher() or {"RANK", "SLURM_PROCID"} & os.environ.keys()
+    if several or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [number for number in STOPPING if number != signal.SIGINT and _is_heard(number)]
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[None]:
-    """Turns SIGINT, SIGTERM and SIGHUP into a flag while the block runs; afterwards the earlier handlers are restored.
+    """Turns the signals of STOPPING into a flag while the block runs; afterwards the earlier handlers are restored.
 
     A SIGHUP that is ignored (nohup) stays ignored. Outside the main thread, where Python allows no handlers, the flag
     is never set. Do not enter it before the process group exists: a rank that waits for another inside a library
@@ -84,7 +111,7 @@ def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if _is_heard(number)]
+    numbers = [number for number in STOPPING if _is_heard(number)]
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield

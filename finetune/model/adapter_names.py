@@ -25,12 +25,15 @@ from finetune.model.adapter_reach import (
 from finetune.model.text_part import part_of
 from finetune.recipe.schema import Lora
 from finetune.recipe.sections.lora_checks import ends_of
+from finetune.untrusted.model_folder import patterns_of
+from finetune.untrusted.programs import refuse_slow_patterns
 
 
 def refuse_unknown_names(model: PreTrainedModel, lora: Lora) -> None:
     """Raise FinetuneError, a line for each name that nothing has, with the names that come nearest, and for each that
     reaches beyond the language model."""
     paths, whole = [path for path, _ in model.named_modules() if path], part_of(model)
+    refuse_slow_patterns("lora", patterns_of(lora.model_dump()), paths)
     trained = type(model).__name__ + (f", the text part of {whole}, which alone is trained" if whole else "")
     mistakes = [
         f"{place}: {name} matches no module of {trained}; {_remedy(name, model)}"

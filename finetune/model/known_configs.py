@@ -10,6 +10,7 @@ from typing import Any
 from finetune.errors import EnvironmentMismatch
 from finetune.model.packaged import ONLINE_REPOSITORIES, PREFIX, in_hub_cache, resolve_model_path
 from finetune.paths import PACKAGE
+from finetune.untrusted.config_sizes import read_config
 
 CONFIGS = PACKAGE / "model" / "configs"
 
@@ -74,18 +75,20 @@ def full_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, An
     if not file.is_file():
         shipped = shipped_config(name)
         file = shipped or in_hub_cache(name, "config.json", revision) or _from_hub(name_or_path, name, revision)
-    try:
-        config = json.loads(file.read_text("utf-8"), object_hook=_as_number)
-    except (OSError, ValueError) as error:
-        raise EnvironmentMismatch(f"model.name_or_path: {file}: cannot be read: {error}; correct it") from error
-    if "text_config" in config:
+    config = json.loads(json.dumps(read_config(file)), object_hook=_as_number)
+    if isinstance(config.get("text_config"), dict):
         config = _trained_part(config)
     return config, f"finetune/model/configs/{file.name}" if file.parent == CONFIGS else str(file)
 
 
 def _as_number(content: dict[str, Any]) -> Any:
     """transformers writes numbers that are not finite, limits of Mamba's steps, as {"__float__": "Infinity"}."""
-    return float(content["__float__"]) if content.keys() == {"__float__"} else content
+    if content.keys() != {"__float__"}:
+        return content
+    try:
+        return float(content["__float__"])
+    except (TypeError, ValueError):
+        return None
 
 
 def _from_hub(name_or_path: str, name: str, revision: str) -> Path:
@@ -162,9 +165,9 @@ def _trained_part(config: dict[str, Any]) -> dict[str, Any]:
 
     try:
         whole = AutoConfig.for_model(**config)
-    except (KeyError, TypeError, ValueError):  # not known here: building it says so
+        part = trained_config(whole)
+    except Exception:  # not known here, or with values that no model has: building it says so
         return config
-    part = trained_config(whole)
     return config if part is whole else json.loads(part.to_json_string(use_diff=False))
 
 

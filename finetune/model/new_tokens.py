@@ -19,9 +19,12 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.model.packaged import resolve_model_path
+from finetune.model.packaged import folder_of, resolve_model_path
+from finetune.output_stream import one_line
 from finetune.recipe.schema import ModelSection
 from finetune.recipe.yaml_text import shown
+from finetune.untrusted.library_words import in_one_line, words_of
+from finetune.untrusted.programs import look_at_tokenizer
 
 TOKENIZER_FILES = "tokenizer*", "*.model", "vocab*"
 
@@ -39,7 +42,10 @@ class NewRows:
 
 
 def read_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    """The tokenizer that comes with the model. Raises OSError or ValueError where there is none."""
+    """The tokenizer that comes with the model. Raises FinetuneError for a tokenizer.json that is not usable, and what
+    transformers raises where there is none."""
+    if (folder := folder_of(section.name_or_path, section.revision)) is not None:
+        look_at_tokenizer(folder)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         resolve_model_path(section.name_or_path),
         revision=section.revision,
@@ -94,13 +100,9 @@ def _pieces_by_id(section: str) -> dict[int, tuple[int, ...]] | None:
     folder = Path(resolve_model_path(read.name_or_path))
     if folder.is_dir() and not any(any(folder.glob(name)) for name in TOKENIZER_FILES):
         return None
-    try:
+    place = f"model.add_tokens: no tokenizer of {one_line(read.name_or_path)} to add to"
+    with in_one_line(lambda error: EnvironmentMismatch(f"{place}: {words_of(error, 200)}")):
         return add_to_tokenizer(read_tokenizer(read), read)
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise EnvironmentMismatch(
-            f"model.add_tokens: no tokenizer of {read.name_or_path} to add to: {reason}"
-        ) from error
 
 
 def add_rows(model: PreTrainedModel, section: ModelSection, *, fill: bool = True) -> list[int]:

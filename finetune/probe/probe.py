@@ -23,10 +23,10 @@ from transformers import AutoConfig, PreTrainedModel
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.adapter_reach import describe_reach, reach
-from finetune.model.build import attention_name, decoder_parts, not_loaded, plain_structure, refuse_early
+from finetune.model.build import attention_name, decoder_parts, plain_structure, refuse_early
 from finetune.model.dtypes import dtype_name
 from finetune.model.known_configs import full_config
-from finetune.model.packaged import resolve_model_path
+from finetune.model.packaged import folder_of, resolve_model_path
 from finetune.output_stream import silenced
 from finetune.probe.compare import NotFiniteHere
 from finetune.probe.judge import ANYWHERE, Differs, Judgement, judge, precision_on
@@ -34,6 +34,8 @@ from finetune.probe.padding import compare_padded
 from finetune.probe.remembered import one_at_a_time, probe_key, recall, remember
 from finetune.probe.shrink import SmallModel, cannot_probe, shortened, small_models
 from finetune.recipe.schema import Recipe
+from finetune.untrusted.library_words import not_loaded
+from finetune.untrusted.model_folder import look_at_config
 
 CPU = torch.device("cpu")
 
@@ -162,6 +164,8 @@ def _whole_model(recipe: Recipe, device: torch.device) -> tuple[PreTrainedModel,
 
 def _configuration(recipe: Recipe) -> dict[str, Any]:
     section = recipe.model
+    if (files := folder_of(section.name_or_path, section.revision)) is not None:
+        look_at_config(files)
     try:
         config = AutoConfig.from_pretrained(
             resolve_model_path(section.name_or_path),
@@ -174,8 +178,13 @@ def _configuration(recipe: Recipe) -> dict[str, Any]:
         raise
     except (OSError, ValueError, ImportError) as error:
         raise not_loaded("configuration", section.name_or_path, error) from error
-    except Exception as error:  # of code that came with the model
-        raise cannot_probe(section.name_or_path, shortened(error)) from error
+    except Exception as error:  # of code that came with the model, or of values that nobody foresaw
+        code = recipe.model.trust_remote_code
+        raise (
+            cannot_probe(section.name_or_path, shortened(error))
+            if code
+            else not_loaded("configuration", section.name_or_path, error)
+        ) from error
 
 
 def _files_with(recipe: Recipe) -> list[Path]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune.paths import open_regular
 from finetune.recipe.cross_checks import local_model_problem
 from finetune.recipe.schema import Lora, Recipe
 
@@ -19,6 +20,8 @@ CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "
 SCALARS = ("r", "lora_alpha", "use_rslora", "use_dora")
 BY_PATTERN = ("rank_pattern", "alpha_pattern")
 # Settings of peft that this kit's adapters do not have; each changes what the weights mean.
+MOST_BYTES = 16 * 2**20  # of adapter_config.json
+LISTS = ("target_parameters", "modules_to_save")
 NOT_OFFERED = (
     "lora_bias",
     "trainable_token_indices",
@@ -63,7 +66,8 @@ def folder_mistake(name: str | None, lora: Lora | None) -> str | None:
         return f"{name}: has no {CONFIG}; {hint}"
     if not (folder / WEIGHTS).is_file():
         return lacks_weights(name, pickled=(folder / PICKLED).is_file())
-    return config_mistake(name, (folder / CONFIG).read_text(encoding="utf-8", errors="replace"), lora)
+    with open_regular(folder / CONFIG) as file:
+        return config_mistake(name, file.read(MOST_BYTES).decode("utf-8", "replace"), lora)
 
 
 def lacks_weights(name: str, *, pickled: bool) -> str:
@@ -77,10 +81,12 @@ def config_mistake(name: str, text: str, lora: Lora | None) -> str | None:
     try:
         config = json.loads(text)
         kind = config.get("peft_type")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return f"{name}: {CONFIG} is not JSON of an adapter; name the folder of an adapter that peft saved"
     if kind != "LORA":
         return f"{name}: is an adapter of kind {kind}; name a LoRA adapter"
+    if wrong := next((key for key in LISTS if not isinstance(config.get(key) or [], list)), None):
+        return f"{name}: {CONFIG}: {wrong} is not a list of names; name the folder of an adapter that peft saved"
     other = [key for key in NOT_OFFERED if config.get(key)] + ["bias"] * (config.get("bias", "none") != "none")
     init = str(config.get("init_lora_weights", True))
     if init.startswith(MOVES_THE_BASE) and init not in REPEATABLE:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import difflib
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pydantic_core import PydanticCustomError
 
-from finetune.recipe.yaml_text import printable, shown
+from finetune.output_stream import printable
+from finetune.recipe.yaml_text import shown
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import DataSet, Quantization, Recipe, Training
@@ -173,13 +173,16 @@ def _schedule_mistakes(training: Training) -> Iterator[CrossCheck]:
 
 
 def check_sections(recipe: Recipe) -> None:
-    """Values of different sections agree with each other."""
+    """Values of different sections agree with each other, and names are names."""
+    from finetune.recipe.sections.name_checks import name_mistakes  # which takes CrossCheck from here
+
     refuse(
         [
             *_adapter_mistakes(recipe),
             *_quantization_mistakes(recipe),
             *_training_mistakes(recipe),
             *_hub_mistakes(recipe),
+            *name_mistakes(recipe),
         ]
     )
 
@@ -244,8 +247,6 @@ def _hub_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
     for key, needs_repository in (("hub.push", hub.push), ("hub.checkpoints", hub.checkpoints)):
         if needs_repository and hub.repo_id is None:
             yield CrossCheck(key, "hub.repo_id is not set", "add hub.repo_id: owner/name")
-    if hub.repo_id and not re.fullmatch(r"[\w.-]+/[\w.-]+", hub.repo_id):
-        yield CrossCheck("hub.repo_id", "is not a repository name", "write owner/name")
     if hub.checkpoints == hub.revision:
         problem = "is also hub.revision, the branch of the result"
         yield CrossCheck("hub.checkpoints", problem, "name another, for example checkpoints")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import math
 import os
 import pathlib
+import select
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,7 +16,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from finetune.errors import RecipeError
-from finetune.paths import in_home
+from finetune.output_stream import printable
+from finetune.paths import in_home, open_regular
 from finetune.recipe.adapter_config import folder_mistakes
 from finetune.recipe.foreign_keys import refuse_configuration_of_a_tool
 from finetune.recipe.mistakes import IN_QUOTES, Mistake, explain_mistake
@@ -30,12 +33,12 @@ from finetune.recipe.yaml_text import (
     dotted,
     excerpt,
     parse,
-    printable,
     shown,
 )
 from finetune.redaction import cover_secrets, hide_secrets, known_secrets
 
 COMMAND_LINE = "command line"
+PIPE_SECONDS = 10  # that a recipe which is a pipe may keep silent
 MAX_MISTAKES = 50  # shown at once
 # Other places and spellings of one key, accepted.
 CHECKPOINTING: Path = ("training", "activation_checkpointing")
@@ -127,8 +130,7 @@ def _read(file: pathlib.Path) -> str:
     try:
         if file.is_dir():
             raise RecipeError([f"{file}: is a folder; name a recipe in it{_neighbours(file)}"])
-        with file.open("rb") as stream:  # a pipe has no size: read, then look
-            read = stream.read(MAX_BYTES + 1)
+        read = _read_pipe(file) if file.is_fifo() else _read_file(file)
         if len(read) > MAX_BYTES:
             raise RecipeError([f"{file}: is larger than 1 MiB; a recipe is a page, data are named by data.train"])
         return read.decode("utf-8-sig")
@@ -143,6 +145,29 @@ def _read(file: pathlib.Path) -> str:
         raise RecipeError([f"{file}: cannot be read ({error.strerror}); name a readable recipe"]) from None
     except ValueError:
         raise RecipeError([f"{printable(str(file))}: is not a file name; name a recipe file"]) from None
+
+
+def _read_file(file: pathlib.Path) -> bytes:
+    with open_regular(file) as stream:
+        return stream.read(MAX_BYTES + 1)
+
+
+def _read_pipe(file: pathlib.Path) -> bytes:
+    """Of `finetune check <(...)`: what comes until the writer's end, or one more than a recipe may have. Raises
+    OSError where nobody writes."""
+    read, descriptor = b"", os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        while len(read) <= MAX_BYTES:
+            if not select.select([descriptor], [], [], PIPE_SECONDS)[0]:
+                raise OSError(errno.ETIMEDOUT, f"is a pipe into which nothing was written for {PIPE_SECONDS} s")
+            if not (part := os.read(descriptor, MAX_BYTES)):
+                break
+            read += part
+    finally:
+        os.close(descriptor)
+    if not read:
+        raise OSError(errno.EPIPE, "is a pipe into which nobody writes")
+    return read
 
 
 def _recipes_in(folder: str | pathlib.Path) -> list[pathlib.Path]:

@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 from finetune.recipe.foreign_keys import answer_for, other_word_for
 from finetune.recipe.schema import DataSet, Recipe
 from finetune.recipe.yaml_text import Path, dotted, number_trap, shown
+from finetune.wording import in_digits
 
 INTERVAL = "a whole number of steps, at least 1, or a share of the run between 0 and 1"
 # The values that a key of several kinds takes.
@@ -247,7 +248,7 @@ def _mistake(error: ErrorDetails, path: Path, value: Any) -> Mistake:
         return Mistake(path, _wrong_choice(written, re.findall(r"'([^']*)'", context["expected"])), at_key=False)
     if kind in BOUNDS:
         bound, word = BOUNDS[kind]
-        return Mistake(path, f"is {shown(written)}; it must be {word} {context[bound]:g}", at_key=False)
+        return Mistake(path, f"is {shown(written)}; it must be {word} {in_digits(context[bound])}", at_key=False)
     if kind in ("too_short", "string_too_short"):
         return Mistake(path, "is empty; name at least one", at_key=False)
     expected = WANTED.get(kind, "another kind of value")

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from finetune.output_stream import printable
 from finetune.redaction import hide_secrets, known_secrets
 
 MAX_BYTES = 2**20
@@ -245,11 +246,6 @@ def number_trap(text: str) -> str | None:
     if re.fullmatch(r"\d{1,9}[kKmM]", plain):
         return f"write {int(plain[:-1]) * (1_000 if plain[-1] in 'kK' else 1_000_000)}"
     return None
-
-
-def printable(text: str) -> str:
-    """The text with characters that a terminal would obey or hide replaced, one column for each character."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def shown(value: Any) -> str:

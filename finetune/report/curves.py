@@ -14,6 +14,7 @@ from finetune.measure.units import PHASES
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.report.pictures import Chart, Series, smoothed
 from finetune.run_folder.facts import RunFacts, read_run
+from finetune.untrusted.library_words import in_one_line, words_of
 
 # Title, key of a training line, factor.
 CURVES = (
@@ -61,7 +62,10 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _read(folder: Path, name: str) -> ReportedRun:
-    return ReportedRun(name, folder, read_run(folder, recipe_from_resolved(folder / "recipe.yaml")))
+    run = ReportedRun(name, folder, read_run(folder, recipe_from_resolved(folder / "recipe.yaml")))
+    with in_one_line(lambda error: FinetuneError(f"{folder}: its files are not those of a run: {words_of(error)}")):
+        summary(run), phase_peaks(run), planned_peaks(run), run.facts.missing()
+    return run
 
 
 def loss_chart(runs: Sequence[ReportedRun]) -> Chart:

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.text import Text
 
+from finetune.output_stream import without_controls
 from finetune.report.html import render_page
 from finetune.report.pictures import Chart, Series
 from finetune.report.preview import Preview, ShownRow, TokenText
@@ -30,7 +31,9 @@ def print_preview(preview: Preview, console: Console) -> None:
         console.print(Text("\n".join(_bars(preview))))
     for finding in preview.findings:
         places = f" ({', '.join(finding.places)})" if finding.places else ""
-        console.print(Text(f"{finding.severity}: {finding.text}{places}", style=SEVERITY_STYLES[finding.severity]))
+        console.print(
+            Text(without_controls(f"{finding.severity}: {finding.text}{places}"), SEVERITY_STYLES[finding.severity])
+        )
 
 
 def _heading(row: ShownRow) -> str:
@@ -57,7 +60,10 @@ def _add(text: Text, tokens: list[TokenText], *, marks: bool) -> None:
         learned = piece.learned
         colour = "magenta" if piece.special else "green" if learned else "default"
         # Neighbours differ, so that one sees where a token ends.
-        text.append(piece.text, style=f"{colour}{' underline' if index % 2 else ''}{' bold' if learned else ''}")
+        text.append(
+            without_controls(piece.text),
+            style=f"{colour}{' underline' if index % 2 else ''}{' bold' if learned else ''}",
+        )
     if marks and learned:
         text.append("⟧")
 

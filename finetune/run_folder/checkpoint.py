@@ -12,7 +12,6 @@ Each rank writes the pieces it holds (strategies/pieces.py), rank 0 all else.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -22,15 +21,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from finetune.errors import EnvironmentMismatch, NotFinite
+from finetune.errors import EnvironmentMismatch, FinetuneError, NotFinite
 from finetune.files import TEMPORARY_PREFIX, disk_errors, publish_folder, remove_folder, sync, write_json
+from finetune.output_stream import one_line
+from finetune.run_folder.saving.manifest import (
+    MANIFEST_BYTES,
+    STATE_FILE,
+    known_aliases,
+    listed_files,
+    self_hash,
+    sha256_of,
+    stored_groups,
+)
 from finetune.run_folder.saving.own_pieces import OwnPieces, Tensors, own_pieces, unshared
 from finetune.run_folder.tensor_checks import first_not_finite, not_finite
+from finetune.run_folder.train_state import state_problem
 from finetune.strategies.pieces import Ranks, Stored, covers
+from finetune.untrusted.json_files import read_object
+from finetune.untrusted.library_words import words_of
 
 FORMAT = 2
 _NAME = re.compile(r"step-(\d{8,})")
@@ -165,7 +176,7 @@ def _write_group(temporary: Path, group: str, own: OwnPieces, rank: int) -> dict
         return {"pieces": {}, "aliases": own.aliases}
     path = temporary / f"{group}-{rank:05d}.safetensors"
     save_file(unshared(own.tensors), path)
-    return {"pieces": own.entries, "aliases": own.aliases, "file": path.name, "sha256": _sha256(path)}
+    return {"pieces": own.entries, "aliases": own.aliases, "file": path.name, "sha256": sha256_of(path)}
 
 
 def _publish(temporary: Path, folder: Path, state: Mapping[str, Any], facts: list[dict[str, Any]]) -> None:
@@ -181,7 +192,7 @@ def _write_rest(temporary: Path, step: int, state: Mapping[str, Any], facts: lis
     write_json(temporary / "state.json", state)
     written = [group for rank_facts in facts for group in rank_facts.values() if "file" in group]
     hashes = {group["file"]: group["sha256"] for group in written}
-    hashes["state.json"] = _sha256(temporary / "state.json")
+    hashes["state.json"] = sha256_of(temporary / "state.json")
     files = {name: {"bytes": (temporary / name).stat().st_size, "sha256": hashes[name]} for name in sorted(hashes)}
     groups: dict[str, dict[str, Any]] = {group: {} for group in facts[0]}
     for rank_facts in facts:
@@ -196,16 +207,7 @@ def _write_rest(temporary: Path, step: int, state: Mapping[str, Any], facts: lis
             assert complete, f"{group}: {name}: {entry} is not the whole tensor"
     aliases = {group: of_group["aliases"] for group, of_group in facts[0].items()}
     manifest = {"format": FORMAT, "step": step, "finite": True, "files": files, "groups": groups, "aliases": aliases}
-    write_json(temporary / "MANIFEST.json", {**manifest, "sha256": _self_hash(manifest)})
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _self_hash(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    write_json(temporary / "MANIFEST.json", {**manifest, "sha256": self_hash(manifest)})
 
 
 def _folders(run_dir: Path) -> list[Path]:
@@ -242,32 +244,30 @@ def examine(folder: Path, *, hashes: bool = True) -> Checkpoint | str:
     if match is None:
         return "its name is not step-NNNNNNNN"
     try:
-        manifest = json.loads((folder / "MANIFEST.json").read_text(encoding="utf-8"))
+        manifest = read_object(folder / "MANIFEST.json", MANIFEST_BYTES)
         stated = manifest.pop("sha256")
-        if stated != _self_hash(manifest) or manifest["format"] != FORMAT or manifest["step"] != int(match[1]):
+        if stated != self_hash(manifest) or manifest["format"] != FORMAT or manifest["step"] != int(match[1]):
             return "MANIFEST.json was changed or is of another version"
-        for name, facts in manifest["files"].items():
+        for name, facts in listed_files(manifest).items():
             path = folder / name
-            if path.stat().st_size != facts["bytes"] or (hashes and _sha256(path) != facts["sha256"]):
+            if path.stat().st_size != facts["bytes"] or (hashes and sha256_of(path) != facts["sha256"]):
                 return f"{name} is not the file that was written"
+        groups = stored_groups(folder, manifest)
+        aliases = known_aliases(manifest, groups)
+        if hashes and (problem := state_problem(read_object(folder / STATE_FILE))):
+            return f"{STATE_FILE}: {problem}"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"unreadable ({error})"
-    groups = {
-        group: {name: _stored(folder, name, entry) for name, entry in named.items()}
-        for group, named in manifest["groups"].items()
-    }
+    except FinetuneError as error:
+        missing = next((name for name in ("MANIFEST.json", STATE_FILE) if not (folder / name).exists()), None)
+        return f"{missing} is missing" if missing else f"unreadable ({str(error).removeprefix(f'{folder}/')})"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        return f"unreadable ({words_of(error)})"
     if "finite" not in manifest:  # written by an earlier release, which did not check
         stored = sorted(folder / name for name in manifest["files"] if name.endswith(".safetensors"))
         if bad := next((name for path in stored if (name := first_not_finite(path))), None):
             return f"not finite: {bad}"
-    return Checkpoint(folder, manifest["step"], groups, manifest["aliases"])
-
-
-def _stored(folder: Path, name: str, entry: Mapping[str, Any]) -> Stored:
-    parts = tuple((folder / file, start, count) for file, start, count in entry["parts"])
-    return Stored(name, tuple(entry["shape"]), getattr(torch, entry["dtype"]), parts)
+    return Checkpoint(folder, manifest["step"], groups, aliases)
 
 
 def newest_valid(run_dir: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
@@ -277,7 +277,7 @@ def newest_valid(run_dir: Path) -> tuple[Checkpoint | None, tuple[str, ...]]:
         checkpoint = examine(folder)
         if isinstance(checkpoint, Checkpoint):
             return checkpoint, tuple(damaged)
-        damaged.append(f"{folder}: damaged, not used: {checkpoint}")
+        damaged.append(f"{folder}: damaged, not used: {one_line(checkpoint)}")
     return None, tuple(damaged)
 
 

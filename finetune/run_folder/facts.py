@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +9,15 @@ from typing import Any
 
 from finetune.files import read_lines, torn_lines
 from finetune.recipe.schema import Recipe
+from finetune.untrusted.json_files import read_object
 from finetune.wording import counted
 
 # What a run handed over at other steps: its folder in the run's, what is copied into it, and its own record.
 EXPORTS, EXPORT_RECORD = "exports", "export.json"
 EXPORTED_RECORDS = ("recipe.yaml", "receipt.json", "environment.json", "metrics.jsonl", "samples.jsonl")
+
+
+MOST_BYTES = 64 * 2**20  # of receipt.json, which has a checksum of each trained tensor
 
 
 @dataclass(frozen=True)
@@ -112,16 +115,42 @@ def lost_lines(run_dir: Path, step: int) -> Iterator[str]:
         yield f"{run_dir}: {lost}; the report shows where"
 
 
+# What a line of each kind holds: numbers, which may be missing from an earlier release's, or null where not finite.
+_NUMBERS = tuple(
+    "step epoch loss grad_norm learning_rate supervised_tokens tokens step_seconds tokens_per_second "
+    "data_wait_fraction peak_memory_gib peak_gib allocated_gib seconds perplexity".split()
+)
+_NEEDED = {"train": ("step", "tokens", "step_seconds", "peak_memory_gib"), "eval": ("step",), "phase": ("peak_gib",)}
+
+
+def _is_as_written(line: Mapping[str, Any]) -> bool:
+    """Whether a line of metrics or samples has the values that a run writes, so that it can be drawn."""
+    kind = line.get("kind")
+    needed = _NEEDED.get(kind, ()) if isinstance(kind, str) else ("kind",) * ("kind" in line)
+    values = (value for key, value in line.items() if key in _NUMBERS or key.endswith("_loss"))
+    numbers = all(value is None or (isinstance(value, int | float) and type(value) is not bool) for value in values)
+    step = line.get("step", 0)
+    whole = type(step) is int and 0 <= step < 2**53 and isinstance(line.get("phase", ""), str)
+    return numbers and whole and all(line.get(key) is not None for key in needed) and kind in (None, *_NEEDED)
+
+
+def _unusable(metrics: Path) -> int:
+    """Lines that cannot be read, or hold what no run writes."""
+    if not metrics.is_file():
+        return 0
+    return torn_lines(metrics) + sum(not _is_as_written(line) for line in read_lines(metrics))
+
+
 def read_run(run_dir: Path, recipe: Recipe, *, merged: bool = False) -> RunFacts:
     """Read a run's folder; a missing file counts as empty. `merged`: describe its merged model."""
 
     def document(name: str) -> dict[str, Any]:
         path = run_dir / name
-        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+        return read_object(path, MOST_BYTES) if path.is_file() else {}
 
     def lines(name: str) -> list[dict[str, Any]]:
         path = run_dir / name
-        return read_lines(path) if path.is_file() else []
+        return [line for line in read_lines(path) if _is_as_written(line)] if path.is_file() else []
 
     pictures = [name for name in ("loss.png", "memory.png") if (run_dir / name).is_file()]
     return RunFacts(
@@ -133,6 +162,6 @@ def read_run(run_dir: Path, recipe: Recipe, *, merged: bool = False) -> RunFacts
         pictures,
         document("run_state.json"),
         document("merged/merge.json") if merged else {},
-        torn_lines(run_dir / "metrics.jsonl") if (run_dir / "metrics.jsonl").is_file() else 0,
+        _unusable(run_dir / "metrics.jsonl"),
         document(EXPORT_RECORD),
     )

@@ -15,19 +15,32 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.errors import FinetuneError
-from finetune.files import TEMPORARY_PREFIX, clear_leftovers, cut_lines, exclusive, lock, sync, write_json
+from finetune.files import (
+    TEMPORARY_PREFIX,
+    clear_leftovers,
+    cut_lines,
+    exclusive,
+    lock,
+    refuse_other_kinds,
+    sync,
+    write_json,
+)
+from finetune.output_stream import one_line
 from finetune.recipe.resolved import leaves
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.checkpoint import Checkpoint, newest_valid
 from finetune.run_folder.facts import lost_lines
-from finetune.run_folder.longer import LENGTH_KEYS, Asked, go_on, set_aside
+from finetune.run_folder.longer import HANDED_OVER, LENGTH_KEYS, Asked, go_on, set_aside
+from finetune.untrusted.json_files import read_object
 
 STATE = "run_state.json"
+STATE_KINDS: dict[str, type] = {"state": str, "step": int, "command": str, "identity": dict}
 LOCK = ".lock"
 STATE_LOCK = ".state.lock"  # between reading the state and writing it
 # How many steps before a checkpoint's step the last line is that was written before it. Metrics of a step are written
 # before its checkpoint; so are samples of step 0, but those after the last step are written after its checkpoint.
 LINES = {"metrics.jsonl": 0, "samples.jsonl": 1}
+OWN_FILES = (STATE, *LINES, "recipe.yaml", "receipt.json", "environment.json", LOCK, STATE_LOCK)
 
 # Keys that a resumed run may change: those of reporting, of the machines and of the split of a batch. None changes the
 # loss curve.
@@ -112,6 +125,7 @@ def claim_run_folder(
             its checkpoints are damaged.
     """
     _refuse_foreign(run_dir)
+    refuse_other_kinds(run_dir, OWN_FILES)
     locked = _lock(run_dir, wait_seconds)
     notes: list[str] = []
     previous = read_state(run_dir)
@@ -141,7 +155,7 @@ def _start(
     run_dir: Path, previous: Mapping[str, Any] | None, identity: Mapping[str, Any], asked: Asked | None
 ) -> tuple[Literal["fresh", "resumed", "finished"], Checkpoint | None, tuple[str, ...]]:
     checkpoint, damaged = newest_valid(run_dir)
-    finished = previous is not None and previous["state"] == "finished"
+    finished = previous is not None and previous["state"] == "finished" and _handed_over(run_dir)
     if checkpoint is None and damaged:
         raise FinetuneError("\n".join([*damaged, f"{run_dir}: none of its checkpoints is complete; {_START_OVER}"]))
     if previous is None or (checkpoint is None and not finished):
@@ -156,13 +170,23 @@ def _start(
     return ("finished" if finished else "resumed"), checkpoint, damaged
 
 
+def _handed_over(run_dir: Path) -> bool:
+    """Whether there is what a finished run leaves; without it the run goes on from its last checkpoint and exports."""
+    return any((run_dir / name).is_dir() for name in HANDED_OVER)
+
+
 _START_OVER = "training.resume=never starts over (this folder is renamed and kept)"
 
 
 def _refuse_foreign(run_dir: Path) -> None:
-    if run_dir.exists() and not run_dir.is_dir():
+    try:
+        there = run_dir.exists()
+    except (OSError, ValueError) as error:  # a name that is too long for any folder
+        reason = getattr(error, "strerror", None) or error
+        raise FinetuneError(f"{one_line(run_dir, 120)}: output_dir cannot be used: {reason}; choose another") from None
+    if there and not run_dir.is_dir():
         raise FinetuneError(f"{run_dir}: output_dir is a file; choose another output_dir")
-    if not run_dir.exists() or (run_dir / STATE).exists():
+    if not there or (run_dir / STATE).exists():
         return
     foreign = sorted(
         path.name for path in run_dir.iterdir() if path.name != LOCK and not path.name.startswith(TEMPORARY_PREFIX)
@@ -224,20 +248,23 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
         FinetuneError: the file exists and cannot be read.
     """
     try:
-        state = json.loads((run_dir / STATE).read_text(encoding="utf-8"))
-        if not (isinstance(state, dict) and {"state", "step", "command", "identity"} <= state.keys()):
-            raise ValueError("keys are missing")
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise FinetuneError(f"{run_dir / STATE}: unreadable ({error}); choose another output_dir") from None
+        if not (run_dir / STATE).exists():
+            return None
+        state = read_object(run_dir / STATE)
+        for key, kind in STATE_KINDS.items():
+            if type(state.get(key)) is not kind:
+                raise ValueError(f"{key} is not as a run writes it")
+    except (FinetuneError, OSError, ValueError) as error:
+        reason = str(error).removeprefix(f"{run_dir / STATE}: ")
+        raise FinetuneError(f"{run_dir / STATE}: unreadable ({reason}); choose another output_dir") from None
     return state
 
 
 def mark_run(run_dir: Path, state: RunState, *, step: int, exported: Mapping[str, Any] | None = None) -> str:
     """Writes the run's state after `step`, and whose weights were exported; returns the command that continues it."""
     known = read_state(run_dir)
-    assert known is not None, "claim_run_folder comes first"
+    if known is None:
+        raise FinetuneError(f"{run_dir}: the run's folder, or its {STATE}, was deleted or renamed while it trained")
     more = {"exported": dict(exported)} if exported else None
     _write_state(run_dir, state, step, known["command"], known["identity"], more)
     return str(known["command"])

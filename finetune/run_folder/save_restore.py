@@ -35,6 +35,7 @@ from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import reshard
 from finetune.strategies.pieces import all_ranks
 from finetune.strategies.zero_state import load_masters_from, load_pieces, trained_pieces
+from finetune.untrusted.library_words import in_one_line, words_of
 
 
 def save(
@@ -58,7 +59,9 @@ def restore(recipe: Recipe, parts: Assembled, step: int) -> TrainState:
     if step == 0:
         return TrainState()
     # Rank 0 verified the hash of every byte when it claimed the run folder.
-    return TrainState.from_json(_fill(parts, step_folder(Path(recipe.run_dir), step), hashes=False))
+    folder = step_folder(Path(recipe.run_dir), step)
+    with in_one_line(lambda error: FinetuneError(f"{folder}: cannot be resumed from: {words_of(error)}")):
+        return TrainState.from_json(_fill(parts, folder, hashes=False))
 
 
 def load_weights(parts: Assembled, checkpoint: Checkpoint) -> None:

@@ -8,6 +8,21 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from finetune.measure.metrics import StepRecord, Window
+from finetune.untrusted.library_words import words_of
+
+
+def state_problem(saved: Mapping[str, Any]) -> str | None:
+    """What is wrong with the state of a checkpoint that was saved as a TrainState; None where it can be read."""
+    if "window" not in saved:  # of tests and tools that keep other things besides tensors
+        return None
+    try:
+        state = TrainState.from_json(saved)
+    except Exception as error:  # of the wrong kind, at any depth
+        return f"is not what a run saves ({words_of(error, 80)})"
+    numbers = (state.step, state.worse_evaluations, state.skipped_steps)
+    scale = state.loss_scaler
+    whole = all(number >= 0 for number in numbers) and (scale is None or isinstance(scale, dict))
+    return None if whole and type(saved["step"]) is int else "is not what a run saves"
 
 
 @dataclass

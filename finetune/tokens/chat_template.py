@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.readers import BadRow
 from finetune.errors import DataError
+from finetune.output_stream import one_line
+from finetune.paths import open_regular
+from finetune.untrusted.library_words import in_one_line, words_of
+from finetune.untrusted.programs import template_problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MOST_BYTES = 2**20  # of a template; the longest that is known has 20 kB
 _FORMAT = re.compile(r"""["']([^"'\n]*%[a-zA-Z-][^"'\n]*)["']""")
 
 
@@ -36,9 +41,19 @@ class ChatTemplate:
     def source(self, *, tools: bool = False) -> str:
         """The template's text with the date pinned; some tokenizers have another one for rows with tools."""
         if tools not in self._pinned:
-            text = self._own or self._tokenizer.get_chat_template(None, tools=[{}] if tools else None)
+            text = self._own or self._own_of_tokenizer(tools=tools)
+            if problem := template_problem(text):
+                raise DataError([f"data.chat_template: the chat template {problem}; choose another template"])
             self._pinned[tools] = pin_date(text, self._date)
         return self._pinned[tools]
+
+    def _own_of_tokenizer(self, *, tools: bool) -> str:
+        place = "data.chat_template: the tokenizer's chat template cannot be read"
+        with in_one_line(lambda error: DataError([f"{place}: {words_of(error, 120)}; name one"])):
+            text = self._tokenizer.get_chat_template(None, tools=[{}] if tools else None)
+            if not isinstance(text, str):
+                raise TypeError(f"it is not text but {type(text).__name__}")
+            return text
 
     def reads(self, key: str) -> bool:
         """Whether the template looks at this key of a message: m.key, m['key'], or 'key' in m."""
@@ -67,21 +82,22 @@ class ChatTemplate:
         """The text of a chat; `variables` are the template's own. Raises BadRow with the template's own words."""
         from jinja2 import TemplateError, TemplateSyntaxError
 
+        source = self.source(tools=bool(tools))  # refused as a whole, not for this row
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
                 tools=None if tools is None else [*tools],
-                chat_template=self.source(tools=bool(tools)),
+                chat_template=source,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
                 date_string=self._date,
                 **variables,
             )
         except TemplateSyntaxError as error:
-            mistake = f"data.chat_template: line {error.lineno}: {error.message}; correct the template"
+            mistake = f"data.chat_template: line {error.lineno}: {one_line(error.message)}; correct the template"
             raise DataError([mistake]) from None
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            words = " ".join(str(error).split())[:160].rstrip(".") or type(error).__name__
+        except Exception as error:  # of a template, a stranger's program: whatever it likes
+            words = one_line(error, 160).rstrip(".") if isinstance(error, TemplateError) else words_of(error, 160)
             raise BadRow(
                 f"the chat template refuses this row: {words}; change the row, or data.chat_template"
             ) from None
@@ -94,10 +110,14 @@ def read_source(source: str) -> str:
     if "{" in source:
         return source
     try:
-        return Path(source).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with open_regular(source) as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise OSError(errno.EFBIG, f"is larger than {MOST_BYTES // 2**20} MiB", source)
+        return content.decode("utf-8")
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        mistake = f"data.chat_template: {source}: {reason}; name a file of Jinja text, or write the text"
+        mistake = f"data.chat_template: {one_line(source)}: {reason}; name a file of Jinja text, or write the text"
         raise DataError([mistake]) from None
 
 

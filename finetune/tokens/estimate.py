@@ -18,11 +18,13 @@ from finetune.data.formats import Chat, Passage, by_turn
 from finetune.data.messages import REASONING, reasoning_of
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import Source, resolve
-from finetune.errors import DataError
+from finetune.errors import DataError, FinetuneError
 from finetune.model.packaged import tokenizer_file
 from finetune.recipe.schema import EvalFraction, Recipe
 from finetune.tokens.mixture import HOLD_OUT, seeded_order
 from finetune.tokens.packing import pack
+from finetune.untrusted.json_files import read_bounded, read_object
+from finetune.untrusted.programs import look_at_tokenizer, template_problem
 
 MOST_BYTES = 64 * 2**20  # of files read for an estimate: a few seconds; `finetune preview` counts larger ones
 SAMPLED = 200  # documents of each data set that are tokenised
@@ -120,6 +122,7 @@ def _lengths(texts: _Texts, file: Path | None, around: tuple[float, float]) -> n
     if file is not None and texts.sample:
         from tokenizers import Tokenizer
 
+        look_at_tokenizer(file.parent)
         encoded = Tokenizer.from_file(str(file)).encode_batch_fast(texts.sample, add_special_tokens=False)
         ratio = sum(texts.nbytes[: len(encoded)]) / max(1, sum(len(each.ids) for each in encoded))
     messages = np.asarray(texts.messages, np.float64)
@@ -137,9 +140,13 @@ def _around(file: Path) -> tuple[float, float]:
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.globals |= {"strftime_now": lambda form: "26 Jul 2024", "raise_exception": lambda text: text}
+    look_at_tokenizer(file.parent)
     tokenizer = Tokenizer.from_file(str(file))
-    with suppress(TemplateError, LookupError, TypeError, ValueError, OSError):
-        template = environment.from_string(_template(file.parent))
+    with suppress(FinetuneError, TemplateError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError):
+        source = _template(file.parent)
+        if template_problem(source):
+            return AROUND
+        template = environment.from_string(source)
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         one, two = (
             len(tokenizer.encode(template.render(messages=each, bos_token="", eos_token="")).ids) - len(each)
@@ -153,8 +160,8 @@ def _around(file: Path) -> tuple[float, float]:
 def _template(folder: Path) -> str:
     own = folder / "chat_template.jinja"
     if own.is_file():
-        return own.read_text("utf-8")
-    template = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))["chat_template"]
+        return read_bounded(own).decode("utf-8")
+    template = read_object(folder / "tokenizer_config.json")["chat_template"]
     return template if isinstance(template, str) else str(template[0]["template"])
 
 

@@ -7,6 +7,7 @@ Longest document first, each into the fullest row that still takes it. It takes 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,7 +23,8 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
     if sizes.size and not (sizes.min() >= 1 and sizes.max() <= capacity):
         raise ValueError(f"lengths must be in 1..{capacity}, found {sizes.min()}..{sizes.max()}")
     rows: list[list[int]] = []
-    rows_by_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # room in tokens -> rows with exactly that room
+    # Room in tokens -> rows with exactly that room: as many rooms as there are rows, however large a row may be.
+    rows_by_room: defaultdict[int, list[int]] = defaultdict(list)
     rooms: list[int] = []  # those of rows_by_room that are not empty, ascending
     order = np.argsort(-sizes, kind="stable").tolist()
     size_of = sizes.tolist()

@@ -188,7 +188,7 @@ def positions_of(recipe: Recipe) -> int | None:
             revision=section.revision,
             trust_remote_code=section.trust_remote_code,
         )
-    except (OSError, ValueError):
+    except Exception:
         return None  # loading the model, a moment later, raises it with a remedy
     config = loaded.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)

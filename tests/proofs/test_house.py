@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "finetune"
 FLOORS = [
     ["errors", "output_stream", "paths", "redaction", "wording"],
     ["recipe", "files"],
-    ["architecture"],
+    ["architecture", "untrusted"],
     ["importers", "measure", "launch", "model", "data"],
     ["strategies", "tokens"],
     ["probe"],
@@ -33,7 +33,7 @@ FLOORS = [
 PLANNER_FLOORS = [["planner.constants"], ["planner.trace", "planner.closed_form"], ["planner.depth"], ["planner"]]
 # These import no torch, not through others either, so that checking a recipe, listing recipes and help are instant.
 LIGHT = """
-errors output_stream paths redaction wording files train
+errors output_stream paths redaction wording files train untrusted
 recipe data importers preflight cli planner.closed_form
 launch.cpu_memory launch.gpu_environment launch.launcher launch.local_ranks launch.script launch.signals launch.slurm
 measure.units

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from finetune.recipe import cross_checks
 from finetune.recipe.sections.base import Local, Section
 
+MOST_TOKENS = 2**20  # of a row: of all models known in 2026 few have more positions
 KnownFormat = Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"]
 RowFormat = Literal["auto", KnownFormat]
 Role = Literal["system", "user", "assistant", "tool"]
@@ -62,7 +63,7 @@ class Data(Section):
 
     train: list[DataSet] = Field(min_length=1, description="Data sets, mixed by weight.")
     eval: EvalFraction | list[DataSet] | None = Field(None, description="{fraction: 0.05}, data sets, or null.")
-    max_length: Annotated[int, Field(ge=8)] = Field(2048, description="Tokens of one row, packed or not.")
+    max_length: int = Field(2048, ge=8, le=MOST_TOKENS, description="Tokens of one row, packed or not.")
     packing: bool = Field(True, description="Fill rows with whole documents; they do not see each other.")
     train_on: TrainOn = Field(
         "assistant",

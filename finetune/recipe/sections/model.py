@@ -10,6 +10,7 @@ from finetune.recipe import cross_checks
 from finetune.recipe.sections import model_checks
 from finetune.recipe.sections.base import Count, Local, Section, WholeNumber
 
+MOST_GPUS, MOST_NODES = 1_024, 100_000  # of one machine; machines
 Dtype = Literal["bfloat16", "float16", "float32"]
 Attention = Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention_2", "eager"]
 
@@ -17,9 +18,9 @@ Attention = Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention
 class Budget(Section):
     """What the recipe is made for."""
 
-    gpus: WholeNumber = Field(0, description="GPUs per node; 0 means the CPU.")
+    gpus: WholeNumber = Field(0, le=MOST_GPUS, description="GPUs per node; 0 means the CPU.")
     gpu_memory_gb: float = Field(0, ge=0, description="Memory of one GPU in GB as its maker states it.")
-    nodes: Count = Field(1, description="Machines.")
+    nodes: Count = Field(1, le=MOST_NODES, description="Machines.")
 
 
 class ModelSection(Section):

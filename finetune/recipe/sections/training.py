@@ -36,7 +36,7 @@ class Training(Section):
 
     global_batch_size: Count = Field(16, description="Rows per optimizer step over all ranks; accumulation is derived.")
     per_device_batch_size: Count = Field(1, description="Rows of one forward on one rank.")
-    num_train_epochs: float = Field(1.0, gt=0, description="Passes over the rows; max_steps wins.")
+    num_train_epochs: float = Field(1.0, gt=0, le=1e6, description="Passes over the rows; max_steps wins.")
     max_steps: Count | None = Field(None, description="Optimizer steps; null: from num_train_epochs.")
     learning_rate: float = Field(2e-4, gt=0, description="Peak of the schedule.")
     lr_scheduler_type: Scheduler = Field("cosine", description="Shape of the schedule, by transformers' names.")
@@ -62,7 +62,7 @@ class Training(Section):
         description="Decoder layers as fused kernels (torch.compile); auto: on a GPU, where the first step can.",
     )
     non_blocking: bool = Field(True, description="Pinned memory and copies one batch ahead.")
-    seed: WholeNumber = Field(42, description="Seed of row order, adapter initialisation and dropout.")
+    seed: int = Field(42, ge=0, le=2**63 - 1, description="Seed of row order, adapter initialisation and dropout.")
     deterministic: bool = Field(
         False,
         description="On a GPU: kernels that sum in one order, so that a resumed run is bitwise; slower attention.",

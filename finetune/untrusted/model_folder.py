@@ -1,0 +1,156 @@
+"""A model's or an adapter's folder, looked at before a library opens anything in it.
+
+What transformers 5.24 and peft 0.21 would follow without being asked: an index that names pickles or files elsewhere,
+an adapter beside a model, in whose place the adapter's own base is loaded, weights of integers, which are cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.output_stream import one_line
+from finetune.untrusted.config_sizes import read_config
+from finetune.untrusted.json_files import kind_of_value, read_object, unreadable
+from finetune.untrusted.safetensors_header import FLOATS, TensorFacts, read_header
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MOST_INDEX = 256 * 2**20
+
+
+def look_at_model(folder: Path) -> None:
+    """Config, index and headers of the weights in a folder, so far as they are there.
+
+    Raises FinetuneError, in one line that begins with the file: what is in it would not be loaded as it seems, or
+    would make a library read for ever.
+    """
+    config = look_at_config(folder)
+    files = weight_files(folder)
+    headers = {file: read_header(file) for file in files if file.exists()}
+    if not config.get("quantization_config"):
+        for file, header in headers.items():
+            _refuse_integers(file, header)
+    if (folder / INDEX).exists():
+        _refuse_index_at_odds(folder / INDEX, headers)
+
+
+def look_at_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder where it is there, else {}. Raises FinetuneError as `look_at_model` does."""
+    if (folder / ADAPTER_CONFIG).exists() and (folder / CONFIG).exists():
+        raise unreadable(
+            folder / ADAPTER_CONFIG,
+            "is beside a model's config.json: transformers would load the adapter, and its base in place of this model",
+            "move it into a folder of its own, which model.adapter may name",
+        )
+    return read_config(folder / CONFIG) if (folder / CONFIG).exists() else {}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers would read weights from: model.safetensors, or those of its index.
+
+    Raises FinetuneError for an index with a name that is not that of a safetensors file in the folder.
+    """
+    if (folder / SINGLE).exists() or not (folder / INDEX).exists():
+        return [folder / SINGLE]
+    index = read_object(folder / INDEX, MOST_INDEX, unique=True)
+    return [folder / name for name in sorted({*plain_names(folder / INDEX, index.get("weight_map")).values()})]
+
+
+def plain_names(path: Path, weight_map: Any) -> Mapping[str, str]:
+    """An index's map of tensors to files. Raises FinetuneError."""
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise unreadable(path, "has no weight_map of tensors to files")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str):
+            raise unreadable(path, f"weight_map: {one_line(tensor, 80)} is {kind_of_value(name)}, not a file's name")
+        if not is_plain_name(name):
+            raise unreadable(
+                path,
+                f"weight_map names {one_line(name, 80)!r}, which is not a safetensors file of this folder",
+                "pickles and files elsewhere are never read; save the model once by transformers' save_pretrained",
+            )
+    return weight_map
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name is that of a safetensors file, and of nothing outside of the folder that it is read in."""
+    return name.endswith(".safetensors") and Path(name).name == name and not name.startswith(".") and name.isprintable()
+
+
+def _refuse_integers(file: Path, header: Mapping[str, TensorFacts]) -> None:
+    for name, facts in header.items():
+        if facts.dtype not in FLOATS and not _is_a_buffer(name, facts):
+            raise unreadable(
+                file,
+                f"stores {one_line(name, 80)} as {facts.dtype}, and config.json names no quantization_config: "
+                "the numbers would be cast and mean something else",
+                "name the model in 16 bits, or correct its config.json",
+            )
+
+
+def _is_a_buffer(name: str, facts: TensorFacts) -> bool:
+    """Masks, counters and positions, which checkpoints of earlier releases hold: GPT-2's causal masks are of bytes."""
+    last = name.rpartition(".")[2]
+    return last in ("bias", "masked_bias", "position_ids", "num_batches_tracked", "mask", "attn_mask") or (
+        facts.dtype in ("I64", "I32") and last != "weight"
+    )
+
+
+def _refuse_index_at_odds(path: Path, headers: Mapping[Path, Mapping[str, TensorFacts]]) -> None:
+    """An index whose files lack a tensor that it says they have."""
+    if (path.parent / SINGLE).exists():
+        return
+    for tensor, name in read_object(path, MOST_INDEX)["weight_map"].items():
+        header = headers.get(path.parent / name)
+        if header is None:
+            raise unreadable(path.parent / name, f"is not there, and {INDEX} names it")
+        if tensor not in header:
+            raise unreadable(path, f"names {name} for {one_line(tensor, 80)}, which that file has not")
+
+
+# Of adapter_config.json: what each key must be. The numbers are refused where no adapter has them.
+ADAPTER_KINDS: tuple[tuple[tuple[str, ...], tuple[type, ...], str], ...] = (
+    (("r",), (int,), "a whole number"),
+    (("lora_alpha", "lora_dropout"), (int, float), "a number"),
+    (("rank_pattern", "alpha_pattern"), (dict, type(None)), "a section"),
+    (("target_modules", "exclude_modules"), (str, list, type(None)), "text or a list of names"),
+    (("target_parameters", "modules_to_save"), (list, type(None)), "a list of names"),
+    (("trainable_token_indices",), (dict, list, type(None)), "a section or a list"),
+    (("base_model_name_or_path", "bias", "task_type", "peft_type"), (str, type(None)), "text"),
+)
+MOST_RANK = 2**16
+
+
+def look_at_adapter(folder: Path) -> dict[str, Any]:
+    """An adapter's settings, after its header was looked at too. Raises FinetuneError as `look_at_model` does."""
+    path = folder / ADAPTER_CONFIG
+    config = read_object(path)
+    for names, kinds, words in ADAPTER_KINDS:
+        for name in names:
+            if name in config and (not isinstance(config[name], kinds) or type(config[name]) is bool):
+                raise unreadable(path, f"{name} is {kind_of_value(config[name])}, and must be {words}")
+    for name in ("target_modules", "exclude_modules", "target_parameters", "modules_to_save"):
+        if isinstance(config.get(name), list) and not _are_texts(config[name]):
+            raise unreadable(path, f"{name} is not a list of names")
+    if not 1 <= config.get("r", 1) <= MOST_RANK or not _are_texts(config.get("rank_pattern") or {}):
+        raise unreadable(path, f"r is {one_line(config['r'], 40)}, and must be from 1 to {MOST_RANK:,}")
+    ranks = (config.get("rank_pattern") or {}).values()
+    if not all(type(rank) is int and 1 <= rank <= MOST_RANK for rank in ranks):
+        raise unreadable(path, f"rank_pattern has a rank that is not a whole number from 1 to {MOST_RANK:,}")
+    if not (folder / ADAPTER_WEIGHTS).exists():
+        raise unreadable(folder, f"has no {ADAPTER_WEIGHTS}; pickles are never read", "save it as safetensors")
+    _refuse_integers(folder / ADAPTER_WEIGHTS, read_header(folder / ADAPTER_WEIGHTS))
+    return config
+
+
+def patterns_of(config: Mapping[str, Any]) -> list[str]:
+    """The regular expressions in an adapter's settings, as peft takes them."""
+    texts = [config.get(name) for name in ("target_modules", "exclude_modules")]
+    patterns = [each for each in texts if isinstance(each, str) and each != "all-linear"]
+    return [*patterns, *(key for name in ("rank_pattern", "alpha_pattern") for key in config.get(name) or {})]
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)

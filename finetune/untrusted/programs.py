@@ -1,0 +1,149 @@
+"""What of a stranger's file runs: a chat template, a tokenizer's patterns, patterns for a model's layers."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from finetune.errors import FinetuneError
+from finetune.output_stream import one_line
+from finetune.paths import open_regular
+from finetune.untrusted.children import refused
+from finetune.untrusted.json_files import unreadable
+
+TEMPLATE_SECONDS, TEMPLATE_MEBIBYTES = 2, 256
+# As transformers 5.24 sets the environment up (utils/chat_template_utils.py); what a template raises is its own matter.
+_TEMPLATE = """
+from contextlib import suppress
+import jinja2, jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+class Generation(jinja2.ext.Extension):
+    tags = {"generation"}
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+def stop(message): raise jinja2.TemplateError(message)
+environment = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+)
+environment.filters["tojson"] = lambda x, indent=None, **more: json.dumps(x, ensure_ascii=False, indent=indent)
+environment.globals |= {"raise_exception": stop, "strftime_now": lambda form: "26 Jul 2024"}
+limit()
+try:
+    try:
+        template = environment.from_string(asked["template"])
+    except RecursionError:
+        answer("is nested too deeply to be compiled")
+    tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {
+        "type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}}}
+    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer " * 20}]
+    for chat in (turns[:1], turns, [{"role": "system", "content": "s"}, *turns * 16]):
+        for tools in (None, [tool]):
+            for prompt in (False, True):
+                with suppress(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError,
+                              ArithmeticError, RecursionError, AssertionError):
+                    template.render(messages=chat, tools=tools, documents=None, add_generation_prompt=prompt,
+                                    bos_token="<s>", eos_token="</s>", date_string="26 Jul 2024")
+except MemoryError:
+    answer(f"needs more than {asked['mebibytes']} MiB")
+except jinja2.TemplateError:
+    pass
+answer("ok")
+"""
+
+
+def template_problem(source: str) -> str | None:
+    """Why a chat template is not rendered here; None for one that ends within its limits on small chats."""
+    if "{" not in source:
+        return None
+    limits = {"seconds": TEMPLATE_SECONDS, "mebibytes": TEMPLATE_MEBIBYTES}
+    return refused("template", _TEMPLATE, {"template": source}, **limits)
+
+
+# Gemma 3's, of 33 MB, takes 4 s and 0.6 GiB.
+TOKENIZER_SECONDS, TOKENIZER_MEBIBYTES = 60, 6_144
+MOST_TOKENIZER = 512 * 2**20
+_TOKENIZER = """
+from tokenizers import Tokenizer
+limit()
+texts = ["a", "Hello, world!  How are you?\\n\\n1234567890 times", "a" * 400, " " * 400, "1" * 400, "\\n \\n" * 100,
+         "ab " * 130, "!" * 400, "\\u00e9\\u4e2d" * 100, "a1 " * 50 + "<|x|>" * 20]
+try:
+    tokenizer = Tokenizer.from_file(asked["path"])
+    for text in texts:
+        tokenizer.decode(tokenizer.encode(text).ids)
+except MemoryError:
+    answer(f"needs more than {asked['mebibytes']} MiB")
+except BaseException as error:
+    words = " ".join(str(error).split())[:160]
+    answer(f"cannot be used: {words or type(error).__name__}")
+answer("ok")
+"""
+
+
+def look_at_tokenizer(folder: Path) -> None:
+    """tokenizer.json of a folder, where it is there: read and used in a child, the first time that it is met.
+
+    Raises FinetuneError, in one line that begins with the file.
+    """
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return
+    try:
+        with open_regular(path) as file:
+            if file.seek(0, 2) > MOST_TOKENIZER:
+                raise unreadable(path, f"is larger than {MOST_TOKENIZER / 2**20:,.0f} MiB")
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise unreadable(path, f"cannot be read: {error.strerror}", "check the file") from None
+    problem = _tokenizer_problem(path, digest)
+    if problem is not None:
+        raise unreadable(path, f"the tokenizer {problem}")
+
+
+def _tokenizer_problem(path: Path, digest: str) -> str | None:
+    limits: dict[str, int] = {"seconds": TOKENIZER_SECONDS, "mebibytes": TOKENIZER_MEBIBYTES}
+    return refused("tokenizer", _TOKENIZER, {"path": str(path.resolve())}, known_by=digest, **limits)
+
+
+PATTERN_SECONDS, PATTERN_MEBIBYTES = 2, 256
+SIMPLE_QUANTIFIERS = 3  # so many without a quantified group take at most n^3 steps of n letters
+_PATTERNS = """
+import re
+limit()
+for pattern in asked["patterns"]:
+    try:
+        found = re.compile(pattern)
+        several = re.compile(rf"(.*\\.)?({pattern})$")
+    except (re.error, RecursionError, OverflowError):  # told elsewhere, in the words of its key
+        continue
+    for name in asked["names"]:
+        found.fullmatch(name), several.match(name)
+answer("ok")
+"""
+
+
+def refuse_slow_patterns(place: str, patterns: Collection[str], names: Iterable[str]) -> None:
+    """Raise FinetuneError where matching the model's names against these patterns would not end.
+
+    `place` begins the line: the recipe's key, or an adapter's file. Patterns that cannot be slow are not tried.
+    """
+    doubtful = sorted({pattern for pattern in patterns if not is_simple(pattern)})
+    if not doubtful:
+        return
+    # What differs by a layer's number alone is as slow for one as for the next.
+    kinds = {re.sub(r"\d+", "0", name): name for name in names}
+    asked = {"patterns": doubtful, "names": sorted(kinds.values())}
+    problem = refused("patterns", _PATTERNS, asked, seconds=PATTERN_SECONDS, mebibytes=PATTERN_MEBIBYTES)
+    if problem is not None:
+        shown = one_line(doubtful[0], 60)
+        raise FinetuneError(f"{place}: matching the model's names by {shown!r} {problem}; write a list of names")
+
+
+def is_simple(pattern: str) -> bool:
+    """Whether a pattern cannot take long: few repetitions, none of a group, and no reference back."""
+    groups = re.search(r"\)[*+{?]|\\[1-9]|\(\?", pattern)
+    return len(pattern) < 10_000 and groups is None and len(re.findall(r"[*+{]", pattern)) <= SIMPLE_QUANTIFIERS

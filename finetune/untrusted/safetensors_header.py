@@ -1,0 +1,102 @@
+"""The header of a safetensors file: names, number formats, shapes, and ranges of bytes that are the whole file.
+
+8 bytes: the header's length, little-endian     the header: JSON, {name: {dtype, shape, data_offsets}}     the data
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.output_stream import one_line
+from finetune.paths import open_regular
+from finetune.untrusted.json_files import parse_document, unreadable
+from finetune.untrusted.kinds import kind_of
+
+LENGTH_BYTES = 8
+MOST_HEADER = 100_000_000  # safetensors' own limit
+MOST_DIMENSIONS = 16
+# Bits of one element, by the format's name in files.
+BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    "F4": 4,
+}
+FLOATS = ("F64", "F32", "F16", "BF16")  # what weights that are not quantised are stored in
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """One tensor of a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_header(path: Path) -> dict[str, TensorFacts]:
+    """Each tensor of a file by name. Raises FinetuneError, in one line, where the file is not whole and consistent."""
+    try:
+        with open_regular(path) as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            head = file.read(LENGTH_BYTES)
+            length = int.from_bytes(head, "little")
+            if not size or len(head) < LENGTH_BYTES or length > min(MOST_HEADER, size - LENGTH_BYTES):
+                what = kind_of(head + file.read(56))
+                raise _no_safetensors(path, f"is {what}" if what else _cut_off(size, length))
+            content = file.read(length)
+    except OSError as error:
+        raise unreadable(path, f"cannot be read: {error.strerror}", "check the file") from None
+    header = parse_document(path, content, unique=True)
+    if not isinstance(header, dict):
+        raise _no_safetensors(path, "has a header that is not a JSON object")
+    header.pop("__metadata__", None)
+    ranges = [_range(path, name, entry) for name, entry in header.items()]
+    _refuse_gaps(path, ranges, size - LENGTH_BYTES - length)
+    return {name: TensorFacts(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+
+
+def _no_safetensors(path: Path, what: str) -> Exception:
+    return unreadable(path, f"{what}; it is not a whole safetensors file")
+
+
+def _cut_off(size: int, length: int) -> str:
+    if not size:
+        return "is empty"
+    return f"has {size:,} bytes, and its header alone would be {length:,}"
+
+
+def _range(path: Path, name: str, entry: Any) -> tuple[int, int]:
+    """(begin, end) of a tensor's bytes in the data, which its format and shape determine too."""
+    shown = one_line(name, 80)
+    if not isinstance(entry, Mapping) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _no_safetensors(path, f"has a header in which {shown} has no dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise _no_safetensors(path, f"stores {shown} in a number format that is not known, {one_line(dtype, 20)}")
+    if not _counts(shape) or len(shape) > MOST_DIMENSIONS or not _counts(offsets) or len(offsets) != 2:
+        raise _no_safetensors(path, f"has a header in which the shape or place of {shown} is no list of counts")
+    begin, end = offsets
+    if (bits := math.prod(shape) * BITS[dtype]) != 8 * (end - begin):
+        stated = "x".join(map(str, shape)) or "1"
+        raise _no_safetensors(path, f"has {end - begin:,} bytes for {shown}, {stated} of {dtype}: {bits / 8:,.0f}")
+    return begin, end
+
+
+def _counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**62 for value in values)
+
+
+def _refuse_gaps(path: Path, ranges: Iterable[tuple[int, int]], nbytes: int) -> None:
+    at = 0
+    for begin, end in sorted(ranges):
+        if begin != at:
+            raise _no_safetensors(path, "has tensors that overlap, or bytes between them that belong to none")
+        at = end
+    if at != nbytes:
+        raise _no_safetensors(path, f"has {nbytes:,} bytes of data, and its header names {at:,}")

@@ -1,0 +1,81 @@
+"""Every case of the corpus (tests/support/corpus.py): a stranger's file, or a bad moment, becomes one line, soon."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetune.output_stream import has_controls
+from finetune.run_folder.checkpoint import write_checkpoint
+from finetune.run_folder.folder import claim_run_folder
+from finetune.run_folder.train_state import TrainState
+from tests.support.corpus import SECONDS, lay_out, outcome_of, read_case
+from tests.support.finished import finished_run
+
+FOLDER = Path(__file__).resolve().parent
+CASES = sorted(FOLDER.glob("*/*.yaml"))
+LONGEST_LINE = 700
+LIBRARY_WORDS = ("Traceback", "site-packages", "Input should be", "validation error for", "panicked at")
+# The numbers of the failures that cases are examples of; those of training alone have tests of their own.
+CLASSES = {3, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> dict[str, Path]:
+    """What cases begin with. A run's recipe names the model that is beside it, by the folder it was made in."""
+    run = finished_run(tmp_path_factory.mktemp("run"), tiny_llama)
+    saved = tmp_path_factory.mktemp("saved")
+    claim = claim_run_folder(saved / "run", resume="auto", identity={"a": 1}, command="c", wait_seconds=0)
+    for step in (1, 2):
+        tensors = {
+            "model": {"w": torch.full((4, 3), float(step)), "v": torch.ones(2)},
+            "optimizer": {"m": torch.ones(5)},
+        }
+        write_checkpoint(saved / "run", step, tensors, TrainState(step=step).as_json(), keep=2)
+    claim.release()
+    return {"model": tiny_llama, "run": run.parent, "checkpoints": saved}
+
+
+def test_every_case_is_seen() -> None:
+    assert len(CASES) >= 150
+    assert len({case.stem for case in CASES}) == len(CASES)
+    counted = Counter(read_case(case)["class"] for case in CASES)
+    assert counted.keys() == CLASSES
+    assert min(counted.values()) >= 5, counted
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.filterwarnings("ignore")
+def test_case(
+    path: Path, tmp_path: Path, starts: dict[str, Path], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    case, folder = read_case(path), tmp_path / "case"
+    folder.mkdir()
+    monkeypatch.setenv(
+        "FINETUNE_CACHE", str(request.getfixturevalue("tmp_path_factory").getbasetemp() / "corpus-cache")
+    )
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(folder)
+    lay_out(case, folder, starts)
+    began = time.monotonic()
+    outcome = outcome_of(case, folder)
+    assert time.monotonic() - began < SECONDS
+    assert outcome.code == case.get("code", 2), outcome.text
+    says = case.get("says", [])
+    for part in [says] if isinstance(says, str) else says:
+        assert part in outcome.text, outcome.text
+    assert case.get("keeps", "\0") not in outcome.text, outcome.text
+    if outcome.code:
+        refusal = [line for line in outcome.text.splitlines() if line.strip()]
+        assert not [word for word in LIBRARY_WORDS if word in outcome.text], outcome.text
+        assert refusal
+        assert len(refusal) <= case.get("lines", 4), outcome.text
+        assert max(map(len, refusal)) <= LONGEST_LINE, outcome.text
+        assert re.search(r"[;:,] ", outcome.text), f"neither place nor remedy: {outcome.text}"
+    coloured = re.sub(r"\x1b\[[0-9;]*m", "", outcome.text)
+    assert not [line for line in coloured.splitlines() if has_controls(line.replace("\t", " "))], repr(outcome.text)
