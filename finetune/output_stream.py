@@ -26,7 +26,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # second set of them, overrides of direction, other ends of lines, half a letter.
 _OBEYED = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 # What this program and rich write themselves: colours, a line erased or drawn again, the cursor hidden.
-_OURS = r"\r\n?|\x1b\[[0-9;]*m|\x1b\[[0-9]*[AGJK]|\x1b\[\?25[lh]"
+_OURS = r"\r\n?|\x1b\[[0-9;]*m|\x1b\[[0-9]*[AK]|\x1b\[\?25[lh]"
 _FILTER = re.compile(rf"({_OURS})|[{_OBEYED}]")
 _HARMFUL = re.compile(rf"[{_OBEYED}]")
 _SPLIT_LINES = re.compile(rf"[{_OBEYED}\t\n]+")

@@ -170,10 +170,10 @@ def _wait_for_rank_0(code: int) -> int:
 
 def process_main(argv: Sequence[str] | None = None) -> int:
     """`main` as the work of a whole process, perhaps one of several ranks. Returns the exit code."""
-    from finetune.launch.signals import ended_by_signals
+    from finetune.launch.signals import stopped_by_signals
 
     keep_printing()
-    with ended_by_signals():
+    with stopped_by_signals():
         return _wait_for_rank_0(main(argv))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -23,8 +23,9 @@ from finetune.model.quantization import unpacked_weight
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 from finetune.untrusted.library_words import in_one_line, words_of
-from finetune.untrusted.model_folder import ADAPTER_CONFIG, look_at_adapter, patterns_of
+from finetune.untrusted.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, look_at_adapter, patterns_of
 from finetune.untrusted.programs import look_at_tokenizer, refuse_slow_patterns
+from finetune.untrusted.safetensors_header import read_header
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,19 @@ def load_adapted(run: FinishedRun, device: torch.device, *, with_loss: bool = Fa
     refuse_slow_patterns(str(run.product / ADAPTER_CONFIG), patterns_of(settings), paths)
     with silenced_peft(), in_one_line(lambda error: _no_adapter(run, error)):
         adapted = PeftModel.from_pretrained(base, str(run.product)).eval()
+    _refuse_lacking(run, adapted)
     if with_loss:
         take_new_rows_into_loss(adapted.get_base_model())
         compute_adapters(adapted, unpacked_weight)
     return adapted
+
+
+def _refuse_lacking(run: FinishedRun, adapted: PeftModel) -> None:
+    """peft passes over what a file does not have, and the model would answer as its base."""
+    stored = read_header(run.product / ADAPTER_WEIGHTS)
+    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    if lacking := sorted(wanted.keys() - stored.keys()):
+        raise _no_adapter(run, ValueError(f"{ADAPTER_WEIGHTS} lacks {len(lacking)} of its tensors, first {lacking[0]}"))
 
 
 def _no_adapter(run: FinishedRun, error: Exception) -> FinetuneError:

@@ -53,7 +53,7 @@ class StopRequest:
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
+def stopped_by_signals() -> Iterator[None]:
     """Within, the signals of STOPPING end this process as Ctrl-C does, with 130 and one word, while there is nothing to
     save yet; `stop_on_signals` takes over where there is.
 

@@ -14,6 +14,7 @@ from finetune.errors import EnvironmentMismatch
 
 # Only srun sets these; a batch script has SLURM_PROCID=0 as well, without being one of the step's tasks.
 _OF_A_STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_SRUN_COMM_PORT")
+_MOST_HOSTS = 100_000  # of one range: no cluster has more
 _FIRST_PORT, _PORTS = 20_000, 10_000  # below Linux's ephemeral ports, which begin at 32,768
 
 
@@ -72,6 +73,8 @@ def _expand(part: str, text: str) -> Iterator[str]:
         if match is None:
             raise _unreadable(text)
         first, last = match[1], match[2] or match[1]
+        if int(last) - int(first) > _MOST_HOSTS:
+            raise _unreadable(text)
         for number in range(int(first), int(last) + 1):
             for ending in _expand(after, text):
                 yield f"{before}{number:0{len(first)}d}{ending}"

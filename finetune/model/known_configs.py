@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import EnvironmentMismatch
+from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.packaged import ONLINE_REPOSITORIES, PREFIX, in_hub_cache, resolve_model_path
 from finetune.paths import PACKAGE
 from finetune.untrusted.config_sizes import read_config
@@ -142,7 +142,12 @@ def decoder_config(name_or_path: str, revision: str = "main") -> tuple[dict[str,
             f"{config.get('model_type')} by itself; such a model is trained as a whole, and can be neither planned nor "
             "rehearsed"
         )
-    return _by_common_names(config), source
+    config = _by_common_names(config)
+    if "num_hidden_layers" not in config:
+        raise FinetuneError(
+            f"model.name_or_path: {source}: has no num_hidden_layers; correct the file, or fetch it again"
+        )
+    return config, source
 
 
 def _by_common_names(config: dict[str, Any]) -> dict[str, Any]:

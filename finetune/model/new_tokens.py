@@ -51,6 +51,7 @@ def read_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
         revision=section.revision,
         trust_remote_code=section.trust_remote_code,
     )
+    tokenizer("a")  # with a setting of the wrong kind, its own and not the text's, it raises here
     return tokenizer
 
 

@@ -20,7 +20,7 @@ CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "
 SCALARS = ("r", "lora_alpha", "use_rslora", "use_dora")
 BY_PATTERN = ("rank_pattern", "alpha_pattern")
 # Settings of peft that this kit's adapters do not have; each changes what the weights mean.
-MOST_BYTES = 16 * 2**20  # of adapter_config.json
+MOST_CONFIG_BYTES = 16 * 2**20  # of adapter_config.json
 LISTS = ("target_parameters", "modules_to_save")
 NOT_OFFERED = (
     "lora_bias",
@@ -67,7 +67,7 @@ def folder_mistake(name: str | None, lora: Lora | None) -> str | None:
     if not (folder / WEIGHTS).is_file():
         return lacks_weights(name, pickled=(folder / PICKLED).is_file())
     with open_regular(folder / CONFIG) as file:
-        return config_mistake(name, file.read(MOST_BYTES).decode("utf-8", "replace"), lora)
+        return config_mistake(name, file.read(MOST_CONFIG_BYTES).decode("utf-8", "replace"), lora)
 
 
 def lacks_weights(name: str, *, pickled: bool) -> str:

@@ -172,17 +172,15 @@ def _schedule_mistakes(training: Training) -> Iterator[CrossCheck]:
         yield CrossCheck("lr_scheduler_type", "warmup_stable_decay needs num_decay_steps", remedy)
 
 
-def check_sections(recipe: Recipe) -> None:
-    """Values of different sections agree with each other, and names are names."""
-    from finetune.recipe.sections.name_checks import name_mistakes  # which takes CrossCheck from here
-
+def check_sections(recipe: Recipe, more: Iterable[CrossCheck]) -> None:
+    """Values of different sections agree with each other; `more` is reported with them."""
     refuse(
         [
             *_adapter_mistakes(recipe),
             *_quantization_mistakes(recipe),
             *_training_mistakes(recipe),
             *_hub_mistakes(recipe),
-            *name_mistakes(recipe),
+            *more,
         ]
     )
 

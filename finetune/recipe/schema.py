@@ -16,6 +16,7 @@ from finetune.recipe.sections.base import Count, Local, Section
 from finetune.recipe.sections.data import Data, DataSet, EvalFraction, KnownFormat, RowFormat
 from finetune.recipe.sections.lora import Lora
 from finetune.recipe.sections.model import Budget, Dtype, ModelSection, Quantization
+from finetune.recipe.sections.name_checks import name_mistakes
 from finetune.recipe.sections.results import Hub, Samples
 from finetune.recipe.sections.training import Scheduler, Training
 
@@ -69,7 +70,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def sections_agree(self) -> Recipe:
-        cross_checks.check_sections(self)
+        cross_checks.check_sections(self, name_mistakes(self))
         return self
 
     @property

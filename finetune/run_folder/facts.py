@@ -17,7 +17,7 @@ EXPORTS, EXPORT_RECORD = "exports", "export.json"
 EXPORTED_RECORDS = ("recipe.yaml", "receipt.json", "environment.json", "metrics.jsonl", "samples.jsonl")
 
 
-MOST_BYTES = 64 * 2**20  # of receipt.json, which has a checksum of each trained tensor
+MOST_RECORD_BYTES = 64 * 2**20  # of receipt.json, which has a checksum of each trained tensor
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,11 @@ def _is_as_written(line: Mapping[str, Any]) -> bool:
     kind = line.get("kind")
     needed = _NEEDED.get(kind, ()) if isinstance(kind, str) else ("kind",) * ("kind" in line)
     values = (value for key, value in line.items() if key in _NUMBERS or key.endswith("_loss"))
+    took = line.get("step_seconds")
     numbers = all(value is None or (isinstance(value, int | float) and type(value) is not bool) for value in values)
     step = line.get("step", 0)
-    whole = type(step) is int and 0 <= step < 2**53 and isinstance(line.get("phase", ""), str)
+    took_time = took is None or (isinstance(took, int | float) and took > 0)
+    whole = took_time and type(step) is int and 0 <= step < 2**53 and isinstance(line.get("phase", ""), str)
     return numbers and whole and all(line.get(key) is not None for key in needed) and kind in (None, *_NEEDED)
 
 
@@ -146,7 +148,7 @@ def read_run(run_dir: Path, recipe: Recipe, *, merged: bool = False) -> RunFacts
 
     def document(name: str) -> dict[str, Any]:
         path = run_dir / name
-        return read_object(path, MOST_BYTES) if path.is_file() else {}
+        return read_object(path, MOST_RECORD_BYTES) if path.is_file() else {}
 
     def lines(name: str) -> list[dict[str, Any]]:
         path = run_dir / name

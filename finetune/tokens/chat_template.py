@@ -19,7 +19,7 @@ from finetune.untrusted.programs import template_problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MOST_BYTES = 2**20  # of a template; the longest that is known has 20 kB
+MOST_TEMPLATE_BYTES = 2**20  # of a template; the longest that is known has 20 kB
 _FORMAT = re.compile(r"""["']([^"'\n]*%[a-zA-Z-][^"'\n]*)["']""")
 
 
@@ -111,9 +111,9 @@ def read_source(source: str) -> str:
         return source
     try:
         with open_regular(source) as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise OSError(errno.EFBIG, f"is larger than {MOST_BYTES // 2**20} MiB", source)
+            content = file.read(MOST_TEMPLATE_BYTES + 1)
+        if len(content) > MOST_TEMPLATE_BYTES:
+            raise OSError(errno.EFBIG, f"is larger than {MOST_TEMPLATE_BYTES // 2**20} MiB", source)
         return content.decode("utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.files import cache_folder
+from finetune.wording import counted
 
 WALL_SECONDS = 120  # of a child that neither computes nor ends, on a machine where many wait for the processor
 TRUST = 1  # part of each hash: raise it when a limit or a program changes
@@ -35,7 +36,7 @@ def answer(word):
     sys.stdout.flush()
     os._exit(0)
 """
-_trusted_here: set[str] = set()
+_found_here: dict[str, str | None] = {}  # in this process, also what was refused
 
 
 def refused(
@@ -51,8 +52,12 @@ def refused(
         known_by: What it is trusted by, in place of `asked`: a file's own hash.
     """
     key = hashlib.sha256(json.dumps([TRUST, kind, program, known_by or asked, seconds, mebibytes]).encode()).hexdigest()
-    if key in _trusted_here or _file(key).exists():
-        return None
+    if key not in _found_here:
+        _found_here[key] = None if _file(key).exists() else _tried(key, program, asked, seconds, mebibytes)
+    return _found_here[key]
+
+
+def _tried(key: str, program: str, asked: dict[str, Any], seconds: int, mebibytes: int) -> str | None:
     request = {**asked, "seconds": seconds, "mebibytes": mebibytes, "sys.path": sys.path}
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     try:
@@ -77,14 +82,13 @@ def refused(
 def _ended(process: subprocess.CompletedProcess[str], seconds: int, mebibytes: int) -> str | None:
     """Why a child ended without an answer; None where its own program could not run."""
     if process.returncode in (-9, -24):  # SIGKILL and SIGXCPU, which the limit on time sends
-        return f"does not end within {seconds} seconds"
+        return f"does not end within {counted(seconds, 'second')}"
     if process.returncode < 0 or "MemoryError" in process.stderr or "memory allocation" in process.stderr:
         return f"needs more than {mebibytes:,} MiB, or breaks the library that reads it"
     return None
 
 
 def _trust(key: str) -> None:
-    _trusted_here.add(key)
     try:
         _file(key).parent.mkdir(parents=True, exist_ok=True)
         _file(key).touch()

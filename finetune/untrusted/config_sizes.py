@@ -4,6 +4,7 @@ model's. A billion layers would be built one by one, for days, before the first 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from finetune.untrusted.json_files import kind_of_value, read_object, unreadable
 
 # The largest by key; of all models known in 2026 the largest has 126 layers, 2^18 tokens, 53,248 inner features.
 LAYERS, HEADS, WIDTH, VOCABULARY, EXPERTS, POSITIONS = 1_000, 2**14, 2**20, 2**24, 2**14, 2**40
-SIZES: dict[str, int] = {
+MODEL_SIZES: dict[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), LAYERS),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_key_value_heads", "num_heads"), HEADS),
     **dict.fromkeys(
@@ -26,8 +27,9 @@ SIZES: dict[str, int] = {
 # A model may have none of these, or none of its own.
 MAY_BE_ZERO = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "sliding_window")
 MOST_PARAMETERS = 10**14  # a hundred times the largest model that is known
-OBJECTS = ("text_config", "vision_config", "audio_config", "quantization_config", "rope_scaling", "rope_parameters")
-TEXTS = ("model_type", "hidden_act", "torch_dtype", "dtype", "attn_implementation")
+PARTS = ("text_config", "vision_config", "audio_config")
+SECTION_KEYS = (*PARTS, "quantization_config", "rope_scaling", "rope_parameters")
+TEXT_KEYS = ("model_type", "hidden_act", "torch_dtype", "dtype", "attn_implementation")
 MOST_ENTRIES = 50_000  # of a config.json, in all its lists and sections
 
 
@@ -43,7 +45,7 @@ def refuse_sizes(path: Path, config: Mapping[str, Any]) -> None:
     if _entries(config) > MOST_ENTRIES:
         raise unreadable(path, f"holds more than {MOST_ENTRIES:,} values, which no configuration does")
     for place, section in _sections(config):
-        for wrong in (*_wrong_kinds(section), *_wrong_sizes(section)):
+        for wrong in chain(_wrong_kinds(section), _wrong_sizes(section), _wrong_heads(section)):
             raise unreadable(path, f"{place}{wrong}", "correct the file, or fetch it again")
         if (parameters := _parameters(section)) > MOST_PARAMETERS:
             raise unreadable(path, f"{place}its sizes make {parameters:.0e} weights, more than any model has")
@@ -62,13 +64,13 @@ def _entries(value: Any) -> int:
 
 def _sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     yield "", config
-    for name in OBJECTS[:3]:
+    for name in PARTS:
         if isinstance(section := config.get(name), dict):
             yield f"{name}: ", section
 
 
 def _wrong_kinds(section: Mapping[str, Any]) -> Iterator[str]:
-    for names, kind, words in ((OBJECTS, dict, "a section"), (TEXTS, str, "text")):
+    for names, kind, words in ((SECTION_KEYS, dict, "a section"), (TEXT_KEYS, str, "text")):
         for name in names:
             if section.get(name) is not None and not isinstance(section[name], kind):
                 yield f"{name} is {kind_of_value(section[name])}, and must be {words}"
@@ -78,13 +80,19 @@ def _wrong_kinds(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _wrong_sizes(section: Mapping[str, Any]) -> Iterator[str]:
-    for name, most in SIZES.items():
+    for name, most in MODEL_SIZES.items():
         for value in _values(section.get(name)):
             if type(value) is not int:
                 shown = kind_of_value(value) if isinstance(value, dict | list | str) else one_line(value, 30)
                 yield f"{name} is {shown}, and must be a whole number"
             elif not (0 if name in MAY_BE_ZERO else 1) <= value <= most:
                 yield f"{name} is {one_line(_number(value), 40)}, and must be from 1 to {most:,}"
+
+
+def _wrong_heads(section: Mapping[str, Any]) -> Iterator[str]:
+    heads, shared = section.get("num_attention_heads"), section.get("num_key_value_heads")
+    if type(heads) is int and type(shared) is int and heads % shared:
+        yield f"num_attention_heads is {heads}, and must be a multiple of num_key_value_heads, {shared}"
 
 
 def _values(value: Any) -> list[Any]:

@@ -10,9 +10,9 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.output_stream import one_line, printable
 from finetune.paths import open_regular
-from finetune.untrusted.kinds import kind_of
+from finetune.untrusted.kinds import kind_by_head
 
-MOST_BYTES = 16 * 2**20  # a config.json has some kB, an index of 1,000 files 100 kB
+MOST_JSON_BYTES = 16 * 2**20  # a config.json has some kB, an index of 1,000 files 100 kB
 MOST_DEPTH = 64
 
 
@@ -21,7 +21,7 @@ def unreadable(path: Path, what: str, remedy: str = "fetch the file again") -> F
     return FinetuneError(f"{printable(str(path))}: {what}; {remedy}")
 
 
-def read_bounded(path: Path, most: int = MOST_BYTES) -> bytes:
+def read_bounded(path: Path, most: int = MOST_JSON_BYTES) -> bytes:
     """A file's bytes. Raises FinetuneError where it is no regular file, or larger than `most`."""
     try:
         with open_regular(path) as file:
@@ -36,20 +36,20 @@ def read_bounded(path: Path, most: int = MOST_BYTES) -> bytes:
 def parse_document(path: Path, content: bytes, *, unique: bool = False) -> Any:
     """The value of a file's JSON, at most MOST_DEPTH levels deep; `unique`: no key twice in one object."""
     try:
-        value = json.loads(content, object_pairs_hook=_unique_keys if unique else None)
+        value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique_keys if unique else None)
     except RecursionError:
         raise unreadable(path, f"is nested deeper than {MOST_DEPTH} levels") from None
     except _TwiceError as error:
         raise unreadable(path, f"has the key {one_line(error, 60)} twice") from None
     except ValueError as error:  # of the decoder, of bytes that are not UTF-8, of an integer of thousands of digits
-        what = kind_of(content[:64])
+        what = kind_by_head(content[:64])
         raise unreadable(path, f"is {what}, not JSON" if what else f"is not JSON: {one_line(error, 120)}") from None
     if depth_of(value) > MOST_DEPTH:
         raise unreadable(path, f"is nested deeper than {MOST_DEPTH} levels")
     return value
 
 
-def read_object(path: Path, most: int = MOST_BYTES, *, unique: bool = False) -> dict[str, Any]:
+def read_object(path: Path, most: int = MOST_JSON_BYTES, *, unique: bool = False) -> dict[str, Any]:
     """The JSON object in a file. Raises FinetuneError, in one line that begins with the path."""
     value = parse_document(path, read_bounded(path, most), unique=unique)
     if not isinstance(value, dict):

@@ -28,7 +28,7 @@ SIGNATURES = (
 )
 
 
-def kind_of(head: bytes) -> str | None:
+def kind_by_head(head: bytes) -> str | None:
     """What begins with these bytes, 32 or more of them where there are as many; None for what is not known."""
     begins = head.lstrip().lower() if head.lstrip()[:1] == b"<" else head
     return next((name for signature, name in SIGNATURES if begins.startswith(signature)), None)
@@ -36,7 +36,7 @@ def kind_of(head: bytes) -> str | None:
 
 def not_rows(head: bytes) -> str | None:
     """What is wrong with a data file that begins so, and the remedy; None where it may hold rows."""
-    kind = kind_of(head)
+    kind = kind_by_head(head)
     if kind is None:
         return None
     if kind.startswith("UTF-"):

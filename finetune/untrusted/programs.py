@@ -13,7 +13,7 @@ from finetune.paths import open_regular
 from finetune.untrusted.children import refused
 from finetune.untrusted.json_files import unreadable
 
-TEMPLATE_SECONDS, TEMPLATE_MEBIBYTES = 2, 256
+TEMPLATE_SECONDS, TEMPLATE_MEBIBYTES = 1, 256
 # As transformers 5.24 sets the environment up (utils/chat_template_utils.py); what a template raises is its own matter.
 _TEMPLATE = """
 from contextlib import suppress
@@ -63,7 +63,7 @@ def template_problem(source: str) -> str | None:
 
 
 # Gemma 3's, of 33 MB, takes 4 s and 0.6 GiB.
-TOKENIZER_SECONDS, TOKENIZER_MEBIBYTES = 60, 6_144
+TOKENIZER_SECONDS, TOKENIZER_MEBIBYTES = 20, 6_144
 MOST_TOKENIZER = 512 * 2**20
 _TOKENIZER = """
 from tokenizers import Tokenizer
@@ -109,7 +109,7 @@ def _tokenizer_problem(path: Path, digest: str) -> str | None:
     return refused("tokenizer", _TOKENIZER, {"path": str(path.resolve())}, known_by=digest, **limits)
 
 
-PATTERN_SECONDS, PATTERN_MEBIBYTES = 2, 256
+PATTERN_SECONDS, PATTERN_MEBIBYTES = 1, 256
 SIMPLE_QUANTIFIERS = 3  # so many without a quantified group take at most n^3 steps of n letters
 _PATTERNS = """
 import re

@@ -14,7 +14,7 @@ from typing import Any
 from finetune.output_stream import one_line
 from finetune.paths import open_regular
 from finetune.untrusted.json_files import parse_document, unreadable
-from finetune.untrusted.kinds import kind_of
+from finetune.untrusted.kinds import kind_by_head
 
 LENGTH_BYTES = 8
 MOST_HEADER = 100_000_000  # safetensors' own limit
@@ -47,7 +47,7 @@ def read_header(path: Path) -> dict[str, TensorFacts]:
             head = file.read(LENGTH_BYTES)
             length = int.from_bytes(head, "little")
             if not size or len(head) < LENGTH_BYTES or length > min(MOST_HEADER, size - LENGTH_BYTES):
-                what = kind_of(head + file.read(56))
+                what = kind_by_head(head + file.read(56))
                 raise _no_safetensors(path, f"is {what}" if what else _cut_off(size, length))
             content = file.read(length)
     except OSError as error:

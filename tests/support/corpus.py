@@ -20,6 +20,7 @@ import io
 import json
 import math
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -33,7 +34,8 @@ import yaml
 
 from tests.support.recipes import merged, tiny_lora
 
-SECONDS = 10  # of any case
+SECONDS = 10  # of processor time, of any case and its children
+WALL_SECONDS = 60  # of any case, where the machine has other work
 BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "BOOL": 1, "C64": 8}
 
 
@@ -213,16 +215,22 @@ WRITERS: dict[str, Callable[[Path, Any, Mapping[str, Any]], Any]] = {
 
 
 def outcome_of(case: Mapping[str, Any], folder: Path) -> Outcome:
-    """Do what the case says in its folder, within SECONDS."""
+    """Do what the case says in its folder, within WALL_SECONDS."""
     from finetune.errors import FinetuneError
 
     printed = io.StringIO()
-    with _within(SECONDS), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+    with _within(WALL_SECONDS), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             code = ACTS[case["do"]](case, folder) or 0
         except FinetuneError as error:
             return Outcome(error.exit_code, f"{printed.getvalue()}{error}")
     return Outcome(code, printed.getvalue())
+
+
+def processor_seconds() -> float:
+    """Of this process and of those that it waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 @contextlib.contextmanager
@@ -251,7 +259,8 @@ def recipe_of(case: Mapping[str, Any], folder: Path) -> Path:
     if not rows.exists():
         turns = [{"role": "user", "content": "a river"}, {"role": "assistant", "content": "the sea"}]
         rows.write_text(f"{json.dumps({'messages': turns})}\n" * 4, "utf-8")
-    plain = tiny_lora(folder, rows, output_dir=str(folder / "out"))
+    base = folder if case.get("start") == "model" else Path("someone/model")
+    plain = tiny_lora(base, rows, output_dir=str(folder / "out"))
     content = json.dumps(merged(plain, own)).replace("{folder}", str(folder))
     path.write_text(content, "utf-8")
     return path

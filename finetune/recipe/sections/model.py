@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from finetune.recipe import cross_checks
 from finetune.recipe.sections import model_checks
-from finetune.recipe.sections.base import Count, Local, Section, WholeNumber
+from finetune.recipe.sections.base import Local, Section
 
 MOST_GPUS, MOST_NODES = 1_024, 100_000  # of one machine; machines
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -18,9 +18,9 @@ Attention = Literal["auto", "varlen", "sdpa", "flex_attention", "flash_attention
 class Budget(Section):
     """What the recipe is made for."""
 
-    gpus: WholeNumber = Field(0, le=MOST_GPUS, description="GPUs per node; 0 means the CPU.")
+    gpus: int = Field(0, ge=0, le=MOST_GPUS, description="GPUs per node; 0 means the CPU.")
     gpu_memory_gb: float = Field(0, ge=0, description="Memory of one GPU in GB as its maker states it.")
-    nodes: Count = Field(1, le=MOST_NODES, description="Machines.")
+    nodes: int = Field(1, ge=1, le=MOST_NODES, description="Machines.")
 
 
 class ModelSection(Section):

@@ -37,7 +37,7 @@ def name_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
 def _names(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield "model.name_or_path", recipe.model.name_or_path
     yield "model.adapter", recipe.model.adapter or ""
-    yield "output_dir", recipe.output_dir
+    yield "output_dir", recipe.output_dir or ""
     yield "accelerate_config", recipe.accelerate_config
     if "{" not in (template := recipe.data.chat_template or ""):
         yield "data.chat_template", template
