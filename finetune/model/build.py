@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ def load_base(
         options["device_map"] = {"": str(device)}  # each tensor straight from its file, none through host memory
     name, folder = path or section.name_or_path, path or resolve_model_path(section.name_or_path)
     if (files := folder_of(folder, section.revision)) is not None:
-        look_at_model(files)
+        look_at_model(files, whole=Path(folder).is_dir())
     with in_one_line(partial(_weights_not_loaded, recipe, name)):
         config = configuration(recipe, path)
         if (widened := widening(config, recipe)) is not None:

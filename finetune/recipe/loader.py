@@ -158,9 +158,14 @@ def _read_pipe(file: pathlib.Path) -> bytes:
     read, descriptor = b"", os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     try:
         while len(read) <= MAX_BYTES:
-            if not select.select([descriptor], [], [], PIPE_SECONDS)[0]:
-                raise OSError(errno.ETIMEDOUT, f"is a pipe into which nothing was written for {PIPE_SECONDS} s")
-            if not (part := os.read(descriptor, MAX_BYTES)):
+            try:
+                part = os.read(descriptor, MAX_BYTES)
+            except BlockingIOError:  # somebody has it open and has not written yet
+                if not select.select([descriptor], [], [], PIPE_SECONDS)[0]:
+                    silence = f"is a pipe into which nothing was written for {PIPE_SECONDS} s"
+                    raise OSError(errno.ETIMEDOUT, silence) from None
+                continue
+            if not part:
                 break
             read += part
     finally:

@@ -163,16 +163,16 @@ def beyond_positions(recipe: Recipe, prepared: Prepared, positions: int | None) 
     longest = int(pool.lengths[at])
     if positions is None or max(longest, data.max_length) <= positions:
         return
-    set_it = f"set data.max_length={positions}"
+    set_it, model_has = f"set data.max_length={positions}", counted(positions, "position")
     if longest > positions:
         count = int((pool.lengths[used] > positions).sum())
-        longer = f"{count:,} document{'s are' if count > 1 else ' is'} longer than the model's {counted(positions, 'position')}"
+        longer = f"{count:,} document{'s are' if count > 1 else ' is'} longer than the model's {model_has}"
         handled = " data.truncation=right" if data.truncation == "error" else ""
         yield f"data.max_length: {longer}, the longest {longest:,} tokens ({pool.place(at)}); {set_it}{handled}"
         return
     packed = "positions begin anew in each document of a row" if data.packing else "a row is one document"
     yield (
-        f"data.max_length: {data.max_length:,} is beyond the model's {counted(positions, 'position')}; {packed} and the longest "
+        f"data.max_length: {data.max_length:,} is beyond the model's {model_has}; {packed} and the longest "
         f"has {longest:,} tokens, so none is beyond them; to have longer ones refused {set_it}"
     )
 

@@ -20,13 +20,19 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 MOST_INDEX = 256 * 2**20
 
 
-def look_at_model(folder: Path) -> None:
-    """Config, index and headers of the weights in a folder, so far as they are there.
+def look_at_model(folder: Path, *, whole: bool = False) -> None:
+    """Config, index and headers of the weights in a folder, so far as they are there; `whole`: weights must be.
 
     Raises FinetuneError, in one line that begins with the file: what is in it would not be loaded as it seems, or
     would make a library read for ever.
     """
     config = look_at_config(folder)
+    if whole and not (folder / SINGLE).exists() and not (folder / INDEX).exists():
+        raise unreadable(
+            folder,
+            f"has no {SINGLE}, and pickles are never read",
+            "save the model once by transformers' save_pretrained",
+        )
     files = weight_files(folder)
     headers = {file: read_header(file) for file in files if file.exists()}
     if not config.get("quantization_config"):
