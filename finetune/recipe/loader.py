@@ -38,7 +38,7 @@ from finetune.recipe.yaml_text import (
 from finetune.redaction import cover_secrets, hide_secrets, known_secrets
 
 COMMAND_LINE = "command line"
-PIPE_SECONDS = 10  # that a recipe which is a pipe may keep silent
+SILENT_SECONDS, ABSENT_SECONDS = 30, 2  # that the writer of a recipe may write nothing, or not be there
 MAX_MISTAKES = 50  # shown at once
 # Other places and spellings of one key, accepted.
 CHECKPOINTING: Path = ("training", "activation_checkpointing")
@@ -155,18 +155,20 @@ def _read_file(file: pathlib.Path) -> bytes:
 def _read_pipe(file: pathlib.Path) -> bytes:
     """Of `finetune check <(...)`: what comes until the writer's end, or one more than a recipe may have. Raises
     OSError where nobody writes."""
-    read, descriptor = b"", os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    read, waited, descriptor = b"", False, os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     try:
         while len(read) <= MAX_BYTES:
             try:
                 part = os.read(descriptor, MAX_BYTES)
             except BlockingIOError:  # somebody has it open and has not written yet
-                if not select.select([descriptor], [], [], PIPE_SECONDS)[0]:
-                    silence = f"is a pipe into which nothing was written for {PIPE_SECONDS} s"
-                    raise OSError(errno.ETIMEDOUT, silence) from None
+                if not select.select([descriptor], [], [], SILENT_SECONDS)[0]:
+                    raise OSError(errno.ETIMEDOUT, "is a pipe whose writer writes nothing") from None
                 continue
-            if not part:
+            if not part and (read or waited):
                 break
+            if not part:  # nobody has it open: perhaps not yet
+                waited = True
+                select.select([descriptor], [], [], ABSENT_SECONDS)
             read += part
     finally:
         os.close(descriptor)

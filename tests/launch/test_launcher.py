@@ -67,17 +67,24 @@ def test_the_cpu_that_a_config_asks_for(
 
 
 def test_machines_and_their_ranks() -> None:
-    variables = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}
+    address = {"MASTER_ADDR": "localhost"}
+    variables = address | {
+        "RANK": "5",
+        "WORLD_SIZE": "6",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_WORLD_SIZE": "3",
+    }
     launch = read_launch(variables)
     assert (launch.local_rank, launch.local_world_size, launch.nodes) == (1, 2, 3)
-    assert read_launch({"RANK": "1", "WORLD_SIZE": "2"}).local_world_size == 2  # by hand, on one machine
+    assert read_launch({"RANK": "1", "WORLD_SIZE": "2"} | address).local_world_size == 2  # by hand, on one machine
     alone = read_launch({})
     assert (alone.local_rank, alone.local_world_size, alone.nodes) == (0, 1, 1)
 
 
 def test_a_rank_of_srun_continues_by_srun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["/x/python", "finetune/train.py", "r.yaml"])
-    launch = read_launch({"SLURM_PROCID": "1", "RANK": "1", "WORLD_SIZE": "2"})
+    launch = read_launch({"SLURM_PROCID": "1", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"})
     assert continue_command(launch, resume="auto") == "srun python finetune/train.py r.yaml"
 
 

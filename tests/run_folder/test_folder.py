@@ -53,6 +53,7 @@ def run(run_dir: Path, *, steps: int, end: str | None = None) -> None:
     if end == "failed":
         mark_failed(run_dir, RuntimeError("out of memory"), phase="forward", rank=0, step=steps)
     elif end:
+        (run_dir / "adapter").mkdir()  # without it a finished run would go on
         mark_run(run_dir, end, step=steps)  # type: ignore[arg-type]
     claimed.release()
 
