@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from finetune.errors import STOPPED
 from finetune.launch import signals
+from finetune.launch.launcher import environment_for_child
 from finetune.launch.signals import StopRequest, die_with_launcher, stop_on_signals
 
 TRAINER = """
@@ -205,3 +207,32 @@ def test_outside_the_main_thread_the_flag_stays_down() -> None:
     thread.start()
     thread.join()
     assert seen == [False]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT])
+def test_a_start_that_is_stopped_ends_with_130_and_a_word(number: signal.Signals) -> None:
+    """While it reads and tokenises: nothing is to be saved yet."""
+    program = (
+        "import sys, time; from finetune import train\n"
+        "train.load_recipe = lambda *_, **__: None\n"
+        "train.run_recipe = lambda _: [print('started', flush=True), time.sleep(60)]\n"
+        "sys.exit(train.process_main(['r.yaml']))"
+    )
+    environment = environment_for_child()
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors.strip()) == (130, STOPPED)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGQUIT])
+def test_slurms_warning_and_quit_save_and_stop(number: signal.Signals) -> None:
+    stop = StopRequest()
+    with stop_on_signals(stop, announce=False):
+        os.kill(os.getpid(), number)
+        assert stop.signal_name == number.name
+    assert signal.getsignal(number) == signal.SIG_DFL
