@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import IO
 
 PACKAGE = Path(__file__).resolve().parent
 CHECKOUT = PACKAGE.parent  # recipes/, accelerate_configs/ and data/ are here, unless the package was installed alone
@@ -25,7 +25,7 @@ def in_home(text: str) -> str:
     return os.path.expanduser(text) if text.startswith("~") and "{" not in text else text
 
 
-def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """A file, opened for reading; a link to one too. Raises OSError, for a pipe or a device as well: reading them may
     never end, and opening a pipe that nobody writes into waits for ever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

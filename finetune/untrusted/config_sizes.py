@@ -74,8 +74,8 @@ def _wrong_kinds(section: Mapping[str, Any]) -> Iterator[str]:
         for name in names:
             if section.get(name) is not None and not isinstance(section[name], kind):
                 yield f"{name} is {kind_of_value(section[name])}, and must be {words}"
-    names = section.get("architectures")
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+    classes = section.get("architectures")
+    if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
         yield "architectures is not a list of names"
 
 

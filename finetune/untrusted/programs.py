@@ -58,8 +58,8 @@ def template_problem(source: str) -> str | None:
     """Why a chat template is not rendered here; None for one that ends within its limits on small chats."""
     if "{" not in source:
         return None
-    limits = {"seconds": TEMPLATE_SECONDS, "mebibytes": TEMPLATE_MEBIBYTES}
-    return refused("template", _TEMPLATE, {"template": source}, **limits)
+    asked, seconds = {"template": source}, TEMPLATE_SECONDS
+    return refused("template", _TEMPLATE, asked, seconds=seconds, mebibytes=TEMPLATE_MEBIBYTES)
 
 
 # Gemma 3's, of 33 MB, takes 4 s and 0.6 GiB.
@@ -105,8 +105,8 @@ def look_at_tokenizer(folder: Path) -> None:
 
 
 def _tokenizer_problem(path: Path, digest: str) -> str | None:
-    limits: dict[str, int] = {"seconds": TOKENIZER_SECONDS, "mebibytes": TOKENIZER_MEBIBYTES}
-    return refused("tokenizer", _TOKENIZER, {"path": str(path.resolve())}, known_by=digest, **limits)
+    asked, seconds = {"path": str(path.resolve())}, TOKENIZER_SECONDS
+    return refused("tokenizer", _TOKENIZER, asked, known_by=digest, seconds=seconds, mebibytes=TOKENIZER_MEBIBYTES)
 
 
 PATTERN_SECONDS, PATTERN_MEBIBYTES = 1, 256

@@ -24,6 +24,7 @@ from finetune.finished_run.chat import (
     typed_lines,
 )
 from finetune.model.quantization import quantized_layers
+from finetune.output_stream import without_controls
 from tests.support.finished import finished_run
 from tests.support.tiny import tiny_tokenizer
 
@@ -209,7 +210,7 @@ def test_the_verb(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path)
     output = capsys.readouterr().out
     assert "tuned:" in output
     assert "base:" not in output
-    assert result["answers"][1]["answer"] in output
+    assert without_controls(result["answers"][1]["answer"]) in output
     assert main(["chat", str(run), "--who", "nobody"]) == 2
     assert main(["chat", str(tmp_path), "--prompt", ASKED]) == 2
     assert "not a run folder" in capsys.readouterr().err

@@ -129,12 +129,12 @@ def not_finite(run: Path) -> None:
     write_checkpoint(run, 2, {"model": tensors, "optimizer": {}}, {}, keep=9)
     first = next(iter(tensors))
     save_file(tensors | {first: torch.full_like(tensors[first], torch.nan)}, folder / "model-00000.safetensors")
-    from finetune.run_folder import checkpoint
+    from finetune.run_folder.saving import manifest as manifests
 
     manifest = json.loads((folder / "MANIFEST.json").read_text())
     del manifest["sha256"], manifest["finite"]
-    manifest["files"]["model-00000.safetensors"]["sha256"] = checkpoint._sha256(folder / "model-00000.safetensors")
-    (folder / "MANIFEST.json").write_text(json.dumps(manifest | {"sha256": checkpoint._self_hash(manifest)}))
+    manifest["files"]["model-00000.safetensors"]["sha256"] = manifests.sha256_of(folder / "model-00000.safetensors")
+    (folder / "MANIFEST.json").write_text(json.dumps(manifest | {"sha256": manifests.self_hash(manifest)}))
 
 
 def pruned(run: Path) -> None:

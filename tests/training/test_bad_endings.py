@@ -15,13 +15,12 @@ from safetensors.torch import load_file, save_file
 from finetune.errors import NotFinite
 from finetune.hub import around_training
 from finetune.run_folder.checkpoint import (
-    _self_hash,
-    _sha256,
     examine,
     newest_valid,
     step_folder,
     write_checkpoint,
 )
+from finetune.run_folder.saving.manifest import self_hash, sha256_of
 from finetune.train import main
 from finetune.training import run_output, samples, worst_step
 from finetune.training.step import run_steps
@@ -363,8 +362,8 @@ def seal(folder: Path, *, finite: bool = True) -> None:
     if not finite:
         del manifest["finite"]
     for name in manifest["files"]:
-        manifest["files"][name] = {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}
-    (folder / "MANIFEST.json").write_text(json.dumps(manifest | {"sha256": _self_hash(manifest)}))
+        manifest["files"][name] = {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
+    (folder / "MANIFEST.json").write_text(json.dumps(manifest | {"sha256": self_hash(manifest)}))
 
 
 def _nan_outside_training(module: Any, arguments: Any, output: Any) -> Any:
