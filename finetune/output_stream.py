@@ -135,11 +135,13 @@ def plain_output() -> Iterator[None]:
     for stream in before:
         if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a letter shows its number, no traceback
             stream.reconfigure(errors="backslashreplace")
-    sys.stdout, sys.stderr = (cast(TextIO, stream and PlainStream(stream)) for stream in before)
+    plain = tuple(cast(TextIO, stream and PlainStream(stream)) for stream in before)
+    sys.stdout, sys.stderr = plain
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = before
+        if (sys.stdout, sys.stderr) == plain:  # a training has wrapped them for good, by `keep_printing`
+            sys.stdout, sys.stderr = before
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from finetune.architecture import attention
-from finetune.errors import EnvironmentMismatch, FinetuneError
+from finetune.errors import EnvironmentMismatch, FinetuneError, NotFinite
 from finetune.finished_run.load import FinishedRun, fitting, load_adapted, load_run_tokenizer, load_whole
 from finetune.model.build import attention_name, load_tokenizer
 from finetune.model.dtypes import COMPUTE
@@ -47,7 +47,11 @@ def held_out_figures(run: FinishedRun, device: torch.device) -> dict[str, Any]:
     for name, model in models_of(run, device, with_loss=True):
         with fitting(device), _arithmetic(recipe.training.mixed_precision, device):
             loss = evaluate(accelerator, model, prepared.eval, plan)["loss"]
-        figures[name] = {"loss": loss, "perplexity": math.exp(loss)}
+        if not math.isfinite(loss):
+            raise NotFinite(
+                f"{run.folder}: not finite: the held-out loss of the {name} model is {loss}; look at its weights"
+            )
+        figures[name] = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
     exported = read_run(run.folder, recipe).exported_eval()
     return figures | {"recorded": exported["loss"] if exported else None}
 

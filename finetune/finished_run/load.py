@@ -15,13 +15,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from finetune.architecture.attention import use_librarys
 from finetune.architecture.families import refuse_unsuitable
 from finetune.architecture.lora_linear import compute_adapters
-from finetune.errors import DoesNotFit, FinetuneError
+from finetune.errors import DoesNotFit, FinetuneError, NotFinite
 from finetune.model.adapters import silenced_peft, take_new_rows_into_loss
 from finetune.model.build import load_base
 from finetune.model.new_tokens import add_rows
 from finetune.model.quantization import unpacked_weight
 from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
+from finetune.run_folder.tensor_checks import first_not_finite
 from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.untrusted.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, look_at_adapter, patterns_of
 from finetune.untrusted.programs import look_at_tokenizer, refuse_slow_patterns
@@ -74,6 +75,8 @@ def load_adapted(run: FinishedRun, device: torch.device, *, with_loss: bool = Fa
     `with_loss`: its forward knows packed rows and `shift_labels`, as in training; else it is the library's.
     """
     settings = look_at_adapter(run.product)
+    if bad := first_not_finite(run.product / ADAPTER_WEIGHTS):
+        raise NotFinite(f"{run.product / ADAPTER_WEIGHTS}: not finite: {bad}; export an earlier step: finetune export")
     base = _load(run.recipe, device, with_loss=with_loss)
     paths = [path for path, _ in base.named_modules()]
     refuse_slow_patterns(str(run.product / ADAPTER_CONFIG), patterns_of(settings), paths)

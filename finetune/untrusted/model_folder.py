@@ -157,6 +157,7 @@ def patterns_of(config: Mapping[str, Any]) -> list[str]:
     """The regular expressions in an adapter's settings, as peft takes them."""
     texts = [config.get(name) for name in ("target_modules", "exclude_modules")]
     patterns = [each for each in texts if isinstance(each, str) and each != "all-linear"]
+    patterns += config.get("modules_to_save") or []
     return [*patterns, *(key for name in ("rank_pattern", "alpha_pattern") for key in config.get(name) or {})]
 
 

@@ -73,10 +73,15 @@ texts = ["a", "Hello, world!  How are you?\\n\\n1234567890 times", "a" * 400, " 
 try:
     tokenizer = Tokenizer.from_file(asked["path"])
     for text in texts:
-        tokenizer.decode(tokenizer.encode(text).ids)
+        try:
+            tokenizer.decode(tokenizer.encode(text).ids)
+        except MemoryError:
+            raise
+        except Exception:  # of letters that it does not know: of a row, its own line
+            continue
 except MemoryError:
     answer(f"needs more than {asked['mebibytes']} MiB")
-except BaseException as error:
+except BaseException as error:  # a file that cannot be read; a panic
     words = " ".join(str(error).split())[:160]
     answer(f"cannot be used: {words or type(error).__name__}")
 answer("ok")
