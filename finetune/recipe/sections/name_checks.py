@@ -26,7 +26,7 @@ def name_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
             yield CrossCheck(key, f"has a part of more than {LONGEST_NAME} bytes, which no disk takes", "shorten it")
         elif len(name.encode(errors="replace")) > LONGEST_PATH_BYTES:
             yield CrossCheck(key, f"is longer than {LONGEST_PATH_BYTES:,} bytes, which no disk takes", "shorten it")
-        elif name.startswith("-"):
+        elif key == "output_dir" and name.startswith("-"):  # it is in the commands that are printed
             yield CrossCheck(key, "begins with a dash, which commands take for an option", f"write ./{name[:40]}")
     repository = recipe.hub.repo_id
     if repository and not is_repository(repository):
