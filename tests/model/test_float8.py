@@ -42,7 +42,7 @@ needs_torchao = pytest.mark.skipif(
 # Relative, of losses and gradient norms over six steps: what float8's rounding makes of bfloat16's curve, and what the
 # order of bfloat16's sums makes of one split's curve in another.
 LOSS_OF_BF16, NORM_OF_BF16 = 2e-3, 5e-2
-LOSS_OF_SPLITS, NORM_OF_SPLITS = 5e-4, 1e-2
+LOSS_OF_SPLITS, NORM_OF_SPLITS = 5e-4, 4e-3
 
 
 @pytest.fixture

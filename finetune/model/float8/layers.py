@@ -66,7 +66,7 @@ def computes_in_float8(layer: Any) -> bool:
 
 def float8_facts(model: nn.Module) -> dict[str, Any]:
     """For the receipt: how many layers compute in float8, by which scales, and how many linear layers do not."""
-    layers = _inside(model)
+    layers: list[Any] = list(_inside(model))
     found = [layer for layer in layers if computes_in_float8(layer)]
     return {
         "layers": len(found),
