@@ -75,7 +75,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "adapted_layers": len(adapted_paths(model)),
         "adapters_computed": dict(Counter(computed_by(model, cast=cast_to is not None))),
         **reach(model, decoder_parts(model), full_numel),
-        "float8": float8_facts(model) if recipe.training.float8 else None,
+        "float8": float8_facts(model),
         "layers": len(layers),
         "checkpointed_layers": sum(1 for layer in layers if layer.gradient_checkpointing),
         "layers_keeping_products": sum(1 for layer in layers if keeps_products(layer)),
@@ -168,10 +168,6 @@ def _asked_layers(recipe: Recipe) -> list[str]:
     return ["Linear4bit" if recipe.quantization.load_in_4bit else "Linear8bitLt"]
 
 
-def _layers_in_float8(receipt: dict[str, Any]) -> int:
-    return int((receipt.get("float8") or {"layers": 0})["layers"])
-
-
 def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Place in the recipe, what it asks for there, and what runs."""
     every = recipe.training.recompute_every
@@ -184,7 +180,7 @@ def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) 
         ("training.mixed_precision: number format of the computation", computes, receipt["dtypes"]["compute"]),
         ("training.mixed_precision: number format of the reduction", reduces, receipt["dtypes"]["reduce"]),
         ("training.mixed_precision: loss scaling", precision == "fp16", receipt["loss_scaling"] is not None),
-        ("training.mixed_precision: layers compute in float8", recipe.training.float8, _layers_in_float8(receipt) > 0),
+        ("training.mixed_precision: layers compute in float8", recipe.training.float8, receipt["float8"] is not None),
         ("model.attention", attention_name(recipe), receipt["attention"]),
         ("training.pure_bf16: number format of trained weights", expected_master, receipt["dtypes"]["master"]),
         ("lora: layers with an adapter", recipe.lora is not None, receipt["adapted_layers"] > 0),

@@ -93,6 +93,7 @@ class TestLayers:
         attention = ("q_proj", "k_proj", "v_proj", "o_proj")
         assert found == {f"model.layers.{n}.self_attn.{name}" for n in range(2) for name in attention}
         facts = float8_facts(model)
+        assert facts is not None
         assert (facts["layers"], facts["layers_in_16_bits"], facts["emulated"]) == (8, 6, True)
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
 

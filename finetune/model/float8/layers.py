@@ -64,10 +64,15 @@ def computes_in_float8(layer: Any) -> bool:
     return isinstance(layer, nn.Linear) and type(getattr(layer, "config", None)).__name__ == "Float8LinearConfig"
 
 
-def float8_facts(model: nn.Module) -> dict[str, Any]:
-    """For the receipt: how many layers compute in float8, by which scales, and how many linear layers do not."""
+def float8_facts(model: nn.Module) -> dict[str, Any] | None:
+    """For the receipt: how many layers compute in float8, by which scales, and how many linear layers do not.
+
+    None where none does.
+    """
     layers: list[Any] = list(_inside(model))
     found = [layer for layer in layers if computes_in_float8(layer)]
+    if not found:
+        return None
     return {
         "layers": len(found),
         "layers_in_16_bits": len(layers) - len(found),
