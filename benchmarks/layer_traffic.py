@@ -1,6 +1,6 @@
 """What one decoder layer launches and moves in a training step: kernels, and bytes outside of its matrix products.
 
-python benchmarks/layer_traffic.py [--tokens 4096]      (ten minutes on two cores, no GPU)
+python benchmarks/layer_traffic.py [--tokens 4096]      (five minutes on two cores, no GPU)
 
 A model of Llama 3.1 8B's shape is traced as `finetune plan` traces it: the trainer's own assembly and step, on tensors
 without data that claim to be on a GPU, so with CUDA's autocast, and with attention by torch's variable-length kernel.
@@ -22,8 +22,15 @@ from typing import Any
 sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import write_result
-from tests.support.compiled_traffic import COMPILED_COLUMNS, COMPILED_METHODS, compiled_layer, with_copies
-from tests.support.layer_traffic import COLUMNS, METHODS, MODEL, TOKENS, layer_step, recipe_of
+from tests.support.compiled_traffic import (
+    COMPILED_COLUMNS,
+    COMPILED_METHODS,
+    by_column,
+    compiled_kernels,
+    largest_kernels,
+    with_copies,
+)
+from tests.support.layer_traffic import COLUMNS, METHODS, MODEL, TOKENS, largest_operations, layer_step, recipe_of
 
 RECOMPUTED = (False, True)
 
@@ -36,12 +43,15 @@ def rows(tokens: int) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, layer_step(recipe_of(method, recomputed=recomputed, tokens=tokens))
 
 
-def compiled_rows(tokens: int, eager: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What of it is compiled, without and with recomputation."""
+def compiled_rows(
+    tokens: int, eager: Mapping[str, dict[str, Any]], largest: dict[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What of it is compiled, without and with recomputation. `largest` is filled with what moves most."""
     for method in COMPILED_METHODS:
         for recomputed in RECOMPUTED:
             ending = ", recomputed" if recomputed else ""
-            row = compiled_layer(method, recomputed=recomputed, tokens=tokens)
+            kernels = compiled_kernels(method, recomputed=recomputed, tokens=tokens)
+            row, largest[f"{method}{ending}, compiled"] = by_column(kernels), largest_kernels(kernels)
             yield method + ending, row
             if method == "full, pure_bf16":
                 yield "full" + ending, with_copies(row, eager["full" + ending], eager[method + ending])
@@ -52,10 +62,13 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     arguments = parser.parse_args()
     layer = shown(COLUMNS, rows(arguments.tokens))
-    compiled = shown(COMPILED_COLUMNS, compiled_rows(arguments.tokens, layer))
+    largest: dict[str, Any] = {
+        method: largest_operations(recipe_of(method, recomputed=False, tokens=arguments.tokens)) for method in METHODS
+    }
+    compiled = shown(COMPILED_COLUMNS, compiled_rows(arguments.tokens, layer, largest))
     what = f"one decoder layer of {MODEL}, forward and backward of {arguments.tokens} tokens: "
     what += "layer from eager operations, compiled from inductor's graphs for a CPU"
-    result = {"what": what, "tokens": arguments.tokens, "layer": layer, "compiled": compiled}
+    result = {"what": what, "tokens": arguments.tokens, "layer": layer, "compiled": compiled, "largest": largest}
     print(write_result("layer_traffic", result))
     return 0
 

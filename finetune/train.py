@@ -61,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_recipe(loaded: LoadedRecipe) -> int:
     """Train to the end, or to a signal; returns 0 or 130. Raises FinetuneError."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # logs missing optional kernels when it is imported
+    for library in ("bitsandbytes", "torchao"):  # log missing optional kernels when they are imported
+        logging.getLogger(library).setLevel(logging.ERROR)
     from finetune.launch.cpu_memory import bound_libraries
     from finetune.launch.gpu_environment import set_gpu_environment
 

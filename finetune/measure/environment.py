@@ -22,6 +22,7 @@ _LIBRARIES = (
     "numpy",
     "bitsandbytes",
     "deepspeed",
+    "torchao",
     "liger-kernel",
 )
 

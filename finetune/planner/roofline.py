@@ -32,19 +32,20 @@ class Chip:
     memory: float  # bytes/s
     link: float  # bytes/s one way to the GPUs of its machine: NVLink, or PCIe's sixteen lanes
     between: float  # bytes/s to other machines
+    eight: float = 0  # FLOP/s of products of 8-bit integers, and of float8 where it has any; 0: as in 16 bits
 
 
 CHIPS = {
-    "T4": Chip(65e12, 8.1e12, 320e9, 16e9, PCIE_MACHINE),
-    "L4": Chip(121e12, 30.3e12, 300e9, 32e9, PCIE_MACHINE),
-    "A10G": Chip(70e12, 35e12, 600e9, 32e9, PCIE_MACHINE),
-    "RTX3090": Chip(71e12, 35.6e12, 936e9, 32e9, PCIE_MACHINE),
-    "RTX4090": Chip(165e12, 82.6e12, 1008e9, 32e9, PCIE_MACHINE),
-    "L40S": Chip(362e12, 91.6e12, 864e9, 32e9, PCIE_MACHINE),
-    "A100-40GB": Chip(312e12, 19.5e12, 1555e9, 300e9, NVLINK_MACHINE),
-    "A100": Chip(312e12, 19.5e12, 2039e9, 300e9, NVLINK_MACHINE),
-    "H100": Chip(989e12, 67e12, 3350e9, 450e9, NVLINK_MACHINE),
-    "H200": Chip(989e12, 67e12, 4800e9, 450e9, NVLINK_MACHINE),
+    "T4": Chip(65e12, 8.1e12, 320e9, 16e9, PCIE_MACHINE, 130e12),
+    "L4": Chip(121e12, 30.3e12, 300e9, 32e9, PCIE_MACHINE, 242e12),
+    "A10G": Chip(70e12, 35e12, 600e9, 32e9, PCIE_MACHINE, 140e12),
+    "RTX3090": Chip(71e12, 35.6e12, 936e9, 32e9, PCIE_MACHINE, 284e12),
+    "RTX4090": Chip(165e12, 82.6e12, 1008e9, 32e9, PCIE_MACHINE, 661e12),
+    "L40S": Chip(362e12, 91.6e12, 864e9, 32e9, PCIE_MACHINE, 733e12),
+    "A100-40GB": Chip(312e12, 19.5e12, 1555e9, 300e9, NVLINK_MACHINE, 624e12),
+    "A100": Chip(312e12, 19.5e12, 2039e9, 300e9, NVLINK_MACHINE, 624e12),
+    "H100": Chip(989e12, 67e12, 3350e9, 450e9, NVLINK_MACHINE, 1979e12),
+    "H200": Chip(989e12, 67e12, 4800e9, 450e9, NVLINK_MACHINE, 1979e12),
 }
 
 
@@ -104,8 +105,9 @@ class StepTime:
 def compute_seconds(work: StepWork, chip: Chip, phase: str) -> float:
     """One forward, backward or update."""
     fused = work.compiles and phase != "step"
+    peaks = {1: chip.eight or chip.half, 2: chip.half}
     return sum(
-        times * max(op.flops / (chip.half if op.itemsize <= 2 else chip.single), op.nbytes / chip.memory)
+        times * max(op.flops / peaks.get(op.itemsize, chip.single), op.nbytes / chip.memory)
         for op, times in work.operations.items()
         if op.phase == phase and not (fused and op.kind == "other")
     )

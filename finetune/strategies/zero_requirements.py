@@ -72,6 +72,8 @@ def unsuitable_for_engine(recipe: Recipe, strategy: Strategy, on_cpu: bool) -> I
         yield f"{name}: on a machine with GPUs DeepSpeed takes them; hide them with CUDA_VISIBLE_DEVICES="
     if half == "fp16" and on_cpu:
         yield "training.mixed_precision: DeepSpeed has no fp16 on a CPU; set bf16 or no"
+    if half == "fp8":
+        yield f"training.mixed_precision: fp8: {name} has one number format; set bf16, or accelerate_config: fsdp2"
     if training.optim != DEFAULT:  # zero_state.py knows the state of no other
         yield f"training.optim: {training.optim}: ZeRO shards state by elements, not by blocks; set {DEFAULT}"
     if training.pure_bf16 and strategy.offloaded:

@@ -6,6 +6,7 @@ import pytest
 
 from finetune.model.known_configs import full_config
 from finetune.planner.closed_form.estimate import estimate, unsupported
+from finetune.planner.closed_form.recomputation import choose_recomputation
 from finetune.recipe.gpus import gpus_of
 from finetune.recipe.loader import load_recipe
 from tests.support.recipe_plans import NAME, in_readme, plan, table
@@ -22,8 +23,9 @@ def closed_ones() -> dict[str, int]:
     """What the recipes of which there is a closed form need by it, of those for GPUs."""
     found = {}
     for name, path in recipes().items():
-        recipe = load_recipe(path).recipe
-        gpus, config = gpus_of(recipe.budget), full_config(recipe.model.name_or_path)[0]
+        asked = load_recipe(path).recipe
+        gpus, config = gpus_of(asked.budget), full_config(asked.model.name_or_path)[0]
+        recipe = choose_recomputation(asked, gpus).recipe if gpus else asked
         if gpus is not None and unsupported(recipe, config, gpus) is None:
             found[name] = estimate(recipe, config, gpus).needed
     return found

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch._inductor import async_compile, select_algorithm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.architecture import attention
@@ -37,7 +39,17 @@ from tests.support.tiny import flat_batch
 COMPILED_METHODS = ("lora", "full, pure_bf16")
 COMPILED_COLUMNS = ("kernels", "fused", "product", "attention", "other GB")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+DOCUMENT = 64  # tokens: attention alone is computed, and is soon done; the graphs are those of all documents
+EMPTY = "empty.memory_format"  # a loop over no element
 VOCABULARY = 512  # the head is not counted: it is not compiled
+
+
+class Kernel(NamedTuple):
+    """A node of inductor's schedule."""
+
+    kind: str  # product, attention or fused
+    operations: str  # that are computed in it, by their names
+    nbytes: int
 
 
 class _Schedules(logging.Handler):
@@ -57,17 +69,53 @@ def schedules() -> Iterator[_Schedules]:
     """What inductor logs of its graphs within. They have to be compiled anew: graphs of its cache are not logged."""
     torch._logging.set_logs(inductor_metrics=True)
     log = logging.getLogger("torch._inductor.compile_fx.__inductor_metrics")
-    found, log.handlers = _Schedules(), []  # and none of it on the terminal
+    found, log.handlers, log.propagate = _Schedules(), [], False  # and none of it on the terminal
     log.addHandler(found)
     try:
-        with torch._inductor.config.patch(force_disable_caches=True):
+        with torch._inductor.config.patch(force_disable_caches=True), _nothing_computed():
             yield found
     finally:
+        log.propagate = True
         torch._logging.set_logs()  # as it was, and without this handler
 
 
+@contextmanager
+def _nothing_computed() -> Iterator[None]:
+    """Graphs are made, but not compiled by a C++ compiler, which takes a minute each, nor computed: kernels and
+    products leave what they are to write as it is. Names of inductor that are not documented."""
+
+    def nothing(*_: Any, **options: Any) -> Any:
+        return options.get("out")
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(async_compile.AsyncCompile, "cpp_pybinding", return_value=nothing))
+        for product in PRODUCTS:
+            stack.enter_context(mock.patch.object(select_algorithm.extern_kernels, product, nothing))
+        yield
+
+
 def compiled_layer(method: str, *, recomputed: bool, tokens: int, **shape: Any) -> dict[str, Any]:
-    """Kernels by what they are, and bytes of those that are neither products nor attention.
+    """Kernels by what they are, and bytes of those that are neither products nor attention: `by_column` of
+    `compiled_kernels`."""
+    return by_column(compiled_kernels(method, recomputed=recomputed, tokens=tokens, **shape))
+
+
+def by_column(kernels: Sequence[Kernel]) -> dict[str, Any]:
+    """How many kernels of each kind there are, and GB of those that are fused."""
+    times = Counter(kernel.kind for kernel in kernels)
+    other = sum(kernel.nbytes for kernel in kernels if kernel.kind == "fused")
+    figures = len(kernels), *(times[kind] for kind in COMPILED_COLUMNS[1:-1]), other / 1e9
+    return dict(zip(COMPILED_COLUMNS, figures, strict=True))
+
+
+def largest_kernels(kernels: Iterable[Kernel], count: int = 8) -> list[list[Any]]:
+    """Of those that are fused, the operations and GB of those that move most."""
+    fused = sorted((kernel for kernel in kernels if kernel.kind == "fused"), key=lambda kernel: -kernel.nbytes)
+    return [[kernel.operations, round(kernel.nbytes / 1e9, 3)] for kernel in fused[:count]]
+
+
+def compiled_kernels(method: str, *, recomputed: bool, tokens: int, **shape: Any) -> list[Kernel]:
+    """Each kernel of the layer's graphs.
 
     Args:
         shape: Settings of the model's configuration other than Llama 3.1 8B's.
@@ -75,18 +123,11 @@ def compiled_layer(method: str, *, recomputed: bool, tokens: int, **shape: Any) 
     model, base = _one_layer(method, recomputed, shape)
     compiled = CompiledLayers(required=True, log=print)
     compile_layers(base, compiled)
-    row = flat_batch([tokens])
+    row = flat_batch([DOCUMENT] * (tokens // DOCUMENT))
     torch.compiler.reset()
     with schedules() as found, torch.autocast("cpu", torch.bfloat16, enabled=method == "lora"):
         model(**row).backward()
-    kernels: Counter[str] = Counter()
-    other = 0
-    for node, quarter in found.nodes:
-        if kind := _kind(node):
-            kernels[kind] += 1
-            other += 4 * quarter * (kind == "fused")
-    figures = kernels.total(), *(kernels[kind] for kind in COMPILED_COLUMNS[1:-1]), other / 1e9
-    return dict(zip(COMPILED_COLUMNS, figures, strict=True))
+    return [Kernel(kind, _operations(node), 4 * quarter) for node, quarter in found.nodes if (kind := _kind(node))]
 
 
 def with_copies(row: Mapping[str, Any], full: Mapping[str, Any], pure: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,10 +156,16 @@ def _one_layer(method: str, recomputed: bool, shape: Mapping[str, Any]) -> tuple
     return model, base
 
 
+def _operations(node: Any) -> str:
+    """The operations that a node of inductor's schedule computes, by their names."""
+    origins = {origin for part in node.get_nodes() if part.node is not None for origin in part.node.get_origins()}
+    return " ".join(sorted({str(getattr(each.target, "__name__", each.target)) for each in origins}))
+
+
 def _kind(node: Any) -> str | None:
     """Of a node of inductor's schedule: product, attention or fused; None: it launches nothing."""
     name = type(node).__name__
-    if name.startswith("Nop"):
+    if name.startswith("Nop") or _operations(node) == EMPTY:
         return None
     if not name.startswith("Extern"):
         return "fused"

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from finetune.model.known_configs import full_config
 from finetune.planner.depth.extrapolate import with_layers
 from finetune.planner.plan_recipe import worst_batches
-from finetune.planner.trace.flops import StepWork, per_step
+from finetune.planner.trace import flops
+from finetune.planner.trace.flops import Operation, StepWork, per_step
 from finetune.planner.trace.trace import STEPS, trace
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
 from finetune.recipe.strategy import read_strategy
@@ -66,6 +69,42 @@ def layer_step(recipe: Recipe) -> dict[str, Any]:
     tokens = recipe.data.max_length
     figures = times["other"] / 1e9, times["other"] // tokens, times["product"] / 1e12, times["attention"] / 1e12
     return dict(zip(COLUMNS, (times["forward kernels"], times["kernels"], *figures), strict=True))
+
+
+def largest_operations(recipe: Recipe, count: int = 8) -> dict[str, list[float]]:
+    """Which operations of a layer's step move most outside of matrix products: name -> how often, and GB together."""
+    with tempfile.TemporaryDirectory() as folder:
+        tallies = []
+        for layers in (1, 2):
+            with _by_name() as tally:
+                _work(recipe, layers, Path(folder))
+            tallies.append(tally)
+    one, two = tallies
+    moved = {name: [(two[name][place] - one[name][place]) / STEPS for place in (0, 1)] for name in two}
+    most = sorted(moved, key=lambda name: -moved[name][1])[:count]
+    return {name: [round(moved[name][0]), round(moved[name][1] / 1e9, 3)] for name in most}
+
+
+@contextmanager
+def _by_name() -> Iterator[dict[str, list[int]]]:
+    """Calls and bytes by name of the operations that a trace counts outside of products, in forward and backward."""
+    tally: dict[str, list[int]] = {}
+    latest, measured = "", flops._bytes
+
+    def noting_name(func: Any, name: str, *rest: Any) -> int:
+        nonlocal latest
+        latest = name
+        return measured(func, name, *rest)
+
+    def noting_bytes(phase: str, kind: str, flop: int, nbytes: int, itemsize: int) -> Operation:
+        if kind == "other" and phase in ("forward", "backward"):
+            entry = tally.setdefault(latest, [0, 0])
+            entry[0] += 1
+            entry[1] += nbytes
+        return Operation(phase, kind, flop, nbytes, itemsize)
+
+    with mock.patch.object(flops, "_bytes", noting_name), mock.patch.object(flops, "Operation", noting_bytes):
+        yield tally
 
 
 def _work(recipe: Recipe, layers: int, folder: Path) -> StepWork:

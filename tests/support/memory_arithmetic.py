@@ -6,6 +6,8 @@ from finetune/model/configs; what is not here (fragmentation, cuBLAS workspaces)
 
 from __future__ import annotations
 
+from finetune.planner.closed_form.recomputation import choose_recomputation
+from finetune.recipe.gpus import gpus_of
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, read_strategy
 from tests.support.model_shapes import Shape, shape_of
@@ -19,7 +21,8 @@ CUDA, COMMUNICATOR, PYTHON = 0.5 * GB, 0.7 * GB, 1.0 * GB
 
 
 def parts(recipe: Recipe) -> dict[str, float]:
-    """Bytes on one GPU, or of the process on a CPU, by what they are for."""
+    """Bytes on one GPU, or of the process on a CPU, by what they are for; `auto` recomputes as it chooses."""
+    recipe = choose_recomputation(recipe, gpus_of(recipe.budget)).recipe
     strategy, shape = read_strategy(recipe.accelerate_config), shape_of(recipe)
     weights = _trained_whole(recipe, strategy, shape) if recipe.lora is None else _adapted(recipe, strategy, shape)
     found = weights | _gathered(recipe, strategy, shape) | _activations(recipe, strategy, shape)

@@ -8,6 +8,7 @@ from typing import Any
 
 from finetune.cli.recipe_list import budget_text, purpose_of
 from finetune.errors import FinetuneError
+from finetune.planner.closed_form.recomputation import choose_recomputation
 from finetune.planner.command import plan_by_trace
 from finetune.recipe.gpus import gpus_of
 from finetune.recipe.loader import load_recipe
@@ -21,9 +22,10 @@ GIB = 2**30
 
 
 def plan(path: Path) -> dict[str, Any]:
-    """One plan; a row of the results."""
-    recipe = load_recipe(path).recipe
-    gpus = gpus_of(recipe.budget)
+    """One plan, with the recomputation that `auto` chooses; a row of the results."""
+    asked = load_recipe(path).recipe
+    gpus = gpus_of(asked.budget)
+    recipe = choose_recomputation(asked, gpus).recipe if gpus else asked
     began = time.process_time()
     try:
         planned = plan_by_trace(recipe, gpus)

@@ -49,7 +49,11 @@ class Training(Section):
     adam_epsilon: float = Field(1e-8, gt=0, description="Added to the root of that mean before AdamW divides by it.")
     max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the gradient's global norm to this; null: never.")
     optim: Optimizer = Field("adamw", description="AdamW: fused, or in 8 bits; paged: on CUDA, not sharded.")
-    mixed_precision: Literal["bf16", "fp16", "no"] = Field("bf16", description="For computation; fp16 scales losses.")
+    mixed_precision: Literal["bf16", "fp16", "fp8", "no"] = Field(
+        "bf16",
+        description="For computation; fp16 scales losses; fp8: bf16 with the layers' products in float8 (torchao), of "
+        "weights that are all trained.",
+    )
     pure_bf16: bool = Field(False, description="Trained weights and AdamW's state in bfloat16 too, rounded at random.")
     activation_checkpointing: bool | Count | Literal["auto", "selective"] = Field(
         "auto",
@@ -75,6 +79,16 @@ class Training(Section):
     metric_for_best_model: str = Field(
         "eval_loss", description="eval_loss: of all held-out rows; eval_NAME_loss: of the data.eval set NAME."
     )
+
+    @property
+    def float8(self) -> bool:
+        """Whether products inside of layers are in float8; all else is then as under bf16."""
+        return self.mixed_precision == "fp8"
+
+    @property
+    def accelerate_precision(self) -> str:
+        """Accelerate's `mixed_precision`: the layers of float8 are the model's, so it has the format of all else."""
+        return "bf16" if self.float8 else self.mixed_precision
 
     @property
     def recompute_every(self) -> int:
