@@ -168,19 +168,17 @@ def _beside_the_notes(count: int, variants: Sequence[Variant]) -> list[Section]:
         if each.name not in NOTES:
             continue
         width, weights, most = NOTES[each.name]
-        states, total = each.states / count, each.total / count
-        rows.append(
-            (each.name, f"{weights}", f"{most}", f"{most / weights:.0f}")
-            + (f"{states:.1f}", f"{states / width:.1f}", f"{total:.1f}", f"{total / width:.1f}")
-        )
+        each_weight = [nbytes / count for nbytes in (each.states, each.total)]
+        planned = [f"{figure:.1f}" for nbytes in each_weight for figure in (nbytes, nbytes / width)]
+        rows.append((each.name, f"{weights}", f"{most}", f"{most / weights:.0f}", *planned))
     if not rows:
         return []
     head = ("GB for 1e9 parameters", "weights", "notes", "times", "states", "times", "peak", "times")
     lines = [
         *columns(head, rows),
         "notes: the training memory on their slide. states, peak: the plan's bytes a parameter from above.",
-        "The slide's source adds up, for float32: weights 4, gradients 4, AdamW 8, activations and the rest 8: 24 bytes,",
-        "20 of them besides the weights. 20 bytes a parameter are 5 times the weights; 20 times would be 80 bytes.",
+        "The course behind it adds up, for float32: weights 4, gradients 4, AdamW 8, the rest (activations) 8: 24 bytes,",
+        "20 of them besides the weights. 20 bytes are 5 times a float32 weight; 20 times would be 80 bytes.",
     ]
     return [Section("Beside the notes: training takes about 20 times the weights' memory", lines)]
 
