@@ -1,0 +1,87 @@
+"""`finetune compare --lecture NAME`: which lectures there are, what each takes, and how one is held."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import FinetuneError
+from finetune.lectures.output import Asked, Told, write_lecture
+from finetune.paths import CHECKOUT
+
+
+@dataclass(frozen=True)
+class Lecture:
+    """One lecture of the table."""
+
+    question: str
+    recipe: str  # of recipes/, where none is named
+    overrides: tuple[str, ...] = ()  # of that recipe; a recipe that is named is taken as it is written
+    settings: Mapping[str, str] = field(default_factory=dict)  # keys of its own, and their defaults
+
+
+LECTURES: dict[str, Lecture] = {
+    "memory": Lecture(
+        "How many bytes does training take for each parameter, and is it 20 times the weights?",
+        "smollm2_1.7b_full_text_1x48gb.yaml",
+        ("model.name_or_path=meta-llama/Llama-3.2-1B", "budget.gpu_memory_gb=80"),
+    ),
+}
+
+
+def lecture_function(name: str) -> Callable[[Asked], Told]:
+    """What holds the lecture; imports it, and torch with it."""
+    match name:
+        case "memory":
+            from finetune.lectures.memory import memory_lecture
+
+            return memory_lecture
+        case _:
+            raise AssertionError(f"{name}: is in the table of lectures and has no function")
+
+
+def hold_lecture(
+    name: str,
+    recipe: Path | None,
+    words: Sequence[str],
+    folder: Path | None,
+    *,
+    note: Callable[[str], None],
+) -> tuple[str, dict[str, Any]]:
+    """Hold a lecture: its text, and its facts with the names of the files that it wrote.
+
+    Args:
+        words: `key=value`: the lecture's own settings, and overrides of the recipe.
+        folder: For its files; lecture_NAME in runs/ where none is given.
+        note: Told of the progress of what takes seconds.
+
+    Raises FinetuneError for another name, a setting or a recipe that is wrong, and a folder that holds something else.
+    """
+    lecture = _lecture(name)
+    folder = folder or Path("runs") / f"lecture_{name}"
+    if folder.exists() and any(folder.iterdir()) and not (folder / f"{name}.json").is_file():
+        raise FinetuneError(f"{folder}: is not the folder of this lecture and not empty; name another folder with -o")
+    own = {word.partition("=")[0]: word.partition("=")[2] for word in words if _is_setting(word, lecture)}
+    overrides = tuple(word for word in words if not _is_setting(word, lecture))
+    if recipe is None:
+        recipe, overrides = CHECKOUT / "recipes" / lecture.recipe, (*lecture.overrides, *overrides)
+    folder.mkdir(parents=True, exist_ok=True)
+    told = lecture_function(name)(Asked(recipe, overrides, {**lecture.settings, **own}, folder, note))
+    files = [str(file) for file in write_lecture(name, told, folder)]
+    text = f"{lecture.question}\n\n{told.text()}\n\n{', '.join(files)}"
+    return text, {"lecture": name, **told.facts, "files": files}
+
+
+def _lecture(name: str) -> Lecture:
+    if name in LECTURES:
+        return LECTURES[name]
+    close = difflib.get_close_matches(name, LECTURES, 1, 0.5)
+    hint = f"did you mean {close[0]}?" if close else f"name one of {', '.join(LECTURES)}"
+    raise FinetuneError(f"--lecture: {name}: there is no such lecture; {hint}")
+
+
+def _is_setting(word: str, lecture: Lecture) -> bool:
+    return word.partition("=")[0] in lecture.settings
