@@ -94,14 +94,8 @@ def result(*rows: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-REFUSED = {
-    "name": "zero9",
-    "strategy": "zero9",
-    "curve": 0,
-    "ok": False,
-    "reason": "zero9: there is [no] such thing; take zero3",
-    "log": "x",
-}
+REASON = "zero9: there is [no] such thing; take zero3"
+REFUSED = {"name": "zero9", "strategy": "zero9", "curve": 0, "ok": False, "reason": REASON, "log": "x"}
 
 
 def test_a_schedule_longer_than_the_comparison_is_fitted_into_it(recipe: Path) -> None:
