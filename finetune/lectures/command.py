@@ -10,7 +10,7 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.lectures.output import Asked, Told, write_lecture
-from finetune.paths import CHECKOUT
+from finetune.paths import CHECKOUT, PACKAGE
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,27 @@ LECTURES: dict[str, Lecture] = {
         "smollm2_1.7b_full_text_1x48gb.yaml",
         ("model.name_or_path=meta-llama/Llama-3.2-1B", "budget.gpu_memory_gb=80"),
     ),
+    "zero": Lecture(
+        "What do ZeRO-1, 2, 3, offload and fp16 cost in memory, seconds and collectives, and why?",
+        "smollm2_135m_full_cpu.yaml",
+        (
+            f"model.name_or_path={PACKAGE / 'lectures' / 'zero' / 'gpt2_large'}",
+            "budget={gpus: 8, gpu_memory_gb: 80}",
+            "data.max_length=1024",
+            "data.eval=null",
+            "training.global_batch_size=512",
+            "training.per_device_batch_size=2",
+            "training.mixed_precision=no",
+            "training.activation_checkpointing=false",
+            "training.compile=false",
+        ),
+        {"gpus": "8xA100"},
+    ),
+    "data-parallel": Lecture(
+        "What does torch.nn.DataParallel do in a step, why is the first GPU its bottleneck, and what does DDP change?",
+        "smollm2_135m_full_cpu.yaml",
+        settings={"replicas": "2", "rows": "8", "tokens": "64", "steps": "20"},
+    ),
 }
 
 
@@ -39,6 +60,14 @@ def lecture_function(name: str) -> Callable[[Asked], Told]:
             from finetune.lectures.memory import memory_lecture
 
             return memory_lecture
+        case "zero":
+            from finetune.lectures.zero.lecture import zero_lecture
+
+            return zero_lecture
+        case "data-parallel":
+            from finetune.lectures.data_parallel.lecture import data_parallel_lecture
+
+            return data_parallel_lecture
         case _:
             raise AssertionError(f"{name}: is in the table of lectures and has no function")
 

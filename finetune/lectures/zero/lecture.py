@@ -1,0 +1,165 @@
+"""The lecture `zero`: six rows in memory, seconds and collectives; measured, planned, and beside the notes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from finetune.lectures.output import Asked, Section, Told, columns
+from finetune.lectures.zero import words
+from finetune.lectures.zero.measured import MICRO_STEPS, READ_STEPS, Measured, measure
+from finetune.lectures.zero.notes import HOMEWORK, LOGGED_STEPS, PHASES
+from finetune.lectures.zero.picture import draw_zero
+from finetune.lectures.zero.planned import PlannedRun, named_gpus, plan_rows
+from finetune.lectures.zero.times import modelled, rates_of_the_notes
+from finetune.measure.units import GIB
+from finetune.paths import PACKAGE
+from finetune.planner.roofline import CHIPS, HOST_MEMORY
+from finetune.recipe.loader import load_recipe
+from finetune.wording import counted
+
+MODEL = PACKAGE / "lectures" / "zero" / "gpt2_large"
+MIB = 2**20
+
+
+def zero_lecture(asked: Asked) -> Told:
+    """Six plans, six jobs, and the notes' figures where the model is the homework's. Raises FinetuneError."""
+    named_gpus(asked)  # a mistake is told before anything takes time
+    homework = load_recipe(asked.recipe, asked.overrides).recipe.model.name_or_path == str(MODEL)
+    planned = plan_rows(asked)
+    measured = measure(asked)
+    sections = [_memory_here(measured), _traffic_here(measured), *_planned(asked, planned)]
+    if homework:
+        sections += [_memory_of_the_notes(planned), _seconds_of_the_notes()]
+    sections.append(Section("Why the rows differ", [*words.differences(measured, planned, homework=homework)]))
+    facts: dict[str, Any] = {
+        "recipe": str(asked.recipe),
+        "overrides": list(asked.overrides),
+        "gpus": asked.settings["gpus"],
+        "measured": {
+            "model": measured.model,
+            "device": measured.device,
+            "ranks": measured.ranks,
+            "micro_steps": MICRO_STEPS,
+            "runs": [run.as_json() for run in measured.runs],
+        },
+        "planned": [run.as_json() for run in planned],
+        "notes": _facts_of_the_notes() if homework else None,
+    }
+    return Told(sections, facts, partial(draw_zero, measured, planned, asked.settings["gpus"], homework))
+
+
+def _memory_here(measured: Measured) -> Section:
+    where = f"{counted(measured.ranks, 'rank')} on {measured.device}: {measured.model}"
+    head = ("MiB allocated", *(f"{phase} {step}" for step in READ_STEPS for phase in PHASES))
+    rows = [
+        (run.name, *(f"{run.memory[step][phase] / MIB:.2f}" for step in READ_STEPS for phase in PHASES))
+        for run in measured.runs
+        if run.memory is not None
+    ]
+    lines = [where, *(columns(head, rows) if rows else ())]
+    lines += [f"{run.name}: did not run: {run.reason}" for run in measured.runs if run.reason is not None]
+    if measured.device == "cpu":
+        lines.append("On a CPU what is offloaded stays in the same memory, so offload saves nothing here.")
+    return Section("Memory of a rank after each phase, every tenth step", lines, measured=True)
+
+
+def _traffic_here(measured: Measured) -> Section:
+    """Seconds, and collectives by phase."""
+    rows, kinds = [], []
+    for run in measured.runs:
+        if run.in_weights is None or run.calls is None:
+            continue
+        cells = [f"{run.in_weights[phase]:.2f} ({sum(run.calls[phase].values())})" for phase in PHASES]
+        rows.append((run.name, f"{run.seconds:.2f}", *cells, f"{run.moved:.2f}"))
+        named = [f"{phase} {name} {calls}" for phase in PHASES for name, calls in run.calls[phase].items()]
+        kinds.append(f"  {run.name}: {', '.join(named)}")
+    if not rows:
+        return Section("Seconds and collectives", ["No row ran."], measured=True)
+    head = (f"s for {LOGGED_STEPS} steps", "seconds", *PHASES, "sum")
+    lines = [
+        *columns(head, rows),
+        f"Of one step of {counted(MICRO_STEPS, 'micro-step')}, in P, the weights' bytes in float32 (an all_reduce",
+        "counts twice); in brackets the collectives, which are:",
+        *kinds,
+    ]
+    return Section("Seconds for 20 steps, and what one rank sends in a step, by phase", lines, measured=True)
+
+
+def _planned(asked: Asked, planned: Sequence[PlannedRun]) -> list[Section]:
+    """Memory and seconds of the plan at full size."""
+    ran = [run for run in planned if run.planned is not None and run.time is not None]
+    refused = [f"{run.name}: is not planned: {run.reason}" for run in planned if run.reason is not None]
+    if not ran:
+        return [Section("Planned at full size", refused)]
+    assert ran[0].planned is not None
+    layout, chip = ran[0].planned.layout, CHIPS[named_gpus(asked).name]
+    memory, seconds = [], []
+    for run in ran:
+        memory.append((run.name, *(f"{run.after(phase) / GIB:.2f}" for phase in PHASES)))
+        time = run.time
+        assert time is not None
+        parts = (time.forward + time.backward, time.exposed, time.exposed_copies, time.host, time.update)
+        seconds.append((run.name, *(f"{LOGGED_STEPS * part:.1f}" for part in (time.seconds, *parts))))
+    head = (f"s for {LOGGED_STEPS} steps", "in all", "compute", "traffic", "copies", "host", "update")
+    title = f"Planned at full size on {asked.settings['gpus']}"
+    return [
+        Section(f"{title}: GiB of a GPU after each phase", [*columns(("GiB", *PHASES), memory), *refused]),
+        Section(
+            f"{title}: seconds for {LOGGED_STEPS} steps of {counted(layout.micro_steps, 'micro-step')}",
+            [
+                *columns(head, seconds),
+                "traffic, copies: what is not overlapped with computation. Assumed, by makers' peaks: "
+                f"{chip.single / 1e12:.1f} TFLOP/s",
+                f"in float32, {chip.half / 1e12:.0f} in 16 bits, {chip.memory / 1e12:.2f} TB/s of memory, "
+                f"{chip.link / 1e9:.0f} GB/s between GPUs, {chip.host / 1e9:.0f} GB/s to the host,",
+                f"{HOST_MEMORY / 1e9:.0f} GB/s of host memory for all ranks of a machine; no real run reaches them.",
+            ],
+        ),
+    ]
+
+
+def _memory_of_the_notes(planned: Sequence[PlannedRun]) -> Section:
+    """Their readings, the terms that explain them, and this kit's plan."""
+    plans = {run.name: run for run in planned}
+    rows = []
+    for row in HOMEWORK:
+        plan = plans[row.name]
+        for phase, read in zip(PHASES, row.gib, strict=True):
+            by_terms = row.explained_gib(phase)
+            here = f"{plan.after(phase) / GIB:.2f}" if plan.planned is not None else "-"
+            rows.append((f"{row.name}, {phase}", f"{read:.3f}", f"{by_terms:.3f}", f"{by_terms / read - 1:+.2%}", here))
+    head = ("GiB of a GPU after step 10", "notes", "by terms", "off", "this kit")
+    lines = [
+        *columns(head, rows),
+        "by terms: DeepSpeed's buffers at its own sizes and what their loop keeps (docs/zero_table.md).",
+    ]
+    return Section("The notes' memory beside its explanation and this kit's plan", lines)
+
+
+def _seconds_of_the_notes() -> Section:
+    rates = rates_of_the_notes()
+    rows = []
+    for row in HOMEWORK:
+        time = modelled(row, rates)
+        off = f"{time.seconds / row.seconds - 1:+.0%}"
+        parts = (time.computation, time.communication, time.copies, time.host)
+        rows.append((row.name, f"{row.seconds:.1f}", f"{time.seconds:.1f}", off, *(f"{part:.1f}" for part in parts)))
+    head = (f"s for {LOGGED_STEPS} logged steps", "notes", "model", "off", "compute", "traffic", "copies", "host")
+    return Section("The notes' seconds beside a model of them", [*columns(head, rows), *words.of_the_model(rates)])
+
+
+def _facts_of_the_notes() -> dict[str, Any]:
+    rates = rates_of_the_notes()
+    rows = [
+        {
+            "name": row.name,
+            "gib": dict(zip(PHASES, row.gib, strict=True)),
+            "explained_bytes": {phase: sum(row.explained(phase).values()) for phase in PHASES},
+            "seconds": row.seconds,
+            "modelled": {**vars(modelled(row, rates)), "seconds": modelled(row, rates).seconds},
+        }
+        for row in HOMEWORK
+    ]
+    return {"rows": rows, "rates": vars(rates)}
