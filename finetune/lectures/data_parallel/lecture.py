@@ -168,8 +168,8 @@ def _at_full_size(recipe: Recipe) -> Section:
     title = f"At full size, by arithmetic: {recipe.model.name_or_path}, {count:,} parameters in float32"
     lines = [
         *columns(head, rows),
-        "In and out of N GPUs: the master sends weights to N - 1 others and receives their gradients, 2 (N-1) P; a rank",
-        "of DDP sends 2 (N-1)/N P in a ring and receives as much: N/2 times less, and no rank more than another.",
+        "Of N GPUs the master sends weights to N - 1 others and receives their gradients, 2 (N-1) P; a rank of DDP",
+        "sends 2 (N-1)/N P in a ring and receives as much: N/2 times less, and no rank more than another.",
         "Logits: each GPU has the recipe's micro-batch, and the master all of theirs, in float32.",
     ]
     return Section(title, lines)
@@ -190,8 +190,8 @@ def _words(alone: Trained, ranks: Trained, job: Job, *, gpus: bool) -> Iterator[
     master, other = (alone.memory["gather"][number] for number in (0, 1))
     lines = [
         f"Scatter, replicate and gather take {extra / alone.step_seconds:.0%} of DataParallel's step, and DDP has none "
-        f"of them; the loss over all {job.rows} rows is the master's alone, {1000 * alone.seconds['loss']:.2f} ms against "
-        f"{1000 * ranks.seconds['loss']:.2f} ms of a rank.",
+        f"of them; the loss over all {job.rows} rows is the master's alone, {1000 * alone.seconds['loss']:.2f} ms "
+        f"against {1000 * ranks.seconds['loss']:.2f} ms of a rank.",
         f"The master holds {master / MIB:.2f} MiB when the logits are gathered, another replica {other / MIB:.2f} MiB: "
         f"gradients, moments and all logits are the master's, and with a batch that fills it the others stay "
         f"{1 - other / master:.0%} emptier.",
