@@ -18,7 +18,6 @@ from finetune.recipe.loader import COMMAND_LINE, load_recipe
 from finetune.recipe.schema import Recipe, Training
 from finetune.recipe.strategy import read_strategy
 from finetune.recipe.yaml_text import parse, shorten
-from finetune.run_folder.folder import curve_identity
 
 STRATEGY, STRATEGY_KEY = "strategy", "accelerate_config"
 # Keys that a comparison sets for every job, and what to write instead.
@@ -72,6 +71,8 @@ class ComparedRow:
     @property
     def curve(self) -> str:
         """What the loss curve depends on: rows with the same text learn the same."""
+        from finetune.run_folder.folder import curve_identity  # with torch
+
         return json.dumps(curve_identity(self.recipe), sort_keys=True)
 
 
@@ -90,7 +91,7 @@ def rows_of_options(vary: Sequence[str], strategies: str | None) -> list[AskedRo
     rows = []
     for chosen in product(*axes.values()):
         settings = tuple(zip(axes, chosen, strict=True))
-        name = " ".join(_label(names[key], value) for key, value in settings)
+        name = " ".join(_label(key, names[key], value) for key, value in settings)
         rows.append(AskedRow(name, settings, "--vary" if vary else "--strategies"))
     return rows
 
@@ -135,15 +136,14 @@ def split_values(text: str) -> list[str]:
 
 
 def _short_names(keys: Sequence[str] | dict[str, list[str]]) -> dict[str, str]:
-    """Each key's last part, or all of it where two keys end alike; of the strategy none, for its values are names."""
+    """Each key's last part, or all of it where two keys end alike."""
     last = [key.rpartition(".")[2] for key in keys]
-    short = {key: end if last.count(end) == 1 else key for key, end in zip(keys, last, strict=True)}
-    return short | {STRATEGY_KEY: ""}
+    return {key: end if last.count(end) == 1 else key for key, end in zip(keys, last, strict=True)}
 
 
-def _label(name: str, value: str) -> str:
-    value = shorten(" ".join(value.split()), 40)
-    return f"{name}={value}" if name else value
+def _label(key: str, name: str, value: str) -> str:
+    """`name=value`; of a strategy the value alone, which is a name."""
+    return value if key == STRATEGY_KEY else f"{name}={shorten(' '.join(value.split()), 40)}"
 
 
 def rows_of_file(file: Path) -> list[AskedRow]:

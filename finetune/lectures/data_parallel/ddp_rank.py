@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import EnvironmentMismatch
-from finetune.lectures.data_parallel.training import LEARNING_RATE, Clock, Job, Logits, Trained, next_token_loss
+from finetune.lectures.data_parallel.training import PLAYED_RATE, Clock, Job, Logits, Trained, next_token_loss
 from finetune.paths import CHECKOUT
 
-TIMEOUT_SECONDS = 150
+_TIMEOUT_SECONDS = 150
 
 
 def train_ddp(job: Job, *, gpus: bool) -> Trained:
@@ -35,10 +35,10 @@ def train_ddp(job: Job, *, gpus: bool) -> Trained:
             for rank, log in enumerate(logs)
         ]
         try:
-            codes = [process.wait(TIMEOUT_SECONDS) for process in ranks]
+            codes = [process.wait(_TIMEOUT_SECONDS) for process in ranks]
         except subprocess.TimeoutExpired:
             raise EnvironmentMismatch(
-                f"ddp: not finished after {TIMEOUT_SECONDS} s; make rows or tokens fewer"
+                f"ddp: not finished after {_TIMEOUT_SECONDS} s; make rows or tokens fewer"
             ) from None
         finally:
             for process in ranks:
@@ -79,7 +79,7 @@ def rank_main(folder: Path, rank: int) -> None:
     module = Logits(job.model).to(device)
     options: dict[str, Any] = {"device_ids": [rank]} if gpus else {}
     model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), PLAYED_RATE)
 
     def step(number: int, timed: Any, noted: Any) -> float:
         ids = job.ids(number, module.vocabulary).chunk(job.replicas)[rank].to(device)

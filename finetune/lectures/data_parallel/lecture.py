@@ -12,8 +12,9 @@ import torch
 
 from finetune.errors import FinetuneError
 from finetune.lectures.data_parallel.ddp_rank import train_ddp
-from finetune.lectures.data_parallel.training import PARTS, Job, Trained, train_data_parallel
+from finetune.lectures.data_parallel.training import STEP_TIMES, Job, Trained, train_data_parallel
 from finetune.lectures.output import Asked, Section, Told, columns
+from finetune.measure.units import GIB
 from finetune.model.known_configs import decoder_config
 from finetune.output_stream import silenced
 from finetune.planner.constants import FLOAT32
@@ -22,10 +23,10 @@ from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.report.pictures import COLOURS, new_figure
 
-MIB, GIB = 2**20, 2**30
-WIDTH = 116
-FULL_SIZE = (2, 4, 8)  # GPUs of the table at full size
-MOVED = ("scatter", "replicate", "gather", "reduce")
+_MIB = 2**20
+_WIDTH = 116
+_FULL_SIZE = (2, 4, 8)  # GPUs of the table at full size
+_MOVED = ("scatter", "replicate", "gather", "reduce")
 
 
 def data_parallel_lecture(asked: Asked) -> Told:
@@ -105,10 +106,10 @@ def _what_runs(small: Shrunk, job: Job, where: str, *, gpus: bool) -> Section:
 
 def _seconds(alone: Trained, ranks: Trained, job: Job) -> Section:
     """Milliseconds of a step by part."""
-    head = ("ms of a step", *PARTS, "sum")
+    head = ("ms of a step", *STEP_TIMES, "sum")
     rows = []
     for name, each in (("DataParallel", alone), ("DDP", ranks)):
-        cells = [f"{1000 * each.seconds[part]:.2f}" if part in each.seconds else "-" for part in PARTS]
+        cells = [f"{1000 * each.seconds[part]:.2f}" if part in each.seconds else "-" for part in STEP_TIMES]
         rows.append((name, *cells, f"{1000 * each.step_seconds:.2f}"))
     lines = [
         *columns(head, rows),
@@ -121,19 +122,19 @@ def _bytes(alone: Trained, ranks: Trained) -> Section:
     """Bytes of a step through the busiest device."""
     weights = alone.parameter_bytes
     master, ring = sum(alone.sent.values()), sum(ranks.sent.values())
-    none = ["-"] * len(MOVED)
+    none = ["-"] * len(_MOVED)
     rows = [
-        ("DataParallel's master", *(f"{alone.sent[part] / MIB:.3f}" for part in MOVED), "-", *_sums(master, weights)),
-        ("DDP, each rank", *none, f"{ring / MIB:.3f}", *_sums(ring, weights)),
+        ("DataParallel's master", *(f"{alone.sent[part] / _MIB:.3f}" for part in _MOVED), "-", *_sums(master, weights)),
+        ("DDP, each rank", *none, f"{ring / _MIB:.3f}", *_sums(ring, weights)),
     ]
-    head = ("MiB of a step", *MOVED, "all_reduce", "sum", "in P")
+    head = ("MiB of a step", *_MOVED, "all_reduce", "sum", "in P")
     last = f"P: the weights' {weights:,} bytes. In and out together; DDP's in a ring."
     lines = [*columns(head, rows), last]
     return Section("Bytes into and out of the busiest device", lines)
 
 
 def _sums(nbytes: int, weights: int) -> tuple[str, str]:
-    return f"{nbytes / MIB:.3f}", f"{nbytes / weights:.2f}"
+    return f"{nbytes / _MIB:.3f}", f"{nbytes / weights:.2f}"
 
 
 def _memory(alone: Trained, ranks: Trained, *, gpus: bool) -> Section:
@@ -142,7 +143,7 @@ def _memory(alone: Trained, ranks: Trained, *, gpus: bool) -> Section:
     devices = {"DataParallel, master": (alone, 0), "DataParallel, another": (alone, 1), "DDP, a rank": (ranks, 0)}
     shown = ("forward", "gather", "loss", "step")
     for name, (each, number) in devices.items():
-        cells = [f"{each.memory[part][number] / MIB:.2f}" if part in each.memory else "-" for part in shown]
+        cells = [f"{each.memory[part][number] / _MIB:.2f}" if part in each.memory else "-" for part in shown]
         rows.append((name, *cells))
     lines = columns(("MiB after", *shown), rows)
     if not gpus:
@@ -158,7 +159,7 @@ def _at_full_size(recipe: Recipe) -> Section:
     config = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
     weights = FLOAT32 * count
     rows = []
-    for number in FULL_SIZE:
+    for number in _FULL_SIZE:
         micro = recipe.training.per_device_batch_size * recipe.data.max_length
         logits = FLOAT32 * number * micro * int(config["vocab_size"])
         master, ring = master_bytes(weights, number), ring_bytes(weights, number)
@@ -192,15 +193,15 @@ def _words(alone: Trained, ranks: Trained, job: Job, *, gpus: bool) -> Iterator[
         f"Scatter, replicate and gather take {extra / alone.step_seconds:.0%} of DataParallel's step, and DDP has none "
         f"of them; the loss over all {job.rows} rows is the master's alone, {1000 * alone.seconds['loss']:.2f} ms "
         f"against {1000 * ranks.seconds['loss']:.2f} ms of a rank.",
-        f"The master holds {master / MIB:.2f} MiB when the logits are gathered, another replica {other / MIB:.2f} MiB: "
-        f"gradients, moments and all logits are the master's, and with a batch that fills it the others stay "
+        f"The master holds {master / _MIB:.2f} MiB when the logits are gathered, another replica {other / _MIB:.2f} "
+        f"MiB: gradients, moments and all logits are the master's, and with a batch that fills it the others stay "
         f"{1 - other / master:.0%} emptier.",
         "All replicas are threads of one process: between two kernels each needs Python's one lock."
         + (" Here they wait for it and for the memory." if not gpus else ""),
         f"Both learn the same: losses of {job.steps} steps differ by {loss_difference(alone, ranks):.1e} at most.",
     ]
     for line in lines:
-        yield from textwrap.wrap(line, WIDTH, subsequent_indent="  ")
+        yield from textwrap.wrap(line, _WIDTH, subsequent_indent="  ")
 
 
 def _draw(alone: Trained, ranks: Trained, where: str, file: Path) -> None:
@@ -209,10 +210,12 @@ def _draw(alone: Trained, ranks: Trained, where: str, file: Path) -> None:
     seconds, moved, memory = figure.subplots(1, 3, width_ratios=[1.2, 1, 1.2])
     figure.suptitle(f"One step under DataParallel and under DDP: {where}", fontweight="bold")
     names = ("DataParallel", "DDP")
-    _stack(seconds, names, {part: [1000 * each.seconds.get(part, 0.0) for each in (alone, ranks)] for part in PARTS})
+    _stack(
+        seconds, names, {part: [1000 * each.seconds.get(part, 0.0) for each in (alone, ranks)] for part in STEP_TIMES}
+    )
     seconds.set_title("milliseconds by part", loc="left", fontsize=11)
-    sent: dict[str, Any] = {part: [alone.sent[part] / MIB, 0.0] for part in MOVED}
-    _stack(moved, ("master", "DDP rank"), sent | {"all_reduce": [0.0, sum(ranks.sent.values()) / MIB]})
+    sent: dict[str, Any] = {part: [alone.sent[part] / _MIB, 0.0] for part in _MOVED}
+    _stack(moved, ("master", "DDP rank"), sent | {"all_reduce": [0.0, sum(ranks.sent.values()) / _MIB]})
     moved.set_title("MiB in and out of the busiest device", loc="left", fontsize=11)
     places = ("master", "another", "DDP rank")
     after = {"forward": "forward", "loss": "loss", "step": "step"}
@@ -220,7 +223,7 @@ def _draw(alone: Trained, ranks: Trained, where: str, file: Path) -> None:
     width = 0.8 / len(groups)
     for number, (part, values) in enumerate(groups.items()):
         spots = [index + (number - 1) * width for index in range(len(places))]
-        bars = memory.bar(spots, [value / MIB for value in values], width * 0.9, label=part, color=COLOURS[number])
+        bars = memory.bar(spots, [value / _MIB for value in values], width * 0.9, label=part, color=COLOURS[number])
         memory.bar_label(bars, fmt="{:.1f}", fontsize=8, padding=2)
     memory.set_xticks(range(len(places)), places)
     memory.set_title("MiB held after", loc="left", fontsize=11)

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from finetune.lectures.data_parallel.four_steps import FourSteps, bytes_of, on_gpus, one_thread_each, played
 from finetune.measure.live_tensors import LiveTensors
 
-LEARNING_RATE = 1e-3
-WARM_UP = 1  # steps that are not timed
-PARTS = ("scatter", "replicate", "forward", "gather", "loss", "backward", "step")
+PLAYED_RATE = 1e-3
+_WARM_UP = 1  # steps that are not timed
+STEP_TIMES = ("scatter", "replicate", "forward", "gather", "loss", "backward", "step")
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Clock:
 
     def mean(self) -> dict[str, float]:
         """Without the first steps, which warm up."""
-        return {part: sum(times[WARM_UP:]) / len(times[WARM_UP:]) for part, times in self.seconds.items()}
+        return {part: sum(times[_WARM_UP:]) / len(times[_WARM_UP:]) for part, times in self.seconds.items()}
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -109,7 +109,7 @@ def train_data_parallel(job: Job, *, gpus: bool) -> Trained:
     """Train in this process, over GPUs or, played, over threads; one more step at the end is watched for its memory."""
     device = torch.device("cuda", 0) if gpus else torch.device("cpu")
     module = Logits(job.model).to(device)
-    optimizer = torch.optim.AdamW(module.parameters(), LEARNING_RATE)
+    optimizer = torch.optim.AdamW(module.parameters(), PLAYED_RATE)
     trained, clock = Trained(parameter_bytes=bytes_of(list(module.parameters()))), Clock(device)
     with one_thread_each():
         steps = on_gpus(module, range(job.replicas)) if gpus else played(module, job.replicas)

@@ -8,25 +8,26 @@ from typing import Any
 
 from finetune.lectures.output import Asked, Section, Told, columns
 from finetune.lectures.zero import words
-from finetune.lectures.zero.measured import MICRO_STEPS, READ_STEPS, Measured, measure
-from finetune.lectures.zero.notes import HOMEWORK, LOGGED_STEPS, PHASES
+from finetune.lectures.zero.measured import EVERY_TENTH, MICRO_STEPS_HERE, Measured, measure
+from finetune.lectures.zero.notes import HOMEWORK, LOGGED_STEPS
 from finetune.lectures.zero.picture import draw_zero
 from finetune.lectures.zero.planned import PlannedRun, named_gpus, plan_rows
 from finetune.lectures.zero.times import modelled, rates_of_the_notes
 from finetune.measure.units import GIB
 from finetune.paths import PACKAGE
+from finetune.planner.constants import STEP_PHASES
 from finetune.planner.roofline import CHIPS, HOST_MEMORY
 from finetune.recipe.loader import load_recipe
 from finetune.wording import counted
 
-MODEL = PACKAGE / "lectures" / "zero" / "gpt2_large"
-MIB = 2**20
+HOMEWORK_MODEL = PACKAGE / "lectures" / "zero" / "gpt2_large"
+_MIB = 2**20
 
 
 def zero_lecture(asked: Asked) -> Told:
     """Six plans, six jobs, and the notes' figures where the model is the homework's. Raises FinetuneError."""
     named_gpus(asked)  # a mistake is told before anything takes time
-    homework = load_recipe(asked.recipe, asked.overrides).recipe.model.name_or_path == str(MODEL)
+    homework = load_recipe(asked.recipe, asked.overrides).recipe.model.name_or_path == str(HOMEWORK_MODEL)
     planned = plan_rows(asked)
     measured = measure(asked)
     sections = [_memory_here(measured), _traffic_here(measured), *_planned(asked, planned)]
@@ -41,7 +42,7 @@ def zero_lecture(asked: Asked) -> Told:
             "model": measured.model,
             "device": measured.device,
             "ranks": measured.ranks,
-            "micro_steps": MICRO_STEPS,
+            "micro_steps": MICRO_STEPS_HERE,
             "runs": [run.as_json() for run in measured.runs],
         },
         "planned": [run.as_json() for run in planned],
@@ -52,9 +53,9 @@ def zero_lecture(asked: Asked) -> Told:
 
 def _memory_here(measured: Measured) -> Section:
     where = f"{counted(measured.ranks, 'rank')} on {measured.device}: {measured.model}"
-    head = ("MiB allocated", *(f"{phase} {step}" for step in READ_STEPS for phase in PHASES))
+    head = ("MiB allocated", *(f"{phase} {step}" for step in EVERY_TENTH for phase in STEP_PHASES))
     rows = [
-        (run.name, *(f"{run.memory[step][phase] / MIB:.2f}" for step in READ_STEPS for phase in PHASES))
+        (run.name, *(f"{run.memory[step][phase] / _MIB:.2f}" for step in EVERY_TENTH for phase in STEP_PHASES))
         for run in measured.runs
         if run.memory is not None
     ]
@@ -71,16 +72,16 @@ def _traffic_here(measured: Measured) -> Section:
     for run in measured.runs:
         if run.in_weights is None or run.calls is None:
             continue
-        cells = [f"{run.in_weights[phase]:.2f} ({sum(run.calls[phase].values())})" for phase in PHASES]
+        cells = [f"{run.in_weights[phase]:.2f} ({sum(run.calls[phase].values())})" for phase in STEP_PHASES]
         rows.append((run.name, f"{run.seconds:.2f}", *cells, f"{run.moved:.2f}"))
-        named = [f"{phase} {name} {calls}" for phase in PHASES for name, calls in run.calls[phase].items()]
+        named = [f"{phase} {name} {calls}" for phase in STEP_PHASES for name, calls in run.calls[phase].items()]
         kinds.append(f"  {run.name}: {', '.join(named)}")
     if not rows:
         return Section("Seconds and collectives", ["No row ran."], measured=True)
-    head = (f"s for {LOGGED_STEPS} steps", "seconds", *PHASES, "sum")
+    head = (f"s for {LOGGED_STEPS} steps", "seconds", *STEP_PHASES, "sum")
     lines = [
         *columns(head, rows),
-        f"Of one step of {counted(MICRO_STEPS, 'micro-step')}, in P, the weights' bytes in float32 (an all_reduce",
+        f"Of one step of {counted(MICRO_STEPS_HERE, 'micro-step')}, in P, the weights' bytes in float32 (an all_reduce",
         "counts twice); in brackets the collectives, which are:",
         *kinds,
     ]
@@ -97,7 +98,7 @@ def _planned(asked: Asked, planned: Sequence[PlannedRun]) -> list[Section]:
     layout, chip = ran[0].planned.layout, CHIPS[named_gpus(asked).name]
     memory, seconds = [], []
     for run in ran:
-        memory.append((run.name, *(f"{run.after(phase) / GIB:.2f}" for phase in PHASES)))
+        memory.append((run.name, *(f"{run.after(phase) / GIB:.2f}" for phase in STEP_PHASES)))
         time = run.time
         assert time is not None
         parts = (time.forward + time.backward, time.exposed, time.exposed_copies, time.host, time.update)
@@ -105,7 +106,7 @@ def _planned(asked: Asked, planned: Sequence[PlannedRun]) -> list[Section]:
     head = (f"s for {LOGGED_STEPS} steps", "in all", "compute", "traffic", "copies", "host", "update")
     title = f"Planned at full size on {asked.settings['gpus']}"
     return [
-        Section(f"{title}: GiB of a GPU after each phase", [*columns(("GiB", *PHASES), memory), *refused]),
+        Section(f"{title}: GiB of a GPU after each phase", [*columns(("GiB", *STEP_PHASES), memory), *refused]),
         Section(
             f"{title}: seconds for {LOGGED_STEPS} steps of {counted(layout.micro_steps, 'micro-step')}",
             [
@@ -126,7 +127,7 @@ def _memory_of_the_notes(planned: Sequence[PlannedRun]) -> Section:
     rows = []
     for row in HOMEWORK:
         plan = plans[row.name]
-        for phase, read in zip(PHASES, row.gib, strict=True):
+        for phase, read in zip(STEP_PHASES, row.gib, strict=True):
             by_terms = row.explained_gib(phase)
             here = f"{plan.after(phase) / GIB:.2f}" if plan.planned is not None else "-"
             rows.append((f"{row.name}, {phase}", f"{read:.3f}", f"{by_terms:.3f}", f"{by_terms / read - 1:+.2%}", here))
@@ -155,8 +156,8 @@ def _facts_of_the_notes() -> dict[str, Any]:
     rows = [
         {
             "name": row.name,
-            "gib": dict(zip(PHASES, row.gib, strict=True)),
-            "explained_bytes": {phase: sum(row.explained(phase).values()) for phase in PHASES},
+            "gib": dict(zip(STEP_PHASES, row.gib, strict=True)),
+            "explained_bytes": {phase: sum(row.explained(phase).values()) for phase in STEP_PHASES},
             "seconds": row.seconds,
             "modelled": {**vars(modelled(row, rates)), "seconds": modelled(row, rates).seconds},
         }

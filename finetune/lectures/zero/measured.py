@@ -9,9 +9,10 @@ from typing import Any
 
 from finetune.files import read_lines
 from finetune.lectures.output import Asked
-from finetune.lectures.zero.notes import HOMEWORK, LOGGED_STEPS, PHASES
+from finetune.lectures.zero.notes import HOMEWORK, LOGGED_STEPS
 from finetune.measure.units import GIB
 from finetune.output_stream import silenced
+from finetune.planner.constants import STEP_PHASES
 from finetune.preflight.compare import Comparison, compare, plan_comparison
 from finetune.preflight.compare_report import draw
 from finetune.preflight.compare_rows import AskedRow
@@ -19,9 +20,9 @@ from finetune.preflight.shrink import shrink_model
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 
-READ_STEPS = (10, 20)  # every tenth
-MICRO_STEPS = 4  # of a rank in an optimizer step here; 32 would take eight times as long and show the same
-TOKENS = 64  # of a row
+EVERY_TENTH = (10, 20)  # every tenth
+MICRO_STEPS_HERE = 4  # of a rank in an optimizer step here; 32 would take eight times as long and show the same
+_TOKENS = 64  # of a row
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,11 @@ def measure(asked: Asked) -> Measured:
     rows = [AskedRow(row.name, tuple(row.settings.items()), "--lecture zero") for row in HOMEWORK]
     comparison = _planned(asked, recipe, small.folder, rows)
 
-    def progress(name: str, step: int | None) -> None:
-        if step == 0:
+    begun: set[str] = set()
+
+    def progress(name: str, _: int | None) -> None:
+        if name not in begun:
+            begun.add(name)
             asked.note(f"training {name}, {LOGGED_STEPS} steps on {comparison.processes} ranks")
 
     result = compare(comparison, progress)
@@ -79,18 +83,18 @@ def measure(asked: Asked) -> Measured:
 
 
 def _planned(asked: Asked, recipe: Recipe, model: Path, rows: Sequence[AskedRow]) -> Comparison:
-    """The jobs: one row a micro-batch, MICRO_STEPS of them a step, on two ranks of a CPU or on all GPUs."""
+    """The jobs: one row a micro-batch, MICRO_STEPS_HERE of them a step, on two ranks of a CPU or on all GPUs."""
 
     def small(ranks: int) -> list[str]:
         return [
             f"model.name_or_path={model}",
             "model.revision=main",
             "budget={gpus: 0}",
-            f"data.max_length={TOKENS}",
+            f"data.max_length={_TOKENS}",
             "data.truncation=right",
             "data.packing=true",
             "data.eval=null",
-            f"training.global_batch_size={MICRO_STEPS * ranks}",
+            f"training.global_batch_size={MICRO_STEPS_HERE * ranks}",
             "training.per_device_batch_size=1",
         ]
 
@@ -106,7 +110,7 @@ def _planned(asked: Asked, recipe: Recipe, model: Path, rows: Sequence[AskedRow]
 def _run(row: dict[str, Any], job: Path) -> MeasuredRun:
     if not row["ok"]:
         return MeasuredRun(row["name"], row["reason"])
-    phases = {name: row["phases"][name] for name in PHASES}
+    phases = {name: row["phases"][name] for name in STEP_PHASES}
     return MeasuredRun(
         row["name"],
         None,
@@ -126,7 +130,7 @@ def memory_by_step(lines: Sequence[dict[str, Any]]) -> dict[int, dict[str, int]]
                 for line in lines
                 if line["kind"] == "phase" and (line["step"], line["phase"]) == (step, phase)
             )
-            for phase in PHASES
+            for phase in STEP_PHASES
         }
-        for step in READ_STEPS
+        for step in EVERY_TENTH
     }

@@ -10,14 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from finetune.measure.units import GIB
-from finetune.planner.closed_form.zero_terms import FLOAT32, Gpt2Step, ZeroJob, zero_terms
+from finetune.planner.closed_form.zero_terms import Gpt2Step, ZeroJob, zero_terms
+from finetune.planner.constants import FLOAT32
 
-PHASES = ("forward", "backward", "step")
-PARAMETERS, LAYERS, HIDDEN, HEADS, VOCABULARY = 774_030_080, 36, 1280, 20, 50_257
-LARGEST = VOCABULARY * HIDDEN  # elements of the embedding, the largest parameter
-RANKS, BATCH_ROWS, TOKENS, MICRO_STEPS = 8, 2, 1024, 32
+GPT2_LARGE, GPT2_LAYERS = 774_030_080, 36  # parameters, layers
+_HIDDEN, _HEADS, _VOCABULARY, _TOKENS = 1280, 20, 50_257, 1024
+_LARGEST = _VOCABULARY * _HIDDEN  # elements of the embedding, the largest parameter
+HOMEWORK_RANKS, _ROWS, HOMEWORK_MICRO_STEPS = 8, 2, 32  # ranks, rows of a micro-batch, micro-steps of an update
 LOGGED_STEPS = 20  # of which the seconds are
-HALF = 2
+_HALF = 2  # bytes of an fp16 number
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class HomeworkRow:
     @property
     def precision(self) -> str:
         """As a recipe says it."""
-        return "fp16" if self.job.param_bytes == HALF else "no"
+        return "fp16" if self.job.param_bytes == _HALF else "no"
 
     @property
     def settings(self) -> dict[str, str]:
@@ -43,9 +44,9 @@ class HomeworkRow:
 
     def explained(self, phase: str) -> dict[str, int]:
         """Bytes by term after a phase of step 10."""
-        whole = {"forward": PARAMETERS, "backward": LARGEST, "step": 0}[phase] if self.job.stage == 3 else 0
+        whole = {"forward": GPT2_LARGE, "backward": _LARGEST, "step": 0}[phase] if self.job.stage == 3 else 0
         after_forward, width = phase == "forward", self.job.param_bytes
-        model = Gpt2Step(LAYERS, HIDDEN, HEADS, VOCABULARY, TOKENS, BATCH_ROWS, TOKENS, param_bytes=width)
+        model = Gpt2Step(GPT2_LAYERS, _HIDDEN, _HEADS, _VOCABULARY, _TOKENS, _ROWS, _TOKENS, param_bytes=width)
         terms = zero_terms(self.job, updated=self.updated, gathered=whole, prefetched=after_forward) | model.retained()
         return terms | (model.saved() if after_forward else {})
 
@@ -54,7 +55,7 @@ class HomeworkRow:
 
 
 def _job(stage: int, *, offload: bool = False, width: int = FLOAT32) -> ZeroJob:
-    return ZeroJob(stage, PARAMETERS, LARGEST, RANKS, param_bytes=width, offload=offload)
+    return ZeroJob(stage, GPT2_LARGE, _LARGEST, HOMEWORK_RANKS, param_bytes=width, offload=offload)
 
 
 HOMEWORK = (
@@ -63,5 +64,5 @@ HOMEWORK = (
     HomeworkRow("zero2 + offload", "zero2_offload", _job(2, offload=True), False, (13.997, 4.613, 4.613), 109.1),
     HomeworkRow("zero3", "zero3", _job(3), True, (17.603, 5.405, 5.160), 102.3),
     HomeworkRow("zero3 + offload", "zero3_offload", _job(3, offload=True), True, (15.804, 3.600, 3.355), 139.8),
-    HomeworkRow("zero3 + fp16", "zero3", _job(3, width=HALF), False, (8.744, 2.562, 2.438), 59.0),
+    HomeworkRow("zero3 + fp16", "zero3", _job(3, width=_HALF), False, (8.744, 2.562, 2.438), 59.0),
 )

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.lectures.zero.measured import MICRO_STEPS, Measured
-from finetune.lectures.zero.notes import HOMEWORK, LOGGED_STEPS, PHASES
+from finetune.lectures.zero.measured import MICRO_STEPS_HERE, Measured
+from finetune.lectures.zero.notes import HOMEWORK, LOGGED_STEPS
 from finetune.lectures.zero.planned import PlannedRun
 from finetune.lectures.zero.times import modelled, rates_of_the_notes
 from finetune.measure.units import GIB
+from finetune.planner.constants import STEP_PHASES
 from finetune.preflight.compare_report import PHASE_COLOURS
 from finetune.report.pictures import COLOURS, new_figure
 
-Group = tuple[str, list[float], dict[str, Any]]  # legend, a height for each row, how its bars are drawn
+_Group = tuple[str, list[float], dict[str, Any]]  # legend, a height for each row, how its bars are drawn
 
 
 def draw_zero(measured: Measured, planned: Sequence[PlannedRun], gpus: str, homework: bool, file: Path) -> None:
@@ -27,9 +28,9 @@ def draw_zero(measured: Measured, planned: Sequence[PlannedRun], gpus: str, home
     figure.savefig(file)
 
 
-def _memory(planned: Sequence[PlannedRun], *, homework: bool) -> list[Group]:
-    groups: list[Group] = []
-    for number, phase in enumerate(PHASES):
+def _memory(planned: Sequence[PlannedRun], *, homework: bool) -> list[_Group]:
+    groups: list[_Group] = []
+    for number, phase in enumerate(STEP_PHASES):
         if homework:
             read = [row.gib[number] for row in HOMEWORK]
             style = {"fill": False, "edgecolor": PHASE_COLOURS[phase], "linewidth": 1.5}
@@ -39,10 +40,10 @@ def _memory(planned: Sequence[PlannedRun], *, homework: bool) -> list[Group]:
     return groups
 
 
-def _seconds(planned: Sequence[PlannedRun], gpus: str, *, homework: bool) -> list[Group]:
+def _seconds(planned: Sequence[PlannedRun], gpus: str, *, homework: bool) -> list[_Group]:
     times = [LOGGED_STEPS * run.time.seconds if run.time is not None else 0.0 for run in planned]
     steps = next((run.time.layout.micro_steps for run in planned if run.time is not None), 1)
-    groups: list[Group] = [(f"planned on {gpus}, steps of {steps} micro-steps", times, {"color": COLOURS[6]})]
+    groups: list[_Group] = [(f"planned on {gpus}, steps of {steps} micro-steps", times, {"color": COLOURS[6]})]
     if homework:
         rates = rates_of_the_notes()
         read, found = [row.seconds for row in HOMEWORK], [modelled(row, rates).seconds for row in HOMEWORK]
@@ -55,7 +56,7 @@ def _seconds(planned: Sequence[PlannedRun], gpus: str, *, homework: bool) -> lis
     return groups
 
 
-def _grouped(axes: Any, groups: Sequence[Group], unit: str, title: str) -> None:
+def _grouped(axes: Any, groups: Sequence[_Group], unit: str, title: str) -> None:
     width = 0.84 / len(groups)
     for position, (name, heights, style) in enumerate(groups):
         places = [index + (position - (len(groups) - 1) / 2) * width for index in range(len(heights))]
@@ -67,14 +68,14 @@ def _grouped(axes: Any, groups: Sequence[Group], unit: str, title: str) -> None:
 def _stacked(axes: Any, measured: Measured) -> None:
     """What a rank sends in a step, by phase."""
     bottoms = [0.0] * len(measured.runs)
-    for phase in PHASES:
+    for phase in STEP_PHASES:
         heights = [(run.in_weights or {}).get(phase, 0.0) for run in measured.runs]
         axes.bar(range(len(heights)), heights, 0.5, bottom=bottoms, label=phase, color=PHASE_COLOURS[phase])
         bottoms = [below + height for below, height in zip(bottoms, heights, strict=True)]
     for index, (run, top) in enumerate(zip(measured.runs, bottoms, strict=True)):
         text = "did not run" if run.reason is not None else f"{top:.2f} P\n{run.seconds:.1f} s"
         axes.annotate(text, (index, top), (0, 2), textcoords="offset points", ha="center", fontsize=8)
-    where = f"measured on {measured.ranks} x {measured.device}, {MICRO_STEPS} micro-steps"
+    where = f"measured on {measured.ranks} x {measured.device}, {MICRO_STEPS_HERE} micro-steps"
     _finish(axes, "P, the weights' bytes", f"Traffic of one step by phase, and seconds for {LOGGED_STEPS}: {where}")
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.lectures.output import Asked
-from finetune.lectures.zero.notes import HOMEWORK, PHASES
+from finetune.lectures.zero.notes import HOMEWORK
 from finetune.planner.command import plan_by_trace
+from finetune.planner.constants import STEP_PHASES
 from finetune.planner.plan_recipe import Planned
 from finetune.planner.roofline import CHIPS, StepTime, step_time
 from finetune.planner.variants import changed
@@ -33,7 +34,7 @@ class PlannedRun:
     def as_json(self) -> dict[str, Any]:
         facts: dict[str, Any] = {"name": self.name, "reason": self.reason}
         if self.planned is not None:
-            facts["end_bytes"] = {phase: self.after(phase) for phase in PHASES}
+            facts["end_bytes"] = {phase: self.after(phase) for phase in STEP_PHASES}
             facts["peak_bytes"] = self.planned.peak[1].nbytes
         return facts | ({"time": self.time.as_json()} if self.time is not None else {})
 

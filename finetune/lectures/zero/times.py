@@ -19,17 +19,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.lectures.zero.notes import FLOAT32, HOMEWORK, LAYERS, LOGGED_STEPS, PARAMETERS, RANKS, HomeworkRow
+from finetune.lectures.zero.notes import GPT2_LARGE, GPT2_LAYERS, HOMEWORK, HOMEWORK_RANKS, LOGGED_STEPS, HomeworkRow
+from finetune.planner.constants import FLOAT32
 from finetune.planner.roofline import not_overlapped
 
-FORWARD, BACKWARD = 1 / 3, 2 / 3  # of the computation: two products of backward for each of forward
-BUS = 16e9  # bytes/s one way: PCIe 3.0, sixteen lanes
+_FORWARD, _BACKWARD = 1 / 3, 2 / 3  # of the computation: two products of backward for each of forward
+HOMEWORK_BUS = 16e9  # bytes/s one way: PCIe 3.0, sixteen lanes
 # bytes/s of one rank's AdamW on the host, by the one thread that launchers leave it: 225 GB in 20 to 30 s
 # (strategies/accelerator.py: use_all_cores).
-THREAD = 9e9
+HOMEWORK_THREAD = 9e9
 # Of a weight on the host: AdamW reads weight, gradient and two moments and writes three of them (28); the clipping
 # reads and writes the gradient (8); the new weight is copied (8).
-HOST_BYTES = 28 + 8 + 8
+HOST_BYTES_A_WEIGHT = 28 + 8 + 8
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,14 @@ def rates_of_the_notes() -> Rates:
     seconds = {row.name: row.seconds / LOGGED_STEPS for row in HOMEWORK}
     micro_step = seconds["zero1"]
     # All of the reduction but what runs beside the backward of the other layers (roofline.py: not_overlapped).
-    reducing = seconds["zero2"] - micro_step + BACKWARD * micro_step * (LAYERS - 1) / LAYERS
+    reducing = seconds["zero2"] - micro_step + _BACKWARD * micro_step * (GPT2_LAYERS - 1) / GPT2_LAYERS
     zero2 = next(row for row in HOMEWORK if row.name == "zero2")
     return Rates(micro_step, sent(zero2)["backward"] / reducing)
 
 
 def sent(row: HomeworkRow) -> dict[str, float]:
     """Bytes that a rank sends in forward and backward of one micro-step."""
-    piece = row.job.param_bytes * PARAMETERS * (RANKS - 1) / RANKS
+    piece = row.job.param_bytes * GPT2_LARGE * (HOMEWORK_RANKS - 1) / HOMEWORK_RANKS
     if row.job.stage == 3:
         return {"forward": piece, "backward": piece}
     return {"forward": 0.0, "backward": 2 * piece if row.job.stage == 2 else 0.0}
@@ -76,7 +77,7 @@ def copied(row: HomeworkRow) -> float:
     """Bytes of a rank over the bus in 20 logged steps."""
     if not row.job.offload:
         return 0.0
-    part = row.job.param_bytes * PARAMETERS / RANKS
+    part = row.job.param_bytes * GPT2_LARGE / HOMEWORK_RANKS
     if row.job.stage == 3:
         return 4 * part * LOGGED_STEPS
     return part * (2 * LOGGED_STEPS - 1)  # the first micro-step has no sum to fetch
@@ -86,14 +87,14 @@ def modelled(row: HomeworkRow, rates: Rates) -> ModelledTime:
     """The row's seconds for 20 steps."""
     computation = rates.micro_step * row.job.param_bytes / FLOAT32
     moved = sent(row)
-    shares = {"forward": FORWARD, "backward": BACKWARD}
+    shares = {"forward": _FORWARD, "backward": _BACKWARD}
     exposed = sum(
-        not_overlapped(moved[phase] / rates.link, share * computation, LAYERS) for phase, share in shares.items()
+        not_overlapped(moved[phase] / rates.link, share * computation, GPT2_LAYERS) for phase, share in shares.items()
     )
     updates = LOGGED_STEPS if row.job.stage == 3 and row.job.offload else 0
     return ModelledTime(
         LOGGED_STEPS * computation,
         LOGGED_STEPS * exposed,
-        copied(row) / BUS,
-        updates * HOST_BYTES * PARAMETERS / RANKS / THREAD,
+        copied(row) / HOMEWORK_BUS,
+        updates * HOST_BYTES_A_WEIGHT * GPT2_LARGE / HOMEWORK_RANKS / HOMEWORK_THREAD,
     )

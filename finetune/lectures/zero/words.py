@@ -5,14 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from finetune.lectures.zero.measured import MICRO_STEPS, Measured
-from finetune.lectures.zero.notes import HOMEWORK, LOGGED_STEPS, PHASES, HomeworkRow
-from finetune.lectures.zero.notes import MICRO_STEPS as THEIR_MICRO_STEPS
+from finetune.lectures.zero.measured import MICRO_STEPS_HERE, Measured
+from finetune.lectures.zero.notes import HOMEWORK, HOMEWORK_MICRO_STEPS, LOGGED_STEPS, HomeworkRow
 from finetune.lectures.zero.planned import PlannedRun
 from finetune.lectures.zero.times import (
-    BUS,
-    HOST_BYTES,
-    THREAD,
+    HOMEWORK_BUS,
+    HOMEWORK_THREAD,
+    HOST_BYTES_A_WEIGHT,
     Rates,
     copied,
     modelled,
@@ -20,10 +19,11 @@ from finetune.lectures.zero.times import (
     sent,
 )
 from finetune.measure.units import GIB
+from finetune.planner.constants import STEP_PHASES
 from finetune.planner.roofline import HOST_MEMORY
 
-WIDTH = 116
-GB = 1e9
+_WIDTH = 116
+_GB = 1e9
 
 
 def differences(measured: Measured, planned: Sequence[PlannedRun], *, homework: bool) -> Iterator[str]:
@@ -36,7 +36,7 @@ def differences(measured: Measured, planned: Sequence[PlannedRun], *, homework: 
         [*(_memory_there(plans) if homework else ())],
     ):
         if parts:
-            yield from textwrap.wrap(" ".join(parts), WIDTH, subsequent_indent="  ")
+            yield from textwrap.wrap(" ".join(parts), _WIDTH, subsequent_indent="  ")
 
 
 def _accumulation_here(measured: Measured) -> Iterator[str]:
@@ -45,9 +45,9 @@ def _accumulation_here(measured: Measured) -> Iterator[str]:
     yield "Accumulation:"
     if one is None or two is None or three is None:
         return
-    per = two["backward"] / MICRO_STEPS
+    per = two["backward"] / MICRO_STEPS_HERE
     yield (
-        f"in {MICRO_STEPS} micro-steps ZeRO-1's backward sent {one['backward']:.2f} P, once; ZeRO-2's "
+        f"in {MICRO_STEPS_HERE} micro-steps ZeRO-1's backward sent {one['backward']:.2f} P, once; ZeRO-2's "
         f"{two['backward']:.2f} P, {per:.2f} P in each; ZeRO-3 gathered and scattered "
         f"{three['forward'] + three['backward']:.2f} P."
     )
@@ -66,9 +66,10 @@ def _accumulation_planned(plans: dict[str, PlannedRun]) -> Iterator[str]:
 def _accumulation_there() -> Iterator[str]:
     one, two = _row("zero1"), _row("zero2")
     yield (
-        f"The notes' {LOGGED_STEPS} steps are micro-steps, of which {THEIR_MICRO_STEPS} make an update: in them ZeRO-1 "
-        f"sent nothing and took {one.seconds} s, ZeRO-2 sent {LOGGED_STEPS} x {sent(two)['backward'] / GB:.2f} GB a "
-        f"rank and took {two.seconds - one.seconds:.1f} s longer, {two.seconds / one.seconds:.2f} times as long."
+        f"The notes' {LOGGED_STEPS} steps are micro-steps, of which {HOMEWORK_MICRO_STEPS} make an update: in them "
+        f"ZeRO-1 sent nothing and took {one.seconds} s, ZeRO-2 sent {LOGGED_STEPS} x "
+        f"{sent(two)['backward'] / _GB:.2f} GB a rank "
+        f"and took {two.seconds - one.seconds:.1f} s longer, {two.seconds / one.seconds:.2f} times as long."
     )
 
 
@@ -95,7 +96,7 @@ def _offload_there() -> Iterator[str]:
         longer, found = with_it.seconds - without.seconds, time.copies + time.host
         host = f" and {time.host:.1f} s of AdamW on the host" if time.host else ", and no update falls into them"
         yield (
-            f"In the notes {_stage(name)} with offload took {longer:.1f} s longer: {copied(with_it) / GB:.1f} GB over "
+            f"In the notes {_stage(name)} with offload took {longer:.1f} s longer: {copied(with_it) / _GB:.1f} GB over "
             f"the bus are {time.copies:.1f} s{host}; {longer - found:.1f} s are not explained by bytes."
         )
 
@@ -116,7 +117,7 @@ def _halves_there() -> Iterator[str]:
     whole, half = _row("zero3"), _row("zero3 + fp16")
     memory = ", ".join(f"{small / large:.2f}" for small, large in zip(half.gib, whole.gib, strict=True))
     yield (
-        f"In the notes its memory was {memory} of float32's after {', '.join(PHASES)}, its time "
+        f"In the notes its memory was {memory} of float32's after {', '.join(STEP_PHASES)}, its time "
         f"{half.seconds / whole.seconds:.2f} of {whole.seconds} s; half of all bytes and of the computation is 0.50."
     )
 
@@ -137,20 +138,21 @@ def _memory_there(plans: dict[str, PlannedRun]) -> Iterator[str]:
 
 def of_the_model(rates: Rates) -> Iterator[str]:
     """What the model of the notes' seconds rests on."""
-    shared = LOGGED_STEPS * HOST_BYTES * _row("zero3").job.parameters / HOST_MEMORY
+    shared = LOGGED_STEPS * HOST_BYTES_A_WEIGHT * _row("zero3").job.parameters / HOST_MEMORY
     offloaded = modelled(_row("zero3 + offload"), rates)
     lines = [
         "Read off the table, because the notes name no machine: "
         f"{rates.micro_step:.3f} s of computation a micro-step (zero1, which sends nothing), and "
-        f"{rates.link / GB:.2f} GB/s that a rank sends (zero2 less zero1). The other four rows follow.",
+        f"{rates.link / _GB:.2f} GB/s that a rank sends (zero2 less zero1). The other four rows follow.",
         f"Assumed: a third of the computation is forward; all but one layer's traffic runs beside it; fp16 halves it; "
-        f"{BUS / GB:.0f} GB/s to the host (PCIe 3.0); AdamW on the host by one thread a rank, {HOST_BYTES} bytes a "
-        f"weight at {THREAD / GB:.0f} GB/s. With all of a machine's {HOST_MEMORY / GB:.0f} GB/s instead, zero3 + "
-        f"offload would take {offloaded.seconds - offloaded.host + shared:.1f} s.",
+        f"{HOMEWORK_BUS / _GB:.0f} GB/s to the host (PCIe 3.0); AdamW on the host by one thread a rank, "
+        f"{HOST_BYTES_A_WEIGHT} bytes a weight at {HOMEWORK_THREAD / _GB:.0f} GB/s. With all of a machine's "
+        f"{HOST_MEMORY / _GB:.0f} GB/s instead, zero3 + offload would take "
+        f"{offloaded.seconds - offloaded.host + shared:.1f} s.",
         f"{_order(rates)}",
     ]
     for line in lines:
-        yield from textwrap.wrap(line, WIDTH, subsequent_indent="  ")
+        yield from textwrap.wrap(line, _WIDTH, subsequent_indent="  ")
 
 
 def _order(rates: Rates) -> str:
