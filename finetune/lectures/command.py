@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.lectures.output import Asked, Told, write_lecture
+from finetune.lectures.output import LectureRequest, Told, write_lecture
 from finetune.paths import CHECKOUT, PACKAGE
 
 
@@ -18,7 +18,7 @@ class Lecture:
     """One lecture of the table."""
 
     question: str
-    recipe: str  # of recipes/, where none is named
+    recipe: str = ""  # of recipes/, where none is named; empty: it needs none
     overrides: tuple[str, ...] = ()  # of that recipe; a recipe that is named is taken as it is written
     settings: Mapping[str, str] = field(default_factory=dict)  # keys of its own, and their defaults
 
@@ -28,6 +28,34 @@ LECTURES: dict[str, Lecture] = {
         "How many bytes does training take for each parameter, and is it 20 times the weights?",
         "smollm2_1.7b_full_text_1x48gb.yaml",
         ("model.name_or_path=meta-llama/Llama-3.2-1B", "budget.gpu_memory_gb=80"),
+    ),
+    "formats": Lecture(
+        "What is a number in fp32, fp16, bf16 and int8, and which of a model's numbers does each format keep?",
+        "quickstart.yaml",
+        settings={"numbers": "0.1", "steps": "12"},
+    ),
+    "collectives": Lecture(
+        "What do the collectives do, and why is a broadcast sent in a ring?",
+        settings={"mib": "16"},
+    ),
+    "mixed-precision": Lecture(
+        "What are the six steps of mixed precision, and what happens when a gradient overflows?",
+        "smollm2_135m_full_cpu.yaml",
+        ("data.max_length=256", "training.global_batch_size=1"),
+        {"scale": "24"},
+    ),
+    "qlora": Lecture(
+        "Full, LoRA and QLoRA: which part of the memory does each of them save?",
+        "llama3_qlora.yaml",
+    ),
+    "scaling": Lecture(
+        "Which sizes run on how many GPUs under DDP, FSDP and HSDP, and what is lost on the way to 512?",
+        "llama3_full.yaml",
+    ),
+    "overlap": Lecture(
+        "What does training.non_blocking win?",
+        "llama3_8b_lora_1x24gb.yaml",
+        settings={"gpu": "RTX4090", "batches": "6"},
     ),
     "zero": Lecture(
         "What do ZeRO-1, 2, 3, offload and fp16 cost in memory, seconds and collectives, and why?",
@@ -53,21 +81,15 @@ LECTURES: dict[str, Lecture] = {
 }
 
 
-def lecture_function(name: str) -> Callable[[Asked], Told]:
+def lecture_function(name: str) -> Callable[[LectureRequest], Told]:
     """What holds the lecture; imports it, and torch with it."""
     match name:
         case "memory":
             from finetune.lectures.memory import memory_lecture
 
             return memory_lecture
-        case "zero":
-            from finetune.lectures.zero.lecture import zero_lecture
-
-            return zero_lecture
-        case "data-parallel":
-            from finetune.lectures.data_parallel.lecture import data_parallel_lecture
-
-            return data_parallel_lecture
+from finetune.lectures.output import LectureRequest, Told, write_lecture
+from finetune.paths import CHECKOUT, PACKAGE
         case _:
             raise AssertionError(f"{name}: is in the table of lectures and has no function")
 
@@ -95,10 +117,15 @@ def hold_lecture(
         raise FinetuneError(f"{folder}: is not the folder of this lecture and not empty; name another folder with -o")
     own = {word.partition("=")[0]: word.partition("=")[2] for word in words if _is_setting(word, lecture)}
     overrides = tuple(word for word in words if not _is_setting(word, lecture))
+    if not lecture.recipe and (recipe or overrides):
+        takes = ", ".join(f"{key}=" for key in lecture.settings)
+        raise FinetuneError(
+            f"{recipe or overrides[0]}: the lecture {name} has no recipe; it takes {takes or 'nothing'}"
+        )
     if recipe is None:
         recipe, overrides = CHECKOUT / "recipes" / lecture.recipe, (*lecture.overrides, *overrides)
     folder.mkdir(parents=True, exist_ok=True)
-    told = lecture_function(name)(Asked(recipe, overrides, {**lecture.settings, **own}, folder, note))
+    told = lecture_function(name)(LectureRequest(recipe, overrides, {**lecture.settings, **own}, folder, note))
     files = [str(file) for file in write_lecture(name, told, folder)]
     text = f"{lecture.question}\n\n{told.text()}\n\n{', '.join(files)}"
     return text, {"lecture": name, **told.facts, "files": files}

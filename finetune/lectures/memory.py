@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.lectures.output import Asked, Section, Told, columns
+from finetune.lectures.output import Chapter, LectureRequest, Told, columns
 from finetune.model.known_configs import decoder_config
 from finetune.planner.closed_form.recomputation import choose_recomputation
 from finetune.planner.command import plan_by_trace
@@ -57,7 +57,7 @@ NOTES = {"float32": (4, 4, 80), "all bf16": (2, 2, 40), "int8 + LoRA": (1, 1, 20
 
 
 @dataclass(frozen=True)
-class Variant:
+class MemoryVariant:
     """A recipe as it is, or with its numbers kept in another way, and its plan."""
 
     name: str
@@ -78,7 +78,7 @@ class Variant:
         return self.planned.peak[1].nbytes
 
 
-def memory_lecture(asked: Asked) -> Told:
+def memory_lecture(asked: LectureRequest) -> Told:
     """Plans of the recipe and of its variants. Raises FinetuneError, of the recipe or of a model that is not known."""
     recipe = load_recipe(asked.recipe, asked.overrides).recipe
     recipe = choose_recomputation(recipe, gpus_of(recipe.budget)).recipe
@@ -119,25 +119,25 @@ def _variants(recipe: Recipe) -> dict[str, Recipe]:
     return result
 
 
-def _planned(name: str, recipe: Recipe, asked: Asked) -> Variant:
+def _planned(name: str, recipe: Recipe, asked: LectureRequest) -> MemoryVariant:
     asked.note(f"planning {asked.recipe.stem}, {name}")
-    return Variant(name, recipe, plan_by_trace(recipe, gpus_of(recipe.budget)))
+    return MemoryVariant(name, recipe, plan_by_trace(recipe, gpus_of(recipe.budget)))
 
 
-def _facts(variant: Variant) -> dict[str, Any]:
+def _facts(variant: MemoryVariant) -> dict[str, Any]:
     phase = variant.planned.peak[0]
     return {"phase": phase, "parts": dict(variant.parts), "state_bytes": variant.states, "peak_bytes": variant.total}
 
 
-def _ways() -> Section:
+def _ways() -> Chapter:
     rows = [(name, *map(str, terms), str(sum(terms))) for name, terms in WAYS.items()]
     lines = columns(("bytes of one parameter under AdamW", *TERMS, "sum"), rows)
-    return Section("Where 16, 18 and 20 come from (rows: Megatron Core's page on its distributed optimizer)", lines)
+    return Chapter("Where 16, 18 and 20 come from (rows: Megatron Core's page on its distributed optimizer)", lines)
 
 
-def _components(recipe: Recipe, count: int, variants: Sequence[Variant]) -> Section:
+def _components(recipe: Recipe, count: int, variants: Sequence[MemoryVariant]) -> Chapter:
     """Bytes a parameter, by component of the plan's peak."""
-    shown = [name for name in COMPONENTS if any(each.parts.get(name, 0) >= count // 200 for each in variants)]
+    shown = [name for name in COMPONENTS if any(each.parts.get(name, 0) >= count // 500 for each in variants)]
     own, others = [name for name in shown if name in STATES], [name for name in shown if name not in STATES]
 
     def row(title: str, figures: Sequence[float]) -> tuple[str, ...]:
@@ -146,22 +146,20 @@ def _components(recipe: Recipe, count: int, variants: Sequence[Variant]) -> Sect
     def rows_of(names: Sequence[str]) -> list[tuple[str, ...]]:
         return [row(f"  {name}", [each.parts.get(name, 0) for each in variants]) for name in names]
 
-    rest = [each.total - each.states - sum(each.parts.get(name, 0) for name in others) for each in variants]
     rows = [
         *rows_of(own),
         row("of parameters", [each.states for each in variants]),
         *rows_of(others),
-        row("  smaller parts", rest),
         row("all tensors", [each.total for each in variants]),
     ]
     tokens = recipe.training.per_device_batch_size * recipe.data.max_length
     title = f"{recipe.model.name_or_path}: {count:,} parameters, micro-batches of {tokens:,} tokens"
     peaks = ", ".join(f"{each.name} in {each.planned.peak[0]}" for each in variants)
     lines = columns(("planned bytes a parameter, at the peak", *(each.name for each in variants)), rows)
-    return Section(title, [*lines, f"The peak is: {peaks}."])
+    return Chapter(title, [*lines, f"The peak is: {peaks}."])
 
 
-def _beside_the_notes(count: int, variants: Sequence[Variant]) -> list[Section]:
+def _beside_the_notes(count: int, variants: Sequence[MemoryVariant]) -> list[Chapter]:
     """The notes' "about 20 times the weights", for 1e9 parameters, beside the plans."""
     rows = []
     for each in variants:
@@ -177,18 +175,18 @@ def _beside_the_notes(count: int, variants: Sequence[Variant]) -> list[Section]:
     lines = [
         *columns(head, rows),
         "notes: the training memory on their slide. states, peak: the plan's bytes a parameter from above.",
-        "The course behind it adds up, for float32: weights 4, gradients 4, AdamW 8, the rest (activations) 8: 24 bytes,",
+        "Its course adds up, for float32: weights 4, gradients 4, AdamW 8, the rest (activations) 8: 24 bytes,",
         "20 of them besides the weights. 20 bytes are 5 times a float32 weight; 20 times would be 80 bytes.",
     ]
-    return [Section("Beside the notes: training takes about 20 times the weights' memory", lines)]
+    return [Chapter("Beside the notes: training takes about 20 times the weights' memory", lines)]
 
 
-def _draw(count: int, variants: Sequence[Variant], name: str, file: Path) -> None:
+def _draw(count: int, variants: Sequence[MemoryVariant], name: str, file: Path) -> None:
     """Stacked bars: bytes a parameter by component."""
     figure = new_figure(figsize=(9.0, 5.0))
     axes = figure.subplots()
     bottoms = [0.0] * len(variants)
-    shown = [part for part in COMPONENTS if any(each.parts.get(part, 0) >= count // 200 for each in variants)]
+    shown = [part for part in COMPONENTS if any(each.parts.get(part, 0) >= count // 500 for each in variants)]
     for index, part in enumerate(shown):
         heights = [each.parts.get(part, 0) / count for each in variants]
         hatch = "" if part in STATES else "///"
@@ -196,10 +194,11 @@ def _draw(count: int, variants: Sequence[Variant], name: str, file: Path) -> Non
         axes.bar([each.name for each in variants], heights, 0.6, bottoms, label=part, color=colour, hatch=hatch)
         bottoms = [below + height for below, height in zip(bottoms, heights, strict=True)]
     for place, (each, top) in enumerate(zip(variants, bottoms, strict=True)):
-        text = f"{each.total / count:.1f}, of parameters {each.states / count:.1f}"
+        rest = each.total - each.states
+        text = f"{each.states / count:.1f} + {rest / count:.1f} = {each.total / count:.1f}"
         axes.annotate(text, (place, top), (0, 3), textcoords="offset points", ha="center", fontsize=9)
     axes.set_ylabel("bytes a parameter at the peak")
-    axes.set_title(f"{name}: what the peak is made of (hatched: not of parameters)", loc="left", fontsize=11)
+    axes.set_title(f"{name}: bytes of parameters + all else (hatched) at the peak", loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes.margins(y=0.1)
     axes.spines[["top", "right"]].set_visible(False)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finetune.errors import FinetuneError
 from finetune.files import write_json
 
 MEASURED = " [measured here]"  # ends the title of a section whose figures differ from machine to machine
@@ -14,7 +15,7 @@ GAP = "  "  # between two columns
 
 
 @dataclass(frozen=True)
-class Asked:
+class LectureRequest:
     """What a lecture was asked for."""
 
     recipe: Path
@@ -25,7 +26,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Section:
+class Chapter:
     """A titled part of the output."""
 
     title: str
@@ -40,7 +41,7 @@ class Section:
 class Told:
     """A lecture, held."""
 
-    sections: Sequence[Section]
+    sections: Sequence[Chapter]
     facts: Mapping[str, Any]  # the same figures, in full precision; bytes are integers
     draw: Callable[[Path], None] = field(repr=False)  # writes the picture
 
@@ -69,3 +70,11 @@ def write_lecture(name: str, told: Told, folder: Path) -> list[Path]:
     told.draw(picture)
     write_json(facts, {"lecture": name, **told.facts})
     return [picture, facts]
+
+
+def whole_number(settings: Mapping[str, str], name: str, *, least: int = 1) -> int:
+    """A setting of a lecture that is a count. Raises FinetuneError."""
+    text = settings[name]
+    if not text.isdecimal() or int(text) < least:
+        raise FinetuneError(f"{name}: {text}: is not a whole number from {least} on; write {name}={max(least, 12)}")
+    return int(text)

@@ -13,7 +13,7 @@ import torch
 from finetune.errors import FinetuneError
 from finetune.lectures.data_parallel.ddp_rank import train_ddp
 from finetune.lectures.data_parallel.training import STEP_TIMES, Job, Trained, train_data_parallel
-from finetune.lectures.output import Asked, Section, Told, columns
+from finetune.lectures.output import LectureRequest, Section, Told, columns
 from finetune.measure.units import GIB
 from finetune.model.known_configs import decoder_config
 from finetune.output_stream import silenced
@@ -29,7 +29,7 @@ _FULL_SIZE = (2, 4, 8)  # GPUs of the table at full size
 _MOVED = ("scatter", "replicate", "gather", "reduce")
 
 
-def data_parallel_lecture(asked: Asked) -> Told:
+def data_parallel_lecture(asked: LectureRequest) -> Told:
     """Train small under both. Raises FinetuneError for a wrong recipe or setting, and where a rank fails."""
     recipe = load_recipe(asked.recipe, asked.overrides).recipe
     gpus = torch.cuda.device_count() > 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from finetune.lectures.output import Asked, Section, Told, columns
+from finetune.lectures.output import LectureRequest, Section, Told, columns
 from finetune.lectures.zero import words
 from finetune.lectures.zero.measured import EVERY_TENTH, MICRO_STEPS_HERE, Measured, measure
 from finetune.lectures.zero.notes import HOMEWORK, LOGGED_STEPS
@@ -24,7 +24,7 @@ HOMEWORK_MODEL = PACKAGE / "lectures" / "zero" / "gpt2_large"
 _MIB = 2**20
 
 
-def zero_lecture(asked: Asked) -> Told:
+def zero_lecture(asked: LectureRequest) -> Told:
     """Six plans, six jobs, and the notes' figures where the model is the homework's. Raises FinetuneError."""
     named_gpus(asked)  # a mistake is told before anything takes time
     homework = load_recipe(asked.recipe, asked.overrides).recipe.model.name_or_path == str(HOMEWORK_MODEL)
@@ -88,7 +88,7 @@ def _traffic_here(measured: Measured) -> Section:
     return Section("Seconds for 20 steps, and what one rank sends in a step, by phase", lines, measured=True)
 
 
-def _planned(asked: Asked, planned: Sequence[PlannedRun]) -> list[Section]:
+def _planned(asked: LectureRequest, planned: Sequence[PlannedRun]) -> list[Section]:
     """Memory and seconds of the plan at full size."""
     ran = [run for run in planned if run.planned is not None and run.time is not None]
     refused = [f"{run.name}: is not planned: {run.reason}" for run in planned if run.reason is not None]

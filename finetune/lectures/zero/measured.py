@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.files import read_lines
-from finetune.lectures.output import Asked
+from finetune.lectures.output import LectureRequest
 from finetune.lectures.zero.notes import HOMEWORK, LOGGED_STEPS
 from finetune.measure.units import GIB
 from finetune.output_stream import silenced
@@ -58,7 +58,7 @@ class Measured:
         return next(run for run in self.runs if run.name == name)
 
 
-def measure(asked: Asked) -> Measured:
+def measure(asked: LectureRequest) -> Measured:
     """Run the six rows one after another. Raises FinetuneError for a wrong recipe or a model that cannot be shrunk."""
     recipe = load_recipe(asked.recipe, asked.overrides).recipe
     section = recipe.model
@@ -82,7 +82,7 @@ def measure(asked: Asked) -> Measured:
     return Measured(runs, f"{small.architecture} of {sizes}", comparison.device, comparison.processes)
 
 
-def _planned(asked: Asked, recipe: Recipe, model: Path, rows: Sequence[AskedRow]) -> Comparison:
+def _planned(asked: LectureRequest, recipe: Recipe, model: Path, rows: Sequence[AskedRow]) -> Comparison:
     """The jobs: one row a micro-batch, MICRO_STEPS_HERE of them a step, on two ranks of a CPU or on all GPUs."""
 
     def small(ranks: int) -> list[str]:

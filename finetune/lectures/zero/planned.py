@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.lectures.output import Asked
+from finetune.lectures.output import LectureRequest
 from finetune.lectures.zero.notes import HOMEWORK
 from finetune.planner.command import plan_by_trace
 from finetune.planner.constants import STEP_PHASES
@@ -39,7 +39,7 @@ class PlannedRun:
         return facts | ({"time": self.time.as_json()} if self.time is not None else {})
 
 
-def named_gpus(asked: Asked) -> Gpus:
+def named_gpus(asked: LectureRequest) -> Gpus:
     """The GPUs of the setting `gpus`. Raises FinetuneError where no data sheet of them is known."""
     gpus = parse_gpus(asked.settings["gpus"])
     if gpus is None or gpus.name not in CHIPS:
@@ -48,7 +48,7 @@ def named_gpus(asked: Asked) -> Gpus:
     return gpus
 
 
-def plan_rows(asked: Asked) -> list[PlannedRun]:
+def plan_rows(asked: LectureRequest) -> list[PlannedRun]:
     """A plan of each row. Raises FinetuneError for a wrong recipe, and for GPUs that are not known."""
     gpus, recipe = named_gpus(asked), load_recipe(asked.recipe, asked.overrides).recipe
     runs = []

@@ -11,7 +11,7 @@ import pytest
 
 from finetune.cli.main import main
 from finetune.errors import FinetuneError
-from finetune.lectures.output import Asked
+from finetune.lectures.output import LectureRequest
 from finetune.lectures.zero import lecture
 from finetune.lectures.zero.measured import Measured, MeasuredRun, memory_by_step
 from finetune.lectures.zero.notes import HOMEWORK
@@ -122,7 +122,7 @@ def test_memory_is_the_highest_of_ranks_at_every_tenth_step() -> None:
 def held(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, gpus: str = "8xA100") -> Any:
     monkeypatch.setattr(lecture, "measure", lambda _: measured())
     monkeypatch.setattr(lecture, "plan_rows", lambda _: plans())
-    return lecture.zero_lecture(Asked(recipe, (), {"gpus": gpus}, tmp_path, lambda _: None))
+    return lecture.zero_lecture(LectureRequest(recipe, (), {"gpus": gpus}, tmp_path, lambda _: None))
 
 
 @pytest.fixture
@@ -164,7 +164,9 @@ def test_the_picture(tmp_path: Path) -> None:
 
 def test_a_plan_of_each_row(recipe: Path, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    found = {each.name: each for each in plan_rows(Asked(recipe, (), {"gpus": "2xA100"}, tmp_path, lambda _: None))}
+    found = {
+        each.name: each for each in plan_rows(LectureRequest(recipe, (), {"gpus": "2xA100"}, tmp_path, lambda _: None))
+    }
     assert [*found] == [row.name for row in HOMEWORK]
     assert {name: each.reason for name, each in found.items()} == dict.fromkeys(found)
     for stage in ("zero2", "zero3"):
