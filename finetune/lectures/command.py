@@ -88,8 +88,38 @@ def lecture_function(name: str) -> Callable[[LectureRequest], Told]:
             from finetune.lectures.memory import memory_lecture
 
             return memory_lecture
-from finetune.lectures.output import LectureRequest, Told, write_lecture
-from finetune.paths import CHECKOUT, PACKAGE
+        case "formats":
+            from finetune.lectures.formats.lecture import formats_lecture
+
+            return formats_lecture
+        case "collectives":
+            from finetune.lectures.collectives.lecture import collectives_lecture
+
+            return collectives_lecture
+        case "mixed-precision":
+            from finetune.lectures.mixed_precision import mixed_precision_lecture
+
+            return mixed_precision_lecture
+        case "qlora":
+            from finetune.lectures.qlora import qlora_lecture
+
+            return qlora_lecture
+        case "scaling":
+            from finetune.lectures.scaling.lecture import scaling_lecture
+
+            return scaling_lecture
+        case "overlap":
+            from finetune.lectures.overlap import overlap_lecture
+
+            return overlap_lecture
+        case "zero":
+            from finetune.lectures.zero.lecture import zero_lecture
+
+            return zero_lecture
+        case "data-parallel":
+            from finetune.lectures.data_parallel.lecture import data_parallel_lecture
+
+            return data_parallel_lecture
         case _:
             raise AssertionError(f"{name}: is in the table of lectures and has no function")
 

@@ -13,7 +13,7 @@ import torch
 from finetune.errors import FinetuneError
 from finetune.lectures.data_parallel.ddp_rank import train_ddp
 from finetune.lectures.data_parallel.training import STEP_TIMES, Job, Trained, train_data_parallel
-from finetune.lectures.output import LectureRequest, Section, Told, columns
+from finetune.lectures.output import Chapter, LectureRequest, Told, columns, whole_number
 from finetune.measure.units import GIB
 from finetune.model.known_configs import decoder_config
 from finetune.output_stream import silenced
@@ -26,6 +26,7 @@ from finetune.report.pictures import COLOURS, new_figure
 _MIB = 2**20
 _WIDTH = 116
 _FULL_SIZE = (2, 4, 8)  # GPUs of the table at full size
+LEAST = {"replicas": 2, "rows": 1, "tokens": 2, "steps": 2}  # of the settings
 _MOVED = ("scatter", "replicate", "gather", "reduce")
 
 
@@ -33,8 +34,9 @@ def data_parallel_lecture(asked: LectureRequest) -> Told:
     """Train small under both. Raises FinetuneError for a wrong recipe or setting, and where a rank fails."""
     recipe = load_recipe(asked.recipe, asked.overrides).recipe
     gpus = torch.cuda.device_count() > 1
-    replicas, rows, tokens, steps = (_count(asked.settings, name) for name in ("replicas", "rows", "tokens", "steps"))
-    _check(replicas, rows, steps, gpus=gpus)
+    # One replica has nothing to scatter, one token none after it, and the first step is not timed.
+    replicas, rows, tokens, steps = (whole_number(asked.settings, name, least=least) for name, least in LEAST.items())
+    _check(replicas, rows, gpus=gpus)
     section = recipe.model
     with silenced():
         small = shrink_model(section.name_or_path, section.revision, recipe.data, asked.folder / "model")
@@ -51,7 +53,7 @@ def data_parallel_lecture(asked: LectureRequest) -> Told:
         _bytes(alone, ranks),
         _memory(alone, ranks, gpus=gpus),
         _at_full_size(recipe),
-        Section("What to notice", [*_words(alone, ranks, job, gpus=gpus)], measured=True),
+        Chapter("What to notice", [*_words(alone, ranks, job, gpus=gpus)], measured=True),
     ]
     facts = {
         "recipe": str(asked.recipe),
@@ -65,20 +67,9 @@ def data_parallel_lecture(asked: LectureRequest) -> Told:
     return Told(sections, facts, partial(_draw, alone, ranks, where))
 
 
-def _count(settings: Mapping[str, str], name: str) -> int:
-    text = settings[name]
-    if not text.isdecimal() or not int(text):
-        raise FinetuneError(f"{name}: {text}: is not a whole number above 0; write {name}=8")
-    return int(text)
-
-
-def _check(replicas: int, rows: int, steps: int, *, gpus: bool) -> None:
-    if replicas < 2:
-        raise FinetuneError(f"replicas: {replicas}: one replica has nothing to scatter; write replicas=2")
+def _check(replicas: int, rows: int, *, gpus: bool) -> None:
     if rows % replicas:
         raise FinetuneError(f"rows: {rows}: do not divide among {replicas} replicas; write rows={4 * replicas}")
-    if steps < 2:
-        raise FinetuneError(f"steps: {steps}: the first step warms up and is not timed; write steps=20")
     if gpus and replicas > torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise FinetuneError(f"replicas: {replicas}: this machine has {found} GPUs; write replicas={found}")
@@ -89,7 +80,7 @@ def loss_difference(alone: Trained, ranks: Trained) -> float:
     return max(abs(one / other - 1) for one, other in zip(alone.losses, ranks.losses, strict=True))
 
 
-def _what_runs(small: Shrunk, job: Job, where: str, *, gpus: bool) -> Section:
+def _what_runs(small: Shrunk, job: Job, where: str, *, gpus: bool) -> Chapter:
     lines = [
         f"{small.architecture} of {small.parameters:,} parameters in float32, {job.steps} steps of {job.rows} rows of "
         f"{job.tokens} tokens, on {where};",
@@ -101,10 +92,10 @@ def _what_runs(small: Shrunk, job: Job, where: str, *, gpus: bool) -> Section:
             "copied from the master's in each step; autograd sums their gradients into the master's. A copy within",
             "host memory stands for one between GPUs, so its seconds are of this memory and not of a bus.",
         ]
-    return Section("What runs", lines)
+    return Chapter("What runs", lines)
 
 
-def _seconds(alone: Trained, ranks: Trained, job: Job) -> Section:
+def _seconds(alone: Trained, ranks: Trained, job: Job) -> Chapter:
     """Milliseconds of a step by part."""
     head = ("ms of a step", *STEP_TIMES, "sum")
     rows = []
@@ -115,10 +106,10 @@ def _seconds(alone: Trained, ranks: Trained, job: Job) -> Section:
         *columns(head, rows),
         f"The mean of {job.steps - 1} steps; of DDP the slowest rank's. backward has the reduction in it.",
     ]
-    return Section("Seconds", lines, measured=True)
+    return Chapter("Seconds", lines, measured=True)
 
 
-def _bytes(alone: Trained, ranks: Trained) -> Section:
+def _bytes(alone: Trained, ranks: Trained) -> Chapter:
     """Bytes of a step through the busiest device."""
     weights = alone.parameter_bytes
     master, ring = sum(alone.sent.values()), sum(ranks.sent.values())
@@ -130,14 +121,14 @@ def _bytes(alone: Trained, ranks: Trained) -> Section:
     head = ("MiB of a step", *_MOVED, "all_reduce", "sum", "in P")
     last = f"P: the weights' {weights:,} bytes. In and out together; DDP's in a ring."
     lines = [*columns(head, rows), last]
-    return Section("Bytes into and out of the busiest device", lines)
+    return Chapter("Bytes into and out of the busiest device", lines)
 
 
 def _sums(nbytes: int, weights: int) -> tuple[str, str]:
     return f"{nbytes / _MIB:.3f}", f"{nbytes / weights:.2f}"
 
 
-def _memory(alone: Trained, ranks: Trained, *, gpus: bool) -> Section:
+def _memory(alone: Trained, ranks: Trained, *, gpus: bool) -> Chapter:
     """Memory of the master, of another replica and of a rank."""
     rows = []
     devices = {"DataParallel, master": (alone, 0), "DataParallel, another": (alone, 1), "DDP, a rank": (ranks, 0)}
@@ -148,10 +139,10 @@ def _memory(alone: Trained, ranks: Trained, *, gpus: bool) -> Section:
     lines = columns(("MiB after", *shown), rows)
     if not gpus:
         lines.append("Of tensors, by the thread that made them; the host's memory holds all of it.")
-    return Section("Memory", lines)
+    return Chapter("Memory", lines)
 
 
-def _at_full_size(recipe: Recipe) -> Section:
+def _at_full_size(recipe: Recipe) -> Chapter:
     """What the bytes come to for the recipe's own model, by arithmetic."""
     from finetune.lectures.memory import parameter_count
 
@@ -173,7 +164,7 @@ def _at_full_size(recipe: Recipe) -> Section:
         "sends 2 (N-1)/N P in a ring and receives as much: N/2 times less, and no rank more than another.",
         "Logits: each GPU has the recipe's micro-batch, and the master all of theirs, in float32.",
     ]
-    return Section(title, lines)
+    return Chapter(title, lines)
 
 
 def master_bytes(weights: int, replicas: int) -> int:

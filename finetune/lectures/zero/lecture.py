@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from finetune.lectures.output import LectureRequest, Section, Told, columns
+from finetune.lectures.output import Chapter, LectureRequest, Told, columns
 from finetune.lectures.zero import words
 from finetune.lectures.zero.measured import EVERY_TENTH, MICRO_STEPS_HERE, Measured, measure
 from finetune.lectures.zero.notes import HOMEWORK, LOGGED_STEPS
@@ -33,7 +33,7 @@ def zero_lecture(asked: LectureRequest) -> Told:
     sections = [_memory_here(measured), _traffic_here(measured), *_planned(asked, planned)]
     if homework:
         sections += [_memory_of_the_notes(planned), _seconds_of_the_notes()]
-    sections.append(Section("Why the rows differ", [*words.differences(measured, planned, homework=homework)]))
+    sections.append(Chapter("Why the rows differ", [*words.differences(measured, planned, homework=homework)]))
     facts: dict[str, Any] = {
         "recipe": str(asked.recipe),
         "overrides": list(asked.overrides),
@@ -51,7 +51,7 @@ def zero_lecture(asked: LectureRequest) -> Told:
     return Told(sections, facts, partial(draw_zero, measured, planned, asked.settings["gpus"], homework))
 
 
-def _memory_here(measured: Measured) -> Section:
+def _memory_here(measured: Measured) -> Chapter:
     where = f"{counted(measured.ranks, 'rank')} on {measured.device}: {measured.model}"
     head = ("MiB allocated", *(f"{phase} {step}" for step in EVERY_TENTH for phase in STEP_PHASES))
     rows = [
@@ -63,10 +63,10 @@ def _memory_here(measured: Measured) -> Section:
     lines += [f"{run.name}: did not run: {run.reason}" for run in measured.runs if run.reason is not None]
     if measured.device == "cpu":
         lines.append("On a CPU what is offloaded stays in the same memory, so offload saves nothing here.")
-    return Section("Memory of a rank after each phase, every tenth step", lines, measured=True)
+    return Chapter("Memory of a rank after each phase, every tenth step", lines, measured=True)
 
 
-def _traffic_here(measured: Measured) -> Section:
+def _traffic_here(measured: Measured) -> Chapter:
     """Seconds, and collectives by phase."""
     rows, kinds = [], []
     for run in measured.runs:
@@ -77,7 +77,7 @@ def _traffic_here(measured: Measured) -> Section:
         named = [f"{phase} {name} {calls}" for phase in STEP_PHASES for name, calls in run.calls[phase].items()]
         kinds.append(f"  {run.name}: {', '.join(named)}")
     if not rows:
-        return Section("Seconds and collectives", ["No row ran."], measured=True)
+        return Chapter("Seconds and collectives", ["No row ran."], measured=True)
     head = (f"s for {LOGGED_STEPS} steps", "seconds", *STEP_PHASES, "sum")
     lines = [
         *columns(head, rows),
@@ -85,15 +85,15 @@ def _traffic_here(measured: Measured) -> Section:
         "counts twice); in brackets the collectives, which are:",
         *kinds,
     ]
-    return Section("Seconds for 20 steps, and what one rank sends in a step, by phase", lines, measured=True)
+    return Chapter("Seconds for 20 steps, and what one rank sends in a step, by phase", lines, measured=True)
 
 
-def _planned(asked: LectureRequest, planned: Sequence[PlannedRun]) -> list[Section]:
+def _planned(asked: LectureRequest, planned: Sequence[PlannedRun]) -> list[Chapter]:
     """Memory and seconds of the plan at full size."""
     ran = [run for run in planned if run.planned is not None and run.time is not None]
     refused = [f"{run.name}: is not planned: {run.reason}" for run in planned if run.reason is not None]
     if not ran:
-        return [Section("Planned at full size", refused)]
+        return [Chapter("Planned at full size", refused)]
     assert ran[0].planned is not None
     layout, chip = ran[0].planned.layout, CHIPS[named_gpus(asked).name]
     memory, seconds = [], []
@@ -106,8 +106,8 @@ def _planned(asked: LectureRequest, planned: Sequence[PlannedRun]) -> list[Secti
     head = (f"s for {LOGGED_STEPS} steps", "in all", "compute", "traffic", "copies", "host", "update")
     title = f"Planned at full size on {asked.settings['gpus']}"
     return [
-        Section(f"{title}: GiB of a GPU after each phase", [*columns(("GiB", *STEP_PHASES), memory), *refused]),
-        Section(
+        Chapter(f"{title}: GiB of a GPU after each phase", [*columns(("GiB", *STEP_PHASES), memory), *refused]),
+        Chapter(
             f"{title}: seconds for {LOGGED_STEPS} steps of {counted(layout.micro_steps, 'micro-step')}",
             [
                 *columns(head, seconds),
@@ -121,7 +121,7 @@ def _planned(asked: LectureRequest, planned: Sequence[PlannedRun]) -> list[Secti
     ]
 
 
-def _memory_of_the_notes(planned: Sequence[PlannedRun]) -> Section:
+def _memory_of_the_notes(planned: Sequence[PlannedRun]) -> Chapter:
     """Their readings, the terms that explain them, and this kit's plan."""
     plans = {run.name: run for run in planned}
     rows = []
@@ -136,10 +136,10 @@ def _memory_of_the_notes(planned: Sequence[PlannedRun]) -> Section:
         *columns(head, rows),
         "by terms: DeepSpeed's buffers at its own sizes and what their loop keeps (docs/zero_table.md).",
     ]
-    return Section("The notes' memory beside its explanation and this kit's plan", lines)
+    return Chapter("The notes' memory beside its explanation and this kit's plan", lines)
 
 
-def _seconds_of_the_notes() -> Section:
+def _seconds_of_the_notes() -> Chapter:
     rates = rates_of_the_notes()
     rows = []
     for row in HOMEWORK:
@@ -148,7 +148,7 @@ def _seconds_of_the_notes() -> Section:
         parts = (time.computation, time.communication, time.copies, time.host)
         rows.append((row.name, f"{row.seconds:.1f}", f"{time.seconds:.1f}", off, *(f"{part:.1f}" for part in parts)))
     head = (f"s for {LOGGED_STEPS} logged steps", "notes", "model", "off", "compute", "traffic", "copies", "host")
-    return Section("The notes' seconds beside a model of them", [*columns(head, rows), *words.of_the_model(rates)])
+    return Chapter("The notes' seconds beside a model of them", [*columns(head, rows), *words.of_the_model(rates)])
 
 
 def _facts_of_the_notes() -> dict[str, Any]:
