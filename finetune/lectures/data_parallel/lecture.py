@@ -26,7 +26,7 @@ from finetune.report.pictures import COLOURS, new_figure
 _MIB = 2**20
 _WIDTH = 116
 _FULL_SIZE = (2, 4, 8)  # GPUs of the table at full size
-LEAST = {"replicas": 2, "rows": 1, "tokens": 2, "steps": 2}  # of the settings
+_LEAST = {"replicas": 2, "rows": 1, "tokens": 2, "steps": 2}  # of the settings
 _MOVED = ("scatter", "replicate", "gather", "reduce")
 
 
@@ -35,7 +35,7 @@ def data_parallel_lecture(asked: LectureRequest) -> Told:
     recipe = load_recipe(asked.recipe, asked.overrides).recipe
     gpus = torch.cuda.device_count() > 1
     # One replica has nothing to scatter, one token none after it, and the first step is not timed.
-    replicas, rows, tokens, steps = (whole_number(asked.settings, name, least=least) for name, least in LEAST.items())
+    replicas, rows, tokens, steps = (whole_number(asked.settings, name, least=least) for name, least in _LEAST.items())
     _check(replicas, rows, gpus=gpus)
     section = recipe.model
     with silenced():
@@ -81,18 +81,17 @@ def loss_difference(alone: Trained, ranks: Trained) -> float:
 
 
 def _what_runs(small: Shrunk, job: Job, where: str, *, gpus: bool) -> Chapter:
-    lines = [
+    text = [
         f"{small.architecture} of {small.parameters:,} parameters in float32, {job.steps} steps of {job.rows} rows of "
-        f"{job.tokens} tokens, on {where};",
-        "logits are gathered and the loss is the master's, as DataParallel is taught.",
+        f"{job.tokens} tokens, on {where}; logits are gathered and the loss is the master's, as DataParallel is taught."
     ]
     if not gpus:
-        lines += [
-            "torch's DataParallel needs GPUs. Its four steps are played here: threads run replicas, whose weights are",
-            "copied from the master's in each step; autograd sums their gradients into the master's. A copy within",
-            "host memory stands for one between GPUs, so its seconds are of this memory and not of a bus.",
-        ]
-    return Chapter("What runs", lines)
+        text.append(
+            "torch's DataParallel needs GPUs. Its four steps are played here: threads run replicas, whose weights are "
+            "copied from the master's in each step; autograd sums their gradients into the master's. A copy within "
+            "host memory stands for one between GPUs, so its seconds are of this memory and not of a bus."
+        )
+    return Chapter("What runs", textwrap.wrap(" ".join(text), _WIDTH))
 
 
 def _seconds(alone: Trained, ranks: Trained, job: Job) -> Chapter:
