@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -75,7 +76,7 @@ def _traffic_here(measured: Measured) -> Chapter:
         cells = [f"{run.in_weights[phase]:.2f} ({sum(run.calls[phase].values())})" for phase in STEP_PHASES]
         rows.append((run.name, f"{run.seconds:.2f}", *cells, f"{run.moved:.2f}"))
         named = [f"{phase} {name} {calls}" for phase in STEP_PHASES for name, calls in run.calls[phase].items()]
-        kinds.append(f"  {run.name}: {', '.join(named)}")
+        kinds += textwrap.wrap(f"{run.name}: {', '.join(named)}", 116, initial_indent="  ", subsequent_indent="    ")
     if not rows:
         return Chapter("Seconds and collectives", ["No row ran."], measured=True)
     head = (f"s for {LOGGED_STEPS} steps", "seconds", *STEP_PHASES, "sum")
@@ -90,25 +91,22 @@ def _traffic_here(measured: Measured) -> Chapter:
 
 def _planned(asked: LectureRequest, planned: Sequence[PlannedRun]) -> list[Chapter]:
     """Memory and seconds of the plan at full size."""
-    ran = [run for run in planned if run.planned is not None and run.time is not None]
+    ran = [run for run in planned if run.reason is None]
     refused = [f"{run.name}: is not planned: {run.reason}" for run in planned if run.reason is not None]
     if not ran:
         return [Chapter("Planned at full size", refused)]
-    assert ran[0].planned is not None
-    layout, chip = ran[0].planned.layout, CHIPS[named_gpus(asked).name]
+    chip = CHIPS[named_gpus(asked).name]
     memory, seconds = [], []
     for run in ran:
-        memory.append((run.name, *(f"{run.after(phase) / GIB:.2f}" for phase in STEP_PHASES)))
-        time = run.time
-        assert time is not None
-        parts = (time.forward + time.backward, time.exposed, time.exposed_copies, time.host, time.update)
-        seconds.append((run.name, *(f"{LOGGED_STEPS * part:.1f}" for part in (time.seconds, *parts))))
+        memory.append((run.name, *(f"{run.end_bytes[phase] / GIB:.2f}" for phase in STEP_PHASES)))
+        parts = (run.seconds, run.computation, run.exposed, run.copies, run.host, run.update)
+        seconds.append((run.name, *(f"{LOGGED_STEPS * part:.1f}" for part in parts)))
     head = (f"s for {LOGGED_STEPS} steps", "in all", "compute", "traffic", "copies", "host", "update")
     title = f"Planned at full size on {asked.settings['gpus']}"
     return [
         Chapter(f"{title}: GiB of a GPU after each phase", [*columns(("GiB", *STEP_PHASES), memory), *refused]),
         Chapter(
-            f"{title}: seconds for {LOGGED_STEPS} steps of {counted(layout.micro_steps, 'micro-step')}",
+            f"{title}: seconds for {LOGGED_STEPS} steps of {counted(ran[0].micro_steps, 'micro-step')}",
             [
                 *columns(head, seconds),
                 "traffic, copies: what is not overlapped with computation. Assumed, by makers' peaks: "
@@ -129,7 +127,7 @@ def _memory_of_the_notes(planned: Sequence[PlannedRun]) -> Chapter:
         plan = plans[row.name]
         for phase, read in zip(STEP_PHASES, row.gib, strict=True):
             by_terms = row.explained_gib(phase)
-            here = f"{plan.after(phase) / GIB:.2f}" if plan.planned is not None else "-"
+            here = f"{plan.end_bytes[phase] / GIB:.2f}" if plan.reason is None else "-"
             rows.append((f"{row.name}, {phase}", f"{read:.3f}", f"{by_terms:.3f}", f"{by_terms / read - 1:+.2%}", here))
     head = ("GiB of a GPU after step 10", "notes", "by terms", "off", "this kit")
     lines = [

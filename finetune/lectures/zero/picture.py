@@ -20,7 +20,7 @@ _Group = tuple[str, list[float], dict[str, Any]]  # legend, a height for each ro
 
 def draw_zero(measured: Measured, planned: Sequence[PlannedRun], gpus: str, homework: bool, file: Path) -> None:
     """Write the picture."""
-    figure = new_figure(figsize=(11.0, 11.0))
+    figure = new_figure(figsize=(13.0, 11.0))
     memory, seconds, traffic = figure.subplots(3, 1, height_ratios=[1.4, 1, 1])
     _grouped(memory, _memory(planned, homework=homework), "GiB of a GPU", f"Memory after each phase, planned on {gpus}")
     _grouped(seconds, _seconds(planned, gpus, homework=homework), "seconds", f"Seconds for {LOGGED_STEPS} steps")
@@ -35,14 +35,14 @@ def _memory(planned: Sequence[PlannedRun], *, homework: bool) -> list[_Group]:
             read = [row.gib[number] for row in HOMEWORK]
             style = {"fill": False, "edgecolor": PHASE_COLOURS[phase], "linewidth": 1.5}
             groups.append((f"{phase}, notes", read, style))
-        here = [run.after(phase) / GIB if run.planned is not None else 0.0 for run in planned]
+        here = [run.end_bytes.get(phase, 0) / GIB for run in planned]
         groups.append((f"{phase}, this kit", here, {"color": PHASE_COLOURS[phase]}))
     return groups
 
 
 def _seconds(planned: Sequence[PlannedRun], gpus: str, *, homework: bool) -> list[_Group]:
-    times = [LOGGED_STEPS * run.time.seconds if run.time is not None else 0.0 for run in planned]
-    steps = next((run.time.layout.micro_steps for run in planned if run.time is not None), 1)
+    times = [LOGGED_STEPS * run.seconds for run in planned]
+    steps = next((run.micro_steps for run in planned if run.micro_steps), 1)
     groups: list[_Group] = [(f"planned on {gpus}, steps of {steps} micro-steps", times, {"color": COLOURS[6]})]
     if homework:
         rates = rates_of_the_notes()
@@ -61,7 +61,7 @@ def _grouped(axes: Any, groups: Sequence[_Group], unit: str, title: str) -> None
     for position, (name, heights, style) in enumerate(groups):
         places = [index + (position - (len(groups) - 1) / 2) * width for index in range(len(heights))]
         bars = axes.bar(places, heights, width * 0.9, label=name, **style)
-        axes.bar_label(bars, [f"{height:.3g}" if height else "" for height in heights], fontsize=7, padding=2)
+        axes.bar_label(bars, [f"{height:.3g}" if height else "" for height in heights], fontsize=6.5, padding=2)
     _finish(axes, unit, title)
 
 

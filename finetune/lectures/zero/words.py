@@ -23,14 +23,18 @@ from finetune.planner.constants import STEP_PHASES
 from finetune.planner.roofline import HOST_MEMORY
 
 _WIDTH = 116
-_GB = 1e9
+_GB, _TERA = 1e9, 1e12
 
 
 def differences(measured: Measured, planned: Sequence[PlannedRun], *, homework: bool) -> Iterator[str]:
     """Accumulation, offload and fp16: as measured, as planned, and in the notes where the model is theirs."""
     plans = {run.name: run for run in planned}
     for parts in (
-        [*_accumulation_here(measured), *_accumulation_planned(plans), *(_accumulation_there() if homework else ())],
+        [
+            *_accumulation_here(measured),
+            *_accumulation_planned(plans),
+            *(_accumulation_there(plans["zero1"]) if homework else ()),
+        ],
         [*_offload_planned(plans), *(_offload_there() if homework else ())],
         [*_halves_here(measured), *(_halves_there() if homework else ())],
         [*(_memory_there(plans) if homework else ())],
@@ -54,37 +58,43 @@ def _accumulation_here(measured: Measured) -> Iterator[str]:
 
 
 def _accumulation_planned(plans: dict[str, PlannedRun]) -> Iterator[str]:
-    one, two, three = (plans[name].time for name in ("zero1", "zero2", "zero3"))
-    if one is None or two is None or three is None:
+    one, two, three = (plans[name] for name in ("zero1", "zero2", "zero3"))
+    if any(plan.reason is not None for plan in (one, two, three)):
         return
     yield (
-        f"By the plan a step of {one.layout.micro_steps} micro-steps communicates for {one.communication:.2f} s under "
-        f"ZeRO-1, {two.communication:.2f} s under ZeRO-2 and {three.communication:.2f} s under ZeRO-3."
+        f"By the plan a step of {one.micro_steps} micro-steps communicates for {one.communication:.2f} s under ZeRO-1, "
+        f"{two.communication:.2f} s under ZeRO-2 and {three.communication:.2f} s under ZeRO-3."
     )
 
 
-def _accumulation_there() -> Iterator[str]:
+def _accumulation_there(plan: PlannedRun) -> Iterator[str]:
     one, two = _row("zero1"), _row("zero2")
     yield (
         f"The notes' {LOGGED_STEPS} steps are micro-steps, of which {HOMEWORK_MICRO_STEPS} make an update: in them "
         f"ZeRO-1 sent nothing and took {one.seconds} s, ZeRO-2 sent {LOGGED_STEPS} x "
-        f"{sent(two)['backward'] / _GB:.2f} GB a rank "
-        f"and took {two.seconds - one.seconds:.1f} s longer, {two.seconds / one.seconds:.2f} times as long."
+        f"{sent(two)['backward'] / _GB:.2f} GB a rank and took {two.seconds - one.seconds:.1f} s longer, "
+        f"{two.seconds / one.seconds:.2f} times as long."
     )
+    if plan.reason is None:
+        rate = LOGGED_STEPS * plan.flops / one.seconds / _TERA
+        yield (
+            f"A micro-step computes {plan.flops / _TERA:.1f} TFLOP on a rank, so zero1's row is {rate:.1f} TFLOP/s; "
+            f"were its steps updates of {HOMEWORK_MICRO_STEPS}, it would be {rate * HOMEWORK_MICRO_STEPS:.0f}, which no "
+            "GPU has in float32 without TF32."
+        )
 
 
 def _offload_planned(plans: dict[str, PlannedRun]) -> Iterator[str]:
     yield "Offload:"
     for name in ("zero2", "zero3"):
         without, with_it = plans[name], plans[f"{name} + offload"]
-        if without.time is None or with_it.time is None:
+        if without.reason is not None or with_it.reason is not None:
             continue
-        saved = (without.after("step") - with_it.after("step")) / GIB
-        time = with_it.time
+        saved = (without.end_bytes["step"] - with_it.end_bytes["step"]) / GIB
         yield (
             f"by the plan it frees {saved:.2f} GiB of a GPU under {_stage(name)} and costs "
-            f"{time.seconds - without.time.seconds:.2f} s a step: {time.exposed_copies:.2f} s of copies that are not "
-            f"overlapped, {time.host:.2f} s of the host."
+            f"{with_it.seconds - without.seconds:.2f} s a step: {with_it.copies:.2f} s of copies that are not "
+            f"overlapped, {with_it.host:.2f} s of the host."
         )
 
 
@@ -125,14 +135,14 @@ def _halves_there() -> Iterator[str]:
 def _memory_there(plans: dict[str, PlannedRun]) -> Iterator[str]:
     """Why this kit's plan of ZeRO-3 is below the notes' reading."""
     row, plan = _row("zero3"), plans["zero3"]
-    if plan.planned is None:
+    if plan.reason is not None:
         return
     terms = row.explained("backward")
     kept = sum(terms[name] for name in ("logits", "keys and values", "attention mask"))
     yield (
         f"Memory: after backward of ZeRO-3 the notes read {row.gib[1]:.2f} GiB, this kit plans "
-        f"{plan.after('backward') / GIB:.2f}. Of the notes' {terms['reduce bucket'] / GIB:.2f} GiB are a bucket of 5e8 "
-        f"elements, which this kit sizes by the model, and {kept / GIB:.2f} GiB the outputs that their loop still held."
+        f"{plan.end_bytes['backward'] / GIB:.2f}. Of the notes' {terms['reduce bucket'] / GIB:.2f} GiB are a bucket "
+        f"of 5e8 elements, which this kit sizes by the model, and {kept / GIB:.2f} GiB the outputs that their loop still held."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +12,25 @@ import pytest
 
 from finetune.cli.main import main
 from finetune.errors import FinetuneError
+from finetune.lectures.command import LECTURES
 from finetune.lectures.output import LectureRequest
 from finetune.lectures.zero import lecture
+from finetune.lectures.zero import planned as planned_rows
 from finetune.lectures.zero.measured import Measured, MeasuredRun, memory_by_step
 from finetune.lectures.zero.notes import HOMEWORK
 from finetune.lectures.zero.picture import draw_zero
-from finetune.lectures.zero.planned import PlannedRun, plan_rows
+from finetune.lectures.zero.planned import PlannedRun, identity_of, kept_plans, plan_row, plan_rows
 from finetune.lectures.zero.words import differences
+from finetune.paths import CHECKOUT
 from finetune.planner.constants import STEP_PHASES
-from finetune.planner.plan_recipe import Planned
-from finetune.planner.roofline import Layout, StepTime
-from finetune.planner.trace.flops import StepWork
-from finetune.planner.trace.timeline import Peak, PhaseMemory
-from finetune.recipe.gpus import parse_gpus
+from finetune.planner.variants import changed
+from finetune.recipe.gpus import Gpus, parse_gpus
+from finetune.recipe.loader import load_recipe
+from finetune.recipe.schema import Recipe
 from tests.support.recipes import tiny, write_recipe
 from tests.support.tiny import write_chats
 
 GIB, MIB = 2**30, 2**20
-LAYOUT = Layout(ranks=8, node=8, tokens=2048, rows=256, layers=36)
 
 
 def run(name: str, forward: float, backward: float, step: float) -> MeasuredRun:
@@ -51,19 +53,18 @@ def measured() -> Measured:
 
 
 def planned(name: str, gib: float, **times: float) -> PlannedRun:
-    ends = {phase: PhaseMemory(Peak(0, {}, ""), {"parameters": int(gib * GIB)}) for phase in STEP_PHASES}
-    plan = Planned(ends, {}, name, 8, parse_gpus("8xA100"), (), StepWork({}), LAYOUT)
-    time = StepTime(LAYOUT, 1.0, 2.0, 0.5, **({"communication": 1.0, "exposed": 0.25} | times))
-    return PlannedRun(name, None, plan, time)
+    ends = {phase: int(gib * GIB) for phase in STEP_PHASES}
+    figures = {"computation": 3.0, "communication": 1.0, "exposed": 0.25, "update": 0.5} | times
+    return PlannedRun(name, None, ends, 32, 1e13, **figures)
 
 
 def plans() -> list[PlannedRun]:
     return [
         planned("zero1", 9.0),
         planned("zero2", 5.0, communication=32.0, exposed=8.0),
-        planned("zero2 + offload", 3.5, communication=32.0, exposed=8.0, exposed_copies=0.5, copies=0.75, host=2.0),
+        planned("zero2 + offload", 3.5, communication=32.0, exposed=8.0, copies=0.5, host=2.0),
         planned("zero3", 2.0, communication=96.0, exposed=16.0),
-        planned("zero3 + offload", 1.0, communication=96.0, exposed=16.0, exposed_copies=1.5, host=3.0),
+        planned("zero3 + offload", 1.0, communication=96.0, exposed=16.0, copies=1.5, host=3.0),
         PlannedRun("zero3 + fp16", "not on this GPU"),
     ]
 
@@ -84,6 +85,8 @@ def test_the_sentences_are_made_from_the_figures() -> None:
         "a step of 32 micro-steps communicates for 1.00 s under ZeRO-1, 32.00 s under ZeRO-2 and 96.00 s under ZeRO-3",
         "ZeRO-1 sent nothing and took 28.5 s, ZeRO-2 sent 20 x 5.42 GB a rank and took 75.8 s longer, 3.66 times as "
         "long.",
+        "A micro-step computes 10.0 TFLOP on a rank, so zero1's row is 7.0 TFLOP/s; were its steps updates of 32, it "
+        "would be 225, which no GPU has in float32 without TF32.",
         "frees 1.50 GiB of a GPU under ZeRO-2 and costs 2.50 s a step: 0.50 s of copies that are not overlapped, 2.00 "
         "s of the host.",
         "ZeRO-2 with offload took 4.8 s longer: 15.1 GB over the bus are 0.9 s, and no update falls into them; 3.9 s "
@@ -162,21 +165,55 @@ def test_the_picture(tmp_path: Path) -> None:
         assert (tmp_path / "zero.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_plan_of_each_row(recipe: Path, tmp_path: Path) -> None:
+def homework() -> tuple[Recipe, Gpus]:
+    """What `--lecture zero` plans where nothing else is named."""
+    lecture_of_zero = LECTURES["zero"]
+    recipe = load_recipe(CHECKOUT / "recipes" / lecture_of_zero.recipe, lecture_of_zero.overrides).recipe
+    gpus = parse_gpus(lecture_of_zero.settings["gpus"])
+    assert gpus is not None
+    return recipe, gpus
+
+
+def test_the_kept_plans_are_of_the_homework() -> None:
+    recipe, gpus = homework()
+    kept = kept_plans(identity_of(recipe, gpus))
+    assert [*kept] == [row.name for row in HOMEWORK]
+    assert {name: plan.reason for name, plan in kept.items()} == dict.fromkeys(kept)
+    assert {plan.micro_steps for plan in kept.values()} == {32}
+    # 6 operations a weight and token of matrix products, attention, and the head of tied embeddings.
+    assert kept["zero1"].flops == pytest.approx(6 * 774_030_080 * 2048, rel=0.08)
+    other = changed(recipe, {"training.per_device_batch_size": 1})
+    assert kept_plans(identity_of(other, gpus)) == {}
+    assert kept_plans(identity_of(recipe, replace(gpus, count=4))) == {}
+
+
+def test_rows_of_another_recipe_are_planned(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned_rows, "plan_row", lambda row, *_: PlannedRun(row.name, "seen"))
+    found = plan_rows(LectureRequest(recipe, (), {"gpus": "2xA100"}, tmp_path, lambda _: None))
+    assert [(each.name, each.reason) for each in found] == [(row.name, "seen") for row in HOMEWORK]
+
+
+def test_offload_is_planned_with_its_time(recipe: Path) -> None:
     pytest.importorskip("deepspeed")
-    found = {
-        each.name: each for each in plan_rows(LectureRequest(recipe, (), {"gpus": "2xA100"}, tmp_path, lambda _: None))
-    }
-    assert [*found] == [row.name for row in HOMEWORK]
-    assert {name: each.reason for name, each in found.items()} == dict.fromkeys(found)
-    for stage in ("zero2", "zero3"):
-        without, offloaded = found[stage].time, found[f"{stage} + offload"].time
-        assert without is not None
-        assert offloaded is not None
-        assert without.host == 0.0
-        assert offloaded.host > 0.0
-        assert offloaded.copies > 100 * without.copies
-    assert found["zero3 + offload"].after("step") < found["zero3"].after("step")
+    gpus = parse_gpus("2xA100")
+    assert gpus is not None
+    rows = {row.name: row for row in HOMEWORK}
+    loaded = load_recipe(recipe).recipe
+    without, offloaded = (plan_row(rows[name], loaded, gpus) for name in ("zero2", "zero2 + offload"))
+    assert (without.reason, offloaded.reason) == (None, None)
+    assert without.host == 0.0
+    assert offloaded.host > 0.0
+    assert offloaded.copies > without.copies
+    assert offloaded.end_bytes["step"] < without.end_bytes["step"]
+
+
+@pytest.mark.slow
+def test_a_kept_plan_is_what_the_planner_says() -> None:
+    pytest.importorskip("deepspeed")
+    recipe, gpus = homework()
+    rows, kept = {row.name: row for row in HOMEWORK}, kept_plans(identity_of(recipe, gpus))
+    for name in ("zero1", "zero2 + offload"):
+        assert plan_row(rows[name], recipe, gpus) == kept[name]
 
 
 @pytest.mark.slow
