@@ -91,7 +91,7 @@ def _what_runs(small: Shrunk, job: Job, where: str, *, gpus: bool) -> Chapter:
             "copied from the master's in each step; autograd sums their gradients into the master's. A copy within "
             "host memory stands for one between GPUs, so its seconds are of this memory and not of a bus."
         )
-    return Chapter("What runs", textwrap.wrap(" ".join(text), _WIDTH))
+    return Chapter("What runs", textwrap.wrap(" ".join(text), _WIDTH, break_on_hyphens=False))
 
 
 def _seconds(alone: Trained, ranks: Trained, job: Job) -> Chapter:
@@ -191,7 +191,7 @@ def _words(alone: Trained, ranks: Trained, job: Job, *, gpus: bool) -> Iterator[
         f"Both learn the same: losses of {job.steps} steps differ by {loss_difference(alone, ranks):.1e} at most.",
     ]
     for line in lines:
-        yield from textwrap.wrap(line, _WIDTH, subsequent_indent="  ")
+        yield from textwrap.wrap(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _draw(alone: Trained, ranks: Trained, where: str, file: Path) -> None:

@@ -76,7 +76,13 @@ def _traffic_here(measured: Measured) -> Chapter:
         cells = [f"{run.in_weights[phase]:.2f} ({sum(run.calls[phase].values())})" for phase in STEP_PHASES]
         rows.append((run.name, f"{run.seconds:.2f}", *cells, f"{run.moved:.2f}"))
         named = [f"{phase} {name} {calls}" for phase in STEP_PHASES for name, calls in run.calls[phase].items()]
-        kinds += textwrap.wrap(f"{run.name}: {', '.join(named)}", 116, initial_indent="  ", subsequent_indent="    ")
+        kinds += textwrap.wrap(
+            f"{run.name}: {', '.join(named)}",
+            116,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_on_hyphens=False,
+        )
     if not rows:
         return Chapter("Seconds and collectives", ["No row ran."], measured=True)
     head = (f"s for {LOGGED_STEPS} steps", "seconds", *STEP_PHASES, "sum")

@@ -40,7 +40,7 @@ def differences(measured: Measured, planned: Sequence[PlannedRun], *, homework: 
         [*(_memory_there(plans) if homework else ())],
     ):
         if parts:
-            yield from textwrap.wrap(" ".join(parts), _WIDTH, subsequent_indent="  ")
+            yield from textwrap.wrap(" ".join(parts), _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _accumulation_here(measured: Measured) -> Iterator[str]:
@@ -79,8 +79,8 @@ def _accumulation_there(plan: PlannedRun) -> Iterator[str]:
         rate = LOGGED_STEPS * plan.flops / one.seconds / _TERA
         yield (
             f"A micro-step computes {plan.flops / _TERA:.1f} TFLOP on a rank, so zero1's row is {rate:.1f} TFLOP/s; "
-            f"were its steps updates of {HOMEWORK_MICRO_STEPS}, it would be {rate * HOMEWORK_MICRO_STEPS:.0f}, which no "
-            "GPU has in float32 without TF32."
+            f"were its steps updates of {HOMEWORK_MICRO_STEPS}, it would be {rate * HOMEWORK_MICRO_STEPS:.0f}, which "
+            "no GPU has in float32 without TF32."
         )
 
 
@@ -142,7 +142,8 @@ def _memory_there(plans: dict[str, PlannedRun]) -> Iterator[str]:
     yield (
         f"Memory: after backward of ZeRO-3 the notes read {row.gib[1]:.2f} GiB, this kit plans "
         f"{plan.end_bytes['backward'] / GIB:.2f}. Of the notes' {terms['reduce bucket'] / GIB:.2f} GiB are a bucket "
-        f"of 5e8 elements, which this kit sizes by the model, and {kept / GIB:.2f} GiB the outputs that their loop still held."
+        f"of 5e8 elements, which this kit sizes by the model, and {kept / GIB:.2f} GiB the outputs that their loop "
+        "still held."
     )
 
 
@@ -162,7 +163,7 @@ def of_the_model(rates: Rates) -> Iterator[str]:
         f"{_order(rates)}",
     ]
     for line in lines:
-        yield from textwrap.wrap(line, _WIDTH, subsequent_indent="  ")
+        yield from textwrap.wrap(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _order(rates: Rates) -> str:
