@@ -222,7 +222,7 @@ def test_offload_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks share 20 bytes a second of host memory; 4 bytes a second cross between GPU and host."""
     monkeypatch.setattr(roofline, "HOST_MEMORY", 20.0)
     offloaded = StepWork(
-        WORK.operations
+        dict(WORK.operations)
         | {
             Operation("backward", "other", 0, 16, 4, COPY): 1.0,  # four seconds, of which one layer's is not overlapped
             Operation("backward", "other", 0, 30, 4, ON_HOST): 1.0,  # three seconds
@@ -244,7 +244,7 @@ def test_offload_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_slow_bus_is_waited_for() -> None:
-    slow = StepWork(WORK.operations | {Operation("backward", "other", 0, 80, 4, COPY): 1.0}, WORK.collectives)
+    slow = StepWork(dict(WORK.operations) | {Operation("backward", "other", 0, 80, 4, COPY): 1.0}, WORK.collectives)
     # Twenty seconds: five of the first layer, and of the other fifteen what backward's other three layers leave.
     assert step_time(slow, CHIP, LAYOUT, LAYOUT).exposed_copies == 3 * (5.0 + 15.0 - 7.5)
 

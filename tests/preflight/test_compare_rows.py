@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 
 from finetune.cli.main import main
 from finetune.errors import FinetuneError, RecipeError
-from finetune.preflight import compare
 from finetune.preflight.compare import job_command, plan_comparison
 from finetune.preflight.compare_rows import ComparedRow, check_rows, rows_of_file, rows_of_options, split_values
 from tests.support.recipes import tiny, write_recipe
@@ -220,7 +220,7 @@ def test_a_job_is_launched_with_its_row_s_settings(recipe: Path, tmp_path: Path)
 def test_the_command_refuses_before_a_job(
     words: list[str], message: str, recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(compare.subprocess, "Popen", lambda *_, **__: pytest.fail("a job was started"))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a job was started"))
     assert main(["compare", str(recipe), *words]) == 2
     assert capsys.readouterr().err.startswith(message)
 

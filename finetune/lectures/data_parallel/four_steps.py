@@ -8,7 +8,7 @@ autograd knows. So backward sums the replicas' gradients into the master's, as i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Replica:
     """A module and the weights that it computes with; on the master the module's own."""
 
     module: nn.Module
-    weights: dict[str, Tensor]
+    weights: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def played(module: nn.Module, count: int, ledgers: Sequence[LiveTensors] | None 
         def run(replica: int) -> Tensor:
             each = replicas[replica]
             with watched(replica):
-                output: Tensor = torch.func.functional_call(each.module, each.weights, (parts[replica],))
+                output: Tensor = torch.func.functional_call(each.module, dict(each.weights), (parts[replica],))
             return output
 
         with ThreadPoolExecutor(count) as threads:
