@@ -22,7 +22,7 @@ from finetune.wording import counted
 
 SHOWN_PHASES = ("load", "forward", "backward", "step")
 MOVING = ("forward", "backward", "step")  # traffic while loading is paid once
-TICK_CHARACTERS = 22  # below a group of bars
+TICK_CHARACTERS = 21  # below a group of bars
 PHASE_COLOURS = {"load": "#7f7f7f", "forward": "#4c78a8", "backward": "#f58518", "step": "#54a24b"}
 
 
@@ -198,7 +198,7 @@ def _draw_memory(axes: Any, rows: Sequence[Row]) -> None:
                 _short(peak), (place, peak), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=8
             )
     _finish(axes, rows, f"{unit} on one rank", "Memory per phase: peak (pale) and allocated at the end (full)")
-    axes.legend(ncols=len(SHOWN_PHASES), loc="upper center", bbox_to_anchor=(0.5, -0.08), frameon=False)
+    axes.legend(ncols=len(SHOWN_PHASES), loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
 
 def _draw_seconds(axes: Any, rows: Sequence[Row]) -> None:
@@ -222,6 +222,7 @@ def _draw_traffic(axes: Any, rows: Sequence[Row]) -> None:
         text = f"{_short(top)}{multiple}\n{calls} collectives"
         axes.annotate(text, (index, top), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=8)
     _finish(axes, rows, f"{unit} of one rank", "Traffic of one step, textbook bytes (P: bytes of the weights)")
+    axes.set_ylim(0, 1.3 * max(*bottom, 1e-9))  # matplotlib leaves no margin above a part of no height
 
 
 def _finish(axes: Any, rows: Sequence[Row], unit: str, title: str) -> None:
@@ -238,8 +239,8 @@ def _finish(axes: Any, rows: Sequence[Row], unit: str, title: str) -> None:
 
 
 def _in_lines(name: str) -> str:
-    """A row's name below its bars: each setting in a line of its own."""
-    return "\n".join(textwrap.fill(part, TICK_CHARACTERS) for part in name.split(" "))
+    """A row's name below its bars."""
+    return textwrap.fill(name, TICK_CHARACTERS, break_on_hyphens=False)
 
 
 def _pale(colour: str) -> tuple[float, ...]:

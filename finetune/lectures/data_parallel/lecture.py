@@ -231,3 +231,4 @@ def _stack(axes: Any, names: tuple[str, ...], parts: Mapping[str, list[float]]) 
         bottoms = [below + height for below, height in zip(bottoms, heights, strict=True)]
     for index, top in enumerate(bottoms):
         axes.annotate(f"{top:.1f}", (index, top), (0, 3), textcoords="offset points", ha="center", fontsize=9)
+    axes.set_ylim(0, 1.15 * max(bottoms))  # matplotlib leaves no margin above a part of no height
