@@ -192,6 +192,7 @@ ON_TWO_RANKS = [
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")  # DeepSpeed compiles where it is imported
 @pytest.mark.parametrize(("name", "strategy"), ON_TWO_RANKS)
 def test_two_ranks(
     name: str, strategy: str, wholes: Callable[[str], Trained], tiny_llama: Path, chats: Path, tmp_path: Path
