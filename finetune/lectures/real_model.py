@@ -79,7 +79,7 @@ def short_runs(
     Raises EnvironmentMismatch with the row and its reason where one fails.
     """
     cache = cache_folder()
-    length = (f"training.max_steps={steps}", f"save_steps={steps}", "eval_steps=1.0")
+    length = (f"training.max_steps={steps}", f"save_steps={steps}", f"eval_steps={steps}")
     jobs = {
         name: TrainingJob(recipe, (*SHORT, *overrides, *length, *own), 1, folder / "jobs" / name, shared_cache=cache)
         for name, own in rows.items()

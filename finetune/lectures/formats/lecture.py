@@ -77,7 +77,8 @@ def _model_numbers(recipe: Recipe) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     plain = {"lora": None, "quantization": None, "training.mixed_precision": "no", "training.pure_bf16": False}
     plain |= {"training.activation_checkpointing": False, "model.adapter": None, "training.optim": "adamw"}
     real: RealModel = real_model(changed(recipe, plain))
-    return rounding.matrices(real), rounding.gradients(real)
+    gradients = rounding.gradients(real)
+    return [weight.detach() for weight in rounding.watched(real)], gradients
 
 
 def _losses(asked: LectureRequest, recipe: Recipe, steps: int) -> Losses:
@@ -149,7 +150,11 @@ def _rounding(rounded: Mapping[str, Mapping[str, rounding.Rounded]]) -> Chapter:
         for name, each in formats.items()
     ]
     head = ("numbers", "brought into", "become 0, %", "infinite, %", "error, %")
-    return Chapter("The model's own numbers in each format", columns(head, rows, left=2), measured=True)
+    return Chapter(
+        f"The model's own numbers in each format, of the matrices of every {rounding.EVERY}rd layer",
+        columns(head, rows, left=2),
+        measured=True,
+    )
 
 
 def _curves(losses: Losses) -> Chapter:
