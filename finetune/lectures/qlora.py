@@ -177,7 +177,8 @@ def _draw(
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(y=0.12)
     peaks = [max(phase.peak for phase in phases.values()) / MEBI for phases in measured.values()]
-    right.plot(range(len(peaks)), peaks, "k_", markersize=44, markeredgewidth=1.5, label="measured")
+    places = range(len(peaks))
+    right.hlines(peaks, [each - 0.35 for each in places], [each + 0.35 for each in places], "black", label="measured")
     left.set_ylabel("GiB")
     right.set_ylabel("MiB")
     left.set_title(f"{model}, planned", loc="left", fontsize=11)

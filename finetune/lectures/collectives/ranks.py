@@ -31,7 +31,7 @@ class Counted(TorchDispatchMode):
     """Counts the collectives of a block, as torch's dispatcher sees them."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.traffic = Traffic()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
