@@ -33,7 +33,7 @@ from finetune.recipe.loader import load_recipe
 from finetune.report.pictures import COLOURS, new_figure
 
 # Bytes of a weight, a gradient and the optimizer's part: as the ZeRO paper counts, and as this kit trains in float32.
-COUNTED = {"16-bit weights": (2, 2, 12), "float32 weights": (4, 4, 8)}
+WAYS_OF_COUNTING = {"16-bit weights": (2, 2, 12), "float32 weights": (4, 4, 8)}
 STAGES = {"DDP": "1", "ZeRO-1": "up to 4", "ZeRO-2": "up to 8", "ZeRO-3, FSDP": f"{SHARDING_RANKS}"}  # the notes' times
 Cells = Mapping[tuple[str, str], Cell]
 
@@ -172,13 +172,13 @@ def _sharding(cells: Cells, count: int) -> Chapter:
     rows = []
     for stage, (name, claimed) in enumerate(STAGES.items()):
         cells_of_row: list[str] = []
-        for counted in COUNTED.values():
+        for counted in WAYS_OF_COUNTING.values():
             whole, each = (bytes_a_parameter(*counted, at, SHARDING_RANKS) for at in (0, stage))
             cells_of_row += [f"{each:.2f}", f"{whole / each:.1f}"]
         rows.append((name, *cells_of_row, claimed))
     head = (
         f"bytes a parameter on {SHARDING_RANKS} GPUs",
-        *(word for name in COUNTED for word in (name, "times")),
+        *(word for name in WAYS_OF_COUNTING for word in (name, "times")),
         "notes",
     )
     ddp, fsdp = (state_bytes(cells["611M", name].planned) / count for name in ("ddp", "fsdp2"))
