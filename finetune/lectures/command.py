@@ -47,10 +47,6 @@ LECTURES: dict[str, Lecture] = {
         (*SHORT_ROWS, "training.global_batch_size=1"),
         {"scale": "18"},
     ),
-    "qlora": Lecture(
-        "Full, LoRA and QLoRA: which part of the memory does each of them save?",
-        "llama3_qlora.yaml",
-    ),
     "scaling": Lecture(
         "Which sizes run on how many GPUs under DDP, FSDP and HSDP, and what is lost on the way to 512?",
         "llama3_full.yaml",
@@ -82,10 +78,6 @@ def lecture_function(name: str) -> Callable[[LectureRequest], Told]:
             from finetune.lectures.mixed_precision import mixed_precision_lecture
 
             return mixed_precision_lecture
-        case "qlora":
-            from finetune.lectures.qlora import qlora_lecture
-
-            return qlora_lecture
         case "scaling":
             from finetune.lectures.scaling.lecture import scaling_lecture
 
