@@ -93,7 +93,7 @@ def memory_lecture(asked: LectureRequest) -> Told:
         "variants": {each.name: _facts(each) for each in variants},
         "notes_gb_of_1e9": {name: {"weights": gb, "training": most} for name, (_, gb, most) in NOTES.items()},
     }
-    return Told(sections, facts, partial(_draw, count, variants, asked.recipe.stem))
+    return Told(sections, facts, partial(_draw, count, variants, recipe.model.name_or_path))
 
 
 def parameter_count(recipe: Recipe) -> int:

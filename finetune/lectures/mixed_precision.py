@@ -32,8 +32,6 @@ class Seen:
     tensor: str
     dtype: str
     value: float
-    all_infinite: float = 0.0  # share of that tensor's kind over the model
-    all_zero: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,8 @@ class Try:
 
     scale: float
     loss: float
-    infinite: float  # share of the 16-bit gradients that are infinite or NaN
-    zero: float  # share that became 0
+    infinite: int  # of the 16-bit gradients, those that are infinite or NaN
+    gradients: int  # all of them
     skipped: bool
     scale_after: float
     weight_moved: bool
@@ -61,6 +59,7 @@ class Trace:
         self._casts = CastWeights(real.model, SIXTEEN_BITS, self._noted)
 
     def _noted(self, name: str, copy: Tensor) -> None:
+        name = name.removeprefix("model.")  # of what CastWeights puts around the model
         self.copies[name] = copy
         copy.register_hook(partial(self._keep, name))
 
@@ -88,11 +87,20 @@ class Trace:
         self.optimizer.zero_grad()
         return self.scaler.get_scale() < before
 
-    def shares(self) -> tuple[float, float]:
-        """Of the last backward's 16-bit gradients: not finite, and 0."""
-        count = sum(each.numel() for each in self.halves.values())
-        infinite = sum(int((~each.isfinite()).sum()) for each in self.halves.values())
-        return infinite / count, sum(int((each == 0).sum()) for each in self.halves.values()) / count
+    @property
+    def count(self) -> int:
+        """The 16-bit gradients of the last backward."""
+        return sum(each.numel() for each in self.halves.values())
+
+    @property
+    def infinite(self) -> int:
+        """Those of them that are infinite or NaN."""
+        return sum(int((~each.isfinite()).sum()) for each in self.halves.values())
+
+    @property
+    def zeros(self) -> int:
+        """Those of them that are 0."""
+        return sum(int((each == 0).sum()) for each in self.halves.values())
 
 
 def mixed_precision_lecture(asked: LectureRequest) -> Told:
@@ -128,10 +136,10 @@ def _tries(trace: Trace, asked: LectureRequest) -> list[Try]:
         scale, before = trace.scaler.get_scale(), parameter.detach().clone()
         asked.note(f"forward and backward with the loss times {scale:,.0f}")
         loss, _ = trace.forward_and_backward()
-        infinite, zero = trace.shares()
+        infinite, count = trace.infinite, trace.count
         skipped = trace.update()
         moved = not torch.equal(before, parameter.detach())
-        tries.append(Try(scale, loss.item(), infinite, zero, skipped, trace.scaler.get_scale(), moved))
+        tries.append(Try(scale, loss.item(), infinite, count, skipped, trace.scaler.get_scale(), moved))
     return tries
 
 
@@ -143,17 +151,16 @@ def _six_steps(trace: Trace) -> tuple[list[Seen], str]:
     place = int(layers[name].abs().argmax())
     master = trace.real.model.get_parameter(name)
     scale = trace.scaler.get_scale()
-    infinite, zero = trace.shares()
 
-    def seen(step: str, tensor: str, of: Tensor, *shares: float) -> Seen:
-        return Seen(step, tensor, dtype_name(of.dtype), of.detach().flatten()[place if of.dim() else 0].item(), *shares)
+    def seen(step: str, tensor: str, of: Tensor) -> Seen:
+        return Seen(step, tensor, dtype_name(of.dtype), of.detach().flatten()[place if of.dim() else 0].item())
 
     rows = [
         seen("1 master weight", "what the optimizer has", master),
         seen("2 16-bit copy", "what layers compute with", trace.copies[name]),
         seen("3 loss", "mean over supervised tokens", loss),
         seen(f"3 loss x {scale:,.0f}", "what backward begins with", scaled),
-        seen("4 scaled gradient", "of the copy", trace.halves[name], infinite, zero),
+        seen("4 scaled gradient", "of the copy", trace.halves[name]),
     ]
     assert master.grad is not None
     rows.append(seen("4 the same, kept", "of the master", master.grad))
@@ -187,7 +194,7 @@ def _without_scale(trace: Trace) -> float:
     trace.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     trace.forward_and_backward()
     trace.optimizer.zero_grad()
-    return trace.shares()[1]
+    return trace.zeros / trace.count
 
 
 def _steps_section(seen: Sequence[Seen], name: str) -> Chapter:
@@ -202,15 +209,19 @@ def _overflow_section(tries: Sequence[Try]) -> Chapter:
             f"{number}",
             f"{each.scale:,.0f}",
             f"{each.loss:.4f}",
-            f"{100 * each.infinite:.3f}",
+            f"{each.infinite:,}",
             "skipped" if each.skipped else "made",
             "yes" if each.weight_moved else "no",
             f"{each.scale_after:,.0f}",
         )
         for number, each in enumerate(tries, 1)
     ]
-    head = ("try", "loss scale", "loss", "gradients not finite, %", "update", "weights moved", "next scale")
-    return Chapter("An overflow: the same batch until the scale fits", columns(head, rows), measured=True)
+    head = ("try", "loss scale", "loss", "gradients not finite", "update", "weights moved", "next scale")
+    return Chapter(
+        "An overflow: the same batch until the scale fits",
+        [*columns(head, rows), f"Of {tries[0].gradients:,} gradients."],
+        measured=True,
+    )
 
 
 def _why_section(lost: Mapping[str, float], without: float, trace: Trace) -> Chapter:
@@ -237,12 +248,15 @@ def _draw(tries: Sequence[Try], seen: Sequence[Seen], file: Path) -> None:
     top.axis("off")
     top.set_title("One weight through a step (orange: float16, blue: float32)", loc="left", fontsize=11)
     colours = [COLOURS[3] if each.skipped else COLOURS[2] for each in tries]
-    bars = bottom.bar(range(1, len(tries) + 1), [100 * each.infinite for each in tries], 0.6, color=colours)
-    bottom.bar_label(bars, ["skipped" if each.skipped else "updated" for each in tries], fontsize=9)
+    bottom.set_yscale("symlog", linthresh=1)
+    bars = bottom.bar(range(1, len(tries) + 1), [each.infinite for each in tries], 0.6, color=colours)
+    bottom.bar_label(
+        bars, [f"{each.infinite:,}\n{'skipped' if each.skipped else 'updated'}" for each in tries], fontsize=9
+    )
     bottom.set_xticks(range(1, len(tries) + 1), [f"{each.scale:,.0f}" for each in tries], fontsize=8)
     bottom.set_xlabel("loss scale of the try")
-    bottom.set_ylabel("gradients not finite, %")
+    bottom.set_ylabel("gradients not finite")
     bottom.set_title("An overflow is found, its update skipped, the scale halved", loc="left", fontsize=11)
-    bottom.margins(y=0.15)
+    bottom.margins(y=0.25)
     bottom.spines[["top", "right"]].set_visible(False)
     figure.savefig(file)

@@ -38,14 +38,14 @@ def timeline(batches: int, copy: float, compute: float, *, non_blocking: bool) -
     """The copies and computations of micro-batches, as tokens/batches.py: prefetch makes them. Without `non_blocking`
     the host waits for each copy, and a copy for the computation before it; with it copies have their own stream."""
     spans: list[TimeSpan] = []
-    copied = computed = 0.0
+    copied = computed = begun = 0.0
     for batch in range(batches):
-        begin = copied if non_blocking else max(copied, computed)
+        begin = max(copied, begun if non_blocking else computed)  # one ahead: beside the computation before it
         copied = begin + copy
         spans.append(TimeSpan("copy", batch, begin, copied))
-        begin = max(copied, computed)
-        computed = begin + compute
-        spans.append(TimeSpan("compute", batch, begin, computed))
+        begun = max(copied, computed)
+        computed = begun + compute
+        spans.append(TimeSpan("compute", batch, begun, computed))
     return spans
 
 
@@ -62,7 +62,7 @@ def overlap_lecture(asked: LectureRequest) -> Told:
     }
     copy = sum(copied.values()) / HOST_LINK
     compute = sum(compute_seconds(planned.work, CHIPS[gpu], phase) for phase in ("forward", "backward"))
-    cases = {"this recipe's batch": copy, f"a batch whose copy takes {VISIBLE:.0%} of that": VISIBLE * compute}
+    cases = {"this recipe's batch": copy, f"a batch whose copy takes {100 * VISIBLE:.0f} % of that": VISIBLE * compute}
     sections = [_batch(copied, gpu), _times(cases, compute, batches), _said(copy, compute)]
     facts = {
         "recipe": str(asked.recipe),
@@ -111,7 +111,7 @@ def _said(copy: float, compute: float) -> Chapter:
     times = needed / (copy * HOST_LINK)
     lines = [
         f"A copy takes {100 * copy / compute:.4f} % of its forward and backward: tokens are integers, and few.",
-        f"It would take {SHARE:.0%} from {needed / 1e6:,.0f} MB a micro-batch on, {times:,.0f} times as many bytes.",
+        f"From {needed / 1e6:,.0f} MB a micro-batch on, {times:,.0f} times as many, it would take {100 * SHARE:.0f} %.",
         "What non_blocking saves here is the host's wait: with it the host may launch the next kernels at once.",
     ]
     return Chapter("When does it matter?", lines)
@@ -122,6 +122,9 @@ def _draw(cases: Mapping[str, float], compute: float, batches: int, name: str, f
     figure = new_figure(figsize=(9.0, 6.0))
     for axes, (title, copy) in zip(figure.subplots(len(cases), 1), cases.items(), strict=True):
         ends = [_bars(axes, copy, compute, batches, non_blocking) for non_blocking in (False, True)]
+        if copy < 0.002 * max(ends):  # too short to be seen
+            for row in (3, 1):
+                axes.annotate(f"each {1000 * copy:.3f} ms", (0, row), (4, 0), textcoords="offset points", va="center")
         axes.set_yticks((3, 2, 1, 0), ("off: copies", "off: computation", "on: copies", "on: computation"))
         axes.set_ylim(3.6, -0.6)
         axes.set_xlim(0, 1000 * max(ends) * 1.02)

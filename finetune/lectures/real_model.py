@@ -22,6 +22,7 @@ from finetune.tokens.batches import MicroBatch
 from finetune.tokens.dataset import prepare
 from finetune.training.batch_plan import plan_batches
 
+TIMEOUT_SECONDS = 1800.0  # of one run: half a minute where nothing else runs
 # A short run: every step logged, nothing evaluated, sampled or pushed, one save at its end.
 SHORT = (
     "logging_steps=1",
@@ -79,9 +80,16 @@ def short_runs(
     Raises EnvironmentMismatch with the row and its reason where one fails.
     """
     cache = cache_folder()
-    length = (f"training.max_steps={steps}", f"save_steps={steps}", "eval_steps=1.0")
+    length = (f"training.max_steps={steps}", f"save_steps={steps}", f"eval_steps={steps}")
     jobs = {
-        name: TrainingJob(recipe, (*SHORT, *overrides, *length, *own), 1, folder / "jobs" / name, shared_cache=cache)
+        name: TrainingJob(
+            recipe,
+            (*SHORT, *overrides, *length, *own),
+            1,
+            folder / "jobs" / name,
+            timeout=TIMEOUT_SECONDS,
+            shared_cache=cache,
+        )
         for name, own in rows.items()
     }
     result: dict[str, list[dict[str, Any]]] = {}

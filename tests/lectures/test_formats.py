@@ -56,7 +56,7 @@ def test_a_tenth_has_the_notes_exponents_and_its_own_fractions() -> None:
         assert fields.exponent == exponent
         assert binary_digits(0.1, len(fraction)) == fraction
         assert fields.fraction == f"{round((Fraction(1, 10) * 16 - 1) * 2 ** len(fraction)):0{len(fraction)}b}"
-        assert meaning(exponent, fraction) == pytest.approx(0.0687, abs=2e-4)
+        assert meaning(exponent, fraction) == pytest.approx(0.0687, abs=5e-4)
     assert fields_of(0.1, torch.float16).fraction == "1001100110"
     assert fields_of(0.1, torch.bfloat16).fraction == "1001101"
 
@@ -124,7 +124,10 @@ def test_the_real_models_numbers_and_curves() -> None:
     assert gradients["float16"]["zero"] > gradients["float16, loss x 65,536"]["zero"]
     losses = facts["losses"]
     assert len({len(each) for each in losses.values()}) == 1
-    apart = {name: np.mean(np.abs(np.subtract(each, losses["fp32"]))) for name, each in losses.items()}
-    assert max(apart["bf16"], apart["fp16"]) < apart["NF4 base"]
-    assert apart["int8 base"] < apart["NF4 base"]
+    # Of the first step, before any update: what the base's format alone changes.
+    apart = {name: abs(each[0] - losses["fp32"][0]) for name, each in losses.items()}
+    assert max(apart["bf16"], apart["fp16"], apart["int8 base"]) < apart["NF4 base"]
+    skipped = facts["skipped"]
+    assert skipped["fp16"] > 0, "its scale begins at 65,536"
+    assert not any(count for name, count in skipped.items() if name != "fp16")
     assert all(math.isfinite(loss) for each in losses.values() for loss in each)

@@ -10,7 +10,7 @@ import torch
 from finetune.lectures.mixed_precision import mixed_precision_lecture
 from finetune.lectures.output import LectureRequest, Told
 from tests.support.recipes import tiny, write_recipe
-from tests.support.tiny import save_tiny, write_chats
+from tests.support.tiny import save_tiny, tiny_model, write_chats
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,11 @@ def test_an_overflow_is_survived(told: Told) -> None:
 
 
 def test_what_is_lost_without(told: Told) -> None:
-    lost = told.facts["updates_lost"]
-    assert lost["float32"] < lost["float16"] < lost["bfloat16"]
+    """A thousandth is lost for weights of 1, the norms', in bfloat16 alone: all others here are small."""
+    weights = list(tiny_model().parameters())
+    norms = sum(each.numel() for each in weights if each.dim() == 1)
+    share = norms / sum(each.numel() for each in weights)
+    assert told.facts["updates_lost"] == {"float32": 0, "float16": 0, "bfloat16": pytest.approx(share)}
     assert 0 <= told.facts["zero_without_scale"] <= 1
 
 

@@ -47,8 +47,9 @@ def int8_of(number: float, largest: float) -> Fields:
     """The number in int8 with one scale for its tensor, whose largest absolute value is `largest`."""
     scale = largest / ABSMAX
     stored = torch.tensor(number / scale, dtype=torch.float64).round().clamp(-ABSMAX, ABSMAX).to(torch.int8)
-    text = f"{stored.item() & 0xFF:08b}"
-    return Fields(text[0], "", text[1:], stored.item() * scale)
+    whole = int(stored.item())
+    text = f"{whole & 0xFF:08b}"
+    return Fields(text[0], "", text[1:], whole * scale)
 
 
 def binary_digits(number: float, digits: int) -> str:
@@ -60,8 +61,8 @@ def binary_digits(number: float, digits: int) -> str:
 
 def meaning(exponent: str, fraction: str) -> float:
     """The value of fields of a normal number: (1 + fraction) times 2 to the exponent less its bias."""
-    bias = 2 ** (len(exponent) - 1) - 1
-    return (1 + int(fraction, 2) / 2 ** len(fraction)) * 2.0 ** (int(exponent, 2) - bias)
+    bias = (1 << len(exponent) - 1) - 1
+    return math.ldexp(1 + int(fraction, 2) / (1 << len(fraction)), int(exponent, 2) - bias)
 
 
 def sum_of_updates(dtype: torch.dtype) -> float:
@@ -69,7 +70,7 @@ def sum_of_updates(dtype: torch.dtype) -> float:
     total = torch.ones((), dtype=dtype)
     for _ in range(TIMES):
         total += ADDED
-    return total.item()
+    return float(total)
 
 
 def numbers_of(text: str) -> list[float]:

@@ -56,8 +56,8 @@ def formats_lecture(asked: LectureRequest) -> Told:
     }
     exponents = {"weights": rounding.by_exponent(weights), "gradients": rounding.by_exponent(gradients)}
     del weights, gradients  # before other processes load the model
-    losses = _losses(asked, recipe, steps)
-    sections = [*_bits(numbers), _ranges(), _rounding(rounded), _curves(losses)]
+    losses, skipped = _losses(asked, recipe, steps)
+    sections = [*_bits(numbers), _ranges(), _rounding(rounded), _curves(losses, skipped)]
     facts = {
         "recipe": str(asked.recipe),
         "overrides": list(asked.overrides),
@@ -68,6 +68,7 @@ def formats_lecture(asked: LectureRequest) -> Told:
             for kind, counts in exponents.items()
         },
         "losses": dict(losses),
+        "skipped": skipped,
     }
     return Told(sections, facts, partial(_draw, exponents, losses))
 
@@ -77,14 +78,18 @@ def _model_numbers(recipe: Recipe) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     plain = {"lora": None, "quantization": None, "training.mixed_precision": "no", "training.pure_bf16": False}
     plain |= {"training.activation_checkpointing": False, "model.adapter": None, "training.optim": "adamw"}
     real: RealModel = real_model(changed(recipe, plain))
-    return rounding.matrices(real), rounding.gradients(real)
+    gradients = rounding.gradients(real)
+    return [weight.detach() for weight in rounding.watched(real)], gradients
 
 
-def _losses(asked: LectureRequest, recipe: Recipe, steps: int) -> Losses:
+def _losses(asked: LectureRequest, recipe: Recipe, steps: int) -> tuple[Losses, dict[str, int]]:
+    """Of each run the loss of every step, and the updates that were skipped for an overflow."""
     adapters = ("lora={}",) if recipe.lora is None else ()
     overrides = (*asked.overrides, *adapters)
     lines = short_runs(asked.recipe, overrides, CURVE_ROWS, asked.folder, steps=steps, at_once=2, note=asked.note)
-    return {name: [line["loss"] for line in each if line["kind"] == "train"] for name, each in lines.items()}
+    train = {name: [line for line in each if line["kind"] == "train"] for name, each in lines.items()}
+    losses = {name: [line["loss"] for line in each] for name, each in train.items()}
+    return losses, {name: sum(line["grad_norm"] is None for line in each) for name, each in train.items()}
 
 
 def _number_facts(number: float) -> dict[str, Any]:
@@ -149,17 +154,21 @@ def _rounding(rounded: Mapping[str, Mapping[str, rounding.Rounded]]) -> Chapter:
         for name, each in formats.items()
     ]
     head = ("numbers", "brought into", "become 0, %", "infinite, %", "error, %")
-    return Chapter("The model's own numbers in each format", columns(head, rows, left=2), measured=True)
+    return Chapter(
+        f"The model's own numbers in each format, of the matrices of every {rounding.EVERY}rd layer",
+        columns(head, rows, left=2),
+        measured=True,
+    )
 
 
-def _curves(losses: Losses) -> Chapter:
+def _curves(losses: Losses, skipped: Mapping[str, int]) -> Chapter:
     reference = losses["fp32"]
     shown = sorted({0, len(reference) // 2, len(reference) - 1})
     rows = []
     for name, each in losses.items():
         apart = statistics.fmean(abs(ours - first) for ours, first in zip(each, reference, strict=True))
-        rows.append((name, *(f"{each[step]:.4f}" for step in shown), f"{apart:.4f}"))
-    head = ("run", *(f"step {step + 1}" for step in shown), "mean distance to fp32")
+        rows.append((name, *(f"{each[step]:.4f}" for step in shown), f"{apart:.4f}", f"{skipped[name]}"))
+    head = ("run", *(f"step {step + 1}" for step in shown), "mean distance to fp32", "updates skipped")
     return Chapter("Loss of the same steps under each format", columns(head, rows), measured=True)
 
 

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from finetune.lectures.formats.bits import ABSMAX
 from finetune.lectures.real_model import RealModel
+from finetune.planner.trace.timeline import layer_of
 
 LOSS_SCALE = 2.0**16  # torch's GradScaler begins with it
+EVERY = 3  # of its layers, every third is looked at
 LOWEST, HIGHEST = -150, 128  # float32's exponents of two, its subnormal numbers among them
 Round = Callable[[Tensor], Tensor]
 
@@ -91,20 +93,13 @@ def by_exponent(tensors: Iterable[Tensor]) -> Tensor:
     return total
 
 
-def matrices(real: RealModel) -> Sequence[Tensor]:
-    """The weights that quantisation reaches: those of the linear layers but the head."""
-    return [
-        parameter.detach()
-        for name, parameter in real.model.named_parameters()
-        if parameter.dim() == 2 and ".layers." in name
-    ]
+def watched(real: RealModel) -> Sequence[nn.Parameter]:
+    """The matrices of every third layer: what quantisation reaches, and enough of it."""
+    layers = [(layer_of(name), parameter) for name, parameter in real.model.named_parameters()]
+    return [each for layer, each in layers if each.dim() == 2 and layer is not None and layer % EVERY == 0]
 
 
 def gradients(real: RealModel) -> Sequence[Tensor]:
     """Of the mean loss of the first step's first micro-batch, of the same matrices."""
     real.mean_loss(real.steps[0][0]).backward()
-    return [
-        parameter.grad
-        for name, parameter in real.model.named_parameters()
-        if parameter.dim() == 2 and ".layers." in name and parameter.grad is not None
-    ]
+    return [parameter.grad for parameter in watched(real) if parameter.grad is not None]

@@ -17,25 +17,24 @@ from finetune.lectures.scaling.plans import (
     ROWS,
     SHARDING_RANKS,
     SHARDINGS,
-    STATE_PARTS,
     TOKENS,
     Cell,
+    bytes_a_parameter,
     decoder_config_of,
     gpus_of_ranks,
     parameters_of,
     plan_cell,
-    plan_sharded,
     state_bytes,
     with_model,
 )
 from finetune.measure.units import GIB
-from finetune.planner.plan_recipe import Planned
 from finetune.planner.roofline import CHIPS
 from finetune.recipe.loader import load_recipe
 from finetune.report.pictures import COLOURS, new_figure
 
-# The notes: how many times less memory, at most.
-CLAIMED = {"zero1": "up to 4", "zero2": "up to 8", "zero3": f"{SHARDING_RANKS}, one for each GPU"}
+# Bytes of a weight, a gradient and the optimizer's part: as the ZeRO paper counts, and as this kit trains in float32.
+WAYS_OF_COUNTING = {"16-bit weights": (2, 2, 12), "float32 weights": (4, 4, 8)}
+STAGES = {"DDP": "1", "ZeRO-1": "up to 4", "ZeRO-2": "up to 8", "ZeRO-3, FSDP": f"{SHARDING_RANKS}"}  # the notes' times
 Cells = Mapping[tuple[str, str], Cell]
 
 
@@ -52,8 +51,6 @@ def scaling_lecture(asked: LectureRequest) -> Told:
             cells[size, strategy] = plan_cell(
                 with_model(recipe, config, asked.folder / "models" / size), strategy, config
             )
-    small = with_model(recipe, decoder_config_of(*PUBLISHED["611M"]), asked.folder / "models" / "611M")
-    sharded = {"ddp": cells["611M", "ddp"].planned} | dict(plan_sharded(small, asked))
     memory = gpus_of_ranks(NODE).memory
     sections = [
         _sizes(counts),
@@ -61,7 +58,7 @@ def scaling_lecture(asked: LectureRequest) -> Told:
         _speed(cells, memory),
         _beside(cells, memory),
         _traffic(cells, counts),
-        _sharding(sharded, counts["611M"]),
+        _sharding(cells, counts["611M"]),
     ]
     facts = {
         "recipe": str(asked.recipe),
@@ -69,7 +66,7 @@ def scaling_lecture(asked: LectureRequest) -> Told:
         "parameters": counts,
         "gpu_bytes": memory,
         "cells": {" ".join(key): _facts(cell) for key, cell in cells.items()},
-        "states_bytes": {name: state_bytes(planned) for name, planned in sharded.items()},
+        "states_bytes": {name: state_bytes(cells["611M", name].planned) for name in ("ddp", "fsdp2")},
     }
     return Told(sections, facts, partial(_draw, cells, memory))
 
@@ -170,25 +167,27 @@ def _traffic(cells: Cells, counts: Mapping[str, int]) -> Chapter:
     return Chapter("Is the overhead of sharding larger than DDP's? Bytes a GPU sends, in units of P", lines)
 
 
-def _sharding(sharded: Mapping[str, Planned], count: int) -> Chapter:
-    """The notes' 4, 8 and N times, of what belongs to parameters."""
-    whole, many = state_bytes(sharded["ddp"]), SHARDING_RANKS
+def _sharding(cells: Cells, count: int) -> Chapter:
+    """The notes' 4, 8 and N times, by both ways of counting; and by the plan."""
     rows = []
-    for name, planned in sharded.items():
-        parts = planned.phases["step"].peak.parts
-        each = [f"{parts.get(part, 0) / count:.2f}" for part in STATE_PARTS]
-        states = state_bytes(planned)
-        ranks = NODE if name == "ddp" else SHARDING_RANKS
-        row = (name, f"{ranks}", *each, f"{states / count:.2f}", f"{whole / states:.1f}", CLAIMED.get(name, "1"))
-        rows.append(row)
+    for stage, (name, claimed) in enumerate(STAGES.items()):
+        cells_of_row: list[str] = []
+        for counted in WAYS_OF_COUNTING.values():
+            whole, each = (bytes_a_parameter(*counted, at, SHARDING_RANKS) for at in (0, stage))
+            cells_of_row += [f"{each:.2f}", f"{whole / each:.1f}"]
+        rows.append((name, *cells_of_row, claimed))
+    head = (
+        f"bytes a parameter on {SHARDING_RANKS} GPUs",
+        *(word for name in WAYS_OF_COUNTING for word in (name, "times")),
+        "notes",
+    )
+    ddp, fsdp = (state_bytes(cells["611M", name].planned) / count for name in ("ddp", "fsdp2"))
     lines = [
-        *columns(("611M", "GPUs", *STATE_PARTS, "sum", "times less", "notes"), rows),
-        "Bytes a parameter in the update. The notes' 4 and 8 count 16-bit weights and gradients beside 12 bytes of",
-        f"float32 state, 16 in all: on {many} GPUs 16 / (4 + 12/{many}) = {16 / (4 + 12 / many):.1f} and "
-        f"16 / (2 + 14/{many}) = {16 / (2 + 14 / many):.1f}.",
-        "The larger the part that stays whole, the less is won.",
+        *columns(head, rows),
+        "16-bit weights: 2 and 2, beside 12 of float32 masters and moments. float32 weights: 4 and 4, moments 8.",
+        f"The plan, 611M on {NODE} GPUs in the update: DDP {ddp:.2f}, FSDP2 {fsdp:.2f}, {ddp / fsdp:.1f} times.",
     ]
-    return Chapter("How much do shards of states save?", lines)
+    return Chapter("How much do shards of states, gradients and weights save?", lines)
 
 
 def _draw(cells: Cells, memory: int, file: Path) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from finetune.files import write_json
-from finetune.lectures.output import LectureRequest
 from finetune.planner.closed_form.estimate import estimate
 from finetune.planner.command import plan_by_trace
 from finetune.planner.constants import GRADIENTS, MASTERS, OPTIMIZER_STATE, PARAMETERS
@@ -26,7 +25,7 @@ SHARDINGS = ("ddp", "fsdp2", "hsdp")
 # The three sizes of T5 that were published (Zhao et al., PyTorch FSDP, 2023, and the notes), as a decoder that the plan
 # knows: hidden size and layers are chosen, the MLP's width follows from the number of parameters.
 PUBLISHED = {"611M": (611e6, 1024, 36), "2.28B": (2.28e9, 2048, 36), "11.3B": (11.3e9, 4096, 40)}
-SHARDED, SHARDING_RANKS = ("zero1", "zero2", "zero3"), 64
+SHARDING_RANKS = 64
 STATE_PARTS = (PARAMETERS, MASTERS, GRADIENTS, OPTIMIZER_STATE)
 
 
@@ -98,10 +97,10 @@ def plan_cell(recipe: Recipe, strategy: str, config: Mapping[str, Any]) -> Cell:
     return Cell(planned, needed, {each: step_time(planned.work, chip, layouts[each], layout) for each in ranks})
 
 
-def plan_sharded(recipe: Recipe, asked: LectureRequest) -> Iterator[tuple[str, Planned]]:
-    for strategy in SHARDED:
-        asked.note(f"planning 611M under {strategy} on {SHARDING_RANKS} GPUs")
-        yield strategy, plan_by_trace(changed(recipe, {"accelerate_config": strategy}), gpus_of_ranks(SHARDING_RANKS))
+def bytes_a_parameter(weights: int, gradients: int, state: int, stage: int, ranks: int) -> float:
+    """What one GPU holds of each parameter under ZeRO's stage: 0 is DDP, and each further one divides one more part."""
+    parts = ((state, 1), (gradients, 2), (weights, 3))
+    return sum(nbytes / (ranks if stage >= divided_from else 1) for nbytes, divided_from in parts)
 
 
 def state_bytes(planned: Planned) -> int:
