@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from finetune import __version__
-from finetune.cli import data_verbs, run_verbs, train_verb
+from finetune.cli import compare_verb, data_verbs, run_verbs, train_verb
 from finetune.cli.app import AsJson, Overrides, RecipeFile, app, run_verb, user_path
 from finetune.launch.cpu_memory import bound_libraries
 from finetune.output_stream import plain_output
@@ -130,37 +130,7 @@ def _probe_model(recipe: Recipe, note: Callable[[str], None]) -> dict[str, Any]:
 app.command()(train_verb.train)
 
 
-@app.command()
-def compare(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
-    strategies: Annotated[
-        str, typer.Option(help="Names of accelerate_configs/, with commas between.")
-    ] = "zero1,zero2,zero2_offload,zero3,zero3_offload,fsdp2",
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each.")] = 20,
-    processes: Annotated[
-        int | None, typer.Option(min=1, help="Ranks; all GPUs, or 2 on a CPU.", show_default=False)
-    ] = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--output", parser=user_path, help="Output folder; next to the run folder.", show_default=False
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """The same steps under several strategies: memory per phase, time, traffic; a table and a picture."""
-
-    def work() -> dict[str, Any]:
-        from finetune.preflight.compare import plan_comparison
-        from finetune.preflight.compare_report import run_and_report
-
-        comparison = plan_comparison(
-            recipe, overrides or [], strategies=strategies, steps=steps, processes=processes, folder=folder
-        )
-        return {"ok": True, **run_and_report(comparison, quiet=as_json)}
-
-    run_verb(work, as_json=as_json)
+app.command()(compare_verb.compare)
 
 
 @app.command()

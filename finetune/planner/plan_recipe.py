@@ -267,6 +267,7 @@ def _layout(request: _TraceRequest) -> Layout:
         gathers_once=strategy.gathers_once,
         reduces_once=strategy.reduces_once,
         shards_state=strategy.shards_optimizer_state,
+        on_disk="nvme" in strategy.offload_devices.values(),
     )
 
 

@@ -6,6 +6,11 @@ those is fused, into how few kernels only a GPU's compiler knows. A collective t
 ring over the slowest link it crosses. A phase's collectives overlap with its computation, except the first (sharded
 weights, for which the first layer waits) or the last (gradients), and what exceeds the computation. All figures are
 makers' peaks: no kernel reaches them; kernel launches and waiting for data cost nothing here.
+
+What is offloaded costs two things more. Copies between a GPU and the host go over PCIe, in forward and backward
+beside the computation like the collectives, in the update before or after it. What the host computes, above all the
+update, takes its bytes at the bandwidth of the host's memory, which the ranks of a machine share; no GPU computes
+meanwhile. Collectives and copies do not slow each other here, although cards without NVLink have one bus for both.
 """
 
 from __future__ import annotations
@@ -16,10 +21,11 @@ from typing import Any
 
 from finetune.measure.collectives import WEIGHT, CollectiveStats
 from finetune.planner.constants import STEP_PHASES
-from finetune.planner.trace.flops import StepWork
+from finetune.planner.trace.flops import COPY, ON_DEVICE, ON_HOST, StepWork
 
 NVLINK_MACHINE = 50e9  # bytes/s a GPU to other machines: 400 Gbit/s each
 PCIE_MACHINE = 12.5e9 / 8  # 100 Gbit/s a machine of eight
+HOST_MEMORY = 200e9  # bytes/s of a machine's memory: eight channels of DDR4-3200 have 205
 SCALE = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -32,20 +38,21 @@ class Chip:
     memory: float  # bytes/s
     link: float  # bytes/s one way to the GPUs of its machine: NVLink, or PCIe's sixteen lanes
     between: float  # bytes/s to other machines
+    host: float  # bytes/s one way to host memory: PCIe's sixteen lanes, of version 3, 4 or 5
     eight: float = 0  # FLOP/s of products of 8-bit integers, and of float8 where it has any; 0: as in 16 bits
 
 
 CHIPS = {
-    "T4": Chip(65e12, 8.1e12, 320e9, 16e9, PCIE_MACHINE, 130e12),
-    "L4": Chip(121e12, 30.3e12, 300e9, 32e9, PCIE_MACHINE, 242e12),
-    "A10G": Chip(70e12, 35e12, 600e9, 32e9, PCIE_MACHINE, 140e12),
-    "RTX3090": Chip(71e12, 35.6e12, 936e9, 32e9, PCIE_MACHINE, 284e12),
-    "RTX4090": Chip(165e12, 82.6e12, 1008e9, 32e9, PCIE_MACHINE, 661e12),
-    "L40S": Chip(362e12, 91.6e12, 864e9, 32e9, PCIE_MACHINE, 733e12),
-    "A100-40GB": Chip(312e12, 19.5e12, 1555e9, 300e9, NVLINK_MACHINE, 624e12),
-    "A100": Chip(312e12, 19.5e12, 2039e9, 300e9, NVLINK_MACHINE, 624e12),
-    "H100": Chip(989e12, 67e12, 3350e9, 450e9, NVLINK_MACHINE, 1979e12),
-    "H200": Chip(989e12, 67e12, 4800e9, 450e9, NVLINK_MACHINE, 1979e12),
+    "T4": Chip(65e12, 8.1e12, 320e9, 16e9, PCIE_MACHINE, 16e9, 130e12),
+    "L4": Chip(121e12, 30.3e12, 300e9, 32e9, PCIE_MACHINE, 32e9, 242e12),
+    "A10G": Chip(70e12, 35e12, 600e9, 32e9, PCIE_MACHINE, 32e9, 140e12),
+    "RTX3090": Chip(71e12, 35.6e12, 936e9, 32e9, PCIE_MACHINE, 32e9, 284e12),
+    "RTX4090": Chip(165e12, 82.6e12, 1008e9, 32e9, PCIE_MACHINE, 32e9, 661e12),
+    "L40S": Chip(362e12, 91.6e12, 864e9, 32e9, PCIE_MACHINE, 32e9, 733e12),
+    "A100-40GB": Chip(312e12, 19.5e12, 1555e9, 300e9, NVLINK_MACHINE, 32e9, 624e12),
+    "A100": Chip(312e12, 19.5e12, 2039e9, 300e9, NVLINK_MACHINE, 32e9, 624e12),
+    "H100": Chip(989e12, 67e12, 3350e9, 450e9, NVLINK_MACHINE, 64e9, 1979e12),
+    "H200": Chip(989e12, 67e12, 4800e9, 450e9, NVLINK_MACHINE, 64e9, 1979e12),
 }
 
 
@@ -62,6 +69,7 @@ class Layout:
     gathers_once: bool = False  # FSDP2 that keeps weights gathered: they are, in the first micro-step alone
     reduces_once: bool = False  # DDP, ZeRO-1: gradients are sent in the last micro-step alone
     shards_state: bool = True  # an update is divided among the ranks
+    on_disk: bool = False  # weights or states wait on a disk, of which no rate is known here
 
     @property
     def micro_steps(self) -> int:
@@ -79,10 +87,13 @@ class StepTime:
     update: float
     communication: float  # overlapped or not
     exposed: float  # communication not overlapped with computation
+    copies: float = 0.0  # between GPU and host, overlapped or not
+    exposed_copies: float = 0.0
+    host: float = 0.0  # what the host computes
 
     @property
     def seconds(self) -> float:
-        return self.forward + self.backward + self.update + self.exposed
+        return self.forward + self.backward + self.update + self.exposed + self.exposed_copies + self.host
 
     @property
     def tokens_per_second(self) -> float:
@@ -99,35 +110,52 @@ class StepTime:
             "communication_seconds": self.communication,
             "exposed_seconds": self.exposed,
             "exposed_share": self.exposed / self.seconds,
+            "copy_seconds": self.copies,
+            "exposed_copy_seconds": self.exposed_copies,
+            "host_seconds": self.host,
         }
 
 
 def compute_seconds(work: StepWork, chip: Chip, phase: str) -> float:
-    """One forward, backward or update."""
+    """One forward, backward or update, on the device."""
     fused = work.compiles and phase != "step"
     peaks = {1: chip.eight or chip.half, 2: chip.half}
     return sum(
         times * max(op.flops / peaks.get(op.itemsize, chip.single), op.nbytes / chip.memory)
         for op, times in work.operations.items()
-        if op.phase == phase and not (fused and op.kind == "other")
+        if op.phase == phase and op.place == ON_DEVICE and not (fused and op.kind == "other")
     )
 
 
 def step_time(work: StepWork, chip: Chip, layout: Layout, traced: Layout) -> StepTime:
-    """A step of `layout`, from the work of a rank of `traced`: only a sharded update depends on the number of ranks."""
+    """A step of `layout`, from the work of a rank of `traced`. Only what is a shard's depends on the number of ranks: a
+    sharded update, and what is offloaded."""
     forward, backward, update = (compute_seconds(work, chip, phase) for phase in STEP_PHASES)
+    smaller = traced.ranks / traced.copies * layout.copies / layout.ranks
     if layout.shards_state:
-        update *= traced.ranks / traced.copies * layout.copies / layout.ranks
+        update *= smaller
     sent = {phase: _ring_seconds(work.collectives.get(phase, {}), chip, layout) for phase in STEP_PHASES}
     gatherings, reductions = (1 if once else layout.micro_steps for once in (layout.gathers_once, layout.reduces_once))
     exposed = (
-        gatherings * _exposed(sent["forward"], forward, layout.layers)
-        + reductions * _exposed(sent["backward"], backward, layout.layers)
+        gatherings * not_overlapped(sent["forward"], forward, layout.layers)
+        + reductions * not_overlapped(sent["backward"], backward, layout.layers)
         + sent["step"]
     )
     whole = gatherings * sent["forward"] + reductions * sent["backward"] + sent["step"]
     times = layout.micro_steps
-    return StepTime(layout, times * forward, times * backward, update, whole, exposed)
+    counts = {"forward": times, "backward": times, "step": 1}
+    copied = {phase: smaller * work.nbytes(phase, COPY) / chip.host for phase in STEP_PHASES}
+    beside = {"forward": forward, "backward": backward}
+    waited = {phase: not_overlapped(copied[phase], computing, layout.layers) for phase, computing in beside.items()}
+    waited["step"] = copied["step"]
+    shared = HOST_MEMORY / min(layout.node, layout.ranks)  # bytes/s of one rank
+    host = sum(counts[phase] * smaller * work.nbytes(phase, ON_HOST) / shared for phase in STEP_PHASES)
+    return StepTime(
+        *(layout, times * forward, times * backward, update, whole, exposed),
+        copies=sum(counts[phase] * copied[phase] for phase in STEP_PHASES),
+        exposed_copies=sum(counts[phase] * waited[phase] for phase in STEP_PHASES),
+        host=host,
+    )
 
 
 def scaled_step_times(work: StepWork, chip: Chip, traced: Layout) -> Iterator[StepTime]:
@@ -151,7 +179,8 @@ def _ring_seconds(collectives: Mapping[str, CollectiveStats], chip: Chip, layout
     return total
 
 
-def _exposed(communication: float, computing: float, layers: int) -> float:
-    """Of one collective for each layer, all but one overlap with the computation of another layer."""
+def not_overlapped(communication: float, computing: float, layers: int) -> float:
+    """Seconds that communication adds: of one collective for each layer, all but one overlap with the computation of
+    another layer."""
     one = communication / layers
     return one + max(0.0, communication - one - computing * (layers - 1) / layers)

@@ -8,13 +8,21 @@ from typing import Any
 
 from finetune.planner.constants import STEP_PHASES
 from finetune.planner.plan_recipe import Planned
-from finetune.planner.roofline import CHIPS, StepTime, scaled_step_times, step_time
-from finetune.planner.trace.flops import StepWork
+from finetune.planner.roofline import CHIPS, HOST_MEMORY, StepTime, scaled_step_times, step_time
+from finetune.planner.trace.flops import COPY, ON_HOST, StepWork
+from finetune.wording import counted
 
 ASSUMED = (
     "a bound, by makers' peaks: {half:.0f} TFLOP/s in 16 bits and {single:.0f} in 32, {memory:.2f} TB/s of memory, "
     "{link:.0f} GB/s to GPUs of the machine, {between:.1f} to others; no kernel reaches them"
 )
+
+ASSUMED_OF_OFFLOAD = (
+    "assumed of what is offloaded: {host:.0f} GB/s a GPU to the host, one way (PCIe), beside forward and backward and "
+    "not beside the update; {memory:.0f} GB/s of host memory, shared by {ranks} of a machine"
+)
+
+SHORTEST = 1e-3  # seconds of a step that are shown; what a batch's token ids take is less
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,7 @@ def roofline_lines(planned: Planned) -> Iterator[str]:
                 times = "step" if phase in once else "micro-step"
                 yield f"{phase}: {each.calls:,} x {name}, {each.payload_bytes / 2**30:.2f} GiB a {times}"
     forward, backward = (work.flops(phase) / layout.tokens / 1e9 for phase in STEP_PHASES[:2])
+    yield from _offload_lines(work)
     share = _attention_share(work)
     yield f"GFLOP a token: {forward:.2f} forward, {backward:.2f} backward, {share:.0%} of both in attention"
     launches = [work.launches(phase) for phase in STEP_PHASES]
@@ -80,14 +89,24 @@ def roofline_lines(planned: Planned) -> Iterator[str]:
         yield from _speed_lines(planned.gpus.name, speed)
 
 
+def _offload_lines(work: StepWork) -> Iterator[str]:
+    """What is copied between GPU and host, and what the host computes; nothing of less than a MiB."""
+    for phase in STEP_PHASES:
+        times = "step" if phase == "step" else "micro-step"
+        for place, words in ((COPY, "between GPU and host"), (ON_HOST, "read and written by the host")):
+            nbytes = work.nbytes(phase, place)
+            if nbytes >= 2**20:
+                yield f"{phase}: {nbytes / 2**30:.2f} GiB {words} a {times}"
+
+
 def _attention_share(work: StepWork) -> float:
     both = [sum(work.flops(phase, *kinds) for phase in STEP_PHASES[:2]) for kinds in (("attention",), ())]
     return both[0] / both[1]
 
 
 def _speed(planned: Planned) -> Speed | None:
-    """None where no GPU is named, or some of the work is the host's."""
-    if planned.gpus is None or planned.gpus.name not in CHIPS or "offload" in planned.strategy:
+    """None where no GPU is named, or some of the weights or states wait on a disk."""
+    if planned.gpus is None or planned.gpus.name not in CHIPS or planned.layout.on_disk:
         return None
     work, layout, chip = planned.work, planned.layout, CHIPS[planned.gpus.name]
     scale = [] if planned.strategy == "single" else list(scaled_step_times(work, chip, layout))
@@ -110,6 +129,13 @@ def _speed_lines(gpu: str, speed: Speed) -> Iterator[str]:
     units = {name: value / 1e9 for name, value in vars(chip).items()}
     units |= {"half": chip.half / 1e12, "single": chip.single / 1e12, "memory": chip.memory / 1e12}
     yield "  " + ASSUMED.format(**units)
+    if max(time.copies, time.host) >= SHORTEST:
+        ranks = counted(min(time.layout.node, time.layout.ranks), "rank")
+        yield (
+            f"  {time.host:.2f} s of the host, {time.exposed_copies:.2f} s of copies that are not overlapped "
+            f"({time.copies:.2f} s in all)"
+        )
+        yield "  " + ASSUMED_OF_OFFLOAD.format(host=chip.host / 1e9, memory=HOST_MEMORY / 1e9, ranks=ranks)
     if scale:
         yield f"  {'ranks':<12}" + "".join(f"{each.layout.ranks:>11,}" for each in scale)
         yield f"  {'tokens/s':<12}" + "".join(f"{each.tokens_per_second:>11,.0f}" for each in scale)

@@ -54,7 +54,7 @@ def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int
         *_device(recipe, strategy, processes, folder),
         *_model(recipe, model),
         *_data(recipe),
-        *_training(recipe, strategy, processes),
+        *_training(recipe, processes),
         *_hub_and_trackers(recipe),
         *_schedule(recipe.training),
         RecipeChange({"logging_steps": 1, "eval_steps": SAVED_AFTER, "measure_phases": False}),
@@ -166,7 +166,7 @@ def _data_sets(key: str, entries: list[DataSet]) -> Iterator[RecipeChange]:
             yield RecipeChange(settings, f"{key}: the first {FEW_ROWS} rows of {source.name}")
 
 
-def _training(recipe: Recipe, strategy: Strategy, processes: int) -> Iterator[RecipeChange]:
+def _training(recipe: Recipe, processes: int) -> Iterator[RecipeChange]:
     training = recipe.training
     each = min(2, training.per_device_batch_size)
     rows = each * processes * (MICRO_STEPS if training.global_batch_size > each * processes else 1)
@@ -190,8 +190,6 @@ def _training(recipe: Recipe, strategy: Strategy, processes: int) -> Iterator[Re
     if training.float8:
         note = "training.mixed_precision: bf16 instead of fp8, of which a CPU has no products"
         yield RecipeChange({"training.mixed_precision": "bf16"}, note)
-    if training.mixed_precision == "fp16" and strategy.uses_engine:
-        yield from _bf16_for_fp16(recipe)
 
 
 def _schedule(training: Training) -> Iterator[RecipeChange]:
@@ -207,18 +205,3 @@ def _schedule(training: Training) -> Iterator[RecipeChange]:
     named = [key.rpartition(".")[2] for key in settings]
     if settings:
         yield RecipeChange(settings, f"training: {' and '.join(named)}: each number of steps is 1")
-
-
-def _bf16_for_fp16(recipe: Recipe) -> Iterator[RecipeChange]:
-    settings = {"training.mixed_precision": "bf16"}
-    base = recipe.quantization
-    if base is not None and base.load_in_4bit:
-        settings |= {
-            f"quantization.{key}": "bfloat16"
-            for key in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")
-            if getattr(base, key) == "float16"
-        }
-    if recipe.model.dtype == "float16":
-        settings |= {"model.dtype": "bfloat16"}
-    note = "training.mixed_precision: bf16 instead of fp16 with loss scaling, which DeepSpeed does not have on a CPU"
-    yield RecipeChange(settings, note)

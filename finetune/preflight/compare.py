@@ -1,7 +1,7 @@
-"""`finetune compare`: the same steps of one recipe under several strategies, one after another, each as its own job.
+"""`finetune compare`: the same steps of one recipe, varied, one row after another, each as its own job.
 
-A strategy that fails, or that this machine refuses, is a row with its reason. What the jobs train is thrown away;
-their figures and logs stay.
+A row that fails, or that this machine refuses, keeps its reason. What the jobs train is thrown away; their figures and
+logs stay.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from finetune.errors import FinetuneError
 from finetune.files import read_lines, remove_folder, write_json
 from finetune.measure.units import PHASES
 from finetune.paths import TRAIN_SCRIPT
+from finetune.preflight.compare_rows import AskedRow, ComparedRow, check_rows
 from finetune.preflight.job_failure import failure_reason
 from finetune.recipe.loader import load_recipe
-from finetune.recipe.schema import Training
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
 from finetune.training.planner_process import PLANNER_SWITCH
 
@@ -33,7 +33,7 @@ MEMORY_KEYS = ("peak", "allocated", "host_peak", "host_allocated")
 LOSS_TOLERANCE = {"no": 1e-4, "bf16": 2e-2, "fp8": 2e-2, "fp16": 1e-2}
 
 Row = dict[str, Any]
-StepCallback = Callable[[str, int | None], None]  # strategy and its finished steps; None: it ended
+StepCallback = Callable[[str, int | None], None]  # a row's name and its finished steps; None: it ended
 
 
 @dataclass(frozen=True)
@@ -42,73 +42,58 @@ class Comparison:
 
     recipe: Path
     overrides: tuple[str, ...]
-    strategies: tuple[str, ...]
+    rows: tuple[ComparedRow, ...]
     steps: int
     processes: int
     device: str  # "cpu", or the GPU's name
-    mixed_precision: str
     folder: Path
-    shortened: tuple[str, ...] = ()  # overrides that fit the schedule into so few steps
 
-    def job_folder(self, strategy: str) -> Path:
-        """The run folder of one strategy's job."""
-        return self.folder / "jobs" / Path(strategy).stem
+    def job_folder(self, row: ComparedRow) -> Path:
+        """The run folder of one row's job."""
+        return self.folder / "jobs" / row.folder
 
-    def log(self, strategy: str) -> Path:
-        """What one strategy's job printed."""
-        return self.folder / "logs" / f"{Path(strategy).stem}.log"
+    def log(self, row: ComparedRow) -> Path:
+        """What one row's job printed."""
+        return self.folder / "logs" / f"{row.folder}.log"
+
+    @property
+    def varied(self) -> tuple[str, ...]:
+        """The keys that some row sets, in the order in which they were named."""
+        return tuple(dict.fromkeys(key for row in self.rows for key, _ in row.settings))
 
 
 def plan_comparison(
     recipe: Path,
     overrides: Sequence[str],
+    asked: Sequence[AskedRow],
     *,
-    strategies: str,
     steps: int,
     processes: int | None,
     folder: Path | None,
 ) -> Comparison:
-    """Check the recipe and the folder before anything runs. Raises RecipeError, FinetuneError."""
-    loaded = load_recipe(recipe, overrides).recipe
-    names = tuple(dict.fromkeys(name.strip() for name in strategies.split(",") if name.strip()))
-    if not names:
-        raise FinetuneError("--strategies: names none; for example --strategies ddp,fsdp2")
-    for name in names:
-        read_strategy(name)  # a misspelt one is refused now, not after the jobs before it
-    run_dir = Path(loaded.run_dir)
+    """Check the recipe, every row and the folder before anything runs. Raises RecipeError, FinetuneError."""
+    rows = check_rows(recipe, overrides, asked, steps)
+    run_dir = Path(load_recipe(recipe, overrides).recipe.run_dir)
     folder = folder or run_dir.with_name(f"{run_dir.name}_compare")
     if folder.exists() and any(folder.iterdir()) and not (folder / "compare.json").is_file():
         raise FinetuneError(f"{folder}: is not a comparison's folder and not empty; name another folder with -o")
     device, count = _devices()
-    precision = loaded.training.mixed_precision
-    shortened = _shortened(loaded.training, steps)
-    return Comparison(recipe, tuple(overrides), names, steps, processes or count, device, precision, folder, shortened)
-
-
-def _shortened(training: Training, steps: int) -> tuple[str, ...]:
-    """A warmup as long as the comparison at most; what is stable takes what warmup and decay leave."""
-    settings = []
-    if (training.warmup_steps or 0) > steps:
-        settings.append(f"training.warmup_steps={steps}")
-    if "num_stable_steps" in training.lr_scheduler_kwargs:
-        arguments = {name: value for name, value in training.lr_scheduler_kwargs.items() if name != "num_stable_steps"}
-        settings.append(f"training.lr_scheduler_kwargs={json.dumps(arguments)}")
-    return tuple(settings)
+    return Comparison(recipe, tuple(overrides), tuple(rows), steps, processes or count, device, folder)
 
 
 def compare(comparison: Comparison, progress: StepCallback) -> dict[str, Any]:
-    """Run every strategy and write compare.json; returns its content."""
+    """Run every row's job and write compare.json; returns its content."""
     comparison.folder.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
-    for strategy in comparison.strategies:
+    for row in comparison.rows:
         _write(comparison, rows)  # also marks the folder as ours
-        rows.append(_run(comparison, strategy, progress))
+        rows.append(_run(comparison, row, progress))
     return _write(comparison, rows)
 
 
-def job_command(comparison: Comparison, strategy: str) -> list[str]:
-    """The launch of one strategy's job: what a user would type, with the keys that make jobs comparable."""
-    processes = read_strategy(strategy).rank_count(comparison.processes)
+def job_command(comparison: Comparison, row: ComparedRow) -> list[str]:
+    """The launch of one row's job: what a user would type, with the keys that make jobs comparable."""
+    processes = read_strategy(row.strategy).rank_count(comparison.processes)
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     if comparison.device == "cpu":
         where = "single" if processes == 1 else "cpu_2proc"
@@ -119,10 +104,9 @@ def job_command(comparison: Comparison, strategy: str) -> list[str]:
     return [
         *command,
         *comparison.overrides,
-        f"accelerate_config={strategy}",
-        f"output_dir={comparison.job_folder(strategy)}",
+        *row.overrides,
+        f"output_dir={comparison.job_folder(row)}",
         f"training.max_steps={comparison.steps}",
-        *comparison.shortened,
         f"save_steps={comparison.steps}",
         f"eval_steps={comparison.steps}",
         "training.early_stopping_patience=null",
@@ -145,29 +129,36 @@ def _devices() -> tuple[str, int]:
     return "cpu", 2
 
 
-def _run(comparison: Comparison, strategy: str, progress: StepCallback) -> Row:
-    folder, log = comparison.job_folder(strategy), comparison.log(strategy)
+def _run(comparison: Comparison, compared: ComparedRow, progress: StepCallback) -> Row:
+    folder, log = comparison.job_folder(compared), comparison.log(compared)
     if folder.exists():
         remove_folder(folder)
     log.parent.mkdir(parents=True, exist_ok=True)
-    progress(strategy, 0)
+    progress(compared.name, 0)
     with open(log, "w", encoding="utf-8") as output:
-        command = job_command(comparison, strategy)
+        command = job_command(comparison, compared)
         environment = os.environ | {"PYTHONWARNINGS": "ignore", PLANNER_SWITCH: "off"}  # no planner among what is timed
         with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process:
             while (code := _wait(process)) is None:
-                progress(strategy, _steps_done(folder))
-    row: Row = {"strategy": strategy, "ok": code == 0, "reason": None, "log": str(log)}
+                progress(compared.name, _steps_done(folder))
+    row: Row = _facts(comparison, compared) | {"ok": code == 0, "reason": None, "log": str(log)}
     if code == 0:
         row |= figures(read_lines(folder / "metrics.jsonl"), json.loads((folder / "receipt.json").read_text("utf-8")))
     else:
         row["reason"] = failure_reason(folder, log.read_text("utf-8", errors="replace"))
-    progress(strategy, _steps_done(folder))
-    progress(strategy, None)
+    progress(compared.name, _steps_done(folder))
+    progress(compared.name, None)
     for trained in ("checkpoints", "model", "adapter"):
         if (folder / trained).exists():
             remove_folder(folder / trained)
     return row
+
+
+def _facts(comparison: Comparison, row: ComparedRow) -> Row:
+    """What a row is: its name, what it sets, and the number of its curve, which rows that learn the same share."""
+    curves = list(dict.fromkeys(each.curve for each in comparison.rows))
+    facts = {"name": row.name, "strategy": row.strategy, "settings": dict(row.settings)}
+    return facts | {"curve": curves.index(row.curve), "mixed_precision": row.recipe.training.mixed_precision}
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int | None:
@@ -224,24 +215,33 @@ def _write(comparison: Comparison, rows: list[Row]) -> dict[str, Any]:
     result = {
         "recipe": str(comparison.recipe),
         "overrides": list(comparison.overrides),
+        "varied": list(comparison.varied),
         "device": comparison.device,
         "processes": comparison.processes,
         "steps": comparison.steps,
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "rows": rows,
-        "losses": loss_agreement(rows, comparison.mixed_precision),
+        "losses": loss_agreement(rows),
         "notes": notes(comparison),
     }
     write_json(comparison.folder / "compare.json", result)
     return result
 
 
-def loss_agreement(rows: Sequence[Row], mixed_precision: str) -> dict[str, Any]:
-    """The worst relative difference of final losses to the first row that ran, and whether it is within bounds."""
-    final = [row["final_loss"] for row in rows if row["ok"]]
-    bound = LOSS_TOLERANCE[mixed_precision]
-    worst = max((abs(loss - final[0]) / abs(final[0]) for loss in final), default=0.0)
-    return {"worst_relative_difference": worst, "bound": bound, "agree": worst <= bound}
+def loss_agreement(rows: Sequence[Row]) -> dict[str, Any]:
+    """The worst relative difference of final losses among rows that learn the same, to the first that ran of them, and
+    whether it is within bounds; and the same of each such group."""
+    ran = [row for row in rows if row["ok"]]
+    groups = []
+    for curve in dict.fromkeys(row["curve"] for row in ran):
+        same = [row for row in ran if row["curve"] == curve]
+        final, bound = [row["final_loss"] for row in same], LOSS_TOLERANCE[same[0]["mixed_precision"]]
+        worst = max(abs(loss - final[0]) / abs(final[0]) for loss in final)
+        figures = {"worst_relative_difference": worst, "bound": bound, "agree": worst <= bound}
+        groups.append({"rows": [row["name"] for row in same], **figures})
+    none = {"worst_relative_difference": 0.0, "bound": LOSS_TOLERANCE["no"], "agree": True}
+    farthest = max(groups, key=lambda group: group["worst_relative_difference"] / group["bound"], default=none)
+    return {key: farthest[key] for key in none} | {"groups": groups}
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -253,8 +253,10 @@ def notes(comparison: Comparison) -> list[str]:
         "FSDP2 and ZeRO-2 and 3 move as much again for each further micro-step.",
         "FSDP2 gathers the head once, the rest twice; ZeRO-3 keeps two layers gathered.",
     ]
-    if comparison.shortened:
-        lines.append(f"The schedule is fitted into {comparison.steps} steps: {' '.join(comparison.shortened)}.")
+    if len({row.curve for row in comparison.rows}) > 1:
+        lines.append("Final losses are compared among rows that learn the same: that differ in how it is computed.")
+    for shortened in dict.fromkeys(row.shortened for row in comparison.rows if row.shortened):
+        lines.append(f"The schedule is fitted into {comparison.steps} steps: {' '.join(shortened)}.")
     if comparison.device == "cpu":
         lines.append("On a CPU all memory is host memory: what is offloaded stays in the same figure.")
         lines.append("gloo carries out a reduce_scatter as an all_reduce: twice as much on the wire.")

@@ -2,40 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from finetune.errors import EnvironmentMismatch
 from finetune.output_stream import rich_console
 from finetune.preflight.compare import Comparison, Row, compare
+from finetune.preflight.compare_rows import STRATEGY_KEY
 from finetune.report.pictures import new_figure
 from finetune.wording import counted
 
 SHOWN_PHASES = ("load", "forward", "backward", "step")
 MOVING = ("forward", "backward", "step")  # traffic while loading is paid once
+TICK_CHARACTERS = 21  # below a group of bars
 PHASE_COLOURS = {"load": "#7f7f7f", "forward": "#4c78a8", "backward": "#f58518", "step": "#54a24b"}
 
 
 def run_and_report(comparison: Comparison, *, quiet: bool) -> dict[str, Any]:
     """Run the comparison, show its progress on standard error, write table and picture.
 
-    Raises EnvironmentMismatch after all is written, when no strategy ran or final losses do not agree.
+    Raises EnvironmentMismatch after all is written, when no row ran, or where final losses of rows that learn the same
+    do not agree.
     """
     result = _run_with_progress(comparison)
     if not quiet:
         print_tables(result, rich_console())
     draw(result, comparison.folder / "compare.png")
     if not any(row["ok"] for row in result["rows"]):
-        raise EnvironmentMismatch("compare: no strategy ran; the reasons are above, the logs beside compare.json")
+        raise EnvironmentMismatch("compare: no row ran; the reasons are above, the logs beside compare.json")
     if not result["losses"]["agree"]:
-        losses = " ".join(f"{row['strategy']} {row['final_loss']:.6f}" for row in result["rows"] if row["ok"])
-        raise EnvironmentMismatch(f"compare: strategies learn something else: final losses {losses}")
+        differing = {name for group in result["losses"]["groups"] if not group["agree"] for name in group["rows"]}
+        rows = [row for row in result["rows"] if row["name"] in differing]
+        losses = ", ".join(f"{row['name']} {row['final_loss']:.6f}" for row in rows)
+        raise EnvironmentMismatch(f"compare: rows that should learn the same do not: final losses {losses}")
     if not quiet:
         print(f"{comparison.folder}: compare.json, compare.png, logs/")
     return result
@@ -46,10 +53,10 @@ def _run_with_progress(comparison: Comparison) -> dict[str, Any]:
     with Progress(*columns, console=Console(stderr=True)) as bars:
         tasks: dict[str, TaskID] = {}
 
-        def show(strategy: str, step: int | None) -> None:
-            if strategy not in tasks:
-                tasks[strategy] = bars.add_task(strategy, total=comparison.steps)
-            task = tasks[strategy]
+        def show(name: str, step: int | None) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(escape(name), total=comparison.steps)
+            task = tasks[name]
             if step is None:
                 bars.stop_task(task)
             else:
@@ -68,39 +75,50 @@ def unit_of(largest: int) -> tuple[str, int]:
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
     """Memory per phase; time, traffic and loss; then reasons of the rows that failed, and what to know."""
-    rows = [row for row in result["rows"] if row["ok"]]
+    rows, head = [row for row in result["rows"] if row["ok"]], _head(result)
     if rows:
         device = f"{result['processes']} x {result['device']}, {counted(result['steps'], 'step')}"
-        for title, table in (_memory_table(rows, device, host=result["device"] != "cpu"), _traffic_table(rows)):
+        memory = _memory_table(rows, head, device, host=result["device"] != "cpu")
+        for title, table in (memory, _traffic_table(rows, head)):
             console.print(title, markup=False, highlight=False, style="bold")  # a table's own title breaks at its width
             console.print(table)
     for row in result["rows"]:
         if not row["ok"]:
-            console.print(f"{row['strategy']}: did not run: {row['reason']}", markup=False, highlight=False)
-    losses = result["losses"]
-    if len(rows) > 1:
-        verdict = "agree" if losses["agree"] else "DIFFER"
-        worst, bound = losses["worst_relative_difference"], losses["bound"]
-        console.print(f"final losses {verdict}: worst relative difference {worst:.1e}, bound {bound:g}")
+            console.print(f"{row['name']}: did not run: {row['reason']}", markup=False, highlight=False)
+    for line in _losses_in_words(result["losses"]["groups"]):
+        console.print(line, markup=False, highlight=False)
     for note in result["notes"]:
         console.print(note, markup=False, highlight=False, style="dim")
 
 
-def _memory_table(rows: Sequence[Row], device: str, *, host: bool) -> tuple[str, Table]:
+def _head(result: dict[str, Any]) -> str:
+    """What the names of the rows are."""
+    return "strategy" if list(result["varied"]) == [STRATEGY_KEY] else "row"
+
+
+def _losses_in_words(groups: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A line for each group of rows that learn the same, where there are two or more of them."""
+    for group in groups:
+        if len(group["rows"]) > 1:
+            which = "" if len(groups) == 1 else f" of {', '.join(group['rows'])}"
+            verdict = "agree" if group["agree"] else "DIFFER"
+            worst, bound = group["worst_relative_difference"], group["bound"]
+            yield f"final losses{which} {verdict}: worst relative difference {worst:.1e}, bound {bound:g}"
+
+
+def _memory_table(rows: Sequence[Row], head: str, device: str, *, host: bool) -> tuple[str, Table]:
     """Peak / allocated of each phase; on GPUs the host's peak beside the device's."""
     unit, size = unit_of(max(entry["peak_bytes"] for row in rows for entry in row["phases"].values()))
     title = f"Memory of a rank in {unit}, peak / allocated ({device})"
     table = Table(box=SIMPLE_HEAD)
-    table.add_column("strategy")
-    for phase in SHOWN_PHASES:
-        table.add_column(phase, justify="right")
-    if host:
-        table.add_column("host", justify="right")
+    table.add_column(head, overflow="fold")
+    for phase in (*SHOWN_PHASES, *["host"] * host):
+        table.add_column(phase, justify="right", no_wrap=True)
     for row in rows:
         cells = [_memory_cell(row["phases"].get(phase), size) for phase in SHOWN_PHASES]
         if host:
             cells.append(_short(max(entry["host_peak_bytes"] for entry in row["phases"].values()) / size))
-        table.add_row(row["strategy"], *cells)
+        table.add_row(escape(row["name"]), *cells)
     return title, table
 
 
@@ -113,17 +131,20 @@ def _short(value: float) -> str:
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
-def _traffic_table(rows: Sequence[Row]) -> tuple[str, Table]:
+def _traffic_table(rows: Sequence[Row], head: str) -> tuple[str, Table]:
     """Seconds, collectives and bytes of each phase of a step, and the final loss."""
     unit, size = unit_of(max(moved_per_step(row) for row in rows))
     title = f"Seconds of 20 steps, traffic of a step in {unit} (collectives), final loss"
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("strategy", "s/20", *MOVING, "sum", "in P", "loss"):
-        table.add_column(name, justify="left" if name == "strategy" else "right", no_wrap=True)
+    table.add_column(head, overflow="fold")
+    for name in ("s/20", *MOVING, "sum", "in P", "loss"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         cells = [_traffic_cell(row["phases"][phase], size) for phase in MOVING]
         seconds, total, loss = row["seconds_per_20_steps"], moved_per_step(row) / size, row["final_loss"]
-        table.add_row(row["strategy"], f"{seconds:.2f}", *cells, _short(total), _multiple(row) or "-", f"{loss:.5f}")
+        table.add_row(
+            escape(row["name"]), f"{seconds:.2f}", *cells, _short(total), _multiple(row) or "-", f"{loss:.5f}"
+        )
     return title, table
 
 
@@ -154,7 +175,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
     _draw_memory(memory, rows)
     _draw_seconds(seconds, rows)
     _draw_traffic(traffic, rows)
-    absent = [row["strategy"] for row in result["rows"] if not row["ok"]]
+    absent = [row["name"] for row in result["rows"] if not row["ok"]]
     if absent:
         figure.supxlabel(f"did not run: {', '.join(absent)} (reasons in compare.json)", fontsize=9, color="#a00000")
     figure.savefig(file)
@@ -177,7 +198,7 @@ def _draw_memory(axes: Any, rows: Sequence[Row]) -> None:
                 _short(peak), (place, peak), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=8
             )
     _finish(axes, rows, f"{unit} on one rank", "Memory per phase: peak (pale) and allocated at the end (full)")
-    axes.legend(ncols=len(SHOWN_PHASES), loc="upper center", bbox_to_anchor=(0.5, -0.08), frameon=False)
+    axes.legend(ncols=len(SHOWN_PHASES), loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
 
 def _draw_seconds(axes: Any, rows: Sequence[Row]) -> None:
@@ -201,12 +222,13 @@ def _draw_traffic(axes: Any, rows: Sequence[Row]) -> None:
         text = f"{_short(top)}{multiple}\n{calls} collectives"
         axes.annotate(text, (index, top), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=8)
     _finish(axes, rows, f"{unit} of one rank", "Traffic of one step, textbook bytes (P: bytes of the weights)")
+    axes.set_ylim(0, 1.3 * max(*bottom, 1e-9))  # matplotlib leaves no margin above a part of no height
 
 
 def _finish(axes: Any, rows: Sequence[Row], unit: str, title: str) -> None:
     most = max(row["world_size"] for row in rows)
-    names = [row["strategy"] if row["world_size"] == most else f"{row['strategy']}, 1 rank" for row in rows]
-    axes.set_xticks(range(len(rows)), names)
+    names = [row["name"] if row["world_size"] == most else f"{row['name']}, 1 rank" for row in rows]
+    axes.set_xticks(range(len(rows)), [_in_lines(name) for name in names])
     axes.set_xlim(-0.6, len(rows) - 0.4)
     axes.set_ylabel(unit)
     axes.set_title(title, loc="left", fontsize=11)
@@ -214,6 +236,11 @@ def _finish(axes: Any, rows: Sequence[Row], unit: str, title: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)
+
+
+def _in_lines(name: str) -> str:
+    """A row's name below its bars."""
+    return textwrap.fill(name, TICK_CHARACTERS, break_on_hyphens=False)
 
 
 def _pale(colour: str) -> tuple[float, ...]:

@@ -32,8 +32,8 @@ from finetune.recipe.strategy import KIND_OF_TYPE, Strategy, read_strategy
 from finetune.strategies.fsdp import weights_kept
 from finetune.strategies.gpu_needs import check_gpus, go_around_peers
 from finetune.strategies.loss_scaling import scale_losses_on_cpu
-from finetune.strategies.zero import zero_environment, zero_plugin
-from finetune.strategies.zero_requirements import compile_engine, require_engine, silenced_deepspeed
+from finetune.strategies.zero import zero_plugin
+from finetune.strategies.zero_requirements import compile_engine, require_engine, silenced_deepspeed, zero_environment
 from finetune.wording import counted
 
 Hold = Callable[[], AbstractContextManager[Any]]
@@ -180,7 +180,7 @@ def build_accelerator(recipe: Recipe, strategy: Strategy, launch: Launch) -> Acc
         process_group.backend = "cpu:gloo,cuda:nccl"  # the norm of gradients in host memory is reduced there
     zero = None
     if strategy.uses_engine:
-        zero_environment(on_cpu)
+        zero_environment(recipe, on_cpu=on_cpu)
         process_group.backend = "gloo" if on_cpu else None
         zero = zero_plugin(recipe, strategy, world_size=launch.world_size, on_cpu=on_cpu)
     with silenced_deepspeed():

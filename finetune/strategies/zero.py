@@ -6,11 +6,8 @@ DeepSpeed's own buckets cost 1 to 2 GB whatever is trained.
 
 from __future__ import annotations
 
-import logging
-import os
 import shutil
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,19 +28,6 @@ from finetune.strategies.zero_state import full_numel, full_shape, load_masters
 
 # Elements of one reduction: smaller ones are bound by latency, larger ones are not faster.
 SMALLEST_BUCKET, LARGEST_BUCKET = 2**20, 2**26
-
-
-def zero_environment(on_cpu: bool) -> None:
-    """Set what DeepSpeed and Accelerate read from the environment; before either starts a process group."""
-    # The config in force is built here. Accelerate refuses a whole config together with single fields of its own file.
-    os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # torch 2.13 renames collectives; DeepSpeed 0.19 and torch 2.11 know the old names.
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    if on_cpu:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, Accelerate silently ignores a DeepSpeed plugin
 
 
 def zero_plugin(recipe: Recipe, strategy: Strategy, *, world_size: int, on_cpu: bool) -> DeepSpeedPlugin:

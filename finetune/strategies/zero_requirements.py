@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import io
+import logging
 import os
 import shutil
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from importlib.metadata import version
@@ -24,6 +26,21 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 
 OLD_LOCK = 20.0  # seconds; who finds it all compiled holds torch's lock for milliseconds
+
+
+def zero_environment(recipe: Recipe, *, on_cpu: bool) -> None:
+    """Set what DeepSpeed and Accelerate read from the environment; before either starts a process group."""
+    # The config in force is built here. Accelerate refuses a whole config together with single fields of its own file.
+    os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # torch 2.13 renames collectives; DeepSpeed 0.19 and torch 2.11 know the old names.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    if on_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, Accelerate silently ignores a DeepSpeed plugin
+        if recipe.training.mixed_precision == "fp16":
+            _let_fp16_run_on_cpu()
 
 
 def compile_engine(strategy: Strategy, *, on_cpu: bool) -> None:
@@ -70,8 +87,6 @@ def unsuitable_for_engine(recipe: Recipe, strategy: Strategy, on_cpu: bool) -> I
     half = training.mixed_precision
     if on_cpu and torch.cuda.is_available():
         yield f"{name}: on a machine with GPUs DeepSpeed takes them; hide them with CUDA_VISIBLE_DEVICES="
-    if half == "fp16" and on_cpu:
-        yield "training.mixed_precision: DeepSpeed has no fp16 on a CPU; set bf16 or no"
     if half == "fp8":
         yield f"training.mixed_precision: fp8: {name} has one number format; set bf16, or accelerate_config: fsdp2"
     if training.optim != DEFAULT:  # zero_state.py knows the state of no other
@@ -124,6 +139,25 @@ def compile_ahead(builder: str, folder: str, on_cpu: bool) -> None:
         # As DeepSpeed asks: without a compiler it does without.
         if op_builder is not None and deepspeed.ops.__compatible_ops__.get(op_builder.NAME, False):
             op_builder.load(verbose=False)
+
+
+def _let_fp16_run_on_cpu() -> None:
+    """Have the engine take fp16 on a CPU, which torch computes there and DeepSpeed 0.19 refuses.
+
+    Its accelerator says that a CPU has no fp16 unless oneDNN has kernels of its own for it. DeepSpeed takes another
+    accelerator by `set_accelerator`; ours is its own in all but that answer.
+    """
+    with silenced_deepspeed():
+        from deepspeed.accelerator import set_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    class WithHalves(CPU_Accelerator):  # type: ignore[misc]  # DeepSpeed is not typed
+        """The CPU, with torch's fp16."""
+
+        def is_fp16_supported(self) -> bool:
+            return True
+
+    set_accelerator(WithHalves())
 
 
 def own_builds() -> Path:

@@ -23,7 +23,7 @@ from finetune.train import main as train
 from tests.support.soak_resume import write_resume_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "learn").glob("*.md"))]
 # Where a page says RECIPE.
 ANY = "recipes/llama3_70b_lora_hsdp_2x8x80gb.yaml"
 # Not of this project, or of a machine's set-up: .ci/run runs README's own lines of it.
@@ -48,6 +48,7 @@ ELSEWHERE = {
     "finetune chat runs/quickstart --step": "finished_run/test_export_step.py",
     "finetune rehearse": "preflight/test_rehearse.py",
     "finetune compare": "preflight/test_compare.py",
+    "finetune compare --lecture": "lectures/test_pages.py",
     "finetune report runs/quickstart_compare": "report/test_run_page.py",
     "finetune eval runs/quickstart --tasks": "finished_run/test_evaluate.py",
     "finetune push runs/quickstart me/devils": "hub/test_push.py",

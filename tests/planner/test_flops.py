@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.measure.collectives import CollectiveStats
 from finetune.measure.phases import Phases
+from finetune.planner import roofline
 from finetune.planner.roofline import Chip, Layout, scaled_step_times, step_time
-from finetune.planner.trace.flops import Operation, StepWork, count_operations, per_step, work_at_depth
+from finetune.planner.trace.flops import (
+    COPY,
+    ON_HOST,
+    Operation,
+    StepWork,
+    count_operations,
+    crossing_bytes,
+    operation_place,
+    per_step,
+    work_at_depth,
+)
 from tests.support import addmm_stand_in
 
 assert addmm_stand_in
@@ -162,7 +174,7 @@ def test_attention_counts_pairs_that_see_each_other() -> None:
     assert sum(op.flops for op in whole) == 2 * 2 * 2 * 3 * 16 * 64
 
 
-CHIP = Chip(half=1000.0, single=100.0, memory=10.0, link=8.0, between=2.0)
+CHIP = Chip(half=1000.0, single=100.0, memory=10.0, link=8.0, between=2.0, host=4.0)
 WORK = StepWork(
     {
         Operation("forward", "product", 2000, 10, 2): 1.0,  # two seconds of arithmetic
@@ -204,6 +216,49 @@ def test_copies_speak_over_the_slow_link_and_shards_do_not() -> None:
     found = step_time(between, CHIP, hybrid, hybrid)
     assert found.communication == pytest.approx(2 * 32 / 2 / 2 + 64 * 3 / 4 / 8)
     assert [each.layout.copies for each in scaled_step_times(between, CHIP, hybrid)] == [2, 4, 8, 16, 32, 64, 128]
+
+
+def test_offload_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks share 20 bytes a second of host memory; 4 bytes a second cross between GPU and host."""
+    monkeypatch.setattr(roofline, "HOST_MEMORY", 20.0)
+    offloaded = StepWork(
+        dict(WORK.operations)
+        | {
+            Operation("backward", "other", 0, 16, 4, COPY): 1.0,  # four seconds, of which one layer's is not overlapped
+            Operation("backward", "other", 0, 30, 4, ON_HOST): 1.0,  # three seconds
+            Operation("step", "other", 0, 100, 4, ON_HOST): 1.0,  # ten
+            Operation("step", "other", 0, 12, 4, COPY): 1.0,  # three
+        },
+        WORK.collectives,
+    )
+    without, found = (step_time(work, CHIP, LAYOUT, LAYOUT) for work in (WORK, offloaded))
+    assert (found.forward, found.backward, found.update) == (without.forward, without.backward, without.update)
+    assert (found.communication, found.exposed) == (without.communication, without.exposed)
+    assert found.copies == 3 * 4.0 + 3.0
+    assert found.exposed_copies == 3 * 1.0 + 3.0
+    assert found.host == 3 * 3.0 + 10.0
+    assert found.seconds == without.seconds + 6.0 + 19.0
+    alone = step_time(offloaded, CHIP, replace(LAYOUT, ranks=1), LAYOUT)
+    assert alone.host == 6 * 2 * 1.5 + 2 * 5.0, "twice the shard, and all of the host's memory for one rank"
+    assert alone.exposed_copies == 6 * 2.0 + 6.0, "twice the shard; backward's three other layers take 7.5 seconds"
+
+
+def test_a_slow_bus_is_waited_for() -> None:
+    slow = StepWork(dict(WORK.operations) | {Operation("backward", "other", 0, 80, 4, COPY): 1.0}, WORK.collectives)
+    # Twenty seconds: five of the first layer, and of the other fifteen what backward's other three layers leave.
+    assert step_time(slow, CHIP, LAYOUT, LAYOUT).exposed_copies == 3 * (5.0 + 15.0 - 7.5)
+
+
+def test_where_an_operation_runs() -> None:
+    device, host = torch.empty(8, device="meta"), torch.empty(8)
+    half = torch.empty(8, dtype=torch.float16, device="meta")
+    pretended = torch.device("meta")
+    assert operation_place("add", pretended, [device, device]) == "device"
+    assert operation_place("mul", pretended, [device, torch.tensor(2.0)]) == "device", "a number may be on the host"
+    assert operation_place("_fused_adamw_", pretended, [host, host]) == ON_HOST
+    assert operation_place("copy_", pretended, [device, host]) == COPY
+    assert operation_place("copy_", torch.device("cpu"), [host, host]) == "device", "on a CPU there is one place"
+    assert crossing_bytes([host, half]) == crossing_bytes([half, host, host]) == 16, "what is cast is sent narrow"
 
 
 def test_experts_cost_what_their_tokens_cost() -> None:

@@ -1,4 +1,4 @@
-"""`finetune compare`: every strategy a row, figures from the jobs' own metrics, losses that agree."""
+"""`finetune compare`: every row by what varies, figures from the jobs' own metrics, losses that agree."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from finetune.model.optimizer import learning_rate_schedule
 from finetune.preflight import compare_report
 from finetune.preflight.compare import Comparison, figures, job_command, loss_agreement, notes, plan_comparison
 from finetune.preflight.compare_report import draw, moved_per_step, print_tables, run_and_report
+from finetune.preflight.compare_rows import rows_of_options
 from finetune.preflight.job_failure import failure_reason
 from finetune.recipe.loader import load_recipe
 from tests.support.recipes import tiny, write_recipe
@@ -46,8 +47,9 @@ def recipe(tiny_llama: Path, tmp_path: Path) -> Path:
 
 
 def comparison(recipe: Path, **changes: Any) -> Comparison:
-    options: dict[str, Any] = {"strategies": "single,ddp", "steps": 3, "processes": None, "folder": None}
-    return plan_comparison(recipe, [], **(options | changes))
+    asked = rows_of_options(changes.pop("vary", []), changes.pop("strategies", "single,ddp"))
+    options: dict[str, Any] = {"steps": 3, "processes": None, "folder": None}
+    return plan_comparison(recipe, changes.pop("overrides", []), asked, **(options | changes))
 
 
 def phase_line(phase: str, step: int, rank: int, peak: int, **moved: int) -> dict[str, Any]:
@@ -65,7 +67,7 @@ def phase_line(phase: str, step: int, rank: int, peak: int, **moved: int) -> dic
     }
 
 
-def finished(strategy: str = "ddp", loss: float = 1.0, scale: int = 1) -> dict[str, Any]:
+def finished(strategy: str = "ddp", loss: float = 1.0, scale: int = 1, curve: int = 0) -> dict[str, Any]:
     """A row as a job with two ranks and two steps gives it."""
     lines: list[dict[str, Any]] = [phase_line("load", 0, 0, 100 * scale)]
     for step in (1, 2):
@@ -75,22 +77,25 @@ def finished(strategy: str = "ddp", loss: float = 1.0, scale: int = 1) -> dict[s
         lines += [phase_line("step", step, rank, 5 * scale) for rank in (0, 1)]
     parameters = {"trained": 100, "frozen": 0}
     receipt = {"world_size": 2, "parameters": parameters, "dtypes": {"master": "float32"}}
-    return {"strategy": strategy, "ok": True, "reason": None, "log": "x", **figures(lines, receipt)}
+    row = {"name": strategy, "strategy": strategy, "curve": curve, "mixed_precision": "no"}
+    return {**row, "ok": True, "reason": None, "log": "x", **figures(lines, receipt)}
 
 
 def result(*rows: dict[str, Any]) -> dict[str, Any]:
     return {
         "recipe": "r.yaml",
+        "varied": ["accelerate_config"],
         "device": "cpu",
         "processes": 2,
         "steps": 2,
         "rows": list(rows),
-        "losses": loss_agreement(rows, "no"),
+        "losses": loss_agreement(rows),
         "notes": ["a note"],
     }
 
 
-REFUSED = {"strategy": "zero9", "ok": False, "reason": "zero9: there is [no] such thing; take zero3", "log": "x"}
+REASON = "zero9: there is [no] such thing; take zero3"
+REFUSED = {"name": "zero9", "strategy": "zero9", "curve": 0, "ok": False, "reason": REASON, "log": "x"}
 
 
 def test_a_schedule_longer_than_the_comparison_is_fitted_into_it(recipe: Path) -> None:
@@ -98,13 +103,13 @@ def test_a_schedule_longer_than_the_comparison_is_fitted_into_it(recipe: Path) -
         "training.lr_scheduler_type=warmup_stable_decay", "training.warmup_steps=100",
         "training.lr_scheduler_kwargs={num_stable_steps: 0, num_decay_steps: 2}",
     ]  # fmt: skip
-    planned = plan_comparison(recipe, words, strategies="single", steps=5, processes=None, folder=None)
-    overrides = [word for word in job_command(planned, "single") if "=" in word]
+    planned = comparison(recipe, overrides=words, strategies="single", steps=5)
+    overrides = [word for word in job_command(planned, planned.rows[0]) if "=" in word]
     training = load_recipe(recipe, overrides).recipe.training
     rate = learning_rate_schedule(training, 5)
     assert [rate(step) / 1e-3 for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert any("training.warmup_steps=5" in note for note in notes(planned))
-    assert comparison(recipe).shortened == ()
+    assert comparison(recipe).rows[0].shortened == ()
 
 
 def test_figures_are_the_highest_of_ranks_and_the_last_step_s_traffic() -> None:
@@ -118,11 +123,20 @@ def test_figures_are_the_highest_of_ranks_and_the_last_step_s_traffic() -> None:
 
 
 def test_losses_must_agree() -> None:
-    assert loss_agreement([finished(loss=1.0), finished(loss=1.00001)], "no")["agree"]
+    assert loss_agreement([finished(loss=1.0), finished(loss=1.00001)])["agree"]
     rows = [finished(loss=1.0), REFUSED, finished(loss=1.001)]
-    assert not loss_agreement(rows, "no")["agree"]
-    assert loss_agreement(rows, "bf16")["agree"]
-    assert loss_agreement([REFUSED], "no")["agree"]
+    assert not loss_agreement(rows)["agree"]
+    assert loss_agreement([row | {"mixed_precision": "bf16"} for row in rows])["agree"]
+    assert loss_agreement([REFUSED])["agree"]
+
+
+def test_only_rows_that_learn_the_same_must_agree() -> None:
+    rows = [finished("a"), finished("b", loss=2.0, curve=1), finished("c", loss=1.00001), finished("d", 2.2, curve=1)]
+    losses = loss_agreement(rows)
+    assert [group["rows"] for group in losses["groups"]] == [["a", "c"], ["b", "d"]]
+    assert [group["agree"] for group in losses["groups"]] == [True, False]
+    assert losses["worst_relative_difference"] == pytest.approx(0.1)
+    assert loss_agreement(rows[:3])["agree"]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +169,7 @@ def test_tables_name_every_row() -> None:
     long = [finished(name, scale=2**22) for name in ("zero2_offload", "zero3_offload")]
     print_tables(result(*long, REFUSED), console)
     text = console.export_text()
-    for words in ("zero2_offload", "zero3_offload", REFUSED["reason"], "in GiB", "in B", "agree", "a note", "50.00"):
+    for words in ("zero2_offload", "zero3_offload", REASON, "in GiB", "in B", "agree", "a note", "50.00"):
         assert words in " ".join(text.split()), words
     assert max(len(line) for line in text.splitlines()) <= 80
     assert "…" not in text
@@ -179,30 +193,32 @@ def test_differing_losses_end_in_an_error(
 
     planned = comparison(recipe, folder=tmp_path / "compared")
     planned.folder.mkdir()
-    monkeypatch.setattr(compare_report, "compare", run([finished("a"), finished("b", loss=1.1)]))
-    with pytest.raises(EnvironmentMismatch, match=r"a 1\.500000 b 1\.650000"):
+    monkeypatch.setattr(
+        compare_report, "compare", run([finished("a"), finished("b", loss=1.1), finished("c", curve=1)])
+    )
+    with pytest.raises(EnvironmentMismatch, match=r"losses a 1\.500000, b 1\.650000$"):
         run_and_report(planned, quiet=False)
     assert "DIFFER" in capsys.readouterr().out
     monkeypatch.setattr(compare_report, "compare", run([REFUSED]))
-    with pytest.raises(EnvironmentMismatch, match="no strategy ran"):
+    with pytest.raises(EnvironmentMismatch, match="no row ran"):
         run_and_report(planned, quiet=True)
 
 
 def test_what_is_launched(recipe: Path) -> None:
-    planned = comparison(recipe, processes=4)
-    alone, four = (" ".join(job_command(planned, name)) for name in ("single", "zero3"))
+    planned = comparison(recipe, strategies="single,zero3", processes=4)
+    alone, four = (" ".join(job_command(planned, row)) for row in planned.rows)
     assert "single.yaml --num_processes 1" in alone
     assert "cpu_2proc.yaml --num_processes 4" in four
     assert "accelerate_config=zero3" in four
     assert "measure_phases=true" in four
-    on_gpus = " ".join(job_command(replace(planned, device="NVIDIA H200"), "zero3"))
+    on_gpus = " ".join(job_command(replace(planned, device="NVIDIA H200"), planned.rows[1]))
     assert "--multi_gpu --num_processes 4" in on_gpus
     assert "config_file" not in on_gpus
 
 
 def test_mistakes_are_reported_before_anything_runs(recipe: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError):
-        plan_comparison(recipe, ["nonsense=1"], strategies="ddp", steps=1, processes=None, folder=None)
+        comparison(recipe, overrides=["nonsense=1"])
     with pytest.raises(RecipeError, match="nonsense"):
         comparison(recipe, strategies="ddp,nonsense")
     with pytest.raises(FinetuneError, match="--strategies"):

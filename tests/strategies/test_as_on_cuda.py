@@ -14,6 +14,7 @@ import torch
 from finetune.errors import EnvironmentMismatch
 from finetune.finished_run.load import best_device
 from finetune.preflight.compare import plan_comparison
+from finetune.preflight.compare_rows import rows_of_options
 from finetune.preflight.gpu_proof.machine import find_gpus
 from finetune.probe.judge import precision_on
 from finetune.probe.remembered import device_kind
@@ -133,11 +134,10 @@ def test_the_engines_parts_are_compiled_for_where_they_run(monkeypatch: pytest.M
 @pytest.mark.usefixtures("gpus")
 def test_strategies_are_compared_on_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card 0")
-    options: dict[str, Any] = {"strategies": "ddp", "steps": 3, "folder": None}
-    recipe = launching.REPOSITORY / "recipes" / "quickstart.yaml"
-    planned = plan_comparison(recipe, [], processes=None, **options)
+    recipe, asked = launching.REPOSITORY / "recipes" / "quickstart.yaml", rows_of_options([], "ddp")
+    planned = plan_comparison(recipe, [], asked, steps=3, processes=None, folder=None)
     assert (planned.device, planned.processes) == ("Card 0", 2)
-    assert plan_comparison(recipe, [], processes=1, **options).processes == 1
+    assert plan_comparison(recipe, [], asked, steps=3, processes=1, folder=None).processes == 1
 
 
 def test_a_probe_computes_as_the_run_does_there() -> None:

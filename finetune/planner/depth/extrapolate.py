@@ -123,5 +123,8 @@ def layers_kept_gathered(config: Mapping[str, Any], packed: int = 1) -> int:
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     size = int(config.get("head_dim") or hidden // heads)
     attention = 2 * hidden * size * (heads + int(config.get("num_key_value_heads") or heads))
-    layer = (attention + 3 * hidden * int(config["intermediate_size"])) // packed
+    inner = config.get("intermediate_size")
+    # GPT-2 and its like name no width: their MLP has two matrices, four times as wide as the model.
+    mlp = 3 * hidden * int(inner) if inner else 2 * hidden * 4 * hidden
+    layer = (attention + mlp) // packed
     return 2 * (2 + math.ceil(int(config["vocab_size"]) * hidden / layer))

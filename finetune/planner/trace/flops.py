@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, NamedTuple
@@ -47,14 +47,20 @@ NO_WORK = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strid
 STEP_SUMS_BYTES = 3 * 8  # loss, count of tokens and stop flag, which training/step/ reduces once a step
 
 
+# Where an operation runs: on the device, on the host (an offloaded update), or as a copy between the two.
+ON_DEVICE, ON_HOST, COPY = "device", "host", "copy"
+COPIES = ("copy_", "_to_copy")
+
+
 class Operation(NamedTuple):
     """Operations of the same cost."""
 
     phase: str  # forward, backward, step
     kind: str  # product, attention or other
     flops: int
-    nbytes: int  # read and written
+    nbytes: int  # read and written; of a copy between host and device what crosses, once
     itemsize: int  # bytes of the first operand's numbers
+    place: str = ON_DEVICE
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,10 @@ class StepWork:
         """Floating-point operations of a phase; of these kinds, or of all."""
         chosen = (op for op in self.operations if op.phase == phase and (not kinds or op.kind in kinds))
         return sum(self.operations[op] * op.flops for op in chosen)
+
+    def nbytes(self, phase: str, place: str) -> float:
+        """Bytes of a phase's operations at one place."""
+        return sum(times * op.nbytes for op, times in self.operations.items() if (op.phase, op.place) == (phase, place))
 
     def launches(self, phase: str) -> float:
         """Operations of a phase where layers run as they are written, each of which launches a kernel or more."""
@@ -96,13 +106,34 @@ def count_operations(phases: Phases, *others: AroundOperation, fake_mode: Any = 
         operands = args[1:] if name.removesuffix("_") == "addmm" else args
         itemsize = next((tensor.itemsize for tensor in tensors_in(operands)), 0)
         kind, flops = _arithmetic(name, func, args, kwargs, result)
-        nbytes = _bytes(func, name, args, kwargs, result)
+        tensors = list(tensors_in([args, kwargs, result]))
+        place = operation_place(name, phases.device, tensors)
+        nbytes = crossing_bytes(tensors) if place == COPY else _bytes(func, name, args, kwargs, result)
         if flops or nbytes:
-            operations[Operation(phases.current, kind, flops, nbytes, itemsize)] += 1
+            operations[Operation(phases.current, kind, flops, nbytes, itemsize, place)] += 1
         return result
 
     with OnOperations(count, *others):
         yield operations
+
+
+def operation_place(name: str, device: torch.device, tensors: Sequence[torch.Tensor]) -> str:
+    """Where an operation on these operands and results runs; a number in host memory may be an operand on the device.
+
+    A plan for a CPU has one place.
+    """
+    on_host = [tensor.device.type == "cpu" for tensor in tensors]
+    if device.type == "cpu" or not any(on_host):
+        return ON_DEVICE
+    if all(on_host):
+        return ON_HOST
+    return COPY if name in COPIES else ON_DEVICE
+
+
+def crossing_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Bytes that a copy between host and device sends: of its source or its result, whichever is narrower."""
+    sides = [[tensor for tensor in tensors if (tensor.device.type == "cpu") is host] for host in (False, True)]
+    return min(max(map(_size, side)) for side in sides)
 
 
 def _arithmetic(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[str, int]:

@@ -13,7 +13,8 @@ logits, workspaces) comes from elsewhere and is added.
     gathered                parameters that are whole at the moment                         3
     prefetch bucket         stage3_prefetch_bucket_size elements, after forward             3
 
-This kit traces the engine itself (zero_trace.py); these terms explain what others measured, with DeepSpeed's own sizes.
+The planner traces the engine itself (planner/trace/stand_ins.py); these terms explain what others measured, with
+DeepSpeed's own sizes.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.zero_terms import Gpt2Step, ZeroJob, zero_terms
+from finetune.planner.closed_form.zero_terms import Gpt2Step, ZeroJob, zero_terms
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "zero_table.md"
 PARAMETERS, WTE = 774_030_080, 50_257 * 1280

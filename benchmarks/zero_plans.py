@@ -1,0 +1,34 @@
+"""The plans that `finetune compare --lecture zero` shows: six rows of GPT-2 Large on eight A100, each by a trace.
+
+    python benchmarks/zero_plans.py            (minutes on two cores: ZeRO-3's layers are traced many at a time)
+
+Writes finetune/lectures/zero/plans.json. A change of the planner that moves a figure is seen by
+tests/lectures/zero/test_lecture.py, whose slow test plans two of the rows anew.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from finetune.lectures.command import LECTURES
+from finetune.lectures.zero.planned import PLANS, write_plans
+from finetune.paths import CHECKOUT
+from finetune.recipe.gpus import parse_gpus
+from finetune.recipe.loader import load_recipe
+
+
+def main() -> int:
+    lecture = LECTURES["zero"]
+    recipe = load_recipe(CHECKOUT / "recipes" / lecture.recipe, lecture.overrides).recipe
+    gpus = parse_gpus(lecture.settings["gpus"])
+    assert gpus is not None
+    write_plans(recipe, gpus, lambda row: print(row, flush=True))
+    print(PLANS)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

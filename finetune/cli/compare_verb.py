@@ -1,0 +1,102 @@
+"""The verb that compares: one recipe, varied in its strategy or in any key, or a lecture. Heavy imports inside it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from finetune.cli.app import AsJson, run_verb, user_path
+from finetune.errors import FinetuneError
+
+if TYPE_CHECKING:
+    from finetune.preflight.compare_rows import AskedRow
+
+STEPS = 20
+STRATEGIES = "zero1,zero2,zero2_offload,zero3,zero3_offload,fsdp2"  # where nothing is named
+
+
+def compare(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe file, and what wins over it."),
+    ] = None,
+    lecture: Annotated[
+        str | None,
+        typer.Option(help="A lecture instead, over its own recipe or yours: docs/learn/.", show_default=False),
+    ] = None,
+    strategies: Annotated[
+        str | None, typer.Option(help="Names of accelerate_configs/, with commas between.", show_default=STRATEGIES)
+    ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=A,B", help="Vary strategy, or any recipe key; repeated: the product.", show_default=False
+        ),
+    ] = None,
+    rows: Annotated[
+        Path | None,
+        typer.Option(parser=user_path, help="YAML list of `name: [KEY=VALUE, ...]`, a row each.", show_default=False),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of each.", show_default=str(STEPS))] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Ranks; all GPUs, or 2 on a CPU.", show_default=False)
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", parser=user_path, help="Output folder; next to the run folder.", show_default=False
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The same steps, varied in strategy or any key: memory per phase, time, traffic; a table and a picture."""
+    recipe, overrides = recipe_and_overrides(words or [])
+
+    def work() -> dict[str, Any]:
+        if lecture is not None:
+            from finetune.lectures.command import hold_lecture
+
+            _refuse_beside_lecture(strategies=strategies, vary=vary, rows=rows, steps=steps, processes=processes)
+            text, facts = hold_lecture(lecture, recipe, overrides, folder, note=partial(typer.echo, err=True))
+            if not as_json:
+                typer.echo(text)
+            return {"ok": True, **facts}
+        if recipe is None:
+            raise FinetuneError("RECIPE: is missing; name a recipe file, or a lecture with --lecture NAME")
+        from finetune.preflight.compare import plan_comparison
+        from finetune.preflight.compare_report import run_and_report
+
+        asked = _asked_rows(strategies, vary or [], rows)
+        comparison = plan_comparison(recipe, overrides, asked, steps=steps or STEPS, processes=processes, folder=folder)
+        return {"ok": True, **run_and_report(comparison, quiet=as_json)}
+
+    run_verb(work, as_json=as_json)
+
+
+def _asked_rows(strategies: str | None, vary: list[str], file: Path | None) -> list[AskedRow]:
+    """The rows of one of the three options, or of the usual strategies. Raises FinetuneError."""
+    from finetune.preflight.compare_rows import rows_of_file, rows_of_options
+
+    if file is None:
+        return rows_of_options(vary, STRATEGIES if strategies is None and not vary else strategies)
+    if vary or strategies is not None:
+        other = "--vary" if vary else "--strategies"
+        raise FinetuneError(f"{other}: stands beside --rows {file}, which names every row; leave one of them out")
+    return rows_of_file(file)
+
+
+def _refuse_beside_lecture(**options: Any) -> None:
+    """A lecture decides itself what is compared."""
+    for name, value in options.items():
+        if value is not None:
+            raise FinetuneError(f"--{name}: has no effect beside --lecture, which decides it; leave one of them out")
+
+
+def recipe_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
+    """The first word is the recipe, unless it is `key=value`."""
+    if not words or ("=" in words[0] and not Path(words[0]).is_file()):
+        return None, words
+    return user_path(words[0]), words[1:]

@@ -1,0 +1,238 @@
+"""The rows of a comparison: what varies from one to the next, as `--vary`, `--strategies` or a file says it.
+
+Every row's recipe is read before the first job runs, so a key or a value that one of them refuses is a line then.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import FinetuneError, RecipeError
+from finetune.recipe.loader import COMMAND_LINE, load_recipe
+from finetune.recipe.schema import Recipe, Training
+from finetune.recipe.strategy import read_strategy
+from finetune.recipe.yaml_text import parse, shorten
+
+STRATEGY, STRATEGY_KEY = "strategy", "accelerate_config"
+# Keys that a comparison sets for every job, and what to write instead.
+OWN_KEYS = {
+    "output_dir": "name the folder by -o",
+    "training.max_steps": "name the steps by --steps",
+    "training.num_train_epochs": "name the steps by --steps",
+    **dict.fromkeys(
+        (
+            *("save_steps", "eval_steps", "logging_steps", "measure_phases", "training.resume", "hub.push"),
+            *("training.early_stopping_patience", "training.load_best_model_at_end"),
+            *("samples", "samples.count", "samples.prompts"),
+        ),
+        "leave it out",
+    ),
+}
+FORM_OF_ROWS = "write a list of `name: [key=value, ...]`, for example `- halves: [strategy=zero3, model.dtype=float16]`"
+NAME_CHARACTERS = 60  # of a row's folder
+_OPENS, _CLOSES = "[{", "]}"
+
+
+@dataclass(frozen=True)
+class AskedRow:
+    """A row as it was asked for: its name, and the settings by which it differs from the others."""
+
+    name: str
+    settings: tuple[tuple[str, str], ...]  # dotted key and value; the strategy's key is accelerate_config
+    place: str  # where it was asked for, as messages name it
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """A row whose recipe was read and is right."""
+
+    name: str
+    folder: str  # of its job, below jobs/
+    settings: tuple[tuple[str, str], ...]
+    recipe: Recipe  # as its job reads it
+    shortened: tuple[str, ...]  # overrides that fit the schedule into the comparison's steps
+
+    @property
+    def strategy(self) -> str:
+        """The name of its file in accelerate_configs/, or a path."""
+        return self.recipe.accelerate_config
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Its settings as words of a command line; those of the schedule come last."""
+        return (*(f"{key}={value}" for key, value in self.settings), *self.shortened)
+
+    @property
+    def curve(self) -> str:
+        """What the loss curve depends on: rows with the same text learn the same."""
+        from finetune.run_folder.folder import curve_identity  # with torch
+
+        return json.dumps(curve_identity(self.recipe), sort_keys=True)
+
+
+def rows_of_options(vary: Sequence[str], strategies: str | None) -> list[AskedRow]:
+    """The product of all that varies; `strategies` are one more list of values. Raises FinetuneError."""
+    options = [("--vary", word) for word in vary]
+    if strategies is not None:
+        options.insert(0, ("--strategies", f"{STRATEGY}={strategies}"))
+    axes: dict[str, list[str]] = {}
+    for option, word in options:
+        key, values = _axis(option, word)
+        if key in axes:
+            raise FinetuneError(f"{option}: {key}: is varied twice; name all its values once: {key}=A,B")
+        axes[key] = values
+    names = _short_names(axes)
+    rows = []
+    for chosen in product(*axes.values()):
+        settings = tuple(zip(axes, chosen, strict=True))
+        name = " ".join(_label(key, names[key], value) for key, value in settings)
+        rows.append(AskedRow(name, settings, "--vary" if vary else "--strategies"))
+    return rows
+
+
+def _axis(option: str, word: str) -> tuple[str, list[str]]:
+    """The key that varies, and its values, each once."""
+    key, equals, text = word.partition("=")
+    key = _real_key(key.strip())
+    if not equals or not key:
+        raise FinetuneError(f"{option}: {word}: is not key=A,B; for example --vary training.mixed_precision=fp16,bf16")
+    values = list(dict.fromkeys(value for value in split_values(text) if value))
+    if not values:
+        raise FinetuneError(f"{option}: {key}: has no value; for example --strategies ddp,fsdp2")
+    _refuse_own(option, key)
+    return key, values
+
+
+def _real_key(key: str) -> str:
+    return STRATEGY_KEY if key == STRATEGY else key
+
+
+def _refuse_own(place: str, key: str) -> None:
+    if key in OWN_KEYS:
+        raise FinetuneError(f"{place}: {key}: is the same in every row of a comparison; {OWN_KEYS[key]}")
+
+
+def split_values(text: str) -> list[str]:
+    """Values with commas between; a comma inside of brackets or quotes belongs to its value."""
+    values, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in _OPENS + _CLOSES:
+            depth += 1 if character in _OPENS else -1
+        if character == "," and depth <= 0 and not quote:
+            values.append("")
+        else:
+            values[-1] += character
+    return [value.strip() for value in values]
+
+
+def _short_names(keys: Sequence[str] | dict[str, list[str]]) -> dict[str, str]:
+    """Each key's last part, or all of it where two keys end alike."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return {key: end if last.count(end) == 1 else key for key, end in zip(keys, last, strict=True)}
+
+
+def _label(key: str, name: str, value: str) -> str:
+    """`name=value`; of a strategy the value alone, which is a name."""
+    return value if key == STRATEGY_KEY else f"{name}={shorten(' '.join(value.split()), 40)}"
+
+
+def rows_of_file(file: Path) -> list[AskedRow]:
+    """The rows that a YAML file names: a list of `name: [key=value, ...]`. Raises FinetuneError."""
+    try:
+        parsed = parse(file.read_text("utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise FinetuneError(f"--rows: {file}: cannot be read ({reason}); name a YAML file of rows") from None
+    if parsed.flaws:
+        flaw = parsed.flaws[0]
+        raise FinetuneError(f"--rows: {file}:{flaw.place.line}:{flaw.place.column}: {flaw.problem}")
+    if not isinstance(parsed.value, list) or not parsed.value:
+        raise FinetuneError(f"--rows: {file}: is not a list of rows; {FORM_OF_ROWS}")
+    rows = []
+    for index, entry in enumerate(parsed.value):
+        place = f"--rows: {file}:{parsed.values[index,].line}"
+        rows.append(_row_of_entry(entry, place))
+        if rows[-1].name in [row.name for row in rows[:-1]]:
+            raise FinetuneError(f"{place}: {rows[-1].name}: is the name of two rows; rename one of them")
+    return rows
+
+
+def _row_of_entry(entry: Any, place: str) -> AskedRow:
+    pairs = list(entry.items()) if isinstance(entry, dict) else []
+    if len(pairs) != 1 or not isinstance(pairs[0][1], list) or not all(isinstance(word, str) for word in pairs[0][1]):
+        raise FinetuneError(f"{place}: is not a row; {FORM_OF_ROWS}")
+    name, words = str(pairs[0][0]), pairs[0][1]
+    settings = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key.strip():
+            raise FinetuneError(f"{place}: {name}: {word}: is not key=value; {FORM_OF_ROWS}")
+        key = _real_key(key.strip())
+        _refuse_own(f"{place}: {name}", key)
+        settings.append((key, value.strip()))
+    return AskedRow(name, tuple(settings), f"{place}: {name}")
+
+
+def check_rows(recipe: Path, overrides: Sequence[str], asked: Sequence[AskedRow], steps: int) -> list[ComparedRow]:
+    """Read every row's recipe. Raises RecipeError with each mistake of the rows once, in one line."""
+    load_recipe(recipe, overrides)  # its own mistakes are the recipe's
+    rows: list[ComparedRow] = []
+    mistakes: list[str] = []
+    folders: list[str] = []
+    for row in asked:
+        words = [*overrides, *(f"{key}={value}" for key, value in row.settings)]
+        try:
+            shortened = _shortened(load_recipe(recipe, words).recipe.training, steps)
+            read = load_recipe(recipe, [*words, *shortened]).recipe
+            read_strategy(read.accelerate_config)
+        except RecipeError as error:
+            mistakes += _of_row(error, row)
+            continue
+        folders.append(_folder(row, folders))
+        rows.append(ComparedRow(row.name or read.accelerate_config, folders[-1], row.settings, read, shortened))
+    if mistakes:
+        raise RecipeError(list(dict.fromkeys(mistakes)))
+    return rows
+
+
+def _of_row(error: RecipeError, row: AskedRow) -> Iterator[str]:
+    """The row's mistakes: those of its own settings at its place, those of the recipe's lines with its settings."""
+    own = f"{COMMAND_LINE}: "
+    for mistake in error.mistakes:
+        line = mistake.partition("\n")[0]  # without the recipe's line and a caret
+        if line.startswith(own):
+            yield f"{row.place}: {line.removeprefix(own)}"
+        else:
+            yield f"{row.place}: {line} (with {' '.join(f'{key}={value}' for key, value in row.settings)})"
+
+
+def _folder(row: AskedRow, taken: Sequence[str]) -> str:
+    """A folder's name that says the row's; of a strategy's path the file's."""
+    strategy = dict(row.settings).get(STRATEGY_KEY, "")
+    words = row.name.replace(strategy, Path(strategy).stem) if "/" in strategy else row.name
+    name = re.sub(r"[^\w.-]+", "_", words.replace("=", "-")).strip("_.")[:NAME_CHARACTERS] or "recipe"
+    number, unique = 2, name
+    while unique in taken:
+        number, unique = number + 1, f"{name}-{number}"
+    return unique
+
+
+def _shortened(training: Training, steps: int) -> tuple[str, ...]:
+    """A warmup as long as the comparison at most; what is stable takes what warmup and decay leave."""
+    settings = []
+    if (training.warmup_steps or 0) > steps:
+        settings.append(f"training.warmup_steps={steps}")
+    if "num_stable_steps" in training.lr_scheduler_kwargs:
+        arguments = {name: value for name, value in training.lr_scheduler_kwargs.items() if name != "num_stable_steps"}
+        settings.append(f"training.lr_scheduler_kwargs={json.dumps(arguments)}")
+    return tuple(settings)

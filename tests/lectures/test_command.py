@@ -1,0 +1,105 @@
+"""`finetune compare --lecture`: its mistakes, its own settings, and what it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finetune.cli.compare_verb import recipe_and_overrides
+from finetune.cli.main import main
+from finetune.lectures import command
+from finetune.lectures.command import LECTURES, lecture_function
+from finetune.lectures.output import Chapter, LectureRequest, Told, columns
+from finetune.paths import CHECKOUT
+
+SEEN: list[LectureRequest] = []
+
+
+def told(asked: LectureRequest) -> Told:
+    SEEN.append(asked)
+    return Told([Chapter("One", ["a line"]), Chapter("Two", ["b"], measured=True)], {"figure": 3}, Path.touch)
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Every lecture is `told`, in a folder of its own."""
+    SEEN.clear()
+    monkeypatch.setattr(command, "lecture_function", lambda name: told)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--lecture", "memry"], "--lecture: memry: there is no such lecture; did you mean memory?"),
+        (["--lecture", "x"], "there is no such lecture; name one of memory, "),
+        (["--lecture", "collectives", "recipes/quickstart.yaml"], "the lecture collectives has no recipe"),
+        (["--lecture", "collectives", "mib=much"], "mib: much: is not a whole number from 1 on; write mib=12"),
+        (["--lecture", "formats", "numbers=one"], "numbers: one: is not numbers; write numbers=0.1"),
+        (["--lecture", "formats", "numbers=inf"], "numbers: inf: must be finite"),
+        (["--lecture", "overlap", "gpu=H9"], "gpu: H9: the plan has no speeds of it; write gpu= and one of T4"),
+        (["--lecture", "memory", "training.max_stepz=3"], "training.max_stepz"),
+        ([], "RECIPE: is missing; name a recipe file, or a lecture with --lecture NAME"),
+    ],
+)
+def test_a_mistake_is_a_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", *words]) == 2
+    output = capsys.readouterr()
+    assert said in output.err
+    assert "Traceback" not in output.err
+    assert not list(tmp_path.rglob("*.png"))
+
+
+def test_own_settings_are_told_from_overrides(played: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--lecture", "formats", "mine.yaml", "numbers=2,3", "data.max_length=64"]) == 0
+    assert SEEN[0].recipe == Path("mine.yaml")
+    assert SEEN[0].overrides == ("data.max_length=64",)
+    assert dict(SEEN[0].settings) == {"numbers": "2,3", "steps": LECTURES["formats"].settings["steps"]}
+    out = capsys.readouterr().out
+    assert "One\na line\n\nTwo [measured here]\nb\n\nruns/lecture_formats/formats.png" in out
+
+
+def test_without_a_recipe_it_takes_its_own(played: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--lecture", "memory", "training.optim=adamw_8bit", "--json"]) == 0
+    assert SEEN[0].recipe == CHECKOUT / "recipes" / LECTURES["memory"].recipe
+    assert SEEN[0].overrides == (*LECTURES["memory"].overrides, "training.optim=adamw_8bit")
+    result = json.loads(capsys.readouterr().out)
+    assert (result["ok"], result["lecture"], result["figure"]) == (True, "memory", 3)
+    assert json.loads(Path("runs/lecture_memory/memory.json").read_text("utf-8")) == {"lecture": "memory", "figure": 3}
+
+
+def test_a_folder_with_something_else_is_refused(played: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (played / "mine").mkdir()
+    (played / "mine" / "thesis.txt").touch()
+    assert main(["compare", "--lecture", "memory", "-o", "mine"]) == 2
+    assert "mine: is not the folder of this lecture and not empty" in capsys.readouterr().err
+    assert not SEEN
+
+
+def test_every_lecture_has_a_function_and_a_recipe_that_is_there() -> None:
+    assert set(LECTURES) >= {"memory", "formats", "collectives"}
+    for name, lecture in LECTURES.items():
+        assert callable(lecture_function(name))
+        assert not lecture.recipe or (CHECKOUT / "recipes" / lecture.recipe).is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "recipe", "overrides"),
+    [
+        ([], None, []),
+        (["a=1"], None, ["a=1"]),
+        (["r.yaml", "a=1"], Path("r.yaml"), ["a=1"]),
+    ],
+)
+def test_the_first_word_is_the_recipe(words: list[str], recipe: Path | None, overrides: list[str]) -> None:
+    assert recipe_and_overrides(words) == (recipe, overrides)
+
+
+def test_columns_stand_below_each_other() -> None:
+    assert columns(("a", "long"), [("b", "1"), ("ccc", "22")]) == ["a    long", "---------", "b       1", "ccc    22"]
