@@ -87,7 +87,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     from finetune.strategies.accelerator import device_of
     from finetune.tokens.dataset import prepare
     from finetune.training.batch_notes import batch_notes
-    from finetune.training.batch_plan import plan_batches
+    from finetune.training.batch_plan import one_width, plan_batches
     from finetune.training.run import check_best
     from finetune.training.session import train_and_report
     from finetune.training.start import Start
@@ -106,7 +106,12 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     adapter = find_start_adapter(recipe)
     prepared = prepare(recipe, tokenizer)
     flat = attention_name(recipe) == attention.NAME
-    plan = plan_batches(recipe, len(prepared.train), world_size=launch.world_size, rank=launch.rank, flat=flat)
+    stages, width = strategy.stage_count(launch.world_size), None
+    if strategy.schedule is not None:
+        sets = [rows for rows in (prepared.train, prepared.eval) if rows is not None]
+        width = one_width(recipe.training.per_device_batch_size, sets)
+    place = {"world_size": launch.world_size, "rank": launch.rank, "stages": stages}
+    plan = plan_batches(recipe, len(prepared.train), **place, flat=flat, width=width)
     learning_rate_schedule(recipe.training, plan.total_steps)  # raises before the folder is made
     check_best(recipe, plan.total_steps)
     claim = _claim(loaded, prepared, adapter, command) if launch.is_main else None
