@@ -23,7 +23,7 @@ def structure(model: PreTrainedModel) -> PreTrainedModel:
     """The same model on meta."""
     attention.register()
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(model.config, attn_implementation=attention.NAME, dtype=torch.float32)
+        made = AutoModelForCausalLM.from_config(model.config, attn_implementation=attention.NAME, dtype=torch.bfloat16)
     assert isinstance(made, PreTrainedModel)
     return made
 

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import FinetuneError
 
 TOKENS = 8  # of the forward on meta
+SEEN = "finetune_layout"  # an attention that has no mask, as the kit's own, and can be called on meta
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class _Seen:
 
 
 def parts_of(structure: PreTrainedModel) -> Parts:
-    """The parts of a model, which is on meta in float32 and of which nothing stays changed.
+    """The parts of a model on meta, which has another attention afterwards.
 
     Raises FinetuneError where its layers are not a line.
     """
@@ -66,6 +67,8 @@ def parts_of(structure: PreTrainedModel) -> Parts:
     ]
     if not layers or any(_inside(layer, units) for layer in layers):
         raise _refused(structure, "has no list of layers that holds all weights between embeddings and head")
+    AttentionInterface.register(SEEN, _attend)
+    structure.set_attn_implementation(SEEN)
     seen = _Seen()
     hooks = []
     for index, path in enumerate(layers):
@@ -87,6 +90,12 @@ def parts_of(structure: PreTrainedModel) -> Parts:
 
 def _inside(path: str, others: Sequence[str]) -> bool:
     return any(path == other or path.startswith(f"{other}.") or not other for other in others)
+
+
+def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """What has the shape of attention's output, [batch, tokens, heads, width], and comes of its weights."""
+    groups = query.shape[1] // value.shape[1]
+    return value.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous(), None
 
 
 def _forward(structure: PreTrainedModel) -> None:
