@@ -48,7 +48,7 @@ class Elsewhere(nn.Parameter):
         return made
 
 
-def is_trained(parameter: nn.Parameter) -> bool:
+def is_trained(parameter: Tensor) -> bool:
     """Whether a parameter is trained, on this rank or on another."""
     return parameter.trained if isinstance(parameter, Elsewhere) else parameter.requires_grad
 

@@ -58,7 +58,7 @@ def _of_group(named: Tensors, rank: int) -> OwnPieces:
         }
         for name, tensor in distinct.items()
     }
-    copies = frozenset(name for name in distinct if isinstance(piece := named[name], Piece) and not piece.live)
+    copies = frozenset(name for name in distinct if isinstance(named[name], Piece) and not pieces[name].live)
     return OwnPieces(distinct, entries, aliases, copies)
 
 

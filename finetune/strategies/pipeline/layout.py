@@ -100,10 +100,10 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: An
 
 def _forward(structure: PreTrainedModel) -> None:
     """One document of a few tokens, as the trainer's batches have them."""
-    count = {"device": "meta", "dtype": torch.int64}
+    tokens = torch.zeros((1, TOKENS), dtype=torch.int64, device="meta")
     structure(
-        input_ids=torch.zeros((1, TOKENS), **count),
-        position_ids=torch.zeros((1, TOKENS), **count),
+        input_ids=tokens,
+        position_ids=torch.zeros_like(tokens),
         use_cache=False,
         cu_seq_lens=torch.zeros(2, dtype=torch.int32, device="meta"),
         document_lengths=(TOKENS,),

@@ -153,11 +153,14 @@ class Pipeline(nn.Module):
             hidden = torch.empty((1, tokens, wide), dtype=stage.dtype, device="meta", requires_grad=True)
             loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
             number = torch.empty(1, dtype=torch.int64, device="meta")
-            shapes = {
-                "input_args": (number if stage.is_first else hidden,),
-                "output_args": (loss if stage.is_last else hidden,),
-            }
-            made = PipelineStage(stage, stage.index, len(self.layers), self._device, **shapes)
+            made = PipelineStage(
+                stage,
+                stage.index,
+                len(self.layers),
+                self._device,
+                input_args=number if stage.is_first else hidden,
+                output_args=loss if stage.is_last else hidden,
+            )
             kind = SCHEDULES[self.schedule] if train else ScheduleGPipe
             self._made[key] = kind(made, micro_batches, loss_fn=self._loss if train else None, scale_grads=False)
         return self._made[key]
