@@ -43,9 +43,12 @@ class Chain:
         self.parts: Parts = parts_of(structure(make()))
         self.models = [taught(make()) for _ in layers]
         self.holdings: list[Holding] = []
+        self.shared: list[list[nn.Parameter]] = []
         self.stages: list[Stage] = []
         for index, model in enumerate(self.models):
-            self.holdings.append(hold(model, model, self.parts, list(layers), index, CPU)[0])
+            holding, shared = hold(model, model, self.parts, list(layers), index, CPU)
+            self.holdings.append(holding)
+            self.shared.append(shared)
             self.stages.append(Stage(model, self.parts, layers, index, nullcontext, torch.float32))
 
     def forward_and_backward(self, batch: dict[str, Any]) -> Tensor:

@@ -77,7 +77,7 @@ def hold(
 ) -> tuple[Holding, list[nn.Parameter]]:
     """Leave on `device` what this stage holds, and on meta all else; in place.
 
-    Returns what is held where, and the trained weights that more than one stage holds.
+    Returns what is held where, and the trained weights that this stage and another one hold.
     """
     paths = {id(parameter): name for name, parameter in model.named_parameters()}
     stages: dict[int, set[int]] = {}
@@ -97,7 +97,7 @@ def hold(
     for name, buffer in list(model.named_buffers()):
         replace_tensor(model, name, buffer.to(device))
     named = dict(model.named_parameters())
-    shared = [named[name] for name, where in trained.items() if len(where) > 1]
+    shared = [named[name] for name, where in trained.items() if len(where) > 1 and stage in where]
     return Holding(trained, aliases, stage), shared
 
 

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.errors import FinetuneError
 
-TOKENS = 8  # of the forward on meta
+_TOKENS = 8  # of the forward on meta
 SEEN = "finetune_layout"  # an attention that has no mask, as the kit's own, and can be called on meta
 
 
@@ -100,13 +100,13 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: An
 
 def _forward(structure: PreTrainedModel) -> None:
     """One document of a few tokens, as the trainer's batches have them."""
-    tokens = torch.zeros((1, TOKENS), dtype=torch.int64, device="meta")
+    tokens = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
     structure(
         input_ids=tokens,
         position_ids=torch.zeros_like(tokens),
         use_cache=False,
         cu_seq_lens=torch.zeros(2, dtype=torch.int32, device="meta"),
-        document_lengths=(TOKENS,),
+        document_lengths=(_TOKENS,),
     )
 
 
@@ -125,7 +125,7 @@ def _entering(seen: _Seen, index: int, model: nn.Module) -> Any:
 
 def _left(seen: _Seen, model: nn.Module) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not isinstance(output, Tensor) or output.shape[:2] != (1, TOKENS):
+        if not isinstance(output, Tensor) or output.shape[:2] != (1, _TOKENS):
             raise _refused(model, "has layers that give more than one tensor of [batch, tokens, hidden]")
         seen.gave, seen.layers = output, seen.layers + 1
 
@@ -138,7 +138,7 @@ def _ran(seen: _Seen, path: str, layers: int, model: nn.Module) -> Any:
             raise _refused(model, f"runs {path} between its layers")
         if seen.layers:
             seen.after.append(path)
-        elif isinstance(output, Tensor) and output.shape[:2] == (1, TOKENS) and output.ndim == 3:
+        elif isinstance(output, Tensor) and output.shape[:2] == (1, _TOKENS) and output.ndim == 3:
             seen.before[path] = output.shape[-1]
         else:
             raise _refused(model, f"makes of tokens, by {path}, what is not [batch, tokens, width]")

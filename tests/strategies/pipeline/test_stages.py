@@ -56,6 +56,7 @@ def test_a_stage_holds_its_own_part_alone() -> None:
     assert set.intersection(held[0], held[2]) == {"model.embed_tokens.weight"}  # tied: embeddings and head
     assert held[1] == {name for name in names if name.startswith("model.layers.2.")}
     assert chain.holdings[0].stages["model.embed_tokens.weight"] == (0, 2)
+    assert [len(shared) for shared in chain.shared] == [1, 0, 1]
     written = [
         set(holding.pieces(dict(model.named_parameters())))
         for holding, model in zip(chain.holdings, chain.models, strict=True)
