@@ -19,9 +19,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from finetune.measure.phases import Phases
 from finetune.strategies.pieces import Elsewhere
 from finetune.strategies.pipeline.holding import Holding
-from finetune.strategies.pipeline.stage import MicroBatch, Stage
+from finetune.strategies.pipeline.stage import Given, Stage
 
-SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "naive": ScheduleGPipe}
+_CLASSES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "naive": ScheduleGPipe}
 
 
 class Pipeline(nn.Module):
@@ -66,7 +66,7 @@ class Pipeline(nn.Module):
 
     def forward_and_backward(
         self,
-        batches: Iterable[MicroBatch],
+        batches: Iterable[Given],
         *,
         supervised_tokens: int,
         loss_sum: Tensor,
@@ -161,7 +161,7 @@ class Pipeline(nn.Module):
                 input_args=number if stage.is_first else hidden,
                 output_args=loss if stage.is_last else hidden,
             )
-            kind = SCHEDULES[self.schedule] if train else ScheduleGPipe
+            kind = _CLASSES[self.schedule] if train else ScheduleGPipe
             self._made[key] = kind(made, micro_batches, loss_fn=self._loss if train else None, scale_grads=False)
         return self._made[key]
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from finetune.architecture.loss import decoder_of
 from finetune.strategies.pipeline.layout import Parts
 
-MicroBatch = Mapping[str, Any]  # tokens/batches.py, which is on this floor
+Given = Mapping[str, Any]  # tokens/batches.py, which is on this floor
 LEARNED = ("shift_labels", "supervised")  # of a micro-batch, for the last stage alone
 
 
@@ -52,7 +52,7 @@ class Stage(nn.Module):
         super().__init__()
         self.decoder, self.index, self.dtype = decoder, index, dtype
         self.is_first, self.is_last = index == 0, index == len(layers) - 1
-        self.batches: Sequence[MicroBatch] = ()  # of this step
+        self.batches: Sequence[Given] = ()  # of this step
         self.before_each: Callable[[int], None] = lambda number: None
         self.loss: Tensor | None = None  # of the latest micro-batch, on the last stage
         self._autocast, self._crossing = autocast, Crossing()
