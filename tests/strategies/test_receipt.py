@@ -111,6 +111,10 @@ def not_sharded(built: Built) -> None:
     built.strategy = read_strategy("fsdp2")
 
 
+def not_in_stages(built: Built) -> None:
+    built.strategy = read_strategy("gpipe")
+
+
 def not_quantised(built: Built) -> None:
     built.asks(quantization={"load_in_4bit": True})
 
@@ -157,6 +161,7 @@ CASES = (
     Case(adapters_unasked, "lora: layers with an adapter: asked False, runs True"),
     Case(all_frozen, "lora.target_modules: weights are trained: asked True, runs False"),
     Case(not_sharded, "accelerate_config: weights sharded: asked True, runs False"),
+    Case(not_in_stages, "accelerate_config: schedule of the pipeline: asked gpipe, runs None"),
     Case(not_quantised, "quantization: kinds of quantised layers: asked ['Linear4bit'], runs []"),
     Case(one_layer_kept, "training.activation_checkpointing: layers recomputed: asked 2, runs 1"),
     Case(
@@ -197,7 +202,7 @@ def test_other_quantised_layers_are_refused(tiny_llama: Path) -> None:
 
 def test_every_check_has_a_case(built: Built) -> None:
     places = [place for place, _, _ in receipt_checks(built.recipe, built.strategy, built.receipt())]
-    assert len(places) == len(set(places)) == 11
+    assert len(places) == len(set(places)) == 12
     seen = {place for place in places if any(case.line.startswith(f"{place}: asked ") for case in CASES)}
     assert seen | {REDUCTION} == set(places)
 
