@@ -72,7 +72,7 @@ def test_layers_that_are_no_line_are_refused() -> None:
         parts_of(model)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(17), 128, 191, 837])  # of the last three the most even split is another
 def test_split_is_the_best(seed: int) -> None:
     """Against every split that there is: the largest stage is as small as can be, then all are as even as can be."""
     draw = random.Random(seed)
