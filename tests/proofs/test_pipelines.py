@@ -18,7 +18,7 @@ import pytest
 from finetune.files import read_lines
 from finetune.preflight.gpu_proof.sequence import rewind
 from tests.support.cells import ROOT, launch
-from tests.support.curve_table import TOLERANCE, receipt_of, worst
+from tests.support.curve_table import METHODS, TOLERANCE, apart, receipt_of, worst
 from tests.support.exports import assert_same_product, assert_the_last_step_exports_alike
 from tests.support.one_curve import LENGTHS, STEPS, checkpointed, curve_of, reference, write_curve_recipe
 from tests.support.reference import Step
@@ -33,7 +33,7 @@ SPLITS: dict[str, dict[str, Any]] = {
     "checkpointed": {"training": ALONE | {"activation_checkpointing": True}},
 }
 PATIENT = 900  # seconds of a launch: four ranks share two cores, perhaps with other programs
-METHODS, SCHEDULES, LAYERS = ("full", "lora"), ("gpipe", "1f1b", "naive"), 4
+KINDS, SCHEDULES, LAYERS = ("full", "lora"), ("gpipe", "1f1b", "naive"), 4
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_one_curve(
     chats: Path,
     tmp_path: Path,
 ) -> None:
-    cells = [(model, method, split) for model in models for method in METHODS for split in SPLITS]
+    cells = [(model, method, split) for model in models for method in KINDS for split in SPLITS]
     recipes = [
         write_curve_recipe(tmp_path / "-".join(cell), models[cell[0]], chats, cell[1], SPLITS[cell[2]])
         for cell in cells
@@ -107,6 +107,27 @@ def test_one_curve(
         assert_a_pipeline_ran(recipe, schedule, stages)
         apart[model, method, split] = worst(curve_of(recipe), curve(model, method))
     assert {cell: far for cell, far in apart.items() if far > TOLERANCE} == {}
+
+
+@pytest.mark.slow
+def test_number_formats(models: dict[str, Path], chats: Path, tmp_path: Path) -> None:
+    """16-bit copies of float32 weights, adapters over a 16-bit base, and weights rounded at random, whose update waits
+    for the host, each beside its own run in one process and within that method's bounds."""
+    names = ("full, bf16", "lora, bf16", "full, pure bf16")
+    recipes: dict[str, list[Path]] = {"single": [], "gpipe": []}
+    for strategy, written in recipes.items():
+        for name in names:
+            kind, dtype, changes, *_ = METHODS[name]
+            in_16_bits = {"model": {"dtype": dtype}, "training": {"mixed_precision": "bf16"}}
+            folder = tmp_path / f"{strategy} {name}"
+            written.append(write_curve_recipe(folder, models["tied"], chats, kind, PACKED, in_16_bits, changes))
+        ranks, words = 1 if strategy == "single" else 2, [f"accelerate_config={strategy}"]
+        assert launch(written, ranks=ranks, words=words, timeout=PATIENT) == [0] * len(names)
+    for name, alone, staged in zip(names, *recipes.values(), strict=True):
+        found, wanted = curve_of(staged), curve_of(alone)
+        loss, norm = (apart([step[which] for step in found], [step[which] for step in wanted]) for which in (0, 1))
+        assert loss <= METHODS[name].loss, (name, loss)
+        assert norm <= METHODS[name].norm, (name, norm)
 
 
 @pytest.mark.slow
@@ -130,7 +151,7 @@ def test_evaluations_are_those_of_one_process(models: dict[str, Path], tmp_path:
 @pytest.mark.slow
 def test_exports_are_those_of_one_process(models: dict[str, Path], chats: Path, tmp_path: Path) -> None:
     """The last checkpoint of one process, resumed by stages that have no step left, is exported byte by byte alike."""
-    for method in METHODS:
+    for method in KINDS:
         alone = write_curve_recipe(tmp_path / f"{method} alone", models["tied"], chats, method, PACKED)
         staged = write_curve_recipe(tmp_path / f"{method} staged", models["tied"], chats, method, PACKED)
         assert launch([alone], ranks=1) == [0]
@@ -140,7 +161,7 @@ def test_exports_are_those_of_one_process(models: dict[str, Path], chats: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", KINDS)
 def test_resumed(method: str, models: dict[str, Path], chats: Path, tmp_path: Path) -> None:
     """From the third step on: on the same stages bitwise, on other ones and in one process to rounding."""
     changes = PACKED | {"save_steps": STEPS // 2, "save_total_limit": 2}
