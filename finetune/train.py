@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from finetune.launch.launcher import Launch
     from finetune.planner.closed_form.recomputation import Chosen
     from finetune.recipe.schema import Recipe
+    from finetune.recipe.strategy import Strategy
     from finetune.run_folder.folder import Claim
     from finetune.tokens.dataset import Prepared
+    from finetune.training.batch_plan import BatchPlan
 
 RANK_0_SECONDS = 10  # ranks that share a busy machine reach the same error within seconds of each other
 USAGE = (
@@ -88,7 +90,6 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     from finetune.strategies.accelerator import device_of
     from finetune.tokens.dataset import prepare
     from finetune.training.batch_notes import batch_notes
-    from finetune.training.batch_plan import plan_batches
     from finetune.training.run import check_best
     from finetune.training.session import train_and_report
     from finetune.training.start import Start
@@ -107,7 +108,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     adapter = find_start_adapter(recipe)
     prepared = prepare(recipe, tokenizer)
     flat = attention_name(recipe) == attention.NAME
-    plan = plan_batches(recipe, len(prepared.train), world_size=launch.world_size, rank=launch.rank, flat=flat)
+    plan = _plan(recipe, strategy, launch, prepared, flat=flat)
     learning_rate_schedule(recipe.training, plan.total_steps)  # raises before the folder is made
     check_best(recipe, plan.total_steps)
     claim = _claim(loaded, prepared, adapter, command) if launch.is_main else None
@@ -119,6 +120,25 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     if code == 0 and launch.is_main:
         push_after_training(recipe)
     return code
+
+
+def _plan(recipe: Recipe, strategy: Strategy, launch: Launch, prepared: Prepared, *, flat: bool) -> BatchPlan:
+    """This rank's share of every step; the stages of a pipeline share one, in micro-batches of one width."""
+    from finetune.training.batch_plan import one_width, plan_batches
+
+    width = None
+    if strategy.schedule is not None:
+        sets = [rows for rows in (prepared.train, prepared.eval) if rows is not None]
+        width = one_width(recipe.training.per_device_batch_size, sets)
+    return plan_batches(
+        recipe,
+        len(prepared.train),
+        world_size=launch.world_size,
+        rank=launch.rank,
+        flat=flat,
+        stages=strategy.stage_count(launch.world_size),
+        width=width,
+    )
 
 
 def _chosen_recomputation(recipe: Recipe, launch: Launch) -> Chosen:

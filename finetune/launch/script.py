@@ -110,7 +110,7 @@ def _misfits(plan: LaunchPlan) -> Iterator[str]:
             f"{strategy.replica_count(world, plan.ranks)} such copies; take several nodes of several GPUs, or set "
             "accelerate_config=fsdp2"
         )
-    rows = plan.loaded.recipe.training.global_batch_size
+    rows, world = plan.loaded.recipe.training.global_batch_size, strategy.data_rank_count(world)
     if rows < world:
         idle = f"{counted(rows, 'row')} a step leave {world - rows} of {world} ranks without one"
         yield f"training.global_batch_size: {idle}; raise it to {world}, or take fewer GPUs"

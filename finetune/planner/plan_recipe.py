@@ -35,6 +35,7 @@ from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, read_strategy
 from finetune.strategies.accelerator import check_combination
+from finetune.strategies.pipeline.requirements import refuse_pipeline
 from finetune.tokens.batches import MicroBatch
 
 
@@ -99,6 +100,7 @@ def plan_recipe(
     """
     strategy = read_strategy(recipe.accelerate_config)
     check_combination(recipe, strategy, on_cpu=gpus is None)
+    refuse_pipeline(strategy)
     config, source = decoder_config(recipe.model.name_or_path, recipe.model.revision)
     notes = [f"model: {source}"]
     if recipe.model.adapter is not None:

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 CONFIG_FOLDER = CHECKOUT / "accelerate_configs"
 
-Kind = Literal["single", "ddp", "fsdp", "deepspeed"]
+Kind = Literal["single", "ddp", "fsdp", "deepspeed", "pipeline"]
 KIND_OF_TYPE: dict[str, Kind] = {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
+# Accelerate has no word for a pipeline and refuses keys that it does not know: a MULTI_GPU file of this name is one.
+SCHEDULES = ("gpipe", "1f1b", "naive")
 
 # The keys that a file may have, by section; where a set is given, the value must be in it.
 # `accelerate config` writes some that say what is so anyway; they may stay.
@@ -88,6 +90,11 @@ class Strategy:
     only_where: bool  # says where to run (two CPU ranks), not how: agrees with any strategy
     num_processes: int | None
     settings: dict[str, Any]
+
+    @property
+    def schedule(self) -> str | None:
+        """In what order a pipeline computes micro-batches: gpipe, 1f1b or naive; None: there is no pipeline."""
+        return self.name if self.kind == "pipeline" else None
 
     @property
     def zero_stage(self) -> int:
@@ -182,6 +189,14 @@ class Strategy:
         """Ranks where `processes` could run."""
         return processes if self.distributed else 1
 
+    def stage_count(self, ranks: int) -> int:
+        """Stages that share the decoder layers: each of `ranks` is one under a pipeline."""
+        return ranks if self.schedule else 1
+
+    def data_rank_count(self, ranks: int) -> int:
+        """How many of `ranks` have rows of their own: the stages of a pipeline compute the same rows."""
+        return ranks // self.stage_count(ranks)
+
     def replica_count(self, ranks: int, per_node: int) -> int:
         """Copies of the sharded model on `ranks`, `per_node` on each node: one a node unless the file sets a number.
 
@@ -198,7 +213,8 @@ class Strategy:
 
     def plugin_settings(self) -> dict[str, Any]:
         """The settings that decide how the weights are distributed: `section.key` -> value."""
-        return {f"{name}.{key}": value for name in _SECTIONS for key, value in self.section(name).items()}
+        named = {"the schedule, its name": self.schedule} if self.schedule else {}
+        return named | {f"{name}.{key}": value for name in _SECTIONS for key, value in self.section(name).items()}
 
     def section(self, name: str) -> Mapping[str, Any]:
         """A section of the file, as `fsdp_config`; empty where the file has none."""
@@ -222,6 +238,8 @@ def read_strategy(name_or_path: str, *, strict: bool = True) -> Strategy:
     if kind is None:
         known = ", ".join(KIND_OF_TYPE)
         raise RecipeError([f"accelerate_config: {path}: distributed_type is not one of {known}; correct that file"])
+    if kind == "ddp" and path.stem in SCHEDULES:
+        kind = "pipeline"
     mistakes = [f"accelerate_config: {path}: {mistake}" for mistake in _mistakes(settings, kind)]
     if mistakes and strict:
         raise RecipeError(mistakes)

@@ -70,7 +70,7 @@ def load_weights(parts: Assembled, checkpoint: Checkpoint) -> None:
         load_masters_from(parts.engine, checkpoint.groups["model"])
     else:
         reshard(parts.unwrapped_model)
-        load_model(parts.unwrapped_model, checkpoint.groups["model"])
+        load_model(parts.unwrapped_model, parts.held(checkpoint.groups["model"]))
 
 
 def save_temporary(recipe: Recipe, parts: Assembled) -> Path:
@@ -100,8 +100,8 @@ def checkpoint_tensors(parts: Assembled) -> dict[str, Any]:
         return trained_pieces(parts.engine)
     reshard(parts.unwrapped_model)
     return {
-        "model": model_tensors(parts.unwrapped_model),
-        "optimizer": optimizer_tensors(parts.unwrapped_model, parts.optimizer),
+        "model": parts.to_write(model_tensors(parts.unwrapped_model)),
+        "optimizer": parts.to_write(optimizer_tensors(parts.unwrapped_model, parts.optimizer)),
     }
 
 
@@ -115,8 +115,8 @@ def _fill(parts: Assembled, folder: Path, *, hashes: bool) -> dict[str, Any]:
         load_pieces(parts.engine, saved_model, saved_optimizer)
     else:
         reshard(parts.unwrapped_model)
-        load_model(parts.unwrapped_model, saved_model)
-        load_optimizer(parts.unwrapped_model, parts.optimizer, saved_optimizer)
+        load_model(parts.unwrapped_model, parts.held(saved_model))
+        load_optimizer(parts.unwrapped_model, parts.optimizer, parts.held(saved_optimizer))
     return read_state_of(checkpoint)
 
 

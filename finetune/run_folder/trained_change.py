@@ -18,7 +18,7 @@ def trained_checksums(parts: Assembled) -> dict[str, str]:
     if parts.engine is not None:
         return checksums(trained_masters(parts.engine), all_ranks())
     reshard(parts.unwrapped_model)
-    return checksums(model_tensors(parts.unwrapped_model), all_ranks())
+    return checksums(parts.to_write(model_tensors(parts.unwrapped_model)), all_ranks())
 
 
 def unchanged_tensors(parts: Assembled, start: Mapping[str, str]) -> list[str] | None:

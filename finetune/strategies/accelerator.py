@@ -32,6 +32,7 @@ from finetune.recipe.strategy import KIND_OF_TYPE, Strategy, read_strategy
 from finetune.strategies.fsdp import weights_kept
 from finetune.strategies.gpu_needs import check_gpus, go_around_peers
 from finetune.strategies.loss_scaling import scale_losses_on_cpu
+from finetune.strategies.pipeline.requirements import require_micro_batches, require_pipeline
 from finetune.strategies.zero import zero_plugin
 from finetune.strategies.zero_requirements import compile_engine, require_engine, silenced_deepspeed, zero_environment
 from finetune.wording import counted
@@ -144,6 +145,7 @@ def _computes_on_cpu(launch: Launch) -> bool:
 def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
     on_cpu = _computes_on_cpu(launch)
     check_combination(recipe, strategy, on_cpu=on_cpu)
+    require_micro_batches(recipe, strategy, launch.world_size)
     if strategy.uses_engine:
         compile_engine(strategy, on_cpu=on_cpu)
     if not on_cpu:
@@ -156,6 +158,7 @@ def check_combination(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> No
         require_engine(recipe, strategy, on_cpu=on_cpu)
     if strategy.shards_modules:
         check_sharded_quantization(recipe)
+    require_pipeline(recipe, strategy)
     check_compiling(recipe, strategy)
     check_float8(recipe, on_cpu=on_cpu)
     check_optimizer(recipe.training.optim, on_cpu=on_cpu, sharded=strategy.shards_optimizer_state)
@@ -234,7 +237,7 @@ def _compare(recipe: Recipe, strategy: Strategy, launch: Launch, accelerator: Ac
         "dynamo_backend": accelerator.state.dynamo_plugin.backend.value,
     }
     asked = {
-        "strategy": strategy.kind,
+        "strategy": "ddp" if strategy.schedule else strategy.kind,  # Accelerate has ranks, and no word for stages
         "world size": launch.world_size,
         "mixed_precision": recipe.training.accelerate_precision,
         "gradient_accumulation_steps": 1,

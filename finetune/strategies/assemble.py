@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,7 +29,9 @@ from finetune.recipe.strategy import Strategy
 from finetune.strategies.accelerator import cores_for
 from finetune.strategies.fsdp import gathered, gathered_by_forward, make_mesh, reshard, shard_model
 from finetune.strategies.late_quantising import filled_one_by_one, load_unquantised, taken, waits_for_sharding
-from finetune.strategies.pieces import local_part
+from finetune.strategies.pieces import Piece, local_part
+from finetune.strategies.pipeline.build import staged
+from finetune.strategies.pipeline.schedule import Pipeline
 from finetune.strategies.zero import engine_dtype, fit_swap, loading_unsharded, partition, prepare_zero
 from finetune.strategies.zero_state import flat_ranges, full_weights, zero_gathers
 
@@ -46,11 +48,22 @@ class Assembled:
     optimizer: Any
     gathered_in: torch.dtype | None = None  # dtype of gathered weights, where their masters have another
     engine: Any = None  # DeepSpeed's, which holds the masters
+    pipeline: Pipeline | None = None  # of which this rank is a stage; `model` is the same
+
+    def held(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Of tensors by a weight's name, or by that and a colon: those that this rank should have."""
+        return saved if self.pipeline is None else self.pipeline.holding.held(saved)
+
+    def to_write(self, named: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor | Piece]:
+        """Of the tensors that this rank has, those of a checkpoint, as pieces where other ranks have others."""
+        return named if self.pipeline is None else self.pipeline.holding.pieces(named)
 
     def trained_weights(self, *, dtype: torch.dtype | None, keep: bool) -> dict[str, torch.Tensor]:
         """The trained weights, unsharded and in host memory, on the ranks with `keep`; every rank calls it."""
         if self.engine is not None:
             return full_weights(self.engine, dtype=dtype, keep=keep)
+        if self.pipeline is not None:
+            return self.pipeline.holding.together(self.unwrapped_model, dtype=dtype, keep=keep)
         reshard(self.unwrapped_model)  # gathered parameters are in the format of the computation
         named = self.unwrapped_model.named_parameters(remove_duplicate=False)
         return gathered([(name, tensor) for name, tensor in named if tensor.requires_grad], dtype=dtype, keep=keep)
@@ -86,6 +99,9 @@ def assemble(
             return _sharded(recipe, strategy, accelerator, unwrapped, mesh)
     if strategy.uses_engine:
         return _under_zero(recipe, strategy, accelerator, build, launch)
+    if strategy.schedule is not None:
+        unwrapped, pipeline = staged(recipe, strategy, accelerator, build)
+        return Assembled(pipeline, unwrapped, accelerator.prepare(make_optimizer(unwrapped, recipe)), pipeline=pipeline)
     unwrapped = build(recipe, accelerator.device)
     compute_adapters(unwrapped, unpacked_weight)
     model, optimizer = prepare_silenced(accelerator, unwrapped, make_optimizer(unwrapped, recipe))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from finetune.strategies.fsdp import is_first_copy, row_range
@@ -28,6 +28,29 @@ class Piece:
     tensor: Tensor  # any shape; its elements in order
     shape: tuple[int, ...]
     start: int
+    live: bool = False  # the next step changes it; else it is a copy
+
+
+class Elsewhere(nn.Parameter):
+    """The structure of a weight whose values another stage of a pipeline has: on meta, with neither bytes nor gradient.
+
+    `trained`: it is trained there. `stage_device`: where this rank would have it.
+    """
+
+    trained: bool
+    stage_device: torch.device
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, device: torch.device) -> Elsewhere:
+        """In the place of a parameter that this rank gives up."""
+        made = cls(torch.empty_like(parameter.detach(), device="meta"), requires_grad=False)
+        made.trained, made.stage_device = parameter.requires_grad, device
+        return made
+
+
+def is_trained(parameter: Tensor) -> bool:
+    """Whether a parameter is trained, on this rank or on another."""
+    return parameter.trained if isinstance(parameter, Elsewhere) else parameter.requires_grad
 
 
 @dataclass(frozen=True)

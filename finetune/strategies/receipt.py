@@ -32,6 +32,7 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import reduced_in
+from finetune.strategies.pieces import Elsewhere, is_trained
 from finetune.strategies.zero_state import full_numel, local_shard, master_dtype
 from finetune.wording import counted
 
@@ -39,8 +40,8 @@ from finetune.wording import counted
 def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, strategy: Strategy) -> dict[str, Any]:
     """The receipt of a prepared model. Raises EnvironmentMismatch where it differs from the recipe."""
     model = parts.unwrapped_model
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    trained = [parameter for parameter in model.parameters() if is_trained(parameter)]
+    frozen = [parameter for parameter in model.parameters() if not is_trained(parameter)]
     packed = {id(layer.weight) for layer in quantized_layers(model)}
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     cast_to = _compute_dtype(accelerator, parts)
@@ -59,6 +60,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
             "by": OPTIMIZERS[recipe.training.optim].library(sharded=strategy.shards_modules),
         },
         "sharding": sharding_facts(model),
+        "pipeline": None if parts.pipeline is None else parts.pipeline.facts(model),
         "dtypes": {
             "master": _dtypes(trained) if parts.engine is None else dtype_name(master_dtype(parts.engine)),
             "frozen": _dtypes(frozen),
@@ -68,7 +70,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         },
         "parameters": {
             "trained": sum(full_numel(parameter) for parameter in trained),
-            "frozen": frozen_weights(model, full_numel),
+            "frozen": frozen_weights(model, lambda weight: 0 if is_trained(weight) else full_numel(weight)),
         },
         "loss_scaling": "dynamic" if accelerator.scaler is not None else None,
         "quantized_layers": dict(Counter(type(layer).__name__ for layer in quantized_layers(model))),
@@ -93,6 +95,8 @@ def sharding_facts(model: nn.Module) -> dict[str, Any]:
     meshes, places = set(), set()
     for parameter in model.parameters():
         elements += full_numel(parameter)
+        if isinstance(parameter, Elsewhere):
+            continue
         if (part := local_shard(parameter)) is not parameter:
             sharded += full_numel(parameter)
             local = part
@@ -190,6 +194,7 @@ def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) 
             strategy.shards_parameters,
             receipt["sharding"]["sharded_parameters"] > 0,
         ),
+        ("accelerate_config: schedule of the pipeline", strategy.schedule, (receipt["pipeline"] or {}).get("schedule")),
         ("quantization: kinds of quantised layers", _asked_layers(recipe), list(receipt["quantized_layers"])),
         (
             "training.activation_checkpointing: layers recomputed",
@@ -217,14 +222,30 @@ def describe(receipt: dict[str, Any]) -> str:
     share = parameters["trained"] / (parameters["trained"] + parameters["frozen"])
     name, whole = receipt["architecture"], receipt.get("text_part_of")
     name += f", the text part of {whole}" if whole else ""
+    pipeline = f"{describe_stages(receipt)}\n" if receipt.get("pipeline") else ""
     return (
         f"{name}: {parameters['trained']:,} parameters trained ({share:.2%}) in {dtypes['master']}, "
         f"computed in {dtypes['compute']}, {receipt['strategy']} on {receipt['world_size']} x {receipt['device']}\n"
         f"{describe_reach(receipt)}{_computed_by_peft(receipt)}"
+        f"{pipeline}"
         f"data: {counted(data['documents'], 'document')} in rows that are {data['fill']:.0%} full, "
         f"{counted(data['supervised_tokens'], 'token')} learned\n"
         f"batch: {counted(batch['world_size'], 'rank')} x {counted(batch['micro_steps'], 'micro-step')} x "
         f"{counted(batch['per_device_batch_size'], 'row')}"
+    )
+
+
+def describe_stages(receipt: dict[str, Any]) -> str:
+    """A line of what each stage of a pipeline has, and how long it waits where all take the same time."""
+    pipeline, batch = receipt["pipeline"], receipt["batch"]
+    stages, micro_batches = len(pipeline["layers"]), batch["micro_steps"]
+    held = ", ".join(f"{last - first + 1}" for first, last in pipeline["layers"])
+    at_once = 1 if pipeline["schedule"] == "naive" else micro_batches
+    idle = (stages - 1) / (at_once + stages - 1)
+    return (
+        f"pipeline: {pipeline['schedule']}, {counted(stages, 'stage')} of {held} layers; micro-batches of "
+        f"{batch['width']:,} tokens, {batch['padding_share']:.0%} of them padding; each stage idle {idle:.0%} of the "
+        "time where all are as fast"
     )
 
 

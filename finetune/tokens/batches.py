@@ -15,7 +15,7 @@ import torch
 from finetune.tokens.encoder import IGNORE
 from finetune.tokens.mixture import ROW_ORDER, seeded_order
 
-__all__ = ["Documents", "MicroBatch", "micro_batches", "prefetch", "rows_of_step"]
+__all__ = ["Documents", "MicroBatch", "micro_batches", "prefetch", "rows_of_step", "without_learning"]
 
 
 class MicroBatch(TypedDict, total=False):
@@ -64,22 +64,29 @@ def micro_batches(
     world_size: int,
     per_device_batch_size: int,
     flat: bool,
+    width: int | None = None,
 ) -> list[MicroBatch]:
-    """This rank's forwards for the rows of a step: the same number on every rank.
+    """This rank's forwards for the rows of a step: the same number on every rank. Flat ones have `width` tokens, if
+    that is given: what is missing is one more document, of which nothing is learned.
 
     Rows are dealt out in turn, so that ranks differ by at most one row a micro-batch; a rank without a row gets a
     batch of one unsupervised token, because its gradients must still be reduced.
     """
     share = per_device_batch_size * world_size
     dealt = [indices[at : at + share][rank::world_size] for at in range(0, len(indices), share)]
-    return [_batch([rows.documents(int(row)) for row in rows_of_batch], flat=flat) for rows_of_batch in dealt]
+    documents = ([rows.documents(int(row)) for row in rows_of_batch] for rows_of_batch in dealt)
+    return [_batch(rows_of_batch, flat=flat, width=width) for rows_of_batch in documents]
 
 
-def _batch(rows: list[list[tuple[np.ndarray, np.ndarray]]], *, flat: bool) -> MicroBatch:
+def _batch(rows: list[list[tuple[np.ndarray, np.ndarray]]], *, flat: bool, width: int | None) -> MicroBatch:
     if not rows:
-        rows = [[(np.zeros(1, np.int64), np.full(1, IGNORE))]]
+        rows = [[_nothing_learned(1)]]
     if flat:
         documents = [document for row in rows for document in row]
+        missing = 0 if width is None else width - sum(len(ids) for ids, _ in documents)
+        assert missing >= 0, f"{width - missing if width else 0} tokens in a micro-batch of {width}"
+        if missing:
+            documents.append(_nothing_learned(missing))
         ends = np.cumsum([0] + [len(ids) for ids, _ in documents])
         return MicroBatch(
             **_joined([documents], int(ends[-1])),
@@ -87,6 +94,11 @@ def _batch(rows: list[list[tuple[np.ndarray, np.ndarray]]], *, flat: bool) -> Mi
             document_lengths=tuple(np.diff(ends).tolist()),
         )
     return _joined(rows, max(sum(len(ids) for ids, _ in row) for row in rows))
+
+
+def _nothing_learned(tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """A document of so many tokens 0."""
+    return np.zeros(tokens, np.int64), np.full(tokens, IGNORE)
 
 
 def _joined(rows: list[list[tuple[np.ndarray, np.ndarray]]], width: int) -> MicroBatch:
@@ -109,6 +121,11 @@ def _joined(rows: list[list[tuple[np.ndarray, np.ndarray]]], width: int) -> Micr
         shift_labels=torch.from_numpy(shift_labels),
         supervised=torch.from_numpy(np.flatnonzero(shift_labels != IGNORE)),
     )
+
+
+def without_learning(batch: MicroBatch) -> MicroBatch:
+    """The micro-batch for a rank that computes no loss of it."""
+    return cast(MicroBatch, {**batch, "supervised": batch["supervised"][:0]})
 
 
 def prefetch(batches: Iterable[MicroBatch], device: torch.device | str, non_blocking: bool) -> Iterator[MicroBatch]:

@@ -58,7 +58,8 @@ def notes_before_launch(recipe: Recipe, prepared: Prepared | None = None, ranks:
         why = "not counted: the data are on the Hub, or large; `finetune preview` counts them"
         return {"rows": None, "notes": [f"data: {why}", *far_rate(recipe)]}
     budget = recipe.budget
-    ranks = ranks or read_strategy(recipe.accelerate_config).rank_count(max(1, budget.gpus * budget.nodes))
+    strategy = read_strategy(recipe.accelerate_config)
+    ranks = strategy.data_rank_count(ranks or strategy.rank_count(max(1, budget.gpus * budget.nodes)))
     plan = plan_batches(recipe, counts.rows, world_size=ranks, rank=0, flat=True)
     notes = batch_notes(recipe, prepared, plan) if prepared else size_notes(recipe, counts, plan)
     return {

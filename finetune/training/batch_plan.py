@@ -6,9 +6,9 @@ No torch at import, so that `finetune check --data` and `finetune plan` can tell
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +33,11 @@ class BatchPlan:
     rank: int
     seed: int
     flat: bool  # micro-batches are one flat row of documents
+    stages: int = (
+        1  # of a pipeline, which compute the same rows; world_size and rank count those with rows of their own
+    )
+    stage: int = 0  # this rank's
+    width: int | None = None  # tokens of every micro-batch, where they are padded to one length
 
     def rows_of(self, step: int) -> np.ndarray:
         """The rows of step `step`, counted from 0; the same on every rank."""
@@ -47,17 +52,19 @@ class BatchPlan:
         )
 
     def micro_batches(self, rows: Documents, indices: np.ndarray) -> list[MicroBatch]:
-        """This rank's share of these rows."""
-        from finetune.tokens.batches import micro_batches
+        """This rank's share of these rows. Nothing in it is learned by a stage that is not the last."""
+        from finetune.tokens.batches import micro_batches, without_learning
 
-        return micro_batches(
+        batches = micro_batches(
             rows,
             indices,
             rank=self.rank,
             world_size=self.world_size,
             per_device_batch_size=self.per_device_batch_size,
             flat=self.flat,
+            width=self.width,
         )
+        return batches if self.stage == self.stages - 1 else [without_learning(batch) for batch in batches]
 
     def batches_from(self, first_step: int, rows: Documents) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of each step, from step `first_step` to the end of the run."""
@@ -73,7 +80,15 @@ class BatchPlan:
         """Forwards of one rank for this many rows."""
         return math.ceil(rows / (self.per_device_batch_size * self.world_size))
 
-    def facts(self) -> dict[str, int]:
+    def _padding(self, rows: Rows) -> dict[str, Any]:
+        """Tokens of a micro-batch, and the share of an epoch's that only fill it; nothing where none is padded."""
+        if self.width is None:
+            return {}
+        micro_batches = math.ceil(self.rows / self.global_batch_size * self.micro_steps(self.global_batch_size))
+        tokens = micro_batches * self.world_size * self.width
+        return {"width": self.width, "padding_share": 1 - int(rows.lengths.sum()) / tokens}
+
+    def facts(self, rows: Rows) -> dict[str, Any]:
         """The batch arithmetic, for the receipt and the terminal."""
         micro_steps = self.micro_steps(self.global_batch_size)
         return {
@@ -84,11 +99,33 @@ class BatchPlan:
             "micro_steps": micro_steps,
             "total_rows": self.total_rows,
             "total_steps": self.total_steps,
+            **self._padding(rows),
         }
 
 
-def plan_batches(recipe: Recipe, rows: int, *, world_size: int, rank: int, flat: bool) -> BatchPlan:
-    """Steps and rows of the run. The last step of the last epoch may be short; nothing is dropped or doubled."""
+def one_width(per_device_batch_size: int, rows: Iterable[Rows]) -> int:
+    """Tokens that any micro-batch of these sets of rows has at most."""
+    longest = [np.sort(each.lengths)[::-1][:per_device_batch_size] for each in rows]
+    return int(max(lengths.sum() for lengths in longest))
+
+
+def plan_batches(
+    recipe: Recipe,
+    rows: int,
+    *,
+    world_size: int,
+    rank: int,
+    flat: bool,
+    stages: int = 1,
+    width: int | None = None,
+) -> BatchPlan:
+    """Steps and rows of the run. The last step of the last epoch may be short; nothing is dropped or doubled.
+
+    Args:
+        world_size, rank: Of all processes; those of a pipeline follow each other.
+        stages: Of each pipeline.
+        width: Tokens that every micro-batch is padded to.
+    """
     training = recipe.training
     total_rows = rows_of_run(training, rows)
     return BatchPlan(
@@ -97,8 +134,11 @@ def plan_batches(recipe: Recipe, rows: int, *, world_size: int, rank: int, flat:
         total_steps=math.ceil(total_rows / training.global_batch_size),
         global_batch_size=training.global_batch_size,
         per_device_batch_size=training.per_device_batch_size,
-        world_size=world_size,
-        rank=rank,
+        world_size=world_size // stages,
+        rank=rank // stages,
         seed=training.seed,
         flat=flat,
+        stages=stages,
+        stage=rank % stages,
+        width=width,
     )

@@ -24,7 +24,7 @@ from finetune.wording import recomputation_in_words
 def plan_request(start: Start) -> PlanRequest:
     """Rank 0's worst step, on its own device."""
     launch, rows = start.launch, start.prepared.train
-    of_rank_0 = longest_rows(rows, start.plan)[:: launch.world_size]
+    of_rank_0 = longest_rows(rows, start.plan)[:: start.plan.world_size]
     documents = tuple(tuple(len(ids) for ids, _ in rows.documents(int(row))) for row in of_rank_0)
     device = device_of(launch)
     return PlanRequest(

@@ -23,6 +23,7 @@ from finetune.tokens.dataset import Prepared
 from finetune.tokens.mixture import Rows
 from finetune.training.batch_plan import BatchPlan
 from finetune.training.step.cast_weights import AS_THEY_ARE, CastWeights
+from finetune.training.step.micro_batches import MicroBatches
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Run:
     skip_gradient_sync: Callable[[], AbstractContextManager[Any]]  # entered for every micro-batch but a step's last
     wait_for_saves: Callable[[], None] = lambda: None  # until those in the background are complete
     weights: CastWeights = AS_THEY_ARE  # copies that forward and backward compute with
+    pipeline: MicroBatches | None = None  # through which a step's micro-batches go; None: one after another
     eval_sets: Mapping[str, Rows] = field(default_factory=dict)  # eval_rows by data set, where there are several
 
 

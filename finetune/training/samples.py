@@ -61,6 +61,11 @@ def look_before(start: Start, run: Run, parts: Assembled, output: RunOutput, ker
 def write_samples(start: Start, run: Run, parts: Assembled, output: RunOutput, *, when: str, step: int) -> None:
     """Rank 0 writes the answers; where weights are sharded, every rank takes part in computing them."""
     sharded = start.strategy.shards_parameters
+    if start.prepared.prompts and parts.pipeline is not None:
+        if when == "before":
+            left_out = f"samples: none under {start.strategy.name}, no rank of which has the whole model"
+            run.terminal.log(f"{left_out}; `finetune chat` answers when it is trained")
+        return
     if not start.prepared.prompts or not (start.launch.is_main or sharded):
         return
     together = sharded and start.launch.world_size > 1

@@ -235,6 +235,7 @@ def _build(
         wait_for_saves=saves.finish,
         skip_gradient_sync=accumulation_context(accelerator, start.strategy, parts.model),
         weights=cast_weights(recipe, start.strategy, parts.unwrapped_model),
+        pipeline=parts.pipeline,
     )
     return parts, run, state
 
@@ -243,7 +244,7 @@ def _begin_receipt(start: Start, accelerator: Accelerator, parts: Assembled, out
     """The receipt of what was built, written and printed; optimizer state is added once there is some."""
     content = write_receipt(start.recipe, accelerator, parts, start.strategy)
     content |= {"nodes": start.launch.nodes, "local_world_size": start.launch.local_world_size}
-    content |= {"batch": start.plan.facts() | steps_of(start.recipe, start.plan.total_steps)}
+    content |= {"batch": start.plan.facts(start.prepared.train) | steps_of(start.recipe, start.plan.total_steps)}
     content |= {"adapter": start.adapter.facts()} if start.adapter else {}
     content |= {"probe": start.probed, "recomputation": start.recomputation}
     content |= {"data": {"fingerprint": start.prepared.fingerprint, **start.prepared.facts}}

@@ -114,8 +114,9 @@ class AllTokensSupervised:
 
 def micro_steps_to_try(plan: BatchPlan) -> int:
     """How often the worst step runs its micro-batch: twice where steps accumulate, since the second forward runs while
-    the first one's gradients are resident."""
-    return min(2, plan.micro_steps(min(plan.global_batch_size, plan.total_rows)))
+    the first one's gradients are resident; under a pipeline as often as a step does, for their activations wait."""
+    of_a_step = plan.micro_steps(min(plan.global_batch_size, plan.total_rows))
+    return of_a_step if plan.stages > 1 else min(2, of_a_step)
 
 
 def _step(run: Run) -> int:
@@ -138,6 +139,7 @@ def _step(run: Run) -> int:
             phases=run.phases,
             skip_gradient_sync=run.skip_gradient_sync,
             weights=run.weights,
+            through=run.pipeline,
         ).read()
     except NotFinite as error:
         places = ", ".join(place for index in longest[:4] for place in rows.places(int(index)))

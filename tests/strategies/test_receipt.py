@@ -115,6 +115,10 @@ def not_sharded(built: Built) -> None:
     built.strategy = read_strategy("fsdp2")
 
 
+def not_in_stages(built: Built) -> None:
+    built.strategy = read_strategy("gpipe")
+
+
 def not_quantised(built: Built) -> None:
     built.asks(quantization={"load_in_4bit": True})
 
@@ -162,6 +166,7 @@ CASES = (
     Case(adapters_unasked, "lora: layers with an adapter: asked False, runs True"),
     Case(all_frozen, "lora.target_modules: weights are trained: asked True, runs False"),
     Case(not_sharded, "accelerate_config: weights sharded: asked True, runs False"),
+    Case(not_in_stages, "accelerate_config: schedule of the pipeline: asked gpipe, runs None"),
     Case(not_quantised, "quantization: kinds of quantised layers: asked ['Linear4bit'], runs []"),
     Case(one_layer_kept, "training.activation_checkpointing: layers recomputed: asked 2, runs 1"),
     Case(

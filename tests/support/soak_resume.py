@@ -142,7 +142,8 @@ def fingerprint(run_dir: Path) -> dict[str, Any]:
     assert state is not None
     assert state["state"] == "finished", state
     last = max((run_dir / "checkpoints").glob("step-*"))
-    files = sorted([*last.glob("*.safetensors"), *(run_dir / "adapter").glob("*"), run_dir / "samples.jsonl"])
+    # No samples under a pipeline.
+    files = sorted([*last.glob("*.safetensors"), *(run_dir / "adapter").glob("*"), *run_dir.glob("samples.jsonl")])
     hashes = {str(path.relative_to(run_dir)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     return {"metrics": lines, "files": hashes}
 

@@ -151,6 +151,26 @@ def test_shapes_and_padding() -> None:
     assert empty["cu_seq_lens"].tolist() == [0, 1]
 
 
+def test_one_width() -> None:
+    """What is missing is one more document, which sees itself alone and of which nothing is learned."""
+    rows = rows_of([[2, 3, 5], [7, 8, 9, 11, 13], [4, 15]], None)
+    options: dict[str, Any] = {"rank": 0, "world_size": 1, "per_device_batch_size": 2, "flat": True}
+    plain = micro_batches(rows, [0, 1, 2], **options)
+    padded = micro_batches(rows, [0, 1, 2], **options, width=8)
+    assert [batch["input_ids"].shape for batch in padded] == [(1, 8), (1, 8)]
+    assert [batch["document_lengths"] for batch in padded] == [(3, 5), (2, 6)]
+    for batch, before in zip(padded, plain, strict=True):
+        tokens = before["input_ids"].shape[1]
+        for name in ("input_ids", "position_ids", "shift_labels"):
+            assert torch.equal(batch[name][:, :tokens], before[name])  # type: ignore[literal-required]
+        assert torch.equal(batch["supervised"], before["supervised"])
+        assert set(batch["shift_labels"][:, tokens:].flatten().tolist()) <= {IGNORE}
+        assert batch["position_ids"][0, tokens:].tolist() == list(range(8 - tokens))
+        assert batch["cu_seq_lens"][-1] == 8
+    with pytest.raises(AssertionError, match="of 7"):
+        micro_batches(rows, [0, 1, 2], **options, width=7)
+
+
 def test_prefetch_on_a_cpu_passes_through() -> None:
     batches = micro_batches(rows_of([[1, 2, 3]], None), [0], rank=0, world_size=1, per_device_batch_size=1, flat=True)
     (moved,) = prefetch(iter(batches), "cpu", non_blocking=True)

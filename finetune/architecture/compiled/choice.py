@@ -69,6 +69,8 @@ def _not_with(recipe: Recipe, strategy: Strategy) -> str | None:
         return "activation_checkpointing: selective looks at each product, and a graph is a single operation"
     if strategy.shards_parameters and not strategy.shards_modules:
         return f"{strategy.name} gathers weights inside of layers, which one graph cannot hold"
+    if strategy.schedule is not None:
+        return f"{strategy.name} has a stage's layers take the place of others, which is not tried with graphs"
     if quantization is not None and quantization.load_in_8bit:
         return "layers of 8 bits read their inputs on the host, which one graph cannot hold"
     return None

@@ -58,7 +58,8 @@ def _of_group(named: Tensors, rank: int) -> OwnPieces:
         }
         for name, tensor in distinct.items()
     }
-    return OwnPieces(distinct, entries, aliases, frozenset(name for name in distinct if isinstance(named[name], Piece)))
+    copies = frozenset(name for name in distinct if isinstance(named[name], Piece) and not pieces[name].live)
+    return OwnPieces(distinct, entries, aliases, copies)
 
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from finetune.measure.phases import Phases
 from finetune.strategies.loss_scaling import FLOOR, loss_scale
 from finetune.tokens.batches import MicroBatch
 from finetune.training.step.cast_weights import AS_THEY_ARE, CastWeights
+from finetune.training.step.micro_batches import InTurn, MicroBatches
 from finetune.training.step.seeds import seed_generators
 from finetune.training.step.update import FACTS, clip_and_update, unsharded, updates_on_device
 
@@ -93,41 +94,34 @@ def optimizer_step(
     phases: Phases,
     skip_gradient_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
     weights: CastWeights = AS_THEY_ARE,
+    through: MicroBatches | None = None,
 ) -> StepInFlight:
     """Forward and backward of `micro_steps` micro-batches, one clip, one update.
 
-    `supervised_tokens` is the step's count over all ranks, which each rank knows from the tokenised rows. Strategies
-    reduce gradients to a mean over ranks; `num_processes` undoes that. `skip_gradient_sync` is entered for every
-    micro-batch but the last: a strategy that reduces once a step does not reduce there. `seed`: of the first
-    micro-batch's random numbers; None where the model draws none. `weights`: the copies that forward and backward
-    compute with. One collective besides the strategy's own: loss, count and stop flag together.
+    `supervised_tokens` is the step's count over all ranks, which each rank knows from the tokenised rows.
+    `skip_gradient_sync` is entered for every micro-batch but the last: a strategy that reduces once a step does not
+    reduce there. `through`: what the micro-batches are handed to; None: one after another through `model`. `seed`: of
+    the first micro-batch's random numbers; None where the model draws none. `weights`: the copies that forward and
+    backward compute with. One collective besides the strategy's own: loss, count and stop flag together.
 
     Nothing is read to the host where the device can refuse the update itself. Elsewhere this raises NotFinite before
     the update; under fp16 gradients may overflow until the loss scale has come down to 1, and the step is skipped.
     """
-    scale = accelerator.num_processes / supervised_tokens
+    computing = through or InTurn(accelerator, model, micro_steps, skip_gradient_sync)
     tally = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss sum, supervised tokens, stop flags
-    loss_sum = tally[0]
+
+    def seeded(index: int) -> None:
+        if seed is not None:
+            seed_generators(accelerator.device, seed + index)
 
     def forward_and_backward() -> int:
-        counted = 0
-        for index, batch in enumerate(islice(batches, micro_steps)):
-            last = index == micro_steps - 1
-            accelerator.sync_gradients = last
-            if seed is not None:
-                seed_generators(accelerator.device, seed + index)
-            with nullcontext() if last else skip_gradient_sync():
-                with phases("forward"):
-                    loss = model(**batch)
-                value = loss.detach()
-                loss_sum.add_(value)
-                counted += len(batch["supervised"])
-                with phases("backward"):
-                    # 0 * inf and 0 * nan are nan: a loss that is not finite on one rank makes the reduced gradients of
-                    # all ranks nan, so the one check below covers every rank without another collective.
-                    accelerator.backward(loss * (scale + 0.0 * value))
-                del loss  # free its graph before the next forward allocates
-        return counted
+        return computing.forward_and_backward(
+            islice(batches, micro_steps),
+            supervised_tokens=supervised_tokens,
+            loss_sum=tally[0],
+            before_each=seeded,
+            phases=phases,
+        )
 
     counted = weights.during(forward_and_backward, phases("forward"))
     with phases("step"):
@@ -135,22 +129,23 @@ def optimizer_step(
         if stop:
             tally[2] = 1
         if not updates_on_device(accelerator, optimizer):
-            result = _read_and_update(accelerator, model, optimizer, tally, max_grad_norm, supervised_tokens)
+            result = _read_and_update(accelerator, computing, optimizer, tally, max_grad_norm, supervised_tokens)
             return StepInFlight.landed(result)
         tally = accelerator.reduce(tally, reduction="sum")  # [3]
-        return StepInFlight(clip_and_update(optimizer, tally, max_grad_norm), supervised_tokens)
+        facts = clip_and_update(optimizer, tally, max_grad_norm, computing.gradient_norm)
+        return StepInFlight(facts, supervised_tokens)
 
 
 def _read_and_update(
     accelerator: Accelerator,
-    model: nn.Module,
+    computing: MicroBatches,
     optimizer: torch.optim.Optimizer,
     tally: Tensor,
     max_grad_norm: float | None,
     supervised_tokens: int,
 ) -> StepResult:
     """The update where the host has to decide on it. Raises NotFinite before it."""
-    norm = accelerator.clip_grad_norm_(model.parameters(), math.inf if max_grad_norm is None else max_grad_norm)
+    norm = computing.clip_gradients(optimizer, math.inf if max_grad_norm is None else max_grad_norm)
     tally = accelerator.reduce(tally, reduction="sum")  # [3]
     # The step's one wait for the device: five numbers in one read.
     facts = [tally, unsharded(norm).double().reshape(1).to(tally), loss_scale(accelerator)]

@@ -79,6 +79,7 @@ class Steps:
                 phases=run.phases,
                 skip_gradient_sync=run.skip_gradient_sync,
                 weights=run.weights,
+                through=run.pipeline,
             )
         except NotFinite as error:
             raise NotFinite(_name_rows(run, step, rows, str(error))) from error

@@ -47,8 +47,10 @@ class Seeds:
 
 
 def step_seed(plan: BatchPlan, step: int) -> int:
-    """A seed for this step and rank; micro-steps add their index to it, so two steps' seeds are far from each other."""
-    return int(np.random.SeedSequence([plan.seed, step, plan.rank]).generate_state(1, np.uint64)[0] >> np.uint64(2))
+    """A seed for this step and rank; micro-steps add their index to it, so two steps' seeds are far from each other.
+    Each stage of a pipeline has its own, that its layers do not drop what those of another one do."""
+    place = [plan.seed, step, plan.rank, *([plan.stage] if plan.stages > 1 else [])]
+    return int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> np.uint64(2))
 
 
 def seed_generators(device: torch.device, seed: int) -> None:

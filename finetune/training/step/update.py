@@ -7,6 +7,7 @@ for 8B), and nothing waits for the host: a gradient that is not finite is refuse
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,18 +42,24 @@ def keep_refusal_flag(optimizer: torch.optim.Optimizer, device: torch.device) ->
         inner.found_inf = torch.zeros((), dtype=torch.float32, device=device)
 
 
-def clip_and_update(optimizer: torch.optim.Optimizer, tally: Tensor, max_grad_norm: float | None) -> Tensor:
+def clip_and_update(
+    optimizer: torch.optim.Optimizer,
+    tally: Tensor,
+    max_grad_norm: float | None,
+    norm_of: Callable[[Any], Tensor] | None = None,
+) -> Tensor:
     """One update, with the gradient's norm clipped; none where loss or gradient of any rank is not finite, nor after
     such a step. Frees the gradients; reads nothing to the host.
 
     Args:
         tally: float64 [3], over all ranks: loss sum, supervised tokens, stop flags.
+        norm_of: The norm of the optimizer's gradients; None: `gradient_norm`.
 
     Returns:
         The step's facts, float64 [5]; the last is 1 where an earlier step was refused.
     """
     inner = unwrap_optimizer(optimizer)
-    norm = gradient_norm(inner).to(tally.device)
+    norm = (norm_of or gradient_norm)(inner).to(tally.device)
     keep_refusal_flag(inner, tally.device)
     facts = torch.cat([tally, norm.reshape(1), inner.found_inf.reshape(1)])
     # The sum is 0, or nan where a fact is not finite: it differs from a flag that is up, and nan differs from any.

@@ -22,6 +22,17 @@ def test_names_of_one_tensor_are_written_once() -> None:
     assert own.entries["a"] == {"shape": (2, 3), "dtype": "float32", "start": 0, "n": 6}
 
 
+def test_a_piece_that_the_next_step_changes_is_copied() -> None:
+    """A stage's own weight, where a partition of ZeRO is a copy already."""
+    live, made = torch.ones(3), torch.ones(3)
+    found = own_pieces({"model": {"live": Piece(live, (3,), 0, live=True), "made": Piece(made, (3,), 0)}}, 1)
+    assert found["model"].copies == {"made"}
+    copied = HostCopies().copied(found)["model"].tensors
+    live.zero_()
+    assert copied["live"].tolist() == [1, 1, 1]
+    assert copied["made"] is found["model"].tensors["made"]
+
+
 def test_a_copy_has_the_values_in_storages_of_its_own() -> None:
     found = pieces()
     copied = HostCopies().copied(found)

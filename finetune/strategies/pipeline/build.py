@@ -1,0 +1,62 @@
+"""The stage of this rank, built from a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+
+from finetune.architecture.families import router_coefficient
+from finetune.architecture.lora_linear import compute_adapters
+from finetune.errors import FinetuneError
+from finetune.launch.rendezvous import collective_timeout
+from finetune.model.build import decoder_parts, structure_alone
+from finetune.model.dtypes import COMPUTE
+from finetune.model.quantization import unpacked_weight
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import Strategy
+from finetune.strategies.pipeline.holding import hold
+from finetune.strategies.pipeline.layout import parts_of
+from finetune.strategies.pipeline.schedule import Pipeline
+from finetune.strategies.pipeline.split import layers_of_stages
+from finetune.strategies.pipeline.stage import Stage
+
+
+def staged(
+    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, build: Callable[..., nn.Module]
+) -> tuple[nn.Module, Pipeline]:
+    """The model, with this rank's part on its device and the rest on meta, and the pipeline that computes with it.
+
+    Every rank reads the model into host memory before it gives up what other stages hold: as much host memory a rank
+    as the whole model takes. Raises FinetuneError where the model cannot be split, on all ranks.
+    """
+    assert strategy.schedule is not None
+    stages, index, device = dist.get_world_size(), dist.get_rank(), accelerator.device
+    parts = parts_of(structure_alone(recipe, torch.bfloat16))  # experts have products in 16 bits alone on meta
+    unwrapped = build(recipe, torch.device("cpu"))
+    decoder = decoder_parts(unwrapped)
+    if router_coefficient(decoder.config, recipe):
+        raise FinetuneError(
+            "model.router_aux_loss_coef: a stage sees the routers of its own layers alone; set it to 0, or take "
+            "accelerate_config=fsdp2"
+        )
+    layers = layers_of_stages(recipe, decoder, parts, stages)
+    embedded = next(decoder.get_input_embeddings().parameters()).dtype
+    dtype = COMPUTE[recipe.training.mixed_precision] if strategy.casts_weights_once(recipe) else None
+    holding, shared = hold(unwrapped, decoder, parts, layers, index, device)
+    if idle := set(range(stages)) - {stage for where in holding.stages.values() for stage in where}:
+        raise FinetuneError(
+            f"lora.target_modules: stage {min(idle)} of {stages}, layers {_in_words(layers[min(idle)])}, would train "
+            "nothing; choose modules that every stage has, or launch fewer processes"
+        )
+    compute_adapters(unwrapped, unpacked_weight)
+    stage = Stage(decoder, parts, layers, index, accelerator.autocast, dtype or embedded)
+    timeout = collective_timeout(recipe)
+    return unwrapped, Pipeline(stage, layers, strategy.schedule, holding, shared, device, timeout)
+
+
+def _in_words(layers: range) -> str:
+    return f"{layers.start} to {layers.stop - 1}"

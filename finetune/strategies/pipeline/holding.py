@@ -1,0 +1,107 @@
+"""Which weights a stage holds, which of them it writes, and how all of them come together for an export.
+
+A stage keeps the whole structure: what other stages hold is on meta, under the same names, and takes no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from finetune.strategies.fsdp import replace_tensor, ties_kept
+from finetune.strategies.pieces import Elsewhere, Piece
+from finetune.strategies.pipeline.layout import Parts
+
+Thing = TypeVar("Thing")
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The trained weights by the names of the model that the recipe builds, and the stages that hold them."""
+
+    stages: Mapping[str, tuple[int, ...]]  # of each trained weight, in the model's order; tied ones have two
+    aliases: Mapping[str, str]  # further names of tied weights, trained or not -> their first name
+    stage: int
+
+    def held(self, saved: Mapping[str, Thing]) -> dict[str, Thing]:
+        """Of tensors by a weight's name, or by that and a colon: without those of other stages alone."""
+        return {key: value for key, value in saved.items() if self.stage in self._stages_of(key, (self.stage,))}
+
+    def pieces(self, named: Mapping[str, Tensor]) -> dict[str, Tensor | Piece]:
+        """Of the tensors that this stage holds, those that it writes, each in full: the first stage that has one."""
+        written = {key: value for key, value in named.items() if self._stages_of(key, ())[0] == self.stage}
+        return {key: Piece(value.detach(), tuple(value.shape), 0, live=True) for key, value in written.items()}
+
+    def together(self, model: nn.Module, *, dtype: torch.dtype | None, keep: bool) -> dict[str, Tensor]:
+        """All trained weights, in host memory of the first stage's rank, one sent after another; every rank calls it.
+
+        A tensor under two names stays one tensor. Floating-point tensors are cast to `dtype` unless it is None.
+        """
+        parameters = dict(model.named_parameters())
+        result: dict[str, Tensor] = {}
+        for name, stages in self.stages.items():
+            full = _on_first(parameters[name], stages[0], self.stage)
+            if self.stage == 0 and keep:
+                result[name] = full.to("cpu", dtype if full.is_floating_point() else None)
+        return result | {alias: result[name] for alias, name in self.aliases.items() if name in result}
+
+    def _stages_of(self, key: str, unknown: tuple[int, ...]) -> tuple[int, ...]:
+        return self.stages.get(key.partition(":")[0], unknown)
+
+
+def _on_first(parameter: nn.Parameter, owner: int, stage: int) -> Tensor:
+    """The values of a weight on the first stage; elsewhere whatever there is."""
+    if owner == 0 or stage not in (0, owner):
+        return parameter.detach()
+    if stage == owner:
+        dist.send(parameter.detach().contiguous(), dst=0)
+        return parameter.detach()
+    received = torch.empty(parameter.shape, dtype=parameter.dtype, device=_device(parameter))
+    dist.recv(received, src=owner)
+    return received
+
+
+def _device(parameter: nn.Parameter) -> torch.device:
+    assert isinstance(parameter, Elsewhere)
+    return parameter.stage_device
+
+
+def hold(
+    model: nn.Module, decoder: PreTrainedModel, parts: Parts, layers: list[range], stage: int, device: torch.device
+) -> tuple[Holding, list[nn.Parameter]]:
+    """Leave on `device` what this stage holds, and on meta all else; in place.
+
+    Returns what is held where, and the trained weights that this stage and another one hold.
+    """
+    paths = {id(parameter): name for name, parameter in model.named_parameters()}
+    stages: dict[int, set[int]] = {}
+    for name, parameter in decoder.named_parameters(remove_duplicate=False):
+        stages.setdefault(id(parameter), set()).add(_stage_of(parts.place(name), layers))
+    held_by = {paths[which]: tuple(sorted(where)) for which, where in stages.items()}
+    every = list(model.named_parameters(remove_duplicate=False))
+    trained = {name: held_by[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    aliases = {name: paths[id(parameter)] for name, parameter in every if paths[id(parameter)] != name}
+    aliases = {name: first for name, first in aliases.items() if first in trained}
+    with ties_kept(model):
+        for name, parameter in list(model.named_parameters()):
+            if stage in held_by[name]:
+                parameter.data = parameter.data.to(device)
+            else:
+                replace_tensor(model, name, Elsewhere.of(parameter, device))
+    for name, buffer in list(model.named_buffers()):
+        replace_tensor(model, name, buffer.to(device))
+    named = dict(model.named_parameters())
+    shared = [named[name] for name, where in trained.items() if len(where) > 1 and stage in where]
+    return Holding(trained, aliases, stage), shared
+
+
+def _stage_of(place: int, layers: list[range]) -> int:
+    if place < 0:
+        return 0
+    return next((stage for stage, held in enumerate(layers) if place in held), len(layers) - 1)

@@ -1,0 +1,75 @@
+"""Which layers each stage of a pipeline computes, by the bytes that its weights take while they are trained."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from finetune.errors import EnvironmentMismatch
+from finetune.recipe.optimizers import OPTIMIZERS
+from finetune.recipe.schema import Recipe
+from finetune.strategies.pipeline.layout import Parts
+from finetune.wording import counted
+
+
+def layers_of_stages(recipe: Recipe, decoder: PreTrainedModel, parts: Parts, stages: int) -> list[range]:
+    """The layers of each stage, one at least. Raises EnvironmentMismatch where there are fewer layers than stages.
+
+    Counted are weights, gradients and optimizer state, embeddings with the first stage, norm and head with the last;
+    tied ones with both. Activations are not: they are alike in every layer.
+    """
+    count = len(parts.layers)
+    if stages > count:
+        raise EnvironmentMismatch(
+            f"accelerate_config: {stages} stages for {counted(count, 'layer')}; launch at most {count} processes"
+        )
+    nbytes: Counter[int] = Counter()
+    for name, parameter in decoder.named_parameters(remove_duplicate=False):
+        nbytes[parts.place(name)] += bytes_while_trained(recipe, parameter)
+    return split_layers([nbytes[index] for index in range(count)], nbytes[-1], nbytes[count], stages)
+
+
+def bytes_while_trained(recipe: Recipe, parameter: nn.Parameter) -> int:
+    """Of a weight, its gradient and its optimizer's moments; of a frozen one its own."""
+    if not parameter.requires_grad:
+        return parameter.nbytes
+    width = parameter.element_size()
+    return parameter.numel() * (2 * width + OPTIMIZERS[recipe.training.optim].state_bytes(width))
+
+
+def split_layers(layers: Sequence[int], first: int, last: int, stages: int) -> list[range]:
+    """The layers of each stage: the largest stage as small as can be, and all as even as that allows.
+
+    Args:
+        layers: What each layer costs.
+        first, last: What the first stage and the last one have besides.
+    """
+    sums = [sum(layers[:index]) for index in range(len(layers) + 1)]
+
+    def cost(stage: int, begin: int, end: int) -> int:
+        return sums[end] - sums[begin] + first * (stage == 0) + last * (stage == stages - 1)
+
+    largest, _ = _best(len(layers), stages, lambda before, *held: max(before, cost(*held)))
+
+    def even(before: float, *held: int) -> float:
+        return before + cost(*held) ** 2 if cost(*held) <= largest else math.inf
+
+    return list(_best(len(layers), stages, even)[1])
+
+
+def _best(layers: int, stages: int, join: Callable[..., float]) -> tuple[float, tuple[range, ...]]:
+    """The least value of any split, and the split. `join`: of the stages before and one with layers [begin, end)."""
+    ending: dict[int, tuple[float, tuple[range, ...]]] = {0: (0.0, ())}
+    for stage in range(stages):
+        further: dict[int, tuple[float, tuple[range, ...]]] = {}
+        ends = range(layers, layers + 1) if stage == stages - 1 else range(stage + 1, layers - stages + stage + 2)
+        for begin, (before, held) in ending.items():
+            for end in ends:
+                if end > begin and (value := join(before, stage, begin, end)) < further.get(end, (math.inf,))[0]:
+                    further[end] = value, (*held, range(begin, end))
+        ending = further
+    return ending[layers]

@@ -1,0 +1,94 @@
+"""Stages one after another compute what the whole model does, of any family whose layers are a line."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from finetune.errors import FinetuneError
+from finetune.strategies.pieces import Elsewhere
+from finetune.strategies.pipeline.layout import parts_of
+from finetune.strategies.pipeline.split import split_layers
+from tests.support.stages import Chain, gradients_of, structure, taught
+from tests.support.tiny import FAMILIES, flat_batch, tiny_model
+
+# Scales of embeddings, residuals and logits; windows and global layers; an architecture of experts.
+FURTHER: dict[str, dict[str, Any]] = {
+    "gemma": {},
+    "gemma2": {"sliding_window": 8},
+    "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.2, "attention_multiplier": 0.1},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+
+
+def model_of(family: str, **config: Any) -> PreTrainedModel:
+    return tiny_model(family, num_hidden_layers=4, **FURTHER.get(family, {}), **config)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", [*FAMILIES, *FURTHER])
+def test_stages_are_the_model(family: str, tied: bool) -> None:
+    """Loss and gradients of three stages, of one, two and one layers, are those of the model in one piece."""
+    whole, batch = taught(model_of(family, tie_word_embeddings=tied)), flat_batch((7, 12, 5))
+    loss = whole(**batch)
+    loss.backward()
+    chain = Chain(lambda: model_of(family, tie_word_embeddings=tied), [range(1), range(1, 3), range(3, 4)])
+    torch.testing.assert_close(chain.forward_and_backward(batch), loss.detach(), rtol=1e-6, atol=0)
+    found, expected = chain.gradients(), gradients_of(whole)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_a_stage_holds_its_own_part_alone() -> None:
+    chain = Chain(lambda: model_of("llama", tie_word_embeddings=True), [range(2), range(2, 3), range(3, 4)])
+    held = [
+        {name for name, weight in model.named_parameters() if not isinstance(weight, Elsewhere)}
+        for model in chain.models
+    ]
+    names = {name for name, _ in chain.models[0].named_parameters()}
+    assert set.union(*held) == names
+    assert set.intersection(held[0], held[2]) == {"model.embed_tokens.weight"}  # tied: embeddings and head
+    assert held[1] == {name for name in names if name.startswith("model.layers.2.")}
+    assert chain.holdings[0].stages["model.embed_tokens.weight"] == (0, 2)
+    assert [len(shared) for shared in chain.shared] == [1, 0, 1]
+    written = [
+        set(holding.pieces(dict(model.named_parameters())))
+        for holding, model in zip(chain.holdings, chain.models, strict=True)
+    ]
+    assert sorted(itertools.chain(*written)) == sorted(names)  # each by one stage
+
+
+def test_layers_that_are_no_line_are_refused() -> None:
+    """One that is given another tensor than the layer before it gave: a stage could not see what made it."""
+    model = structure(model_of("llama"))
+    model.model.layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]), prepend=True)
+    with pytest.raises(FinetuneError, match="does not hand layer 1 what layer 0 gave"):
+        parts_of(model)
+
+
+@pytest.mark.parametrize("seed", [*range(17), 128, 191, 837])  # of the last three the most even split is another
+def test_split_is_the_best(seed: int) -> None:
+    """Against every split that there is: the largest stage is as small as can be, then all are as even as can be."""
+    draw = random.Random(seed)
+    layers = [draw.randint(1, 9) for _ in range(draw.randint(4, 8))]
+    first, last, stages = draw.randint(0, 20), draw.randint(0, 20), draw.randint(1, 4)
+
+    def costs(cuts: tuple[int, ...]) -> list[int]:
+        ends = [0, *cuts, len(layers)]
+        held = [sum(layers[begin:end]) for begin, end in itertools.pairwise(ends)]
+        held[0] += first
+        held[-1] += last
+        return held
+
+    every = [costs(cuts) for cuts in itertools.combinations(range(1, len(layers)), stages - 1)]
+    best = min((max(each), sum(cost**2 for cost in each)) for each in every)
+    found = split_layers(layers, first, last, stages)
+    assert [index for held in found for index in held] == list(range(len(layers)))
+    own = costs(tuple(held.stop for held in found[:-1]))
+    assert (max(own), sum(cost**2 for cost in own)) == best
