@@ -115,9 +115,10 @@ def _right_device(recipe: Recipe, launch: Launch) -> None:
     if recipe.budget.gpus and not torch.cuda.is_available() and not launch.on_cpu:
         budget = recipe.budget
         raise EnvironmentMismatch(
-            f"budget: the recipe is made for {counted(budget.gpus * budget.nodes, 'GPU')} of {budget.gpu_memory_gb:g} GB, "
-            f"this machine has none{_weights_missing(recipe)}; run it where they are, see all of it work here, small, with "
-            f"`{shlex.join(['finetune', 'rehearse', launch.recipe])}`, or train on this CPU with budget.gpus=0"
+            f"budget: the recipe is made for {counted(budget.gpus * budget.nodes, 'GPU')} of "
+            f"{budget.gpu_memory_gb:g} GB, this machine has none{_weights_missing(recipe)}; run it where they are, see "
+            f"all of it work here, small, with `{shlex.join(['finetune', 'rehearse', launch.recipe])}`, or train on "
+            "this CPU with budget.gpus=0"
         )
 
 
