@@ -137,6 +137,20 @@ def test_number_formats(models: dict[str, Path], chats: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+def test_a_last_step_of_fewer_micro_batches_than_stages(models: dict[str, Path], tmp_path: Path) -> None:
+    """Five rows by two make steps of two, two and one, which 1F1B over two stages cannot order."""
+    chats = write_chats(tmp_path / "chats.jsonl", LENGTHS[:5])
+    training = ALONE | {"max_steps": None, "num_train_epochs": 1, "global_batch_size": 2}
+    curves = []
+    for strategy, ranks in (("single", 1), ("1f1b", 2)):
+        recipe = write_curve_recipe(tmp_path / strategy, models["untied"], chats, "full", training=training)
+        assert launch([recipe], ranks=ranks, words=[f"accelerate_config={strategy}"], timeout=PATIENT) == [0]
+        curves.append(curve_of(recipe))
+    assert len(curves[0]) == 3
+    assert worst(curves[1], curves[0]) <= TOLERANCE
+
+
+@pytest.mark.slow
 def test_evaluations_are_those_of_one_process(models: dict[str, Path], tmp_path: Path) -> None:
     """Held-out losses of adapters on packed rows, before training and after every second step."""
     chats = write_chats(tmp_path / "chats.jsonl", [45, 20, 60, 31, 80, 25, 50, 40] * 3)

@@ -161,7 +161,9 @@ class Pipeline(nn.Module):
                 input_args=number if stage.is_first else hidden,
                 output_args=loss if stage.is_last else hidden,
             )
-            kind = _CLASSES[self.schedule] if train else ScheduleGPipe
+            # 1F1B cannot order fewer micro-batches than stages, as the last step may have; GPipe then holds no more.
+            ordered = train and micro_batches >= len(self.layers)
+            kind = _CLASSES[self.schedule] if ordered else ScheduleGPipe
             self._made[key] = kind(made, micro_batches, loss_fn=self._loss if train else None, scale_grads=False)
         return self._made[key]
 
