@@ -265,7 +265,7 @@ def examine(folder: Path, *, hashes: bool = True) -> Checkpoint | str:
         return f"unreadable ({words_of(error)})"
     if "finite" not in manifest:  # written by an earlier release, which did not check
         stored = sorted(folder / name for name in manifest["files"] if name.endswith(".safetensors"))
-        if bad := next((name for path in stored if (name := first_not_finite(path))), None):
+        if bad := next((tensor for path in stored if (tensor := first_not_finite(path))), None):
             return f"not finite: {bad}"
     return Checkpoint(folder, manifest["step"], groups, aliases)
 
