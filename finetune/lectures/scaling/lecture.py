@@ -46,7 +46,7 @@ def scaling_lecture(asked: LectureRequest) -> Told:
     for size, (parameters, hidden, layers) in PUBLISHED.items():
         config = decoder_config_of(parameters, hidden, layers)
         counts[size] = parameters_of(config)
-        for strategy in SHARDINGS:
+        for strategy in SHARDINGS[size]:
             asked.note(f"planning {size} under {strategy}")
             cells[size, strategy] = plan_cell(
                 with_model(recipe, config, asked.folder / "models" / size), strategy, config
@@ -152,7 +152,7 @@ def _beside(cells: Cells, memory: int) -> Chapter:
 def _traffic(cells: Cells, counts: Mapping[str, int]) -> Chapter:
     """Textbook bytes of one step in units of P, the bytes of the weights in float32."""
     rows = []
-    for strategy in SHARDINGS:
+    for strategy in SHARDINGS["611M"]:
         work, weights = cells["611M", strategy].planned.work, 4 * counts["611M"]
         each = [
             sum(stats.textbook_bytes for stats in work.collectives.get(phase, {}).values()) / weights
@@ -194,7 +194,7 @@ def _draw(cells: Cells, memory: int, file: Path) -> None:
     """Memory and TFLOP/s of a GPU over the number of GPUs."""
     figure = new_figure(figsize=(9.0, 7.5))
     top, bottom = figure.subplots(2, 1)
-    styles = dict(zip(SHARDINGS, ("o-", "s--", "^:"), strict=True))
+    styles = dict(zip(SHARDINGS["11.3B"], ("o-", "s--", "^:"), strict=True))
     colours = dict(zip(PUBLISHED, COLOURS, strict=False))
     for (size, strategy), cell in cells.items():
         style = {"color": colours[size], "markersize": 5, "label": f"{size} {strategy}"}
