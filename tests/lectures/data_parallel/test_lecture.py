@@ -16,6 +16,7 @@ from finetune.lectures.data_parallel import four_steps, lecture
 from finetune.lectures.data_parallel.four_steps import on_gpus, played
 from finetune.lectures.data_parallel.lecture import data_parallel_lecture, master_bytes, ring_bytes
 from finetune.lectures.data_parallel.training import (
+    Clock,
     Job,
     Logits,
     Trained,
@@ -130,6 +131,15 @@ def test_on_gpus_torch_s_own_functions_are_called(monkeypatch: pytest.MonkeyPatc
     assert calls == ["replicate", "scatter", "apply", "gather to 0"]
     assert set(replicas[1].weights) == {"weight", "bias"}
     assert four_steps.bytes_of(list(replicas[1].weights.values())) == 4 * 8
+
+
+def test_on_a_gpu_each_part_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    for device in ("cuda", "cpu"):
+        with Clock(torch.device(device))("forward"):
+            pass
+    assert waited == [torch.device("cuda")] * 2
 
 
 def test_bytes_at_full_size() -> None:
