@@ -47,10 +47,6 @@ LECTURES: dict[str, Lecture] = {
         (*SHORT_ROWS, "training.global_batch_size=1"),
         {"scale": "18"},
     ),
-    "scaling": Lecture(
-        "Which sizes run on how many GPUs under DDP, FSDP and HSDP, and what is lost on the way to 512?",
-        "llama3_full.yaml",
-    ),
     "overlap": Lecture(
         "What does training.non_blocking win?",
         "llama3_8b_lora_1x24gb.yaml",
@@ -99,10 +95,6 @@ def lecture_function(name: str) -> Callable[[LectureRequest], Told]:
             from finetune.lectures.mixed_precision import mixed_precision_lecture
 
             return mixed_precision_lecture
-        case "scaling":
-            from finetune.lectures.scaling.lecture import scaling_lecture
-
-            return scaling_lecture
         case "overlap":
             from finetune.lectures.overlap import overlap_lecture
 

@@ -177,21 +177,21 @@ def ring_bytes(weights: int, replicas: int) -> float:
 
 
 def _words(alone: Trained, ranks: Trained, job: Job, *, gpus: bool) -> Iterator[str]:
+    """In lines that break at the same words whatever the figures are."""
     extra = sum(alone.seconds[part] for part in ("scatter", "replicate", "gather"))
     master, other = (alone.memory["gather"][number] for number in (0, 1))
-    lines = [
-        f"Scatter, replicate and gather take {extra / alone.step_seconds:.0%} of DataParallel's step, and DDP has none "
-        f"of them; the loss over all {job.rows} rows is the master's alone, {1000 * alone.seconds['loss']:.2f} ms "
-        f"against {1000 * ranks.seconds['loss']:.2f} ms of a rank.",
-        f"The master holds {master / _MIB:.2f} MiB when the logits are gathered, another replica {other / _MIB:.2f} "
-        f"MiB: gradients, moments and all logits are the master's, and with a batch that fills it the others stay "
-        f"{1 - other / master:.0%} emptier.",
-        "All replicas are threads of one process: between two kernels each needs Python's one lock."
-        + (" Here they wait for it and for the memory." if not gpus else ""),
-        f"Both learn the same: losses of {job.steps} steps differ by {loss_difference(alone, ranks):.1e} at most.",
-    ]
-    for line in lines:
-        yield from textwrap.wrap(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    yield f"Scatter, replicate and gather take {extra / alone.step_seconds:.1%} of DataParallel's step;"
+    yield "DDP has none of them."
+    yield f"The loss of all {job.rows} rows is the master's alone: {1000 * alone.seconds['loss']:.2f} ms,"
+    yield f"of a rank of DDP {1000 * ranks.seconds['loss']:.2f} ms."
+    yield f"When the logits are gathered, the master holds {master / _MIB:.2f} MiB,"
+    yield f"another replica {other / _MIB:.2f} MiB: moments and all logits are the master's, and soon the gradients."
+    yield "With a batch that fills the master,"
+    yield f"the other GPUs are {1 - other / master:.0%} emptier."
+    yield "All replicas are threads of one process: between two kernels each needs Python's one lock."
+    if not gpus:
+        yield "Here they wait for the lock and for the memory that they share."
+    yield f"Both learn the same: losses of {job.steps} steps differ by {loss_difference(alone, ranks):.1e} at most."
 
 
 def _draw(alone: Trained, ranks: Trained, where: str, file: Path) -> None:

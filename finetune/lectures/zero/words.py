@@ -46,12 +46,12 @@ def differences(measured: Measured, planned: Sequence[PlannedRun], *, homework: 
 def _accumulation_here(measured: Measured) -> Iterator[str]:
     rows = [measured.of(name) for name in ("zero1", "zero2", "zero3")]
     one, two, three = (row.in_weights for row in rows)
-    yield "Accumulation:"
+    yield "Accumulation."
     if one is None or two is None or three is None:
         return
     per = two["backward"] / MICRO_STEPS_HERE
     yield (
-        f"in {MICRO_STEPS_HERE} micro-steps ZeRO-1's backward sent {one['backward']:.2f} P, once; ZeRO-2's "
+        f"In {MICRO_STEPS_HERE} micro-steps ZeRO-1's backward sent {one['backward']:.2f} P, once; ZeRO-2's "
         f"{two['backward']:.2f} P, {per:.2f} P in each; ZeRO-3 gathered and scattered "
         f"{three['forward'] + three['backward']:.2f} P."
     )
@@ -85,14 +85,14 @@ def _accumulation_there(plan: PlannedRun) -> Iterator[str]:
 
 
 def _offload_planned(plans: dict[str, PlannedRun]) -> Iterator[str]:
-    yield "Offload:"
+    yield "Offload."
     for name in ("zero2", "zero3"):
         without, with_it = plans[name], plans[f"{name} + offload"]
         if without.reason is not None or with_it.reason is not None:
             continue
         saved = (without.end_bytes["step"] - with_it.end_bytes["step"]) / GIB
         yield (
-            f"by the plan it frees {saved:.2f} GiB of a GPU under {_stage(name)} and costs "
+            f"By the plan it frees {saved:.2f} GiB of a GPU under {_stage(name)} and costs "
             f"{with_it.seconds - without.seconds:.2f} s a step: {with_it.copies:.2f} s of copies that are not "
             f"overlapped, {with_it.host:.2f} s of the host."
         )
@@ -112,13 +112,13 @@ def _offload_there() -> Iterator[str]:
 
 
 def _halves_here(measured: Measured) -> Iterator[str]:
-    yield "fp16:"
+    yield "fp16."
     whole, half = measured.of("zero3"), measured.of("zero3 + fp16")
     if half.reason is not None:
-        yield f"did not run here: {half.reason}"
+        yield f"It did not run here: {half.reason}"
     elif whole.in_weights is not None:
         yield (
-            f"here it sent {half.moved:.2f} P where float32 sent {whole.moved:.2f} P, "
+            f"Here it sent {half.moved:.2f} P where float32 sent {whole.moved:.2f} P, "
             f"{half.moved / whole.moved:.2f} of it: weights travel in 2 bytes, and in this kit gradients in 4."
         )
 

@@ -16,6 +16,7 @@ from finetune.lectures.data_parallel import four_steps, lecture
 from finetune.lectures.data_parallel.four_steps import on_gpus, played
 from finetune.lectures.data_parallel.lecture import data_parallel_lecture, master_bytes, ring_bytes
 from finetune.lectures.data_parallel.training import (
+    Clock,
     Job,
     Logits,
     Trained,
@@ -132,6 +133,15 @@ def test_on_gpus_torch_s_own_functions_are_called(monkeypatch: pytest.MonkeyPatc
     assert four_steps.bytes_of(list(replicas[1].weights.values())) == 4 * 8
 
 
+def test_on_a_gpu_each_part_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    for device in ("cuda", "cpu"):
+        with Clock(torch.device(device))("forward"):
+            pass
+    assert waited == [torch.device("cuda")] * 2
+
+
 def test_bytes_at_full_size() -> None:
     assert master_bytes(100, 8) == 2 * 7 * 100
     assert ring_bytes(100, 8) == 2 * 2 * 7 / 8 * 100
@@ -167,8 +177,8 @@ def test_tables_and_sentences(recipe: Path, tmp_path: Path, monkeypatch: pytest.
     assert "DataParallel 1.00 2.00 3.00 4.00 5.00 6.00 7.00 28.00" in text
     assert "DataParallel's master 0.000 1.000 0.500 1.000 - 2.500 2.50" in text
     assert "DDP, each rank - - - - 2.000 2.000 2.00" in text
-    assert "Scatter, replicate and gather take 25% of DataParallel's step" in text
-    assert "the others stay 75% emptier" in text
+    assert "Scatter, replicate and gather take 25.0% of DataParallel's step" in text
+    assert "the other GPUs are 75% emptier" in text
     assert "losses of 3 steps differ by 9.9e-03 at most" in text
     assert max(map(len, told.text().splitlines())) <= 120
     told.draw(tmp_path / "x.png")

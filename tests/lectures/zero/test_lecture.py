@@ -80,7 +80,7 @@ def text_of(words: Any) -> str:
 def test_the_sentences_are_made_from_the_figures() -> None:
     text = text_of(differences(measured(), plans(), homework=True))
     for words in (
-        "in 4 micro-steps ZeRO-1's backward sent 1.00 P, once; ZeRO-2's 4.00 P, 1.00 P in each; ZeRO-3 gathered and "
+        "In 4 micro-steps ZeRO-1's backward sent 1.00 P, once; ZeRO-2's 4.00 P, 1.00 P in each; ZeRO-3 gathered and "
         "scattered 11.50 P.",
         "a step of 32 micro-steps communicates for 1.00 s under ZeRO-1, 32.00 s under ZeRO-2 and 96.00 s under ZeRO-3",
         "ZeRO-1 sent nothing and took 28.5 s, ZeRO-2 sent 20 x 5.42 GB a rank and took 75.8 s longer, 3.66 times as "
@@ -92,7 +92,7 @@ def test_the_sentences_are_made_from_the_figures() -> None:
         "ZeRO-2 with offload took 4.8 s longer: 15.1 GB over the bus are 0.9 s, and no update falls into them; 3.9 s "
         "are not explained by bytes.",
         "ZeRO-3 with offload took 37.5 s longer: 31.0 GB over the bus are 1.9 s and 9.5 s of AdamW on the host; 26.1 s",
-        "fp16: did not run here: no such thing here",
+        "fp16. It did not run here: no such thing here",
         "its memory was 0.50, 0.47, 0.47 of float32's after forward, backward, step, its time 0.58 of 102.3 s",
         "the notes read 5.41 GiB, this kit plans 2.00. Of the notes' 1.86 GiB are a bucket of 5e8 elements",
     ):
@@ -108,7 +108,7 @@ def test_other_figures_make_other_sentences() -> None:
     halves = [run("zero3 + fp16", 2.0, 5.75, 0.0) if each.name == "zero3 + fp16" else each for each in changed]
     text = text_of(differences(Measured(halves, "m", "cpu", 2), plans(), homework=False))
     assert "ZeRO-2's 8.00 P, 2.00 P in each" in text
-    assert "here it sent 7.75 P where float32 sent 11.50 P, 0.67 of it" in text
+    assert "Here it sent 7.75 P where float32 sent 11.50 P, 0.67 of it" in text
 
 
 def test_memory_is_the_highest_of_ranks_at_every_tenth_step() -> None:
