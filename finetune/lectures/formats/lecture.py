@@ -86,7 +86,7 @@ def _losses(asked: LectureRequest, recipe: Recipe, steps: int) -> tuple[Losses, 
     """Of each run the loss of every step, and the updates that were skipped for an overflow."""
     adapters = ("lora={}",) if recipe.lora is None else ()
     overrides = (*asked.overrides, *adapters)
-    lines = short_runs(asked.recipe, overrides, CURVE_ROWS, asked.folder, steps=steps, at_once=2, note=asked.note)
+    lines = short_runs(asked.recipe, overrides, CURVE_ROWS, asked.folder, steps=steps, at_once=3, note=asked.note)
     train = {name: [line for line in each if line["kind"] == "train"] for name, each in lines.items()}
     losses = {name: [line["loss"] for line in each] for name, each in train.items()}
     return losses, {name: sum(line["grad_norm"] is None for line in each) for name, each in train.items()}
