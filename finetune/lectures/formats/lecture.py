@@ -178,8 +178,8 @@ def _draw(exponents: Mapping[str, Tensor], losses: Losses, file: Path) -> None:
     top, bottom = figure.subplots(2, 1, height_ratios=[1.3, 1])
     place = range(rounding.LOWEST, rounding.HIGHEST + 1)
     for (kind, counts), colour in zip(exponents.items(), COLOURS, strict=False):
-        share = (counts / counts.sum()).tolist()
-        top.step(place, [value or math.nan for value in share], where="mid", color=colour, label=kind)
+        share = [value or math.nan for value in (counts / counts.sum()).tolist()]
+        top.step(place, share, where="mid", color=colour, label=kind)
         top.fill_between(place, share, 1e-9, step="mid", color=colour, alpha=0.25)
     top.set_yscale("log")
     top.set_ylim(1e-13, 1)
