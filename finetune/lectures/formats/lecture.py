@@ -86,7 +86,7 @@ def _losses(asked: LectureRequest, recipe: Recipe, steps: int) -> tuple[Losses, 
     """Of each run the loss of every step, and the updates that were skipped for an overflow."""
     adapters = ("lora={}",) if recipe.lora is None else ()
     overrides = (*asked.overrides, *adapters)
-    lines = short_runs(asked.recipe, overrides, CURVE_ROWS, asked.folder, steps=steps, at_once=2, note=asked.note)
+    lines = short_runs(asked.recipe, overrides, CURVE_ROWS, asked.folder, steps=steps, at_once=3, note=asked.note)
     train = {name: [line for line in each if line["kind"] == "train"] for name, each in lines.items()}
     losses = {name: [line["loss"] for line in each] for name, each in train.items()}
     return losses, {name: sum(line["grad_norm"] is None for line in each) for name, each in train.items()}
@@ -178,8 +178,8 @@ def _draw(exponents: Mapping[str, Tensor], losses: Losses, file: Path) -> None:
     top, bottom = figure.subplots(2, 1, height_ratios=[1.3, 1])
     place = range(rounding.LOWEST, rounding.HIGHEST + 1)
     for (kind, counts), colour in zip(exponents.items(), COLOURS, strict=False):
-        share = (counts / counts.sum()).tolist()
-        top.step(place, [value or math.nan for value in share], where="mid", color=colour, label=kind)
+        share = [value or math.nan for value in (counts / counts.sum()).tolist()]
+        top.step(place, share, where="mid", color=colour, label=kind)
         top.fill_between(place, share, 1e-9, step="mid", color=colour, alpha=0.25)
     top.set_yscale("log")
     top.set_ylim(1e-13, 1)
