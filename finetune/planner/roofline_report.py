@@ -22,7 +22,7 @@ ASSUMED_OF_OFFLOAD = (
     "not beside the update; {memory:.0f} GB/s of host memory, shared by {ranks} of a machine"
 )
 
-SHORTEST = 1e-3  # seconds of a step that are shown; what a batch's token ids take is less
+SHOWN_SECONDS = 1e-3  # seconds of a step that are shown; what a batch's token ids take is less
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _speed_lines(gpu: str, speed: Speed) -> Iterator[str]:
     units = {name: value / 1e9 for name, value in vars(chip).items()}
     units |= {"half": chip.half / 1e12, "single": chip.single / 1e12, "memory": chip.memory / 1e12}
     yield "  " + ASSUMED.format(**units)
-    if max(time.copies, time.host) >= SHORTEST:
+    if max(time.copies, time.host) >= SHOWN_SECONDS:
         ranks = counted(min(time.layout.node, time.layout.ranks), "rank")
         yield (
             f"  {time.host:.2f} s of the host, {time.exposed_copies:.2f} s of copies that are not overlapped "

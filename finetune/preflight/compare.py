@@ -21,7 +21,7 @@ from finetune.errors import FinetuneError
 from finetune.files import read_lines, remove_folder, write_json
 from finetune.measure.units import PHASES
 from finetune.paths import TRAIN_SCRIPT
-from finetune.preflight.compare_rows import AskedRow, ComparedRow, check_rows
+from finetune.preflight.compare_rows import AskedRow, ComparedRow, check_compared
 from finetune.preflight.job_failure import failure_reason
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
@@ -72,7 +72,7 @@ def plan_comparison(
     folder: Path | None,
 ) -> Comparison:
     """Check the recipe, every row and the folder before anything runs. Raises RecipeError, FinetuneError."""
-    rows = check_rows(recipe, overrides, asked, steps)
+    rows = check_compared(recipe, overrides, asked, steps)
     run_dir = Path(load_recipe(recipe, overrides).recipe.run_dir)
     folder = folder or run_dir.with_name(f"{run_dir.name}_compare")
     if folder.exists() and any(folder.iterdir()) and not (folder / "compare.json").is_file():

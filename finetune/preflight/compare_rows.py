@@ -183,7 +183,7 @@ def _row_of_entry(entry: Any, place: str) -> AskedRow:
     return AskedRow(name, tuple(settings), f"{place}: {name}")
 
 
-def check_rows(recipe: Path, overrides: Sequence[str], asked: Sequence[AskedRow], steps: int) -> list[ComparedRow]:
+def check_compared(recipe: Path, overrides: Sequence[str], asked: Sequence[AskedRow], steps: int) -> list[ComparedRow]:
     """Read every row's recipe. Raises RecipeError with each mistake of the rows once, in one line."""
     load_recipe(recipe, overrides)  # its own mistakes are the recipe's
     rows: list[ComparedRow] = []

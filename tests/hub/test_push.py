@@ -28,7 +28,7 @@ from finetune.hub.push import Destination, chosen_destination, prepare_upload, p
 from finetune.model.known_configs import full_config
 from finetune.preflight.changes import changes, overrides
 from finetune.preflight.compare import Comparison, job_command
-from finetune.preflight.compare_rows import check_rows, rows_of_options
+from finetune.preflight.compare_rows import check_compared, rows_of_options
 from finetune.preflight.shrink import Shrunk
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import resolved_yaml
@@ -578,7 +578,7 @@ class TestTraining:
 
 def test_neither_comparison_nor_rehearsal_pushes(run: Path, tmp_path: Path) -> None:
     settings = ["hub.repo_id=me/devils", "hub.push=true"]
-    rows = check_rows(run / "recipe.yaml", settings, rows_of_options([], "single"), 1)
+    rows = check_compared(run / "recipe.yaml", settings, rows_of_options([], "single"), 1)
     comparison = Comparison(run / "recipe.yaml", tuple(settings), tuple(rows), 1, 1, "cpu", tmp_path)
     words = job_command(comparison, rows[0])
     assert "hub.push=false" in words[words.index("hub.push=true") :]

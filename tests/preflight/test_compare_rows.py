@@ -12,7 +12,7 @@ import pytest
 from finetune.cli.main import main
 from finetune.errors import FinetuneError, RecipeError
 from finetune.preflight.compare import job_command, plan_comparison
-from finetune.preflight.compare_rows import ComparedRow, check_rows, rows_of_file, rows_of_options, split_values
+from finetune.preflight.compare_rows import ComparedRow, check_compared, rows_of_file, rows_of_options, split_values
 from tests.support.recipes import tiny, write_recipe
 from tests.support.tiny import write_chats
 
@@ -26,7 +26,7 @@ def recipe(tiny_llama: Path, tmp_path: Path) -> Path:
 
 
 def checked(recipe: Path, *vary: str, strategies: str | None = None, steps: int = 2) -> list[ComparedRow]:
-    return check_rows(recipe, [], rows_of_options(vary, strategies), steps)
+    return check_compared(recipe, [], rows_of_options(vary, strategies), steps)
 
 
 def refused(recipe: Path, *vary: str, strategies: str | None = None) -> list[str]:
@@ -145,7 +145,7 @@ def test_rows_of_a_file(recipe: Path, tmp_path: Path) -> None:
         "- small batch: ['lora={r: 4, lora_alpha: 8}']\n",
         "utf-8",
     )
-    rows = check_rows(recipe, ["training.seed=7"], rows_of_file(file), 2)
+    rows = check_compared(recipe, ["training.seed=7"], rows_of_file(file), 2)
     assert [row.name for row in rows] == ["as written", "halves", "small batch"]
     assert [row.folder for row in rows] == ["as_written", "halves", "small_batch"]
     assert [row.strategy for row in rows] == ["single", "fsdp2", "single"]
@@ -181,7 +181,7 @@ def test_a_mistake_of_a_file_s_row_has_its_line(recipe: Path, tmp_path: Path) ->
     file = tmp_path / "rows.yaml"
     file.write_text("- a: []\n- halves: [training.mixed_precision=half]\n", "utf-8")
     with pytest.raises(RecipeError) as caught:
-        check_rows(recipe, [], rows_of_file(file), 2)
+        check_compared(recipe, [], rows_of_file(file), 2)
     (line,) = caught.value.mistakes
     assert line.startswith(f"--rows: {file}:2: halves: training.mixed_precision: is half; ")
 

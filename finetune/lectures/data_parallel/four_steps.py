@@ -22,7 +22,7 @@ from finetune.measure.live_tensors import LiveTensors
 
 
 @dataclass(frozen=True)
-class ThreadReplica:
+class PlayedReplica:
     """A module and the weights that it computes with; on the master the module's own."""
 
     module: nn.Module
@@ -34,8 +34,8 @@ class FourSteps:
     """The steps for one module; the first replica is the master."""
 
     scatter: Callable[[Tensor], Sequence[Tensor]]  # [rows, tokens] -> a part of the rows for each replica
-    replicate: Callable[[], Sequence[ThreadReplica]]
-    forward: Callable[[Sequence[ThreadReplica], Sequence[Tensor]], Sequence[Tensor]]
+    replicate: Callable[[], Sequence[PlayedReplica]]
+    forward: Callable[[Sequence[PlayedReplica], Sequence[Tensor]], Sequence[Tensor]]
     gather: Callable[[Sequence[Tensor]], Tensor]
     on_master: Callable[[], AbstractContextManager[Any]] = nullcontext  # around what the master computes alone
 
@@ -44,11 +44,11 @@ def on_gpus(module: nn.Module, devices: Sequence[int]) -> FourSteps:
     """torch's own, over these GPUs; the module is on the first."""
     from torch.nn.parallel import gather, parallel_apply, replicate, scatter
 
-    def replicas() -> list[ThreadReplica]:
+    def replicas() -> list[PlayedReplica]:
         # Weights of a replica are plain tensors, which torch keeps beside its parameters.
         made = replicate(module, devices)
         names = [name for name, _ in module.named_parameters()]
-        return [ThreadReplica(each, {name: _attribute(each, name) for name in names}) for each in made]
+        return [PlayedReplica(each, {name: _attribute(each, name) for name in names}) for each in made]
 
     return FourSteps(
         scatter=lambda ids: [part for (part,) in scatter((ids,), devices)],
@@ -88,16 +88,16 @@ def played(module: nn.Module, count: int, ledgers: Sequence[LiveTensors] | None 
             owned(replica, part)
         return parts
 
-    def replicated() -> list[ThreadReplica]:
+    def replicated() -> list[PlayedReplica]:
         weights = dict(module.named_parameters())
-        replicas = [ThreadReplica(module, weights)]
+        replicas = [PlayedReplica(module, weights)]
         for replica in range(1, count):
             copies = {name: weight.clone() for name, weight in weights.items()}
             owned(replica, copies)
-            replicas.append(ThreadReplica(structures[replica], copies))
+            replicas.append(PlayedReplica(structures[replica], copies))
         return replicas
 
-    def forward(replicas: Sequence[ThreadReplica], parts: Sequence[Tensor]) -> list[Tensor]:
+    def forward(replicas: Sequence[PlayedReplica], parts: Sequence[Tensor]) -> list[Tensor]:
         def run(replica: int) -> Tensor:
             each = replicas[replica]
             with watched(replica):

@@ -49,7 +49,7 @@ STEP_SUMS_BYTES = 3 * 8  # loss, count of tokens and stop flag, which training/s
 
 # Where an operation runs: on the device, on the host (an offloaded update), or as a copy between the two.
 ON_DEVICE, ON_HOST, COPY = "device", "host", "copy"
-COPIES = ("copy_", "_to_copy")
+_COPIES = ("copy_", "_to_copy")
 
 
 class Operation(NamedTuple):
@@ -127,7 +127,7 @@ def operation_place(name: str, device: torch.device, tensors: Sequence[torch.Ten
         return ON_DEVICE
     if all(on_host):
         return ON_HOST
-    return COPY if name in COPIES else ON_DEVICE
+    return COPY if name in _COPIES else ON_DEVICE
 
 
 def crossing_bytes(tensors: Sequence[torch.Tensor]) -> int:
