@@ -62,15 +62,15 @@ FAULTS = (
     Fault(
         "dropout is the same in every step",
         "training/step/seeds.py",
-        "SeedSequence([plan.seed, step, plan.rank])",
-        "SeedSequence([plan.seed, plan.rank])",
+        "[plan.seed, step, plan.rank, *(",
+        "[plan.seed, plan.rank, *(",
         "training/test_loop.py -k dropout",
     ),
     Fault(
         "dropout is the same on every rank",
         "training/step/seeds.py",
-        "SeedSequence([plan.seed, step, plan.rank])",
-        "SeedSequence([plan.seed, step])",
+        "[plan.seed, step, plan.rank, *(",
+        "[plan.seed, step, *(",
         "training/test_loop.py -k dropout",
     ),
     Fault(

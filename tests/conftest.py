@@ -93,11 +93,17 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """A launcher's variables and a process group that a test leaves would decide what the next one runs under."""
     before = _of_a_launcher()
     yield
+    assert _traces(request.path) or not _has_traced(), "a test that traces belongs to tests/planner/"
     assert _of_a_launcher() == before, "give them back: tests/support/one_rank.py as_before"
+
+
+def _has_traced() -> bool:
+    """Whether a planner's device is here, with which no rank can be forked and no GPU pretended any more."""
+    return hasattr(sys.modules.get("torch"), "pretend")
 
 
 def _of_a_launcher() -> dict[str, str]:

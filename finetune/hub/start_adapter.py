@@ -79,7 +79,11 @@ def find_start_adapter(recipe: Recipe) -> StartAdapter | None:
     if mistake is not None:
         raise FinetuneError(f"model.adapter: {mistake}")
     file = folder / WEIGHTS if revision is None else _fetched(name, WEIGHTS, revision)
-    base = str(look_at_adapter(folder).get("base_model_name_or_path") or "")
+    try:
+        base = str(look_at_adapter(folder).get("base_model_name_or_path") or "")
+    except FinetuneError as error:
+        reason = str(error).removeprefix(f"{folder}/").removeprefix(f"{folder}: ")
+        raise FinetuneError(f"model.adapter: {name}: {reason}") from None
     keys = _fitting_keys(recipe, name, file)
     with file.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()

@@ -29,7 +29,8 @@ def check_gpus(recipe: Recipe, launch: Launch) -> None:
     count = torch.cuda.device_count()
     own_gpus = sorted({rank % count for rank in range(launch.local_world_size)} | {launch.local_rank % count})
     capability, index = min((torch.cuda.get_device_capability(f"cuda:{index}"), index) for index in own_gpus)
-    check_capability(recipe, capability, torch.cuda.get_device_name(f"cuda:{index}"))
+    if recipe.training.float8:
+        check_capability(capability, torch.cuda.get_device_name(f"cuda:{index}"))
     remedies = list(_without_bfloat16(recipe))
     if capability >= AMPERE or not remedies:
         return

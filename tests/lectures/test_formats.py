@@ -13,7 +13,7 @@ import torch
 
 from finetune.lectures.formats import rounding
 from finetune.lectures.formats.bits import (
-    FLOATS,
+    FLOAT_FORMATS,
     binary_digits,
     fields_of,
     fraction_bits,
@@ -39,11 +39,11 @@ def word_of(number: float, name: str) -> str:
     return f"{(word + 0x7FFF + (word >> 16 & 1)) >> 16:016b}"
 
 
-@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("name", FLOAT_FORMATS)
 def test_fields_are_the_numbers_bits(name: str) -> None:
     assert len(NUMBERS) == 208
     for number in NUMBERS:
-        fields = fields_of(number, FLOATS[name])
+        fields = fields_of(number, FLOAT_FORMATS[name])
         assert fields.sign + fields.exponent + fields.fraction == word_of(number, name), number
         if number and "1" in fields.exponent:
             assert abs(fields.value) == meaning(fields.exponent, fields.fraction)
@@ -52,7 +52,7 @@ def test_fields_are_the_numbers_bits(name: str) -> None:
 def test_a_tenth_has_the_notes_exponents_and_its_own_fractions() -> None:
     """The notes' fraction fields are binary digits of 0.1 itself, cut; a float keeps those behind its leading 1."""
     for name, (exponent, fraction) in NOTED.items():
-        fields = fields_of(0.1, FLOATS[name])
+        fields = fields_of(0.1, FLOAT_FORMATS[name])
         assert fields.exponent == exponent
         assert binary_digits(0.1, len(fraction)) == fraction
         assert fields.fraction == f"{round((Fraction(1, 10) * 16 - 1) * 2 ** len(fraction)):0{len(fraction)}b}"

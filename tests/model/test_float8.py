@@ -1,4 +1,5 @@
-"""Products in float8: of operands rounded as stated, the same however rows are split; its refusals, receipt and plan.
+"""Products in float8: of operands rounded as stated, the same however rows are split; its refusals and
+receipt. Its plan: tests/planner/test_float8_planned.py.
 
 On a CPU they are emulated: rounded to float8, multiplied in float32.
 """
@@ -21,8 +22,6 @@ from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.model.build import build_model
 from finetune.model.float8.layers import computes_in_float8, float8_facts
 from finetune.model.float8.requirements import EMULATION_SWITCH
-from finetune.planner.trace.fake_device import pretend_device
-from finetune.planner.trace.trace import trace
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import read_strategy
@@ -32,12 +31,10 @@ from tests.support.cells import launch
 from tests.support.launching import ALONE
 from tests.support.mixtures import save_mixture
 from tests.support.one_curve import LENGTHS, checkpointed, curve_of, write_curve_recipe
-from tests.support.planned import Case, differences, models, planned, tracked
 from tests.support.recipes import least, least_recipe, write_recipe
 from tests.support.reference import Step
 from tests.support.tiny import save_tiny, write_chats
 
-pretend_device()  # before this process computes a backward: trace.py
 FP8: dict[str, Any] = {"mixed_precision": "fp8"}
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is not installed: pip install 'finetune[lowbit]'"
@@ -178,30 +175,6 @@ class TestTraining:
         close(found, plain, LOSS_OF_SPLITS, NORM_OF_SPLITS)
         receipt = json.loads((tmp_path / "compiled" / "run" / "receipt.json").read_text("utf-8"))
         assert receipt["compiled"]["layers"]
-
-
-@needs_torchao
-class TestPlan:
-    @pytest.mark.usefixtures("emulated")
-    @pytest.mark.parametrize("checkpointing", [0, 1])
-    def test_it_is_the_run_to_the_byte(self, checkpointing: int, tmp_path: Path) -> None:
-        case, folder = Case("full", "fp8", checkpointing, packed=True, tied=False, micro_steps=2), models(tmp_path)
-        assert list(differences(planned(case, folder), tracked(case, folder))) == []
-
-    def test_on_a_gpu_backward_is_left_as_many_bytes_as_in_bf16(self, tmp_path: Path) -> None:
-        folder, kept, products = models(tmp_path), [], []
-        for precision in ("bf16", "fp8"):
-            case = Case("full", precision, 0, packed=True, tied=False, micro_steps=1)
-            done = trace(case.recipe(folder), read_strategy("single"), case.batches(), gpu=True)
-            kept.append(done.measured["forward"].allocated_bytes)
-            products.append([(op, times) for op, times in done.operations.items() if op.kind == "product"])
-        assert kept[0] == kept[1] > 0
-        flops = [sum(op.flops * times for op, times in some) for some in products]
-        assert flops[0] == flops[1] > 0
-        in_float8 = sum(op.flops * times for op, times in products[1] if op.itemsize == 1)
-        # Two of the three products of each weight in the layers, in both steps; the first layer's too.
-        weights = 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
-        assert in_float8 == 2 * 2 * 2 * 19 * weights
 
 
 class TestRefusals:

@@ -337,7 +337,7 @@ REFUSED_BY_TRAINING: list[tuple[Callable[[Path], object], list[str], str]] = [
         ["lora.target_modules=.*q_proj"],
         "down_proj.lora_A.weight, which is not trained (24 of its tensors",
     ),
-    (torn, [], "adapter_model.safetensors is damaged"),
+    (torn, [], "adapter_model.safetensors: has 100 bytes"),
     (not_finite, [], "not finite: base_model.model"),
 ]
 

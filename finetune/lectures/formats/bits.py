@@ -12,7 +12,7 @@ import torch
 
 from finetune.errors import FinetuneError
 
-FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+FLOAT_FORMATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 AS_INTEGERS = {4: torch.int32, 2: torch.int16}  # of as many bytes, to read a float's bits
 ABSMAX = 127  # int8's largest magnitude in use: a tensor's largest absolute value becomes this
 ADDED, TIMES = 0.001, 1000  # a thousand updates of a thousandth, onto a weight of 1
@@ -86,7 +86,7 @@ def numbers_of(text: str) -> list[float]:
 
 def range_rows() -> Iterable[tuple[str, ...]]:
     """A row for each floating format: bits, range and precision, from torch."""
-    for name, dtype in FLOATS.items():
+    for name, dtype in FLOAT_FORMATS.items():
         info, fraction = torch.finfo(dtype), fraction_bits(dtype)
         figures = (info.smallest_normal * info.eps, info.smallest_normal, info.max, info.eps)
         bits = (str(1), str(info.bits - 1 - fraction), str(fraction))

@@ -15,7 +15,7 @@ from torch import Tensor
 from finetune.lectures.formats import rounding
 from finetune.lectures.formats.bits import (
     ADDED,
-    FLOATS,
+    FLOAT_FORMATS,
     TIMES,
     binary_digits,
     fields_of,
@@ -94,7 +94,7 @@ def _losses(asked: LectureRequest, recipe: Recipe, steps: int) -> tuple[Losses, 
 
 def _number_facts(number: float) -> dict[str, Any]:
     largest = max(1.0, abs(number))
-    result = {name: vars(fields_of(number, dtype)) for name, dtype in FLOATS.items()}
+    result = {name: vars(fields_of(number, dtype)) for name, dtype in FLOAT_FORMATS.items()}
     return result | {"int8": vars(int8_of(number, largest)) | {"largest": largest}}
 
 
@@ -102,7 +102,7 @@ def _bits(numbers: Sequence[float]) -> list[Chapter]:
     sections = []
     for number in numbers:
         largest = max(1.0, abs(number))
-        stored = {name: fields_of(number, dtype) for name, dtype in FLOATS.items()} | {
+        stored = {name: fields_of(number, dtype) for name, dtype in FLOAT_FORMATS.items()} | {
             f"int8, largest {largest:g}": int8_of(number, largest),
         }
         rows = [
@@ -124,7 +124,7 @@ def _beside_the_notes(number: float) -> Chapter:
     """Their fraction fields are digits of the number, and not of what follows its leading 1."""
     rows = []
     for name, (exponent, fraction) in NOTED.items():
-        ours, digits = fields_of(number, FLOATS[name]), binary_digits(number, len(fraction))
+        ours, digits = fields_of(number, FLOAT_FORMATS[name]), binary_digits(number, len(fraction))
         rows.append(
             (name, exponent, ours.exponent, fraction, digits, ours.fraction, f"{meaning(exponent, fraction):g}")
         )
@@ -184,7 +184,7 @@ def _draw(exponents: Mapping[str, Tensor], losses: Losses, file: Path) -> None:
     top.set_yscale("log")
     top.set_ylim(1e-13, 1)
     top.set_xlim(-60, 20)
-    for level, (name, dtype) in enumerate(FLOATS.items()):
+    for level, (name, dtype) in enumerate(FLOAT_FORMATS.items()):
         info = torch.finfo(dtype)
         least, most = math.log2(info.smallest_normal * info.eps), math.log2(info.max)
         height = 10 ** (-12.4 + level)

@@ -30,9 +30,9 @@ def check_float8(recipe: Recipe, *, on_cpu: bool) -> None:
         )
 
 
-def check_capability(recipe: Recipe, capability: tuple[int, int], name: str) -> None:
+def check_capability(capability: tuple[int, int], name: str) -> None:
     """Refuse float8 on a GPU that has no products of it. Raises EnvironmentMismatch."""
-    if recipe.training.float8 and capability < ADA and not emulated():
+    if capability < ADA and not emulated():
         raise EnvironmentMismatch(
             "training.mixed_precision: fp8: products of float8 begin with compute capability 8.9 (Ada, Hopper), "
             f"{name} has {capability[0]}.{capability[1]}; {REMEDY}"
