@@ -65,7 +65,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """The trace's device is made before the first test: that one may train, and the next one trace."""
-    if any(_traces(item.path) for item in session.items):
+    tracing = any(_traces(item.path) for item in session.items)
+    if _has_traced() and not tracing:
+        raise pytest.UsageError("a test file made the trace's device at import; it belongs to tests/planner/")
+    if tracing:
         from finetune.planner.trace.fake_device import pretend_device
 
         pretend_device()
@@ -93,11 +96,11 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+def nothing_left_behind() -> Iterator[None]:
     """A launcher's variables and a process group that a test leaves would decide what the next one runs under."""
-    before = _of_a_launcher()
+    before, traced = _of_a_launcher(), _has_traced()
     yield
-    assert _traces(request.path) or not _has_traced(), "a test that traces belongs to tests/planner/"
+    assert traced or not _has_traced(), "a test that traces belongs to tests/planner/"
     assert _of_a_launcher() == before, "give them back: tests/support/one_rank.py as_before"
 
 

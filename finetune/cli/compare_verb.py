@@ -57,10 +57,10 @@ def compare(
 
     def work() -> dict[str, Any]:
         if lecture is not None:
-            from finetune.lectures.command import hold_lecture
+            from finetune.lectures.command import run_lecture
 
             _refuse_beside_lecture(strategies=strategies, vary=vary, rows=rows, steps=steps, processes=processes)
-            text, facts = hold_lecture(lecture, recipe, overrides, folder, note=partial(typer.echo, err=True))
+            text, facts = run_lecture(lecture, recipe, overrides, folder, note=partial(typer.echo, err=True))
             if not as_json:
                 typer.echo(text)
             return {"ok": True, **facts}

@@ -168,4 +168,6 @@ def start_from(parts: Assembled, adapter: StartAdapter) -> None:
         return
     reshard(parts.unwrapped_model)
     formats = {name: tensor.dtype for name, tensor in model_tensors(parts.unwrapped_model).items()}
-    load_model(parts.unwrapped_model, {name: value.to(formats[name]) for name, value in parts.held(tensors).items()})
+    load_model(
+        parts.unwrapped_model, {name: value.to(formats[name]) for name, value in parts.of_this_stage(tensors).items()}
+    )

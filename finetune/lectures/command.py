@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.lectures.output import LectureRequest, Told, write_lecture
+from finetune.lectures.output import LectureRequest, LectureResult, write_lecture
 from finetune.paths import CHECKOUT, PACKAGE
 
 
@@ -76,7 +76,7 @@ LECTURES: dict[str, Lecture] = {
 }
 
 
-def lecture_function(name: str) -> Callable[[LectureRequest], Told]:
+def lecture_function(name: str) -> Callable[[LectureRequest], LectureResult]:
     """What holds the lecture; imports it, and torch with it."""
     match name:
         case "memory":
@@ -111,7 +111,7 @@ def lecture_function(name: str) -> Callable[[LectureRequest], Told]:
             raise AssertionError(f"{name}: is in the table of lectures and has no function")
 
 
-def hold_lecture(
+def run_lecture(
     name: str,
     recipe: Path | None,
     words: Sequence[str],
@@ -142,10 +142,10 @@ def hold_lecture(
     if recipe is None:
         recipe, overrides = CHECKOUT / "recipes" / lecture.recipe, (*lecture.overrides, *overrides)
     folder.mkdir(parents=True, exist_ok=True)
-    told = lecture_function(name)(LectureRequest(recipe, overrides, {**lecture.settings, **own}, folder, note))
-    files = [str(file) for file in write_lecture(name, told, folder)]
-    text = f"{lecture.question}\n\n{told.text()}\n\n{', '.join(files)}"
-    return text, {"lecture": name, **told.facts, "files": files}
+    result = lecture_function(name)(LectureRequest(recipe, overrides, {**lecture.settings, **own}, folder, note))
+    files = [str(file) for file in write_lecture(name, result, folder)]
+    text = f"{lecture.question}\n\n{result.text()}\n\n{', '.join(files)}"
+    return text, {"lecture": name, **result.facts, "files": files}
 
 
 def _lecture(name: str) -> Lecture:

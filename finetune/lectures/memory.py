@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.lectures.output import Chapter, LectureRequest, Told, columns
+from finetune.lectures.output import Chapter, LectureRequest, LectureResult, columns
 from finetune.model.known_configs import decoder_config
 from finetune.planner.closed_form.recomputation import choose_recomputation
 from finetune.planner.command import plan_by_trace
@@ -78,7 +78,7 @@ class MemoryVariant:
         return self.planned.peak[1].nbytes
 
 
-def memory_lecture(asked: LectureRequest) -> Told:
+def memory_lecture(asked: LectureRequest) -> LectureResult:
     """Plans of the recipe and of its variants. Raises FinetuneError, of the recipe or of a model that is not known."""
     recipe = load_recipe(asked.recipe, asked.overrides).recipe
     recipe = choose_recomputation(recipe, gpus_of(recipe.budget)).recipe
@@ -93,7 +93,7 @@ def memory_lecture(asked: LectureRequest) -> Told:
         "variants": {each.name: _facts(each) for each in variants},
         "notes_gb_of_1e9": {name: {"weights": gb, "training": most} for name, (_, gb, most) in NOTES.items()},
     }
-    return Told(sections, facts, partial(_draw, count, variants, recipe.model.name_or_path))
+    return LectureResult(sections, facts, partial(_draw, count, variants, recipe.model.name_or_path))
 
 
 def parameter_count(recipe: Recipe) -> int:

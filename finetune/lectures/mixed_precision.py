@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from finetune.lectures.output import Chapter, LectureRequest, Told, columns, whole_number
+from finetune.lectures.output import Chapter, LectureRequest, LectureResult, columns, whole_number
 from finetune.lectures.real_model import RealModel, real_model
 from finetune.model.dtypes import dtype_name
 from finetune.model.optimizer import make_optimizer
@@ -103,7 +103,7 @@ class Trace:
         return sum(int((each == 0).sum()) for each in self.halves.values())
 
 
-def mixed_precision_lecture(asked: LectureRequest) -> Told:
+def mixed_precision_lecture(asked: LectureRequest) -> LectureResult:
     """Raises FinetuneError, of the recipe; what loading its model raises."""
     power = whole_number(asked.settings, "scale")
     plain = {"lora": None, "quantization": None, "training.mixed_precision": "fp16", "training.pure_bf16": False}
@@ -125,7 +125,7 @@ def mixed_precision_lecture(asked: LectureRequest) -> Told:
         "zero_without_scale": without,
     }
     sections = [_steps_section(seen, name), _overflow_section(tries), _why_section(lost, without, trace)]
-    return Told(sections, facts, partial(_draw, tries, seen))
+    return LectureResult(sections, facts, partial(_draw, tries, seen))
 
 
 def _tries(trace: Trace, asked: LectureRequest) -> list[Try]:

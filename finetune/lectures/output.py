@@ -38,7 +38,7 @@ class Chapter:
 
 
 @dataclass(frozen=True)
-class Told:
+class LectureResult:
     """A lecture, held."""
 
     sections: Sequence[Chapter]
@@ -64,11 +64,11 @@ def columns(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
     return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
 
 
-def write_lecture(name: str, told: Told, folder: Path) -> list[Path]:
+def write_lecture(name: str, result: LectureResult, folder: Path) -> list[Path]:
     """The picture and the facts as files of `folder`; returns both."""
     picture, facts = folder / f"{name}.png", folder / f"{name}.json"
-    told.draw(picture)
-    write_json(facts, {"lecture": name, **told.facts})
+    result.draw(picture)
+    write_json(facts, {"lecture": name, **result.facts})
     return [picture, facts]
 
 

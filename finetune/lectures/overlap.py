@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from finetune.errors import FinetuneError
-from finetune.lectures.output import Chapter, LectureRequest, Told, columns, whole_number
+from finetune.lectures.output import Chapter, LectureRequest, LectureResult, columns, whole_number
 from finetune.planner.command import plan_by_trace
 from finetune.planner.plan_recipe import worst_batches
 from finetune.planner.roofline import CHIPS, compute_seconds
@@ -49,7 +49,7 @@ def timeline(batches: int, copy: float, compute: float, *, non_blocking: bool) -
     return spans
 
 
-def overlap_lecture(asked: LectureRequest) -> Told:
+def overlap_lecture(asked: LectureRequest) -> LectureResult:
     """Raises FinetuneError, of the recipe and of a GPU that the plan does not know."""
     gpu, batches = asked.settings["gpu"], whole_number(asked.settings, "batches")
     if gpu not in CHIPS:
@@ -73,7 +73,7 @@ def overlap_lecture(asked: LectureRequest) -> Told:
         "compute_seconds": compute,
         "totals": {name: _totals(seconds, compute, batches) for name, seconds in cases.items()},
     }
-    return Told(sections, facts, partial(_draw, cases, compute, batches, f"{asked.recipe.stem} on {gpu}"))
+    return LectureResult(sections, facts, partial(_draw, cases, compute, batches, f"{asked.recipe.stem} on {gpu}"))
 
 
 def _totals(copy: float, compute: float, batches: int) -> dict[str, float]:

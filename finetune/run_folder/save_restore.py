@@ -70,7 +70,7 @@ def load_weights(parts: Assembled, checkpoint: Checkpoint) -> None:
         load_masters_from(parts.engine, checkpoint.groups["model"])
     else:
         reshard(parts.unwrapped_model)
-        load_model(parts.unwrapped_model, parts.held(checkpoint.groups["model"]))
+        load_model(parts.unwrapped_model, parts.of_this_stage(checkpoint.groups["model"]))
 
 
 def save_temporary(recipe: Recipe, parts: Assembled) -> Path:
@@ -115,8 +115,8 @@ def _fill(parts: Assembled, folder: Path, *, hashes: bool) -> dict[str, Any]:
         load_pieces(parts.engine, saved_model, saved_optimizer)
     else:
         reshard(parts.unwrapped_model)
-        load_model(parts.unwrapped_model, parts.held(saved_model))
-        load_optimizer(parts.unwrapped_model, parts.optimizer, parts.held(saved_optimizer))
+        load_model(parts.unwrapped_model, parts.of_this_stage(saved_model))
+        load_optimizer(parts.unwrapped_model, parts.optimizer, parts.of_this_stage(saved_optimizer))
     return read_state_of(checkpoint)
 
 

@@ -50,9 +50,9 @@ class Assembled:
     engine: Any = None  # DeepSpeed's, which holds the masters
     pipeline: Pipeline | None = None  # of which this rank is a stage; `model` is the same
 
-    def held(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    def of_this_stage(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         """Of tensors by a weight's name, or by that and a colon: those that this rank should have."""
-        return saved if self.pipeline is None else self.pipeline.holding.held(saved)
+        return saved if self.pipeline is None else self.pipeline.holding.of_this_stage(saved)
 
     def to_write(self, named: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor | Piece]:
         """Of the tensors that this rank has, those of a checkpoint, as pieces where other ranks have others."""

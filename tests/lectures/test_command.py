@@ -11,22 +11,22 @@ from finetune.cli.compare_verb import recipe_and_overrides
 from finetune.cli.main import main
 from finetune.lectures import command
 from finetune.lectures.command import LECTURES, lecture_function
-from finetune.lectures.output import Chapter, LectureRequest, Told, columns
+from finetune.lectures.output import Chapter, LectureRequest, LectureResult, columns
 from finetune.paths import CHECKOUT
 
 SEEN: list[LectureRequest] = []
 
 
-def told(asked: LectureRequest) -> Told:
+def result(asked: LectureRequest) -> LectureResult:
     SEEN.append(asked)
-    return Told([Chapter("One", ["a line"]), Chapter("Two", ["b"], measured=True)], {"figure": 3}, Path.touch)
+    return LectureResult([Chapter("One", ["a line"]), Chapter("Two", ["b"], measured=True)], {"figure": 3}, Path.touch)
 
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Every lecture is `told`, in a folder of its own."""
     SEEN.clear()
-    monkeypatch.setattr(command, "lecture_function", lambda name: told)
+    monkeypatch.setattr(command, "lecture_function", lambda name: result)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

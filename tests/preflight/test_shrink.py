@@ -57,6 +57,6 @@ def test_any_architecture_is_made_small_and_runs(name: str, tmp_path: Path) -> N
 def test_sizes_that_no_model_has_are_a_line(tmp_path: Path) -> None:
     config = CONFIG_MAPPING["llama"]().to_dict() | {"hidden_size": 96, "num_attention_heads": 7}
     (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
-    with pytest.raises(FinetuneError, match="num_attention_heads is 7, and must be a multiple of .*, 32; ") as raised:
+    with pytest.raises(FinetuneError, match=r"num_attention_heads is 7, and must be a multiple of .*, 32; ") as raised:
         shrink_model(str(tmp_path), "main", chats(tmp_path), tmp_path / "small")
     assert "\n" not in str(raised.value)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from finetune.architecture import attention
 from finetune.architecture.loss import put_loss_into_forward
-from finetune.strategies.pipeline.holding import Holding, hold
+from finetune.strategies.pipeline.holding import Holding, place_stage
 from finetune.strategies.pipeline.layout import Parts, parts_of
 from finetune.strategies.pipeline.stage import Stage
 
@@ -46,7 +46,7 @@ class Chain:
         self.shared: list[list[nn.Parameter]] = []
         self.stages: list[Stage] = []
         for index, model in enumerate(self.models):
-            holding, shared = hold(model, model, self.parts, list(layers), index, CPU)
+            holding, shared = place_stage(model, model, self.parts, list(layers), index, CPU)
             self.holdings.append(holding)
             self.shared.append(shared)
             self.stages.append(Stage(model, self.parts, layers, index, nullcontext, torch.float32))

@@ -16,7 +16,7 @@ from typing import Any
 
 from finetune.errors import EnvironmentMismatch
 from finetune.lectures.collectives.ranks import LINK, PIECES, PLAYED_MIB, RANKS
-from finetune.lectures.output import Chapter, LectureRequest, Told, columns, whole_number
+from finetune.lectures.output import Chapter, LectureRequest, LectureResult, columns, whole_number
 from finetune.paths import CHECKOUT
 from finetune.planner.roofline import CHIPS, PCIE_MACHINE
 from finetune.report.pictures import COLOURS, new_figure
@@ -42,14 +42,14 @@ DOES = {
 RankFigures = Sequence[Mapping[str, Any]]
 
 
-def collectives_lecture(asked: LectureRequest) -> Told:
+def collectives_lecture(asked: LectureRequest) -> LectureResult:
     """Four processes, once. Raises EnvironmentMismatch where one fails."""
     mib = whole_number(asked.settings, "mib")
     asked.note(f"starting {RANKS} gloo ranks")
     ranks = _run_ranks(mib)
     sections = [_examples(ranks), _costs(ranks, mib), _broadcasts(ranks, mib), _played(ranks), _links()]
     facts = {"ranks": [dict(each) for each in ranks], "mib": mib, "links": LINKS}
-    return Told(sections, facts, partial(_draw, ranks))
+    return LectureResult(sections, facts, partial(_draw, ranks))
 
 
 def broadcast_seconds(nbytes: float, link: float, ranks: int) -> tuple[float, float]:

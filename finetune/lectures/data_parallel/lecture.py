@@ -13,7 +13,7 @@ import torch
 from finetune.errors import FinetuneError
 from finetune.lectures.data_parallel.ddp_rank import train_ddp
 from finetune.lectures.data_parallel.training import STEP_TIMES, Job, Trained, train_data_parallel
-from finetune.lectures.output import Chapter, LectureRequest, Told, columns, whole_number
+from finetune.lectures.output import Chapter, LectureRequest, LectureResult, columns, whole_number
 from finetune.measure.units import GIB
 from finetune.model.known_configs import decoder_config
 from finetune.output_stream import silenced
@@ -30,7 +30,7 @@ _LEAST = {"replicas": 2, "rows": 1, "tokens": 2, "steps": 2}  # of the settings
 _MOVED = ("scatter", "replicate", "gather", "reduce")
 
 
-def data_parallel_lecture(asked: LectureRequest) -> Told:
+def data_parallel_lecture(asked: LectureRequest) -> LectureResult:
     """Train small under both. Raises FinetuneError for a wrong recipe or setting, and where a rank fails."""
     recipe = load_recipe(asked.recipe, asked.overrides).recipe
     gpus = torch.cuda.device_count() > 1
@@ -64,7 +64,7 @@ def data_parallel_lecture(asked: LectureRequest) -> Told:
         "ddp": ranks.as_json(),
         "worst_loss_difference": loss_difference(alone, ranks),
     }
-    return Told(sections, facts, partial(_draw, alone, ranks, where))
+    return LectureResult(sections, facts, partial(_draw, alone, ranks, where))
 
 
 def _check(replicas: int, rows: int, *, gpus: bool) -> None:

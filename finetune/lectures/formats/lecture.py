@@ -24,7 +24,7 @@ from finetune.lectures.formats.bits import (
     numbers_of,
     range_rows,
 )
-from finetune.lectures.output import Chapter, LectureRequest, Told, columns, whole_number
+from finetune.lectures.output import Chapter, LectureRequest, LectureResult, columns, whole_number
 from finetune.lectures.real_model import RealModel, real_model, short_runs
 from finetune.planner.variants import changed
 from finetune.recipe.loader import load_recipe
@@ -44,7 +44,7 @@ CURVE_ROWS: Mapping[str, Sequence[str]] = {
 Losses = Mapping[str, Sequence[float]]
 
 
-def formats_lecture(asked: LectureRequest) -> Told:
+def formats_lecture(asked: LectureRequest) -> LectureResult:
     """Raises FinetuneError for numbers that are none, and what a run of the recipe raises."""
     numbers, steps = numbers_of(asked.settings["numbers"]), whole_number(asked.settings, "steps")
     recipe = load_recipe(asked.recipe, asked.overrides, here=True).recipe
@@ -70,7 +70,7 @@ def formats_lecture(asked: LectureRequest) -> Told:
         "losses": dict(losses),
         "skipped": skipped,
     }
-    return Told(sections, facts, partial(_draw, exponents, losses))
+    return LectureResult(sections, facts, partial(_draw, exponents, losses))
 
 
 def _model_numbers(recipe: Recipe) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from finetune.lectures.output import Chapter, LectureRequest, Told, columns
+from finetune.lectures.output import Chapter, LectureRequest, LectureResult, columns
 from finetune.lectures.zero import words
 from finetune.lectures.zero.measured import EVERY_TENTH, MICRO_STEPS_HERE, Measured, measure
 from finetune.lectures.zero.notes import HOMEWORK, LOGGED_STEPS
@@ -25,7 +25,7 @@ HOMEWORK_MODEL = PACKAGE / "lectures" / "zero" / "gpt2_large"
 _MIB = 2**20
 
 
-def zero_lecture(asked: LectureRequest) -> Told:
+def zero_lecture(asked: LectureRequest) -> LectureResult:
     """Six plans, six jobs, and the notes' figures where the model is the homework's. Raises FinetuneError."""
     named_gpus(asked)  # a mistake is told before anything takes time
     homework = load_recipe(asked.recipe, asked.overrides).recipe.model.name_or_path == str(HOMEWORK_MODEL)
@@ -49,7 +49,7 @@ def zero_lecture(asked: LectureRequest) -> Told:
         "planned": [run.as_json() for run in planned],
         "notes": _facts_of_the_notes() if homework else None,
     }
-    return Told(sections, facts, partial(draw_zero, measured, planned, asked.settings["gpus"], homework))
+    return LectureResult(sections, facts, partial(draw_zero, measured, planned, asked.settings["gpus"], homework))
 
 
 def _memory_here(measured: Measured) -> Chapter:

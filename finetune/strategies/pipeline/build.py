@@ -18,7 +18,7 @@ from finetune.model.dtypes import COMPUTE
 from finetune.model.quantization import unpacked_weight
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
-from finetune.strategies.pipeline.holding import hold
+from finetune.strategies.pipeline.holding import place_stage
 from finetune.strategies.pipeline.layout import parts_of
 from finetune.strategies.pipeline.schedule import Pipeline
 from finetune.strategies.pipeline.split import layers_of_stages
@@ -46,7 +46,7 @@ def staged(
     layers = layers_of_stages(recipe, decoder, parts, stages)
     embedded = next(decoder.get_input_embeddings().parameters()).dtype
     dtype = COMPUTE[recipe.training.mixed_precision] if strategy.casts_weights_once(recipe) else None
-    holding, shared = hold(unwrapped, decoder, parts, layers, index, device)
+    holding, shared = place_stage(unwrapped, decoder, parts, layers, index, device)
     if idle := set(range(stages)) - {stage for where in holding.stages.values() for stage in where}:
         raise FinetuneError(
             f"lora.target_modules: stage {min(idle)} of {stages}, layers {_in_words(layers[min(idle)])}, would train "

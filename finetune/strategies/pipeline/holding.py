@@ -29,7 +29,7 @@ class Holding:
     aliases: Mapping[str, str]  # further names of tied weights, trained or not -> their first name
     stage: int
 
-    def held(self, saved: Mapping[str, Thing]) -> dict[str, Thing]:
+    def of_this_stage(self, saved: Mapping[str, Thing]) -> dict[str, Thing]:
         """Of tensors by a weight's name, or by that and a colon: without those of other stages alone."""
         return {key: value for key, value in saved.items() if self.stage in self._stages_of(key, (self.stage,))}
 
@@ -72,7 +72,7 @@ def _device(parameter: nn.Parameter) -> torch.device:
     return parameter.stage_device
 
 
-def hold(
+def place_stage(
     model: nn.Module, decoder: PreTrainedModel, parts: Parts, layers: list[range], stage: int, device: torch.device
 ) -> tuple[Holding, list[nn.Parameter]]:
     """Leave on `device` what this stage holds, and on meta all else; in place.

@@ -110,7 +110,7 @@ def optimizer_step(
     computing = through or InTurn(accelerator, model, micro_steps, skip_gradient_sync)
     tally = torch.zeros(3, dtype=torch.float64, device=accelerator.device)  # loss sum, supervised tokens, stop flags
 
-    def seeded(index: int) -> None:
+    def seed_micro_batch(index: int) -> None:
         if seed is not None:
             seed_generators(accelerator.device, seed + index)
 
@@ -119,7 +119,7 @@ def optimizer_step(
             islice(batches, micro_steps),
             supervised_tokens=supervised_tokens,
             loss_sum=tally[0],
-            before_each=seeded,
+            before_each=seed_micro_batch,
             phases=phases,
         )
 

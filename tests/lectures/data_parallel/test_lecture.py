@@ -172,16 +172,16 @@ def test_tables_and_sentences(recipe: Path, tmp_path: Path, monkeypatch: pytest.
     ranks.losses = [2.0, 1.01]
     monkeypatch.setattr(lecture, "train_data_parallel", lambda *_, **__: figures(1.0))
     monkeypatch.setattr(lecture, "train_ddp", lambda *_, **__: ranks)
-    told = data_parallel_lecture(asked(recipe, tmp_path))
-    text = " ".join(told.text().split())
+    result = data_parallel_lecture(asked(recipe, tmp_path))
+    text = " ".join(result.text().split())
     assert "DataParallel 1.00 2.00 3.00 4.00 5.00 6.00 7.00 28.00" in text
     assert "DataParallel's master 0.000 1.000 0.500 1.000 - 2.500 2.50" in text
     assert "DDP, each rank - - - - 2.000 2.000 2.00" in text
     assert "Scatter, replicate and gather take 25.0% of DataParallel's step" in text
     assert "the other GPUs are 75% emptier" in text
     assert "losses of 3 steps differ by 9.9e-03 at most" in text
-    assert max(map(len, told.text().splitlines())) <= 120
-    told.draw(tmp_path / "x.png")
+    assert max(map(len, result.text().splitlines())) <= 120
+    result.draw(tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
