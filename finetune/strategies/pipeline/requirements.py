@@ -44,6 +44,8 @@ def refuse_pipeline(strategy: Strategy) -> None:
 def _problems(recipe: Recipe, name: str) -> Iterator[str]:
     if recipe.quantization is not None:
         yield f"quantization: {name} does not split quantised weights yet; set quantization: null, or take fsdp2"
+    if recipe.training.float8:
+        yield f"training.mixed_precision: {name} does not compute in float8 yet; set bf16, or take fsdp2"
     if recipe.training.mixed_precision == "fp16":
         yield f"training.mixed_precision: the stages of {name} do not agree on fp16's loss scale; set bf16"
     if recipe.model.attention not in ("auto", attention.NAME):
