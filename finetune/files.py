@@ -165,8 +165,10 @@ def _lines(path: Path) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, (str, int)) or value is None:
+        return value
     if isinstance(value, Mapping):
         return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

@@ -36,9 +36,12 @@ def rows_of_step(step: int, *, rows: int, global_batch_size: int, seed: int, tot
     global_batch_size, and `total_rows` ends it, so the last step may be short: nothing is dropped, nothing doubled.
     """
     first = step * global_batch_size
-    positions = np.arange(first, min(first + global_batch_size, total_rows))
-    epochs = positions // rows
-    parts = [_epoch_order(rows, seed, epoch)[positions[epochs == epoch] % rows] for epoch in np.unique(epochs).tolist()]
+    end = min(first + global_batch_size, total_rows)
+    epochs = range(first // rows, -(-end // rows)) if first < end else ()
+    parts = [
+        _epoch_order(rows, seed, epoch)[max(first - epoch * rows, 0) : min(end - epoch * rows, rows)]
+        for epoch in epochs
+    ]
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 

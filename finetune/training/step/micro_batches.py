@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from finetune.measure.phases import Phases
@@ -83,9 +84,16 @@ class InTurn:
                 with phases("backward"):
                     # 0 * inf and 0 * nan are nan: a loss that is not finite on one rank makes the reduced gradients of
                     # all ranks nan, so the one check of the step covers every rank without another collective.
-                    self.accelerator.backward(loss * (scale + 0.0 * value))
+                    self._backward(loss, scale + 0.0 * value)
                 del loss  # free its graph before the next forward allocates
         return counted
+
+    def _backward(self, loss: Tensor, scale: Tensor) -> None:
+        """Backward of loss * scale; that product is not computed where backward can begin with the scale itself."""
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:  # its engine takes a loss alone
+            self.accelerator.backward(loss * scale)
+        else:
+            self.accelerator.backward(loss, gradient=scale)
 
     def gradient_norm(self, optimizer: Any) -> Tensor:
         """As of MicroBatches."""
