@@ -75,14 +75,18 @@ class How(NamedTuple):
     strategy: str
 
 
-def fork_ranks(recipe: Path, run_dir: Path, ranks: int, strategy: str) -> list[int]:
-    """Starts one training, as a launcher would, on this machine; returns its processes."""
+def fork_ranks(
+    recipe: Path, run_dir: Path, ranks: int, strategy: str, armed: Callable[[int], None] = lambda rank: None
+) -> list[int]:
+    """Starts one training, as a launcher would, on this machine; returns its processes. Each calls `armed` first."""
     assert not hasattr(torch, "pretend"), "a planner's trace was here, with threads that a fork does not survive"
     port = free_ports(1)[0]
-    return [_fork_rank(recipe, run_dir, rank, ranks, port, strategy) for rank in range(ranks)]
+    return [_fork_rank(recipe, run_dir, rank, ranks, port, strategy, armed) for rank in range(ranks)]
 
 
-def _fork_rank(recipe: Path, run_dir: Path, rank: int, ranks: int, port: int, strategy: str) -> int:
+def _fork_rank(
+    recipe: Path, run_dir: Path, rank: int, ranks: int, port: int, strategy: str, armed: Callable[[int], None]
+) -> int:
     process = os.fork()
     if process:
         return process
@@ -93,6 +97,7 @@ def _fork_rank(recipe: Path, run_dir: Path, rank: int, ranks: int, port: int, st
         log = os.open(run_dir.with_suffix(f".rank{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        armed(rank)
         code = train([str(recipe), f"output_dir={run_dir}", f"accelerate_config={strategy}"])
     except BaseException:
         traceback.print_exc()
