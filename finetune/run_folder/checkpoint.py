@@ -131,7 +131,8 @@ def write_pieces(
             if first:
                 remove_folder(temporary)  # a full disk gets its space back
             raise
-    _agreed(ranks, temporary, partial(_prune, run_dir, step, keep, best) if first else _nothing)
+    with disk_errors(folder.parent, f"the checkpoint of step {step} is complete; "):
+        _agreed(ranks, temporary, partial(_prune, run_dir, step, keep, best) if first else _nothing)
     return folder
 
 
