@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.lectures.output import Chapter, LectureRequest, LectureResult, columns
-from finetune.model.known_configs import decoder_config
+from finetune.model.known_configs import planned_config
 from finetune.planner.closed_form.recomputation import choose_recomputation
 from finetune.planner.command import plan_by_trace
 from finetune.planner.constants import (
@@ -98,7 +98,7 @@ def memory_lecture(asked: LectureRequest) -> LectureResult:
 
 def parameter_count(recipe: Recipe) -> int:
     """Weights of the base model, each once; from its configuration alone."""
-    config = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
+    config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     return sum(parameter.numel() for parameter in model.parameters())

@@ -142,12 +142,19 @@ def decoder_config(name_or_path: str, revision: str = "main") -> tuple[dict[str,
             f"{config.get('model_type')} by itself; such a model is trained as a whole, and can be neither planned nor "
             "rehearsed"
         )
-    config = _by_common_names(config)
-    if "num_hidden_layers" not in config:
-        raise FinetuneError(
-            f"model.name_or_path: {source}: has no num_hidden_layers; correct the file, or fetch it again"
-        )
-    return config, source
+    return _by_common_names(config), source
+
+
+def planned_config(name_or_path: str, revision: str = "main") -> tuple[dict[str, Any], str]:
+    """The same with its number of layers, from which a plan of all of them is made. Raises FinetuneError without one:
+    Nemotron-H lists the kinds of its layers instead."""
+    config, source = decoder_config(name_or_path, revision)
+    if "num_hidden_layers" in config:
+        return config, source
+    problem = f"model.name_or_path: {source}: has no num_hidden_layers"
+    if "layers_block_type" in config:
+        raise EnvironmentMismatch(f"{problem}, but lists its layers: cannot be planned; `finetune compare` measures it")
+    raise FinetuneError(f"{problem}; correct the file, or fetch it again")
 
 
 def _by_common_names(config: dict[str, Any]) -> dict[str, Any]:

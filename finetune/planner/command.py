@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import DoesNotFit, EnvironmentMismatch, FinetuneError
 from finetune.measure.units import GIB
-from finetune.model.known_configs import decoder_config
+from finetune.model.known_configs import planned_config
 from finetune.planner import pick, remedies
 from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.planner.closed_form.recomputation import choose_recomputation
@@ -132,7 +132,7 @@ def _plan_model(model: str, overrides: Sequence[str], options: PlanOptions, note
 
 
 def _plan_one(recipe: Recipe, gpus: Gpus | None, note: Note, *, explained: bool) -> Output:
-    decoder_config(recipe.model.name_or_path, recipe.model.revision)  # once, before two processes ask the Hub for it
+    planned_config(recipe.model.name_or_path, recipe.model.revision)  # once, before two processes ask the Hub for it
     note(f"tracing {pick.variant_in_words(recipe)}; and probing the model")
     with without_gc():
         from finetune.probe.forked import probed_in_child
@@ -154,7 +154,7 @@ def _planned(recipe: Recipe, gpus: Gpus | None, note: Note, *, explained: bool) 
     result: dict[str, Any] = {"ok": planned.fits, "exit_code": code, **plan_json(planned), **roofline_json(planned)}
     result["batches"] = batches
     text = [plan_text(planned), "", *roofline_lines(planned), "", *batches["notes"]]
-    config = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
+    config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and not planned.fits:
         note(f"  {planned.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f}, does not fit; now changes that may")
         fitting = remedies.remedies(recipe, config, gpus, _noted(note), tries=TRACES, traced=TRACED)
@@ -185,7 +185,7 @@ def _noted(note: Note) -> remedies.PlanFunction:
 
 
 def _largest(recipe: Recipe, gpus: Gpus | None, name: str, note: Note) -> Output:
-    config = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
+    config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
     found = remedies.largest(recipe, config, gpus, name, _noted(note))
     assert gpus is not None
     words = f"{found.key}={found.value}  needs {found.needed / GIB:.1f} GiB of {gpus.memory / GIB:.1f} a GPU"
@@ -213,7 +213,7 @@ def _compare_one(path: Path, overrides: Sequence[str], options: PlanOptions, not
     gpus = options.gpus_for(asked)
     recipe = choose_recomputation(asked, gpus).recipe
     row: dict[str, Any] = {"recipe": path.stem, "gpu_bytes": gpus.memory if gpus else None}
-    config = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
+    config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
     if gpus is not None and unsupported(recipe, config, gpus) is None:
         needed = estimate(recipe, config, gpus).needed
         if abs(needed / gpus.memory - 1) > remedies.EDGE:
@@ -274,7 +274,7 @@ def pick_in_words(model: str | None, options: PlanOptions, file: Path | None, no
     gpus = parse_gpus(options.gpus, options.nodes)
     if gpus is None:
         raise FinetuneError("--pick: finds recipes for GPUs, not for a CPU; add --gpus 2x24GB")
-    config, source = decoder_config(model)
+    config, source = planned_config(model)
     search = _Search(gpus, note)
     if unsupported(pick.adapters(model, gpus), config, gpus) is None:
         certain = islice(pick.fitting_recipes(model, config, gpus), TRIES)

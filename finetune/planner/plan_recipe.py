@@ -18,7 +18,7 @@ from finetune.architecture import attention
 from finetune.errors import DoesNotFit
 from finetune.launch.gpu_environment import expands_segments
 from finetune.model.build import attention_name
-from finetune.model.known_configs import decoder_config
+from finetune.model.known_configs import planned_config
 from finetune.planner.constants import CUDA_CONTEXT, NCCL_BUFFERS
 from finetune.planner.depth.caching_allocator import NoMemory, replay
 from finetune.planner.depth.extrapolate import depths, extrapolate, layers_kept_gathered, with_layers
@@ -101,7 +101,7 @@ def plan_recipe(
     strategy = read_strategy(recipe.accelerate_config)
     check_combination(recipe, strategy, on_cpu=gpus is None)
     refuse_pipeline(strategy)
-    config, source = decoder_config(recipe.model.name_or_path, recipe.model.revision)
+    config, source = planned_config(recipe.model.name_or_path, recipe.model.revision)
     notes = [f"model: {source}"]
     if recipe.model.adapter is not None:
         notes.append(f"model.adapter: training starts from {recipe.model.adapter}, in the memory of a new adapter")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import FinetuneError
 from finetune.files import write_json
 from finetune.launch.signals import die_with_parent
-from finetune.model.known_configs import decoder_config
+from finetune.model.known_configs import planned_config
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe
 from finetune.training.planner_process import PLANNER_SWITCH, PlanRequest
@@ -90,7 +90,7 @@ def fitting_changes(request: PlanRequest) -> list[dict[str, Any]]:
         def plan(another: Recipe, _: Gpus) -> Planned:
             return plan_run(request_for(request, another))
 
-        config, _source = decoder_config(recipe.model.name_or_path, recipe.model.revision)
+        config, _source = planned_config(recipe.model.name_or_path, recipe.model.revision)
         return [result.as_json() for result in remedies(recipe, config, gpus_of_run(request), plan)]
     from finetune.measure.out_of_memory import smaller
     from finetune.planner.variants import changed

@@ -15,7 +15,7 @@ from finetune.lectures.data_parallel.ddp_rank import train_ddp
 from finetune.lectures.data_parallel.training import STEP_TIMES, Job, Trained, train_data_parallel
 from finetune.lectures.output import Chapter, LectureRequest, LectureResult, columns, whole_number
 from finetune.measure.units import GIB
-from finetune.model.known_configs import decoder_config
+from finetune.model.known_configs import planned_config
 from finetune.output_stream import silenced
 from finetune.planner.constants import FLOAT32
 from finetune.preflight.shrink import Shrunk, shrink_model
@@ -146,7 +146,7 @@ def _at_full_size(recipe: Recipe) -> Chapter:
     from finetune.lectures.memory import parameter_count
 
     count = parameter_count(recipe)
-    config = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
+    config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
     weights = FLOAT32 * count
     rows = []
     for number in _FULL_SIZE:

@@ -17,7 +17,7 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.measure.host_memory import available_bytes
 from finetune.measure.units import GIB
-from finetune.model.known_configs import decoder_config
+from finetune.model.known_configs import planned_config
 from finetune.planner.closed_form.estimate import estimate, unsupported
 from finetune.recipe.gpus import Gpus, gpus_of
 from finetune.recipe.loader import load_recipe
@@ -61,7 +61,7 @@ def choose_recomputation(recipe: Recipe, gpus: Gpus | None, *, ranks: int = 1) -
     if recipe.training.activation_checkpointing != "auto":
         return Chosen(recipe)
     try:
-        config = decoder_config(recipe.model.name_or_path, recipe.model.revision)[0]
+        config = planned_config(recipe.model.name_or_path, recipe.model.revision)[0]
     except FinetuneError:
         return _with(recipe, True, "the configuration of the model is not known")
     room = gpus or Gpus(ranks, available_bytes() // ranks, "host memory")
