@@ -85,7 +85,7 @@ def test_every_kind_has_a_recipe() -> None:
     assert {method_of(recipe) for recipe in recipes} == {"full", "lora", "qlora", "int8"}
     assert {recipe.training.mixed_precision for recipe in recipes} == {"bf16", "fp16"}
     assert {recipe.training.pure_bf16 for recipe in recipes} == {False, True}
-    assert {recipe.training.activation_checkpointing for recipe in recipes} == {False, True, 2}
+    assert {recipe.training.activation_checkpointing for recipe in recipes} == {False, True, 2, "auto"}
     quantised = {recipe.quantization.bnb_4bit_quant_storage for recipe in recipes if recipe.quantization}
     assert quantised == {"uint8", "bfloat16"}
 
