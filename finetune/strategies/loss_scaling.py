@@ -37,6 +37,11 @@ def loss_scale(accelerator: Accelerator) -> torch.Tensor:
     return one if accelerator.scaler is None else accelerator.scaler.scale(one)
 
 
+def lowest_scale(accelerator: Accelerator) -> float:
+    """The scale below which the scaler does not go: a static one is its own."""
+    return float(getattr(accelerator.scaler, "floor", FLOOR))
+
+
 def scaler_state(accelerator: Accelerator) -> dict[str, Any] | None:
     """Scale and growth count for a checkpoint, as JSON; None without scaling. Waits for the device."""
     return None if accelerator.scaler is None else accelerator.scaler.state_dict()
