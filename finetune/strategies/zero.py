@@ -183,7 +183,8 @@ class EngineScaler:
         self._steps = steps
         self._own = steps.engine.optimizer.loss_scaler
         self._own.raise_error_at_min_scale = False  # the loop reports it, with the step and its rows
-        self.floor = float(self._own.min_scale if self._own.dynamic else self._own.cur_scale)
+        self.static = not self._own.dynamic
+        self.floor = float(self._own.cur_scale if self.static else self._own.min_scale)
 
     def scale(self, values: Tensor) -> Tensor:
         return values * self._steps.loss_scale
@@ -193,13 +194,13 @@ class EngineScaler:
 
     def state_dict(self) -> dict[str, Any]:
         scaler = self._own
-        if not scaler.dynamic:
+        if self.static:
             return {"scale": float(scaler.cur_scale)}
         counts = {"iteration": scaler.cur_iter, "overflow": scaler.last_overflow_iter}
         return {"scale": float(scaler.cur_scale), **counts, "hysteresis": scaler.cur_hysteresis}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._own.dynamic and "iteration" in state:  # not of a run with a static scale
+        if not self.static and "iteration" in state:  # written by a run whose scale was dynamic too
             self._own.cur_scale, self._own.cur_iter = state["scale"], state["iteration"]
             self._own.last_overflow_iter = state["overflow"]
             self._own.cur_hysteresis = state.get("hysteresis", self._own.delayed_shift)
