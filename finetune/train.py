@@ -22,6 +22,7 @@ from finetune.errors import STOPPED, FinetuneError, NoRendezvous
 from finetune.output_stream import keep_printing
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import LoadedRecipe, resolved_yaml
+from finetune.recipe.sections.engine_keys import engine_notes
 
 if TYPE_CHECKING:
     from finetune.hub.start_adapter import StartAdapter
@@ -98,7 +99,8 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     command = continue_command(launch, resume=recipe.training.resume)
     strategy = check_launch(recipe, launch)
     check_trackers(recipe)
-    for note in (*launch_notes(launch), *check_before_training(recipe)) if launch.is_main else ():
+    idle = engine_notes(strategy.section("deepspeed_config"), recipe.training.mixed_precision)
+    for note in (*launch_notes(launch), *idle, *check_before_training(recipe)) if launch.is_main else ():
         print(note, file=sys.stderr)
     die_with_launcher()
     tokenizer = load_tokenizer(recipe)

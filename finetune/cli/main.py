@@ -78,6 +78,8 @@ def check(
     """Is the recipe right? Every mistake at once, by file, line and column."""
     from finetune.recipe.loader import load_recipe
     from finetune.recipe.resolved import resolved_yaml
+    from finetune.recipe.sections.engine_keys import engine_notes
+    from finetune.recipe.strategy import read_strategy
     from finetune.redaction import hide_in, hide_secrets, known_secrets
 
     if schema:
@@ -91,7 +93,8 @@ def check(
 
     def work() -> dict[str, Any]:
         loaded = load_recipe(recipe, overrides or [], here=True)
-        notes: list[str] = []
+        strategy = read_strategy(loaded.recipe.accelerate_config)
+        notes = [*engine_notes(strategy.section("deepspeed_config"), loaded.recipe.training.mixed_precision)]
         batches: dict[str, Any] = {}
         if data:
             from finetune.data.check import check_rows

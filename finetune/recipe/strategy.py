@@ -16,6 +16,8 @@ import yaml
 
 from finetune.errors import RecipeError
 from finetune.paths import CHECKOUT
+from finetune.recipe.sections.engine_keys import ENGINE_KEYS, OTHER_PLACES, Where, engine_mistakes, engine_settings
+from finetune.recipe.yaml_text import parse
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
@@ -63,7 +65,7 @@ _ZERO: dict[str, frozenset[Any]] = {
     "zero3_save_16bit_model": frozenset({False}),
     "gradient_accumulation_steps": frozenset({1}),
     "deepspeed_multinode_launcher": frozenset({"standard"}),
-}
+} | dict.fromkeys(ENGINE_KEYS, ANY)
 _MESH: dict[str, frozenset[Any]] = {"parallelism_config_dp_replicate_size": ANY}
 _SECTIONS = {"fsdp_config": _FSDP, "deepspeed_config": _ZERO, "parallelism_config": _MESH}
 _REQUIRED = {"fsdp": ("fsdp_config", "fsdp_version"), "deepspeed": ("deepspeed_config", "zero_stage")}
@@ -170,6 +172,11 @@ class Strategy:
         return {what: section.get(f"offload_{what}_device") or "none" for what in ("optimizer", "param")}
 
     @property
+    def engine_settings(self) -> dict[Where, dict[str, Any]]:
+        """DeepSpeed's own keys that the file sets, in DeepSpeed's sections."""
+        return engine_settings(self.section("deepspeed_config"))
+
+    @property
     def offloaded(self) -> bool:
         """Whether weights or optimizer state live in host memory or on disk."""
         by_fsdp = bool(self.section("fsdp_config").get("fsdp_offload_params"))
@@ -230,7 +237,8 @@ def read_strategy(name_or_path: str, *, strict: bool = True) -> Strategy:
     if not path.is_file():
         path = Path(name_or_path)
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        settings = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise RecipeError([f"accelerate_config: {path}: cannot be read: {reason}; name an existing file"]) from error
@@ -240,9 +248,11 @@ def read_strategy(name_or_path: str, *, strict: bool = True) -> Strategy:
         raise RecipeError([f"accelerate_config: {path}: distributed_type is not one of {known}; correct that file"])
     if kind == "ddp" and path.stem in SCHEDULES:
         kind = "pipeline"
-    mistakes = [f"accelerate_config: {path}: {mistake}" for mistake in _mistakes(settings, kind)]
-    if mistakes and strict:
-        raise RecipeError(mistakes)
+    mistakes = list(_mistakes(settings, kind)) if strict else []
+    if mistakes:
+        lines = {".".join(map(str, key)): f":{place.line}" for key, place in parse(text).keys.items()}
+        places = [f"{path}{lines.get(key, '')}: {key}: {problem}" for key, problem in mistakes]
+        raise RecipeError([f"accelerate_config: {mistake}" for mistake in places])
     return Strategy(
         name=path.stem,
         path=path,
@@ -253,28 +263,37 @@ def read_strategy(name_or_path: str, *, strict: bool = True) -> Strategy:
     )
 
 
-def _mistakes(settings: Mapping[str, Any], kind: Kind) -> Iterator[str]:
+def _mistakes(settings: Mapping[str, Any], kind: Kind) -> Iterator[tuple[str, str]]:
+    """Each key that is wrong, from the top, and what is wrong with it."""
     yield from _in_section("", settings, _TOP)
     for name, allowed in _SECTIONS.items():
         section = settings.get(name)
         if isinstance(section, dict):
             yield from _in_section(f"{name}.", section, allowed)
         elif section is not None and section != {}:
-            yield f"{name}: is not a section; write its keys below it"
+            yield name, "is not a section; write its keys below it"
     if kind in _REQUIRED:
         section, key = _REQUIRED[kind]
         if not isinstance(settings.get(section), dict) or key not in settings[section]:
-            yield f"{section}.{key}: is missing; add it"
+            yield f"{section}.{key}", "is missing; add it"
+        elif kind == "deepspeed":
+            yield from ((f"{section}.{wrong}", problem) for wrong, problem in engine_mistakes(settings[section]))
 
 
-def _in_section(prefix: str, section: Mapping[str, Any], allowed: Mapping[str, frozenset[Any]]) -> Iterator[str]:
+def _in_section(
+    prefix: str, section: Mapping[str, Any], allowed: Mapping[str, frozenset[Any]]
+) -> Iterator[tuple[str, str]]:
     for key, value in section.items():
         values = allowed.get(key)
         if values is None:
             near = difflib.get_close_matches(str(key), allowed, n=1)
-            yield f"{prefix}{key}: has no effect here; " + (f"did you mean {near[0]}?" if near else "remove it")
+            remedy = OTHER_PLACES.get(key) or (f"did you mean {near[0]}?" if near else "remove it")
+            yield f"{prefix}{key}", f"has no effect here; {remedy}"
         elif values and (isinstance(value, (dict, list)) or value not in values):
-            yield f"{prefix}{key}: {value!r}: " + (_REASONS.get(key) or f"one of {_listed(values)} works here; set it")
+            yield (
+                f"{prefix}{key}",
+                f"{value!r}: " + (_REASONS.get(key) or f"one of {_listed(values)} works here; set it"),
+            )
 
 
 def _listed(values: frozenset[Any]) -> str:

@@ -37,6 +37,18 @@ def loss_scale(accelerator: Accelerator) -> torch.Tensor:
     return one if accelerator.scaler is None else accelerator.scaler.scale(one)
 
 
+def kind_of_scaling(accelerator: Accelerator) -> str | None:
+    """`dynamic`, `static` (a strategy file's loss_scale), or None without scaling."""
+    if accelerator.scaler is None:
+        return None
+    return "static" if getattr(accelerator.scaler, "static", False) else "dynamic"
+
+
+def lowest_scale(accelerator: Accelerator) -> float:
+    """The scale below which the scaler does not go: a static one is its own."""
+    return float(getattr(accelerator.scaler, "floor", FLOOR))
+
+
 def scaler_state(accelerator: Accelerator) -> dict[str, Any] | None:
     """Scale and growth count for a checkpoint, as JSON; None without scaling. Waits for the device."""
     return None if accelerator.scaler is None else accelerator.scaler.state_dict()

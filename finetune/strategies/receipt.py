@@ -32,6 +32,7 @@ from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import reduced_in
+from finetune.strategies.loss_scaling import kind_of_scaling
 from finetune.strategies.pieces import Elsewhere, is_trained
 from finetune.strategies.zero_state import full_numel, local_shard, master_dtype
 from finetune.wording import counted
@@ -72,7 +73,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
             "trained": sum(full_numel(parameter) for parameter in trained),
             "frozen": frozen_weights(model, lambda weight: 0 if is_trained(weight) else full_numel(weight)),
         },
-        "loss_scaling": "dynamic" if accelerator.scaler is not None else None,
+        "loss_scaling": kind_of_scaling(accelerator),
         "quantized_layers": dict(Counter(type(layer).__name__ for layer in quantized_layers(model))),
         "adapted_layers": len(adapted_paths(model)),
         "adapters_computed": dict(Counter(computed_by(model, cast=cast_to is not None))),

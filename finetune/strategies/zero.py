@@ -21,6 +21,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune.architecture.by_document import run_document_by_document
 from finetune.recipe.schema import Recipe
+from finetune.recipe.sections.engine_keys import INITIAL_SCALE_POWER
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.zero_leaves import gather_at_once
 from finetune.strategies.zero_requirements import silenced_deepspeed
@@ -31,7 +32,7 @@ SMALLEST_BUCKET, LARGEST_BUCKET = 2**20, 2**26
 
 
 def zero_plugin(recipe: Recipe, strategy: Strategy, *, world_size: int, on_cpu: bool) -> DeepSpeedPlugin:
-    """The engine's config, complete but for the buckets, which `prepare_zero` sets."""
+    """The engine's config, complete but for the buckets that the strategy leaves to `prepare_zero`."""
     training = recipe.training
     zero = _zero_section(recipe, strategy, on_cpu)
     config: dict[str, Any] = {
@@ -48,7 +49,7 @@ def zero_plugin(recipe: Recipe, strategy: Strategy, *, world_size: int, on_cpu: 
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": sys.maxsize,
     }
-    config |= _precision(recipe)
+    config |= _precision(recipe, strategy)
     return DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=zero["stage"] == 3)
 
 
@@ -66,11 +67,12 @@ def _zero_section(recipe: Recipe, strategy: Strategy, on_cpu: bool) -> dict[str,
         if device == "none":
             continue
         offload: dict[str, Any] = {"device": device, "pin_memory": not on_cpu}
+        offload |= strategy.engine_settings.get("offload_optimizer" if what == "optimizer" else "offload_param", {})
         if device == "nvme":
             folder = strategy.section("deepspeed_config").get(f"offload_{what}_nvme_path") or swap_folder(recipe)
             offload |= {"nvme_path": str(folder)}
         zero[f"offload_{what}"] = offload
-    return zero
+    return zero | strategy.engine_settings.get("zero_optimization", {})
 
 
 def swap_folder(recipe: Recipe) -> Path:
@@ -83,12 +85,13 @@ def remove_swap(recipe: Recipe) -> None:
     shutil.rmtree(swap_folder(recipe), ignore_errors=True)
 
 
-def _precision(recipe: Recipe) -> dict[str, Any]:
+def _precision(recipe: Recipe, strategy: Strategy) -> dict[str, Any]:
     """The engine's number formats: float32 masters and gradients unless the recipe says pure_bf16."""
     half = recipe.training.mixed_precision
     if not recipe.training.pure_bf16:
         # Scaled as torch's GradScaler does: halved at each overflow, doubled after 2,000 steps without one.
-        scaling = {"initial_scale_power": 16, "loss_scale_window": 2000, "hysteresis": 1, "min_loss_scale": 1}
+        scaling = {"loss_scale_window": 2000, "hysteresis": 1, "min_loss_scale": 1}
+        scaling |= {"initial_scale_power": INITIAL_SCALE_POWER} | strategy.engine_settings.get("fp16", {})
         return {"bf16": {"enabled": half == "bf16"}, "fp16": {"enabled": half == "fp16"} | scaling}
     pure = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     return {"bf16": pure, "fp16": {"enabled": False}, "data_types": {"grad_accum_dtype": "bf16"}}
@@ -180,6 +183,8 @@ class EngineScaler:
         self._steps = steps
         self._own = steps.engine.optimizer.loss_scaler
         self._own.raise_error_at_min_scale = False  # the loop reports it, with the step and its rows
+        self.static = not self._own.dynamic
+        self.floor = float(self._own.cur_scale if self.static else self._own.min_scale)
 
     def scale(self, values: Tensor) -> Tensor:
         return values * self._steps.loss_scale
@@ -188,15 +193,17 @@ class EngineScaler:
         """The engine did."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "scale": float(self._own.cur_scale),
-            "iteration": self._own.cur_iter,
-            "overflow": self._own.last_overflow_iter,
-        }
+        scaler = self._own
+        if self.static:
+            return {"scale": float(scaler.cur_scale)}
+        counts = {"iteration": scaler.cur_iter, "overflow": scaler.last_overflow_iter}
+        return {"scale": float(scaler.cur_scale), **counts, "hysteresis": scaler.cur_hysteresis}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._own.cur_scale, self._own.cur_iter = state["scale"], state["iteration"]
-        self._own.last_overflow_iter = state["overflow"]
+        if not self.static and "iteration" in state:  # written by a run whose scale was dynamic too
+            self._own.cur_scale, self._own.cur_iter = state["scale"], state["iteration"]
+            self._own.last_overflow_iter = state["overflow"]
+            self._own.cur_hysteresis = state.get("hysteresis", self._own.delayed_shift)
 
 
 def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
@@ -210,7 +217,8 @@ def prepare_zero(accelerator: Accelerator, model: nn.Module, optimizer: torch.op
         partition(model.parameters(), plugin.deepspeed_config)
     if plugin.zero_stage == 3:
         gather_at_once(run_document_by_document(model))
-    plugin.deepspeed_config["zero_optimization"] |= buckets(model, plugin.zero_stage)
+    zero = plugin.deepspeed_config["zero_optimization"]
+    zero |= {key: size for key, size in buckets(model, plugin.zero_stage).items() if key not in zero}
     with silenced_deepspeed():
         engine, optimizer = accelerator.prepare(model, optimizer)
     accelerator.deepspeed_engine_wrapped = DeferredStepEngine(engine)

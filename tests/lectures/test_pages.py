@@ -45,9 +45,9 @@ def test_the_output_is_what_the_command_prints(name: str) -> None:
     assert result.picture_bytes > 10_000
 
 
-def rows() -> list[list[str]]:
-    """The cells of the index's table of claims."""
-    lines = (LEARN / "index.md").read_text("utf-8").splitlines()
+def rows(folder: Path = LEARN) -> list[list[str]]:
+    """The cells of the table of claims, of the index in a folder."""
+    lines = (folder / "index.md").read_text("utf-8").splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if re.match(r"\| \d+ ", line)]
 
 
@@ -62,10 +62,22 @@ def test_the_index_has_every_claim() -> None:
             assert (ROOT / test).is_file(), (row[0], test)
 
 
+def links_to(cells: list[str], folder: Path) -> list[Path]:
+    """The pages that cells link to, without the language of a lecture's."""
+    found = re.findall(r"\]\(([^)#]+)[^)]*\)", " ".join(cells))
+    pages = [(folder / link).resolve() for link in found]
+    return [LEARN / page.name if page.parent == LEARN / "ko" else page for page in pages]
+
+
 def test_the_korean_index_lists_the_same() -> None:
     korean = (LEARN / "ko" / "index.md").read_text("utf-8")
     for name in LECTURES:
         assert f"({name}.md)" in korean
+    pairs = list(zip(rows(), rows(LEARN / "ko"), strict=True))
+    assert len(pairs) == 22
+    for here, there in pairs:
+        assert re.findall("`([^`]+)`", " ".join(here)) == re.findall("`([^`]+)`", " ".join(there)), here[0]
+        assert links_to(here, LEARN) == links_to(there, LEARN / "ko"), here[0]
 
 
 def test_figures_and_measured_lines_are_compared_as_said(tmp_path: Path) -> None:

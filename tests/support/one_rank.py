@@ -96,7 +96,7 @@ class OneRank:
             max_grad_norm=None,
             seed=0,
             stop=False,
-            phases=Phases(CPU, enabled=False),
+            phases=phases or Phases(CPU, enabled=False),
             skip_gradient_sync=accumulation_context(self.accelerator, strategy, self.parts.model),
             weights=cast_weights(self.recipe, strategy, self.parts.unwrapped_model),
         ).read()

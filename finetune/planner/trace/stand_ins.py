@@ -90,14 +90,15 @@ def without_disks(strategy: Strategy) -> Strategy:
     return replace(strategy, settings={**strategy.settings, "deepspeed_config": kept})
 
 
-def as_on_gpus(accelerator: Accelerator) -> None:
-    """Apply the engine's settings that differ on GPUs (strategies/zero.py): communication overlaps with computation,
-    and offloaded tensors are pinned."""
-    zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
-    zero["overlap_comm"] = True
-    for what in ("offload_optimizer", "offload_param"):
-        if what in zero:
-            zero[what]["pin_memory"] = True
+def as_on_gpus(accelerator: Accelerator, strategy: Strategy) -> None:
+    """Apply the engine's settings that differ on GPUs (strategies/zero.py), where the strategy does not set them:
+    communication overlaps with computation, and offloaded tensors are pinned."""
+    zero, chosen = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"], strategy.engine_settings
+    zero["overlap_comm"] = chosen.get("zero_optimization", {}).get("overlap_comm", True)
+    if "offload_optimizer" in zero:
+        zero["offload_optimizer"]["pin_memory"] = chosen.get("offload_optimizer", {}).get("pin_memory", True)
+    if "offload_param" in zero:
+        zero["offload_param"]["pin_memory"] = chosen.get("offload_param", {}).get("pin_memory", True)
 
 
 def partitioner(accelerator: Accelerator, *, adapters: bool) -> Callable[[nn.Parameter], None]:

@@ -231,7 +231,7 @@ def _accelerator(
         with stand_ins.engine_without_ranks(device) if strategy.uses_engine else no_engine, no_broadcast:
             accelerator = build_accelerator(recipe, strategy, launch)
             if strategy.uses_engine and device.type != "cpu":
-                stand_ins.as_on_gpus(accelerator)
+                stand_ins.as_on_gpus(accelerator, strategy)
             # On CPU ranks it is "cpu:0", which fake tensors do not treat as "cpu".
             PartialState().device = accelerator.state.device = device
             yield accelerator

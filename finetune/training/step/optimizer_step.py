@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from finetune.errors import NotFinite
 from finetune.measure.phases import Phases
-from finetune.strategies.loss_scaling import FLOOR, loss_scale
+from finetune.strategies.loss_scaling import loss_scale, lowest_scale
 from finetune.tokens.batches import MicroBatch
 from finetune.training.step.cast_weights import AS_THEY_ARE, CastWeights
 from finetune.training.step.micro_batches import InTurn, MicroBatches
@@ -151,7 +151,8 @@ def _read_and_update(
     facts = [tally, unsharded(norm).double().reshape(1).to(tally), loss_scale(accelerator)]
     *figures, scaled_by = torch.cat(facts).tolist()
     try:
-        result = _result(figures, supervised_tokens, scaled_by if accelerator.scaler is not None else None)
+        scales = None if accelerator.scaler is None else (scaled_by, lowest_scale(accelerator))
+        result = _result(figures, supervised_tokens, scales)
     except NotFinite:
         optimizer.zero_grad()
         raise
@@ -164,25 +165,27 @@ def _read_and_update(
     return result
 
 
-def _result(figures: Sequence[float], supervised_tokens: int, fp16_scale: float | None = None) -> StepResult:
-    """The step of these loss sum, supervised tokens, stop flags and gradient norm. Raises NotFinite."""
+def _result(figures: Sequence[float], supervised_tokens: int, scales: tuple[float, float] | None = None) -> StepResult:
+    """The step of these loss sum, supervised tokens, stop flags and gradient norm; `scales`: fp16's in force and its
+    lowest. Raises NotFinite."""
     loss_sum, counted, stops, grad_norm = figures
     assert counted == supervised_tokens, f"{counted} supervised tokens seen, {supervised_tokens} planned"
     loss = loss_sum / supervised_tokens
-    if fault := _not_finite_reason(loss, grad_norm, fp16_scale):
+    if fault := _not_finite_reason(loss, grad_norm, scales):
         raise NotFinite(fault)
-    return StepResult(loss, grad_norm, bool(stops), fp16_scale, skipped=not math.isfinite(grad_norm))
+    return StepResult(loss, grad_norm, bool(stops), scales and scales[0], skipped=not math.isfinite(grad_norm))
 
 
-def _not_finite_reason(loss: float, grad_norm: float, loss_scale: float | None) -> str | None:
+def _not_finite_reason(loss: float, grad_norm: float, scales: tuple[float, float] | None) -> str | None:
     """Why the run must end here; None where it may continue.
 
     Gradients that overflow fp16 are not a reason while a smaller loss scale is left to try.
     """
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return None
-    if loss_scale is None or not math.isfinite(loss):
+    if scales is None or not math.isfinite(loss):
         return f"loss {loss}, gradient norm {grad_norm}"
-    if loss_scale / 2 < FLOOR:
-        return f"gradients overflow fp16 even at a loss scale of {loss_scale:g} (mixed_precision: bf16 has the range)"
+    scale, lowest = scales
+    if scale / 2 < lowest:
+        return f"gradients overflow fp16 even at a loss scale of {scale:g} (mixed_precision: bf16 has the range)"
     return None
