@@ -6,8 +6,8 @@
 Inputs: recipe, rows, config, tokenizer, safetensors, index, manifests, metrics. A case is a valid file of this
 repository with one to three changes (tests/support/fuzzing/), read in a child with 10 s of processor time and 2 GiB of
 its own. Found is: an error that is none of the program's own, a limit that was reached, a control character or a
-library's words in what is printed, a refusal without place or remedy. Each kind of finding is written once, as a file in
-the form of the corpus, into --found. Printed are cases per second and how many ended in which way. Exit code 1 where
+library's words in what is printed, a refusal without place or remedy. Each kind of finding is written once, as a file
+in the form of the corpus, into --found. Printed are cases per second and how many ended in which way. Exit code 1 where
 something was found.
 """
 
@@ -27,7 +27,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-os.environ |= {"OMP_NUM_THREADS": "1", "FINETUNE_PLANNER": "off", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "FINETUNE_PLANNER": "off",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 import yaml
 

@@ -4,8 +4,8 @@
     python benchmarks/packages.py --licences    (from installed metadata alone)
 
 The base install is this package and what it needs without extras. pip-audit is put into an environment of its own, for
-this run, and asks the vulnerability service of the Python Packaging Authority about every installed package. Exit code 1
-where a licence is unknown or a vulnerability known; 4 where the audit could not be made.
+this run, and asks the vulnerability service of the Python Packaging Authority about every installed package. Exit code
+1 where a licence is unknown or a vulnerability known; 4 where the audit could not be made.
 """
 
 from __future__ import annotations

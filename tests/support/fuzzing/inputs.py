@@ -128,8 +128,9 @@ def _yaml(draw: Random, text: str) -> Any:
 
 
 YAML_WORDS = (
-    "", "null", "-1", "0", "1", "2", "1e400", ".nan", ".inf", "9223372036854775808", "1e18", "[1]", "{a: 1}", "[", "a", "~",
-    "true", "'", "*a", "!!python/name:os.system x", "0.5", "1e-9", "1000000", "all-linear", "auto", "2001-01-01", "\x1b[2J",
+    "", "null", "-1", "0", "1", "2", "1e400", ".nan", ".inf", "9223372036854775808", "1e18", "[1]", "{a: 1}", "[",
+    "a", "~", "true", "'", "*a", "!!python/name:os.system x", "0.5", "1e-9", "1000000", "all-linear", "auto",
+    "2001-01-01", "\x1b[2J",
 )  # fmt: skip
 
 
@@ -156,7 +157,9 @@ ROWS: Sequence[dict[str, Any]] = (
 def rows(draw: Random, starts: Mapping[str, Path]) -> Case:
     """A file of rows: JSON Lines, one array, CSV, Parquet; checked, or rendered and tokenised."""
     row = draw.choice(ROWS)
-    given = [changed(draw, row, times(draw)) if draw.random() < 0.5 else dict(row) for _ in range(draw.choice([1, 3, 60]))]
+    given = [
+        changed(draw, row, times(draw)) if draw.random() < 0.5 else dict(row) for _ in range(draw.choice([1, 3, 60]))
+    ]
     if draw.random() < 0.7:
         given.append(dict(row))
     kind = draw.choice(["jsonl", "jsonl", "json", "csv", "parquet"])
@@ -204,13 +207,16 @@ def _as_parquet(draw: Random, given: list[Any]) -> bytes:
     if draw.random() < 0.5:
         value = draw.choice(odd)
         table = [row | {name: value} for row in table]
-    sink = io.BytesIO()
     try:
         columns = pyarrow.Table.from_pylist(table)
+        pyarrow.parquet.write_table(columns, io.BytesIO())
     except (pyarrow.ArrowException, TypeError, ValueError, OverflowError):
         columns = pyarrow.Table.from_pylist([dict(ROWS[0])] * 3)
+    sink = io.BytesIO()
     if draw.random() < 0.2:
-        columns = columns.rename_columns([draw.choice(["a\x1b[2J", "", "text", "messages", "é"]), *columns.column_names[1:]])
+        columns = columns.rename_columns(
+            [draw.choice(["a\x1b[2J", "", "text", "messages", "é"]), *columns.column_names[1:]]
+        )
     if draw.random() < 0.1:
         columns = columns.append_column(columns.column_names[0], columns.column(0))
     pyarrow.parquet.write_table(columns, sink, compression=draw.choice(["none", "snappy", "zstd", "gzip"]))
@@ -268,12 +274,14 @@ def _shrunk(value: Any) -> Any:
 
 
 TEMPLATE_PARTS = (
-    "{{ 1/0 }}", "{% for a in range(10**9) %}{% endfor %}", "{{ 'a' * 10**9 }}", "{% if %}", "{% endif %}", "{{", "}}", "{%",
-    "{{ raise_exception('\\x1b[2J no') }}", "{{ messages[5].x.y }}", "{{ ''.__class__.__mro__ }}", "{% include 'a' %}",
-    "{% generation %}", "{% endgeneration %}", "{{ messages | tojson }}", "{% set messages = [] %}", "{{ namespace() }}",
-    "{{ lipsum(10**5) }}", "{{ cycler }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "{{ strftime_now('%Y') }}", "\x1b",
-    "{% break %}", "{{ messages[0]['content'].format(messages) }}", "{{ 9**9**9 }}", "{{ 'x'.encode() }}", "{# ", "\ud7ff\uffff",
-    "{{ messages | map(attribute='role') | list }}", "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}", "<|im_end|>",
+    "{{ 1/0 }}", "{% for a in range(10**9) %}{% endfor %}", "{{ 'a' * 10**9 }}", "{% if %}", "{% endif %}", "{{",
+    "}}", "{%", "{{ raise_exception('\\x1b[2J no') }}", "{{ messages[5].x.y }}", "{{ ''.__class__.__mro__ }}",
+    "{% include 'a' %}", "{% generation %}", "{% endgeneration %}", "{{ messages | tojson }}",
+    "{% set messages = [] %}", "{{ namespace() }}", "{{ lipsum(10**5) }}", "{{ cycler }}",
+    "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "{{ strftime_now('%Y') }}", "\x1b", "{% break %}",
+    "{{ messages[0]['content'].format(messages) }}", "{{ 9**9**9 }}", "{{ 'x'.encode() }}", "{# ", "\ud7ff\uffff",
+    "{{ messages | map(attribute='role') | list }}",
+    "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}", "<|im_end|>",
 )  # fmt: skip
 
 
@@ -286,7 +294,12 @@ def tokenizer(draw: Random, starts: Mapping[str, Path]) -> Case:
         name, change = "tokenizer_config.json", json_file(draw, _document(folder / "tokenizer_config.json"))
     elif kind < 0.85:
         name = draw.choice(["special_tokens_map.json", "added_tokens.json", "chat_template.json", "vocab.json"])
-        valid = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<a>"], "<b>": 600, "chat_template": "{{ 1 }}"}
+        valid = {
+            "eos_token": "<|im_end|>",
+            "additional_special_tokens": ["<a>"],
+            "<b>": 600,
+            "chat_template": "{{ 1 }}",
+        }
         change = json_file(draw, valid)
     else:
         text = (folder / "chat_template.jinja").read_text("utf-8")
@@ -310,7 +323,9 @@ def safetensors(draw: Random, starts: Mapping[str, Path]) -> Case:
     text = dumped(changed(draw, header, times(draw))).encode("utf-8", "surrogatepass")
     if draw.random() < 0.2:
         text = spoilt(draw, content[8 : 8 + length])
-    stated = len(text) if draw.random() < 0.9 else draw.choice([0, 1, len(text) - 1, len(text) + 1, 2**31, 2**63, 2**64 - 1])
+    stated = (
+        len(text) if draw.random() < 0.9 else draw.choice([0, 1, len(text) - 1, len(text) + 1, 2**31, 2**63, 2**64 - 1])
+    )
     size = len(content) - 8 - length + draw.choice([0] * 9 + [-1, 1, 4, -4])
     change: Any = {"header": {"length": stated, "bytes": escaped(text)["bytes"], "data": size}}
     if draw.random() < 0.03:
@@ -374,13 +389,16 @@ def metrics(draw: Random, starts: Mapping[str, Path]) -> Case:
         content = "".join(dumped(line) + "\n" for line in lines).encode("utf-8", "surrogatepass")
         change = escaped(spoilt(draw, content) if draw.random() < 0.2 else content)
     words = [
-        ["report", "FOLDER/run"], *[["plan", "--audit", "FOLDER/run"], ["push", "--dry-run", "FOLDER/run", "me/it"]] * 2,
+        ["report", "FOLDER/run"],
+        *[["plan", "--audit", "FOLDER/run"], ["push", "--dry-run", "FOLDER/run", "me/it"]] * 2,
     ]  # fmt: skip
     return {"do": "verb", "words": draw.choice(words), "start": "measured", "files": {f"run/{name}": change}}
 
 
 INPUTS: Mapping[str, Input] = {
-    "recipe": Input("recipe text, Accelerate configurations, other tools' configurations", recipe, r"(?m)^\S*[\w.\]]+:? "),
+    "recipe": Input(
+        "recipe text, Accelerate configurations, other tools' configurations", recipe, r"(?m)^\S*[\w.\]]+:? "
+    ),
     "rows": Input("rows: JSON Lines, arrays, CSV, Parquet", rows, r"rows\.\w+"),
     "config": Input("config.json, generation_config.json, adapter_config.json", config, r"config\.json|model\.|FOLDER"),
     "tokenizer": Input("tokenizer.json and what is beside it", tokenizer, r"token|template|rows"),

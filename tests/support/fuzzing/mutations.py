@@ -18,14 +18,16 @@ class Raw(str):
 HOSTILE_TEXTS = (
     "", " ", "0", "-1", "a", "null", "true", "nan", "none", "auto", "../x", "/etc/passwd", "~", "-x", "a\x00b",
     "\x1b[2J\x1b]0;a\x07", "\u202egnp.exe", "\u2028", "a\nb", "\ufeff", "\ud800", "a" * 5_000, "(a+)+$", "{{ 1/0 }}",
-    "%s%n", "{0}", "$(touch x)", "x.bin", "model.safetensors", "<|im_end|>", "\U0001f600", "é", "__class__", "F32", "1e5",
+    "%s%n", "{0}", "$(touch x)", "x.bin", "model.safetensors", "<|im_end|>", "\U0001f600", "é", "__class__", "F32",
+    "1e5",
 )  # fmt: skip
 HOSTILE: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 7, 2**31, 2**53, 2**63, -(2**63), 2**64, 0.5, -0.5, 1e308, 5e-324, [], {}, [[]], [None],
-    {"": 0}, {"a": {"b": [1, "c"]}}, [0, 0], [-1], ["a", "a"],
+    None, True, False, 0, 1, -1, 2, 7, 2**31, 2**53, 2**63, -(2**63), 2**64, 0.5, -0.5, 1e308, 5e-324, [], {}, [[]],
+    [None], {"": 0}, {"a": {"b": [1, "c"]}}, [0, 0], [-1], ["a", "a"],
     Raw("NaN"), Raw("-Infinity"), Raw("1e400"), Raw("-0"), Raw("-0.0"), Raw("9" * 400), Raw("1" * 5_000), Raw("1E+2"),
-    Raw("[" * 70 + "]" * 70), Raw("[" * 3_000 + "]" * 3_000), Raw('{"a":' * 100 + "1" + "}" * 100), Raw('{"a":1,"a":2}'),
-    Raw("[" + "0," * 20_000 + "0]"), Raw('"\\ud800"'), Raw('"\\u0000"'), Raw("nul"), Raw("'a'"), Raw(""), Raw("01"),
+    Raw("[" * 70 + "]" * 70), Raw("[" * 3_000 + "]" * 3_000), Raw('{"a":' * 100 + "1" + "}" * 100),
+    Raw('{"a":1,"a":2}'), Raw("[" + "0," * 20_000 + "0]"), Raw('"\\ud800"'), Raw('"\\u0000"'), Raw("nul"),
+    Raw("'a'"), Raw(""), Raw("01"),
 )  # fmt: skip
 FAMILIAR = (*HOSTILE_TEXTS, *HOSTILE)
 
@@ -109,7 +111,16 @@ def _change_keys(draw: Random, place: Any, key: Any) -> None:
             place |= {key: value, draw.choice(HOSTILE_TEXTS): draw.choice(FAMILIAR)}
 
 
-BEGINNINGS = (b"\xef\xbb\xbf", b"\xff\xfe", b"PK\x03\x04", b"\x1f\x8b", b"\x80\x04", b"<!DOCTYPE html>", b"\x00", b"\n\n")
+BEGINNINGS = (
+    b"\xef\xbb\xbf",
+    b"\xff\xfe",
+    b"PK\x03\x04",
+    b"\x1f\x8b",
+    b"\x80\x04",
+    b"<!DOCTYPE html>",
+    b"\x00",
+    b"\n\n",
+)
 
 
 def spoilt(draw: Random, content: bytes) -> bytes:
@@ -134,12 +145,14 @@ def spoilt(draw: Random, content: bytes) -> bytes:
 
 
 YAML_VALUES = (
-    "", "null", "~", "yes", "off", "0", "-1", "1", "2", "0x10", "0o7", "1_000", "1e3", "3e-4", ".inf", "-.inf", ".nan", "1e400",
-    "-0.0", "9223372036854775808", "9" * 400, "2001-01-01", "12:30:45", "'", '"', '"\\x1b[2J"', '"\\ud800"', "[", "]", "{}",
-    "{a: 1}", "[1, a]", "[[]]", "&a [*a]", "*a", "&a 1", "<<", "!!python/object/apply:os.system [id]", "!!binary aGk=",
-    "!!set {a}", "!!float x", "!!int x", "!!timestamp x", "!!null x", "!x 1", "|", ">", "- 1", "? a", "%YAML 1.1", "---", "...",
-    "@a", "`a`", "a: b", "a #b", "\t1", "\x07", "\u202ea", "a" * 5_000, "hf_" + "a" * 34, "../../x", "/dev/zero", "~/x", "-x",
-    "[" * 200 + "]" * 200, "(a+)+b", "1.0", "1.5", "0.3", "true", "auto", "all-linear", "\xa0", "\ufeff", "x\ty", "1,5", "50%",
+    "", "null", "~", "yes", "off", "0", "-1", "1", "2", "0x10", "0o7", "1_000", "1e3", "3e-4", ".inf", "-.inf",
+    ".nan", "1e400", "-0.0", "9223372036854775808", "9" * 400, "2001-01-01", "12:30:45", "'", '"', '"\\x1b[2J"',
+    '"\\ud800"', "[", "]", "{}", "{a: 1}", "[1, a]", "[[]]", "&a [*a]", "*a", "&a 1", "<<", "!!python/object/apply:os.system [id]",
+    "!!binary aGk=",
+    "!!set {a}", "!!float x", "!!int x", "!!timestamp x", "!!null x", "!x 1", "|", ">", "- 1", "? a", "%YAML 1.1",
+    "---", "...", "@a", "`a`", "a: b", "a #b", "\t1", "\x07", "\u202ea", "a" * 5_000, "hf_" + "a" * 34, "../../x",
+    "/dev/zero", "~/x", "-x", "[" * 200 + "]" * 200, "(a+)+b", "1.0", "1.5", "0.3", "true", "auto", "all-linear",
+    "\xa0", "\ufeff", "x\ty", "1,5", "50%",
 )  # fmt: skip
 
 
