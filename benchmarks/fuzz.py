@@ -27,12 +27,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-os.environ |= {
-    "OMP_NUM_THREADS": "1",
-    "FINETUNE_PLANNER": "off",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+if __name__ == "__main__":  # before torch and tokenizers load: a process with threads cannot be forked safely
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"FINETUNE_PLANNER": "off", "HF_HUB_OFFLINE": "1"}
 
 import yaml
 

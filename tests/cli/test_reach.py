@@ -19,9 +19,11 @@ from tests.support.tiny import write_chats
 from tests.support.watched import Watched, watched
 
 Places = dict[str, Path]
-# Of matplotlib, where the machine has no list of fonts yet; of the probe, for as long as it runs.
+# Of matplotlib, where the machine has no list of fonts yet; of this program, for as long as a verb runs.
 FONTS = [Path.home() / ".config" / "matplotlib", Path.home() / ".cache" / "matplotlib"]
-SCRATCH = f"{tempfile.gettempdir()}/finetune-probe-"
+SCRATCH = f"{tempfile.gettempdir()}/finetune-"
+# What looks at strangers' files, and what Python itself asks for the name of a processor.
+CHILDREN = (f"{sys.executable} -I -c", "uname -p")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,11 @@ def places(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Places
         "cache": folder / "cache",
         "here": folder / "here",
     }
+
+
+def left(found: Watched, *folders: Path) -> set[Path]:
+    """What was written outside of these folders, of matplotlib's and of temporary ones."""
+    return {path for path in found.outside(*FONTS, *folders) if not str(path).startswith(SCRATCH)}
 
 
 def seen(work: Callable[[], int], places: Places, monkeypatch: pytest.MonkeyPatch) -> Watched:
@@ -70,7 +77,7 @@ def seen(work: Callable[[], int], places: Places, monkeypatch: pytest.MonkeyPatc
 def test_a_verb_that_reads(words: str, writes: list[str], places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     """No process, no host, no file but where it says."""
     found = seen(lambda: main(words.format_map(places).split()), places, monkeypatch)
-    assert found.outside(*FONTS, *(places[name] for name in writes)) == set()
+    assert left(found, *(places[name] for name in writes)) == set()
     assert found.asked == []
     assert found.started == []
 
@@ -88,9 +95,9 @@ def test_a_verb_that_reads(words: str, writes: list[str], places: Places, monkey
 def test_a_verb_that_loads(words: str, writes: list[str], places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of processes only this Python, for what strangers' files compute; no host."""
     found = seen(lambda: main(words.format_map(places).split()), places, monkeypatch)
-    assert found.outside(*(places[name] for name in writes)) == set()
+    assert left(found, *(places[name] for name in writes)) == set()
     assert found.asked == []
-    assert [words for words in found.started if not words.startswith(f"{sys.executable} -I -c")] == []
+    assert [words for words in found.started if not words.startswith(CHILDREN)] == []
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -98,10 +105,9 @@ def test_a_verb_that_loads(words: str, writes: list[str], places: Places, monkey
 def test_a_training(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its output_dir and the cache; a local model and local data need no host."""
     found = seen(lambda: train([str(places["recipe"])]), places, monkeypatch)
-    outside = found.outside(places["cache"], places["trained"], *FONTS)
-    assert [path for path in outside if not str(path).startswith(SCRATCH)] == []
+    assert left(found, places["cache"], places["trained"]) == set()
     assert [address for address in found.asked if "huggingface" in address] == []
-    assert [words for words in found.started if not words.startswith(f"{sys.executable} -I -c")] == []
+    assert [words for words in found.started if not words.startswith(CHILDREN)] == []
 
 
 def test_what_is_watched_is_seen(tmp_path: Path) -> None:

@@ -147,8 +147,8 @@ def spoilt(draw: Random, content: bytes) -> bytes:
 YAML_VALUES = (
     "", "null", "~", "yes", "off", "0", "-1", "1", "2", "0x10", "0o7", "1_000", "1e3", "3e-4", ".inf", "-.inf",
     ".nan", "1e400", "-0.0", "9223372036854775808", "9" * 400, "2001-01-01", "12:30:45", "'", '"', '"\\x1b[2J"',
-    '"\\ud800"', "[", "]", "{}", "{a: 1}", "[1, a]", "[[]]", "&a [*a]", "*a", "&a 1", "<<", "!!python/object/apply:os.system [id]",
-    "!!binary aGk=",
+    '"\\ud800"', "[", "]", "{}", "{a: 1}", "[1, a]", "[[]]", "&a [*a]", "*a", "&a 1", "<<",
+    "!!python/object/apply:os.system [id]", "!!binary aGk=",
     "!!set {a}", "!!float x", "!!int x", "!!timestamp x", "!!null x", "!x 1", "|", ">", "- 1", "? a", "%YAML 1.1",
     "---", "...", "@a", "`a`", "a: b", "a #b", "\t1", "\x07", "\u202ea", "a" * 5_000, "hf_" + "a" * 34, "../../x",
     "/dev/zero", "~/x", "-x", "[" * 200 + "]" * 200, "(a+)+b", "1.0", "1.5", "0.3", "true", "auto", "all-linear",
