@@ -40,6 +40,7 @@ from tests.support.fuzzing.judged import Verdict, judged_apart
 from tests.support.tiny import save_tiny
 
 SHOWN = 25  # ways to end, of an input
+TOGETHER = 20  # cases of one child
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -73,12 +74,14 @@ def fuzz(name: str, arguments: argparse.Namespace, folder: Path, starts: Mapping
     ends: Counter[str] = Counter()
     began, number = time.monotonic(), 0
     while time.monotonic() - began < 60 * arguments.minutes and number < arguments.cases:
-        case = case_of(name, arguments.seed, number, starts)
-        verdict = judged_apart(case, folder / f"case-{number}", starts)
-        ends[verdict.shape] += 1
-        if verdict.problem and ends[verdict.shape] == 1:
-            print(f"  {write_found(arguments.found, f'{name}-{arguments.seed}-{number}', case, verdict)}", flush=True)
-        number += 1
+        count = min(TOGETHER, arguments.cases - number)
+        cases = [case_of(name, arguments.seed, number + index, starts) for index in range(count)]
+        for case, verdict in zip(cases, judged_apart(cases, folder / f"case-{number}", starts), strict=True):
+            ends[verdict.shape] += 1
+            if verdict.problem and ends[verdict.shape] == 1:
+                title = f"{name}-{arguments.seed}-{number}"
+                print(f"  {write_found(arguments.found, title, case, verdict)}", flush=True)
+            number += 1
     seconds = time.monotonic() - began
     codes = Counter(shape.split()[0] for shape in ends.elements())
     kinds = [shape for shape in ends if shape.startswith("FOUND")]
@@ -103,7 +106,7 @@ def write_found(folder: Path, name: str, case: Mapping[str, Any], verdict: Verdi
 
 def again(path: Path, folder: Path, starts: Mapping[str, Path]) -> int:
     """One finding again; prints what came of it."""
-    verdict = judged_apart(read_case(path), folder / "case", starts)
+    (verdict,) = judged_apart([read_case(path)], folder / "case", starts)
     print(f"exit code {verdict.code}: {verdict.problem or 'nothing is wrong'}\n{verdict.text}")
     return int(bool(verdict.problem))
 

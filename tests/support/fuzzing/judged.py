@@ -16,15 +16,15 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from finetune.output_stream import has_controls
-from tests.support.corpus import lay_out, outcome_of
+from tests.support.corpus import lay_out, outcome_of, processor_seconds
 
 SECONDS = 10  # of processor time, of a case and its children
 WALL_SECONDS = 60  # of a case that waits, on a machine that has other work
@@ -120,43 +120,69 @@ def _tail(error: BaseException) -> str:
 
 
 def judged_apart(
-    case: Mapping[str, Any],
+    cases: Sequence[Mapping[str, Any]],
     folder: Path,
     starts: Mapping[str, Path],
     judge: Callable[..., Verdict] = judged,
     seconds: float = SECONDS,
-) -> Verdict:
-    """`judged` in a child that is forked here, within the limits. The folder is removed."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    printed, answered = folder.with_suffix(".printed"), folder.with_suffix(".answer")
-    child = os.fork()
-    if child == 0:
-        _run_child(printed, answered, lambda: judge(case, folder, starts))
-    problem, status, used = _wait(child, seconds)
-    native = printed.read_bytes().decode("utf-8", "replace") if printed.exists() else ""
-    answer = json.loads(answered.read_text("utf-8")) if answered.exists() else None
-    for path in (printed, answered):
-        path.unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    if answer and not problem:
-        verdict = Verdict(**answer)
-        if not verdict.problem and used > seconds:
-            problem = f"{used:.0f} s of processor time"
-        elif not verdict.problem and _not_ours(native):  # past the program's streams
-            problem = f"{_not_ours(native)}, by a library"
-        else:
-            return verdict
-        return Verdict(verdict.code, verdict.text + native, problem)
-    last = re.findall(r'File "[^"]*/(?:finetune|site-packages)/([^"]+)", line \d+ in (\w+)', native)
-    where = f" in {last[0][0]} {last[0][1]}" if last else ""
-    return Verdict(None, native[-3_000:], (problem or f"ended by signal {os.WTERMSIG(status)}") + where)
+) -> list[Verdict]:
+    """`judged` of each in a child that is forked here, within the limits; where one ends it, another child goes on.
+
+    A fork takes ten times as long as most cases, so that several share a child.
+    """
+    folder.mkdir(parents=True)
+    verdicts: list[Verdict] = []
+    while len(verdicts) < len(cases):
+        rest, child = cases[len(verdicts) :], _Child(folder)
+        process = os.fork()
+        if process == 0:
+            _run_child(child, rest, lambda case, place: judge(case, place, starts), seconds)
+        problem, status = _wait(process, child, seconds)
+        verdicts += child.answers()
+        if len(child.answers()) < len(rest):
+            native = child.native()[-3_000:]
+            last = re.findall(r'File "[^"]*/(?:finetune|site-packages)/([^"]+)", line \d+ in (\w+)', native)
+            where = f" in {last[0][0]} {last[0][1]}" if last else ""
+            ended = f"ended by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "ended without an answer"
+            verdicts.append(Verdict(None, native, (problem or ended) + where))
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    shutil.rmtree(folder)
+    return verdicts
 
 
-def _run_child(printed: Path, answered: Path, work: Callable[[], Verdict]) -> None:
-    """The forked child: standard streams into a file, limits, the work, its answer as a file; never returns."""
+@dataclass(frozen=True)
+class _Child:
+    """The files of a forked child: what was printed past the program's streams, and a line for each verdict."""
+
+    folder: Path
+
+    @property
+    def printed(self) -> Path:
+        return self.folder / "printed"
+
+    @property
+    def answered(self) -> Path:
+        return self.folder / "answers"
+
+    def native(self) -> str:
+        return self.printed.read_bytes().decode("utf-8", "replace") if self.printed.exists() else ""
+
+    def answers(self) -> list[Verdict]:
+        lines = self.answered.read_text("utf-8").splitlines() if self.answered.exists() else []
+        return [Verdict(**json.loads(line)) for line in lines]
+
+
+def _run_child(
+    child: _Child,
+    cases: Sequence[Mapping[str, Any]],
+    work: Callable[[Mapping[str, Any], Path], Verdict],
+    seconds: float,
+) -> None:
+    """The forked child: standard streams into a file, limits, each case and its verdict; never returns."""
     try:
         os.setsid()
-        descriptor = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        descriptor = os.open(child.printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
@@ -168,36 +194,55 @@ def _run_child(printed: Path, answered: Path, work: Callable[[], Verdict]) -> No
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         # The soft limit alone: a child of the case has limits of its own.
         resource.setrlimit(resource.RLIMIT_AS, (room, resource.getrlimit(resource.RLIMIT_AS)[1]))
-        verdict = work()
-        answered.write_text(json.dumps(asdict(verdict)), "utf-8")
+        for number, case in enumerate(cases):
+            os.ftruncate(descriptor, 0)
+            began = processor_seconds()
+            verdict = work(case, child.folder / str(number))
+            verdict = _with_native(verdict, child.native(), processor_seconds() - began, seconds)
+            shutil.rmtree(child.folder / str(number), ignore_errors=True)
+            with child.answered.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(verdict)) + "\n")
     except BaseException:
         os.write(2, traceback.format_exc().encode("utf-8", "replace"))
     finally:
         os._exit(0)
 
 
-def _wait(child: int, seconds: float) -> tuple[str, int, float]:
-    """(why it was ended, wait status, processor seconds of it and those it waited for)."""
-    began, problem = time.monotonic(), ""
-    descriptor = os.pidfd_open(child)
+def _with_native(verdict: Verdict, native: str, used: float, seconds: float) -> Verdict:
+    """The verdict, with what was printed past the program's streams and the time that was used."""
+    if verdict.problem:
+        return verdict
+    if used > seconds:
+        return replace(verdict, problem=f"{used:.0f} s of processor time")
+    problem = _not_ours(native)
+    return replace(verdict, text=verdict.text + native, problem=f"{problem}, by a library") if problem else verdict
+
+
+def _wait(process: int, child: _Child, seconds: float) -> tuple[str, int]:
+    """(why it was ended, wait status); each case has its own time."""
+    problem, done, began, before = "", 0, time.monotonic(), 0.0
+    descriptor = os.pidfd_open(process)
     try:
         while not select.select([descriptor], [], [], 0.5)[0]:
+            used = _processor_seconds(process)
+            if (answers := len(child.answers())) > done:
+                done, began, before = answers, time.monotonic(), used
             if time.monotonic() - began > WALL_SECONDS:
                 problem = f"not done within {WALL_SECONDS} s"
-            elif _processor_seconds(child) > seconds:
+            elif used - before > seconds:
                 problem = f"more than {seconds:.0f} s of processor time"
             if problem:
-                os.kill(child, signal.SIGUSR1)  # writes where it is
+                os.kill(process, signal.SIGUSR1)  # writes where it is
                 time.sleep(0.2)
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child, signal.SIGKILL)
+                    os.killpg(process, signal.SIGKILL)
                 break
     finally:
         os.close(descriptor)
-    _, status, usage = os.wait4(child, 0)
+    _, status = os.waitpid(process, 0)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # what it left running
-    return problem, status, usage.ru_utime + usage.ru_stime
+        os.killpg(process, signal.SIGKILL)  # what it left running
+    return problem, status
 
 
 def _processor_seconds(pid: int) -> float:
