@@ -143,10 +143,14 @@ def parse_json(text: str) -> Any:
     except BadRow:
         raise
     except ValueError as error:  # an integer of thousands of digits
-        raise BadRow(f"not readable as JSON: {str(error).split(';')[0]}; correct the number") from None
+        raise BadRow(_not_a_number(error)) from None
     if text.count("{") + text.count("[") > MAX_ROW_DEPTH and depth_of(value) > MAX_ROW_DEPTH:
         raise BadRow(_too_deep())
     return value
+
+
+def _not_a_number(error: ValueError) -> str:
+    return f"not readable as JSON: {str(error).split(';')[0]}; correct the number"
 
 
 def _too_deep() -> str:
@@ -203,6 +207,8 @@ def _read_array(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRo
         yield SourceRow(str(file), array.line, None, _too_deep())
     except json.JSONDecodeError as error:
         yield SourceRow(str(file), array.line, None, _explain_json(error))
+    except ValueError as error:
+        yield SourceRow(str(file), array.line, None, _not_a_number(error))
     except OverflowError:
         yield SourceRow(str(file), array.line, None, _too_large())
 

@@ -27,7 +27,7 @@ from finetune.output_stream import has_controls
 from tests.support.corpus import lay_out, outcome_of, processor_seconds
 
 SECONDS = 10  # of processor time, of a case and its children
-WALL_SECONDS = 60  # of a case that waits, on a machine that has other work
+WALL_SECONDS = 300  # of a case that waits, on a machine that has other work
 MEBIBYTES = 2_048  # of addresses beside those that the process has before
 LONGEST_LINE, MOST_LINES = 1_000, 200  # a recipe's every mistake is told, with its line
 LIBRARY_WORDS = re.compile(
