@@ -161,6 +161,7 @@ def _claim(loaded: LoadedRecipe, prepared: Prepared, adapter: StartAdapter | Non
     from finetune.measure.environment import environment
     from finetune.run_folder.folder import claim_run_folder, curve_identity
     from finetune.run_folder.longer import Asked
+    from finetune.untrusted.model_code import trust_code
 
     recipe = loaded.recipe
     identity = curve_identity(recipe) | {"data fingerprint": prepared.fingerprint}
@@ -178,6 +179,8 @@ def _claim(loaded: LoadedRecipe, prepared: Prepared, adapter: StartAdapter | Non
         folder = Path(loaded.recipe.run_dir)
         write_text(folder / "recipe.yaml", resolved_yaml(loaded))
         write_json(folder / "environment.json", environment())
+    if recipe.model.trust_remote_code:
+        trust_code(recipe.model.name_or_path, recipe.model.revision)
     return claim
 
 

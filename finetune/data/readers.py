@@ -11,12 +11,14 @@ import csv
 import gzip
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
 from finetune.data.json_array import JsonArray
+from finetune.data.parquet_rows import parquet_rows
 from finetune.output_stream import one_line
 from finetune.paths import open_regular
 from finetune.untrusted.json_files import depth_of
@@ -105,7 +107,7 @@ def _read_lines(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRo
 
 
 def _too_large() -> str:
-    return f"the row is larger than {MAX_ROW_BYTES // 2**20} MiB; write one JSON object a line, and split long texts"
+    return f"the row is larger than {MAX_ROW_BYTES // 2**20} MiB; write one row a line, and split long texts"
 
 
 def _decode(raw: bytes, offset: int) -> str:
@@ -141,10 +143,14 @@ def parse_json(text: str) -> Any:
     except BadRow:
         raise
     except ValueError as error:  # an integer of thousands of digits
-        raise BadRow(f"not readable as JSON: {str(error).split(';')[0]}; correct the number") from None
+        raise BadRow(_not_a_number(error)) from None
     if text.count("{") + text.count("[") > MAX_ROW_DEPTH and depth_of(value) > MAX_ROW_DEPTH:
         raise BadRow(_too_deep())
     return value
+
+
+def _not_a_number(error: ValueError) -> str:
+    return f"not readable as JSON: {str(error).split(';')[0]}; correct the number"
 
 
 def _too_deep() -> str:
@@ -201,6 +207,8 @@ def _read_array(file: Path, stream: IO[bytes], offset: int) -> Iterator[SourceRo
         yield SourceRow(str(file), array.line, None, _too_deep())
     except json.JSONDecodeError as error:
         yield SourceRow(str(file), array.line, None, _explain_json(error))
+    except ValueError as error:
+        yield SourceRow(str(file), array.line, None, _not_a_number(error))
     except OverflowError:
         yield SourceRow(str(file), array.line, None, _too_large())
 
@@ -241,13 +249,15 @@ def _read_csv(file: Path) -> Iterator[SourceRow]:
 
 
 def _csv_lines(stream: IO[bytes], offset: int) -> Iterator[str]:
-    for raw in stream:
+    while raw := stream.readline(MAX_ROW_BYTES + 1):
+        if len(raw) > MAX_ROW_BYTES:
+            raise BadRow(_too_large())
         yield _decode(raw, offset)
         offset += len(raw)
 
 
 def _check_header(names: list[str]) -> str | None:
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         return f"the column {twice[0]!r} appears twice in the header; rename one"
     if len(names) == 1 and (separator := next((mark for mark in ";\t|" if mark in names[0]), None)):
@@ -279,16 +289,5 @@ def _strip_nulls(value: Any) -> Any:
 
 
 def _read_parquet(file: Path) -> Iterator[SourceRow]:
-    import pyarrow  # type: ignore[import-untyped]
-    import pyarrow.parquet  # type: ignore[import-untyped]
-
-    try:
-        with open_regular(file) as stored, pyarrow.parquet.ParquetFile(stored) as table:
-            number = 0
-            for batch in table.iter_batches(batch_size=1000):
-                for values in batch.to_pylist():
-                    number += 1
-                    yield SourceRow(str(file), number, without_filled_nulls(values), None)
-    except pyarrow.ArrowException as error:
-        first_line = one_line((str(error).splitlines() or [type(error).__name__])[0])
-        yield SourceRow(str(file), 1, None, f"not readable as Parquet: {first_line}; write the file again")
+    for number, values, problem in parquet_rows(file, MAX_ROW_DEPTH):
+        yield SourceRow(str(file), number, None if values is None else without_filled_nulls(values), problem)

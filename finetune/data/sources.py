@@ -21,6 +21,7 @@ from finetune.errors import DataError
 from finetune.output_stream import has_controls, one_line, printable
 from finetune.paths import open_regular
 from finetune.recipe.schema import DataSet
+from finetune.untrusted.library_words import words_of
 
 SUFFIXES = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 BUILDERS = {"json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet"}
@@ -80,8 +81,13 @@ class Source:
             raise DataError([f"{entry.path}: {_why_not_loaded(entry, error)}"]) from None
 
     def _hub_rows(self) -> Iterator[SourceRow]:
-        for number, values in enumerate(self._hub_data_set, start=1):
-            yield SourceRow(self.entry.path, number, without_filled_nulls(values), None)
+        data_set, number = self._hub_data_set, 0
+        try:
+            for number, values in enumerate(data_set, start=1):
+                yield SourceRow(self.entry.path, number, without_filled_nulls(values), None)
+        except Exception as error:  # of a column that is decoded when its row is read, of a connection
+            problem = f"cannot be read: {words_of(error, 160).rstrip('.')}; check the data set, and the network"
+            yield SourceRow(self.entry.path, number + 1, None, problem)
 
 
 def _why_not_loaded(entry: DataSet, error: Exception) -> str:

@@ -13,7 +13,6 @@ model only its configuration is read.
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 from pathlib import Path
@@ -33,16 +32,19 @@ from finetune.files import (
     remove_folder,
     write_json,
 )
+from finetune.finished_run.load import recipe_of_run
 from finetune.model.build import build_model, decoder_parts, load_tokenizer
 from finetune.model.packaged import resolve_model_path
-from finetune.recipe.loader import recipe_from_resolved
+from finetune.paths import leaves_folder
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.checkpoint import Checkpoint, checkpoint_steps, examine, read_state_of, step_folder
-from finetune.run_folder.facts import EXPORT_RECORD, EXPORTED_RECORDS, EXPORTS
+from finetune.run_folder.facts import EXPORT_RECORD, EXPORTED_RECORDS, EXPORTS, MOST_RECORD_BYTES, is_as_written
 from finetune.run_folder.save_restore import export_dtype, export_weights, refuse_unexportable
+from finetune.run_folder.saving.manifest import MANIFEST_BYTES
 from finetune.run_folder.tensor_checks import checksums, not_finite
 from finetune.run_folder.trained_change import refuse_unchanged
 from finetune.strategies.pieces import Ranks
+from finetune.untrusted.json_files import read_object
 
 
 def run_at(run_dir: Path, step: int | None) -> Path:
@@ -69,7 +71,7 @@ def export_step(run_dir: Path, step: int, to: Path | None = None) -> dict[str, A
         raise FinetuneError(f"{run_dir}: not a run folder (recipe.yaml is missing); name a run's output_dir")
     _refuse_foreign(folder)
     checkpoint = _checkpoint_at(run_dir, step)
-    recipe = recipe_from_resolved(resolved)
+    recipe = recipe_of_run(resolved)
     temporary = folder.with_name(f"{TEMPORARY_PREFIX}{folder.name}")
     with disk_errors(folder, "the run is untouched; "):
         remove_folder(temporary)
@@ -91,16 +93,16 @@ def _default_folder(run_dir: Path, step: int) -> Path:
 
 def _record(folder: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads((folder / EXPORT_RECORD).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+        return read_object(folder / EXPORT_RECORD)
+    except FinetuneError:  # not there, or what no export wrote
         return {}
 
 
 def _manifest_hash(checkpoint: Path) -> str:
     """The hash that a checkpoint's manifest states of itself, and so of every file; empty where it has none."""
     try:
-        return str(json.loads((checkpoint / "MANIFEST.json").read_text(encoding="utf-8"))["sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(read_object(checkpoint / "MANIFEST.json", MANIFEST_BYTES).get("sha256", ""))
+    except FinetuneError:
         return ""
 
 
@@ -176,17 +178,20 @@ def _generation_config(recipe: Recipe, model: Any) -> Any:
 def _copy_record(run_dir: Path, folder: Path, step: int) -> None:
     """What the run wrote down, as far as the step; of its last weights nothing."""
     for name in EXPORTED_RECORDS:
+        if leaves_folder(run_dir / name, run_dir):
+            raise FinetuneError(f"{run_dir / name}: is a link that leaves the run's folder; put the file there")
         if (run_dir / name).is_file():
             shutil.copyfile(run_dir / name, folder / name)
     for name in ("metrics.jsonl", "samples.jsonl"):
         cut_lines(folder / name, step)
     receipt = folder / "receipt.json"
     if receipt.is_file():
-        facts = json.loads(receipt.read_text(encoding="utf-8"))
+        facts = read_object(receipt, MOST_RECORD_BYTES)
         facts.pop("change", None)
         metrics = folder / "metrics.jsonl"
         lines = read_lines(metrics) if metrics.is_file() else []
-        loss = next((line["loss"] for line in lines if line.get("kind") == "eval" and line["step"] == step), None)
+        evals = (line for line in lines if line.get("kind") == "eval" and is_as_written(line))
+        loss = next((line.get("loss") for line in evals if line["step"] == step), None)
         facts["export"] = {"step": step, "best": False, "metric": "eval_loss", "loss": loss}
         write_json(receipt, facts)
 

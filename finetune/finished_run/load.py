@@ -24,6 +24,7 @@ from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.tensor_checks import first_not_finite
 from finetune.untrusted.library_words import in_one_line, words_of
+from finetune.untrusted.model_code import refuse_unknown_code
 from finetune.untrusted.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, look_at_adapter, patterns_of
 from finetune.untrusted.programs import look_at_tokenizer, refuse_slow_patterns
 from finetune.untrusted.safetensors_header import read_header
@@ -58,10 +59,18 @@ def finished_run(run_dir: Path) -> FinishedRun:
     resolved = run_dir / "recipe.yaml"
     if not resolved.is_file():
         raise FinetuneError(f"{run_dir}: not a run folder (recipe.yaml is missing); name a run's output_dir")
-    run = FinishedRun(run_dir, recipe_from_resolved(resolved))
+    run = FinishedRun(run_dir, recipe_of_run(resolved))
     if not run.product.is_dir():
         raise FinetuneError(f"{run_dir}: this run has not finished: {run.product.name}/ is not there; resume it first")
     return run
+
+
+def recipe_of_run(resolved: Path) -> Recipe:
+    """The recipe in a run's folder, for a verb that loads its model. Raises FinetuneError."""
+    recipe = recipe_from_resolved(resolved)
+    if recipe.model.trust_remote_code:
+        refuse_unknown_code(resolved.parent, recipe.model.name_or_path, recipe.model.revision)
+    return recipe
 
 
 def best_device() -> torch.device:
@@ -109,7 +118,8 @@ def load_run_tokenizer(run: FinishedRun) -> PreTrainedTokenizerBase:
     look_at_tokenizer(run.product)
     message = f"{run.product}: the tokenizer could not be loaded"
     with in_one_line(lambda error: FinetuneError(f"{message}: {words_of(error)}; resume the run")):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.product)
+        # Code beside the tokenizer is refused without a question on the terminal, which the library would ask.
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(run.product, trust_remote_code=False)
         return tokenizer
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from finetune.hub.client import check_permission, check_visibility, retry
 from finetune.hub.push import RECORD, Destination, destination_of, push, refuse_offline
 from finetune.recipe.schema import Recipe
 from finetune.redaction import hide_secrets, known_secrets, secret_key
+from finetune.untrusted.json_files import read_object
 from finetune.wording import counted
 
 ATTEMPTS_BEFORE = 2
@@ -74,8 +74,8 @@ def push_after_training(recipe: Recipe) -> None:
 
 def _is_pushed(run_dir: Path, to: Destination) -> bool:
     try:
-        record = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        record = read_object(run_dir / RECORD)
+    except FinetuneError:
         return False
     expected = {"state": "pushed", "repo_id": to.repo_id, "revision": to.revision, "merged": to.merged}
     return bool(expected.items() <= ({"merged": False} | record).items())

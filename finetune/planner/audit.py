@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.files import read_lines
 from finetune.measure.units import GIB
+from finetune.output_stream import one_line
 from finetune.planner.constants import STEP_PHASES
+from finetune.run_folder.facts import MOST_RECORD_BYTES, is_as_written
+from finetune.untrusted.json_files import read_object
+from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.wording import counted
 
 
@@ -36,8 +40,12 @@ class AuditRow:
 def audit_in_words(runs: Sequence[Path]) -> tuple[dict[str, Any], str]:
     """The audit as JSON and as text. Raises FinetuneError for a folder that is not a run."""
     receipts = [(run, _receipt(run)) for run in runs]
-    rows = [row for run, receipt in receipts for row in audited(run, receipt)]
-    unplanned = {str(run): why for run, receipt in receipts if (why := _why_not(receipt))}
+    rows, unplanned = [], {}
+    for run, receipt in receipts:
+        with in_one_line(partial(_not_of_a_run, run)):
+            rows += audited(run, receipt)
+            if why := _why_not(receipt):
+                unplanned[str(run)] = why
     result = {
         "ok": True,
         "exit_code": 0,
@@ -59,19 +67,29 @@ def audited(run: Path, receipt: Mapping[str, Any]) -> Iterator[AuditRow]:
         return
     measured = {name: phase["peak_bytes"] for name, phase in memory["measured"]["phases"].items()}
     for line in read_lines(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else ():
-        if line.get("kind") == "phase" and line["rank"] == 0:
+        if line.get("kind") == "phase" and line.get("rank") == 0 and is_as_written(line):
             measured[line["phase"]] = max(measured.get(line["phase"], 0), round(line["peak_gib"] * GIB))
     for name, phase in memory["planned"]["phases"].items():
         if measured.get(name):
-            facts = str(run), receipt["strategy"], receipt["world_size"]
-            yield AuditRow(*facts, name, phase["peak_bytes"], measured[name])
+            facts = str(run), str(receipt["strategy"]), int(receipt["world_size"])
+            yield AuditRow(*facts, name, _bytes(phase["peak_bytes"]), _bytes(measured[name]))
+
+
+def _bytes(value: Any) -> int:
+    """A peak of a record. Raises ValueError for what is none."""
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"a peak of {one_line(value, 40)} bytes")
+    return value
 
 
 def _receipt(run: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads((run / "receipt.json").read_text("utf-8")))
-    except (OSError, ValueError):
-        raise FinetuneError(f"--audit: {run}: has no receipt.json; name the folder of a run") from None
+    if not (run / "receipt.json").is_file():
+        raise FinetuneError(f"--audit: {run}: has no receipt.json; name the folder of a run")
+    return read_object(run / "receipt.json", MOST_RECORD_BYTES)
+
+
+def _not_of_a_run(run: Path, error: Exception) -> FinetuneError:
+    return FinetuneError(f"--audit: {run}: its receipt is not that of a run: {words_of(error)}; leave it out")
 
 
 def _why_not(receipt: Mapping[str, Any]) -> str | None:

@@ -123,7 +123,7 @@ _NUMBERS = tuple(
 _NEEDED = {"train": ("step", "tokens", "step_seconds", "peak_memory_gib"), "eval": ("step",), "phase": ("peak_gib",)}
 
 
-def _is_as_written(line: Mapping[str, Any]) -> bool:
+def is_as_written(line: Mapping[str, Any]) -> bool:
     """Whether a line of metrics or samples has the values that a run writes, so that it can be drawn."""
     kind = line.get("kind")
     needed = _NEEDED.get(kind, ()) if isinstance(kind, str) else ("kind",) * ("kind" in line)
@@ -140,7 +140,7 @@ def _unusable(metrics: Path) -> int:
     """Lines that cannot be read, or hold what no run writes."""
     if not metrics.is_file():
         return 0
-    return torn_lines(metrics) + sum(not _is_as_written(line) for line in read_lines(metrics))
+    return torn_lines(metrics) + sum(not is_as_written(line) for line in read_lines(metrics))
 
 
 def read_run(run_dir: Path, recipe: Recipe, *, merged: bool = False) -> RunFacts:
@@ -152,7 +152,7 @@ def read_run(run_dir: Path, recipe: Recipe, *, merged: bool = False) -> RunFacts
 
     def lines(name: str) -> list[dict[str, Any]]:
         path = run_dir / name
-        return [line for line in read_lines(path) if _is_as_written(line)] if path.is_file() else []
+        return [line for line in read_lines(path) if is_as_written(line)] if path.is_file() else []
 
     pictures = [name for name in ("loss.png", "memory.png") if (run_dir / name).is_file()]
     return RunFacts(

@@ -20,9 +20,28 @@ def state_problem(saved: Mapping[str, Any]) -> str | None:
     except Exception as error:  # of the wrong kind, at any depth
         return f"is not what a run saves ({words_of(error, 80)})"
     numbers = (state.step, state.worse_evaluations, state.skipped_steps)
-    scale = state.loss_scaler
-    whole = all(number >= 0 for number in numbers) and (scale is None or isinstance(scale, dict))
-    return None if whole and type(saved["step"]) is int else "is not what a run saves"
+    scale, sums = state.loss_scaler, saved.get("start_checksums", {})
+    whole = (
+        type(saved["step"]) is int
+        and all(number >= 0 for number in numbers)
+        and (scale is None or isinstance(scale, dict))
+        and all(value is None or _is_number(value) for value in (state.best_step, state.last_eval_loss))
+        and all(map(_is_record, state.window.records))
+        and isinstance(sums, dict)
+        and all(isinstance(each, str) for each in sums.values())
+    )
+    return None if whole else "is not what a run saves"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_record(record: StepRecord) -> bool:
+    """Whether the figures of a step can be averaged."""
+    values = vars(record)
+    absent = [name for name in ("grad_norm", "loss_scale") if values[name] is None]
+    return all(_is_number(value) for name, value in values.items() if name not in absent)
 
 
 @dataclass

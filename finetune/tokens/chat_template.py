@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_TEMPLATE_BYTES = 2**20  # of a template; the longest that is known has 20 kB
+_HALF = re.compile("[\ud800-\udfff]")
 _FORMAT = re.compile(r"""["']([^"'\n]*%[a-zA-Z-][^"'\n]*)["']""")
 
 
@@ -102,6 +103,9 @@ class ChatTemplate:
                 f"the chat template refuses this row: {words}; change the row, or data.chat_template"
             ) from None
         assert isinstance(text, str)
+        if not text.isascii() and (half := _HALF.search(text)):  # of a key that is not checked: a name, an identifier
+            code = f"\\u{ord(half[0]):04x}"
+            raise BadRow(f"the chat holds half a character ({code}) once rendered; escape both halves of the pair")
         return text
 
 

@@ -53,7 +53,7 @@ def refused(
     """
     key = hashlib.sha256(json.dumps([TRUST, kind, program, known_by or asked, seconds, mebibytes]).encode()).hexdigest()
     if key not in _found_here:
-        _found_here[key] = None if _file(key).exists() else _tried(key, program, asked, seconds, mebibytes)
+        _found_here[key] = None if is_trusted(key) else _tried(key, program, asked, seconds, mebibytes)
     return _found_here[key]
 
 
@@ -74,7 +74,7 @@ def _tried(key: str, program: str, asked: dict[str, Any], seconds: int, mebibyte
         return f"does not end within {WALL_SECONDS} seconds"
     word = process.stdout.strip().splitlines()[-1:] or [""]
     if process.returncode == 0 and word[0] == "ok":
-        _trust(key)
+        trust(key)
         return None
     return word[0] or _ended(process, seconds, mebibytes)
 
@@ -88,7 +88,13 @@ def _ended(process: subprocess.CompletedProcess[str], seconds: int, mebibytes: i
     return None
 
 
-def _trust(key: str) -> None:
+def is_trusted(key: str) -> bool:
+    """Whether `trust` was called for this hash, by any process of the user."""
+    return _file(key).exists()
+
+
+def trust(key: str) -> None:
+    """Keep that what has this hash may run."""
     try:
         _file(key).parent.mkdir(parents=True, exist_ok=True)
         _file(key).touch()

@@ -14,6 +14,7 @@ from finetune.untrusted.kinds import kind_by_head
 
 MOST_JSON_BYTES = 16 * 2**20  # a config.json has some kB, an index of 1,000 files 100 kB
 MOST_DEPTH = 64
+MOST_VALUES = 4_000_000  # Python takes some 100 bytes for each: 15 MiB of empty lists are 0.6 GiB, and 256 MiB nine
 
 
 def unreadable(path: Path, what: str, remedy: str = "fetch the file again") -> FinetuneError:
@@ -35,6 +36,8 @@ def read_bounded(path: Path, most: int = MOST_JSON_BYTES) -> bytes:
 
 def parse_document(path: Path, content: bytes, *, unique: bool = False) -> Any:
     """The value of a file's JSON, at most MOST_DEPTH levels deep; `unique`: no key twice in one object."""
+    if sum(map(content.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        raise unreadable(path, f"holds more than {MOST_VALUES:,} values", "no such file does; fetch it again")
     try:
         value = json.loads(content.decode("utf-8"), object_pairs_hook=_unique_keys if unique else None)
     except RecursionError:

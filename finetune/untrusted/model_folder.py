@@ -18,6 +18,7 @@ from finetune.untrusted.safetensors_header import FLOATS, TensorFacts, read_head
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_INDEX = 256 * 2**20
+LONGEST_NAME = 255  # bytes of a file's name, on every file system in use
 
 
 def look_at_model(folder: Path, *, whole: bool = False) -> None:
@@ -82,7 +83,8 @@ def plain_names(path: Path, weight_map: Any) -> Mapping[str, str]:
 
 def is_plain_name(name: str) -> bool:
     """Whether a name is that of a safetensors file, and of nothing outside of the folder that it is read in."""
-    return name.endswith(".safetensors") and Path(name).name == name and not name.startswith(".") and name.isprintable()
+    plain = name.endswith(".safetensors") and not name.startswith(".") and name.isprintable()
+    return plain and len(name.encode()) <= LONGEST_NAME and Path(name).name == name
 
 
 def _refuse_integers(file: Path, header: Mapping[str, TensorFacts]) -> None:

@@ -7,14 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 from finetune.output_stream import has_controls
-from finetune.run_folder.checkpoint import write_checkpoint
-from finetune.run_folder.folder import claim_run_folder
-from finetune.run_folder.train_state import TrainState
 from tests.support.corpus import SECONDS, lay_out, outcome_of, processor_seconds, read_case
-from tests.support.finished import finished_run
+from tests.support.corpus_starts import make_starts
 
 FOLDER = Path(__file__).resolve().parent
 CASES = sorted(FOLDER.glob("*/*.yaml"))
@@ -26,19 +22,7 @@ CLASSES = {1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
 
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> dict[str, Path]:
-    """What cases begin with. A run's recipe names the model that is beside it, by the folder it was made in."""
-    run = finished_run(tmp_path_factory.mktemp("run"), tiny_llama)
-    (run.parent / "recipe.yaml").unlink()
-    saved = tmp_path_factory.mktemp("saved")
-    claim = claim_run_folder(saved / "run", resume="auto", identity={"a": 1}, command="c", wait_seconds=0)
-    for step in (1, 2):
-        tensors = {
-            "model": {"w": torch.full((4, 3), float(step)), "v": torch.ones(2)},
-            "optimizer": {"m": torch.ones(5)},
-        }
-        write_checkpoint(saved / "run", step, tensors, TrainState(step=step).as_json(), keep=2)
-    claim.release()
-    return {"model": tiny_llama, "run": run.parent, "checkpoints": saved}
+    return make_starts(tmp_path_factory.mktemp("starts"), tiny_llama)
 
 
 def test_every_case_is_seen() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -229,3 +230,17 @@ def test_a_data_set_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     with pytest.raises(DataError, match=r"^nobody/nothing: cannot be loaded: Couldn't reach the Hub; check the name"):
         list(source(path="nobody/nothing").rows())
+
+
+def test_a_row_that_the_library_cannot_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows() -> Iterator[dict[str, str]]:
+        yield {"text": "a"}
+        raise ImportError("To support decoding images, please install 'Pillow'.")
+
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: rows())
+    first, second = source(path="owner/pictures").rows()
+    assert (first.values, first.problem) == ({"text": "a"}, None)
+    assert second.place == "owner/pictures:2"
+    assert second.problem == (
+        "cannot be read: To support decoding images, please install 'Pillow'; check the data set, and the network"
+    )

@@ -3,7 +3,7 @@
 A case is one YAML file of tests/corpus/. Keys:
   class     the number of the failure in the list of faults that it is an example or a neighbour of
   do        what reads it: a name of ACTS
-  start     what the folder holds before: model (a tiny one), run (a finished run of it), checkpoints; else nothing
+  start     what the folder holds before: a name of make_starts (tests/support/corpus_starts.py); else nothing
   files     path in the folder -> what is changed: see `write`
   recipe    sections over a plain recipe, or (for `check`) the whole file, as text
   args      overrides; for a verb its words
@@ -118,6 +118,18 @@ def _again(path: Path, _: Any, __: Any) -> None:
     path.write_text(json.dumps(content), "utf-8")
 
 
+def _rehash(path: Path, _: Any, __: Any) -> None:
+    """The same where the manifest is one; else it stays as it is."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError):
+        _again(path, _, __)
+
+
+def _header(path: Path, parts: Mapping[str, Any], _: Any) -> None:
+    """A safetensors file whose header are these bytes, of this length, so it says; zeros follow."""
+    text = parts["bytes"].encode().decode("unicode_escape").encode("latin-1")
+    path.write_bytes(struct.pack("<Q", parts["length"]) + text + bytes(max(0, parts["data"])))
+
+
 def _replace(path: Path, pair: list[str], _: Any) -> None:
     path.write_text(path.read_text("utf-8").replace(*pair), "utf-8")
 
@@ -209,6 +221,8 @@ WRITERS: dict[str, Callable[[Path, Any, Mapping[str, Any]], Any]] = {
     "folder": _folder,
     "socket": _socket,
     "again": _again,
+    "rehash": _rehash,
+    "header": _header,
     "move": lambda path, target, _: path.rename(path.parent / target),
     "copy": lambda path, source, _: shutil.copy(path.parent / source, path),
 }
@@ -259,7 +273,7 @@ def recipe_of(case: Mapping[str, Any], folder: Path) -> Path:
     if not rows.exists():
         turns = [{"role": "user", "content": "a river"}, {"role": "assistant", "content": "the sea"}]
         rows.write_text(f"{json.dumps({'messages': turns})}\n" * 4, "utf-8")
-    base = folder if case.get("start") == "model" else Path("someone/model")
+    base = folder if case.get("start") in ("model", "sharded") else Path("someone/model")
     plain = tiny_lora(base, rows, output_dir=str(folder / "out"))
     content = json.dumps(merged(plain, own)).replace("{folder}", str(folder))
     path.write_text(content, "utf-8")

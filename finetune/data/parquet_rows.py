@@ -1,0 +1,54 @@
+"""The rows of a Parquet file, one batch of 1,000 in memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from finetune.output_stream import one_line
+from finetune.paths import open_regular
+
+
+def parquet_rows(file: Path, most_depth: int) -> Iterator[tuple[int, dict[str, Any] | None, str | None]]:
+    """(number, values, None) of each row from 1, or (number, None, what is wrong), with which the file ends.
+
+    Raises OSError where the file cannot be read; `most_depth`: levels of values within values.
+    """
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    number = 0
+    try:
+        with open_regular(file) as stored, pyarrow.parquet.ParquetFile(stored) as table:
+            if problem := _schema_problem(table.schema_arrow, most_depth):
+                yield 1, None, problem
+                return
+            for batch in table.iter_batches(batch_size=1000):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield number, values, None
+    except OSError as error:
+        if error.errno is not None:  # of the file; others are pyarrow's, about what it holds
+            raise
+        yield number + 1, None, _not_readable(error)
+    except Exception as error:  # of the table, or of a value that Python has no like of: text that is not UTF-8, a date
+        yield number + 1, None, _not_readable(error)
+
+
+def _not_readable(error: Exception) -> str:
+    first_line = one_line((str(error).splitlines() or [""])[0]) or type(error).__name__
+    return f"not readable as Parquet: {first_line}; write the file again"
+
+
+def _schema_problem(schema: Any, most_depth: int) -> str | None:
+    """Two columns of one name, of which a row would hold the last; values within values without end."""
+    twice = [name for name, count in Counter(schema.names).items() if count > 1]
+    if twice:
+        return f"the column {twice[0]!r} appears twice; rename one"
+    level, depth = [field.type for field in schema], 1
+    while level := [kind.field(index).type for kind in level for index in range(kind.num_fields)]:
+        depth += 1
+        if depth > most_depth:
+            return f"nested deeper than {most_depth} levels; a row needs at most ten"
+    return None

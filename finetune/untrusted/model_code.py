@@ -1,0 +1,49 @@
+"""Python code that comes with a model: a recipe of the user's own may ask for it, a run's folder alone may not.
+
+`model.trust_remote_code: true` in a recipe that is trained here is this user's word, which is kept: an empty file in
+`trusted/` of the cache folder. The recipe in a run's folder was written by whoever trained the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from finetune.errors import FinetuneError
+from finetune.output_stream import one_line
+from finetune.paths import open_regular
+from finetune.untrusted.children import is_trusted, trust
+
+CONSENT = "FINETUNE_TRUST_REMOTE_CODE"
+
+
+def trust_code(name: str, revision: str) -> None:
+    """Keep that the user let this model's code run: by its name and revision, that in a folder by its content."""
+    trust(_key(name, revision))
+
+
+def refuse_unknown_code(run_dir: Path, name: str, revision: str) -> None:
+    """Raise FinetuneError where no training here has run this model's code, and the environment does not allow it."""
+    if os.environ.get(CONSENT) != "1" and not is_trusted(_key(name, revision)):
+        raise FinetuneError(
+            f"{run_dir / 'recipe.yaml'}: model.trust_remote_code: true would run the Python code that comes with "
+            f"{one_line(name, 100)}, and no training on this machine has run it; read that code, then repeat with "
+            f"{CONSENT}=1"
+        )
+
+
+def _key(name: str, revision: str) -> str:
+    folder = Path(name).expanduser()
+    files = sorted(folder.glob("*.py")) if folder.is_dir() else []
+    hashes = {str(file.resolve()): _hash(file) for file in files}
+    return hashlib.sha256(json.dumps(["model code", name, revision, hashes]).encode()).hexdigest()
+
+
+def _hash(file: Path) -> str:
+    try:
+        with open_regular(file) as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise FinetuneError(f"{file}: cannot be read: {error.strerror}; check the file") from None
