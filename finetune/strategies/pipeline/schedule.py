@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from finetune.measure.phases import Phases
 from finetune.strategies.pieces import Elsewhere
 from finetune.strategies.pipeline.holding import Holding
+from finetune.strategies.pipeline.recorder import Recorder
 from finetune.strategies.pipeline.stage import Given, Stage
 
 _CLASSES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "naive": ScheduleGPipe}
@@ -48,11 +49,18 @@ class Pipeline(nn.Module):
         self.stage, self.layers, self.schedule, self.holding = stage, layers, schedule, holding
         self._device, self._made = device, dict[tuple[int, int, bool], Any]()
         self._scale, self._loss_sum = 1.0, torch.zeros(())
+        self._recorder: Recorder | None = None
         names = [name for name, where in holding.stages.items() if len(where) > 1]
         sets = dict.fromkeys(holding.stages[name] for name in names)
         groups = {where: dist.new_group(list(where), timeout=timeout) for where in sets}  # every rank makes all
         own = [holding.stages[name] for name in names if stage.index in holding.stages[name]]
         self._shared = [(weight, groups[where], where[0]) for weight, where in zip(shared, own, strict=True)]
+
+    def record(self) -> Recorder:
+        """Record from now on when this stage computes each micro-batch of a step."""
+        self._recorder = Recorder(self.stage.index, self._device)
+        self._made.clear()  # those made before are not watched
+        return self._recorder
 
     def forward(self, **batch: Any) -> Tensor:
         """The summed loss of a micro-batch, float32 [], on the last stage; 0 on the others. Every rank calls it.
@@ -83,6 +91,8 @@ class Pipeline(nn.Module):
         self.stage.expect(step, before_each)
         self._scale, self._loss_sum = 1 / supervised_tokens, loss_sum
         at_once = 1 if self.schedule == "naive" else len(step)
+        if self._recorder is not None:
+            self._recorder.begin_step()
         with phases("backward"):  # and forward: a stage computes both in turn
             for _ in range(0, len(step), at_once):
                 self._run(at_once, _tokens(step[0]), train=True)
@@ -157,6 +167,8 @@ class Pipeline(nn.Module):
                 input_args=unused if stage.is_first else hidden,
                 output_args=loss if stage.is_last else hidden,
             )
+            if train and self._recorder is not None:
+                self._recorder.watch(made)
             # 1F1B cannot order fewer micro-batches than stages, as the last step may have; GPipe then holds no more.
             ordered = train and micro_batches >= len(self.layers)
             kind = _CLASSES[self.schedule] if ordered else ScheduleGPipe
