@@ -184,7 +184,8 @@ def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]
 
 
 class _Handle:
-    """Of a send or a receive that is over: gloo's holds the tensor until it is dropped, NCCL's until it is waited for."""
+    """Of a send or a receive that is over: gloo's holds the tensor until it is dropped, NCCL's until it is waited
+    for."""
 
     def __init__(self, tensor: torch.Tensor, *, gloo: bool) -> None:
         self._tensor: torch.Tensor | None = tensor

@@ -31,7 +31,7 @@ from finetune.planner.constants import CUBLAS_WORKSPACE_HOPPER
 from finetune.planner.trace import stand_ins
 from finetune.planner.trace.fake_device import pretend_device
 from finetune.planner.trace.fake_model import dataless_build, fake_batch, has_joined_documents, host_pages, no_data
-from finetune.planner.trace.flops import Operation, count_operations
+from finetune.planner.trace.flops import Halves, Operation, count_operations
 from finetune.planner.trace.kernel_workspaces import workspaces
 from finetune.planner.trace.recorder import Recorder, tagging, tensors_in
 from finetune.planner.trace.timeline import Timeline
@@ -63,6 +63,7 @@ class Traced:
     measured: dict[str, Phase]
     operations: Mapping[Operation, int]  # of all steps, of layers as they are written
     compiles: bool  # a run on a GPU compiles the layers
+    stage_layers: range | None = None  # those of the stage, under a pipeline
 
 
 def trace(
@@ -112,12 +113,16 @@ def trace(
         recorder = Recorder(device, mode)
         kernels = [workspaces(recorder, device, cublas, recipe.training.deterministic)] if gpu else []
         around = [tagging(recorder, gloo=not gpu), *kernels]
-        with count_operations(recorder.phases, *around, fake_mode=mode) as operations:
+        halves = Halves(recorder.phases)
+        counted = count_operations(recorder.phases, *around, current=halves.current, fake_mode=mode)
+        with counted as operations:
             with recorder.phases("load"):
                 # The ranks [ranks] int32, which torch's device mesh keeps in host memory.
                 numbers = None if mesh is None else torch.empty(ranks, dtype=torch.int32, device="cpu")
                 parts = assemble(recipe, strategy, accelerator, build, mesh, layout, launch=None)
             model = cast(PreTrainedModel, parts.unwrapped_model)
+            if parts.pipeline is not None:
+                halves.watch(parts.pipeline.stage)
             recorder.mark((*map(local_shard, model.parameters()), *model.buffers()), "parameters")
             parts.model.train()
             with recorder.modules(model, decoder_parts(model).get_output_embeddings()):
@@ -130,7 +135,8 @@ def trace(
             _record_layers(parts, recorder)
             del numbers
         compiles = gpu and why_left_off(recipe, strategy, model) is None
-        return Traced(recorder.timeline, recorder.phases.take(), operations, compiles)
+        held = None if parts.pipeline is None else parts.pipeline.layers[rank]
+        return Traced(recorder.timeline, recorder.phases.take(), operations, compiles, held)
 
 
 def _partitioning_build(build: Build, accelerator: Accelerator, *, adapters: bool) -> Build:
