@@ -93,7 +93,8 @@ def pipeline_time(planned: Planned) -> PipelineTime:
         halves = [[compute_seconds(each.work, chip, half) for each in planned.stages] for half in STEP_PHASES[:2]]
         update = max(compute_seconds(each.work, chip, "step") for each in planned.stages)
         sent = planned.stages[0].work.collectives.get("backward", {}).get("send", CollectiveStats())
-        sending = sent.payload_bytes / (chip.link if planned.node >= planned.ranks else min(chip.link, chip.between))
+        link = chip.link if planned.node >= planned.ranks else min(chip.link, chip.between)
+        sending = sent.payload_bytes / layout.micro_steps / link  # of the first stage, which sends forward alone
     else:
         halves = [[each.work.flops(half) / 1e9 for each in planned.stages] for half in STEP_PHASES[:2]]
     spans = planned_spans(planned.strategy, *halves, layout.micro_steps, sending)
