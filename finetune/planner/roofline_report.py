@@ -87,20 +87,23 @@ class PipelineTime:
 def pipeline_time(planned: Planned) -> PipelineTime:
     """Of a plan with stages. Messages take the slowest link that they cross, and no stage waits until its own have
     arrived."""
-    layout, name = planned.layout, planned.gpus.name if planned.gpus else ""
-    chip, sending, update = CHIPS.get(name), 0.0, 0.0
+    layout, chip = planned.layout, CHIPS.get(planned.gpus.name) if planned.gpus else None
+    forward, backward = ([_half(each.work, chip, half) for each in planned.stages] for half in STEP_PHASES[:2])
+    sending = update = 0.0
     if chip is not None:
-        halves = [[compute_seconds(each.work, chip, half) for each in planned.stages] for half in STEP_PHASES[:2]]
         update = max(compute_seconds(each.work, chip, "step") for each in planned.stages)
         sent = planned.stages[0].work.collectives.get("backward", {}).get("send", CollectiveStats())
         link = chip.link if planned.node >= planned.ranks else min(chip.link, chip.between)
         sending = sent.payload_bytes / layout.micro_steps / link  # of the first stage, which sends forward alone
-    else:
-        halves = [[each.work.flops(half) / 1e9 for each in planned.stages] for half in STEP_PHASES[:2]]
-    spans = planned_spans(planned.strategy, *halves, layout.micro_steps, sending)
+    spans = planned_spans(planned.strategy, forward, backward, layout.micro_steps, sending)
     seconds = max(span.end for span in spans) + update if chip is not None else None
     tokens = layout.tokens * layout.micro_steps
-    return PipelineTime(planned.strategy, layout.micro_steps, *halves, bubble(spans), seconds, tokens)
+    return PipelineTime(planned.strategy, layout.micro_steps, forward, backward, bubble(spans), seconds, tokens)
+
+
+def _half(work: StepWork, chip: Chip | None, half: str) -> float:
+    """Seconds of a forward or a backward; on a GPU of unknown speed its GFLOP."""
+    return work.flops(half) / 1e9 if chip is None else compute_seconds(work, chip, half)
 
 
 def roofline_json(planned: Planned) -> dict[str, Any]:

@@ -65,8 +65,12 @@ def pipeline_lecture(asked: LectureRequest) -> LectureResult:
         ranks = run_ranks("pipeline", "finetune.lectures.pipeline.stage_rank", folder, stages)
         held = [_held(asked, job, schedule, ranks) for schedule in SCHEDULES]
     sections = [_arithmetic(stages), _times(held, job), _memory(held, job)]
-    facts = {"stages": stages, "micro_batches": micro_batches, "ms": milliseconds}
-    facts["schedules"] = {each.schedule: each.as_json() for each in held}
+    facts = {
+        "stages": stages,
+        "micro_batches": micro_batches,
+        "ms": milliseconds,
+        "schedules": {each.schedule: each.as_json() for each in held},
+    }
     timelines = [Timelines(each.schedule, each.planned, each.measured) for each in held]
     return LectureResult(sections, facts, partial(draw_timelines, timelines, stages))
 

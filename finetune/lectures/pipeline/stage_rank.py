@@ -64,7 +64,7 @@ def run_schedule(job: Job, schedule: str, accelerator: Accelerator, rank: int) -
     return {"peak_bytes": peak, "sent_bytes": sent, "spans": timed_step(job, parts, batches)}
 
 
-def train_step(job: Job, accelerator: Accelerator, parts: Assembled, batches: list[MicroBatch], phases: Phases) -> None:
+def train_step(accelerator: Accelerator, parts: Assembled, batches: list[MicroBatch], phases: Phases) -> None:
     """An optimizer step, as the trainer makes it."""
     optimizer_step(
         accelerator,
