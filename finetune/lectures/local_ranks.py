@@ -18,7 +18,7 @@ from finetune.paths import CHECKOUT
 _DEADLINE_SECONDS = 300  # a busy machine starts processes slowly
 
 
-def run_ranks(lecture: str, module: str, folder: Path, ranks: int, *words: str) -> Sequence[Mapping[str, Any]]:
+def figures_of_ranks(lecture: str, module: str, folder: Path, ranks: int, *words: str) -> Sequence[Mapping[str, Any]]:
     """`python -m MODULE FOLDER RANK WORDS` for each rank, together; what each left in rank-RANK.json of the folder.
 
     Raises EnvironmentMismatch where one fails or is late, with the last line of its output.

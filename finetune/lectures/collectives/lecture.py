@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.lectures.collectives.ranks import LINK, PIECES, PLAYED_MIB, RANKS
-from finetune.lectures.local_ranks import run_ranks
+from finetune.lectures.local_ranks import figures_of_ranks
 from finetune.lectures.output import Chapter, LectureRequest, LectureResult, columns, whole_number
 from finetune.planner.roofline import CHIPS, PCIE_MACHINE
 from finetune.report.pictures import COLOURS, new_figure
@@ -52,7 +52,7 @@ def broadcast_seconds(nbytes: float, link: float, ranks: int) -> tuple[float, fl
 
 def _run_ranks(mib: int) -> RankFigures:
     with tempfile.TemporaryDirectory(prefix="finetune-collectives-") as name:
-        return run_ranks("collectives", "finetune.lectures.collectives.ranks", Path(name), RANKS, str(mib))
+        return figures_of_ranks("collectives", "finetune.lectures.collectives.ranks", Path(name), RANKS, str(mib))
 
 
 def _row(numbers: Sequence[int]) -> str:

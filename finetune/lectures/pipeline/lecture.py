@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
-from finetune.lectures.local_ranks import run_ranks
+from finetune.lectures.local_ranks import figures_of_ranks
 from finetune.lectures.output import Chapter, LectureRequest, LectureResult, columns, whole_number
 from finetune.lectures.pipeline.picture import Timelines, draw_timelines
 from finetune.lectures.pipeline.played import BACKWARD_TIMES, Job, save_model
@@ -62,7 +62,7 @@ def pipeline_lecture(asked: LectureRequest) -> LectureResult:
             save_model(folder / "model", stages)
         (folder / "job.json").write_text(json.dumps(asdict(job)), "utf-8")
         asked.note(f"starting {stages} gloo ranks, a stage each")
-        ranks = run_ranks("pipeline", "finetune.lectures.pipeline.stage_rank", folder, stages)
+        ranks = figures_of_ranks("pipeline", "finetune.lectures.pipeline.stage_rank", folder, stages)
         held = [_held(asked, job, schedule, ranks) for schedule in SCHEDULES]
     sections = [_arithmetic(stages), _times(held, job), _memory(held, job)]
     facts = {

@@ -93,8 +93,10 @@ class Halves:
     def __init__(self, phases: Phases) -> None:
         self._phases, self._in_forward = phases, False
 
-    def watch(self, stage: nn.Module) -> None:
-        """Tell the forwards of this stage from the rest."""
+    def watch(self, stage: nn.Module | None) -> None:
+        """Tell the forwards of this stage from the rest; None: there is no pipeline."""
+        if stage is None:
+            return
 
         def entered(*_: Any) -> None:
             self._in_forward = True

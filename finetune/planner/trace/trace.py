@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 from unittest import mock
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from finetune.architecture.compiled.choice import why_left_off
 from finetune.launch.launcher import Launch
-from finetune.measure.phases import Phase
+from finetune.measure.phases import Phase, Phases
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import unwrap_optimizer
@@ -99,44 +99,51 @@ def trace(
     # backward, and aborts at a tensor on one that is registered later (torch 2.13).
     pretend = pretend_device()
     layout = parts_of_recipe(recipe) if strategy.schedule else None
-    if rank < strategy.stage_count(ranks) - 1:
-        batches = [without_learning(batch) for batch in batches]
+    batches = _of_rank(batches, strategy, ranks, rank)
     device = pretend if gpu else torch.device("cpu")
     with _accelerator(recipe, strategy, (ranks, rank), node or ranks, device) as accelerator, ExitStack() as inside:
         if strategy.uses_engine and strategy.shards_parameters:
             build = _partitioning_build(build, accelerator, adapters=recipe.lora is not None)
         mesh = make_mesh(strategy, device) if strategy.shards_modules else None
-        inside.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", stand_ins.Replica))
-        inside.enter_context(stand_ins.sends_of_a_pipeline(gloo=not gpu) if layout else nullcontext())
-        inside.enter_context(host_pages() if OPTIMIZERS[recipe.training.optim].paged else nullcontext())
+        inside.enter_context(_without_devices(recipe, strategy, gpu=gpu))
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
-        kernels = [workspaces(recorder, device, cublas, recipe.training.deterministic)] if gpu else []
-        around = [tagging(recorder, gloo=not gpu), *kernels]
-        halves = Halves(recorder.phases)
-        counted = count_operations(recorder.phases, *around, current=halves.current, fake_mode=mode)
-        with counted as operations:
+        halves, around = Halves(recorder.phases), [tagging(recorder, gloo=not gpu)]
+        around += [workspaces(recorder, device, cublas, recipe.training.deterministic)] if gpu else []
+        with count_operations(recorder.phases, *around, current=halves.current, fake_mode=mode) as operations:
             with recorder.phases("load"):
                 # The ranks [ranks] int32, which torch's device mesh keeps in host memory.
                 numbers = None if mesh is None else torch.empty(ranks, dtype=torch.int32, device="cpu")
                 parts = assemble(recipe, strategy, accelerator, build, mesh, layout, launch=None)
             model = cast(PreTrainedModel, parts.unwrapped_model)
-            if parts.pipeline is not None:
-                halves.watch(parts.pipeline.stage)
+            halves.watch(parts.pipeline and parts.pipeline.stage)
             recorder.mark((*map(local_shard, model.parameters()), *model.buffers()), "parameters")
-            parts.model.train()
             with recorder.modules(model, decoder_parts(model).get_output_embeddings()):
-                for _ in range(STEPS):
-                    stream = _step_batches(recipe, strategy, accelerator, mode, batches)
-                    _step(recipe, strategy, accelerator, parts, recorder, stream, len(batches), supervised)
-                    del stream
-            with recorder.phases("save"):
-                _save(parts)
+                _train(recipe, strategy, accelerator, parts, recorder, mode, batches, supervised)
+            _save(parts, recorder.phases)
             _record_layers(parts, recorder)
             del numbers
         compiles = gpu and why_left_off(recipe, strategy, model) is None
-        held = None if parts.pipeline is None else parts.pipeline.layers[rank]
+        held = parts.pipeline and parts.pipeline.layers[rank]
         return Traced(recorder.timeline, recorder.phases.take(), operations, compiles, held)
+
+
+def _of_rank(batches: Sequence[MicroBatch], strategy: Strategy, ranks: int, rank: int) -> Sequence[MicroBatch]:
+    """The last stage of a pipeline learns alone."""
+    last = rank == strategy.stage_count(ranks) - 1 or strategy.schedule is None
+    return batches if last else [without_learning(batch) for batch in batches]
+
+
+@contextmanager
+def _without_devices(recipe: Recipe, strategy: Strategy, *, gpu: bool) -> Iterator[None]:
+    """What stands in for DDP's reducer, for a pipeline's sends, and for memory that CUDA moves."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", stand_ins.Replica))
+        if strategy.schedule is not None:
+            stack.enter_context(stand_ins.sends_of_a_pipeline(gloo=not gpu))
+        if OPTIMIZERS[recipe.training.optim].paged:
+            stack.enter_context(host_pages())
+        yield
 
 
 def _partitioning_build(build: Build, accelerator: Accelerator, *, adapters: bool) -> Build:
@@ -159,6 +166,23 @@ def _step_batches(
     if not strategy.distributed or strategy.uses_engine or accelerator.device.type != "cpu":
         return prefetch(list(on_host), accelerator.device, recipe.training.non_blocking)
     return on_host
+
+
+def _train(
+    recipe: Recipe,
+    strategy: Strategy,
+    accelerator: Accelerator,
+    parts: Assembled,
+    recorder: Recorder,
+    mode: FakeTensorMode,
+    batches: Sequence[MicroBatch],
+    supervised: int,
+) -> None:
+    parts.model.train()
+    for _ in range(STEPS):
+        stream = _step_batches(recipe, strategy, accelerator, mode, batches)
+        _step(recipe, strategy, accelerator, parts, recorder, stream, len(batches), supervised)
+        del stream  # before the next step's are made
 
 
 def _step(
@@ -209,19 +233,20 @@ def _record_layers(parts: Assembled, recorder: Recorder) -> None:
             recorder.place_in_layer(value, name)
 
 
-def _save(parts: Assembled) -> None:
+def _save(parts: Assembled, phases: Phases) -> None:
     """Allocate what a checkpoint does: a scalar that says whether a tensor is finite, and the copies in host memory
     that safetensors makes of a group before it writes it."""
-    groups = []
-    for tensors in checkpoint_tensors(parts).values():
-        pieces = (getattr(value, "tensor", value) for value in tensors.values())
-        groups.append([getattr(tensor, "_local_tensor", tensor) for tensor in pieces])
-    for local in groups:
-        for tensor in local:
-            largest_magnitude(tensor)
-    for local in groups:
-        copies = [tensor.contiguous().to("cpu") for tensor in local]
-        del copies
+    with phases("save"):
+        groups = []
+        for tensors in checkpoint_tensors(parts).values():
+            pieces = (getattr(value, "tensor", value) for value in tensors.values())
+            groups.append([getattr(tensor, "_local_tensor", tensor) for tensor in pieces])
+        for local in groups:
+            for tensor in local:
+                largest_magnitude(tensor)
+        for local in groups:
+            copies = [tensor.contiguous().to("cpu") for tensor in local]
+            del copies
 
 
 @contextmanager
