@@ -14,11 +14,11 @@ from finetune.errors import FinetuneError
 from finetune.lectures.local_ranks import figures_of_ranks
 from finetune.lectures.output import Chapter, LectureRequest, LectureResult, columns, whole_number
 from finetune.lectures.pipeline.picture import Timelines, draw_timelines
-from finetune.lectures.pipeline.played import BACKWARD_TIMES, Job, save_model
+from finetune.lectures.pipeline.played import BACKWARD_TIMES, PlayedStep, save_model
 from finetune.output_stream import silenced
 from finetune.planner.plan_recipe import plan_recipe
 from finetune.recipe.strategy import SCHEDULES
-from finetune.strategies.pipeline.timeline import Span, alive_at_most, bubble, bubble_of_equal_stages, planned_spans
+from finetune.strategies.pipeline.timeline import Computed, alive_at_most, bubble, bubble_of_equal_stages, planned_spans
 
 MOST_STAGES = 8  # processes on this machine
 NUMBERS = (1, 2, 4, 8, 16, 32)  # of micro-batches, in the table by arithmetic
@@ -29,8 +29,8 @@ class Held:
     """One schedule: planned, and measured on its ranks."""
 
     schedule: str
-    planned: Sequence[Span]
-    measured: Sequence[Span]
+    planned: Sequence[Computed]
+    measured: Sequence[Computed]
     planned_bytes: Sequence[int]  # of each stage, at the peak of forward and backward
     tracked_bytes: Sequence[int]
     sent_bytes: Sequence[int]  # by each stage in a step
@@ -57,7 +57,7 @@ def pipeline_lecture(asked: LectureRequest) -> LectureResult:
         raise FinetuneError(f"micro_batches: {micro_batches}: 1f1b fills {stages} stages; write micro_batches={stages}")
     with tempfile.TemporaryDirectory(prefix="finetune-pipeline-") as name:
         folder = Path(name)
-        job = Job(str(folder / "model"), stages, micro_batches, milliseconds / 1000)
+        job = PlayedStep(str(folder / "model"), stages, micro_batches, milliseconds / 1000)
         with silenced():
             save_model(folder / "model", stages)
         (folder / "job.json").write_text(json.dumps(asdict(job)), "utf-8")
@@ -75,10 +75,10 @@ def pipeline_lecture(asked: LectureRequest) -> LectureResult:
     return LectureResult(sections, facts, partial(draw_timelines, timelines, stages))
 
 
-def _held(asked: LectureRequest, job: Job, schedule: str, ranks: Sequence[Mapping[str, Any]]) -> Held:
+def _held(asked: LectureRequest, job: PlayedStep, schedule: str, ranks: Sequence[Mapping[str, Any]]) -> Held:
     asked.note(f"planning the stages of {schedule}")
     found = [rank[schedule] for rank in ranks]
-    spans = [Span(*each) for rank in found for each in rank["spans"]]
+    spans = [Computed(*each) for rank in found for each in rank["spans"]]
     began = min(span.begin for span in spans)
     measured = [span._replace(begin=span.begin - began, end=span.end - began) for span in spans]
     halves = ([job.seconds] * job.stages, [BACKWARD_TIMES * job.seconds] * job.stages)
@@ -107,7 +107,7 @@ def _arithmetic(stages: int) -> Chapter:
     return Chapter("How much of the stages' time is idle, by arithmetic", lines)
 
 
-def _times(held: Sequence[Held], job: Job) -> Chapter:
+def _times(held: Sequence[Held], job: PlayedStep) -> Chapter:
     """Seconds and idle shares of the step, planned and measured."""
     rows = []
     for each in held:
@@ -125,7 +125,7 @@ def _times(held: Sequence[Held], job: Job) -> Chapter:
     return Chapter(title, lines, measured=True)
 
 
-def _memory(held: Sequence[Held], job: Job) -> Chapter:
+def _memory(held: Sequence[Held], job: PlayedStep) -> Chapter:
     """Bytes of each stage, planned and tracked."""
     rows = []
     for each in held:

@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.report.pictures import COLOURS, new_figure
-from finetune.strategies.pipeline.timeline import BACKWARD, FORWARD, Span, bubble
+from finetune.strategies.pipeline.timeline import BACKWARD, FORWARD, Computed, bubble
 
 SHADES = {FORWARD: COLOURS[0], BACKWARD: COLOURS[1]}
 IDLE = "#e9e9e9"
-NARROW = 0.025  # of the axis; a number has room in what is wider
+TOO_NARROW = 0.025  # of the axis; a number has room in what is wider
 
 
 class Timelines(NamedTuple):
     """Of one schedule, each from 0 seconds on."""
 
     schedule: str
-    planned: Sequence[Span]
-    measured: Sequence[Span]
+    planned: Sequence[Computed]
+    measured: Sequence[Computed]
 
 
 def draw_timelines(all_of_them: Sequence[Timelines], stages: int, file: Path) -> None:
@@ -39,12 +39,12 @@ def draw_timelines(all_of_them: Sequence[Timelines], stages: int, file: Path) ->
     figure.savefig(file)
 
 
-def _draw(axes: Any, spans: Sequence[Span], stages: int, end: float, widest: float) -> None:
+def _draw(axes: Any, spans: Sequence[Computed], stages: int, end: float, widest: float) -> None:
     axes.barh(range(stages), end, 0.86, color=IDLE)
     for span in spans:
         length = span.end - span.begin
         axes.barh(span.stage, length, 0.86, span.begin, color=SHADES[span.kind], edgecolor="white", linewidth=0.8)
-        if length > NARROW * widest:
+        if length > TOO_NARROW * widest:
             middle = span.begin + length / 2
             axes.text(middle, span.stage, f"{span.micro_batch}", ha="center", va="center", color="white", fontsize=9)
     axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])

@@ -21,7 +21,7 @@ BACKWARD_TIMES = 2  # a backward sleeps as many times as long as a forward
 
 
 @dataclass(frozen=True)
-class Job:
+class PlayedStep:
     """What each rank is told."""
 
     model: str  # folder

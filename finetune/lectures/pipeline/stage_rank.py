@@ -14,14 +14,14 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from finetune.launch.launcher import Launch
-from finetune.lectures.pipeline.played import Job, let_layers_sleep
+from finetune.lectures.pipeline.played import PlayedStep, let_layers_sleep
 from finetune.measure.phases import Phases
 from finetune.planner.trace.trace import STEPS
 from finetune.planner.trace.worst_batches import worst_batches
 from finetune.recipe.strategy import SCHEDULES, read_strategy
 from finetune.strategies.accelerator import build_accelerator
 from finetune.strategies.assemble import Assembled, assemble
-from finetune.strategies.pipeline.timeline import Span
+from finetune.strategies.pipeline.timeline import Computed
 from finetune.tokens.batches import MicroBatch, without_learning
 from finetune.training.step.optimizer_step import optimizer_step
 
@@ -31,7 +31,7 @@ _TIMEOUT = timedelta(seconds=120)
 def main(words: list[str]) -> None:
     """Every schedule once, in the order that every rank has."""
     folder, rank = Path(words[0]), int(words[1])
-    job = Job(**json.loads((folder / "job.json").read_text("utf-8")))
+    job = PlayedStep(**json.loads((folder / "job.json").read_text("utf-8")))
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.stages)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(job.stages), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -46,7 +46,7 @@ def main(words: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def run_schedule(job: Job, schedule: str, accelerator: Accelerator, rank: int) -> dict[str, Any]:
+def run_schedule(job: PlayedStep, schedule: str, accelerator: Accelerator, rank: int) -> dict[str, Any]:
     """Two steps of a training, whose memory is tracked, and one with layers that sleep, which is timed."""
     recipe = job.recipe(schedule)
     batches = worst_batches(recipe, job.stages)
@@ -81,7 +81,7 @@ def train_step(accelerator: Accelerator, parts: Assembled, batches: list[MicroBa
     ).read()
 
 
-def timed_step(job: Job, parts: Assembled, batches: list[MicroBatch]) -> list[Span]:
+def timed_step(job: PlayedStep, parts: Assembled, batches: list[MicroBatch]) -> list[Computed]:
     """Forwards and backwards of one step, with layers that sleep: when each was, on the machine's clock."""
     assert parts.pipeline is not None
     recorder, off = parts.pipeline.record(), Phases(torch.device("cpu"), enabled=False)

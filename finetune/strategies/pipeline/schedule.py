@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from finetune.measure.phases import Phases
 from finetune.strategies.pieces import Elsewhere
 from finetune.strategies.pipeline.holding import Holding
-from finetune.strategies.pipeline.recorder import Recorder
+from finetune.strategies.pipeline.recorder import StageRecorder
 from finetune.strategies.pipeline.stage import Given, Stage
 
 _CLASSES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "naive": ScheduleGPipe}
@@ -49,16 +49,16 @@ class Pipeline(nn.Module):
         self.stage, self.layers, self.schedule, self.holding = stage, layers, schedule, holding
         self._device, self._made = device, dict[tuple[int, int, bool], Any]()
         self._scale, self._loss_sum = 1.0, torch.zeros(())
-        self._recorder: Recorder | None = None
+        self._recorder: StageRecorder | None = None
         names = [name for name, where in holding.stages.items() if len(where) > 1]
         sets = dict.fromkeys(holding.stages[name] for name in names)
         groups = {where: dist.new_group(list(where), timeout=timeout) for where in sets}  # every rank makes all
         own = [holding.stages[name] for name in names if stage.index in holding.stages[name]]
         self._shared = [(weight, groups[where], where[0]) for weight, where in zip(shared, own, strict=True)]
 
-    def record(self) -> Recorder:
+    def record(self) -> StageRecorder:
         """Record from now on when this stage computes each micro-batch of a step."""
-        self._recorder = Recorder(self.stage.index, self._device)
+        self._recorder = StageRecorder(self.stage.index, self._device)
         self._made.clear()  # those made before are not watched
         return self._recorder
 
