@@ -18,7 +18,13 @@ from finetune.lectures.pipeline.played import BACKWARD_TIMES, PlayedStep, save_m
 from finetune.output_stream import silenced
 from finetune.planner.plan_recipe import plan_recipe
 from finetune.recipe.strategy import SCHEDULES
-from finetune.strategies.pipeline.timeline import Computed, alive_at_most, bubble, bubble_of_equal_stages, planned_spans
+from finetune.strategies.pipeline.timeline import (
+    Computation,
+    alive_at_most,
+    bubble,
+    bubble_of_equal_stages,
+    planned_spans,
+)
 
 MOST_STAGES = 8  # processes on this machine
 NUMBERS = (1, 2, 4, 8, 16, 32)  # of micro-batches, in the table by arithmetic
@@ -29,8 +35,8 @@ class Held:
     """One schedule: planned, and measured on its ranks."""
 
     schedule: str
-    planned: Sequence[Computed]
-    measured: Sequence[Computed]
+    planned: Sequence[Computation]
+    measured: Sequence[Computation]
     planned_bytes: Sequence[int]  # of each stage, at the peak of forward and backward
     tracked_bytes: Sequence[int]
     sent_bytes: Sequence[int]  # by each stage in a step
@@ -78,7 +84,7 @@ def pipeline_lecture(asked: LectureRequest) -> LectureResult:
 def _held(asked: LectureRequest, job: PlayedStep, schedule: str, ranks: Sequence[Mapping[str, Any]]) -> Held:
     asked.note(f"planning the stages of {schedule}")
     found = [rank[schedule] for rank in ranks]
-    spans = [Computed(*each) for rank in found for each in rank["spans"]]
+    spans = [Computation(*each) for rank in found for each in rank["spans"]]
     began = min(span.begin for span in spans)
     measured = [span._replace(begin=span.begin - began, end=span.end - began) for span in spans]
     halves = ([job.seconds] * job.stages, [BACKWARD_TIMES * job.seconds] * job.stages)

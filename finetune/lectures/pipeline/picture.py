@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.report.pictures import COLOURS, new_figure
-from finetune.strategies.pipeline.timeline import BACKWARD, FORWARD, Computed, bubble
+from finetune.strategies.pipeline.timeline import BACKWARD, FORWARD, Computation, bubble
 
 SHADES = {FORWARD: COLOURS[0], BACKWARD: COLOURS[1]}
 IDLE = "#e9e9e9"
@@ -18,8 +18,8 @@ class Timelines(NamedTuple):
     """Of one schedule, each from 0 seconds on."""
 
     schedule: str
-    planned: Sequence[Computed]
-    measured: Sequence[Computed]
+    planned: Sequence[Computation]
+    measured: Sequence[Computation]
 
 
 def draw_timelines(all_of_them: Sequence[Timelines], stages: int, file: Path) -> None:
@@ -39,7 +39,7 @@ def draw_timelines(all_of_them: Sequence[Timelines], stages: int, file: Path) ->
     figure.savefig(file)
 
 
-def _draw(axes: Any, spans: Sequence[Computed], stages: int, end: float, widest: float) -> None:
+def _draw(axes: Any, spans: Sequence[Computation], stages: int, end: float, widest: float) -> None:
     axes.barh(range(stages), end, 0.86, color=IDLE)
     for span in spans:
         length = span.end - span.begin

@@ -21,7 +21,7 @@ from finetune.planner.trace.worst_batches import worst_batches
 from finetune.recipe.strategy import SCHEDULES, read_strategy
 from finetune.strategies.accelerator import build_accelerator
 from finetune.strategies.assemble import Assembled, assemble
-from finetune.strategies.pipeline.timeline import Computed
+from finetune.strategies.pipeline.timeline import Computation
 from finetune.tokens.batches import MicroBatch, without_learning
 from finetune.training.step.optimizer_step import optimizer_step
 
@@ -81,7 +81,7 @@ def train_step(accelerator: Accelerator, parts: Assembled, batches: list[MicroBa
     ).read()
 
 
-def timed_step(job: PlayedStep, parts: Assembled, batches: list[MicroBatch]) -> list[Computed]:
+def timed_step(job: PlayedStep, parts: Assembled, batches: list[MicroBatch]) -> list[Computation]:
     """Forwards and backwards of one step, with layers that sleep: when each was, on the machine's clock."""
     assert parts.pipeline is not None
     recorder, off = parts.pipeline.record(), Phases(torch.device("cpu"), enabled=False)

@@ -234,19 +234,23 @@ def _record_layers(parts: Assembled, recorder: Recorder) -> None:
 
 
 def _save(parts: Assembled, phases: Phases) -> None:
+    with phases("save"):
+        _copy_as_a_checkpoint(parts)  # a function of its own: what it holds ends before the phase does
+
+
+def _copy_as_a_checkpoint(parts: Assembled) -> None:
     """Allocate what a checkpoint does: a scalar that says whether a tensor is finite, and the copies in host memory
     that safetensors makes of a group before it writes it."""
-    with phases("save"):
-        groups = []
-        for tensors in checkpoint_tensors(parts).values():
-            pieces = (getattr(value, "tensor", value) for value in tensors.values())
-            groups.append([getattr(tensor, "_local_tensor", tensor) for tensor in pieces])
-        for local in groups:
-            for tensor in local:
-                largest_magnitude(tensor)
-        for local in groups:
-            copies = [tensor.contiguous().to("cpu") for tensor in local]
-            del copies
+    groups = []
+    for tensors in checkpoint_tensors(parts).values():
+        pieces = (getattr(value, "tensor", value) for value in tensors.values())
+        groups.append([getattr(tensor, "_local_tensor", tensor) for tensor in pieces])
+    for local in groups:
+        for tensor in local:
+            largest_magnitude(tensor)
+    for local in groups:
+        copies = [tensor.contiguous().to("cpu") for tensor in local]
+        del copies
 
 
 @contextmanager

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import PipelineStage
 
-from finetune.strategies.pipeline.timeline import BACKWARD, FORWARD, Computed
+from finetune.strategies.pipeline.timeline import BACKWARD, FORWARD, Computation
 
 
 class StageRecorder:
     """The spans of the latest step, on a clock that all processes of a machine share."""
 
     def __init__(self, stage: int, device: torch.device) -> None:
-        self.spans: list[Computed] = []
+        self.spans: list[Computation] = []
         self._stage, self._device = stage, device
         self._done: Counter[str] = Counter()  # by kind; every schedule goes through the micro-batches in order
 
@@ -37,7 +37,7 @@ class StageRecorder:
         def timed(*args: Any, **kwargs: Any) -> Any:
             begin = self._now()
             result = call(*args, **kwargs)
-            self.spans.append(Computed(self._stage, kind, self._done[kind], begin, self._now()))
+            self.spans.append(Computation(self._stage, kind, self._done[kind], begin, self._now()))
             self._done[kind] += 1
             return result
 

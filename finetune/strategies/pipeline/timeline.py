@@ -11,7 +11,7 @@ from typing import NamedTuple
 FORWARD, BACKWARD = "forward", "backward"
 
 
-class Computed(NamedTuple):
+class Computation(NamedTuple):
     """The forward or the backward of one micro-batch on one stage, in seconds."""
 
     stage: int
@@ -50,7 +50,7 @@ def alive_at_most(schedule: str, stage: int, stages: int, micro_batches: int) ->
 
 def planned_spans(
     schedule: str, forward: Sequence[float], backward: Sequence[float], micro_batches: int, sending: float = 0.0
-) -> list[Computed]:
+) -> list[Computation]:
     """When each stage computes what, as early as its order and the stages around it allow.
 
     Args:
@@ -61,7 +61,7 @@ def planned_spans(
     queues = [order_of(schedule, stage, stages, micro_batches)[::-1] for stage in range(stages)]
     free = [0.0] * stages
     ends: dict[tuple[str, int, int], float] = {}
-    spans: list[Computed] = []
+    spans: list[Computation] = []
     while any(queues):
         for stage, queue in enumerate(queues):
             while queue:
@@ -73,12 +73,12 @@ def planned_spans(
                 begin = max(ready, free[stage])
                 free[stage] = begin + (forward if kind == FORWARD else backward)[stage]
                 ends[kind, number, stage] = free[stage]
-                spans.append(Computed(stage, kind, number, begin, free[stage]))
+                spans.append(Computation(stage, kind, number, begin, free[stage]))
                 queue.pop()
     return spans
 
 
-def bubble(spans: Iterable[Computed]) -> float:
+def bubble(spans: Iterable[Computation]) -> float:
     """The share of all stages' time, from the first beginning to the last end, in which they are idle."""
     spans = list(spans)
     stages = len({span.stage for span in spans})

@@ -9,7 +9,7 @@ import pytest
 
 from finetune.cli.main import main
 from finetune.lectures.pipeline.picture import Timelines, draw_timelines
-from finetune.strategies.pipeline.timeline import Computed, order_of, planned_spans
+from finetune.strategies.pipeline.timeline import Computation, order_of, planned_spans
 from tests.support.lectures import held
 
 STAGES, MICRO_BATCHES = 4, 4
@@ -25,7 +25,7 @@ def bubbles(facts: dict[str, Any]) -> dict[str, float]:
     """Idle shares by the spans themselves: what lies between a stage's beginnings and ends, of the whole step."""
     found = {}
     for schedule, each in facts["schedules"].items():
-        spans = [Computed(*span) for span in each["measured_spans"]]
+        spans = [Computation(*span) for span in each["measured_spans"]]
         assert len(spans) == 2 * STAGES * MICRO_BATCHES
         whole = max(span.end for span in spans) - min(span.begin for span in spans)
         idle = [whole - sum(span.end - span.begin for span in spans if span.stage == one) for one in range(STAGES)]
@@ -54,7 +54,7 @@ def test_measured_bubbles_are_the_textbooks() -> None:
 def test_stages_compute_in_the_planned_order_and_as_long() -> None:
     facts = held("pipeline").facts
     for schedule, each in facts["schedules"].items():
-        spans = [Computed(*span) for span in each["measured_spans"]]
+        spans = [Computation(*span) for span in each["measured_spans"]]
         for stage in range(STAGES):
             mine = sorted((span for span in spans if span.stage == stage), key=lambda span: span.begin)
             assert [(span.kind, span.micro_batch) for span in mine] == order_of(
