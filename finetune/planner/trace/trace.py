@@ -124,7 +124,7 @@ def trace(
             _record_layers(parts, recorder)
             del numbers
         compiles = gpu and why_left_off(recipe, strategy, model) is None
-        held = parts.pipeline and parts.pipeline.layers[rank]
+        held = None if parts.pipeline is None else parts.pipeline.layers[rank]
         return Traced(recorder.timeline, recorder.phases.take(), operations, compiles, held)
 
 
