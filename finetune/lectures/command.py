@@ -73,6 +73,10 @@ LECTURES: dict[str, Lecture] = {
         "smollm2_135m_full_cpu.yaml",
         settings={"replicas": "2", "rows": "8", "tokens": "64", "steps": "20"},
     ),
+    "pipeline": Lecture(
+        "How do micro-batches keep the stages of a pipeline busy, and what does each schedule hold in memory?",
+        settings={"stages": "4", "micro_batches": "4", "ms": "400"},
+    ),
 }
 
 
@@ -107,6 +111,10 @@ def lecture_function(name: str) -> Callable[[LectureRequest], LectureResult]:
             from finetune.lectures.data_parallel.lecture import data_parallel_lecture
 
             return data_parallel_lecture
+        case "pipeline":
+            from finetune.lectures.pipeline.lecture import pipeline_lecture
+
+            return pipeline_lecture
         case _:
             raise AssertionError(f"{name}: is in the table of lectures and has no function")
 

@@ -13,8 +13,8 @@ import torch
 from finetune.errors import FinetuneError
 from finetune.lectures.output import Chapter, LectureRequest, LectureResult, columns, whole_number
 from finetune.planner.command import plan_by_trace
-from finetune.planner.plan_recipe import worst_batches
 from finetune.planner.roofline import CHIPS, compute_seconds
+from finetune.planner.trace.worst_batches import worst_batches
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.report.pictures import COLOURS, new_figure

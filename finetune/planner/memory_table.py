@@ -9,6 +9,7 @@ from typing import Any
 from finetune.measure.units import GIB
 from finetune.planner.constants import COMPONENTS
 from finetune.planner.plan_recipe import Planned
+from finetune.strategies.pipeline.timeline import alive_at_most
 from finetune.wording import counted
 
 WIDTH, EMPTY = 50, "."
@@ -28,13 +29,16 @@ assert {part for parts in DRAWN.values() for part in parts} == set(COMPONENTS)
 
 def plan_text(planned: Planned) -> str:
     """Verdict, reason, table, bars, and assumptions."""
-    return "\n".join([verdict(planned), "", *_table(planned), "", *_bars(planned), "", *_rest(planned)])
+    stages = ["", *_stages(planned)] if planned.stages else []
+    return "\n".join([verdict(planned), "", *_table(planned), "", *_bars(planned), *stages, "", *_rest(planned)])
 
 
 def verdict(planned: Planned) -> str:
     """One sentence."""
     phase, peak = planned.peak
     where = f"{phase}, in {peak.module}" if peak.module else phase
+    if planned.stages:
+        where = f"stage {planned.stage} of {len(planned.stages)}, which needs most; {where}"
     largest, nbytes = max(peak.parts.items(), key=lambda part: part[1])
     most = f"the largest part {largest}, {nbytes / GIB:.1f} GiB"
     needs = f"needs {planned.needed / GIB:.1f} GiB per GPU ({where}; {most})"
@@ -81,6 +85,28 @@ def _drawn(sizes: Sequence[int], whole: int) -> str:
     return bar
 
 
+def _stages(planned: Planned) -> Iterator[str]:
+    """What each stage of a pipeline holds; the table and the bars before are of the one that needs most."""
+    yield "stage     layers  micro-batches  weights, state  activations  all, GiB  fits"
+    for each in planned.stages:
+        parts = each.peak[1].parts
+        kept = sum(parts.get(part, 0) for shade in "█▓" for part in DRAWN[shade]) / GIB
+        made = sum(parts.get(part, 0) for part in DRAWN["▒"]) / GIB
+        fits = "" if each.gpus is None else "yes" if each.fits else "no"
+        held = f"{each.stage_layers.start} to {each.stage_layers.stop - 1}" if each.stage_layers else ""
+        yield (
+            f"{each.stage:<7}{held:>9}{micro_batches_alive(each):>15}{kept:>16.2f}{made:>13.2f}"
+            f"{each.needed / GIB:>10.2f}{fits:>6}"
+        )
+    yield "micro-batches: whose activations the stage holds at once, at most"
+
+
+def micro_batches_alive(stage: Planned) -> int:
+    """Of a step, on this stage of a pipeline."""
+    assert stage.stage is not None
+    return alive_at_most(stage.strategy, stage.stage, stage.ranks, stage.layout.micro_steps)
+
+
 def _rest(planned: Planned) -> Iterator[str]:
     if planned.outside:
         listed = ", ".join(f"{name} {nbytes / GIB:.2f}" for name, nbytes in planned.outside.items())
@@ -96,8 +122,12 @@ def _rest(planned: Planned) -> Iterator[str]:
 
 
 def plan_json(planned: Planned) -> dict[str, Any]:
-    """The plan; every size an integer number of bytes."""
+    """The plan; every size an integer number of bytes. Of a pipeline it is the stage's that needs most, and `stages`
+    has all of them."""
+    stages = [_stage_json(each) for each in planned.stages]
     return {
+        **({"stage": planned.stage} if planned.stage is not None else {}),
+        **({"stages": stages} if stages else {}),
         "fits": planned.fits,
         "strategy": planned.strategy,
         "ranks": planned.ranks,
@@ -119,3 +149,9 @@ def plan_json(planned: Planned) -> dict[str, Any]:
         },
         "notes": list(planned.notes),
     }
+
+
+def _stage_json(stage: Planned) -> dict[str, Any]:
+    held = stage.stage_layers
+    layers = [held.start, held.stop - 1] if held else None  # first and last
+    return {"layers": layers, "micro_batches_alive": micro_batches_alive(stage), **plan_json(stage)}

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from finetune.measure.collectives import CollectiveStats
 from finetune.planner.constants import STEP_PHASES
 from finetune.planner.plan_recipe import Planned
-from finetune.planner.roofline import CHIPS, HOST_MEMORY, StepTime, scaled_step_times, step_time
+from finetune.planner.roofline import CHIPS, HOST_MEMORY, Chip, StepTime, compute_seconds, scaled_step_times, step_time
 from finetune.planner.trace.flops import COPY, ON_HOST, StepWork
+from finetune.strategies.pipeline.timeline import bubble, bubble_of_equal_stages, planned_spans
 from finetune.wording import counted
 
 ASSUMED = (
@@ -50,6 +52,60 @@ class Speed:
         }
 
 
+@dataclass(frozen=True)
+class PipelineTime:
+    """A step's forwards and backwards on the stages of a pipeline, by the order of its schedule."""
+
+    schedule: str
+    micro_batches: int
+    forward: Sequence[float]  # of one micro-batch on each stage: seconds on a known GPU, else GFLOP
+    backward: Sequence[float]
+    idle: float  # share of the stages' time
+    seconds: float | None  # of a step, with the update; None on a GPU of unknown speed
+    tokens: int  # of a step
+
+    @property
+    def idle_if_equal(self) -> float:
+        """The share where every stage takes as long."""
+        return bubble_of_equal_stages(self.schedule, len(self.forward), self.micro_batches)
+
+    def as_json(self) -> dict[str, Any]:
+        """Shares and seconds."""
+        known = self.seconds is not None
+        return {
+            "schedule": self.schedule,
+            "micro_batches": self.micro_batches,
+            "bubble_share": self.idle,
+            "bubble_share_of_equal_stages": self.idle_if_equal,
+            "forward_seconds": list(self.forward) if known else None,
+            "backward_seconds": list(self.backward) if known else None,
+            "step_seconds": self.seconds,
+            "tokens_per_second": self.tokens / self.seconds if self.seconds else None,
+        }
+
+
+def pipeline_time(planned: Planned) -> PipelineTime:
+    """Of a plan with stages. Messages take the slowest link that they cross, and no stage waits until its own have
+    arrived."""
+    layout, chip = planned.layout, CHIPS.get(planned.gpus.name) if planned.gpus else None
+    forward, backward = ([_half(each.work, chip, half) for each in planned.stages] for half in STEP_PHASES[:2])
+    sending = update = 0.0
+    if chip is not None:
+        update = max(compute_seconds(each.work, chip, "step") for each in planned.stages)
+        sent = planned.stages[0].work.collectives.get("backward", {}).get("send", CollectiveStats())
+        link = chip.link if planned.node >= planned.ranks else min(chip.link, chip.between)
+        sending = sent.payload_bytes / layout.micro_steps / link  # of the first stage, which sends forward alone
+    spans = planned_spans(planned.strategy, forward, backward, layout.micro_steps, sending)
+    seconds = max(span.end for span in spans) + update if chip is not None else None
+    tokens = layout.tokens * layout.micro_steps
+    return PipelineTime(planned.strategy, layout.micro_steps, forward, backward, bubble(spans), seconds, tokens)
+
+
+def _half(work: StepWork, chip: Chip | None, half: str) -> float:
+    """Seconds of a forward or a backward; on a GPU of unknown speed its GFLOP."""
+    return work.flops(half) / 1e9 if chip is None else compute_seconds(work, chip, half)
+
+
 def roofline_json(planned: Planned) -> dict[str, Any]:
     """`communication` and `arithmetic` of one rank, per micro-step and update, and `speed` on a named GPU."""
     work, layout = planned.work, planned.layout
@@ -64,7 +120,8 @@ def roofline_json(planned: Planned) -> dict[str, Any]:
     arithmetic["attention_share"] = _attention_share(work)
     arithmetic |= {f"{phase}_launches": work.launches(phase) for phase in STEP_PHASES}
     speed = _speed(planned)
-    return {"communication": communication, "arithmetic": arithmetic, "speed": speed and speed.as_json()}
+    result = {"communication": communication, "arithmetic": arithmetic, "speed": speed and speed.as_json()}
+    return result | ({"pipeline": pipeline_time(planned).as_json()} if planned.stages else {})
 
 
 def roofline_lines(planned: Planned) -> Iterator[str]:
@@ -87,6 +144,8 @@ def roofline_lines(planned: Planned) -> Iterator[str]:
     yield f"without compiled layers: {counts}{host}"
     if planned.gpus is not None and speed is not None:
         yield from _speed_lines(planned.gpus.name, speed)
+    if planned.stages:
+        yield from _pipeline_lines(planned, pipeline_time(planned))
 
 
 def _offload_lines(work: StepWork) -> Iterator[str]:
@@ -105,14 +164,20 @@ def _attention_share(work: StepWork) -> float:
 
 
 def _speed(planned: Planned) -> Speed | None:
-    """None where no GPU is named, or some of the weights or states wait on a disk."""
-    if planned.gpus is None or planned.gpus.name not in CHIPS or planned.layout.on_disk:
+    """None where no GPU is named, some of the weights or states wait on a disk, or a rank is a stage of a pipeline."""
+    if planned.stage is not None or planned.gpus is None or planned.gpus.name not in CHIPS or planned.layout.on_disk:
         return None
     work, layout, chip = planned.work, planned.layout, CHIPS[planned.gpus.name]
     scale = [] if planned.strategy == "single" else list(scaled_step_times(work, chip, layout))
     as_written = step_time(replace(work, compiles=False), chip, layout, layout)
     launches = layout.micro_steps * (work.launches("forward") + work.launches("backward")) + work.launches("step")
     return Speed(step_time(work, chip, layout, layout), as_written, scale, work.compiles, launches)
+
+
+def _assumed(chip: Chip) -> str:
+    units = {name: value / 1e9 for name, value in vars(chip).items()}
+    units |= {"half": chip.half / 1e12, "single": chip.single / 1e12, "memory": chip.memory / 1e12}
+    return ASSUMED.format(**units)
 
 
 def _speed_lines(gpu: str, speed: Speed) -> Iterator[str]:
@@ -126,9 +191,7 @@ def _speed_lines(gpu: str, speed: Speed) -> Iterator[str]:
             "  of compiled layers, by matrix products and attention alone, because all else is fused; "
             f"{speed.as_written.tokens_per_second:,.0f} with training.compile: false"
         )
-    units = {name: value / 1e9 for name, value in vars(chip).items()}
-    units |= {"half": chip.half / 1e12, "single": chip.single / 1e12, "memory": chip.memory / 1e12}
-    yield "  " + ASSUMED.format(**units)
+    yield "  " + _assumed(chip)
     if max(time.copies, time.host) >= SHOWN_SECONDS:
         ranks = counted(min(time.layout.node, time.layout.ranks), "rank")
         yield (
@@ -143,3 +206,21 @@ def _speed_lines(gpu: str, speed: Speed) -> Iterator[str]:
         largest = [each.layout.ranks for each in scale if each.layout.ranks > time.layout.rows]
         if largest:
             yield f"  from {largest[0]} ranks on, a step has more rows than global_batch_size: one for each rank"
+
+
+def _pipeline_lines(planned: Planned, time: PipelineTime) -> Iterator[str]:
+    micro_batches = counted(time.micro_batches, "micro-batch", "micro-batches")
+    yield (
+        f"{time.schedule} over {len(time.forward)} stages, {micro_batches} a step: {time.idle:.1%} of the stages' time "
+        f"in forward and backward is idle; {time.idle_if_equal:.1%} if every stage took as long"
+    )
+    unit, scale = ("GFLOP", 1.0) if time.seconds is None else ("ms", 1e3)
+    yield f"  {'stage':<14}" + "".join(f"{stage:>9}" for stage in range(len(time.forward)))
+    yield f"  {'forward, ' + unit:<14}" + "".join(f"{scale * each:>9.2f}" for each in time.forward)
+    yield f"  {'backward, ' + unit:<14}" + "".join(f"{scale * each:>9.2f}" for each in time.backward)
+    if time.seconds is not None and planned.gpus is not None:
+        yield (
+            f"at most {time.tokens / time.seconds:,.0f} tokens/s on {planned.ranks} x {planned.gpus.name}, "
+            f"{time.seconds:.2f} s a step"
+        )
+        yield "  " + _assumed(CHIPS[planned.gpus.name])

@@ -67,13 +67,14 @@ def planned(request: PlanRequest) -> tuple[dict[str, Any] | None, str | None, in
 def plan_run(request: PlanRequest) -> Planned:
     """Plan rank 0 of the run, on the batches of its worst step. Raises what `plan_recipe` raises."""
     from finetune.planner.plan_recipe import plan_recipe
+    from finetune.recipe.strategy import read_strategy
 
     recipe = Recipe.model_validate_json(request.recipe)
-    batches = batches_of(request)
+    batches, stage = batches_of(request), 0 if read_strategy(recipe.accelerate_config).schedule else None
     if request.device == "cpu":
         ranks = request.nodes * request.ranks_of_node
-        return plan_recipe(recipe, None, batches=batches, ranks=ranks, node=request.ranks_of_node)
-    return plan_recipe(recipe, gpus_of_run(request), batches=batches)
+        return plan_recipe(recipe, None, batches=batches, ranks=ranks, node=request.ranks_of_node, stage=stage)
+    return plan_recipe(recipe, gpus_of_run(request), batches=batches, stage=stage)
 
 
 def gpus_of_run(request: PlanRequest) -> Gpus:
@@ -108,7 +109,8 @@ def request_for(request: PlanRequest, recipe: Recipe) -> PlanRequest:
     """The request for another recipe, with the run's rows batched and truncated as it says."""
     rows, length = recipe.training.per_device_batch_size, recipe.data.max_length
     documents = tuple(tuple(_truncated(row, length) for row in batch[:rows]) for batch in request.documents)
-    return replace(request, recipe=recipe.model_dump_json(), documents=documents)
+    width = None if request.width is None else min(request.width, rows * length)
+    return replace(request, recipe=recipe.model_dump_json(), documents=documents, width=width)
 
 
 def _truncated(row: tuple[int, ...], length: int) -> tuple[int, ...]:
@@ -136,7 +138,8 @@ def batches_of(request: PlanRequest) -> list[MicroBatch]:
     batches = []
     for rows in request.documents:
         options: dict[str, Any] = {"rank": 0, "world_size": 1, "per_device_batch_size": len(rows)}
-        batches += micro_batches(_RowLengths(rows), range(len(rows)), flat=request.flat, **options)
+        options |= {"flat": request.flat, "width": request.width}
+        batches += micro_batches(_RowLengths(rows), range(len(rows)), **options)
     return batches
 
 

@@ -148,7 +148,7 @@ class Strategy:
     @property
     def reduces_once(self) -> bool:
         """Whether gradients are reduced in the last micro-step of an optimizer step alone, not in each."""
-        return self.gradient_buckets or self.zero_stage == 1
+        return self.gradient_buckets or self.zero_stage == 1 or self.schedule is not None
 
     @property
     def gathers_once(self) -> bool:

@@ -30,7 +30,8 @@ from finetune.strategies.accelerator import cores_for
 from finetune.strategies.fsdp import gathered, gathered_by_forward, make_mesh, reshard, shard_model
 from finetune.strategies.late_quantising import filled_one_by_one, load_unquantised, taken, waits_for_sharding
 from finetune.strategies.pieces import Piece, local_part
-from finetune.strategies.pipeline.build import staged
+from finetune.strategies.pipeline.build import parts_of_recipe, staged
+from finetune.strategies.pipeline.layout import Parts
 from finetune.strategies.pipeline.schedule import Pipeline
 from finetune.strategies.zero import engine_dtype, fit_swap, loading_unsharded, partition, prepare_zero
 from finetune.strategies.zero_state import flat_ranges, full_weights, zero_gathers
@@ -84,13 +85,15 @@ def assemble(
     accelerator: Accelerator,
     build: Callable[..., nn.Module] = build_model,
     mesh: DeviceMesh | None = None,
+    parts: Parts | None = None,
     *,
     launch: Launch | None,
 ) -> Assembled:
     """Model and optimizer of a run, before any checkpoint. Raises what `build_model` raises, on all ranks.
 
-    The planner passes its own `build`, which returns the same model on fake tensors, and the ranks' `mesh`, which
-    cannot be made of fake tensors. `launch` decides how many cores quantising on a CPU uses; None: those it has.
+    The planner passes its own `build`, which returns the same model on fake tensors, and the ranks' `mesh` or a
+    pipeline's `parts`, which cannot be made of fake tensors. `launch` decides how many cores quantising on a CPU uses;
+    None: those it has.
     """
     if strategy.shards_modules:
         mesh = mesh or make_mesh(strategy, accelerator.device, collective_timeout(recipe))
@@ -100,7 +103,7 @@ def assemble(
     if strategy.uses_engine:
         return _under_zero(recipe, strategy, accelerator, build, launch)
     if strategy.schedule is not None:
-        unwrapped, pipeline = staged(recipe, strategy, accelerator, build)
+        unwrapped, pipeline = staged(recipe, strategy, accelerator, build, parts or parts_of_recipe(recipe))
         return Assembled(pipeline, unwrapped, accelerator.prepare(make_optimizer(unwrapped, recipe)), pipeline=pipeline)
     unwrapped = build(recipe, accelerator.device)
     compute_adapters(unwrapped, unpacked_weight)

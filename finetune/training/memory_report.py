@@ -35,6 +35,7 @@ def plan_request(start: Start) -> PlanRequest:
         ranks_of_node=launch.local_world_size,
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         memory=memory_of(device).total,
+        width=start.plan.width,
     )
 
 

@@ -42,6 +42,7 @@ class PlanRequest:
     ranks_of_node: int
     device: str  # cpu, or the GPU's name
     memory: int  # bytes of one device: a GPU's, or this machine's
+    width: int | None = None  # tokens that a pipeline's micro-batches are padded to
 
 
 class PlannerProcess:

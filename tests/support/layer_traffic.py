@@ -22,10 +22,10 @@ from unittest import mock
 
 from finetune.model.known_configs import full_config
 from finetune.planner.depth.extrapolate import with_layers
-from finetune.planner.plan_recipe import worst_batches
 from finetune.planner.trace import flops
 from finetune.planner.trace.flops import Operation, StepWork, per_step
 from finetune.planner.trace.trace import STEPS, trace
+from finetune.planner.trace.worst_batches import worst_batches
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training
 from finetune.recipe.strategy import read_strategy
 

@@ -35,7 +35,7 @@ from finetune.run_folder.train_state import TrainState
 from finetune.strategies.accelerator import accumulation_context, build_accelerator
 from finetune.strategies.assemble import assemble
 from finetune.strategies.zero import release_engine
-from finetune.tokens.batches import MicroBatch, prefetch
+from finetune.tokens.batches import MicroBatch, prefetch, without_learning
 from finetune.training.step.cast_weights import cast_weights
 from finetune.training.step.optimizer_step import optimizer_step
 from tests.support.cells import free_ports
@@ -72,6 +72,7 @@ class Case:
     tied: bool
     micro_steps: int
     optim: str = "adamw"
+    one_width: bool = False  # of all micro-batches, as the stages of a pipeline have them
 
     def __str__(self) -> str:
         rest = "packed" * self.packed or "padded", "tied" * self.tied or "untied", self.micro_steps
@@ -96,7 +97,10 @@ class Case:
         )
 
     def batches(self) -> list[MicroBatch]:
-        lengths = ((7, 12), (30, 9))[: self.micro_steps]
+        lengths: Sequence[tuple[int, ...]] = ((7, 12), (30, 9))[: self.micro_steps]
+        if self.one_width:
+            lengths = [(39,), (7, 12, 20), (30, 9)] * self.micro_steps
+            lengths = lengths[: self.micro_steps]
         return [flat_batch(some) if self.packed else padded_batch(some) for some in lengths]  # type: ignore[misc]
 
 
@@ -118,19 +122,20 @@ def padded_batch(lengths: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def models(folder: Path) -> Path:
-    """The two models of the grid."""
+def models(folder: Path, layers: int = 3) -> Path:
+    """The two models of the grid, and one of experts."""
     for name in ("tied", "untied"):
-        save_tiny(folder / name, tie_word_embeddings=name == "tied", num_hidden_layers=3)
+        save_tiny(folder / name, tie_word_embeddings=name == "tied", num_hidden_layers=layers)
     save_mixture(folder / "experts", "qwen3_moe")
     return folder
 
 
 def planned(
-    case: Case, folder: Path, strategy: str = "single", ranks: int = 1, node: int = 0
+    case: Case, folder: Path, strategy: str = "single", ranks: int = 1, node: int = 0, rank: int = 0
 ) -> dict[str, tuple[int, int]]:
     """Peak and final bytes by phase, as the timeline has them; it agrees with the ledger that wrote it."""
-    done = trace(case.recipe(folder), read_strategy(strategy), case.batches(), ranks=ranks, node=node)
+    where: dict[str, int] = {"ranks": ranks, "rank": rank, "node": node}
+    done = trace(case.recipe(folder), read_strategy(strategy), case.batches(), **where)  # type: ignore[arg-type]
     found = {name: (phase.peak.nbytes, phase.end_bytes) for name, phase in done.timeline.phases("cpu").items()}
     assert found == {name: (phase.peak_bytes, phase.allocated_bytes) for name, phase in done.measured.items()}
     return found
@@ -149,9 +154,12 @@ def tracked(case: Case, folder: Path, strategy: str = "single") -> dict[str, tup
         parts = assemble(recipe, ways, accelerator, launch=None)
         gc.collect()  # a head that ZeRO-3 cut before it was tied waits for it
     parts.model.train()
-    supervised = ranks * sum(int((batch["shift_labels"] != -100).sum()) for batch in case.batches())
+    rows = ways.data_rank_count(ranks)
+    supervised = rows * sum(int((batch["shift_labels"] != -100).sum()) for batch in case.batches())
     for _ in range(STEPS):
         batches = case.batches()  # each step has its own
+        if rank < ways.stage_count(ranks) - 1:
+            batches = [without_learning(batch) for batch in batches]
         optimizer_step(
             accelerator,
             parts.model,
@@ -165,6 +173,7 @@ def tracked(case: Case, folder: Path, strategy: str = "single") -> dict[str, tup
             phases=phases,
             skip_gradient_sync=accumulation_context(accelerator, ways, parts.model),
             weights=cast_weights(recipe, ways, parts.unwrapped_model),
+            through=parts.pipeline,
         ).read()
     del batches
     with phases("save"):
@@ -177,6 +186,13 @@ def tracked_on_ranks(
     some: Sequence[Case], folder: Path, strategy: str, ranks: int = 2, node: int = 0
 ) -> list[dict[str, tuple[int, int]]]:
     """By so many gloo processes, `node` of them a machine; what rank 0 tracked of each case."""
+    return [of_ranks[0] for of_ranks in tracked_on_each_rank(some, folder, strategy, ranks, node)]
+
+
+def tracked_on_each_rank(
+    some: Sequence[Case], folder: Path, strategy: str, ranks: int = 2, node: int = 0
+) -> list[list[dict[str, tuple[int, int]]]]:
+    """By so many gloo processes, `node` of them a machine; of each case what each rank tracked."""
     ports = free_ports(len(some))  # each training meets at a port of its own: the last one's may still be held
     lines = [json.dumps([port, asdict(case)]) for port, case in zip(ports, some, strict=True)]
     own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -199,16 +215,20 @@ def tracked_on_ranks(
             process.wait(timeout=900)
         for file in (*said, *errors):
             file.seek(0)
-        told = [line.removeprefix("tracked ") for line in said[0] if line.startswith("tracked ")]
-        assert len(told) == len(some), "".join(file.read()[-3000:] for file in errors)
-    return [{name: tuple(pair) for name, pair in json.loads(line).items()} for line in told]
+        told = [[line.removeprefix("tracked ") for line in file if line.startswith("tracked ")] for file in said]
+        assert {len(lines) for lines in told} == {len(some)}, "".join(file.read()[-3000:] for file in errors)
+    found = [[{name: tuple(pair) for name, pair in json.loads(line).items()} for line in lines] for lines in told]
+    return [list(of_ranks) for of_ranks in zip(*found, strict=True)]
 
 
 def differences(
-    planned_here: dict[str, Any], tracked_here: dict[str, Any], only_ends: Sequence[str] = ("load",)
+    planned_here: dict[str, Any],
+    tracked_here: dict[str, Any],
+    only_ends: Sequence[str] = ("load",),
+    phases: Sequence[str] = PHASES,
 ) -> Iterator[str]:
     """What differs, to the byte. Of some phases only the end is held: reading a file makes temporaries of its own."""
-    assert list(planned_here) == list(tracked_here) == list(PHASES)
+    assert list(planned_here) == list(tracked_here) == list(phases)
     for name, here in planned_here.items():
         there = tracked_here[name]
         if here[1] != there[1] or (name not in only_ends and here[0] != there[0]):

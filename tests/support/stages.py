@@ -53,11 +53,10 @@ class Chain:
 
     def forward_and_backward(self, batch: dict[str, Any]) -> Tensor:
         """The loss of a micro-batch; gradients are left in the stages' weights."""
-        number = torch.zeros(1, dtype=torch.int64)
-        given, outputs, inputs = number, [], []
+        given, outputs, inputs = torch.empty(1), [], []
         for stage in self.stages:
-            stage.batches = [batch]
-            output = stage(given) if stage.is_first else stage(given, number)
+            stage.expect([batch])
+            output = stage(given)
             outputs.append(output)
             given = output.detach().requires_grad_()
             inputs.append(given)

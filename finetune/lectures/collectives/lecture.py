@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import EnvironmentMismatch
 from finetune.lectures.collectives.ranks import LINK, PIECES, PLAYED_MIB, RANKS
+from finetune.lectures.local_ranks import figures_of_ranks
 from finetune.lectures.output import Chapter, LectureRequest, LectureResult, columns, whole_number
-from finetune.paths import CHECKOUT
 from finetune.planner.roofline import CHIPS, PCIE_MACHINE
 from finetune.report.pictures import COLOURS, new_figure
 
-DEADLINE_SECONDS = 150
 GPUS, GIB = 8, 2**30  # of the table of links: 1 GiB over eight GPUs
 # Bytes/s of one GPU's link one way, as the plan has them.
 LINKS = {
@@ -59,37 +51,8 @@ def broadcast_seconds(nbytes: float, link: float, ranks: int) -> tuple[float, fl
 
 
 def _run_ranks(mib: int) -> RankFigures:
-    path = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with tempfile.TemporaryDirectory(prefix="finetune-collectives-") as name, ExitStack() as files:
-        folder = Path(name)
-        logs = [files.enter_context(open(folder / f"log-{rank}", "w+", encoding="utf-8")) for rank in range(RANKS)]
-        words = [sys.executable, "-m", "finetune.lectures.collectives.ranks", name]
-        processes = [
-            subprocess.Popen([*words, str(rank), str(mib)], env=environment, stdout=log, stderr=log)
-            for rank, log in enumerate(logs)
-        ]
-        try:
-            codes = _wait(processes)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        if any(codes):
-            failed = next(rank for rank, code in enumerate(codes) if code)
-            last = (folder / f"log-{failed}").read_text("utf-8").strip().splitlines()[-1:] or ["it printed nothing"]
-            raise EnvironmentMismatch(f"collectives: rank {failed} ended with {codes[failed]}: {last[0][:200]}")
-        return [json.loads((folder / f"rank-{rank}.json").read_text("utf-8")) for rank in range(RANKS)]
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """The exit codes; a rank that waits for one that has failed, or that is late, counts as failed too."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes):
-            break
-        time.sleep(0.05)
-    return [process.poll() or (-1 if process.returncode is None else 0) for process in processes]
+    with tempfile.TemporaryDirectory(prefix="finetune-collectives-") as name:
+        return figures_of_ranks("collectives", "finetune.lectures.collectives.ranks", Path(name), RANKS, str(mib))
 
 
 def _row(numbers: Sequence[int]) -> str:

@@ -48,7 +48,10 @@ class _Answers(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            # DeepSpeed's ranks exchange one byte that says whether a gradient overflowed.
+            # DeepSpeed's ranks exchange one byte that says whether a gradient overflowed, and torch's stages of a
+            # pipeline an int32 that says whether all shapes were given.
+            if args[0].dtype == torch.int32:
+                return 1
             return 0 if args[0].dtype == torch.uint8 or args[0] is self._any() else self._answer
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
             return _experts_product(*args[:3], **(kwargs or {}))

@@ -17,6 +17,7 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from finetune.measure.collectives import CALLS, CollectiveStats
@@ -85,12 +86,41 @@ class StepWork:
         return sum(times for op, times in self.operations.items() if op.phase == phase)
 
 
+class Halves:
+    """The phase that runs. The stages of a pipeline have one phase for forward and backward, which alternate; here each
+    forward of a stage is told from the backwards around it."""
+
+    def __init__(self, phases: Phases) -> None:
+        self._phases, self._in_forward = phases, False
+
+    def watch(self, stage: nn.Module | None) -> None:
+        """Tell the forwards of this stage from the rest; None: there is no pipeline."""
+        if stage is None:
+            return
+
+        def entered(*_: Any) -> None:
+            self._in_forward = True
+
+        def left(*_: Any) -> None:
+            self._in_forward = False
+
+        stage.register_forward_pre_hook(entered)
+        stage.register_forward_hook(left)
+
+    def current(self) -> str:
+        """Its name; empty between phases."""
+        return "forward" if self._in_forward else self._phases.current
+
+
 @contextmanager
-def count_operations(phases: Phases, *others: AroundOperation, fake_mode: Any = None) -> Iterator[Counter[Operation]]:
+def count_operations(
+    phases: Phases, *others: AroundOperation, current: Callable[[], str] | None = None, fake_mode: Any = None
+) -> Iterator[Counter[Operation]]:
     """Count the operations in the block by the phase in which they run.
 
     Args:
         others: Functions that run around each operation too, inside of the count.
+        current: Says the phase, empty where nothing is counted, where that is not the one of `phases`.
         fake_mode: Count the operations on this mode's tensors, and no others.
     """
     operations: Counter[Operation] = Counter()
@@ -98,7 +128,8 @@ def count_operations(phases: Phases, *others: AroundOperation, fake_mode: Any = 
     def count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         result = run()
         name = func._schema.name.partition("::")[2]
-        if not phases.current or func.is_view or name in NO_WORK or func.namespace in (*CALLS, "prim"):
+        phase = phases.current if current is None else current()
+        if not phase or func.is_view or name in NO_WORK or func.namespace in (*CALLS, "prim"):
             return result
         if any(getattr(tensor, "fake_mode", None) is not fake_mode for tensor in tensors_in([args, result])):
             return result  # skip DTensor's own shape-inference fakes, which have the unsharded size
@@ -110,7 +141,7 @@ def count_operations(phases: Phases, *others: AroundOperation, fake_mode: Any = 
         place = operation_place(name, phases.device, tensors)
         nbytes = crossing_bytes(tensors) if place == COPY else _bytes(func, name, args, kwargs, result)
         if flops or nbytes:
-            operations[Operation(phases.current, kind, flops, nbytes, itemsize, place)] += 1
+            operations[Operation(phase, kind, flops, nbytes, itemsize, place)] += 1
         return result
 
     with OnOperations(count, *others):

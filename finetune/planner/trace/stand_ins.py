@@ -15,8 +15,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.nn import functional
 
 from finetune.planner.constants import DDP_BUCKET, DDP_FIRST_BUCKET
@@ -180,3 +182,35 @@ def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]
             full[parameter.dtype] = DDP_BUCKET
             yield open_.pop(parameter.dtype)
     yield from open_.values()
+
+
+class _Handle:
+    """Of a send or a receive that is over: gloo's holds the tensor until it is dropped, NCCL's until it is waited
+    for."""
+
+    def __init__(self, tensor: torch.Tensor, *, gloo: bool) -> None:
+        self._tensor: torch.Tensor | None = tensor
+        self._gloo = gloo
+
+    def wait(self) -> None:
+        if not self._gloo:
+            self._tensor = None
+
+
+@contextmanager
+def sends_of_a_pipeline(*, gloo: bool) -> Iterator[None]:
+    """Sends and receives of a process group without communication, with handles that hold what a backend's do."""
+
+    def holding(call: Callable[..., Any]) -> Callable[..., _Handle]:
+        def begin(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> _Handle:
+            call(tensor, *args, **kwargs)
+            return _Handle(tensor, gloo=gloo)
+
+        return begin
+
+    with ExitStack() as stack:
+        for name in ("isend", "irecv"):
+            begin = holding(getattr(dist, name))
+            for module in (dist, distributed_c10d):  # the second has the list of what a pipeline's operations may be
+                stack.enter_context(mock.patch.object(module, name, begin))
+        yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 from unittest import mock
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from finetune.architecture.compiled.choice import why_left_off
 from finetune.launch.launcher import Launch
-from finetune.measure.phases import Phase
+from finetune.measure.phases import Phase, Phases
 from finetune.model.build import decoder_parts
 from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import unwrap_optimizer
@@ -31,7 +31,7 @@ from finetune.planner.constants import CUBLAS_WORKSPACE_HOPPER
 from finetune.planner.trace import stand_ins
 from finetune.planner.trace.fake_device import pretend_device
 from finetune.planner.trace.fake_model import dataless_build, fake_batch, has_joined_documents, host_pages, no_data
-from finetune.planner.trace.flops import Operation, count_operations
+from finetune.planner.trace.flops import Halves, Operation, count_operations
 from finetune.planner.trace.kernel_workspaces import workspaces
 from finetune.planner.trace.recorder import Recorder, tagging, tensors_in
 from finetune.planner.trace.timeline import Timeline
@@ -43,8 +43,9 @@ from finetune.run_folder.tensor_checks import largest_magnitude
 from finetune.strategies.accelerator import accumulation_context, build_accelerator
 from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.fsdp import make_mesh
+from finetune.strategies.pipeline.build import parts_of_recipe
 from finetune.strategies.zero_state import local_shard
-from finetune.tokens.batches import MicroBatch, prefetch
+from finetune.tokens.batches import MicroBatch, prefetch, without_learning
 from finetune.training.step.cast_weights import cast_weights
 from finetune.training.step.optimizer_step import optimizer_step
 
@@ -62,6 +63,7 @@ class Traced:
     measured: dict[str, Phase]
     operations: Mapping[Operation, int]  # of all steps, of layers as they are written
     compiles: bool  # a run on a GPU compiles the layers
+    stage_layers: range | None = None  # those of the stage, under a pipeline
 
 
 def trace(
@@ -70,16 +72,18 @@ def trace(
     batches: Sequence[MicroBatch],
     *,
     ranks: int = 1,
+    rank: int = 0,
     node: int = 0,
     gpu: bool = False,
     cublas: int = CUBLAS_WORKSPACE_HOPPER,
 ) -> Traced:
-    """The timeline of rank 0 of `ranks`: load, two optimizer steps over `batches` each, save.
+    """The timeline of one of `ranks`: load, two optimizer steps over `batches` each, save.
 
     Process-wide state of Accelerate, of DeepSpeed and of torch's process groups is created for the trace and removed
     after it, so it is not for a process that trains.
 
     Args:
+        rank: The one; another than the first only under a pipeline, whose ranks are unlike.
         node: Ranks of one machine; 0: all of them.
         gpu: Compute on a GPU: the timeline's device DEVICE_NAME of fake_device.py; host memory is "cpu". Else
             everything is on the CPU.
@@ -94,36 +98,52 @@ def trace(
     # Registered for a CPU's plan too: autograd's engine reads which kinds of devices exist at a process's first
     # backward, and aborts at a tensor on one that is registered later (torch 2.13).
     pretend = pretend_device()
+    layout = parts_of_recipe(recipe) if strategy.schedule else None
+    batches = _of_rank(batches, strategy, ranks, rank)
     device = pretend if gpu else torch.device("cpu")
-    with _accelerator(recipe, strategy, ranks, node or ranks, device) as accelerator, ExitStack() as inside:
+    with _accelerator(recipe, strategy, (ranks, rank), node or ranks, device) as accelerator, ExitStack() as inside:
         if strategy.uses_engine and strategy.shards_parameters:
             build = _partitioning_build(build, accelerator, adapters=recipe.lora is not None)
         mesh = make_mesh(strategy, device) if strategy.shards_modules else None
-        inside.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", stand_ins.Replica))
-        inside.enter_context(host_pages() if OPTIMIZERS[recipe.training.optim].paged else nullcontext())
+        inside.enter_context(_without_devices(recipe, strategy, gpu=gpu))
         mode = inside.enter_context(no_data(float(supervised), masks=masks))
         recorder = Recorder(device, mode)
-        kernels = [workspaces(recorder, device, cublas, recipe.training.deterministic)] if gpu else []
-        around = [tagging(recorder, gloo=not gpu), *kernels]
-        with count_operations(recorder.phases, *around, fake_mode=mode) as operations:
+        halves, around = Halves(recorder.phases), [tagging(recorder, gloo=not gpu)]
+        around += [workspaces(recorder, device, cublas, recipe.training.deterministic)] if gpu else []
+        with count_operations(recorder.phases, *around, current=halves.current, fake_mode=mode) as operations:
             with recorder.phases("load"):
                 # The ranks [ranks] int32, which torch's device mesh keeps in host memory.
                 numbers = None if mesh is None else torch.empty(ranks, dtype=torch.int32, device="cpu")
-                parts = assemble(recipe, strategy, accelerator, build, mesh, launch=None)
+                parts = assemble(recipe, strategy, accelerator, build, mesh, layout, launch=None)
             model = cast(PreTrainedModel, parts.unwrapped_model)
+            halves.watch(parts.pipeline and parts.pipeline.stage)
             recorder.mark((*map(local_shard, model.parameters()), *model.buffers()), "parameters")
-            parts.model.train()
             with recorder.modules(model, decoder_parts(model).get_output_embeddings()):
-                for _ in range(STEPS):
-                    stream = _step_batches(recipe, strategy, accelerator, mode, batches)
-                    _step(recipe, strategy, accelerator, parts, recorder, stream, len(batches), supervised)
-                    del stream
-            with recorder.phases("save"):
-                _save(parts)
+                _train(recipe, strategy, accelerator, parts, recorder, mode, batches, supervised)
+            _save(parts, recorder.phases)
             _record_layers(parts, recorder)
             del numbers
         compiles = gpu and why_left_off(recipe, strategy, model) is None
-        return Traced(recorder.timeline, recorder.phases.take(), operations, compiles)
+        held = None if parts.pipeline is None else parts.pipeline.layers[rank]
+        return Traced(recorder.timeline, recorder.phases.take(), operations, compiles, held)
+
+
+def _of_rank(batches: Sequence[MicroBatch], strategy: Strategy, ranks: int, rank: int) -> Sequence[MicroBatch]:
+    """The last stage of a pipeline learns alone."""
+    last = rank == strategy.stage_count(ranks) - 1 or strategy.schedule is None
+    return batches if last else [without_learning(batch) for batch in batches]
+
+
+@contextmanager
+def _without_devices(recipe: Recipe, strategy: Strategy, *, gpu: bool) -> Iterator[None]:
+    """What stands in for DDP's reducer, for a pipeline's sends, and for memory that CUDA moves."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", stand_ins.Replica))
+        if strategy.schedule is not None:
+            stack.enter_context(stand_ins.sends_of_a_pipeline(gloo=not gpu))
+        if OPTIMIZERS[recipe.training.optim].paged:
+            stack.enter_context(host_pages())
+        yield
 
 
 def _partitioning_build(build: Build, accelerator: Accelerator, *, adapters: bool) -> Build:
@@ -146,6 +166,23 @@ def _step_batches(
     if not strategy.distributed or strategy.uses_engine or accelerator.device.type != "cpu":
         return prefetch(list(on_host), accelerator.device, recipe.training.non_blocking)
     return on_host
+
+
+def _train(
+    recipe: Recipe,
+    strategy: Strategy,
+    accelerator: Accelerator,
+    parts: Assembled,
+    recorder: Recorder,
+    mode: FakeTensorMode,
+    batches: Sequence[MicroBatch],
+    supervised: int,
+) -> None:
+    parts.model.train()
+    for _ in range(STEPS):
+        stream = _step_batches(recipe, strategy, accelerator, mode, batches)
+        _step(recipe, strategy, accelerator, parts, recorder, stream, len(batches), supervised)
+        del stream  # before the next step's are made
 
 
 def _step(
@@ -182,6 +219,7 @@ def _step(
         phases=recorder.phases,
         skip_gradient_sync=accumulation_context(accelerator, strategy, parts.model),
         weights=cast_weights(recipe, strategy, parts.unwrapped_model, note_copy),
+        through=parts.pipeline,
     )
     handle.remove()
     recorder.mark(tensors_in(list(parts.optimizer.state.values())), "optimizer state")
@@ -195,7 +233,12 @@ def _record_layers(parts: Assembled, recorder: Recorder) -> None:
             recorder.place_in_layer(value, name)
 
 
-def _save(parts: Assembled) -> None:
+def _save(parts: Assembled, phases: Phases) -> None:
+    with phases("save"):
+        _copy_as_a_checkpoint(parts)  # a function of its own: what it holds ends before the phase does
+
+
+def _copy_as_a_checkpoint(parts: Assembled) -> None:
     """Allocate what a checkpoint does: a scalar that says whether a tensor is finite, and the copies in host memory
     that safetensors makes of a group before it writes it."""
     groups = []
@@ -212,17 +255,17 @@ def _save(parts: Assembled) -> None:
 
 @contextmanager
 def _accelerator(
-    recipe: Recipe, strategy: Strategy, ranks: int, node: int, device: torch.device
+    recipe: Recipe, strategy: Strategy, place: tuple[int, int], node: int, device: torch.device
 ) -> Iterator[Accelerator]:
-    """The trainer's Accelerator for rank 0 of `ranks`, in a process group without communication."""
+    """The trainer's Accelerator in a process group without communication; `place`: so many ranks, and which is ours."""
     before = dict(os.environ)
     for name in PLUGIN_SETTINGS:
         os.environ.pop(name, None)
     AcceleratorState._reset_state(reset_partial_state=True)  # as accelerate's own tests do
-    ranks = strategy.rank_count(ranks)
+    ranks, rank = strategy.rank_count(place[0]), place[1]
     if strategy.distributed:
-        _pretend_ranks(ranks, node, device)
-    launch = Launch((), None, None, True, ranks, 0, on_cpu=True, local_world_size=node)
+        _pretend_ranks(ranks, rank, node, device)
+    launch = Launch((), None, None, True, ranks, rank, on_cpu=True, local_rank=rank % node, local_world_size=node)
     try:
         # Else Accelerate imports DeepSpeed, where it is installed, for an isinstance check: a second.
         no_engine = mock.patch("accelerate.utils.other.is_deepspeed_available", return_value=False)
@@ -243,13 +286,13 @@ def _accelerator(
         os.environ.update(before)
 
 
-def _pretend_ranks(ranks: int, node: int, device: torch.device) -> None:
+def _pretend_ranks(ranks: int, rank: int, node: int, device: torch.device) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public fake process group
 
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(node)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % node), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(node), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else Accelerate sets them, and warns
     devices = dist.Backend.backend_capability[dist.Backend.FAKE]
     if device.type not in devices:
         devices.append(device.type)
-    dist.init_process_group(dist.Backend.FAKE, rank=0, world_size=ranks, store=FakeStore())
+    dist.init_process_group(dist.Backend.FAKE, rank=rank, world_size=ranks, store=FakeStore())

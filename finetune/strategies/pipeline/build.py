@@ -19,14 +19,19 @@ from finetune.model.quantization import unpacked_weight
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.pipeline.holding import place_stage
-from finetune.strategies.pipeline.layout import parts_of
+from finetune.strategies.pipeline.layout import Parts, parts_of
 from finetune.strategies.pipeline.schedule import Pipeline
 from finetune.strategies.pipeline.split import layers_of_stages
 from finetune.strategies.pipeline.stage import Stage
 
 
+def parts_of_recipe(recipe: Recipe) -> Parts:
+    """Which parts its model has. Raises FinetuneError where its layers are not a line."""
+    return parts_of(structure_alone(recipe, torch.bfloat16))  # experts have products in 16 bits alone on meta
+
+
 def staged(
-    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, build: Callable[..., nn.Module]
+    recipe: Recipe, strategy: Strategy, accelerator: Accelerator, build: Callable[..., nn.Module], parts: Parts
 ) -> tuple[nn.Module, Pipeline]:
     """The model, with this rank's part on its device and the rest on meta, and the pipeline that computes with it.
 
@@ -35,7 +40,6 @@ def staged(
     """
     assert strategy.schedule is not None
     stages, index, device = dist.get_world_size(), dist.get_rank(), accelerator.device
-    parts = parts_of(structure_alone(recipe, torch.bfloat16))  # experts have products in 16 bits alone on meta
     unwrapped = build(recipe, torch.device("cpu"))
     decoder = decoder_parts(unwrapped)
     if router_coefficient(decoder.config, recipe):

@@ -91,7 +91,8 @@ def place_stage(
     with ties_kept(model):
         for name, parameter in list(model.named_parameters()):
             if stage in held_by[name]:
-                parameter.data = parameter.data.to(device)
+                moved = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
+                replace_tensor(model, name, moved)
             else:
                 replace_tensor(model, name, Elsewhere.of(parameter, device))
     for name, buffer in list(model.named_buffers()):

@@ -32,15 +32,6 @@ def require_micro_batches(recipe: Recipe, strategy: Strategy, ranks: int) -> Non
         )
 
 
-def refuse_pipeline(strategy: Strategy) -> None:
-    """For who plans: raise EnvironmentMismatch where a rank is a stage, whose memory is not planned yet."""
-    if strategy.schedule is not None:
-        raise EnvironmentMismatch(
-            f"accelerate_config: {strategy.name}: the stages of a pipeline are not planned yet; a run measures them in "
-            "its first minute; plan with accelerate_config=fsdp2"
-        )
-
-
 def _problems(recipe: Recipe, name: str) -> Iterator[str]:
     if recipe.quantization is not None:
         yield f"quantization: {name} does not split quantised weights yet; set quantization: null, or take fsdp2"

@@ -19,6 +19,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from finetune.measure.phases import Phases
 from finetune.strategies.pieces import Elsewhere
 from finetune.strategies.pipeline.holding import Holding
+from finetune.strategies.pipeline.recorder import StageRecorder
 from finetune.strategies.pipeline.stage import Given, Stage
 
 _CLASSES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "naive": ScheduleGPipe}
@@ -48,20 +49,26 @@ class Pipeline(nn.Module):
         self.stage, self.layers, self.schedule, self.holding = stage, layers, schedule, holding
         self._device, self._made = device, dict[tuple[int, int, bool], Any]()
         self._scale, self._loss_sum = 1.0, torch.zeros(())
+        self._recorder: StageRecorder | None = None
         names = [name for name, where in holding.stages.items() if len(where) > 1]
         sets = dict.fromkeys(holding.stages[name] for name in names)
         groups = {where: dist.new_group(list(where), timeout=timeout) for where in sets}  # every rank makes all
         own = [holding.stages[name] for name in names if stage.index in holding.stages[name]]
         self._shared = [(weight, groups[where], where[0]) for weight, where in zip(shared, own, strict=True)]
 
+    def record(self) -> StageRecorder:
+        """Record from now on when this stage computes each micro-batch of a step."""
+        self._recorder = StageRecorder(self.stage.index, self._device)
+        self._made.clear()  # those made before are not watched
+        return self._recorder
+
     def forward(self, **batch: Any) -> Tensor:
         """The summed loss of a micro-batch, float32 [], on the last stage; 0 on the others. Every rank calls it.
 
         Without gradients. A stage is free for the next call when it has sent its hidden states, so calls overlap.
         """
-        self.stage.batches, self.stage.before_each = [batch], _nothing
-        self._run(range(1), train=False)
-        self.stage.batches = ()
+        self.stage.expect([batch])
+        self._run(1, _tokens(batch), train=False)
         return torch.zeros((), device=self._device) if self.stage.loss is None else self.stage.loss
 
     def forward_and_backward(
@@ -80,16 +87,18 @@ class Pipeline(nn.Module):
             loss_sum: float64 []; the last stage adds the loss of each micro-batch.
             before_each: Called with a micro-batch's number before its forward.
         """
-        self.stage.batches, self.stage.before_each = list(batches), before_each
+        step = list(batches)
+        self.stage.expect(step, before_each)
         self._scale, self._loss_sum = 1 / supervised_tokens, loss_sum
-        counted, count = sum(len(batch["supervised"]) for batch in self.stage.batches), len(self.stage.batches)
-        at_once = 1 if self.schedule == "naive" else count
+        at_once = 1 if self.schedule == "naive" else len(step)
+        if self._recorder is not None:
+            self._recorder.begin_step()
         with phases("backward"):  # and forward: a stage computes both in turn
-            for first in range(0, count, at_once):
-                self._run(range(first, first + at_once), train=True)
+            for _ in range(0, len(step), at_once):
+                self._run(at_once, _tokens(step[0]), train=True)
             self._sum_shared()
-        self.stage.batches = ()
-        return counted
+        self.stage.expect(())
+        return sum(len(batch["supervised"]) for batch in step)
 
     def gradient_norm(self, optimizer: Any) -> Tensor:
         """The norm over the gradients of all stages, float32 []; a weight that two of them have counts once."""
@@ -133,14 +142,11 @@ class Pipeline(nn.Module):
                 weight.grad = torch.zeros_like(weight)
             dist.all_reduce(weight.grad, group=group)
 
-    def _run(self, numbers: range, *, train: bool) -> None:
-        """These micro-batches of the present ones, through all stages."""
-        tokens = self.stage.batches[0]["input_ids"].shape[1]
-        indices = torch.arange(numbers.start, numbers.stop)  # in host memory: a stage reads them
-        first = (indices,) if self.stage.is_first else ()
-        later = {} if self.stage.is_first else {"micro_batch": indices}
-        targets = torch.zeros(len(numbers)) if train and self.stage.is_last else None  # unused, but asked for
-        self._schedule(len(numbers), tokens, train).step(*first, target=targets, return_outputs=False, **later)
+    def _run(self, micro_batches: int, tokens: int, *, train: bool) -> None:
+        """The next micro-batches that the stage expects, through all stages."""
+        first = (torch.empty(micro_batches),) if self.stage.is_first else ()  # unused, but asked for
+        targets = torch.empty(micro_batches) if train and self.stage.is_last else None  # so is this
+        self._schedule(micro_batches, tokens, train).step(*first, target=targets, return_outputs=False)
 
     def _schedule(self, micro_batches: int, tokens: int, train: bool) -> Any:
         """torch's schedule for so many micro-batches, with tensors of its own to receive them in.
@@ -152,15 +158,17 @@ class Pipeline(nn.Module):
             stage, wide = self.stage, self.stage.decoder.config.get_text_config().hidden_size
             hidden = torch.empty((1, tokens, wide), dtype=stage.dtype, device="meta", requires_grad=True)
             loss = torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)
-            number = torch.empty(1, dtype=torch.int64, device="meta")
+            unused = torch.empty(1, device="meta")
             made = PipelineStage(
                 stage,
                 stage.index,
                 len(self.layers),
                 self._device,
-                input_args=number if stage.is_first else hidden,
+                input_args=unused if stage.is_first else hidden,
                 output_args=loss if stage.is_last else hidden,
             )
+            if train and self._recorder is not None:
+                self._recorder.watch(made)
             # 1F1B cannot order fewer micro-batches than stages, as the last step may have; GPipe then holds no more.
             ordered = train and micro_batches >= len(self.layers)
             kind = _CLASSES[self.schedule] if ordered else ScheduleGPipe
@@ -175,5 +183,5 @@ class Pipeline(nn.Module):
         return loss * (self._scale + 0.0 * value)
 
 
-def _nothing(_: int) -> None:
-    """Before a micro-batch for which nothing is to be done."""
+def _tokens(batch: Given) -> int:
+    return int(batch["input_ids"].shape[1])

@@ -7,7 +7,7 @@ tokens; the last one computes the loss; another one gives what its last layer ga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,7 @@ class Crossing:
 
 
 class Stage(nn.Module):
-    """This rank's part of the model, called with what the stage before gave; the first with a micro-batch's number."""
+    """This rank's part of the model, called with what the stage before gave, for one micro-batch after another."""
 
     def __init__(
         self,
@@ -52,20 +52,25 @@ class Stage(nn.Module):
         super().__init__()
         self.decoder, self.index, self.dtype = decoder, index, dtype
         self.is_first, self.is_last = index == 0, index == len(layers) - 1
-        self.batches: Sequence[Given] = ()  # of this step
-        self.before_each: Callable[[int], None] = lambda number: None
+        self._batches: Iterator[tuple[int, Given]] = iter(())  # those to come, and their numbers
+        self._before_each: Callable[[int], None] = lambda number: None
         self.loss: Tensor | None = None  # of the latest micro-batch, on the last stage
         self._autocast, self._crossing = autocast, Crossing()
         _leave_out(decoder, parts, layers[index], self._crossing, dtype)
 
-    def forward(self, received: Tensor, micro_batch: Tensor | None = None) -> Tensor:
-        """received: [1, tokens, hidden]; micro_batch: int64 [1], its place among `batches`, in host memory.
+    def expect(self, batches: Sequence[Given], before_each: Callable[[int], None] = lambda number: None) -> None:
+        """The micro-batches of the coming forwards, which every schedule computes in this order. `before_each` is
+        called with the number of each before its forward."""
+        self._batches, self._before_each = iter(enumerate(batches)), before_each
 
-        The first stage has that as its first argument. Returns [1, tokens, hidden], the last stage the summed loss.
+    def forward(self, received: Tensor) -> Tensor:
+        """received: [1, tokens, hidden]; the first stage ignores what it is given.
+
+        Returns [1, tokens, hidden], the last stage the summed loss.
         """
-        number = int(received if micro_batch is None else micro_batch)
-        batch: dict[str, Any] = dict(self.batches[number])
-        self.before_each(number)
+        number, given = next(self._batches)
+        batch: dict[str, Any] = dict(given)
+        self._before_each(number)
         self._crossing.received = None if self.is_first else received
         with self._autocast():
             if self.is_last:

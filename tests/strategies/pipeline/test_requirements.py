@@ -11,7 +11,6 @@ import pytest
 
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.model.float8.requirements import EMULATION_SWITCH
-from finetune.planner.plan_recipe import plan_recipe
 from finetune.recipe.strategy import CONFIG_FOLDER, SCHEDULES, read_strategy
 from finetune.strategies.accelerator import check_launch
 from tests.support.launching import ALONE
@@ -98,9 +97,3 @@ def test_our_keys_would_be_no_accelerate_file(tmp_path: Path) -> None:
     odd.write_text((CONFIG_FOLDER / "gpipe.yaml").read_text("utf-8") + "pipeline_stages: 2\n", "utf-8")
     with pytest.raises(RecipeError, match="pipeline_stages"):
         read_strategy(str(odd))
-
-
-def test_the_plan_says_that_it_has_none() -> None:
-    with pytest.raises(EnvironmentMismatch, match="stages of a pipeline are not planned yet") as caught:
-        plan_recipe(recipe(accelerate_config="gpipe"), None)
-    assert "\n" not in str(caught.value)

@@ -1,0 +1,136 @@
+"""A rank's trace at full depth: of a shallow model, extrapolated, or of all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.errors import DoesNotFit
+from finetune.launch.gpu_environment import expands_segments
+from finetune.planner.depth.caching_allocator import NoMemory, replay
+from finetune.planner.depth.extrapolate import depths, extrapolate, layers_kept_gathered, with_layers
+from finetune.planner.depth.fork import run_in_forks
+from finetune.planner.depth.layer_kinds import kinds_of_layers, period_and_depth
+from finetune.planner.depth.repeat_layers import StorageChange, repeat_layers
+from finetune.planner.trace.fake_device import DEVICE_NAME
+from finetune.planner.trace.flops import StepWork, per_step, work_at_depth
+from finetune.planner.trace.timeline import PhaseMemory, Timeline
+from finetune.planner.trace.trace import STEPS, trace
+from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import Strategy
+from finetune.tokens.batches import MicroBatch
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """What is traced, and where."""
+
+    recipe: Recipe
+    config: Mapping[str, Any]  # of the model at full depth
+    strategy: Strategy
+    batches: Sequence[MicroBatch]
+    ranks: int
+    node: int
+    on_gpu: bool
+    outside_bytes: int  # bytes that are not of tensors
+    must_fit_bytes: int | None  # stop as soon as more are certain to be needed
+    rank: int  # which is traced
+
+
+@dataclass(frozen=True)
+class DeepTrace:
+    """The memory and work of one rank at full depth."""
+
+    phases: dict[str, PhaseMemory]
+    work: StepWork
+    host: dict[str, int] = field(default_factory=dict)  # this and the following where a GPU is planned
+    changes: list[StorageChange] = field(default_factory=list)  # of the GPU's memory
+    reserved_share: float | None = None  # instead of `changes`: reserved over allocated bytes, at most
+    stage_layers: range | None = None
+
+
+def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> DeepTrace:
+    """Trace shallow models and extrapolate to this one's depth, or trace it at `full_depth`."""
+    config = request.config
+    layers, period = int(config["num_hidden_layers"]), max(1, request.recipe.training.recompute_every)
+    period, shallow = period_and_depth(kinds_of_layers(config), period)
+    if not request.strategy.layers_repeat:
+        shallow += layers_kept_gathered(config, _weights_an_element(request.recipe))
+    if request.strategy.schedule or (request.recipe.lora and request.recipe.lora.names_single_layers):
+        shallow = layers  # a stage has some of them; or adapters differ, so that no layer stands for another
+    few, more = depths(layers, period, shallow)
+    needed = (layers,) if full_depth or layers <= more else (more, few)
+    with run_in_forks({depth: partial(_trace_shallow, request, depth, folder) for depth in needed}) as traced:
+        work: dict[int, StepWork] = {}
+        timelines: dict[int, Timeline] = {}
+        held: dict[int, range | None] = {}
+
+        def timeline_of(depth: int) -> Timeline:
+            if depth not in timelines:
+                timelines[depth], work[depth], held[depth] = traced(depth)
+            return timelines[depth]
+
+        def changes_of(depth: int) -> list[StorageChange]:
+            return list(repeat_layers(timeline_of(depth), DEVICE_NAME, depth, layers, period))
+
+        if full_depth:
+            phases = timeline_of(layers).phases("cpu")
+            return DeepTrace(phases, work_at_depth(work, layers), stage_layers=held[layers])
+        phases_on = partial(extrapolate, timeline_of, layers, period=period, shallow=shallow)
+        if not request.on_gpu:
+            return DeepTrace(phases_on("cpu"), work_at_depth(work, layers), stage_layers=held.get(layers))
+        repeats = request.strategy.layers_repeat
+        if request.must_fit_bytes is not None and repeats:
+            _refuse_if_larger(changes_of(needed[0]), request.outside_bytes, request.must_fit_bytes)
+        phases, host = phases_on(DEVICE_NAME), {name: phase.peak.nbytes for name, phase in phases_on("cpu").items()}
+        if not repeats:
+            # ZeRO-3 gathers weights in an order that does not repeat from layer to layer, so runs cannot be repeated.
+            reserved_share = max(_reserved_share(timeline, count) for count, timeline in timelines.items())
+            return DeepTrace(phases, work_at_depth(work, layers), host, reserved_share=reserved_share)
+        done = phases, work_at_depth(work, layers), host, changes_of(needed[0])
+        return DeepTrace(*done, stage_layers=held.get(layers))
+
+
+def _trace_shallow(request: TraceRequest, layers: int, folder: Path) -> tuple[Timeline, StepWork, range | None]:
+    """Trace the model with `layers` layers; also which of them a stage of a pipeline holds."""
+    shallow = with_layers(request.recipe, request.config, layers, folder)
+    options: dict[str, Any] = {"ranks": request.ranks, "rank": request.rank, "node": request.node}
+    options["gpu"] = request.on_gpu
+    traced = trace(shallow, request.strategy, request.batches, **options)
+    collectives = {name: phase.collectives for name, phase in traced.measured.items()}
+    work = per_step(
+        traced.operations,
+        collectives,
+        steps=STEPS,
+        micro_steps=len(request.batches),
+        gathers_once=request.strategy.gathers_once,
+        reduces_once=request.strategy.reduces_once,
+        compiles=traced.compiles,
+    )
+    return traced.timeline, work, traced.stage_layers
+
+
+def _refuse_if_larger(changes: Sequence[StorageChange], outside_bytes: int, must_fit_bytes: int) -> None:
+    try:
+        replay(changes, must_fit_bytes - outside_bytes, expandable=expands_segments())
+    except NoMemory:
+        needed = outside_bytes + max(peak.allocated for peak in replay(changes).values())
+        raise DoesNotFit(f"it needs {needed} bytes of a GPU's {must_fit_bytes}", needed) from None
+
+
+def _reserved_share(timeline: Timeline, layers: int) -> float:
+    changes = repeat_layers(timeline, DEVICE_NAME, layers, layers)
+    peaks = replay(changes, expandable=expands_segments()).values()
+    return max(peak.reserved for peak in peaks) / max(peak.allocated for peak in peaks)
+
+
+def _weights_an_element(recipe: Recipe) -> int:
+    """Weights to one element of a quantised layer's tensor."""
+    if recipe.quantization is None or recipe.quantization.load_in_8bit:
+        return 1
+    return 2 * int(getattr(torch, recipe.quantization.bnb_4bit_quant_storage).itemsize)

@@ -1,0 +1,49 @@
+"""When this rank's stage really computed each micro-batch. Off unless `Pipeline.record` is called: it waits for the
+device before and after each forward and backward."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+
+from finetune.strategies.pipeline.timeline import BACKWARD, FORWARD, Computation
+
+
+class StageRecorder:
+    """The spans of the latest step, on a clock that all processes of a machine share."""
+
+    def __init__(self, stage: int, device: torch.device) -> None:
+        self.spans: list[Computation] = []
+        self._stage, self._device = stage, device
+        self._done: Counter[str] = Counter()  # by kind; every schedule goes through the micro-batches in order
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        self.spans = []
+        self._done.clear()
+
+    def watch(self, made: PipelineStage) -> None:
+        """Time torch's calls of this stage, in place; what they wait for before and after is not in them."""
+        timed: Any = made
+        timed.forward_one_chunk = self._timed(FORWARD, made.forward_one_chunk)
+        timed.backward_one_chunk = self._timed(BACKWARD, made.backward_one_chunk)
+
+    def _timed(self, kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = self._now()
+            result = call(*args, **kwargs)
+            self.spans.append(Computation(self._stage, kind, self._done[kind], begin, self._now()))
+            self._done[kind] += 1
+            return result
+
+        return timed
+
+    def _now(self) -> float:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize(self._device)
+        return time.monotonic()

@@ -1,0 +1,128 @@
+"""The stages of a pipeline: planned equals tracked on every gloo rank, to the byte; and what the plan says of them."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.cli.main import main
+from finetune.planner.memory_table import plan_json
+from finetune.planner.plan_recipe import plan_recipe
+from finetune.planner.roofline_report import roofline_json
+from finetune.recipe.gpus import parse_gpus
+from finetune.recipe.strategy import SCHEDULES
+from tests.support.planned import Case, differences, models, planned, tracked_on_each_rank
+from tests.support.recipes import least, least_recipe, write_recipe
+
+LAYERS = 5  # three and two of them, or one to two
+BACKWARD = "backward"  # the phase of forwards and backwards, which alternate
+
+
+def case(method: str, precision: str, checkpointing: int | str, micro_steps: int, *, tied: bool) -> Case:
+    return Case(method, precision, checkpointing, packed=True, tied=tied, micro_steps=micro_steps, one_width=True)
+
+
+SAMPLE = [case("full", "bf16", 0, 3, tied=True), case("lora", "bf16", 1, 2, tied=False)]
+# Accumulated or recomputed, in full or by adapters; one micro-batch; 1F1B orders as many as there are stages.
+GRID = [
+    case("full", "float32", 0, 5, tied=False),
+    case("full", "bf16", 1, 4, tied=True),
+    case("lora", "bf16", 0, 6, tied=True),
+    case("lora", "pure_bf16", 1, 4, tied=False),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models(tmp_path_factory.mktemp("stages"), LAYERS)
+
+
+def assert_planned_to_the_byte(some: list[Case], folder: Path, schedule: str, stages: int) -> None:
+    found = {}
+    for each, real in zip(some, tracked_on_each_rank(some, folder, schedule, stages), strict=True):
+        for rank, there in enumerate(real):
+            here = planned(each, folder, schedule, stages, rank=rank)
+            # When they save, ranks tell each other in pickled bytes what they wrote.
+            found[str(each), rank] = list(differences(here, there, ("load", "save"), list(there)))
+            assert {BACKWARD, "step"} <= there.keys()
+    assert len(found) == len(some) * stages
+    assert {which: wrong for which, wrong in found.items() if wrong} == {}
+
+
+def test_two_stages_are_planned_to_the_byte(folder: Path) -> None:
+    assert_planned_to_the_byte(SAMPLE, folder, "gpipe", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "stages"), list(product(SCHEDULES, (2, 4))))
+def test_every_stage_is_planned_to_the_byte(schedule: str, stages: int, folder: Path) -> None:
+    """24 configurations, 72 stages."""
+    assert_planned_to_the_byte(GRID, folder, schedule, stages)
+
+
+@pytest.mark.slow
+def test_a_plan_has_every_stage_and_is_the_largest(folder: Path) -> None:
+    """Activations by schedule: GPipe keeps four micro-batches, 1F1B two and one, naive one."""
+    sections: dict[str, Any] = {
+        "data": {"max_length": 64},
+        "training": {"global_batch_size": 4, "per_device_batch_size": 1, "activation_checkpointing": False},
+    }
+    kept = {}
+    for schedule in SCHEDULES:
+        recipe = least_recipe(folder / "untied", accelerate_config=schedule, lora=None, **sections)
+        plan = plan_recipe(recipe, parse_gpus("2xRTX4090"))
+        assert [each.stage for each in plan.stages] == [0, 1]
+        assert [each.stage_layers for each in plan.stages] == [range(3), range(3, 5)]
+        largest = max(plan.stages, key=lambda each: max(each.needed, each.upper))
+        assert (plan.stage, plan.needed, plan.phases) == (largest.stage, largest.needed, largest.phases)
+        kept[schedule] = plan.stages[0].phases[BACKWARD].peak.parts["activations"]
+        assert plan.stages[0].phases[BACKWARD].peak.parts.get("logits and loss", 0) == 0
+        assert plan.stages[1].phases[BACKWARD].peak.parts["logits and loss"] > 0
+        facts, time = plan_json(plan), roofline_json(plan)["pipeline"]
+        assert [each["layers"] for each in facts["stages"]] == [[0, 2], [3, 4]]
+        alive = {"gpipe": [4, 4], "1f1b": [2, 1], "naive": [1, 1]}[schedule]
+        assert [each["micro_batches_alive"] for each in facts["stages"]] == alive
+        assert facts["needed_bytes"] == max(each["needed_bytes"] for each in facts["stages"])
+        assert time["bubble_share_of_equal_stages"] == pytest.approx(0.5 if schedule == "naive" else 0.2)
+        halves = zip(time["forward_seconds"], time["backward_seconds"], strict=True)
+        busy = 4 * sum(forward + backward for forward, backward in halves)
+        assert time["step_seconds"] > busy / (2 * (1 - time["bubble_share"])), "the update comes after it"
+    assert kept["gpipe"] == pytest.approx(4 * kept["naive"], rel=0.15)
+    assert kept["1f1b"] == pytest.approx(2 * kept["naive"], rel=0.15)
+
+
+def test_the_verb_prints_each_stage_and_the_bubble(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content: dict[str, Any] = {
+        "accelerate_config": "gpipe",
+        "lora": None,
+        "data": {"max_length": 64},
+        "training": {"global_batch_size": 4, "per_device_batch_size": 1},
+    }
+    page = str(write_recipe(tmp_path, least(folder / "untied", **content)))
+    assert main(["plan", page, "--gpus", "2xRTX4090"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"stage [01] of 2, which needs most", text)
+    assert "20.0% if every stage took as long" in text
+    rows = [line.split() for line in text.splitlines() if re.match(r"[01] +\d to \d", line)]
+    assert [[*row[:5], row[-1]] for row in rows] == [
+        ["0", "0", "to", "2", "4", "yes"],
+        ["1", "3", "to", "4", "4", "yes"],
+    ]
+
+
+def test_how_many_stages_there_are_has_to_be_said(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And 1F1B cannot order fewer micro-batches than stages: nothing is traced."""
+    training = {"global_batch_size": 4, "per_device_batch_size": 1}
+    page = str(write_recipe(tmp_path, least(folder / "untied", accelerate_config="1f1b", training=training)))
+    assert main(["plan", page, "--gpus", "8xRTX4090"]) == 4
+    assert "4 micro-batches a step are fewer than the 8 stages" in capsys.readouterr().err
+    assert main(["plan", page]) == 4
+    assert "accelerate_config: 1f1b: how many stages? add --gpus 2x24GB" in capsys.readouterr().err
