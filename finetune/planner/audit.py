@@ -40,7 +40,8 @@ class AuditRow:
 def audit_in_words(runs: Sequence[Path]) -> tuple[dict[str, Any], str]:
     """The audit as JSON and as text. Raises FinetuneError for a folder that is not a run."""
     receipts = [(run, _receipt(run)) for run in runs]
-    rows, unplanned = [], {}
+    rows: list[AuditRow] = []
+    unplanned: dict[str, str] = {}
     for run, receipt in receipts:
         with in_one_line(partial(_not_of_a_run, run)):
             rows += audited(run, receipt)
