@@ -9,6 +9,8 @@ from finetune.lectures.memory import WAYS
 from tests.support.lectures import held
 
 LLAMA_1B = 1_235_814_400  # of meta-llama/Llama-3.2-1B
+ANGLES = 2 * 32 * 4  # bytes of the rotary frequencies and of those before scaling: float32, half a head of 64
+COUNTS = (16 * 9 + 2) * 4  # of AdamW's step count of each tensor: nine a layer, embeddings, last norm
 
 
 def test_sixteen_eighteen_twenty() -> None:
@@ -33,9 +35,9 @@ def test_the_plan_of_one_billion() -> None:
     variants = {name: each["parts"] for name, each in facts["variants"].items()}
     assert list(variants) == ["as written", "float32", "all bf16", "int8 + LoRA"], "as written has 16-bit copies"
     full, half, written = variants["float32"], variants["all bf16"], variants["as written"]
-    assert (full["parameters"], full["optimizer state"]) == (4 * LLAMA_1B, 8 * LLAMA_1B)
-    assert (half["parameters"], half["optimizer state"]) == (2 * LLAMA_1B, 4 * LLAMA_1B)
-    assert written["parameters"] == 4 * LLAMA_1B
+    assert (full["parameters"], full["optimizer state"]) == (4 * LLAMA_1B + ANGLES, 8 * LLAMA_1B + COUNTS)
+    assert (half["parameters"], half["optimizer state"]) == (2 * LLAMA_1B + ANGLES, 4 * LLAMA_1B), "one count for all"
+    assert written["parameters"] == 4 * LLAMA_1B + ANGLES
     assert written["cast weights"] == 2 * LLAMA_1B
     for each in facts["variants"].values():
         assert sum(each["parts"].values()) == each["peak_bytes"]

@@ -21,7 +21,11 @@ from tests.support.one_curve import LENGTHS, STEPS, TOLERANCE, checkpointed, cur
 from tests.support.tiny import write_chats
 
 assert nothing_compiled
-pytestmark = pytest.mark.usefixtures("nothing_compiled")
+pytestmark = [
+    pytest.mark.usefixtures("nothing_compiled"),
+    # Dynamo itself looks at the gradient of tensors that have none, and in a long-lived process says so.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 PACKED: dict[str, Any] = {
     "data": {"packing": True, "max_length": 560},
     "training": {"global_batch_size": 2, "per_device_batch_size": 1, "activation_checkpointing": 2},

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from finetune.hub.start_adapter import find_start_adapter
+from finetune.model.text_part import answering_part
 from finetune.recipe.loader import load_recipe
 from finetune.train import main
 from tests.support.finished import finished_run
@@ -32,9 +33,14 @@ def page_of(family: str, folder: Path, **sections: Any) -> Path:
     return write_recipe(folder, tiny_lora(base, chats, **training | sections))
 
 
+def answering(model: Any) -> Any:
+    """The part that answers text: Llama 4 as a whole does not, in the installed transformers."""
+    return answering_part(model.get_base_model() if isinstance(model, PeftModel) else model)
+
+
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
-        result: Tensor = model.eval()(input_ids=torch.arange(3, 40)[None]).logits
+        result: Tensor = answering(model.eval())(input_ids=torch.arange(3, 40)[None]).logits
     return result
 
 
