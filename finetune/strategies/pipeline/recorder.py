@@ -44,6 +44,5 @@ class StageRecorder:
         return timed
 
     def _now(self) -> float:
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).synchronize(self._device)
+        torch.get_device_module(self._device).synchronize(self._device)  # nothing on a CPU
         return time.monotonic()
