@@ -44,7 +44,8 @@ def test_without_the_key_it_does_not_run(own: Path, tmp_path: Path, capsys: pyte
     recipe = write_recipe(tmp_path, tiny_lora(own, write_chats(tmp_path / "chats.jsonl", [30]), lora=None))
     for verb in (["check", "--model"], ["plan", "--gpus", "cpu"]):
         assert main([*verb, str(recipe)]) in (2, 4)
-        assert len(capsys.readouterr().err.splitlines()) == 1
+        *progress, _ = capsys.readouterr().err.splitlines()
+        assert all(line.startswith("tracing") for line in progress)  # on a slow machine
     assert train([str(recipe)]) in (2, 4)
     assert not (tmp_path / "ran").exists()
 
