@@ -38,6 +38,7 @@ from tests.support.soak_resume import (
     fork_ranks,
     import_before_forking,
     kill,
+    wait_all,
     write_resume_recipe,
 )
 
@@ -80,11 +81,11 @@ class Soak:
         run_dir = self.folder / name
         killed_before = len(kills_of(self._kills_file(name)))
         processes = fork_ranks(self.recipe, run_dir, *self.how, armed=self._armed(name, aim, clock))
-        codes = first_death(processes, 300)
+        codes = wait_all(processes, 300, until_killed=True)
         time.sleep(self.draw.uniform(0, 0.3) if codes is None else 0)
         kill(processes)
         if codes is None:
-            assert len(kills_of(self._kills_file(name))) > killed_before, f"{name} {aim}: killed by another"
+            assert len(kills_of(self._kills_file(name))) > killed_before, f"{name} {aim}: not by its aim"
             return False
         assert set(codes) == {0}, (name, aim, codes, self._said(name))
         return True
@@ -103,24 +104,6 @@ class Soak:
 
     def _said(self, name: str) -> str:
         return "\n".join(path.read_text()[-2000:] for path in sorted(self.folder.glob(f"{name}.rank*.log")))
-
-
-def first_death(processes: Sequence[int], seconds: float) -> list[int] | None:
-    """Exit codes of all; None as soon as one was killed. Raises AssertionError where they still run after `seconds`."""
-    end = time.monotonic() + seconds
-    codes: dict[int, int] = {}
-    while time.monotonic() < end:
-        for process in set(processes) - codes.keys():
-            done, status = os.waitpid(process, os.WNOHANG)
-            if done:
-                codes[process] = os.waitstatus_to_exitcode(status)
-                if codes[process] < 0:
-                    return None
-        if len(codes) == len(processes):
-            return [codes[process] for process in processes]
-        time.sleep(0.002)
-    kill(processes)
-    raise AssertionError(f"still running after {seconds} s")
 
 
 def soak(folder: Path, how: How, kills: int, seed: int) -> dict[str, Any]:

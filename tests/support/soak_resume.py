@@ -107,8 +107,8 @@ def _fork_rank(
     os._exit(code)
 
 
-def wait_all(processes: Sequence[int], seconds: float) -> list[int] | None:
-    """Exit codes of all, or None when they still ran after `seconds`."""
+def wait_all(processes: Sequence[int], seconds: float, *, until_killed: bool = False) -> list[int] | None:
+    """Exit codes of all, or None when they still ran after `seconds`; `until_killed`: or as soon as one was killed."""
     end = time.monotonic() + seconds
     codes: dict[int, int] = {}
     while time.monotonic() < end:
@@ -116,6 +116,8 @@ def wait_all(processes: Sequence[int], seconds: float) -> list[int] | None:
             done, status = os.waitpid(process, os.WNOHANG)
             if done:
                 codes[process] = os.waitstatus_to_exitcode(status)
+        if until_killed and min(codes.values(), default=0) < 0:
+            return None
         if len(codes) == len(processes):
             return [codes[process] for process in processes]
         time.sleep(0.002)
