@@ -18,7 +18,7 @@ from finetune.untrusted.kinds import kind_by_head
 
 LENGTH_BYTES = 8
 # A tensor takes some 120 bytes. Of known models Kimi K2 has most: in one file the 138,240 matrices and scales of its
-# experts would need 17 to 20 MB (a test counts them). safetensors itself takes 100 MB.
+# experts would need between 16 and 32 MiB (a test counts them). safetensors itself takes 100 MB.
 MOST_HEADER = 32 * 2**20
 MOST_DIMENSIONS = 16
 # Bits of one element, by the format's name in files.
