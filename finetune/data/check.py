@@ -7,6 +7,8 @@ order it refuses, a length) comes up in the same form when the rows are tokenise
 from __future__ import annotations
 
 import re
+import sys
+import time
 from collections.abc import Callable
 
 from finetune.data.row_reader import RowReader, notes_of
@@ -16,6 +18,7 @@ from finetune.recipe.schema import Data
 from finetune.wording import counted
 
 SHOWN_MISTAKES = 20
+FIRST_NOTE_SECONDS, SECONDS_BETWEEN_NOTES = 2.0, 10.0  # a file of 91 kB may hold 30 million equal rows
 _MORE = re.compile(r"and (\d+) more")
 
 
@@ -66,7 +69,7 @@ def check_rows(data: Data, log: Callable[[str], object] = lambda note: None) -> 
             source = resolve(entry)
             if source.kind != "hub":
                 reader = RowReader(source)
-                counts[source.name] = _good_rows(reader, mistakes)
+                counts[source.name] = _good_rows(reader, source.name, mistakes)
                 notes += notes_of(source.name, reader.facts())
         except DataError as error:
             mistakes.take(error)
@@ -76,9 +79,12 @@ def check_rows(data: Data, log: Callable[[str], object] = lambda note: None) -> 
     return counts
 
 
-def _good_rows(reader: RowReader, mistakes: Mistakes) -> int:
-    count = 0
-    for row in reader.rows():
+def _good_rows(reader: RowReader, name: str, mistakes: Mistakes) -> int:
+    count, due = 0, time.monotonic() + FIRST_NOTE_SECONDS
+    for number, row in enumerate(reader.rows(), start=1):
+        if time.monotonic() > due:
+            due = time.monotonic() + SECONDS_BETWEEN_NOTES
+            print(f"checking {name}: {counted(number, 'row')}", file=sys.stderr, flush=True)
         if row.problem is None:
             count += 1
         else:

@@ -15,6 +15,7 @@ from finetune.data.messages import nearest
 from finetune.data.readers import BadRow
 from finetune.recipe.cross_checks import OPTIONAL_COLUMNS, ROW_COLUMNS, layouts_with
 from finetune.recipe.schema import DataSet, KnownFormat
+from finetune.wording import counted
 
 SHOWN_CHARACTERS = 90  # of a list of columns
 # What data sets call a question, what belongs to it, and its answer; the first that a row has is taken.
@@ -184,12 +185,12 @@ def _chosen(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def in_quotes(names: Sequence[str]) -> str:
-    """Names in quotes, as many as fit into a message."""
+    """Names in quotes, as many as fit into a message, and the number of the others."""
     text = ""
-    for name in names:
+    for shown, name in enumerate(names):
         part = f", {name!r}" if text else repr(name)
         if len(text) + len(part) > SHOWN_CHARACTERS:
-            return f"{text}, ..."
+            return f"{text} and {len(names) - shown:,} more" if text else f"{counted(len(names), 'name')}"
         text += part
     return text
 

@@ -6,6 +6,8 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from finetune.data.readers import BadRow, json_kind, parse_json
@@ -16,6 +18,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 # Columns, keys of messages and kinds of content parts that hold no text.
 MEDIA = ("image", "images", "image_url", "video", "videos", "video_url", "audio", "audios", "audio_url", "input_audio")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING)
+COMPARED_KEYS = 20  # of a message: unknown keys that may be misspelt ones of ours
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -54,11 +57,7 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
         raise BadRow(f'{where} must be an object, this is {json_kind(message)}; write {{"role": ...}}')
     role = _role(message, where)
     result = {key: value for key, value in message.items() if value is not None and key != "weight"}
-    for key in result:
-        if key in MEDIA and result[key]:
-            raise ToldOnce(f"{where}: {key!r} on a message; only text is trained on: remove it, or the row", key)
-        if key not in MESSAGE_KEYS and (near := nearest(key, MESSAGE_KEYS, cutoff=0.75)) and near not in message:
-            raise BadRow(f"{where}: unknown key {key!r}; did you mean {near!r}?")
+    _check_keys(result, message, where)
     if not result.get("tool_calls"):
         result.pop("tool_calls", None)  # an empty list makes some templates write an empty call
     else:
@@ -71,6 +70,22 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
         if key in result:
             result[key] = checked_text(result[key], f"{where}.{key}", may_be_empty=True)
     return result | {"content": _content(message, where, may_be_empty="tool_calls" in result or role == "tool")}
+
+
+def _check_keys(keys: Mapping[str, Any], message: Mapping[str, Any], where: str) -> None:
+    """Raises for a key that holds no text, or is nearly one of ours; of many unknown ones the first are compared."""
+    for key in keys:
+        if key in MEDIA and keys[key]:
+            raise ToldOnce(f"{where}: {key!r} on a message; only text is trained on: remove it, or the row", key)
+    for key in islice((key for key in keys if key not in MESSAGE_KEYS), COMPARED_KEYS):
+        near = _our_key(key)
+        if near and near not in message:
+            raise BadRow(f"{where}: unknown key {key!r}; did you mean {near!r}?")
+
+
+@lru_cache(maxsize=1024)  # a comparison takes 13 us, and the keys of one message are those of all
+def _our_key(key: str) -> str | None:
+    return nearest(key, MESSAGE_KEYS, cutoff=0.75)
 
 
 def _role(message: Mapping[str, Any], where: str) -> str:

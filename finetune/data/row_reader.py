@@ -17,6 +17,7 @@ from finetune.data.sources import Source
 from finetune.recipe.cross_checks import OPTIONAL_COLUMNS
 
 READ_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)  # of messages, by templates or our checks
+MOST_NAMES = 1000  # columns, and keys of messages, that are noted by name; an identifier may be the key of each row
 HEAD = 50  # rows from which the layout is found; a column that is mapped must be in one of them
 
 
@@ -88,7 +89,7 @@ class RowReader:
             if name in MEDIA or _is_media(values[name]):
                 remedy = "only text is trained on: take a data set of text alone, or remove the column"
                 raise ToldOnce(f"column {name!r} holds no text; {remedy}", name)
-            if name not in self._unused:
+            if name not in self._unused and len(self._unused) < MOST_NAMES:
                 self._unused[name] = None
                 near = nearest(name, OPTIONAL_COLUMNS[layout.format], cutoff=0.8)
                 if near and near not in values and near not in layout.columns:
@@ -98,7 +99,9 @@ class RowReader:
     def _note(self, read: Chat | Passage) -> None:
         if isinstance(read, Chat):
             self._unanswered += read.messages[-1]["role"] != "assistant"
-            self._message_keys |= dict.fromkeys(key for each in read.messages for key in each if key not in READ_KEYS)
+            keys = (key for each in read.messages for key in each if key not in READ_KEYS)
+            new = dict.fromkeys(key for key in keys if key not in self._message_keys)
+            self._message_keys |= dict.fromkeys(islice(new, MOST_NAMES - len(self._message_keys)))
         elif read.prompt:
             end, start = read.prompt[-1], read.completion[0]
             self._run_together += end.isascii() and not end.isspace() and start.isascii() and start.isalnum()
@@ -121,15 +124,19 @@ def _is_media(value: Any) -> bool:
     return isinstance(first, dict) and {*first} == {"bytes", "path"}
 
 
+def _listed(names: list[str]) -> str:
+    return in_quotes(names) + (" at least" if len(names) >= MOST_NAMES else "")
+
+
 def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
     """What the owner of a data set should know, a line each; `facts` are a reader's."""
     if facts["read_as"]:
         layout, columns = facts["read_as"]
         yield f"{name}: read as {layout}, columns: {columns}"
     if facts["unused_columns"]:
-        yield f"{name}: columns not used: {in_quotes(facts['unused_columns'])}"
+        yield f"{name}: columns not used: {_listed(facts['unused_columns'])}"
     if facts["unused_message_keys"]:
-        yield f"{name}: keys of messages that the template does not read: {in_quotes(facts['unused_message_keys'])}"
+        yield f"{name}: keys of messages that the template does not read: {_listed(facts['unused_message_keys'])}"
     if count := facts["unanswered"]:
         yield f"{name}: dialogues that end without an answer: {count:,}; nothing is learned from their last turn"
     if count := facts["run_together"]:

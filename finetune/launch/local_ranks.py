@@ -122,6 +122,8 @@ class _Ranks:
     def obey(self, received: list[int]) -> None:
         """Pass on what this process received, and end ranks whose time is up."""
         now = time.monotonic()
+        if not self._terminated and any(process.poll() == -signal.SIGTERM for process in self._processes):
+            received.append(signal.SIGTERM)  # to a rank before its training, of which that is the default action
         if (received or now > self._terminate_at) and not self._terminated:
             self._terminated, self._stopped = True, bool(received)
             self._send(signal.SIGTERM)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError
+from finetune.files import write_json
 from finetune.lectures.output import LectureRequest, LectureResult, write_lecture
 from finetune.paths import CHECKOUT, PACKAGE
 
@@ -138,7 +139,8 @@ def run_lecture(
     """
     lecture = _lecture(name)
     folder = folder or Path("runs") / f"lecture_{name}"
-    if folder.exists() and any(folder.iterdir()) and not (folder / f"{name}.json").is_file():
+    facts = folder / f"{name}.json"
+    if folder.exists() and any(folder.iterdir()) and not facts.is_file():
         raise FinetuneError(f"{folder}: is not the folder of this lecture and not empty; name another folder with -o")
     own = {word.partition("=")[0]: word.partition("=")[2] for word in words if _is_setting(word, lecture)}
     overrides = tuple(word for word in words if not _is_setting(word, lecture))
@@ -150,7 +152,15 @@ def run_lecture(
     if recipe is None:
         recipe, overrides = CHECKOUT / "recipes" / lecture.recipe, (*lecture.overrides, *overrides)
     folder.mkdir(parents=True, exist_ok=True)
-    result = lecture_function(name)(LectureRequest(recipe, overrides, {**lecture.settings, **own}, folder, note))
+    is_new = not facts.exists()
+    if is_new:  # one that is stopped leaves it, and the next one takes its folder
+        write_json(facts, {"lecture": name, "finished": False})
+    try:
+        result = lecture_function(name)(LectureRequest(recipe, overrides, {**lecture.settings, **own}, folder, note))
+    except FinetuneError:
+        if is_new and [*folder.iterdir()] == [facts]:
+            facts.unlink()
+        raise
     files = [str(file) for file in write_lecture(name, result, folder)]
     text = f"{lecture.question}\n\n{result.text()}\n\n{', '.join(files)}"
     return text, {"lecture": name, **result.facts, "files": files}

@@ -20,9 +20,10 @@ from finetune.recipe.strategy import read_strategy
 from finetune.recipe.yaml_text import parse, shorten
 
 STRATEGY, STRATEGY_KEY = "strategy", "accelerate_config"
+PLACE_KEY = "output_dir"  # beside it is the comparison's folder, where -o names none
 # Keys that a comparison sets for every job, and what to write instead.
 OWN_KEYS = {
-    "output_dir": "name the folder by -o",
+    PLACE_KEY: "name the folder by -o",
     "training.max_steps": "name the steps by --steps",
     "training.num_train_epochs": "name the steps by --steps",
     **dict.fromkeys(
@@ -185,7 +186,10 @@ def _row_of_entry(entry: Any, place: str) -> AskedRow:
 
 def check_compared(recipe: Path, overrides: Sequence[str], asked: Sequence[AskedRow], steps: int) -> list[ComparedRow]:
     """Read every row's recipe. Raises RecipeError with each mistake of the rows once, in one line."""
-    load_recipe(recipe, overrides)  # its own mistakes are the recipe's
+    origins = load_recipe(recipe, overrides).origins  # its own mistakes are the recipe's
+    for key in OWN_KEYS:
+        if key != PLACE_KEY and origins.get(key) == COMMAND_LINE:
+            _refuse_own(COMMAND_LINE, key)
     rows: list[ComparedRow] = []
     mistakes: list[str] = []
     folders: list[str] = []

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from finetune.recipe.foreign_keys import answer_for, other_word_for
 from finetune.recipe.schema import DataSet, Recipe
-from finetune.recipe.yaml_text import Path, dotted, number_trap, shown
+from finetune.recipe.yaml_text import Path, dotted, number_trap, plain_scalar, shown
 from finetune.wording import in_digits
 
 INTERVAL = "a whole number of steps, at least 1, or a share of the run between 0 and 1"
@@ -272,7 +272,7 @@ def _wants(path: Path, expected: str, written: Any) -> str:
 def _hint(path: Path, expected: str, written: Any) -> str | None:
     """What to write instead of a value of the wrong kind."""
     if expected.startswith("true") and str(written).lower() in TRUTH_WORDS:
-        if str(written).lower() in ("true", "false"):
+        if isinstance(plain_scalar(str(written)), bool):  # tRUE and fALSE are texts without quotes too
             return "remove the quotes"
         return f"{shown(written)} is not a truth value, write {TRUTH_WORDS[str(written).lower()]}"
     if expected == "text" and isinstance(written, (bool, int, float)):

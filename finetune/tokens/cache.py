@@ -23,7 +23,7 @@ import numpy as np
 from filelock import FileLock
 from numpy.lib import format as npy
 
-from finetune.data.check import Mistakes
+from finetune.data.check import SECONDS_BETWEEN_NOTES, Mistakes
 from finetune.data.readers import SourceRow
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import Source
@@ -36,7 +36,6 @@ from finetune.wording import counted
 
 VERSION = 3
 CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; memory holds this many rows
-SECONDS_BETWEEN_NOTES = 10.0  # data in the cache need no note; until then, report progress
 ARRAYS = {"tokens": "<i4", "learned": "|b1", "lengths": "<i8", "supervised": "<i8", "digests": "<u8", "lines": "<i8",
           "files": "<i4", "rows": "<i8"}  # fmt: skip
 COUNTS = ("rows_read", "documents", "truncated", "dropped", "control_token_texts", "largest_token_id", *REMARKS)

@@ -17,7 +17,9 @@ from finetune.untrusted.json_files import parse_document, unreadable
 from finetune.untrusted.kinds import kind_by_head
 
 LENGTH_BYTES = 8
-MOST_HEADER = 100_000_000  # safetensors' own limit
+# A tensor takes some 120 bytes. Of known models Kimi K2 has most: in one file the 138,240 matrices and scales of its
+# experts would need between 16 and 32 MiB (a test counts them). safetensors itself takes 100 MB.
+MOST_HEADER = 32 * 2**20
 MOST_DIMENSIONS = 16
 # Bits of one element, by the format's name in files.
 BITS = {
@@ -48,6 +50,8 @@ def read_header(path: Path) -> dict[str, TensorFacts]:
             length = int.from_bytes(head, "little")
             if not size or len(head) < LENGTH_BYTES or length > min(MOST_HEADER, size - LENGTH_BYTES):
                 what = kind_by_head(head + file.read(56))
+                if not what and length <= size - LENGTH_BYTES:
+                    raise _too_many_names(path, length)
                 raise _no_safetensors(path, f"is {what}" if what else _cut_off(size, length))
             content = file.read(length)
     except OSError as error:
@@ -63,6 +67,11 @@ def read_header(path: Path) -> dict[str, TensorFacts]:
 
 def _no_safetensors(path: Path, what: str) -> Exception:
     return unreadable(path, f"{what}; it is not a whole safetensors file")
+
+
+def _too_many_names(path: Path, length: int) -> Exception:
+    most = f"{MOST_HEADER / 2**20:.0f} MiB, the names of 250,000 tensors, are read"
+    return unreadable(path, f"has a header of {length:,} bytes, and at most {most}", "store it in several files")
 
 
 def _cut_off(size: int, length: int) -> str:

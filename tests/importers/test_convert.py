@@ -558,3 +558,13 @@ def test_their_templates_and_what_is_learned_in_them(name: str) -> None:
 def test_recipe_defaults_are_the_recipes() -> None:
     assert recipe_default("training.learning_rate") == 2e-4
     assert recipe_default("lora.lora_alpha") == 32
+
+
+@pytest.mark.parametrize(
+    ("theirs", "remedy"),
+    [("tRUE", "tRUE is not a truth value, write true"), ("Yes", "Yes is not a truth value, write true")],
+)
+def test_a_truth_value_that_yaml_does_not_know_names_its_remedy(theirs: str, remedy: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=rf"sample_packing: data\.packing: is {theirs}; .*{remedy}$"):
+        imported(tmp_path, AXOLOTL_LORA_8B | {"sample_packing": theirs})
+    assert value(imported(tmp_path, AXOLOTL_LORA_8B | {"sample_packing": True}), "data.packing") is True

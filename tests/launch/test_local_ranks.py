@@ -194,6 +194,16 @@ def test_a_rank_that_leaves_after_a_signal_of_its_own_is_no_failure(tmp_path: Pa
         assert ended(process, tmp_path) == (130, "")
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stop_of_one_rank_that_starts_is_the_run_s(rank: int, tmp_path: Path) -> None:
+    """Before the ranks have met, SIGTERM ends a rank by its default action; the other would wait for it for ever."""
+    with launched(tmp_path, "all:starting") as process:
+        began = time.monotonic()
+        os.kill(int(ranks_of(tmp_path)[rank]["pid"]), signal.SIGTERM)
+        assert ended(process, tmp_path) == (130, "\nstopped\n")
+        assert time.monotonic() - began < 10
+
+
 def test_a_killed_rank_ends_the_others_and_is_named(tmp_path: Path) -> None:
     with launched(tmp_path, "0:deaf", "1:killed", grace=0.5) as process:
         code, printed = ended(process, tmp_path)

@@ -82,6 +82,28 @@ def test_a_folder_with_something_else_is_refused(played: Path, capsys: pytest.Ca
     assert not SEEN
 
 
+def test_the_folder_of_a_lecture_that_was_stopped_is_taken_again(
+    played: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(asked: LectureRequest) -> LectureResult:
+        (asked.folder / "half.txt").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "lecture_function", lambda name: stopped)
+    assert main(["compare", "--lecture", "memory", "-o", "mine"]) == 130
+    assert json.loads((played / "mine" / "memory.json").read_text()) == {"lecture": "memory", "finished": False}
+    monkeypatch.setattr(command, "lecture_function", lambda name: result)
+    assert main(["compare", "--lecture", "memory", "-o", "mine"]) == 0
+    assert json.loads((played / "mine" / "memory.json").read_text()) == {"lecture": "memory", "figure": 3}
+    assert main(["compare", "--lecture", "formats", "-o", "mine"]) == 2, "another lecture's"
+
+
+def test_a_lecture_of_a_wrong_recipe_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", "--lecture", "memory", "training.max_stepz=3"]) == 2
+    assert not [*tmp_path.rglob("*.json")]
+
+
 def test_every_lecture_has_a_function_and_a_recipe_that_is_there() -> None:
     assert set(LECTURES) >= {"memory", "formats", "collectives"}
     for name, lecture in LECTURES.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,30 @@ def test_an_option_that_means_nothing(vary: list[str], strategies: str | None, w
         rows_of_options(vary, strategies)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            "training.max_steps=5",
+            "training.max_steps: is the same in every row of a comparison; name the steps by --steps",
+        ),
+        ("training={max_steps: 5}", "training.max_steps: is the same in every row"),
+        ("save_steps=7", "save_steps: is the same in every row of a comparison; leave it out"),
+        ("training.resume=never", "training.resume: is the same in every row"),
+    ],
+)
+def test_an_override_that_a_comparison_would_not_obey_is_refused(override: str, words: str, recipe: Path) -> None:
+    with pytest.raises(FinetuneError, match=f"^command line: {re.escape(words)}"):
+        check_compared(recipe, [override], rows_of_options([], "ddp"), 2)
+
+
+def test_overrides_that_a_comparison_obeys_are_taken(recipe: Path, tmp_path: Path) -> None:
+    words = [f"output_dir={tmp_path}/other", "training.learning_rate=1e-4"]
+    planned = plan_comparison(recipe, words, rows_of_options([], "ddp"), steps=2, processes=None, folder=None)
+    assert planned.folder == tmp_path / "other_compare"
+    assert planned.rows[0].recipe.training.learning_rate == 1e-4
 
 
 def test_rows_of_a_file(recipe: Path, tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ def test_numbers_that_people_write_are_answered_with_ours(written: str, remedy: 
         ("training: {optim: adamw_bnb_8bit}", "did you mean adamw_8bit?"),
         ("training: {non_blocking: on}", "on is not a truth value, write true"),
         ("training: {pure_bf16: 'false'}", "remove the quotes"),
+        ("training: {pure_bf16: 'False'}", "remove the quotes"),
+        ("training: {pure_bf16: tRUE}", "tRUE is not a truth value, write true"),
         ("lora: false", "write null for none"),
         ("lora: {init_lora_weights: gausian}", "did you mean gaussian?"),
         ("lora: {target_modules: all_linear}", "write all-linear"),

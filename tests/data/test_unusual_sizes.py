@@ -1,0 +1,91 @@
+"""Rows with thousands of keys, and files that take long to check: bounded work, and a word while it lasts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from finetune.data import check, messages
+from finetune.data.check import check_rows
+from finetune.data.columns import in_quotes
+from finetune.data.row_reader import RowReader, notes_of
+from finetune.data.sources import resolve
+from finetune.errors import DataError
+from finetune.recipe.schema import Data
+
+ASKED, ANSWERED = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
+
+
+def data_of(folder: Path, *rows: object) -> Data:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Data.model_validate({"train": [{"path": "json", "data_files": str(file)}]})
+
+
+def numbered(count: int, word: str = "key") -> dict[str, str]:
+    return {f"{word}{number}": "x" for number in range(count)}
+
+
+def named(note: str) -> int:
+    return note.count("'") // 2
+
+
+def test_few_of_many_unknown_keys_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+
+    def counting(word: str, among: Iterable[str], cutoff: float = 0.7) -> str | None:
+        compared.append(word)
+        return None
+
+    monkeypatch.setattr(messages, "nearest", counting)
+    messages._our_key.cache_clear()
+    turns = [ASKED | numbered(20_000), ANSWERED | numbered(20_000, "other")]
+    data = data_of(tmp_path, {"messages": turns}, {"messages": turns})
+    reader = RowReader(resolve(data.train[0]))
+    assert [row.problem for row in reader.rows()] == [None, None]
+    messages._our_key.cache_clear()
+    assert len(compared) == 2 * messages.COMPARED_KEYS, "the keys of the second row are known"
+    (note,) = notes_of("a", reader.facts(lambda key: False))
+    assert note.startswith("a: keys of messages that the template does not read: 'key0', 'key1', ")
+    assert note.endswith(f" and {1000 - named(note)} more at least")
+
+
+def test_a_misspelt_key_among_the_first_is_refused(tmp_path: Path) -> None:
+    for before in (0, messages.COMPARED_KEYS - 1):
+        turn = ASKED | numbered(before) | {"wieght": 0} | numbered(30, "late")
+        with pytest.raises(DataError, match=r"unknown key 'wieght'; did you mean 'weight'\?"):
+            check_rows(data_of(tmp_path, {"messages": [turn, ANSWERED]}))
+
+
+def test_columns_beyond_a_thousand_are_not_kept(tmp_path: Path) -> None:
+    notes: list[str] = []
+    rows = [{"messages": [ASKED, ANSWERED]} | numbered(700, f"c{row}_") for row in range(3)]
+    check_rows(data_of(tmp_path, *rows), notes.append)
+    assert notes[0].endswith(f" and {1000 - named(notes[0])} more at least")
+
+
+def test_names_in_quotes_say_how_many_are_left_out() -> None:
+    assert in_quotes(["a", "b"]) == "'a', 'b'"
+    assert in_quotes(["x" * 50, "y" * 30, "z", "z"]) == f"'{'x' * 50}', '{'y' * 30}' and 2 more"
+    assert in_quotes(["x" * 100]) == "1 name"
+
+
+def test_a_check_that_takes_long_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A clock that a row moves by a second: after two, then every ten."""
+    now = iter(range(10_000))
+    monkeypatch.setattr(check.time, "monotonic", lambda: float(next(now)))
+    data = data_of(tmp_path, *[{"messages": [ASKED, ANSWERED]}] * 30)
+    check_rows(data)
+    lines = capsys.readouterr().err.splitlines()
+    name = data.train[0].data_files
+    assert lines[:2] == [f"checking {name}: 3 rows", f"checking {name}: 14 rows"]
+
+
+def test_a_short_check_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check_rows(data_of(tmp_path, *[{"messages": [ASKED, ANSWERED]}] * 30))
+    assert capsys.readouterr().err == ""
