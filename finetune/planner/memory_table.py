@@ -93,7 +93,7 @@ def _stages(planned: Planned) -> Iterator[str]:
         kept = sum(parts.get(part, 0) for shade in "█▓" for part in DRAWN[shade]) / GIB
         made = sum(parts.get(part, 0) for part in DRAWN["▒"]) / GIB
         fits = "" if each.gpus is None else "yes" if each.fits else "no"
-        held = f"{each.stage_layers.start} to {each.stage_layers.stop - 1}" if each.stage_layers else ""
+        held = ", ".join(f"{layers.start} to {layers.stop - 1}" for layers in each.stage_layers)
         yield (
             f"{each.stage:<7}{held:>9}{micro_batches_alive(each):>15}{kept:>16.2f}{made:>13.2f}"
             f"{each.needed / GIB:>10.2f}{fits:>6}"
@@ -104,7 +104,8 @@ def _stages(planned: Planned) -> Iterator[str]:
 def micro_batches_alive(stage: Planned) -> int:
     """Of a step, on this stage of a pipeline."""
     assert stage.stage is not None
-    return alive_at_most(stage.strategy, stage.stage, stage.ranks, stage.layout.micro_steps)
+    stages = stage.ranks // stage.layout.ranks
+    return alive_at_most(stage.schedule or "", stage.stage, stages, stage.layout.micro_steps)
 
 
 def _rest(planned: Planned) -> Iterator[str]:
@@ -152,6 +153,5 @@ def plan_json(planned: Planned) -> dict[str, Any]:
 
 
 def _stage_json(stage: Planned) -> dict[str, Any]:
-    held = stage.stage_layers
-    layers = [held.start, held.stop - 1] if held else None  # first and last
-    return {"layers": layers, "micro_batches_alive": micro_batches_alive(stage), **plan_json(stage)}
+    layers = [[held.start, held.stop - 1] for held in stage.stage_layers]  # first and last, of each run
+    return {"layers": layers[0] if len(layers) == 1 else layers, "micro_batches_alive": micro_batches_alive(stage), **plan_json(stage)}

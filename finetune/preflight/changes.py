@@ -44,8 +44,9 @@ class RecipeChange:
 
 
 def processes_of(strategy: Strategy, requested: int) -> int:
-    """Ranks of a rehearsal: one for single, copies of shards for HSDP."""
-    return strategy.rank_count(max(4 if strategy.replicates else 2, requested))
+    """Ranks of a rehearsal: one for single, copies of shards for HSDP, two stages or more for each pipeline."""
+    copies = strategy.pipelines.copies if strategy.pipelines else 2 if strategy.replicates else 1
+    return strategy.rank_count(-(-max(2 * copies, requested) // copies) * copies)
 
 
 def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int, folder: Path) -> list[RecipeChange]:

@@ -14,7 +14,7 @@ from finetune.planner.memory_table import plan_json
 from finetune.planner.plan_recipe import plan_recipe
 from finetune.planner.roofline_report import roofline_json
 from finetune.recipe.gpus import parse_gpus
-from finetune.recipe.strategy import SCHEDULES
+from finetune.recipe.sections.pipelines import SCHEDULES
 from tests.support.planned import Case, differences, models, planned, tracked_on_each_rank
 from tests.support.recipes import least, least_recipe, write_recipe
 
@@ -76,7 +76,7 @@ def test_a_plan_has_every_stage_and_is_the_largest(folder: Path) -> None:
         recipe = least_recipe(folder / "untied", accelerate_config=schedule, lora=None, **sections)
         plan = plan_recipe(recipe, parse_gpus("2xRTX4090"))
         assert [each.stage for each in plan.stages] == [0, 1]
-        assert [each.stage_layers for each in plan.stages] == [range(3), range(3, 5)]
+        assert [each.stage_layers for each in plan.stages] == [(range(3),), (range(3, 5),)]
         largest = max(plan.stages, key=lambda each: max(each.needed, each.upper))
         assert (plan.stage, plan.needed, plan.phases) == (largest.stage, largest.needed, largest.phases)
         kept[schedule] = plan.stages[0].phases[BACKWARD].peak.parts["activations"]

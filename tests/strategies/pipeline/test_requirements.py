@@ -11,7 +11,8 @@ import pytest
 
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.model.float8.requirements import EMULATION_SWITCH
-from finetune.recipe.strategy import CONFIG_FOLDER, SCHEDULES, read_strategy
+from finetune.recipe.sections.pipelines import SCHEDULES
+from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
 from finetune.strategies.accelerator import check_launch
 from tests.support.launching import ALONE
 from tests.support.recipes import SETTING, least_recipe
