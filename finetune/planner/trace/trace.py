@@ -130,8 +130,8 @@ def trace(
 
 def _of_rank(batches: Sequence[MicroBatch], strategy: Strategy, ranks: int, rank: int) -> Sequence[MicroBatch]:
     """The last stage of a pipeline learns alone."""
-    last = rank == strategy.stage_count(ranks) - 1 or strategy.schedule is None
-    return batches if last else [without_learning(batch) for batch in batches]
+    stages = strategy.stage_count(ranks)
+    return batches if rank % stages == stages - 1 else [without_learning(batch) for batch in batches]
 
 
 @contextmanager
