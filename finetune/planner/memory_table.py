@@ -87,18 +87,22 @@ def _drawn(sizes: Sequence[int], whole: int) -> str:
 
 def _stages(planned: Planned) -> Iterator[str]:
     """What each stage of a pipeline holds; the table and the bars before are of the one that needs most."""
-    yield "stage     layers  micro-batches  weights, state  activations  all, GiB  fits"
-    for each in planned.stages:
+    held = [", ".join(f"{run.start} to {run.stop - 1}" for run in each.stage_layers) for each in planned.stages]
+    wide = max(9, *map(len, held))
+    yield f"stage  {'layers':>{wide}}  micro-batches  weights, state  activations  all, GiB  fits"
+    for each, layers in zip(planned.stages, held, strict=True):
         parts = each.peak[1].parts
         kept = sum(parts.get(part, 0) for shade in "█▓" for part in DRAWN[shade]) / GIB
         made = sum(parts.get(part, 0) for part in DRAWN["▒"]) / GIB
         fits = "" if each.gpus is None else "yes" if each.fits else "no"
-        held = ", ".join(f"{layers.start} to {layers.stop - 1}" for layers in each.stage_layers)
         yield (
-            f"{each.stage:<7}{held:>9}{micro_batches_alive(each):>15}{kept:>16.2f}{made:>13.2f}"
+            f"{each.stage:<7}{layers:>{wide}}{micro_batches_alive(each):>15}{kept:>16.2f}{made:>13.2f}"
             f"{each.needed / GIB:>10.2f}{fits:>6}"
         )
-    yield "micro-batches: whose activations the stage holds at once, at most"
+    in_turn = ", in either of its runs of layers" if len(planned.stages[0].stage_layers) > 1 else ""
+    yield f"micro-batches: whose activations the stage holds at once{in_turn}, at most"
+    if planned.layout.ranks > 1:
+        yield f"each stage is there {planned.layout.ranks} times, in as many pipelines"
 
 
 def micro_batches_alive(stage: Planned) -> int:
@@ -153,5 +157,6 @@ def plan_json(planned: Planned) -> dict[str, Any]:
 
 
 def _stage_json(stage: Planned) -> dict[str, Any]:
-    layers = [[held.start, held.stop - 1] for held in stage.stage_layers]  # first and last, of each run
-    return {"layers": layers[0] if len(layers) == 1 else layers, "micro_batches_alive": micro_batches_alive(stage), **plan_json(stage)}
+    runs = [[held.start, held.stop - 1] for held in stage.stage_layers]  # first and last layer of each
+    layers = runs[0] if len(runs) == 1 else runs
+    return {"layers": layers, "micro_batches_alive": micro_batches_alive(stage), **plan_json(stage)}

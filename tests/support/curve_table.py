@@ -43,6 +43,8 @@ BESIDE = ("gpipe_ddp2", "1f1b_ddp2")
 PIPELINES = dict.fromkeys(("gpipe", "1f1b", "naive", "interleaved_1f1b"), 2) | dict.fromkeys(BESIDE, 4)
 STAGED_LAYERS = 4  # of the model that pipelines train: two stages with two runs of layers each
 ROWS = RANKS | PIPELINES  # of the table: strategy -> ranks
+# Of the record of killed runs: of pipelines each way to hold a stage's weights once.
+KILLED = RANKS | {name: PIPELINES[name] for name in ("1f1b", "interleaved_1f1b", "1f1b_ddp2")}
 ALONE = {"per_device_batch_size": 1}
 SPLITS: dict[str, dict[str, dict[str, Any]]] = {
     "whole": {"training": {"per_device_batch_size": len(LENGTHS)}},  # each rank all of its rows at once

@@ -11,10 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from finetune.errors import FinetuneError
+from finetune.measure.phases import Phases
 from finetune.strategies.pieces import Elsewhere
 from finetune.strategies.pipeline.layout import parts_of
+from finetune.strategies.pipeline.schedule import Pipeline
 from finetune.strategies.pipeline.split import split_layers
-from tests.support.stages import Chain, gradients_of, structure, taught
+from tests.support.stages import CPU, Chain, gradients_of, structure, taught
 from tests.support.tiny import FAMILIES, flat_batch, tiny_model
 
 # Scales of embeddings, residuals and logits; windows and global layers; an architecture of experts.
@@ -65,6 +67,30 @@ def test_runs_that_take_turns_are_the_model(family: str, recomputed: bool) -> No
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
     held = [name for name, weight in chain.models[0].named_parameters() if not isinstance(weight, Elsewhere)]
     assert {name.split(".")[2] for name in held if "layers" in name} == {"0", "3", "4"}
+
+
+def test_each_run_of_a_stage_draws_numbers_of_its_own() -> None:
+    """Of two runs and three micro-batches, in any order of the two; the last forward has the last micro-batch's number,
+    by which seeds.py sees whether a model draws at all."""
+    runs = [range(2), range(2, 4)]
+    chain, seen = Chain(lambda: model_of("llama"), runs, stages=1), list[int]()
+    pipeline = Pipeline(chain.runs, runs, "interleaved_1f1b", chain.holdings[0], chain.trained[0], CPU)
+
+    def forwards(micro_batches: int, tokens: int, *, train: bool) -> None:
+        given = [chain.runs[0](torch.empty(1)) for _ in range(micro_batches)]
+        for hidden in given:
+            chain.runs[1](hidden)
+
+    pipeline._run = forwards  # type: ignore[method-assign]
+    counted = pipeline.forward_and_backward(
+        [flat_batch((7, 12))] * 3,
+        supervised_tokens=1,
+        loss_sum=torch.zeros((), dtype=torch.float64),
+        before_each=seen.append,
+        phases=Phases(CPU, enabled=False),
+    )
+    assert seen == [3, 4, 5, 0, 1, 2]
+    assert counted == 3 * len(flat_batch((7, 12))["supervised"])
 
 
 def test_a_stage_holds_its_own_part_alone() -> None:
