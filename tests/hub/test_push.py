@@ -579,13 +579,14 @@ class TestTraining:
 def test_neither_comparison_nor_rehearsal_pushes(run: Path, tmp_path: Path) -> None:
     settings = ["hub.repo_id=me/devils", "hub.push=true"]
     single = rows_of_options([], "single")
-    with pytest.raises(FinetuneError, match="hub.push: is the same in every row of a comparison"):
+    with pytest.raises(FinetuneError, match=r"hub\.push: is the same in every row of a comparison"):
         check_compared(run / "recipe.yaml", settings, single, 1)
     pushing = tmp_path / "pushing.yaml"
     written = yaml.safe_load((run / "recipe.yaml").read_text())
     pushing.write_text(yaml.safe_dump(written | {"hub": {"repo_id": "me/devils", "push": True}}))
     rows = check_compared(pushing, [], single, 1)
-    assert rows[0].recipe.hub is not None and rows[0].recipe.hub.push
+    assert rows[0].recipe.hub is not None
+    assert rows[0].recipe.hub.push
     words = job_command(Comparison(pushing, (), tuple(rows), 1, 1, "cpu", tmp_path), rows[0])
     assert [word for word in words if word.startswith("hub.push=")] == ["hub.push=false"]
     write_chats(tmp_path / "chats.jsonl", [40, 40])
