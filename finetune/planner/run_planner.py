@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from finetune.planner.plan_recipe import Planned
     from finetune.tokens.batches import MicroBatch
 
-LOWEST_PRIORITY = 19  # priority: a run on a CPU needs its cores
 TIGHT_SHARE = 0.5  # of the memory; below it no smaller changes are planned
 
 
@@ -34,7 +33,9 @@ def main(argv: Sequence[str]) -> int:
     """Write the answer into the file named; return 0, also where the answer is that there is no plan."""
     die_with_parent(signal.SIGKILL)
     if os.environ.get(PLANNER_SWITCH) != "wait":
-        os.setpriority(os.PRIO_PROCESS, 0, LOWEST_PRIORITY)  # whatever the run's own is, which os.nice would add to
+        # A run on a CPU needs its cores, and its threads wait for each other at every operator: at priority 19 the
+        # planner still has a core for milliseconds at a time, and steps took twice as long.
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     request = read_request(json.load(sys.stdin))
     file = Path(argv[0])
     plan, why, needed = planned(request)
