@@ -87,24 +87,29 @@ def _drawn(sizes: Sequence[int], whole: int) -> str:
 
 def _stages(planned: Planned) -> Iterator[str]:
     """What each stage of a pipeline holds; the table and the bars before are of the one that needs most."""
-    yield "stage     layers  micro-batches  weights, state  activations  all, GiB  fits"
-    for each in planned.stages:
+    held = [", ".join(f"{run.start} to {run.stop - 1}" for run in each.stage_layers) for each in planned.stages]
+    wide = max(9, *map(len, held))
+    yield f"stage  {'layers':>{wide}}  micro-batches  weights, state  activations  all, GiB  fits"
+    for each, layers in zip(planned.stages, held, strict=True):
         parts = each.peak[1].parts
         kept = sum(parts.get(part, 0) for shade in "█▓" for part in DRAWN[shade]) / GIB
         made = sum(parts.get(part, 0) for part in DRAWN["▒"]) / GIB
         fits = "" if each.gpus is None else "yes" if each.fits else "no"
-        held = f"{each.stage_layers.start} to {each.stage_layers.stop - 1}" if each.stage_layers else ""
         yield (
-            f"{each.stage:<7}{held:>9}{micro_batches_alive(each):>15}{kept:>16.2f}{made:>13.2f}"
+            f"{each.stage:<7}{layers:>{wide}}{micro_batches_alive(each):>15}{kept:>16.2f}{made:>13.2f}"
             f"{each.needed / GIB:>10.2f}{fits:>6}"
         )
-    yield "micro-batches: whose activations the stage holds at once, at most"
+    in_turn = ", in either of its runs of layers" if len(planned.stages[0].stage_layers) > 1 else ""
+    yield f"micro-batches: whose activations the stage holds at once{in_turn}, at most"
+    if planned.layout.ranks > 1:
+        yield f"each stage is there {planned.layout.ranks} times, in as many pipelines"
 
 
 def micro_batches_alive(stage: Planned) -> int:
     """Of a step, on this stage of a pipeline."""
     assert stage.stage is not None
-    return alive_at_most(stage.strategy, stage.stage, stage.ranks, stage.layout.micro_steps)
+    stages = stage.ranks // stage.layout.ranks
+    return alive_at_most(stage.schedule or "", stage.stage, stages, stage.layout.micro_steps)
 
 
 def _rest(planned: Planned) -> Iterator[str]:
@@ -152,6 +157,6 @@ def plan_json(planned: Planned) -> dict[str, Any]:
 
 
 def _stage_json(stage: Planned) -> dict[str, Any]:
-    held = stage.stage_layers
-    layers = [held.start, held.stop - 1] if held else None  # first and last
+    runs = [[held.start, held.stop - 1] for held in stage.stage_layers]  # first and last layer of each
+    layers = runs[0] if len(runs) == 1 else runs
     return {"layers": layers, "micro_batches_alive": micro_batches_alive(stage), **plan_json(stage)}

@@ -28,7 +28,7 @@ from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy, read_strategy
 from finetune.strategies.accelerator import check_combination
-from finetune.strategies.pipeline.requirements import require_micro_batches
+from finetune.strategies.pipeline.requirements import require_stages
 from finetune.tokens.batches import MicroBatch
 
 STAGES_AT_ONCE = 4  # stages of a pipeline that are traced beside each other, half a GiB of host memory each
@@ -52,7 +52,8 @@ class Planned:
     host: Mapping[str, int] = field(default_factory=dict)  # rank 0's tensors in host memory, at each phase's peak
     node: int = 1  # ranks on one machine
     stage: int | None = None  # of a pipeline; None: all ranks are alike
-    stage_layers: range | None = None  # those that it holds
+    stage_layers: tuple[range, ...] = ()  # those that it holds, by its runs
+    schedule: str | None = None  # of the pipeline
     stages: tuple[Planned, ...] = ()  # each of the pipeline, where this is the one that needs most
     # Of the GPU's memory at full depth, where the allocator was replayed.
     changes: Sequence[StorageChange] = field(default=(), repr=False, compare=False)
@@ -104,9 +105,9 @@ def plan_recipe(
     check_combination(recipe, strategy, on_cpu=gpus is None)
     if strategy.schedule and stage is None:
         count = _ranks_of(strategy, gpus, ranks)
-        require_micro_batches(recipe, strategy, count)
+        require_stages(recipe, strategy, count)
         one = partial(plan_recipe, recipe, gpus, batches=batches, ranks=count, node=node, must_fit=must_fit)
-        return _worst(list(_each_stage(one, count)))
+        return _worst(list(_each_stage(one, strategy.stage_count(count))))
     config, source = planned_config(recipe.model.name_or_path, recipe.model.revision)
     notes = [f"model: {source}"]
     if recipe.model.adapter is not None:
@@ -130,7 +131,7 @@ def plan_recipe(
         work = with_ddp_reductions(work, deep.phases["step"].peak.parts["gradients"])
     outside, layout = outside if gpus else {}, _layout(request)
     planned = Planned(deep.phases, outside, strategy.name, ranks, gpus, tuple(notes), work, layout)
-    planned = dataclasses.replace(planned, stage=stage, stage_layers=deep.stage_layers)
+    planned = dataclasses.replace(planned, stage=stage, stage_layers=deep.stage_layers, schedule=strategy.schedule)
     if gpus is None:
         return planned
     planned = dataclasses.replace(planned, host=deep.host, node=min(node, ranks))

@@ -86,19 +86,27 @@ class PipelineTime:
 
 def pipeline_time(planned: Planned) -> PipelineTime:
     """Of a plan with stages. Messages take the slowest link that they cross, and no stage waits until its own have
-    arrived."""
+    arrived. The gradients of several pipelines are added up after that, over the same link."""
     layout, chip = planned.layout, CHIPS.get(planned.gpus.name) if planned.gpus else None
     forward, backward = ([_half(each.work, chip, half) for each in planned.stages] for half in STEP_PHASES[:2])
+    schedule = planned.schedule or ""
     sending = update = 0.0
     if chip is not None:
         update = max(compute_seconds(each.work, chip, "step") for each in planned.stages)
         sent = planned.stages[0].work.collectives.get("backward", {}).get("send", CollectiveStats())
         link = chip.link if planned.node >= planned.ranks else min(chip.link, chip.between)
-        sending = sent.payload_bytes / layout.micro_steps / link  # of the first stage, which sends forward alone
-    spans = planned_spans(planned.strategy, forward, backward, layout.micro_steps, sending)
+        sending = sent.payload_bytes / max(1, sent.calls) / link  # one message
+        update += max(_reduction(each, layout.ranks) for each in planned.stages) / link
+    spans = planned_spans(schedule, forward, backward, layout.micro_steps, sending)
     seconds = max(span.end for span in spans) + update if chip is not None else None
-    tokens = layout.tokens * layout.micro_steps
-    return PipelineTime(planned.strategy, layout.micro_steps, forward, backward, bubble(spans), seconds, tokens)
+    tokens = layout.tokens * layout.micro_steps * layout.ranks
+    return PipelineTime(schedule, layout.micro_steps, forward, backward, bubble(spans), seconds, tokens)
+
+
+def _reduction(stage: Planned, copies: int) -> float:
+    """Bytes that a stage of one of several pipelines sends to add up the gradients of all copies, in a ring."""
+    summed = stage.work.collectives.get("backward", {}).get("all_reduce", CollectiveStats())
+    return 2 * (copies - 1) / copies * summed.payload_bytes
 
 
 def _half(work: StepWork, chip: Chip | None, half: str) -> float:

@@ -16,7 +16,7 @@ import yaml
 
 from finetune.data.sources import resolve
 from finetune.paths import CHECKOUT
-from finetune.preflight.shrink import Shrunk
+from finetune.preflight.shrink import LAYERS, Shrunk
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import DataSet, Recipe, Training
 from finetune.recipe.strategy import Strategy
@@ -44,8 +44,14 @@ class RecipeChange:
 
 
 def processes_of(strategy: Strategy, requested: int) -> int:
-    """Ranks of a rehearsal: one for single, copies of shards for HSDP."""
-    return strategy.rank_count(max(4 if strategy.replicates else 2, requested))
+    """Ranks of a rehearsal: one for single, copies of shards for HSDP, two stages or more for each pipeline."""
+    copies = strategy.pipelines.copies if strategy.pipelines else 2 if strategy.replicates else 1
+    return strategy.rank_count(-(-max(2 * copies, requested) // copies) * copies)
+
+
+def layers_of(strategy: Strategy, ranks: int) -> int:
+    """Of the small model: a pipeline has one or two for each stage."""
+    return max(LAYERS, strategy.stage_count(ranks) * strategy.pipelines.runs) if strategy.pipelines else LAYERS
 
 
 def changes(recipe: Recipe, strategy: Strategy, model: Shrunk, *, processes: int, folder: Path) -> list[RecipeChange]:

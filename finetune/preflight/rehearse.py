@@ -23,7 +23,7 @@ from rich.text import Text
 from finetune.errors import FinetuneError
 from finetune.files import remove_folder
 from finetune.output_stream import silenced
-from finetune.preflight.changes import SAVED_AFTER, STEPS, changes, overrides, processes_of
+from finetune.preflight.changes import SAVED_AFTER, STEPS, changes, layers_of, overrides, processes_of
 from finetune.preflight.job import (
     StepFailed,
     TrainingJob,
@@ -93,7 +93,10 @@ def rehearse(
                 probed = probe(loaded, offline=True)
                 with silenced():
                     tokens = section.new_tokens
-                    model = shrink_model(section.name_or_path, section.revision, loaded.data, folder / "model", tokens)
+                    into, layers = folder / "model", layers_of(strategy, ranks)
+                    model = shrink_model(
+                        section.name_or_path, section.revision, loaded.data, into, tokens, layers=layers
+                    )
                 recipe_changes = changes(loaded, strategy, model, processes=ranks, folder=folder)
                 settings = (*words, *overrides(recipe_changes))
                 small = load_recipe(recipe, settings).recipe

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,8 +78,8 @@ class Shrunk:
     vocabulary: int
 
 
-def shrunken_config(config: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    """The configuration with two layers and a few heads; what is not a size stays as it was.
+def shrunken_config(config: Mapping[str, Any], vocabulary: int, layers: int = LAYERS) -> dict[str, Any]:
+    """The configuration with so many layers and a few heads; what is not a size stays as it was.
 
     The number of query heads to a key-value head stays, and so does hidden_size to heads x head_dim, so that each
     matrix has the shape that it has in the real model: square, wide or tall.
@@ -92,7 +93,7 @@ def shrunken_config(config: Mapping[str, Any], vocabulary: int) -> dict[str, Any
     small_dim = max(small_dim, 8)
     hidden = _blocks(small_heads * small_dim * config["hidden_size"] / (heads * head_dim))
     small |= {
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": layers,
         "num_attention_heads": small_heads,
         "num_key_value_heads": small_groups,
         "head_dim": small_dim,
@@ -112,9 +113,9 @@ def shrunken_config(config: Mapping[str, Any], vocabulary: int) -> dict[str, Any
     if config.get("num_kv_shared_layers"):  # of two layers none has another of its kind before it
         small["num_kv_shared_layers"] = 0
     if "max_window_layers" in config:
-        small["max_window_layers"] = min(LAYERS, config["max_window_layers"])
+        small["max_window_layers"] = min(layers, config["max_window_layers"])
     if config.get("layer_types"):
-        small["layer_types"] = _both_kinds(config["layer_types"])
+        small["layer_types"] = _every_kind(config["layer_types"], layers)
     for key in ("quantization_config", "dtype", "torch_dtype", "auto_map", "_name_or_path"):
         small.pop(key, None)
     return small
@@ -131,14 +132,24 @@ def _blocks(size: float) -> int:
     return BLOCK * max(1, round(size / BLOCK))
 
 
-def _both_kinds(kinds: list[str]) -> list[str]:
-    """Two layers that show each kind of attention that there is."""
+def _every_kind(kinds: list[str], layers: int) -> list[str]:
+    """Layers that show each kind of attention that there is, of two."""
     distinct = list(dict.fromkeys(kinds))
-    return (distinct * LAYERS)[:LAYERS]
+    return (distinct * layers)[:layers]
 
 
-def shrink_model(name_or_path: str, revision: str, data: Data, folder: Path, new_tokens: Iterable[str] = ()) -> Shrunk:
+def shrink_model(
+    name_or_path: str,
+    revision: str,
+    data: Data,
+    folder: Path,
+    new_tokens: Iterable[str] = (),
+    layers: int = LAYERS,
+) -> Shrunk:
     """Write a small model of random float32 weights and its tokenizer, which knows no new token, into `folder`.
+
+    Args:
+        layers: Of the small model; where its architecture is made small by the probe, as many as that one has.
 
     Raises EnvironmentMismatch for a model that is not known here or cannot be made small, DataError for rows that are
     not there.
@@ -147,7 +158,7 @@ def shrink_model(name_or_path: str, revision: str, data: Data, folder: Path, new
     texts = (without(new_tokens, text) for text in sample_texts(data))
     tokenizer = train_tokenizer(texts, template_variables(data))
     reason = ""
-    for make in (_by_blocks, _by_probe):
+    for make in (partial(_by_blocks, layers), _by_probe):
         try:
             model, small = make(config, len(tokenizer), folder)
         except Exception as error:  # whatever a library raises of sizes that do not go together
@@ -165,8 +176,10 @@ def shrink_model(name_or_path: str, revision: str, data: Data, folder: Path, new
     return Shrunk(folder, type(model).__name__, source, _facts(config), _facts(small), size, len(tokenizer))
 
 
-def _by_blocks(config: Mapping[str, Any], vocabulary: int, _: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
-    small = shrunken_config(config, vocabulary)
+def _by_blocks(
+    layers: int, config: Mapping[str, Any], vocabulary: int, _: Path
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    small = shrunken_config(config, vocabulary, layers)
     return _that_runs(small), small
 
 

@@ -17,6 +17,7 @@ import yaml
 from finetune.errors import RecipeError
 from finetune.paths import CHECKOUT
 from finetune.recipe.sections.engine_keys import ENGINE_KEYS, OTHER_PLACES, Where, engine_mistakes, engine_settings
+from finetune.recipe.sections.pipelines import Pipelines, pipelines_named
 from finetune.recipe.yaml_text import parse
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ CONFIG_FOLDER = CHECKOUT / "accelerate_configs"
 
 Kind = Literal["single", "ddp", "fsdp", "deepspeed", "pipeline"]
 KIND_OF_TYPE: dict[str, Kind] = {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
-# Accelerate has no word for a pipeline and refuses keys that it does not know: a MULTI_GPU file of this name is one.
-SCHEDULES = ("gpipe", "1f1b", "naive")
 
 # The keys that a file may have, by section; where a set is given, the value must be in it.
 # `accelerate config` writes some that say what is so anyway; they may stay.
@@ -69,8 +68,7 @@ _ZERO: dict[str, frozenset[Any]] = {
 _MESH: dict[str, frozenset[Any]] = {"parallelism_config_dp_replicate_size": ANY}
 _SECTIONS = {"fsdp_config": _FSDP, "deepspeed_config": _ZERO, "parallelism_config": _MESH}
 _REQUIRED = {"fsdp": ("fsdp_config", "fsdp_version"), "deepspeed": ("deepspeed_config", "zero_stage")}
-# Why a value is refused, where the key alone does not show it.
-_REASONS = {
+_REASONS = {  # why a value is refused, where the key alone does not show it
     "mixed_precision": "the recipe owns it: training.mixed_precision; remove the line",
     "fsdp_version": "this kit shards by FSDP2; set fsdp_version: 2",
     "fsdp_activation_checkpointing": "the recipe owns it: training.activation_checkpointing; set false",
@@ -94,9 +92,14 @@ class Strategy:
     settings: dict[str, Any]
 
     @property
+    def pipelines(self) -> Pipelines | None:
+        """The schedule, and how many pipelines train beside each other; None: there is none."""
+        return pipelines_named(self.name) if self.kind == "pipeline" else None
+
+    @property
     def schedule(self) -> str | None:
-        """In what order a pipeline computes micro-batches: gpipe, 1f1b or naive; None: there is no pipeline."""
-        return self.name if self.kind == "pipeline" else None
+        """In what order a pipeline computes micro-batches, one of SCHEDULES; None: there is no pipeline."""
+        return self.pipelines and self.pipelines.schedule
 
     @property
     def zero_stage(self) -> int:
@@ -197,18 +200,15 @@ class Strategy:
         return processes if self.distributed else 1
 
     def stage_count(self, ranks: int) -> int:
-        """Stages that share the decoder layers: each of `ranks` is one under a pipeline."""
-        return ranks if self.schedule else 1
+        """Stages that share the decoder layers: under a pipeline each of `ranks`, or of its copy's."""
+        return max(1, ranks // self.pipelines.copies) if self.pipelines else 1
 
     def data_rank_count(self, ranks: int) -> int:
         """How many of `ranks` have rows of their own: the stages of a pipeline compute the same rows."""
         return ranks // self.stage_count(ranks)
 
     def replica_count(self, ranks: int, per_node: int) -> int:
-        """Copies of the sharded model on `ranks`, `per_node` on each node: one a node unless the file sets a number.
-
-        1 where nothing is replicated. Whether the ranks can be divided so, `can_replicate` answers.
-        """
+        """Copies of the sharded model, or 1; as many as nodes of `per_node` ranks unless the file sets a number."""
         if not self.replicates:
             return 1
         return int(self.section("parallelism_config").get("parallelism_config_dp_replicate_size") or ranks // per_node)
@@ -220,7 +220,7 @@ class Strategy:
 
     def plugin_settings(self) -> dict[str, Any]:
         """The settings that decide how the weights are distributed: `section.key` -> value."""
-        named = {"the schedule, its name": self.schedule} if self.schedule else {}
+        named = {"the schedule, its name": self.name} if self.schedule else {}
         return named | {f"{name}.{key}": value for name in _SECTIONS for key, value in self.section(name).items()}
 
     def section(self, name: str) -> Mapping[str, Any]:
@@ -246,7 +246,7 @@ def read_strategy(name_or_path: str, *, strict: bool = True) -> Strategy:
     if kind is None:
         known = ", ".join(KIND_OF_TYPE)
         raise RecipeError([f"accelerate_config: {path}: distributed_type is not one of {known}; correct that file"])
-    if kind == "ddp" and path.stem in SCHEDULES:
+    if kind == "ddp" and pipelines_named(path.stem):
         kind = "pipeline"
     mistakes = list(_mistakes(settings, kind)) if strict else []
     if mistakes:

@@ -32,7 +32,7 @@ from finetune.recipe.strategy import KIND_OF_TYPE, Strategy, read_strategy
 from finetune.strategies.fsdp import weights_kept
 from finetune.strategies.gpu_needs import check_gpus, go_around_peers
 from finetune.strategies.loss_scaling import scale_losses_on_cpu
-from finetune.strategies.pipeline.requirements import require_micro_batches, require_pipeline
+from finetune.strategies.pipeline.requirements import require_pipeline, require_stages
 from finetune.strategies.zero import zero_plugin
 from finetune.strategies.zero_requirements import compile_engine, require_engine, silenced_deepspeed, zero_environment
 from finetune.wording import counted
@@ -142,7 +142,7 @@ def _computes_on_cpu(launch: Launch) -> bool:
 def _supported_here(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
     on_cpu = _computes_on_cpu(launch)
     check_combination(recipe, strategy, on_cpu=on_cpu)
-    require_micro_batches(recipe, strategy, launch.world_size)
+    require_stages(recipe, strategy, launch.world_size)
     if strategy.uses_engine:
         compile_engine(strategy, on_cpu=on_cpu)
     if not on_cpu:

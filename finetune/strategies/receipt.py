@@ -34,6 +34,7 @@ from finetune.strategies.assemble import Assembled
 from finetune.strategies.fsdp import reduced_in
 from finetune.strategies.loss_scaling import kind_of_scaling
 from finetune.strategies.pieces import Elsewhere, is_trained
+from finetune.strategies.pipeline.timeline import bubble_of_equal_stages
 from finetune.strategies.zero_state import full_numel, local_shard, master_dtype
 from finetune.wording import counted
 
@@ -196,6 +197,11 @@ def receipt_checks(recipe: Recipe, strategy: Strategy, receipt: dict[str, Any]) 
             receipt["sharding"]["sharded_parameters"] > 0,
         ),
         ("accelerate_config: schedule of the pipeline", strategy.schedule, (receipt["pipeline"] or {}).get("schedule")),
+        (
+            "accelerate_config: pipelines beside each other",
+            strategy.pipelines.copies if strategy.pipelines else 0,
+            (receipt["pipeline"] or {}).get("copies", 0),
+        ),
         ("quantization: kinds of quantised layers", _asked_layers(recipe), list(receipt["quantized_layers"])),
         (
             "training.activation_checkpointing: layers recomputed",
@@ -239,12 +245,13 @@ def describe(receipt: dict[str, Any]) -> str:
 def describe_stages(receipt: dict[str, Any]) -> str:
     """A line of what each stage of a pipeline has, and how long it waits where all take the same time."""
     pipeline, batch = receipt["pipeline"], receipt["batch"]
-    stages, micro_batches = len(pipeline["layers"]), batch["micro_steps"]
+    schedule, stages, copies = (pipeline[key] for key in ("schedule", "stages", "copies"))
     held = ", ".join(f"{last - first + 1}" for first, last in pipeline["layers"])
-    at_once = 1 if pipeline["schedule"] == "naive" else micro_batches
-    idle = (stages - 1) / (at_once + stages - 1)
+    idle = bubble_of_equal_stages(schedule, stages, batch["micro_steps"])
+    what = f"{copies} pipelines beside each other" if copies > 1 else "pipeline"
+    runs = ", which take runs of so many in turn" if len(pipeline["layers"]) > stages else ""
     return (
-        f"pipeline: {pipeline['schedule']}, {counted(stages, 'stage')} of {held} layers; micro-batches of "
+        f"{what}: {schedule}, {counted(stages, 'stage')} of {held} layers{runs}; micro-batches of "
         f"{batch['width']:,} tokens, {batch['padding_share']:.0%} of them padding; each stage idle {idle:.0%} of the "
         "time where all are as fast"
     )

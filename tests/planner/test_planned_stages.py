@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from finetune.planner.memory_table import plan_json
 from finetune.planner.plan_recipe import plan_recipe
 from finetune.planner.roofline_report import roofline_json
 from finetune.recipe.gpus import parse_gpus
-from finetune.recipe.strategy import SCHEDULES
+from finetune.recipe.sections.pipelines import SCHEDULES
 from tests.support.planned import Case, differences, models, planned, tracked_on_each_rank
 from tests.support.recipes import least, least_recipe, write_recipe
 
@@ -41,6 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models(tmp_path_factory.mktemp("stages"), LAYERS)
 
 
+ONE_RUN = [schedule for schedule in SCHEDULES if schedule != "interleaved_1f1b"]
+
+
 def assert_planned_to_the_byte(some: list[Case], folder: Path, schedule: str, stages: int) -> None:
     found = {}
     for each, real in zip(some, tracked_on_each_rank(some, folder, schedule, stages), strict=True):
@@ -58,10 +63,20 @@ def test_two_stages_are_planned_to_the_byte(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "stages"), list(product(SCHEDULES, (2, 4))))
+@pytest.mark.parametrize(("schedule", "stages"), list(product(ONE_RUN, (2, 4))))
 def test_every_stage_is_planned_to_the_byte(schedule: str, stages: int, folder: Path) -> None:
     """24 configurations, 72 stages."""
     assert_planned_to_the_byte(GRID, folder, schedule, stages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "ranks"), [("interleaved_1f1b", 2), ("1f1b_ddp2", 4)])
+def test_runs_in_turn_and_pipelines_beside_each_other_are_planned_to_the_byte(
+    strategy: str, ranks: int, folder: Path
+) -> None:
+    """8 configurations; two runs of layers on each of two stages, and two stages of each of two pipelines."""
+    even = [replace(each, micro_steps=each.micro_steps - each.micro_steps % 2) for each in GRID]
+    assert_planned_to_the_byte(even, folder, strategy, ranks)
 
 
 @pytest.mark.slow
@@ -72,11 +87,11 @@ def test_a_plan_has_every_stage_and_is_the_largest(folder: Path) -> None:
         "training": {"global_batch_size": 4, "per_device_batch_size": 1, "activation_checkpointing": False},
     }
     kept = {}
-    for schedule in SCHEDULES:
+    for schedule in ONE_RUN:
         recipe = least_recipe(folder / "untied", accelerate_config=schedule, lora=None, **sections)
         plan = plan_recipe(recipe, parse_gpus("2xRTX4090"))
         assert [each.stage for each in plan.stages] == [0, 1]
-        assert [each.stage_layers for each in plan.stages] == [range(3), range(3, 5)]
+        assert [each.stage_layers for each in plan.stages] == [(range(3),), (range(3, 5),)]
         largest = max(plan.stages, key=lambda each: max(each.needed, each.upper))
         assert (plan.stage, plan.needed, plan.phases) == (largest.stage, largest.needed, largest.phases)
         kept[schedule] = plan.stages[0].phases[BACKWARD].peak.parts["activations"]
@@ -93,6 +108,34 @@ def test_a_plan_has_every_stage_and_is_the_largest(folder: Path) -> None:
         assert time["step_seconds"] > busy / (2 * (1 - time["bubble_share"])), "the update comes after it"
     assert kept["gpipe"] == pytest.approx(4 * kept["naive"], rel=0.15)
     assert kept["1f1b"] == pytest.approx(2 * kept["naive"], rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "gpus"), [("interleaved_1f1b", 2), ("1f1b_ddp2", 4)])
+def test_a_plan_of_runs_in_turn_and_of_pipelines_beside_each_other(
+    strategy: str, gpus: int, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Eight micro-batches: all of them in the one pipeline, half in each of two, whose gradients are added up after."""
+    training = {"global_batch_size": 8, "per_device_batch_size": 1, "activation_checkpointing": False}
+    content: dict[str, Any] = {"accelerate_config": strategy, "lora": None, "training": training}
+    page = str(write_recipe(tmp_path, least(folder / "untied", data={"max_length": 64}, **content)))
+    assert main(["plan", page, "--gpus", f"{gpus}xRTX4090", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    interleaved, time = strategy == "interleaved_1f1b", facts["pipeline"]
+    assert [each["layers"] for each in facts["stages"]] == (
+        [[[0, 0], [2, 3]], [[1, 1], [4, 4]]] if interleaved else [[0, 2], [3, 4]]
+    )
+    assert [each["micro_batches_alive"] for each in facts["stages"]] == ([5, 3] if interleaved else [2, 1])
+    assert (time["schedule"], time["micro_batches"]) == (("interleaved_1f1b", 8) if interleaved else ("1f1b", 4))
+    assert time["bubble_share_of_equal_stages"] == pytest.approx(1 / 17 if interleaved else 1 / 5)
+    assert time["tokens_per_second"] == pytest.approx(8 * 64 / time["step_seconds"])
+    summed = facts["communication"]["backward"].get("all_reduce", {"bytes": 0})["bytes"]
+    held = facts["phases"]["step"]["parts"]["gradients"]
+    assert summed == (0 if interleaved else held)
+    assert main(["plan", page, "--gpus", f"{gpus}xRTX4090"]) == 0
+    text = capsys.readouterr().out
+    assert ("each stage is there 2 times, in as many pipelines" in text) != interleaved
+    assert ("in either of its runs of layers" in text) == interleaved
 
 
 def test_the_verb_prints_each_stage_and_the_bubble(

@@ -31,6 +31,7 @@ from finetune.preflight.changes import (
     SAVED_AFTER,
     STEPS,
     changes,
+    layers_of,
     overrides,
     processes_of,
 )
@@ -48,6 +49,15 @@ from tests.support.tiny import save_tiny, tiny_model, tiny_tokenizer, write_chat
 
 ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml") if path.stem != "cpu_2proc")
+# Of a rehearsal: strategy, ranks asked for, ranks; two stages or more of each pipeline, all as long.
+PROCESSES = [
+    ("single", 4, 1),
+    ("zero2", 2, 2),
+    ("hsdp", 2, 4),
+    ("gpipe", 3, 3),
+    ("1f1b_ddp2", 2, 4),
+    ("1f1b_ddp2", 5, 6),
+]
 # Of the models themselves, as their makers state them.
 PARAMETERS = {
     "llama-3.2-1b": 1_235_814_400,
@@ -233,11 +243,20 @@ class TestChanges:
         assert after.training.max_steps == STEPS
 
     def test_every_strategy_is_seen(self) -> None:
-        assert len(STRATEGIES) == 15
+        assert len(STRATEGIES) == 18
 
-    @pytest.mark.parametrize(("name", "requested", "ranks"), [("single", 4, 1), ("zero2", 2, 2), ("hsdp", 2, 4)])
+    @pytest.mark.parametrize(("name", "requested", "ranks"), PROCESSES)
     def test_processes(self, name: str, requested: int, ranks: int) -> None:
         assert processes_of(read_strategy(name), requested) == ranks
+
+    @pytest.mark.parametrize(
+        ("name", "ranks", "layers"),
+        [("ddp", 4, 2), ("gpipe", 2, 2), ("1f1b", 4, 4), ("interleaved_1f1b", 2, 4), ("1f1b_ddp2", 4, 2)],
+    )
+    def test_every_stage_has_layers(self, name: str, ranks: int, layers: int, tmp_path: Path) -> None:
+        assert layers_of(read_strategy(name), ranks) == layers
+        small = shrink_model("meta-llama/Llama-3.2-1B", "main", sample_data(), tmp_path / "small", layers=layers)
+        assert small.small["layers"] == layers
 
     @pytest.mark.parametrize(
         ("setting", "text", "key", "value"),

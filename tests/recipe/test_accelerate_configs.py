@@ -11,20 +11,22 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
 from finetune.errors import RecipeError
-from finetune.recipe.strategy import SCHEDULES, read_strategy
+from finetune.recipe.sections.pipelines import SCHEDULES
+from finetune.recipe.strategy import read_strategy
 
 FOLDER = Path(__file__).resolve().parents[2] / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
 FSDP = ("fsdp2", "fsdp2_grad_op", "fsdp2_offload", "hsdp")
+BESIDE = ("gpipe_ddp2", "1f1b_ddp2")  # two pipelines
 ZERO = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
 KINDS = {"single": "single", "ddp": "ddp", "cpu_2proc": "ddp"} | dict.fromkeys(FSDP, "fsdp")
-KINDS |= dict.fromkeys(ZERO, "deepspeed") | dict.fromkeys(SCHEDULES, "pipeline")
+KINDS |= dict.fromkeys(ZERO, "deepspeed") | dict.fromkeys((*SCHEDULES, *BESIDE), "pipeline")
 PROCESSES = {"single": 1, "cpu_2proc": 2}
 
 
 def test_every_file_is_seen() -> None:
     assert {file.stem for file in FILES} == set(KINDS)
-    assert len(FILES) == 16
+    assert len(FILES) == 19
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -119,6 +119,10 @@ def not_in_stages(built: Built) -> None:
     built.strategy = read_strategy("gpipe")
 
 
+def not_beside_another(built: Built) -> None:
+    built.strategy = read_strategy("gpipe_ddp2")
+
+
 def not_quantised(built: Built) -> None:
     built.asks(quantization={"load_in_4bit": True})
 
@@ -167,6 +171,7 @@ CASES = (
     Case(all_frozen, "lora.target_modules: weights are trained: asked True, runs False"),
     Case(not_sharded, "accelerate_config: weights sharded: asked True, runs False"),
     Case(not_in_stages, "accelerate_config: schedule of the pipeline: asked gpipe, runs None"),
+    Case(not_beside_another, "accelerate_config: pipelines beside each other: asked 2, runs 0"),
     Case(not_quantised, "quantization: kinds of quantised layers: asked ['Linear4bit'], runs []"),
     Case(one_layer_kept, "training.activation_checkpointing: layers recomputed: asked 2, runs 1"),
     Case(
@@ -207,7 +212,7 @@ def test_other_quantised_layers_are_refused(tiny_llama: Path) -> None:
 
 def test_every_check_has_a_case(built: Built) -> None:
     places = [place for place, _, _ in receipt_checks(built.recipe, built.strategy, built.receipt())]
-    assert len(places) == len(set(places)) == 13
+    assert len(places) == len(set(places)) == 14
     seen = {place for place in places if any(case.line.startswith(f"{place}: asked ") for case in CASES)}
     assert seen | {REDUCTION} == set(places)
 

@@ -158,7 +158,7 @@ def tracked(case: Case, folder: Path, strategy: str = "single") -> dict[str, tup
     supervised = rows * sum(int((batch["shift_labels"] != -100).sum()) for batch in case.batches())
     for _ in range(STEPS):
         batches = case.batches()  # each step has its own
-        if rank < ways.stage_count(ranks) - 1:
+        if rank % (stages := ways.stage_count(ranks)) < stages - 1:
             batches = [without_learning(batch) for batch in batches]
         optimizer_step(
             accelerator,

@@ -52,9 +52,12 @@ WRITING = ", writing the next"
 MEASURED = {"step_seconds", "tokens_per_second", "data_wait_fraction", "peak_memory_gib"}
 
 
-def write_resume_recipe(folder: Path, *, steps: int, dropout: float) -> Path:
+def write_resume_recipe(folder: Path, *, steps: int, dropout: float, layers: int = 2) -> Path:
     """A tiny Llama with LoRA dropout, packed rows, recomputed layers, evaluations and samples."""
-    base, chats = save_tiny(folder / "base"), write_chats(folder / "chats.jsonl", [20, 45, 30, 60, 25] * 5)
+    base, chats = (
+        save_tiny(folder / "base", num_hidden_layers=layers),
+        write_chats(folder / "chats.jsonl", [20, 45, 30, 60, 25] * 5),
+    )
     training = {"max_steps": steps, "global_batch_size": 4, "learning_rate": 1e-3, "activation_checkpointing": True}
     content: dict[str, Any] = {
         "lora": {"r": 4, "lora_dropout": dropout},
@@ -196,7 +199,8 @@ def soak(folder: Path, *, ways: Sequence[How], kills: int, steps: int, seed: int
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
     bitwise = len(ways) == 1
-    recipe = write_resume_recipe(folder, steps=steps, dropout=0.1 if bitwise else 0.0)
+    layers = 4 if any("interleaved" in way.strategy for way in ways) else 2  # each of two stages has two runs of them
+    recipe = write_resume_recipe(folder, steps=steps, dropout=0.1 if bitwise else 0.0, layers=layers)
     began = time.monotonic()
     run_whole(recipe, folder / "whole", ways[0])
     life = run_whole(recipe, folder / "again", ways[-1])  # finds the data prepared, as the killed ones do

@@ -14,7 +14,8 @@ from finetune.architecture import attention
 from finetune.architecture.loss import put_loss_into_forward
 from finetune.strategies.pipeline.holding import Holding, place_stage
 from finetune.strategies.pipeline.layout import Parts, parts_of
-from finetune.strategies.pipeline.stage import Stage
+from finetune.strategies.pipeline.ranks import Place
+from finetune.strategies.pipeline.stage import LayerRun, runs_of
 
 CPU = torch.device("cpu")
 
@@ -37,26 +38,29 @@ def taught(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class Chain:
-    """The stages of a model that is made anew, alike, for each of them."""
+    """The stages of a model that is made anew, alike, for each of them; they have the runs of layers in turn."""
 
-    def __init__(self, make: Callable[[], PreTrainedModel], layers: Sequence[range]) -> None:
+    def __init__(self, make: Callable[[], PreTrainedModel], layers: Sequence[range], stages: int | None = None) -> None:
+        count = stages or len(layers)
         self.parts: Parts = parts_of(structure(make()))
-        self.models = [taught(make()) for _ in layers]
+        self.models = [taught(make()) for _ in range(count)]
         self.holdings: list[Holding] = []
-        self.shared: list[list[nn.Parameter]] = []
-        self.stages: list[Stage] = []
-        for index, model in enumerate(self.models):
-            holding, shared = place_stage(model, model, self.parts, list(layers), index, CPU)
+        self.trained: list[dict[str, nn.Parameter]] = []
+        runs: dict[int, LayerRun] = {}
+        for stage, model in enumerate(self.models):
+            holding, trained = place_stage(model, model, self.parts, layers, Place(stage, count), CPU)
             self.holdings.append(holding)
-            self.shared.append(shared)
-            self.stages.append(Stage(model, self.parts, layers, index, nullcontext, torch.float32))
+            self.trained.append(trained)
+            own = range(stage, len(layers), count)
+            runs |= zip(own, runs_of(model, self.parts, layers, own, nullcontext, torch.float32), strict=True)
+        self.runs = [runs[index] for index in range(len(layers))]
 
     def forward_and_backward(self, batch: dict[str, Any]) -> Tensor:
         """The loss of a micro-batch; gradients are left in the stages' weights."""
         given, outputs, inputs = torch.empty(1), [], []
-        for stage in self.stages:
-            stage.expect([batch])
-            output = stage(given)
+        for run in self.runs:
+            run.expect([batch])
+            output = run(given)
             outputs.append(output)
             given = output.detach().requires_grad_()
             inputs.append(given)

@@ -14,10 +14,9 @@ from finetune.errors import FinetuneError
 from finetune.lectures.local_ranks import figures_of_ranks
 from finetune.lectures.output import Chapter, LectureRequest, LectureResult, columns, whole_number
 from finetune.lectures.pipeline.picture import Timelines, draw_timelines
-from finetune.lectures.pipeline.played import BACKWARD_TIMES, PlayedStep, save_model
+from finetune.lectures.pipeline.played import BACKWARD_TIMES, PLAYED, PlayedStep, save_model
 from finetune.output_stream import silenced
 from finetune.planner.plan_recipe import plan_recipe
-from finetune.recipe.strategy import SCHEDULES
 from finetune.strategies.pipeline.timeline import (
     Computation,
     alive_at_most,
@@ -69,7 +68,7 @@ def pipeline_lecture(asked: LectureRequest) -> LectureResult:
         (folder / "job.json").write_text(json.dumps(asdict(job)), "utf-8")
         asked.note(f"starting {stages} gloo ranks, a stage each")
         ranks = figures_of_ranks("pipeline", "finetune.lectures.pipeline.stage_rank", folder, stages)
-        held = [_held(asked, job, schedule, ranks) for schedule in SCHEDULES]
+        held = [_held(asked, job, schedule, ranks) for schedule in PLAYED]
     sections = [_arithmetic(stages), _times(held, job), _memory(held, job)]
     facts = {
         "stages": stages,

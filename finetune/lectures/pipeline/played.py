@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from finetune.recipe.schema import Data, DataSet, ModelSection, Recipe, Training
 from finetune.strategies.pieces import Elsewhere
 
+PLAYED = ("gpipe", "1f1b", "naive")  # those with one run of layers on each stage
 LAYERS_A_STAGE = 1
 TOKENS, WIDTH, VOCABULARY = 32, 32, 64  # small: what is really computed takes a few milliseconds
 BACKWARD_TIMES = 2  # a backward sleeps as many times as long as a forward

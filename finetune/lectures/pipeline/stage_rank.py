@@ -14,11 +14,11 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from finetune.launch.launcher import Launch
-from finetune.lectures.pipeline.played import PlayedStep, let_layers_sleep
+from finetune.lectures.pipeline.played import PLAYED, PlayedStep, let_layers_sleep
 from finetune.measure.phases import Phases
 from finetune.planner.trace.trace import STEPS
 from finetune.planner.trace.worst_batches import worst_batches
-from finetune.recipe.strategy import SCHEDULES, read_strategy
+from finetune.recipe.strategy import read_strategy
 from finetune.strategies.accelerator import build_accelerator
 from finetune.strategies.assemble import Assembled, assemble
 from finetune.strategies.pipeline.timeline import Computation
@@ -39,8 +39,8 @@ def main(words: list[str]) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=job.stages, timeout=_TIMEOUT)
     sizes: dict[str, Any] = {"local_rank": rank, "local_world_size": job.stages}
     launch = Launch((), None, None, True, job.stages, rank, on_cpu=True, **sizes)
-    accelerator = build_accelerator(job.recipe(SCHEDULES[0]), read_strategy(SCHEDULES[0]), launch)
-    result = {schedule: run_schedule(job, schedule, accelerator, rank) for schedule in SCHEDULES}
+    accelerator = build_accelerator(job.recipe(PLAYED[0]), read_strategy(PLAYED[0]), launch)
+    result = {schedule: run_schedule(job, schedule, accelerator, rank) for schedule in PLAYED}
     (folder / f"rank-{rank}.json").write_text(json.dumps(result), "utf-8")
     dist.barrier()
     dist.destroy_process_group()

@@ -51,7 +51,7 @@ class DeepTrace:
     host: dict[str, int] = field(default_factory=dict)  # this and the following where a GPU is planned
     changes: list[StorageChange] = field(default_factory=list)  # of the GPU's memory
     reserved_share: float | None = None  # instead of `changes`: reserved over allocated bytes, at most
-    stage_layers: range | None = None
+    stage_layers: tuple[range, ...] = ()
 
 
 def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> DeepTrace:
@@ -68,7 +68,7 @@ def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> 
     with run_in_forks({depth: partial(_trace_shallow, request, depth, folder) for depth in needed}) as traced:
         work: dict[int, StepWork] = {}
         timelines: dict[int, Timeline] = {}
-        held: dict[int, range | None] = {}
+        held: dict[int, tuple[range, ...]] = {}
 
         def timeline_of(depth: int) -> Timeline:
             if depth not in timelines:
@@ -83,7 +83,7 @@ def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> 
             return DeepTrace(phases, work_at_depth(work, layers), stage_layers=held[layers])
         phases_on = partial(extrapolate, timeline_of, layers, period=period, shallow=shallow)
         if not request.on_gpu:
-            return DeepTrace(phases_on("cpu"), work_at_depth(work, layers), stage_layers=held.get(layers))
+            return DeepTrace(phases_on("cpu"), work_at_depth(work, layers), stage_layers=held.get(layers, ()))
         repeats = request.strategy.layers_repeat
         if request.must_fit_bytes is not None and repeats:
             _refuse_if_larger(changes_of(needed[0]), request.outside_bytes, request.must_fit_bytes)
@@ -93,10 +93,10 @@ def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> 
             reserved_share = max(_reserved_share(timeline, count) for count, timeline in timelines.items())
             return DeepTrace(phases, work_at_depth(work, layers), host, reserved_share=reserved_share)
         done = phases, work_at_depth(work, layers), host, changes_of(needed[0])
-        return DeepTrace(*done, stage_layers=held.get(layers))
+        return DeepTrace(*done, stage_layers=held.get(layers, ()))
 
 
-def _trace_shallow(request: TraceRequest, layers: int, folder: Path) -> tuple[Timeline, StepWork, range | None]:
+def _trace_shallow(request: TraceRequest, layers: int, folder: Path) -> tuple[Timeline, StepWork, tuple[range, ...]]:
     """Trace the model with `layers` layers; also which of them a stage of a pipeline holds."""
     shallow = with_layers(request.recipe, request.config, layers, folder)
     options: dict[str, Any] = {"ranks": request.ranks, "rank": request.rank, "node": request.node}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, NamedTuple
@@ -93,10 +93,8 @@ class Halves:
     def __init__(self, phases: Phases) -> None:
         self._phases, self._in_forward = phases, False
 
-    def watch(self, stage: nn.Module | None) -> None:
-        """Tell the forwards of this stage from the rest; None: there is no pipeline."""
-        if stage is None:
-            return
+    def watch(self, runs: Iterable[nn.Module]) -> None:
+        """Tell the forwards of a stage's runs of layers from the rest; none: there is no pipeline."""
 
         def entered(*_: Any) -> None:
             self._in_forward = True
@@ -104,8 +102,9 @@ class Halves:
         def left(*_: Any) -> None:
             self._in_forward = False
 
-        stage.register_forward_pre_hook(entered)
-        stage.register_forward_hook(left)
+        for run in runs:
+            run.register_forward_pre_hook(entered)
+            run.register_forward_hook(left)
 
     def current(self) -> str:
         """Its name; empty between phases."""

@@ -63,7 +63,7 @@ class Traced:
     measured: dict[str, Phase]
     operations: Mapping[Operation, int]  # of all steps, of layers as they are written
     compiles: bool  # a run on a GPU compiles the layers
-    stage_layers: range | None = None  # those of the stage, under a pipeline
+    stage_layers: tuple[range, ...] = ()  # those of the stage's runs, under a pipeline
 
 
 def trace(
@@ -116,7 +116,7 @@ def trace(
                 numbers = None if mesh is None else torch.empty(ranks, dtype=torch.int32, device="cpu")
                 parts = assemble(recipe, strategy, accelerator, build, mesh, layout, launch=None)
             model = cast(PreTrainedModel, parts.unwrapped_model)
-            halves.watch(parts.pipeline and parts.pipeline.stage)
+            halves.watch(parts.pipeline.runs if parts.pipeline else ())
             recorder.mark((*map(local_shard, model.parameters()), *model.buffers()), "parameters")
             with recorder.modules(model, decoder_parts(model).get_output_embeddings()):
                 _train(recipe, strategy, accelerator, parts, recorder, mode, batches, supervised)
@@ -124,14 +124,14 @@ def trace(
             _record_layers(parts, recorder)
             del numbers
         compiles = gpu and why_left_off(recipe, strategy, model) is None
-        held = None if parts.pipeline is None else parts.pipeline.layers[rank]
+        held = () if parts.pipeline is None else parts.pipeline.own_layers
         return Traced(recorder.timeline, recorder.phases.take(), operations, compiles, held)
 
 
 def _of_rank(batches: Sequence[MicroBatch], strategy: Strategy, ranks: int, rank: int) -> Sequence[MicroBatch]:
     """The last stage of a pipeline learns alone."""
-    last = rank == strategy.stage_count(ranks) - 1 or strategy.schedule is None
-    return batches if last else [without_learning(batch) for batch in batches]
+    stages = strategy.stage_count(ranks)
+    return batches if rank % stages == stages - 1 else [without_learning(batch) for batch in batches]
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,12 @@ from finetune.model.dtypes import COMPUTE
 from finetune.model.quantization import unpacked_weight
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
-from finetune.strategies.pipeline.holding import place_stage
+from finetune.strategies.pipeline.holding import place_stage, run_with
 from finetune.strategies.pipeline.layout import Parts, parts_of
+from finetune.strategies.pipeline.ranks import Place
 from finetune.strategies.pipeline.schedule import Pipeline
-from finetune.strategies.pipeline.split import layers_of_stages
-from finetune.strategies.pipeline.stage import Stage
+from finetune.strategies.pipeline.split import layers_of_runs
+from finetune.strategies.pipeline.stage import runs_of
 
 
 def parts_of_recipe(recipe: Recipe) -> Parts:
@@ -38,8 +39,9 @@ def staged(
     Every rank reads the model into host memory before it gives up what other stages hold: as much host memory a rank
     as the whole model takes. Raises FinetuneError where the model cannot be split, on all ranks.
     """
-    assert strategy.schedule is not None
-    stages, index, device = dist.get_world_size(), dist.get_rank(), accelerator.device
+    pipelines, device = strategy.pipelines, accelerator.device
+    assert pipelines is not None
+    place = Place.of(dist.get_rank(), dist.get_world_size(), pipelines.copies)
     unwrapped = build(recipe, torch.device("cpu"))
     decoder = decoder_parts(unwrapped)
     if router_coefficient(decoder.config, recipe):
@@ -47,20 +49,25 @@ def staged(
             "model.router_aux_loss_coef: a stage sees the routers of its own layers alone; set it to 0, or take "
             "accelerate_config=fsdp2"
         )
-    layers = layers_of_stages(recipe, decoder, parts, stages)
+    layers = layers_of_runs(recipe, decoder, parts, pipelines, place.stages)
+    _require_training_in_each(layers, decoder, parts)
     embedded = next(decoder.get_input_embeddings().parameters()).dtype
     dtype = COMPUTE[recipe.training.mixed_precision] if strategy.casts_weights_once(recipe) else None
-    holding, shared = place_stage(unwrapped, decoder, parts, layers, index, device)
-    if idle := set(range(stages)) - {stage for where in holding.stages.values() for stage in where}:
-        raise FinetuneError(
-            f"lora.target_modules: stage {min(idle)} of {stages}, layers {_in_words(layers[min(idle)])}, would train "
-            "nothing; choose modules that every stage has, or launch fewer processes"
-        )
+    holding, trained = place_stage(unwrapped, decoder, parts, layers, place, device)
     compute_adapters(unwrapped, unpacked_weight)
-    stage = Stage(decoder, parts, layers, index, accelerator.autocast, dtype or embedded)
+    own = range(place.stage, len(layers), place.stages)
+    runs = runs_of(decoder, parts, layers, own, accelerator.autocast, dtype or embedded)
     timeout = collective_timeout(recipe)
-    return unwrapped, Pipeline(stage, layers, strategy.schedule, holding, shared, device, timeout)
+    return unwrapped, Pipeline(runs, layers, pipelines.schedule, holding, trained, device, timeout)
 
 
-def _in_words(layers: range) -> str:
-    return f"{layers.start} to {layers.stop - 1}"
+def _require_training_in_each(layers: Sequence[range], decoder: nn.Module, parts: Parts) -> None:
+    """Raises FinetuneError where a run of layers has no weight to train: no gradient comes out of it."""
+    named = decoder.named_parameters(remove_duplicate=False)
+    training = {run_with(parts.place(name), layers) for name, weight in named if weight.requires_grad}
+    if idle := set(range(len(layers))) - training:
+        held = layers[min(idle)]
+        raise FinetuneError(
+            f"lora.target_modules: stage {min(idle)} of {len(layers)}, layers {held.start} to {held.stop - 1}, would "
+            "train nothing; choose modules that every stage has, or launch fewer processes"
+        )

@@ -1,11 +1,12 @@
-"""Which weights a stage holds, which of them it writes, and how all of them come together for an export.
+"""Which weights a stage holds, which of them it writes, and how all of them come together for an export. Where there
+are several pipelines, the first one writes.
 
 A stage keeps the whole structure: what other stages hold is on meta, under the same names, and takes no memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from finetune.strategies.fsdp import replace_tensor, ties_kept
 from finetune.strategies.pieces import Elsewhere, Piece
 from finetune.strategies.pipeline.layout import Parts
+from finetune.strategies.pipeline.ranks import Place, Stages
 
 Thing = TypeVar("Thing")
 
@@ -25,9 +27,14 @@ Thing = TypeVar("Thing")
 class Holding:
     """The trained weights by the names of the model that the recipe builds, and the stages that hold them."""
 
-    stages: Mapping[str, tuple[int, ...]]  # of each trained weight, in the model's order; tied ones have two
+    stages: Mapping[str, Stages]  # of each trained weight, in the model's order; tied ones have two
     aliases: Mapping[str, str]  # further names of tied weights, trained or not -> their first name
-    stage: int
+    place: Place
+
+    @property
+    def stage(self) -> int:
+        """That of this rank."""
+        return self.place.stage
 
     def of_this_stage(self, saved: Mapping[str, Thing]) -> dict[str, Thing]:
         """Of tensors by a weight's name, or by that and a colon: without those of other stages alone."""
@@ -35,6 +42,8 @@ class Holding:
 
     def pieces(self, named: Mapping[str, Tensor]) -> dict[str, Tensor | Piece]:
         """Of the tensors that this stage holds, those that it writes, each in full: the first stage that has one."""
+        if self.place.copy:
+            return {}
         written = {key: value for key, value in named.items() if self._stages_of(key, ())[0] == self.stage}
         return {key: Piece(value.detach(), tuple(value.shape), 0, live=True) for key, value in written.items()}
 
@@ -43,6 +52,8 @@ class Holding:
 
         A tensor under two names stays one tensor. Floating-point tensors are cast to `dtype` unless it is None.
         """
+        if self.place.copy:
+            return {}
         parameters = dict(model.named_parameters())
         result: dict[str, Tensor] = {}
         for name, stages in self.stages.items():
@@ -51,7 +62,7 @@ class Holding:
                 result[name] = full.to("cpu", dtype if full.is_floating_point() else None)
         return result | {alias: result[name] for alias, name in self.aliases.items() if name in result}
 
-    def _stages_of(self, key: str, unknown: tuple[int, ...]) -> tuple[int, ...]:
+    def _stages_of(self, key: str, unknown: Stages) -> Stages:
         return self.stages.get(key.partition(":")[0], unknown)
 
 
@@ -73,16 +84,24 @@ def _device(parameter: nn.Parameter) -> torch.device:
 
 
 def place_stage(
-    model: nn.Module, decoder: PreTrainedModel, parts: Parts, layers: list[range], stage: int, device: torch.device
-) -> tuple[Holding, list[nn.Parameter]]:
+    model: nn.Module,
+    decoder: PreTrainedModel,
+    parts: Parts,
+    layers: Sequence[range],
+    place: Place,
+    device: torch.device,
+) -> tuple[Holding, dict[str, nn.Parameter]]:
     """Leave on `device` what this stage holds, and on meta all else; in place.
 
-    Returns what is held where, and the trained weights that this stage and another one hold.
+    Args:
+        layers: Of each run; the stages have them in turn.
+
+    Returns what is held where, and the trained weights of this stage by name.
     """
     paths = {id(parameter): name for name, parameter in model.named_parameters()}
     stages: dict[int, set[int]] = {}
     for name, parameter in decoder.named_parameters(remove_duplicate=False):
-        stages.setdefault(id(parameter), set()).add(_stage_of(parts.place(name), layers))
+        stages.setdefault(id(parameter), set()).add(run_with(parts.place(name), layers) % place.stages)
     held_by = {paths[which]: tuple(sorted(where)) for which, where in stages.items()}
     every = list(model.named_parameters(remove_duplicate=False))
     trained = {name: held_by[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -90,19 +109,19 @@ def place_stage(
     aliases = {name: first for name, first in aliases.items() if first in trained}
     with ties_kept(model):
         for name, parameter in list(model.named_parameters()):
-            if stage in held_by[name]:
-                moved = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
-                replace_tensor(model, name, moved)
-            else:
+            if place.stage not in held_by[name]:
                 replace_tensor(model, name, Elsewhere.of(parameter, device))
+                continue
+            moved = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
+            replace_tensor(model, name, moved)
     for name, buffer in list(model.named_buffers()):
         replace_tensor(model, name, buffer.to(device))
-    named = dict(model.named_parameters())
-    shared = [named[name] for name, where in trained.items() if len(where) > 1 and stage in where]
-    return Holding(trained, aliases, stage), shared
+    own = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    return Holding(trained, aliases, place), own
 
 
-def _stage_of(place: int, layers: list[range]) -> int:
-    if place < 0:
+def run_with(index: int, layers: Sequence[range]) -> int:
+    """The run of a layer; of what is before all layers, -1, the first, of what is after them the last."""
+    if index < 0:
         return 0
-    return next((stage for stage, held in enumerate(layers) if place in held), len(layers) - 1)
+    return next((run for run, held in enumerate(layers) if index in held), len(layers) - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,25 +20,26 @@ class StageRecorder:
     def __init__(self, stage: int, device: torch.device) -> None:
         self.spans: list[Computation] = []
         self._stage, self._device = stage, device
-        self._done: Counter[str] = Counter()  # by kind; every schedule goes through the micro-batches in order
+        self._before: Counter[tuple[str, int]] = Counter()  # by kind and run; each goes through micro-batches in order
 
     def begin_step(self) -> None:
         """Forget the step before."""
         self.spans = []
-        self._done.clear()
+        self._before.clear()
 
-    def watch(self, made: PipelineStage) -> None:
-        """Time torch's calls of this stage, in place; what they wait for before and after is not in them."""
-        timed: Any = made
-        timed.forward_one_chunk = self._timed(FORWARD, made.forward_one_chunk)
-        timed.backward_one_chunk = self._timed(BACKWARD, made.backward_one_chunk)
+    def watch(self, runs: Sequence[PipelineStage]) -> None:
+        """Time torch's calls of this stage's runs, in place; what they wait for before and after is not in them."""
+        for run, made in enumerate(runs):
+            timed: Any = made
+            timed.forward_one_chunk = self._timed(FORWARD, run, made.forward_one_chunk)
+            timed.backward_one_chunk = self._timed(BACKWARD, run, made.backward_one_chunk)
 
-    def _timed(self, kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, kind: str, run: int, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             begin = self._now()
             result = call(*args, **kwargs)
-            self.spans.append(Computation(self._stage, kind, self._done[kind], begin, self._now()))
-            self._done[kind] += 1
+            self.spans.append(Computation(self._stage, kind, self._before[kind, run], begin, self._now(), run))
+            self._before[kind, run] += 1
             return result
 
         return timed

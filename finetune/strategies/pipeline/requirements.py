@@ -8,6 +8,7 @@ from finetune.architecture import attention
 from finetune.errors import EnvironmentMismatch
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
+from finetune.strategies.pipeline.timeline import can_interleave
 from finetune.wording import counted
 
 
@@ -19,16 +20,34 @@ def require_pipeline(recipe: Recipe, strategy: Strategy) -> None:
         raise EnvironmentMismatch(problem)
 
 
-def require_micro_batches(recipe: Recipe, strategy: Strategy, ranks: int) -> None:
-    """Raise EnvironmentMismatch where 1F1B has fewer micro-batches in a step than stages, which it cannot order."""
-    stages, training = strategy.stage_count(ranks), recipe.training
-    micro_batches = -(-training.global_batch_size // training.per_device_batch_size)
-    if strategy.schedule == "1f1b" and micro_batches < stages:
+def require_stages(recipe: Recipe, strategy: Strategy, ranks: int) -> None:
+    """Raise EnvironmentMismatch where so many ranks are not pipelines of two stages or more, or where a step has a
+    number of micro-batches that the schedule cannot order."""
+    pipelines = strategy.pipelines
+    if pipelines is None:
+        return
+    if ranks % pipelines.copies or ranks < 2 * pipelines.copies:
+        fitting = max(2, ranks // pipelines.copies) * pipelines.copies
         raise EnvironmentMismatch(
-            f"training.global_batch_size: {counted(micro_batches, 'micro-batch', 'micro-batches')} a step are fewer "
-            f"than the {stages} stages that 1f1b fills; set training.global_batch_size="
-            f"{stages * training.per_device_batch_size}, lower training.per_device_batch_size, or take "
-            "accelerate_config=gpipe"
+            f"accelerate_config: {strategy.name} is {pipelines.copies} pipelines of two stages or more, all as long; "
+            f"{counted(ranks, 'process', 'processes')} cannot be divided so: launch {fitting}"
+        )
+    stages, training = strategy.stage_count(ranks), recipe.training
+    rows = training.per_device_batch_size * pipelines.copies
+    micro_batches = -(-training.global_batch_size // rows)
+    fitting = stages * -(-micro_batches // stages) * rows
+    each = " in each pipeline" if pipelines.copies > 1 else ""
+    if pipelines.schedule in ("1f1b", "interleaved_1f1b") and micro_batches < stages:
+        raise EnvironmentMismatch(
+            f"training.global_batch_size: {counted(micro_batches, 'micro-batch', 'micro-batches')} a step{each} are "
+            f"fewer than the {stages} stages that {pipelines.schedule} fills; set training.global_batch_size={fitting},"
+            " lower training.per_device_batch_size, or take accelerate_config=gpipe"
+        )
+    if pipelines.runs > 1 and not can_interleave(stages, micro_batches):
+        raise EnvironmentMismatch(
+            f"training.global_batch_size: {micro_batches} micro-batches a step{each} are no rounds of equal size, of "
+            f"{stages} or more, as {pipelines.schedule} takes them; set training.global_batch_size={fitting}, or take "
+            "accelerate_config=1f1b"
         )
 
 

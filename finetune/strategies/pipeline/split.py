@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline computes, by the bytes that its weights take while they are trained."""
+"""Which layers each run of a pipeline's stages computes, by the bytes that its weights take while they are trained."""
 
 from __future__ import annotations
 
@@ -12,25 +12,30 @@ from transformers import PreTrainedModel
 from finetune.errors import EnvironmentMismatch
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import Recipe
+from finetune.recipe.sections.pipelines import Pipelines
 from finetune.strategies.pipeline.layout import Parts
 from finetune.wording import counted
 
 
-def layers_of_stages(recipe: Recipe, decoder: PreTrainedModel, parts: Parts, stages: int) -> list[range]:
-    """The layers of each stage, one at least. Raises EnvironmentMismatch where there are fewer layers than stages.
+def layers_of_runs(
+    recipe: Recipe, decoder: PreTrainedModel, parts: Parts, pipelines: Pipelines, stages: int
+) -> list[range]:
+    """The layers of each run, one at least; run r is stage r % stages. Raises EnvironmentMismatch where there are fewer
+    layers than runs.
 
-    Counted are weights, gradients and optimizer state, embeddings with the first stage, norm and head with the last;
+    Counted are weights, gradients and optimizer state, embeddings with the first run, norm and head with the last;
     tied ones with both. Activations are not: they are alike in every layer.
     """
-    count = len(parts.layers)
-    if stages > count:
-        raise EnvironmentMismatch(
-            f"accelerate_config: {stages} stages for {counted(count, 'layer')}; launch at most {count} processes"
-        )
+    count, runs = len(parts.layers), stages * pipelines.runs
+    if runs > count:
+        of_two = f" of {pipelines.runs} runs of layers each" if pipelines.runs > 1 else ""
+        most = count // pipelines.runs * pipelines.copies
+        remedy = f"launch at most {most} processes" if most > pipelines.copies else "take accelerate_config=1f1b"
+        raise EnvironmentMismatch(f"accelerate_config: {stages} stages{of_two} for {counted(count, 'layer')}; {remedy}")
     nbytes: Counter[int] = Counter()
     for name, parameter in decoder.named_parameters(remove_duplicate=False):
         nbytes[parts.place(name)] += bytes_while_trained(recipe, parameter)
-    return split_layers([nbytes[index] for index in range(count)], nbytes[-1], nbytes[count], stages)
+    return split_layers([nbytes[index] for index in range(count)], nbytes[-1], nbytes[count], runs)
 
 
 def bytes_while_trained(recipe: Recipe, parameter: nn.Parameter) -> int:

@@ -1,8 +1,9 @@
-"""One stage: the library's own forward of the whole model, in which the layers of other stages do nothing.
+"""A run of layers of one stage: the library's own forward of the whole model, in which all other layers do nothing.
 
-So scales, positions, masks and the order of layers are the model's own, of any family. The first stage embeds; a later
-one has what it received from the stage before handed to its first layer, whatever the modules before that made of the
-tokens; the last one computes the loss; another one gives what its last layer gave.
+So scales, positions, masks and the order of layers are the model's own, of any family. The first run embeds; a later
+one has what it received from the run before handed to its first layer, whatever the modules before that made of the
+tokens; the last one computes the loss; another one gives what its last layer gave. A stage has one run, or several that
+take turns with the same decoder.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,24 +22,26 @@ from finetune.architecture.loss import decoder_of
 from finetune.strategies.pipeline.layout import Parts
 
 Given = Mapping[str, Any]  # tokens/batches.py, which is on this floor
-LEARNED = ("shift_labels", "supervised")  # of a micro-batch, for the last stage alone
+Forward = Callable[..., Tensor]
+LEARNED = ("shift_labels", "supervised")  # of a micro-batch, for the last run alone
 
 
 @dataclass
 class Crossing:
-    """What passes between this stage and its neighbours in one forward, [1, tokens, hidden]."""
+    """What passes between a run and its neighbours in one forward, [1, tokens, hidden]."""
 
+    layers: range | None = None  # of the run whose forward this is; None between forwards: layers are recomputed
     received: Tensor | None = None
     sent: Tensor | None = None
 
 
-class Stage(nn.Module):
-    """This rank's part of the model, called with what the stage before gave, for one micro-batch after another."""
+class LayerRun(nn.Module):
+    """A run of this rank's layers, called with what the run before gave, for one micro-batch after another."""
 
     def __init__(
         self,
         decoder: PreTrainedModel,
-        parts: Parts,
+        crossing: Crossing,
         layers: Sequence[range],
         index: int,
         autocast: Callable[[], AbstractContextManager[Any]],
@@ -45,18 +49,17 @@ class Stage(nn.Module):
     ) -> None:
         """
         Args:
-            decoder: With its loss in the forward; what other stages hold is on meta.
-            layers: Those of each stage.
-            dtype: Of the hidden states between stages.
+            decoder: With its loss in the forward; what other stages hold is on meta, and `leave_out` was called.
+            layers: Those of each run.
+            dtype: Of the hidden states between runs.
         """
         super().__init__()
         self.decoder, self.index, self.dtype = decoder, index, dtype
         self.is_first, self.is_last = index == 0, index == len(layers) - 1
         self._batches: Iterator[tuple[int, Given]] = iter(())  # those to come, and their numbers
         self._before_each: Callable[[int], None] = lambda number: None
-        self.loss: Tensor | None = None  # of the latest micro-batch, on the last stage
-        self._autocast, self._crossing = autocast, Crossing()
-        _leave_out(decoder, parts, layers[index], self._crossing, dtype)
+        self.loss: Tensor | None = None  # of the latest micro-batch, on the last run
+        self._layers, self._autocast, self._crossing = layers[index], autocast, crossing
 
     def expect(self, batches: Sequence[Given], before_each: Callable[[int], None] = lambda number: None) -> None:
         """The micro-batches of the coming forwards, which every schedule computes in this order. `before_each` is
@@ -64,54 +67,102 @@ class Stage(nn.Module):
         self._batches, self._before_each = iter(enumerate(batches)), before_each
 
     def forward(self, received: Tensor) -> Tensor:
-        """received: [1, tokens, hidden]; the first stage ignores what it is given.
+        """received: [1, tokens, hidden]; the first run ignores what it is given.
 
-        Returns [1, tokens, hidden], the last stage the summed loss.
+        Returns [1, tokens, hidden], the last run the summed loss.
         """
         number, given = next(self._batches)
-        batch: dict[str, Any] = dict(given)
         self._before_each(number)
-        self._crossing.received = None if self.is_first else received
-        with self._autocast():
-            if self.is_last:
-                loss: Tensor = self.decoder(**batch)
-                self.loss = loss.detach()
-                return loss
-            for name in LEARNED:
-                del batch[name]
-            decoder_of(self.decoder)(**batch, use_cache=False)
-        sent, self._crossing.sent, self._crossing.received = self._crossing.sent, None, None
+        self._crossing.layers, self._crossing.received = self._layers, None if self.is_first else received
+        try:
+            with self._autocast():
+                return self._last(dict(given)) if self.is_last else self._sent(dict(given))
+        finally:
+            self._crossing.layers = self._crossing.received = self._crossing.sent = None
+
+    def _last(self, batch: dict[str, Any]) -> Tensor:
+        loss: Tensor = self.decoder(**batch)
+        self.loss = loss.detach()
+        return loss
+
+    def _sent(self, batch: dict[str, Any]) -> Tensor:
+        for name in LEARNED:
+            del batch[name]
+        decoder_of(self.decoder)(**batch, use_cache=False)
+        sent = self._crossing.sent
         assert sent is not None
         assert sent.dtype == self.dtype, f"layers give {sent.dtype}, {self.dtype} was expected"
         return sent.contiguous()
 
 
-def _leave_out(decoder: PreTrainedModel, parts: Parts, held: range, crossing: Crossing, dtype: torch.dtype) -> None:
-    """Give the forwards of what other stages compute: of layers, embeddings, norm. Only instances change."""
+def runs_of(
+    decoder: PreTrainedModel,
+    parts: Parts,
+    layers: Sequence[range],
+    indices: Sequence[int],
+    autocast: Callable[[], AbstractContextManager[Any]],
+    dtype: torch.dtype,
+) -> list[LayerRun]:
+    """The runs with these numbers, which are one stage and share its decoder; its forwards are changed in place."""
+    crossing = Crossing()
+    _leave_out(decoder, parts, [layers[index] for index in indices], crossing, dtype)
+    return [LayerRun(decoder, crossing, layers, index, autocast, dtype) for index in indices]
 
-    def entrance(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        assert crossing.received is not None
-        return crossing.received
 
-    def outlet(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        crossing.sent = hidden
+def _leave_out(
+    decoder: PreTrainedModel, parts: Parts, held: Sequence[range], crossing: Crossing, dtype: torch.dtype
+) -> None:
+    """Change the forwards of what not every run of this stage computes: of layers, embeddings, norm. Only instances
+    change."""
+
+    def between(index: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        assert crossing.layers is not None
+        if index == crossing.layers.start - 1:
+            assert crossing.received is not None
+            return crossing.received
+        if index == crossing.layers.stop:
+            crossing.sent = hidden
         return hidden
 
-    others = {held.start - 1: entrance, held.stop: outlet}
+    replace = partial(_replace_forward, decoder, held, crossing)
     for index, path in enumerate(parts.layers):
-        if index not in held:
-            _replace_forward(decoder, path, others.get(index, _as_it_came))
-    if held.start > 0:
-        for path, width in parts.before.items():
-            _replace_forward(decoder, path, _Zeros(width, dtype))
-    if held.stop < len(parts.layers):
-        for path in parts.after:
-            _replace_forward(decoder, path, _as_it_came)
+        replace(path, partial(_has_layer, index), partial(between, index))
+    for path, width in parts.before.items():
+        replace(path, _is_first, _Zeros(width, dtype))
+    for path in parts.after:
+        replace(path, partial(_has_layer, len(parts.layers) - 1), _as_it_came)
 
 
-def _replace_forward(decoder: PreTrainedModel, path: str, forward: Callable[..., Tensor]) -> None:
+def _has_layer(index: int, run: range) -> bool:
+    return index in run
+
+
+def _is_first(run: range) -> bool:
+    return run.start == 0
+
+
+def _replace_forward(
+    decoder: PreTrainedModel,
+    held: Sequence[range],
+    crossing: Crossing,
+    path: str,
+    computes: Callable[[range], bool],
+    otherwise: Forward,
+) -> None:
+    """Have a module compute in the runs that have it, of those that this stage holds, and do `otherwise` in others."""
     module: Any = decoder.get_submodule(path)
-    module.forward = forward
+    having = [run for run in held if computes(run)]
+    if len(having) == len(held):
+        return
+    own: Forward = module.forward
+
+    def forward(given: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # In backward a layer is computed again with no run's forward around it.
+        if crossing.layers is None or computes(crossing.layers):
+            return own(given, *args, **kwargs)
+        return otherwise(given, *args, **kwargs)
+
+    module.forward = forward if having else otherwise
 
 
 def _as_it_came(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -120,7 +171,7 @@ def _as_it_came(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class _Zeros:
-    """In the place of embeddings: [batch, tokens, width], one element in memory. No layer of this stage sees it."""
+    """In the place of embeddings: [batch, tokens, width], one element in memory. No layer of this run sees it."""
 
     width: int
     dtype: torch.dtype

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from finetune.recipe.sections.pipelines import RUNS
+
 FORWARD, BACKWARD = "forward", "backward"
 
 
@@ -19,31 +21,65 @@ class Computation(NamedTuple):
     micro_batch: int
     begin: float
     end: float
+    run: int = 0  # of the stage's runs of layers
 
 
-def order_of(schedule: str, stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
-    """What a stage computes, one after another: (kind, micro-batch).
+class Work(NamedTuple):
+    """A forward or a backward of a stage, as its schedule orders it."""
+
+    kind: str
+    micro_batch: int
+    run: int = 0
+
+
+def can_interleave(stages: int, micro_batches: int) -> bool:
+    """Whether interleaved_1f1b can order them: in rounds of equal size, of as many as there are stages or more."""
+    rounds = micro_batches // stages
+    return rounds > 0 and micro_batches % rounds == 0
+
+
+def order_of(schedule: str, stage: int, stages: int, micro_batches: int) -> list[Work]:
+    """What a stage computes, one after another.
 
     gpipe: all forwards, then all backwards. naive: a micro-batch's backward before the next one's forward. 1f1b: as
     many forwards as there are stages from here on, then backward and forward in turn; of fewer micro-batches than
-    stages, as gpipe.
+    stages, as gpipe. interleaved_1f1b: as 1f1b over twice as many stages, of which each has two runs of layers; a round
+    of micro-batches goes through one run before it goes through the next (arXiv 2104.04473, figure 4).
     """
+    if schedule == "interleaved_1f1b":
+        return _interleaved(stage, stages, micro_batches, RUNS[schedule])
     first = micro_batches
     if schedule == "naive":
         first = 1
     elif schedule == "1f1b" and micro_batches >= stages:
         first = stages - stage
-    forwards, backwards = ([(kind, number) for number in range(micro_batches)] for kind in (FORWARD, BACKWARD))
+    forwards, backwards = ([Work(kind, number) for number in range(micro_batches)] for kind in (FORWARD, BACKWARD))
+    return _in_turn(forwards, backwards, first, backward_first=True)
+
+
+def _in_turn(forwards: list[Work], backwards: list[Work], first: int, *, backward_first: bool) -> list[Work]:
+    """So many forwards, then one of each in turn, then the backwards that are left."""
     waiting = forwards[first:]
-    in_turn = [each for pair in zip(backwards, waiting, strict=False) for each in pair]
-    return [*forwards[:first], *in_turn, *backwards[len(waiting) :]]
+    pairs = zip(backwards, waiting, strict=False) if backward_first else zip(waiting, backwards, strict=False)
+    return [*forwards[:first], *(each for pair in pairs for each in pair), *backwards[len(waiting) :]]
+
+
+def _interleaved(stage: int, stages: int, micro_batches: int, runs: int) -> list[Work]:
+    assert can_interleave(stages, micro_batches)
+    at_once = micro_batches // (micro_batches // stages)
+    rounds = [range(first, first + at_once) for first in range(0, micro_batches, at_once)]
+    forwards = [Work(FORWARD, number, run) for some in rounds for run in range(runs) for number in some]
+    backwards = [Work(BACKWARD, number, run) for some in rounds for run in reversed(range(runs)) for number in some]
+    first = min((runs - 1) * at_once + 2 * (stages - 1 - stage), len(forwards))
+    return _in_turn(forwards, backwards, first, backward_first=False)
 
 
 def alive_at_most(schedule: str, stage: int, stages: int, micro_batches: int) -> int:
-    """Micro-batches whose activations a stage holds at once: those with a forward and no backward yet."""
+    """Micro-batches whose activations a stage holds at once: those with a forward and no backward yet. Where it has
+    several runs of layers, those of each run count by themselves."""
     alive = most = 0
-    for kind, _ in order_of(schedule, stage, stages, micro_batches):
-        alive += 1 if kind == FORWARD else -1
+    for work in order_of(schedule, stage, stages, micro_batches):
+        alive += 1 if work.kind == FORWARD else -1
         most = max(most, alive)
     return most
 
@@ -54,26 +90,27 @@ def planned_spans(
     """When each stage computes what, as early as its order and the stages around it allow.
 
     Args:
-        forward, backward: Seconds of one micro-batch on each stage.
+        forward, backward: Seconds of one micro-batch on each stage; of its runs of layers each has an equal part.
         sending: Seconds from the end on one stage to the beginning on the next, which computes meanwhile.
     """
-    stages = len(forward)
+    stages, runs = len(forward), RUNS.get(schedule, 1)
     queues = [order_of(schedule, stage, stages, micro_batches)[::-1] for stage in range(stages)]
     free = [0.0] * stages
-    ends: dict[tuple[str, int, int], float] = {}
+    ends: dict[tuple[str, int, int], float] = {}  # by kind, micro-batch and place in the line of all runs
     spans: list[Computation] = []
     while any(queues):
         for stage, queue in enumerate(queues):
             while queue:
-                kind, number = queue[-1]
-                source = stage - 1 if kind == FORWARD else stage + 1
-                if 0 <= source < stages and (kind, number, source) not in ends:
+                kind, number, run = queue[-1]
+                at = run * stages + stage
+                source = at - 1 if kind == FORWARD else at + 1
+                inside = 0 <= source < stages * runs
+                if inside and (kind, number, source) not in ends:
                     break
-                ready = ends[kind, number, source] + sending if 0 <= source < stages else 0.0
-                begin = max(ready, free[stage])
-                free[stage] = begin + (forward if kind == FORWARD else backward)[stage]
-                ends[kind, number, stage] = free[stage]
-                spans.append(Computation(stage, kind, number, begin, free[stage]))
+                begin = max(ends[kind, number, source] + sending if inside else 0.0, free[stage])
+                free[stage] = begin + (forward if kind == FORWARD else backward)[stage] / runs
+                ends[kind, number, at] = free[stage]
+                spans.append(Computation(stage, kind, number, begin, free[stage], run))
                 queue.pop()
     return spans
 
@@ -87,6 +124,7 @@ def bubble(spans: Iterable[Computation]) -> float:
 
 
 def bubble_of_equal_stages(schedule: str, stages: int, micro_batches: int) -> float:
-    """The textbook's: (p-1)/(m+p-1) of p stages and m micro-batches, and (p-1)/p where they go one after another."""
-    at_once = 1 if schedule == "naive" else micro_batches
+    """The textbook's: (p-1)/(m+p-1) of p stages and m micro-batches, and (p-1)/p where they go one after another. With
+    v runs of layers on each stage (p-1)/(vm+p-1), where p divides m."""
+    at_once = 1 if schedule == "naive" else micro_batches * RUNS.get(schedule, 1)
     return (stages - 1) / (at_once + stages - 1)

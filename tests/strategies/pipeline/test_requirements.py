@@ -11,7 +11,8 @@ import pytest
 
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.model.float8.requirements import EMULATION_SWITCH
-from finetune.recipe.strategy import CONFIG_FOLDER, SCHEDULES, read_strategy
+from finetune.recipe.sections.pipelines import SCHEDULES
+from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
 from finetune.strategies.accelerator import check_launch
 from tests.support.launching import ALONE
 from tests.support.recipes import SETTING, least_recipe
@@ -75,6 +76,51 @@ def test_1f1b_wants_a_micro_batch_a_stage() -> None:
     remedies = [word.split("=") for word in SETTING.findall(str(caught.value)) if word.startswith("training.")]
     assert remedies == [["training.global_batch_size", "8"]]
     check_launch(least_recipe(accelerate_config="1f1b", training=few | {"global_batch_size": 8}), FOUR)
+
+
+def test_interleaved_wants_rounds_of_equal_size() -> None:
+    """Nine micro-batches over four stages: two rounds, of which one would have five."""
+    some: dict[str, Any] = {"global_batch_size": 9, "per_device_batch_size": 1, "mixed_precision": "no"}
+    check_launch(least_recipe(accelerate_config="1f1b", training=some), FOUR)
+    with pytest.raises(EnvironmentMismatch, match="9 micro-batches a step are no rounds of equal size") as caught:
+        check_launch(least_recipe(accelerate_config="interleaved_1f1b", training=some), FOUR)
+    assert "\n" not in str(caught.value)
+    remedies = dict(word.split("=") for word in SETTING.findall(str(caught.value)))
+    assert remedies == {"training.global_batch_size": "12"}
+    for fitting in (4, 6, 8, 10, 12):
+        training = some | {"global_batch_size": fitting}
+        check_launch(least_recipe(accelerate_config="interleaved_1f1b", training=training), FOUR)
+
+
+def test_pipelines_beside_each_other() -> None:
+    """Of as many stages, two or more; each has its share of a step's rows."""
+    strategy = read_strategy("1f1b_ddp2")
+    assert (strategy.kind, strategy.schedule, strategy.pipelines) == ("pipeline", "1f1b", ("1f1b", 2))
+    assert (strategy.stage_count(8), strategy.data_rank_count(8)) == (4, 2)
+    assert check_launch(recipe(accelerate_config="1f1b_ddp2"), FOUR) == strategy
+    for ranks, fitting in ((2, 4), (3, 4), (5, 4), (7, 6)):
+        with pytest.raises(EnvironmentMismatch, match="cannot be divided so") as caught:
+            check_launch(recipe(accelerate_config="1f1b_ddp2"), replace(FOUR, world_size=ranks))
+        assert str(caught.value).endswith(f"{ranks} processes cannot be divided so: launch {fitting}")
+    few: dict[str, Any] = {"global_batch_size": 2, "per_device_batch_size": 1, "mixed_precision": "no"}
+    with pytest.raises(
+        EnvironmentMismatch, match="1 micro-batch a step in each pipeline are fewer than the 2"
+    ) as caught:
+        check_launch(least_recipe(accelerate_config="1f1b_ddp2", training=few), FOUR)
+    assert "training.global_batch_size=4" in str(caught.value)
+    check_launch(least_recipe(accelerate_config="1f1b_ddp2", training=few | {"global_batch_size": 4}), FOUR)
+
+
+@pytest.mark.parametrize("name", ["1f1b_ddp", "gpipe_ddp1", "naive_ddp02", "interleaved_1f1b_ddp2b"])
+def test_a_name_that_nearly_says_it_is_refused(name: str, tmp_path: Path) -> None:
+    """It would silently be plain DDP."""
+    copy = tmp_path / f"{name}.yaml"
+    copy.write_text((CONFIG_FOLDER / "1f1b_ddp2.yaml").read_text("utf-8"), "utf-8")
+    schedule = name.partition("_ddp")[0]
+    with pytest.raises(RecipeError, match=f"{name}: its name does not say how many.*; name it {schedule}_ddp2"):
+        read_strategy(str(copy))
+    copy.rename(tmp_path / f"{schedule}_ddp12.yaml")
+    assert read_strategy(str(tmp_path / f"{schedule}_ddp12.yaml")).pipelines == (schedule, 12)
 
 
 def test_one_process_is_no_pipeline() -> None:

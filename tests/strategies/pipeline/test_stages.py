@@ -11,10 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from finetune.errors import FinetuneError
+from finetune.measure.phases import Phases
 from finetune.strategies.pieces import Elsewhere
 from finetune.strategies.pipeline.layout import parts_of
+from finetune.strategies.pipeline.schedule import Pipeline
 from finetune.strategies.pipeline.split import split_layers
-from tests.support.stages import Chain, gradients_of, structure, taught
+from tests.support.stages import CPU, Chain, gradients_of, structure, taught
 from tests.support.tiny import FAMILIES, flat_batch, tiny_model
 
 # Scales of embeddings, residuals and logits; windows and global layers; an architecture of experts.
@@ -26,8 +28,8 @@ FURTHER: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(family: str, **config: Any) -> PreTrainedModel:
-    return tiny_model(family, num_hidden_layers=4, **FURTHER.get(family, {}), **config)
+def model_of(family: str, layers: int = 4, **config: Any) -> PreTrainedModel:
+    return tiny_model(family, num_hidden_layers=layers, **FURTHER.get(family, {}), **config)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -45,6 +47,52 @@ def test_stages_are_the_model(family: str, tied: bool) -> None:
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_runs_that_take_turns_are_the_model(family: str, recomputed: bool) -> None:
+    """Two stages of two runs each, one or two layers long, the first and the third, the second and the last; layers
+    that are computed again in backward, with no run's forward around them, too."""
+    whole, batch = taught(model_of(family, layers=6)), flat_batch((7, 12, 5))
+    loss = whole(**batch)
+    loss.backward()
+    runs = [range(1), range(1, 3), range(3, 5), range(5, 6)]
+    chain = Chain(lambda: model_of(family, layers=6), runs, stages=2)
+    for model in chain.models if recomputed else ():
+        model.train()
+        model.activation_checkpointing_enable()
+    torch.testing.assert_close(chain.forward_and_backward(batch), loss.detach(), rtol=1e-6, atol=0)
+    found, expected = chain.gradients(), gradients_of(whole)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+    held = [name for name, weight in chain.models[0].named_parameters() if not isinstance(weight, Elsewhere)]
+    assert {name.split(".")[2] for name in held if "layers" in name} == {"0", "3", "4"}
+
+
+def test_each_run_of_a_stage_draws_numbers_of_its_own() -> None:
+    """Of two runs and three micro-batches, in any order of the two; the last forward has the last micro-batch's number,
+    by which seeds.py sees whether a model draws at all."""
+    runs = [range(2), range(2, 4)]
+    chain, seen = Chain(lambda: model_of("llama"), runs, stages=1), list[int]()
+    pipeline = Pipeline(chain.runs, runs, "interleaved_1f1b", chain.holdings[0], chain.trained[0], CPU)
+
+    def forwards(micro_batches: int, tokens: int, *, train: bool) -> None:
+        given = [chain.runs[0](torch.empty(1)) for _ in range(micro_batches)]
+        for hidden in given:
+            chain.runs[1](hidden)
+
+    pipeline._run = forwards  # type: ignore[method-assign]
+    counted = pipeline.forward_and_backward(
+        [flat_batch((7, 12))] * 3,
+        supervised_tokens=1,
+        loss_sum=torch.zeros((), dtype=torch.float64),
+        before_each=seen.append,
+        phases=Phases(CPU, enabled=False),
+    )
+    assert seen == [3, 4, 5, 0, 1, 2]
+    assert counted == 3 * len(flat_batch((7, 12))["supervised"])
+
+
 def test_a_stage_holds_its_own_part_alone() -> None:
     chain = Chain(lambda: model_of("llama", tie_word_embeddings=True), [range(2), range(2, 3), range(3, 4)])
     held = [
@@ -56,7 +104,8 @@ def test_a_stage_holds_its_own_part_alone() -> None:
     assert set.intersection(held[0], held[2]) == {"model.embed_tokens.weight"}  # tied: embeddings and head
     assert held[1] == {name for name in names if name.startswith("model.layers.2.")}
     assert chain.holdings[0].stages["model.embed_tokens.weight"] == (0, 2)
-    assert [len(shared) for shared in chain.shared] == [1, 0, 1]
+    shared = [{name for name in own if len(chain.holdings[0].stages[name]) > 1} for own in chain.trained]
+    assert shared == [{"model.embed_tokens.weight"}, set(), {"model.embed_tokens.weight"}]
     written = [
         set(holding.pieces(dict(model.named_parameters())))
         for holding, model in zip(chain.holdings, chain.models, strict=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from finetune.strategies.pipeline.timeline import (
     BACKWARD,
@@ -10,6 +13,7 @@ from finetune.strategies.pipeline.timeline import (
     alive_at_most,
     bubble,
     bubble_of_equal_stages,
+    can_interleave,
     order_of,
     planned_spans,
 )
@@ -34,7 +38,7 @@ def test_orders() -> None:
     """Of the second of three stages, with four micro-batches."""
 
     def words(schedule: str) -> str:
-        return " ".join(f"{kind[0]}{number}" for kind, number in order_of(schedule, 1, 3, 4))
+        return " ".join(f"{work.kind[0]}{work.micro_batch}" for work in order_of(schedule, 1, 3, 4))
 
     assert words("gpipe") == "f0 f1 f2 f3 b0 b1 b2 b3"
     assert words("1f1b") == "f0 f1 b0 f2 b1 f3 b2 b3"
@@ -60,7 +64,7 @@ def test_unequal_stages_by_ticks(schedule: str) -> None:
         for stage in range(3):
             if tick < busy_until[stage] or at[stage] == len(work[stage]):
                 continue
-            kind, number = work[stage][at[stage]]
+            kind, number, _ = work[stage][at[stage]]
             source = stage + (-1 if kind == FORWARD else 1)
             if source in (-1, 3) or ends.get((kind, number, source), 1000) + sending <= tick:
                 busy_until[stage] = tick + (forward if kind == FORWARD else backward)[stage]
@@ -73,3 +77,42 @@ def test_unequal_stages_by_ticks(schedule: str) -> None:
     whole = max(ends.values())
     busy = micro_batches * (sum(forward) + sum(backward))
     assert bubble(spans) == pytest.approx(1 - busy / (3 * whole))
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (2, 5), (2, 6), (3, 9), (4, 4), (4, 10), (4, 16)])
+def test_runs_are_interleaved_as_torch_does(stages: int, micro_batches: int) -> None:
+    """torch's own class decides in a run; a plan has this order. (2, 5): five do not make rounds of equal size."""
+    at = [
+        [
+            SimpleNamespace(
+                stage_index=run * stages + stage, num_stages=2 * stages, group_size=stages, group_rank=stage
+            )
+            for run in range(2)
+        ]
+        for stage in range(stages)
+    ]
+    if not can_interleave(stages, micro_batches):
+        with pytest.raises(ValueError, match="multiple of the number of rounds"):
+            ScheduleInterleaved1F1B(at[0], micro_batches)
+        return
+    order = ScheduleInterleaved1F1B(at[0], micro_batches).pipeline_order
+    for stage in range(stages):
+        theirs = [str(action) for action in order[stage] if action is not None]
+        ours = [
+            f"{work.run * stages + stage}{work.kind[0].upper()}{work.micro_batch}"
+            for work in order_of("interleaved_1f1b", stage, stages, micro_batches)
+        ]
+        assert ours == theirs
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (2, 8), (4, 4), (4, 8), (4, 16)])
+def test_two_runs_halve_the_bubble(stages: int, micro_batches: int) -> None:
+    """(p-1)/(2m+p-1), whatever a backward takes beside a forward; more activations wait than under 1f1b."""
+    for backward in (1.0, 2.0):
+        equal = [1.0] * stages, [backward] * stages, micro_batches
+        idle = bubble(planned_spans("interleaved_1f1b", *equal))
+        assert idle == pytest.approx((stages - 1) / (2 * micro_batches + stages - 1))
+        assert idle == pytest.approx(bubble_of_equal_stages("interleaved_1f1b", stages, micro_batches))
+    # On the first stage, of half as many layers each: what arXiv 2104.04473 calls p (1 + (p-1)/(pv)), in halves.
+    alive = alive_at_most("interleaved_1f1b", 0, stages, micro_batches)
+    assert alive == min(2 * stages + stages - 1, 2 * micro_batches)

@@ -1,0 +1,47 @@
+"""The pipeline that the name of an Accelerate config asks for.
+
+Accelerate has no word for a pipeline and refuses keys that it does not know, so what is ours stands in the file's name:
+`1f1b`, or `1f1b_ddp2` for two of them beside each other.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from finetune.errors import RecipeError
+
+SCHEDULES = ("gpipe", "1f1b", "naive", "interleaved_1f1b")
+RUNS = {"interleaved_1f1b": 2}  # runs of decoder layers on each stage; one under the other schedules
+_NAME = re.compile(rf"({'|'.join(SCHEDULES)})(?:_ddp(.*))?")
+
+
+class Pipelines(NamedTuple):
+    """In what order micro-batches are computed, and how many copies of the pipeline there are."""
+
+    schedule: str
+    copies: int
+
+    @property
+    def runs(self) -> int:
+        """Runs of decoder layers on each stage: one, or several that take turns."""
+        return RUNS.get(self.schedule, 1)
+
+
+def pipelines_named(name: str) -> Pipelines | None:
+    """What a file of this name, without its ending, asks for; None: no pipeline.
+
+    Raises RecipeError for a name that does not say how many copies there are, and would silently be plain DDP.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    schedule, copies = match.groups()
+    if copies is not None and not re.fullmatch("[2-9]|[1-9][0-9]{1,4}", copies):
+        raise RecipeError(
+            [
+                f"accelerate_config: {name}: its name does not say how many pipelines train beside each other; name it "
+                f"{schedule}_ddp2 for two"
+            ]
+        )
+    return Pipelines(schedule, int(copies or 1))
