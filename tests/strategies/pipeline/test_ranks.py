@@ -66,7 +66,7 @@ def test_gradients_are_sent_in_portions(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_one_pipeline_sums_what_two_stages_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of tied embeddings the first stage and the last; of two pipelines, all four at once. Their norm is the first's."""
+    """Of tied embeddings the first stage and the last; of two pipelines all four at once. Their norm is the first's."""
     groups: list[tuple[int, ...]] = []
 
     def new_group(some: list[int], timeout: None) -> tuple[int, ...]:
