@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import RESULTS, write_result
-from tests.support.curve_table import RANKS, config_of
+from tests.support.curve_table import KILLED, config_of
 from tests.support.soak_resume import How, import_before_forking, soak
 
 KILLS, KILLS_OF_OTHERS, STEPS = 5, 2, 14
@@ -27,7 +27,7 @@ KILLS, KILLS_OF_OTHERS, STEPS = 5, 2, 14
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategies", default=",".join(RANKS))
+    parser.add_argument("--strategies", default=",".join(KILLED))
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(words)
     import_before_forking()
@@ -36,7 +36,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for strategy in arguments.strategies.split(","):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            own = How(RANKS[strategy], config_of(strategy, folder))
+            own = How(KILLED[strategy], config_of(strategy, folder))
             kinds = {"same_ranks": ([own], KILLS)}
             if own.ranks > 1:
                 kinds["other_ranks"] = ([own, How(1, "single")], KILLS_OF_OTHERS)
@@ -47,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 results[kind] = soak(place, ways=ways, kills=kills, steps=STEPS, seed=arguments.seed)
         found[strategy] = results
         print(strategy, json.dumps(results), flush=True)
-        write_result("resume", {"strategies": {key: found[key] for key in RANKS if key in found}})
+        write_result("resume", {"strategies": {key: found[key] for key in KILLED if key in found}})
     return 0
 
 

@@ -37,6 +37,8 @@ GRID = [
     case("lora", "pure_bf16", 1, 4, tied=False),
 ]
 
+FOUR_BITS = case("qlora", "bf16", 1, 4, tied=False)
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -74,8 +76,8 @@ def test_every_stage_is_planned_to_the_byte(schedule: str, stages: int, folder: 
 def test_runs_in_turn_and_pipelines_beside_each_other_are_planned_to_the_byte(
     strategy: str, ranks: int, folder: Path
 ) -> None:
-    """8 configurations; two runs of layers on each of two stages, and two stages of each of two pipelines."""
-    even = [replace(each, micro_steps=each.micro_steps - each.micro_steps % 2) for each in GRID]
+    """10 configurations; two runs of layers on each of two stages, and two stages of each of two pipelines."""
+    even = [replace(each, micro_steps=each.micro_steps - each.micro_steps % 2) for each in (*GRID, FOUR_BITS)]
     assert_planned_to_the_byte(even, folder, strategy, ranks)
 
 

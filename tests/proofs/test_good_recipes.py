@@ -30,11 +30,11 @@ from tests.support.model_shapes import shape_of
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SCHEMA = ROOT / "finetune" / "recipe.schema.json"
-COUNT = 39
+COUNT = 41
 SCHEME = re.compile(
     r"(?P<family>llama3|qwen3(?:\.5)?|mistral|smollm2|gemma3|phi4|gpt_oss)(?:_(?P<size>[\d.]+[bm])(?:_(?P<active>a\d+b))?)?"
     r"_(?P<method>full|lora|qlora|int8)"
-    r"(?:_(?P<task>chat|code|korean|math|reasoning|sql|text|tools))?(?:_(?P<strategy>[a-z]+\d?(?:_[a-z]+)*?))?"
+    r"(?:_(?P<task>chat|code|korean|math|reasoning|sql|text|tools))?(?:_(?P<strategy>1f1b|[a-z]+\d?(?:_[a-z]+)*?))?"
     r"_(?:(?:(?P<nodes>\d)x)?(?P<gpus>\d)x(?P<gb>\d+)gb|cpu)"
 )
 # Named after what they show: method and strategy.
@@ -52,7 +52,7 @@ PLAIN = {
 }
 # GPUs, GB of one, nodes: the budgets that there is a recipe for.
 BUDGETS = {(0, 0, 1), (1, 8, 1), (1, 16, 1), (1, 24, 1), (1, 48, 1), (1, 80, 1), (1, 141, 1)}
-BUDGETS |= {(2, 24, 1), (4, 24, 1), (8, 80, 1), (8, 80, 2)}
+BUDGETS |= {(2, 12, 1), (2, 24, 1), (4, 24, 1), (8, 80, 1), (2, 24, 2), (8, 80, 2)}
 LLAMAS = {"Llama-3.2-1B-Instruct", "Llama-3.2-3B-Instruct", "Llama-3.1-8B-Instruct", "Llama-3.3-70B-Instruct"}
 FAMILIES = {"llama3", "qwen3", "qwen3.5", "mistral", "smollm2", "gemma3", "phi4", "gpt", "quickstart"}
 NO_SIZE = ("microsoft/phi-4",)  # in the model's name
@@ -78,14 +78,8 @@ def test_every_kind_has_a_recipe() -> None:
     recipes = [recipe_of(file) for file in RECIPES]
     configs = {file.stem for file in (ROOT / "accelerate_configs").glob("*.yaml")}
     without = {"cpu_2proc", "zero1"}  # ranks on a CPU; ZeRO-2 with more memory and the same traffic
-    without |= {
-        "gpipe",
-        "1f1b",
-        "naive",
-        "interleaved_1f1b",
-        "gpipe_ddp2",
-        "1f1b_ddp2",
-    }  # a recipe's memory is planned, and the stages of a pipeline are not yet
+    without |= {"gpipe", "naive"}  # 1F1B with more memory, and what it is compared with
+    without |= {"interleaved_1f1b", "gpipe_ddp2", "1f1b_ddp2"}  # for more GPUs than a recipe here has
     assert {recipe.accelerate_config for recipe in recipes} == configs - without
     paged = {"adamw_8bit"}  # the recipes with 8-bit moments have them in pages
     assert {recipe.training.optim for recipe in recipes} == set(OPTIMIZERS) - paged

@@ -141,9 +141,9 @@ def test_one_curve(
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), [("gpipe", 2), BESIDE, INTERLEAVED])
 def test_number_formats(strategy: str, ranks: int, models: dict[str, Path], chats: Path, tmp_path: Path) -> None:
-    """16-bit copies of float32 weights, adapters over a 16-bit base and weights rounded at
+    """16-bit copies of float32 weights, adapters over a 16-bit base and over one in 4 bits, and weights rounded at
     random, whose update waits for the host, each beside its own run in one process and within that method's bounds."""
-    names = ("full, bf16", "lora, bf16", "full, pure bf16")
+    names = ("full, bf16", "lora, bf16", "full, pure bf16", "qlora", "qlora, bf16")
     written: list[list[Path]] = []
     for how, processes in (("single", 1), (strategy, ranks)):
         recipes = []
@@ -160,7 +160,7 @@ def test_number_formats(strategy: str, ranks: int, models: dict[str, Path], chat
         assert loss <= METHODS[name].loss, (name, loss)
         assert norm <= METHODS[name].norm, (name, norm)
         receipt = receipt_of(staged)
-        assert sum(receipt["quantized_layers"].values()) == 0
+        assert sum(receipt["quantized_layers"].values()) == (28 if "qlora" in name else 0)
         assert receipt["sharding"]["held_share"] < 0.75
 
 

@@ -20,7 +20,7 @@ from finetune import train
 from finetune.files import read_lines
 from finetune.run_folder.folder import read_state
 from finetune.training import session
-from tests.support.curve_table import RANKS
+from tests.support.curve_table import KILLED
 from tests.support.soak_resume import fingerprint, write_resume_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -44,12 +44,12 @@ def test_killed_at_random_moments(tmp_path: Path, ways: str) -> None:
 def test_killed_under_every_strategy() -> None:
     """The committed record: five kills on the same ranks each, and two with the ranks changing."""
     record = json.loads((REPOSITORY / "benchmarks" / "results" / "resume.json").read_text("utf-8"))["strategies"]
-    assert list(record) == list(RANKS)
+    assert list(record) == list(KILLED)
     for strategy, kinds in record.items():
-        assert kinds["same_ranks"]["ways"] == [f"{RANKS[strategy]} x {strategy}"]
+        assert kinds["same_ranks"]["ways"] == [f"{KILLED[strategy]} x {strategy}"]
         assert kinds["same_ranks"]["kills"] >= 5
         if strategy != "single":
-            assert kinds["other_ranks"]["ways"] == [f"{RANKS[strategy]} x {strategy}", "1 x single"]
+            assert kinds["other_ranks"]["ways"] == [f"{KILLED[strategy]} x {strategy}", "1 x single"]
             assert kinds["other_ranks"]["kills"] >= 2
 
 

@@ -31,13 +31,20 @@ once, accumulated one by one, packed into three rows, and with every layer recom
 difference in the loss of any step / in the gradient norm of any step, over the four. In float32, full and LoRA are
 compared with a loop of its own that takes one document at a time and shares no code with the program
 (tests/support/reference.py); the others with their own run over the whole batch in one process. Two gloo ranks on a
-CPU, four for hsdp.
+CPU, four for hsdp and for two pipelines beside each other (ddp2). Pipelines train a model of four layers instead of
+two, in micro-batches of two rows where others take all at once: 1F1B needs one for each stage.
 
 A cell counts only if the run's receipt showed the engine asked for in the storage of weights and optimizer state.
 """
 ZERO = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme")
 FSDP = ("fsdp2", "fsdp2_grad_op", "fsdp2_offload", "hsdp")
 RANKS = {"single": 1, "ddp": 2} | dict.fromkeys(FSDP, 2) | {"hsdp": 4} | dict.fromkeys(ZERO, 2)
+BESIDE = ("gpipe_ddp2", "1f1b_ddp2")
+PIPELINES = dict.fromkeys(("gpipe", "1f1b", "naive", "interleaved_1f1b"), 2) | dict.fromkeys(BESIDE, 4)
+STAGED_LAYERS = 4  # of the model that pipelines train: two stages with two runs of layers each
+ROWS = RANKS | PIPELINES  # of the table: strategy -> ranks
+# Of the record of killed runs: of pipelines each way to hold a stage's weights once.
+KILLED = RANKS | {name: PIPELINES[name] for name in ("1f1b", "interleaved_1f1b", "1f1b_ddp2")}
 ALONE = {"per_device_batch_size": 1}
 SPLITS: dict[str, dict[str, dict[str, Any]]] = {
     "whole": {"training": {"per_device_batch_size": len(LENGTHS)}},  # each rank all of its rows at once
@@ -45,6 +52,7 @@ SPLITS: dict[str, dict[str, dict[str, Any]]] = {
     "packed": {"data": {"packing": True, "max_length": 350}, "training": ALONE | {"global_batch_size": 3}},
     "checkpointed": {"training": ALONE | {"activation_checkpointing": True}},
 }
+STAGED_SPLITS = SPLITS | {"whole": {"training": {"per_device_batch_size": 2}}}
 ANY = {"model": {"name_or_path": "any"}, "data": {"train": [{"path": "any"}]}}
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
@@ -127,7 +135,7 @@ def references(folder: Path, model: Path, chats: Path, methods: Sequence[str]) -
     independent = [name for name in methods if METHODS[name].independent]
     curves = {name: reference(model, chats, METHODS[name].kind) for name in independent}
     others = [name for name in methods if name not in curves]
-    recipes = {name: _written(folder / f"reference of {name}", model, chats, name, "whole") for name in others}
+    recipes = {name: _written(folder / f"reference of {name}", model, chats, name, SPLITS["whole"]) for name in others}
     if recipes:
         assert launch(list(recipes.values()), ranks=1) == [0] * len(recipes)
     return curves | {name: curve_of(recipe) for name, recipe in recipes.items()}
@@ -146,9 +154,10 @@ def trained_cells(
     Raises AssertionError for a cell that failed, or whose receipt does not show the engine that was asked for.
     """
     pairs = [(method, split) for method in curves for split in splits]
-    recipes = [_written(folder / f"{method}-{split}", model, chats, method, split) for method, split in pairs]
+    ways = STAGED_SPLITS if strategy in PIPELINES else SPLITS
+    recipes = [_written(folder / f"{method}-{split}", model, chats, method, ways[split]) for method, split in pairs]
     words = [f"accelerate_config={config_of(strategy, folder)}"]
-    codes = launch(recipes, ranks=RANKS[strategy], words=words, timeout=60 + 30 * len(recipes))
+    codes = launch(recipes, ranks=ROWS[strategy], words=words, timeout=60 + 30 * len(recipes))
     for (method, split), recipe, code in zip(pairs, recipes, codes, strict=True):
         said = Path(f"{recipe}.rank0.said").read_text("utf-8")
         assert code in (0, 4), f"{strategy} {method} {split}: {said}"
@@ -161,10 +170,10 @@ def trained_cells(
         yield Cell(strategy, method, split, loss, norm)
 
 
-def _written(folder: Path, model: Path, chats: Path, method: str, split: str) -> Path:
+def _written(folder: Path, model: Path, chats: Path, method: str, split: Mapping[str, Any]) -> Path:
     kind, dtype, changes, *_ = METHODS[method]
     in_dtype = {"model": {"dtype": dtype}, "training": {"mixed_precision": SHORT[dtype]}}
-    return write_curve_recipe(folder, model, chats, kind, SPLITS[split], in_dtype, changes)
+    return write_curve_recipe(folder, model, chats, kind, split, in_dtype, changes)
 
 
 def config_of(strategy: str, folder: Path) -> str:
@@ -196,7 +205,31 @@ def receipt_of(recipe: Path) -> Mapping[str, Any]:
 
 def assert_it_ran(strategy: str, method: Method, receipt: Mapping[str, Any]) -> None:
     """The engine and the number formats asked for, seen in the storage of weights and optimizer state."""
-    assert (receipt["strategy"], receipt["world_size"]) == (strategy, RANKS[strategy])
+    assert (receipt["strategy"], receipt["world_size"]) == (strategy, ROWS[strategy])
+    if strategy in PIPELINES:
+        _assert_in_stages(strategy, receipt)
+    else:
+        _assert_sharded(strategy, method, receipt)
+    packed = 7 * (STAGED_LAYERS if strategy in PIPELINES else 2)
+    dtypes, pure = receipt["dtypes"], bool(method.changes.get("training", {}).get("pure_bf16"))
+    assert dtypes["compute"] == method.dtype
+    assert dtypes["master"] == ("bfloat16" if pure else "float32")
+    assert sum(receipt["quantized_layers"].values()) == (packed if "quantization" in method.changes else 0)
+
+
+def _assert_in_stages(strategy: str, receipt: Mapping[str, Any]) -> None:
+    """About half of the weights on rank 0, with embeddings that are tied, and of the optimizer's state."""
+    pipeline, sharding = receipt["pipeline"], receipt["sharding"]
+    copies = 2 if strategy in BESIDE else 1
+    assert (pipeline["schedule"], pipeline["copies"]) == (strategy.removesuffix("_ddp2"), copies)
+    assert (pipeline["stages"], receipt["batch"]["world_size"]) == (2, copies)
+    runs = 4 if strategy == "interleaved_1f1b" else 2
+    assert [last - first + 1 for first, last in pipeline["layers"]] == [STAGED_LAYERS // runs] * runs
+    assert 0.4 < sharding["held_share"] < 0.65
+    assert 0.4 < sharding["optimizer_share"] < 0.65
+
+
+def _assert_sharded(strategy: str, method: Method, receipt: Mapping[str, Any]) -> None:
     sharding, held = receipt["sharding"], 0.5
     cut = strategy in FSDP or strategy.startswith("zero3")
     whole = receipt["parameters"]["trained"] + receipt["parameters"]["frozen"]
@@ -209,10 +242,6 @@ def assert_it_ran(strategy: str, method: Method, receipt: Mapping[str, Any]) -> 
         assert sharding["mesh"] == ({"copies": 2, "shards": 2} if strategy == "hsdp" else {"shards": 2})
     assert (receipt["wrapper"] == "DeepSpeedEngine") == (strategy in ZERO)
     assert abs(sharding["optimizer_share"] - (1.0 if strategy in ("single", "ddp") else held)) <= 0.02
-    dtypes, pure = receipt["dtypes"], bool(method.changes.get("training", {}).get("pure_bf16"))
-    assert dtypes["compute"] == method.dtype
-    assert dtypes["master"] == ("bfloat16" if pure else "float32")
-    assert sum(receipt["quantized_layers"].values()) == (14 if "quantization" in method.changes else 0)
 
 
 def page_lines(cells: Sequence[Cell], strategies: Sequence[str], methods: Sequence[str]) -> Iterator[str]:

@@ -17,6 +17,7 @@ CHUNK = 2 * 256 * 2**20  # a chunk of float32 logits and its logarithms: loss.py
 # Bytes that a layer of gated delta rules keeps of a token for each of its values, by transformers' own code: 84.3 was
 # counted by torch's hooks on saved tensors, of one layer of Qwen3.5-4B over 256 and 512 tokens.
 RECURRENT = 85
+ALONE = ("single", "ddp", "pipeline")  # kinds whose weights no engine brings in 16 bits
 CUDA, COMMUNICATOR, PYTHON = 0.5 * GB, 0.7 * GB, 1.0 * GB
 
 
@@ -26,6 +27,8 @@ def parts(recipe: Recipe) -> dict[str, float]:
     strategy, shape = read_strategy(recipe.accelerate_config), shape_of(recipe)
     weights = _trained_whole(recipe, strategy, shape) if recipe.lora is None else _adapted(recipe, strategy, shape)
     found = weights | _gathered(recipe, strategy, shape) | _activations(recipe, strategy, shape)
+    if strategy.pipelines:
+        found = _of_a_stage(recipe, strategy, shape, found)
     found["loss"] = CHUNK + _stream(recipe, strategy) * _tokens(recipe) * shape.hidden
     if recipe.lora is None:
         found["loss"] += 8 * shape.table  # the head's float32 gradient, and one product and one copy in bf16
@@ -35,6 +38,23 @@ def parts(recipe: Recipe) -> dict[str, float]:
         groups = 0 if recipe.budget.gpus * recipe.budget.nodes == 1 else 2 if strategy.replicates else 1
         found["CUDA"] = CUDA + groups * COMMUNICATOR
     return {name: size for name, size in found.items() if size}
+
+
+def _of_a_stage(recipe: Recipe, strategy: Strategy, shape: Shape, whole: dict[str, float]) -> dict[str, float]:
+    """Of a stage under 1F1B over a frozen base: its layers, and embeddings or head. The first of p stages keeps the
+    activations of p micro-batches in a p-th of the layers, as much as one in all. Each stage has room for all messages
+    of a step, hidden states [tokens, hidden] and their gradients."""
+    pipelines, training = strategy.pipelines, recipe.training
+    assert pipelines is not None
+    assert (pipelines.schedule, pipelines.copies, recipe.lora is None, shape.tied) == ("1f1b", 1, False, False)
+    stages = strategy.stage_count(recipe.budget.gpus * recipe.budget.nodes)
+    message = _stream(recipe, strategy) * _tokens(recipe) * shape.hidden
+    table = 2.0 * shape.table
+    return whole | {
+        "base": (whole["base"] - 2 * table) / stages + table,
+        "adapters": whole["adapters"] / stages,
+        "messages": 2.0 * message * training.global_batch_size / training.per_device_batch_size,
+    }
 
 
 def host_bytes(recipe: Recipe) -> float:
@@ -68,7 +88,7 @@ def _tokens(recipe: Recipe) -> int:
 
 def _autocast_from_float32(recipe: Recipe, strategy: Strategy) -> bool:
     """Whether float32 weights are cast at each use: sharding engines and pure_bf16 bring them in 16 bits."""
-    return strategy.kind in ("single", "ddp") and recipe.lora is None and not recipe.training.pure_bf16
+    return strategy.kind in ALONE and recipe.lora is None and not recipe.training.pure_bf16
 
 
 def _stream(recipe: Recipe, strategy: Strategy) -> int:
@@ -167,7 +187,7 @@ def _activations(recipe: Recipe, strategy: Strategy, shape: Shape) -> dict[str, 
     tokens, stream, inner = _tokens(recipe), _stream(recipe, strategy), shape.active * shape.inner
     saved = 16 * shape.hidden + 4 * shape.queries + 4 * shape.keys + 4 * shape.heads + 8 * inner + 8
     # Casts at each use are kept too: half as much again (float32 adapters under peft, float32 weights).
-    whole_layer = tokens * saved * (1.5 if strategy.kind in ("single", "ddp") and not recipe.training.pure_bf16 else 1)
+    whole_layer = tokens * saved * (1.5 if strategy.kind in ALONE and not recipe.training.pure_bf16 else 1)
     whole_layer += tokens * RECURRENT * shape.recurrent_out
     working = tokens * (6.0 * inner + 8 * shape.hidden)
     every = recipe.training.recompute_every

@@ -15,9 +15,10 @@ from finetune.errors import FinetuneError
 from finetune.launch.rendezvous import collective_timeout
 from finetune.model.build import decoder_parts, structure_alone
 from finetune.model.dtypes import COMPUTE
-from finetune.model.quantization import unpacked_weight
+from finetune.model.quantization import plain_quantized_weights, unpacked_weight
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
+from finetune.strategies.late_quantising import load_unquantised, taken
 from finetune.strategies.pipeline.holding import place_stage, run_with
 from finetune.strategies.pipeline.layout import Parts, parts_of
 from finetune.strategies.pipeline.ranks import Place
@@ -37,13 +38,15 @@ def staged(
     """The model, with this rank's part on its device and the rest on meta, and the pipeline that computes with it.
 
     Every rank reads the model into host memory before it gives up what other stages hold: as much host memory a rank
-    as the whole model takes. Raises FinetuneError where the model cannot be split, on all ranks.
+    as the whole model takes. Weights in 4 bits are read when they are quantised, one by one, by the stage that holds
+    them. Raises FinetuneError where the model cannot be split, on all ranks.
     """
     pipelines, device = strategy.pipelines, accelerator.device
     assert pipelines is not None
     place = Place.of(dist.get_rank(), dist.get_world_size(), pipelines.copies)
-    unwrapped = build(recipe, torch.device("cpu"))
-    decoder = decoder_parts(unwrapped)
+    unwrapped = build(recipe, torch.device("cpu"), **({"load": load_unquantised} if recipe.quantization else {}))
+    late, decoder = taken(unwrapped), decoder_parts(unwrapped)
+    plain_quantized_weights(unwrapped)
     if router_coefficient(decoder.config, recipe):
         raise FinetuneError(
             "model.router_aux_loss_coef: a stage sees the routers of its own layers alone; set it to 0, or take "
@@ -53,7 +56,7 @@ def staged(
     _require_training_in_each(layers, decoder, parts)
     embedded = next(decoder.get_input_embeddings().parameters()).dtype
     dtype = COMPUTE[recipe.training.mixed_precision] if strategy.casts_weights_once(recipe) else None
-    holding, trained = place_stage(unwrapped, decoder, parts, layers, place, device)
+    holding, trained = place_stage(unwrapped, decoder, parts, layers, place, device, late)
     compute_adapters(unwrapped, unpacked_weight)
     own = range(place.stage, len(layers), place.stages)
     runs = runs_of(decoder, parts, layers, own, accelerator.autocast, dtype or embedded)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from finetune.strategies.fsdp import replace_tensor, ties_kept
+from finetune.strategies.fsdp import Late, replace_tensor, ties_kept
 from finetune.strategies.pieces import Elsewhere, Piece
 from finetune.strategies.pipeline.layout import Parts
 from finetune.strategies.pipeline.ranks import Place, Stages
@@ -90,11 +90,13 @@ def place_stage(
     layers: Sequence[range],
     place: Place,
     device: torch.device,
+    late: Mapping[str, Late] | None = None,
 ) -> tuple[Holding, dict[str, nn.Parameter]]:
     """Leave on `device` what this stage holds, and on meta all else; in place.
 
     Args:
         layers: Of each run; the stages have them in turn.
+        late: 4-bit weights by name that are quantised when their turn comes, and the buffers with them.
 
     Returns what is held where, and the trained weights of this stage by name.
     """
@@ -112,12 +114,21 @@ def place_stage(
             if place.stage not in held_by[name]:
                 replace_tensor(model, name, Elsewhere.of(parameter, device))
                 continue
-            moved = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
-            replace_tensor(model, name, moved)
+            values = late[name](device) if late and name in late else {name: parameter.detach().to(device)}
+            moved = nn.Parameter(values.pop(name), requires_grad=parameter.requires_grad)
+            for each, tensor in (values | {name: moved}).items():
+                replace_tensor(model, each, tensor)
+    elsewhere = {f"{path}." for path, layer in model.named_modules() if _packed_elsewhere(layer)}
     for name, buffer in list(model.named_buffers()):
-        replace_tensor(model, name, buffer.to(device))
+        of_others = name.removesuffix(name.rpartition(".")[2]) in elsewhere
+        replace_tensor(model, name, torch.empty_like(buffer, device="meta") if of_others else buffer.to(device))
     own = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     return Holding(trained, aliases, place), own
+
+
+def _packed_elsewhere(layer: nn.Module) -> bool:
+    """Whether it is a 4-bit layer of another stage, whose scales are buffers of it."""
+    return hasattr(layer, "packing") and isinstance(layer.weight, Elsewhere)
 
 
 def run_with(index: int, layers: Sequence[range]) -> int:

@@ -52,8 +52,8 @@ def require_stages(recipe: Recipe, strategy: Strategy, ranks: int) -> None:
 
 
 def _problems(recipe: Recipe, name: str) -> Iterator[str]:
-    if recipe.quantization is not None:
-        yield f"quantization: {name} does not split quantised weights yet; set quantization: null, or take fsdp2"
+    if recipe.quantization is not None and not recipe.quantization.load_in_4bit:
+        yield f"quantization.load_in_8bit: {name} does not split int8 weights yet; set load_in_4bit, or take ddp"
     if recipe.training.float8:
         yield f"training.mixed_precision: {name} does not compute in float8 yet; set bf16, or take fsdp2"
     if recipe.training.mixed_precision == "fp16":

@@ -44,7 +44,7 @@ def test_what_fits_is_let_through(schedule: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "place"),
     [
-        ({"quantization": {"load_in_4bit": True}}, "quantization"),
+        ({"quantization": {"load_in_8bit": True}}, "quantization.load_in_8bit"),
         ({"training": {"mixed_precision": "fp16"}}, "training.mixed_precision"),
         ({"model": {"attention": "sdpa"}}, "model.attention"),
         ({"model": {"add_tokens": ["<date>"]}}, "model.add_tokens"),
@@ -58,6 +58,11 @@ def test_what_it_cannot_is_refused(changes: dict[str, Any], place: str) -> None:
         check_launch(least_recipe(**content), FOUR)
     assert str(caught.value).startswith(f"{place}: ")
     assert "\n" not in str(caught.value)
+
+
+def test_four_bits_are_split() -> None:
+    content = recipe(accelerate_config="gpipe", quantization={"load_in_4bit": True})
+    assert check_launch(content, FOUR).schedule == "gpipe"
 
 
 def test_float8_is_refused_by_a_pipeline_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
