@@ -26,6 +26,7 @@ from benchmarks.faults_of_families import FAULTS_OF_FAMILIES
 from benchmarks.faults_of_gpus import FAULTS_OF_GPUS
 from benchmarks.faults_of_launches import FAULTS_OF_LAUNCHES
 from benchmarks.faults_of_lectures import FAULTS_OF_LECTURES
+from benchmarks.faults_of_pipelines import FAULTS_OF_PIPELINES
 from benchmarks.faults_of_runs import FAULTS_OF_RUNS
 from benchmarks.faults_of_settings import FAULTS_OF_SETTINGS
 from benchmarks.faults_of_strangers import FAULTS_OF_STRANGERS
@@ -220,6 +221,7 @@ FAULTS = (
     *FAULTS_OF_STRANGERS,
     *FAULTS_OF_LECTURES,
     *FAULTS_OF_LAUNCHES,
+    *FAULTS_OF_PIPELINES,
 )
 
 
