@@ -24,8 +24,12 @@ sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 from benchmarks.common import Fault, write_result
 from benchmarks.faults_of_families import FAULTS_OF_FAMILIES
 from benchmarks.faults_of_gpus import FAULTS_OF_GPUS
+from benchmarks.faults_of_launches import FAULTS_OF_LAUNCHES
+from benchmarks.faults_of_lectures import FAULTS_OF_LECTURES
+from benchmarks.faults_of_pipelines import FAULTS_OF_PIPELINES
 from benchmarks.faults_of_runs import FAULTS_OF_RUNS
 from benchmarks.faults_of_settings import FAULTS_OF_SETTINGS
+from benchmarks.faults_of_strangers import FAULTS_OF_STRANGERS
 from benchmarks.faults_of_updates import FAULTS_OF_UPDATES
 
 COPIED = ("finetune", "tests", "benchmarks", "recipes", "accelerate_configs", "data", "pyproject.toml")
@@ -214,6 +218,10 @@ FAULTS = (
     *FAULTS_OF_FAMILIES,
     *FAULTS_OF_GPUS,
     *FAULTS_OF_RUNS,
+    *FAULTS_OF_STRANGERS,
+    *FAULTS_OF_LECTURES,
+    *FAULTS_OF_LAUNCHES,
+    *FAULTS_OF_PIPELINES,
 )
 
 
