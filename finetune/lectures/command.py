@@ -48,6 +48,10 @@ LECTURES: dict[str, Lecture] = {
         (*SHORT_ROWS, "training.global_batch_size=1"),
         {"scale": "18"},
     ),
+    "qlora": Lecture(
+        "Full, LoRA and QLoRA: which part of the memory does each of them save?",
+        "llama3_qlora.yaml",
+    ),
     "overlap": Lecture(
         "What does training.non_blocking win?",
         "llama3_8b_lora_1x24gb.yaml",
@@ -100,6 +104,10 @@ def lecture_function(name: str) -> Callable[[LectureRequest], LectureResult]:
             from finetune.lectures.mixed_precision import mixed_precision_lecture
 
             return mixed_precision_lecture
+        case "qlora":
+            from finetune.lectures.qlora.lecture import qlora_lecture
+
+            return qlora_lecture
         case "overlap":
             from finetune.lectures.overlap import overlap_lecture
 
