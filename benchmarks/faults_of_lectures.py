@@ -169,10 +169,10 @@ OF_PIPELINES = (
     ),
     Fault(
         "a tied weight's gradients are not added up",
-        "strategies/pipeline/holding.py",
-        "if len(where) > 1 and stage in where]",
-        "if len(where) > 2 and stage in where]",
-        STAGES,
+        "strategies/pipeline/ranks.py",
+        "if len(ranks) == 1:",
+        "if len(ranks) < 3:",
+        "strategies/pipeline/test_ranks.py",
     ),
     Fault(
         "layers that are no line are split",
@@ -191,8 +191,8 @@ OF_PIPELINES = (
     Fault(
         "a short micro-batch is none for 1f1b",
         "strategies/pipeline/requirements.py",
-        "-(-training.global_batch_size // training.per_device_batch_size)",
-        "training.global_batch_size // training.per_device_batch_size",
+        "micro_batches = -(-training.global_batch_size // rows)",
+        "micro_batches = training.global_batch_size // rows",
         REQUIRED,
     ),
     Fault(

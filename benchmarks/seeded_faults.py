@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import Fault, write_result
 from benchmarks.faults_of_families import FAULTS_OF_FAMILIES
+from benchmarks.faults_of_foreign_text import FAULTS_OF_FOREIGN_TEXT
 from benchmarks.faults_of_gpus import FAULTS_OF_GPUS
 from benchmarks.faults_of_launches import FAULTS_OF_LAUNCHES
 from benchmarks.faults_of_lectures import FAULTS_OF_LECTURES
@@ -219,6 +220,7 @@ FAULTS = (
     *FAULTS_OF_GPUS,
     *FAULTS_OF_RUNS,
     *FAULTS_OF_STRANGERS,
+    *FAULTS_OF_FOREIGN_TEXT,
     *FAULTS_OF_LECTURES,
     *FAULTS_OF_LAUNCHES,
     *FAULTS_OF_PIPELINES,
