@@ -50,7 +50,7 @@ def answer(
     """The model's answer to a prompt that ends where the assistant begins; greedy when `temperature` is 0."""
     options: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else dict(GREEDY)
     batch = left_padded([prompt_ids], computing_device(model))
-    options |= {"max_new_tokens": max_new_tokens, "streamer": streamer}
+    options |= {"max_new_tokens": max_new_tokens, "streamer": streamer, "use_cache": True}
     return _texts(_generate(model, tokenizer, batch, **options), batch, model, tokenizer)[0]
 
 
@@ -62,6 +62,7 @@ def greedy_answers(
     max_new_tokens: int,
     device: torch.device,
     together: bool = False,
+    cached: bool = True,
 ) -> list[str]:
     """The model's greedy answers to several prompts as one left-padded batch: as many forwards as the longest needs.
 
@@ -71,9 +72,10 @@ def greedy_answers(
     Args:
         device: Of the computation; weights may be in host memory.
         together: Every rank of several asks the same: all of them run forwards until the last one has its answers.
+        cached: Keys and values are kept; without, all tokens are computed again for each new one.
     """
     batch = left_padded(prompts, device)
-    options = {"max_new_tokens": max_new_tokens, "synced_gpus": together, **GREEDY}
+    options = {"max_new_tokens": max_new_tokens, "synced_gpus": together, "use_cache": cached, **GREEDY}
     return _texts(_generate(model, tokenizer, batch, **options), batch, model, tokenizer)
 
 
@@ -109,7 +111,6 @@ def _generate(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch: dict[
             **batch,
             eos_token_id=end_tokens(model, tokenizer),
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-            use_cache=True,
             **options,
         )
 

@@ -1,7 +1,8 @@
 """The model's answers to fixed prompts and the held-out loss, before and after training.
 
 Where weights are sharded, each forward of an answer gathers the whole model, and every rank takes part: so the prompts
-are asked as one left-padded batch, which makes as many forwards as one of them would.
+are asked as one left-padded batch, which makes as many forwards as one of them would. Under a pipeline each forward
+goes through all stages, of the first copy where there are several.
 """
 
 from __future__ import annotations
@@ -59,25 +60,27 @@ def look_before(start: Start, run: Run, parts: Assembled, output: RunOutput, ker
 
 
 def write_samples(start: Start, run: Run, parts: Assembled, output: RunOutput, *, when: str, step: int) -> None:
-    """Rank 0 writes the answers; where weights are sharded, every rank takes part in computing them."""
-    sharded = start.strategy.shards_parameters
-    if start.prepared.prompts and parts.pipeline is not None:
-        if when == "before":
-            left_out = f"samples: none under {start.strategy.name}, no rank of which has the whole model"
-            run.terminal.log(f"{left_out}; `finetune chat` answers when it is trained")
+    """Rank 0 writes the answers; where weights are sharded or in stages, every rank takes part in computing them."""
+    sharded, pipeline = start.strategy.shards_parameters, parts.pipeline
+    joined = sharded or pipeline is not None
+    if not start.prepared.prompts or not (start.launch.is_main or joined):
         return
-    if not start.prepared.prompts or not (start.launch.is_main or sharded):
-        return
-    together = sharded and start.launch.world_size > 1
+    together = joined and start.launch.world_size > 1
     shared = may_share_a_batch(start.probed)
     asked = questions(start, shared=_of_all(run.accelerator, shared) if together else shared)
-    if sharded:
+    if pipeline is not None and pipeline.place.copy:
+        return
+    if joined:
         again = " The same again after training." if when == "before" else ""
-        run.terminal.log(cost_in_words(asked, parts.bytes_gathered(start.strategy, asked.forwards)) + again)
+        gathered = parts.bytes_gathered(start.strategy, asked.forwards) if sharded else None
+        run.terminal.log(cost_in_words(asked, gathered) + again)
 
     def answer() -> list[dict[str, Any]]:
         model, device = parts.unwrapped_model, run.accelerator.device
-        return list(samples(model, start.tokenizer, asked, device, together=together))
+        if pipeline is None:
+            return list(samples(model, start.tokenizer, asked, device, together=together))
+        with pipeline.answering(model):
+            return list(samples(model, start.tokenizer, asked, device, together=False, cached=False))
 
     output.write_samples({"when": when, "step": step} | line for line in run.weights.during(answer))
 
@@ -88,7 +91,7 @@ def questions(start: Start, *, shared: bool) -> Questions:
     The same on every rank.
     """
     recipe, prompts = start.recipe, start.prepared.prompts
-    length = recipe.samples.length(sharded=start.strategy.shards_parameters)
+    length = recipe.samples.length(sharded=start.strategy.shards_parameters or start.strategy.schedule is not None)
     most = max(BATCH_TOKENS, recipe.training.per_device_batch_size * recipe.data.max_length)
     lengths = [len(prompt.prompt_ids) for prompt in prompts]
     return Questions(prompts, prompt_batches(lengths, length, most if shared else 0), length)
@@ -107,13 +110,16 @@ def prompt_batches(lengths: Sequence[int], new: int, most: int) -> list[range]:
     return batches
 
 
-def cost_in_words(asked: Questions, gathered: int) -> str:
-    """How many forwards the answers take at most, and how many bytes of weights they gather."""
+def cost_in_words(asked: Questions, gathered: int | None) -> str:
+    """How many forwards the answers take at most, and how many bytes of weights they gather; None: through stages."""
     one_by_one = len(asked.batches) == len(asked.prompts) > 1
+    what = "compute all tokens again, through all stages"
+    if gathered is not None:
+        what = f"gather {gathered / GIB:,.1f} GiB of weights in all"
     how = "one at a time" if one_by_one else f"in {counted(len(asked.batches), 'batch', 'batches')}"
     return (
         f"samples: {counted(len(asked.prompts), 'prompt')} {how}, {counted(asked.max_new_tokens, 'new token')} each: "
-        f"at most {counted(asked.forwards, 'forward')}, which gather {gathered / GIB:,.1f} GiB of weights in all; "
+        f"at most {counted(asked.forwards, 'forward')}, which {what}; "
         "samples.max_new_tokens and samples.count make them fewer."
     )
 
@@ -125,11 +131,13 @@ def samples(
     device: torch.device,
     *,
     together: bool,
+    cached: bool = True,
 ) -> Iterator[dict[str, Any]]:
     """The model's answers to the prompts, for lines of samples.jsonl; `model` is unwrapped.
 
     Args:
         together: Every rank of several computes the same answers.
+        cached: Keys and values are kept from one new token to the next.
     """
     with answering(model):
         for batch in asked.batches:
@@ -141,6 +149,7 @@ def samples(
                 max_new_tokens=asked.max_new_tokens,
                 device=device,
                 together=together,
+                cached=cached,
             )
             for prompt, text in zip(prompts, texts, strict=True):
                 yield {"prompt": prompt.prompt, "answer": text, "reference": prompt.reference}

@@ -21,7 +21,7 @@ from tests.support.cells import launch
 from tests.support.curve_table import skip_where_missing
 from tests.support.one_rank import CPU, half_recipe, one_rank
 from tests.support.recipes import least_recipe, tiny_lora, write_recipe
-from tests.support.tiny import tiny_tokenizer, write_chats
+from tests.support.tiny import save_tiny, tiny_tokenizer, write_chats
 
 LENGTHS = [30, 45, 60, 80, 25, 100, 40, 55, 70, 35, 65, 50]
 PROMPTS = ["why", "tell me what it is", "which of them will sing first when morning comes over hills", "one two"]
@@ -130,6 +130,31 @@ def test_where_weights_are_sharded_every_rank_makes_the_same_forwards_and_gather
 
 
 @pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        ("interleaved_1f1b", 2),
+        pytest.param("gpipe", 4, marks=pytest.mark.slow),
+        pytest.param("1f1b_ddp2", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_pipelines_answers_are_those_of_one_process(strategy: str, ranks: int, chats: Path, tmp_path: Path) -> None:
+    """Before and after training; prompts of several lengths share a batch, whose padding every stage has to leave out."""
+    base = save_tiny(tmp_path / "model", num_hidden_layers=4)
+    steps = {"global_batch_size": 8, "per_device_batch_size": 1, "max_steps": 2, "learning_rate": 1e-2}
+    alone, staged = (asking(tmp_path / name, base, chats, training=steps) for name in ("alone", "staged"))
+    assert main([str(alone)]) == 0
+    assert launch([staged], ranks=ranks, words=[f"accelerate_config={strategy}"], timeout=400) == [0]
+    assert answers(staged) == answers(alone)
+    before, after = (
+        [answer for when, _, answer in answers(staged) if when == wanted] for wanted in ("before", "after")
+    )
+    assert all(before)
+    assert before != after
+    said = Path(f"{staged}.rank0.said").read_text("utf-8")
+    assert f"at most {NEW} forwards, which compute all tokens again, through all stages" in said
+
+
+@pytest.mark.parametrize(
     ("lengths", "most", "batches"),
     [
         ([5, 20, 13, 7], 100, [range(4)]),  # 4 x (20 + 5)
@@ -160,3 +185,5 @@ def test_the_cost_is_a_line() -> None:
     )
     alone = cost_in_words(Questions(prompts, [range(1), range(1, 2), range(2, 3)], 16), 2**40)
     assert "one at a time, 16 new tokens each: at most 48 forwards, which gather 1,024.0 GiB" in alone
+    staged = cost_in_words(Questions(prompts, [range(3)], 16), None)
+    assert "at most 16 forwards, which compute all tokens again, through all stages; samples.max_new_tokens" in staged

@@ -16,11 +16,13 @@ class Samples(Section):
     count: WholeNumber = Field(4, description="Held-out prompts answered when prompts is null; 0: none.")
     prompts: list[str] | None = Field(None, description="User messages to answer; null: the first held-out rows'.")
     max_new_tokens: Count | None = Field(
-        None, description="Length of an answer in tokens; null: 64, or 16 where each forward gathers sharded weights."
+        None,
+        description="Length of an answer in tokens; null: 64, or 16 where each forward gathers sharded weights or goes "
+        "through a pipeline.",
     )
 
     def length(self, *, sharded: bool) -> int:
-        """New tokens of an answer at most: as asked for, or fewer where weights are sharded or in host memory."""
+        """New tokens of an answer at most: as asked for, or fewer where weights are sharded or in stages."""
         return self.max_new_tokens or (FEWER if sharded else USUAL)
 
 

@@ -37,6 +37,11 @@ class Place:
         some = sorted(stages)
         return [copy * self.stages + stage for copy in range(self.copies) for stage in some]
 
+    @property
+    def own_ranks(self) -> range:
+        """The ranks of this copy, by stage."""
+        return range(self.copy * self.stages, (self.copy + 1) * self.stages)
+
     def own_copy(self, timeout: timedelta | None) -> dist.ProcessGroup | None:
         """The ranks of this copy; None where they are all. Every rank calls it."""
         if self.copies == 1:

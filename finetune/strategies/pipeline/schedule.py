@@ -6,9 +6,10 @@ a run of layers allocates once: every micro-batch has the same number of tokens 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -22,8 +23,11 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 
 from finetune.measure.phases import Phases
+from finetune.model.build import decoder_parts
 from finetune.strategies.pieces import Elsewhere
 from finetune.strategies.pipeline.holding import Holding
 from finetune.strategies.pipeline.ranks import GradientSums
@@ -136,6 +140,51 @@ class Pipeline(nn.Module):
             [weight for group in optimizer.param_groups for weight in group["params"]], max_grad_norm, norm
         )
         return norm
+
+    @contextmanager
+    def answering(self, model: nn.Module) -> Iterator[None]:
+        """Within the block `model.generate` computes with all stages: every rank of this copy calls it alike.
+
+        The last stage gives the others its scores, so that all choose the same next token. Nothing is cached: for each
+        new token all of them are computed again.
+        """
+        decoder = decoder_parts(model)
+        whole: Callable[..., Any] = decoder.forward
+
+        @wraps(whole)  # generation reads the signature
+        def forward(**given: Any) -> CausalLMOutput:
+            return CausalLMOutput(logits=self._scores(given, whole, decoder))
+
+        decoder.forward = forward
+        try:
+            yield
+        finally:
+            decoder.forward = whole
+
+    def _scores(self, given: Given, whole: Callable[..., Any], decoder: PreTrainedModel) -> Tensor:
+        """Of the next token, float32 [rows, 1, vocabulary], on all ranks of this copy."""
+        stages, own = self.place.stages, list(self.runs)
+        ranks = self.place.own_ranks
+        rows, tokens = given["input_ids"].shape
+        scores: Tensor | None = None
+        for index in range(len(self.layers)):
+            if index % stages != self.place.stage:
+                continue
+            run, received = own.pop(0), None
+            if index > 0:
+                wide = decoder.config.get_text_config().hidden_size
+                received = torch.empty((rows, tokens, wide), dtype=run.dtype, device=self._device)
+                dist.recv(received, src=ranks[(index - 1) % stages], group=self._own_copy)
+            given_on = run.answer(received, given, whole)
+            if run.is_last:
+                scores = given_on
+            else:
+                dist.send(given_on, dst=ranks[(index + 1) % stages], group=self._own_copy)
+        if scores is None:
+            vocabulary = decoder.get_output_embeddings().weight.shape[0]
+            scores = torch.empty((rows, 1, vocabulary), dtype=torch.float32, device=self._device)
+        dist.broadcast(scores, src=ranks[(len(self.layers) - 1) % stages], group=self._own_copy)
+        return scores
 
     def facts(self, model: nn.Module) -> dict[str, Any]:
         """For the receipt, read off what the stages hold; every rank calls it.

@@ -24,6 +24,7 @@ from finetune.strategies.pipeline.layout import Parts
 Given = Mapping[str, Any]  # tokens/batches.py, which is on this floor
 Forward = Callable[..., Tensor]
 LEARNED = ("shift_labels", "supervised")  # of a micro-batch, for the last run alone
+OF_THE_HEAD = ("logits_to_keep", "use_cache", "return_dict")  # what `generate` says to it, and what is always so here
 
 
 @dataclass
@@ -80,6 +81,25 @@ class LayerRun(nn.Module):
         finally:
             self._crossing.layers = self._crossing.received = self._crossing.sent = None
 
+    def answer(self, received: Tensor | None, given: Given, whole: Callable[..., Any]) -> Tensor:
+        """For `generate`, of any number of rows, without gradients and in the weights' own number formats.
+
+        Args:
+            received: [rows, tokens, hidden]; None in the first run.
+            given: What `generate` gives a model.
+            whole: The model's forward, with its head and without the loss.
+
+        Returns [rows, tokens, hidden], the last run the scores of the next token, float32 [rows, 1, vocabulary].
+        """
+        self._crossing.layers, self._crossing.received = self._layers, received
+        try:
+            if self.is_last:
+                scores: Tensor = whole(**given).logits[:, -1:].float()
+                return scores
+            return self._sent({key: value for key, value in given.items() if key not in OF_THE_HEAD})
+        finally:
+            self._crossing.layers = self._crossing.received = self._crossing.sent = None
+
     def _last(self, batch: dict[str, Any]) -> Tensor:
         loss: Tensor = self.decoder(**batch)
         self.loss = loss.detach()
@@ -87,7 +107,7 @@ class LayerRun(nn.Module):
 
     def _sent(self, batch: dict[str, Any]) -> Tensor:
         for name in LEARNED:
-            del batch[name]
+            batch.pop(name, None)
         decoder_of(self.decoder)(**batch, use_cache=False)
         sent = self._crossing.sent
         assert sent is not None
