@@ -138,7 +138,7 @@ def test_where_weights_are_sharded_every_rank_makes_the_same_forwards_and_gather
     ],
 )
 def test_a_pipelines_answers_are_those_of_one_process(strategy: str, ranks: int, chats: Path, tmp_path: Path) -> None:
-    """Before and after training; prompts of several lengths share a batch, whose padding every stage has to leave out."""
+    """Before and after training; prompts of several lengths share a batch, whose padding every stage leaves out."""
     base = save_tiny(tmp_path / "model", num_hidden_layers=4)
     steps = {"global_batch_size": 8, "per_device_batch_size": 1, "max_steps": 2, "learning_rate": 1e-2}
     alone, staged = (asking(tmp_path / name, base, chats, training=steps) for name in ("alone", "staged"))
