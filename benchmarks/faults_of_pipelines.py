@@ -55,8 +55,8 @@ FAULTS_OF_PIPELINES = (
     ),
     Fault(
         "ranks that are no whole pipelines start",
-        "strategies/pipeline/requirements.py",
-        "if ranks % pipelines.copies or ranks",
+        "recipe/sections/pipelines.py",
+        "if ranks % self.copies == 0 and ranks",
         "if ranks",
         REQUIRED,
     ),

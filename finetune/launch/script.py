@@ -110,6 +110,8 @@ def _misfits(plan: LaunchPlan) -> Iterator[str]:
             f"{strategy.replica_count(world, plan.ranks)} such copies; take several nodes of several GPUs, or set "
             "accelerate_config=fsdp2"
         )
+    if strategy.pipelines and world > 1 and (misfit := strategy.pipelines.misfit(world)) is not None:
+        yield f"{named} {misfit}"
     rows, world = plan.loaded.recipe.training.global_batch_size, strategy.data_rank_count(world)
     if rows < world:
         idle = f"{counted(rows, 'row')} a step leave {world - rows} of {world} ranks without one"

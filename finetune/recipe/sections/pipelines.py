@@ -10,6 +10,7 @@ import re
 from typing import NamedTuple
 
 from finetune.errors import RecipeError
+from finetune.wording import counted
 
 SCHEDULES = ("gpipe", "1f1b", "naive", "interleaved_1f1b")
 RUNS = {"interleaved_1f1b": 2}  # runs of decoder layers on each stage; one under the other schedules
@@ -26,6 +27,16 @@ class Pipelines(NamedTuple):
     def runs(self) -> int:
         """Runs of decoder layers on each stage: one, or several that take turns."""
         return RUNS.get(self.schedule, 1)
+
+    def misfit(self, ranks: int) -> str | None:
+        """Why so many ranks are not these pipelines, after the strategy's name; None where they are."""
+        if ranks % self.copies == 0 and ranks >= 2 * self.copies:
+            return None
+        fitting = max(2, ranks // self.copies) * self.copies
+        return (
+            f"is {self.copies} pipelines of two stages or more, all as long; {counted(ranks, 'process', 'processes')} "
+            f"cannot be divided so: launch {fitting}"
+        )
 
 
 def pipelines_named(name: str) -> Pipelines | None:

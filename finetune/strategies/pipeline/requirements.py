@@ -26,12 +26,8 @@ def require_stages(recipe: Recipe, strategy: Strategy, ranks: int) -> None:
     pipelines = strategy.pipelines
     if pipelines is None:
         return
-    if ranks % pipelines.copies or ranks < 2 * pipelines.copies:
-        fitting = max(2, ranks // pipelines.copies) * pipelines.copies
-        raise EnvironmentMismatch(
-            f"accelerate_config: {strategy.name} is {pipelines.copies} pipelines of two stages or more, all as long; "
-            f"{counted(ranks, 'process', 'processes')} cannot be divided so: launch {fitting}"
-        )
+    if (misfit := pipelines.misfit(ranks)) is not None:
+        raise EnvironmentMismatch(f"accelerate_config: {strategy.name} {misfit}")
     stages, training = strategy.stage_count(ranks), recipe.training
     rows = training.per_device_batch_size * pipelines.copies
     micro_batches = -(-training.global_batch_size // rows)
