@@ -139,12 +139,7 @@ def _every_kind(kinds: list[str], layers: int) -> list[str]:
 
 
 def shrink_model(
-    name_or_path: str,
-    revision: str,
-    data: Data,
-    folder: Path,
-    new_tokens: Iterable[str] = (),
-    layers: int = LAYERS,
+    name_or_path: str, revision: str, data: Data, folder: Path, new_tokens: Iterable[str] = (), layers: int = LAYERS
 ) -> Shrunk:
     """Write a small model of random float32 weights and its tokenizer, which knows no new token, into `folder`.
 

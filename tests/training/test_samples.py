@@ -150,8 +150,6 @@ def test_a_pipelines_answers_are_those_of_one_process(strategy: str, ranks: int,
     )
     assert all(before)
     assert before != after
-    said = Path(f"{staged}.rank0.said").read_text("utf-8")
-    assert f"at most {NEW} forwards, which compute all tokens again, through all stages" in said
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from finetune.lectures.qlora.small_model import (
     WIDTH,
     PartBytes,
     planned_parts,
-    save_model,
+    save_small_llama,
 )
 from finetune.measure.units import GIB
 from finetune.output_stream import silenced
@@ -147,7 +147,7 @@ def _small_sizes(asked: LectureRequest, rank: int) -> tuple[int, dict[str, Small
     with tempfile.TemporaryDirectory(prefix="finetune-qlora-") as name:
         folder = Path(name)
         with silenced():
-            count = save_model(folder / "model")
+            count = save_small_llama(folder / "model")
         for way in ON_CPU:
             asked.note(f"training a small model, {way}")
             recipe = changed(small_recipe(folder / "model", rank), WAYS_TO_TRAIN[way])

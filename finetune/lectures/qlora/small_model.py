@@ -46,7 +46,7 @@ class PartBytes:
     peak: int
 
 
-def save_model(folder: Path) -> int:
+def save_small_llama(folder: Path) -> int:
     """A Llama of 6 layers, at random, in bfloat16; the number of its weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
