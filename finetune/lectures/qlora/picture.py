@@ -10,7 +10,7 @@ from finetune.measure.units import GIB
 from finetune.recipe.gpus import Gpus
 from finetune.report.pictures import COLOURS, new_figure
 
-MIB = 2**20
+MEBIBYTE = 2**20
 Bars = Mapping[str, Mapping[str, int]]  # bytes by part, by way
 Pairs = Mapping[str, tuple[Mapping[str, int], Mapping[str, int]]]  # planned and tracked
 PART_COLOURS = {
@@ -33,8 +33,8 @@ def draw_parts(full_size: Bars, small_size: Pairs, model: str, gpus: Gpus | None
         _stack(left, place, parts, GIB, "{:.1f}", WIDE, labelled=place == 0)
     left.set_xticks(range(len(full_size)), [name.replace(", ", ",\n") for name in full_size])
     for place, (planned, tracked) in enumerate(small_size.values()):
-        _stack(right, place - 0.2, planned, MIB, "{:.0f}", NARROW)
-        _stack(right, place + 0.2, tracked, MIB, "{:.0f}", NARROW, hatch="//")
+        _stack(right, place - 0.2, planned, MEBIBYTE, "{:.0f}", NARROW)
+        _stack(right, place + 0.2, tracked, MEBIBYTE, "{:.0f}", NARROW, hatch="//")
     right.set_xticks(range(len(small_size)), [f"{name}\nplanned | tracked" for name in small_size])
     for axes, unit, title in (
         (left, "GiB", f"{model.split('/')[-1]}, planned: at the peak"),

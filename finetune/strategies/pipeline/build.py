@@ -29,7 +29,8 @@ from finetune.strategies.pipeline.stage import runs_of
 
 def parts_of_recipe(recipe: Recipe) -> Parts:
     """Which parts its model has. Raises FinetuneError where its layers are not a line."""
-    return parts_of(structure_alone(recipe, torch.bfloat16))  # experts have products in 16 bits alone on meta
+    plain = recipe.model_copy(update={"quantization": None})  # 4-bit layers have no forward on meta
+    return parts_of(structure_alone(plain, torch.bfloat16))  # experts have products in 16 bits alone on meta
 
 
 def staged(
