@@ -1,4 +1,4 @@
-"""The cable between two hosts is pulled in each phase of a training: both end in time, and the run goes on as it was."""
+"""The cable between two hosts is pulled in each phase of a training: both end in time, and the run goes on bitwise."""
 
 from __future__ import annotations
 
