@@ -22,7 +22,7 @@ from finetune.launch.rendezvous import collective_timeout
 from finetune.model.build import build_model, decoder_parts, structure_alone
 from finetune.model.dtypes import COMPUTE
 from finetune.model.optimizer import make_optimizer
-from finetune.model.optimizers.rounded_adamw import RoundedAdamW
+from finetune.model.optimizers.rounded_adamw import RoundedAdamW, places_of
 from finetune.model.quantization import plain_quantized_weights, unpacked_weight
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
@@ -103,8 +103,9 @@ def assemble(
     if strategy.uses_engine:
         return _under_zero(recipe, strategy, accelerator, build, launch)
     if strategy.schedule is not None:
-        unwrapped, pipeline = staged(recipe, strategy, accelerator, build, parts or parts_of_recipe(recipe))
-        return Assembled(pipeline, unwrapped, accelerator.prepare(make_optimizer(unwrapped, recipe)), pipeline=pipeline)
+        parts = parts or parts_of_recipe(recipe)
+        unwrapped, pipeline, optimizer = staged(recipe, strategy, accelerator, build, parts)
+        return Assembled(pipeline, unwrapped, accelerator.prepare(optimizer), pipeline=pipeline)
     unwrapped = build(recipe, accelerator.device)
     compute_adapters(unwrapped, unpacked_weight)
     model, optimizer = prepare_silenced(accelerator, unwrapped, make_optimizer(unwrapped, recipe))
@@ -164,7 +165,7 @@ def _under_zero(
     compute_adapters(unwrapped, unpacked_weight, by_peft=inside)
     optimizer = make_optimizer(unwrapped, recipe)
     if isinstance(optimizer, RoundedAdamW):
-        of = optimizer.places()
+        of = places_of(optimizer)
         places = {name: of[id(each)] for name, each in unwrapped.named_parameters() if id(each) in of}
         engine, prepared = prepare_zero(accelerator, unwrapped, optimizer)
         optimizer.round_as(flat_ranges(engine, places))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from finetune.model.optimizers import rounded_adamw
 from finetune.model.optimizers.random_bits import key_of, random_bits
-from finetune.model.optimizers.rounded_adamw import Range, RoundedAdamW
+from finetune.model.optimizers.rounded_adamw import Range, RoundedAdamW, places_of
 
 CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -173,7 +173,7 @@ def test_a_flat_tensor_of_several_weights_is_rounded_as_they_are() -> None:
     flat = nn.Parameter(torch.cat([some(30)[20:], some(30, seed=1)[:12], torch.ones(5).bfloat16()]))
     flat.grad = torch.cat([gradients[0][20:], gradients[1][:12], torch.ones(5).bfloat16()])
     by_engine = RoundedAdamW(weights, seed=1, **SETTINGS)
-    places = by_engine.places()
+    places = places_of(by_engine)
     by_engine.round_as(
         [(flat, Range(places[id(weights[0])], 20, 0, 10)), (flat, Range(places[id(weights[1])], 0, 10, 22))]
     )

@@ -38,6 +38,12 @@ def all_of(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor, 0
 
 
+def places_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """The place of each parameter among all that an optimizer has, by the parameter's id."""
+    every = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return {id(parameter): place for place, parameter in enumerate(every)}
+
+
 class RoundedAdamW(torch.optim.AdamW):
     """torch's AdamW, computed in float32, its weights and moments rounded at random to their bfloat16.
 
@@ -54,11 +60,6 @@ class RoundedAdamW(torch.optim.AdamW):
         super().__init__(params, **settings, foreach=False)
         self._seed, self._local_part = seed, local_part
         self._ranges: dict[int, list[Range]] = {}
-
-    def places(self) -> dict[int, int]:
-        """The place of each parameter among all, by the parameter's id."""
-        every = (parameter for group in self.param_groups for parameter in group["params"])
-        return {id(parameter): place for place, parameter in enumerate(every)}
 
     def round_as(self, ranges: Iterable[tuple[Tensor, Range]]) -> None:
         """Rounds each range of these flat tensors, which an engine has put in the parameters' stead, as the weight is

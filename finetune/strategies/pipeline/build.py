@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from finetune.errors import FinetuneError
 from finetune.launch.rendezvous import collective_timeout
 from finetune.model.build import decoder_parts, structure_alone
 from finetune.model.dtypes import COMPUTE
+from finetune.model.optimizer import make_optimizer
+from finetune.model.optimizers.rounded_adamw import Range, RoundedAdamW, places_of
 from finetune.model.quantization import plain_quantized_weights, unpacked_weight
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
@@ -35,8 +37,9 @@ def parts_of_recipe(recipe: Recipe) -> Parts:
 
 def staged(
     recipe: Recipe, strategy: Strategy, accelerator: Accelerator, build: Callable[..., nn.Module], parts: Parts
-) -> tuple[nn.Module, Pipeline]:
-    """The model, with this rank's part on its device and the rest on meta, and the pipeline that computes with it.
+) -> tuple[nn.Module, Pipeline, torch.optim.Optimizer]:
+    """The model, with this rank's part on its device and the rest on meta, the pipeline that computes with it, and the
+    optimizer of this rank's part.
 
     Every rank reads the model into host memory before it gives up what other stages hold: as much host memory a rank
     as the whole model takes. Weights in 4 bits are read when they are quantised, one by one, by the stage that holds
@@ -57,12 +60,25 @@ def staged(
     _require_training_in_each(layers, decoder, parts)
     embedded = next(decoder.get_input_embeddings().parameters()).dtype
     dtype = COMPUTE[recipe.training.mixed_precision] if strategy.casts_weights_once(recipe) else None
+    # Of each trained weight, by name, among all of the model's: a stage's own would be rounded by other random bits.
+    of = places_of(make_optimizer(unwrapped, recipe)) if recipe.training.pure_bf16 else {}
+    places = {name: of[id(weight)] for name, weight in unwrapped.named_parameters() if id(weight) in of}
     holding, trained = place_stage(unwrapped, decoder, parts, layers, place, device, late)
     compute_adapters(unwrapped, unpacked_weight)
     own = range(place.stage, len(layers), place.stages)
     runs = runs_of(decoder, parts, layers, own, accelerator.autocast, dtype or embedded)
     timeout = collective_timeout(recipe)
-    return unwrapped, Pipeline(runs, layers, pipelines.schedule, holding, trained, device, timeout)
+    pipeline = Pipeline(runs, layers, pipelines.schedule, holding, trained, device, timeout)
+    return unwrapped, pipeline, staged_optimizer(unwrapped, recipe, places)
+
+
+def staged_optimizer(stage: nn.Module, recipe: Recipe, places: Mapping[str, int]) -> torch.optim.Optimizer:
+    """Of the weights that this stage holds; where it rounds them at random, by their places in the whole model."""
+    optimizer = make_optimizer(stage, recipe)
+    if isinstance(optimizer, RoundedAdamW):
+        own = ((name, weight) for name, weight in stage.named_parameters() if weight.requires_grad)
+        optimizer.round_as((weight, Range(places[name], 0, 0, weight.numel())) for name, weight in own)
+    return optimizer
 
 
 def _require_training_in_each(layers: Sequence[range], decoder: nn.Module, parts: Parts) -> None:

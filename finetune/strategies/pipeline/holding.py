@@ -128,7 +128,7 @@ def place_stage(
 
 def _packed_elsewhere(layer: nn.Module) -> bool:
     """Whether it is a 4-bit layer of another stage, whose scales are buffers of it."""
-    return hasattr(layer, "packing") and layer.weight.is_meta  # a planner's weights are of no class of ours
+    return hasattr(layer, "packing") and bool(layer.weight.is_meta)  # a planner's weights are of no class of ours
 
 
 def run_with(index: int, layers: Sequence[range]) -> int:
