@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from finetune.files import read_lines
-from tests.launch.test_launches import LAUNCHES
 from tests.support.cut_network import CUT
-from tests.support.launching import Started, running, said, wait_all
+from tests.support.launching import Started, by_srun, running, said, wait_all
 from tests.support.soak_resume import fingerprint, write_resume_recipe
 from tests.support.two_hosts import Host, two_hosts, why_not
 
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.slow
 TIMEOUT = 15  # timeout_seconds of the recipe
 STEPS = 8  # saved after 3 and 6, evaluated after 4 and 8
 MOMENTS = ["load", "forward:5", "backward:5", "step:5", "evaluate:4", "save:6", "end"]
-SRUN = LAUNCHES["srun on two hosts"]
+SRUN = [by_srun(rank, host=rank, nodes="10.77.0.[1-2]") for rank in range(2)]
 
 
 @pytest.fixture(scope="module")

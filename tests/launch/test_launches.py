@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.support.launching import (
     TORCHRUN,
     Started,
     beat,
+    by_srun,
     last_line,
     running,
     said,
@@ -40,12 +40,6 @@ def by_accelerate(machine: int, ranks: int = 2) -> Started:
 def by_torchrun(machine: int) -> Started:
     place = ["--master-addr", FIRST, "--master-port", PORT]
     return Started([*TORCHRUN, "--nnodes", "2", "--node-rank", str(machine), "--nproc-per-node", "1", *place], machine)
-
-
-def by_srun(rank: int, *, host: int | None, nodes: str) -> Started:
-    variables = {"SLURM_PROCID": rank, "SLURM_NTASKS": 2, "SLURM_LOCALID": 0 if host is not None else rank}
-    variables |= {"SLURM_NODEID": host or 0, "SLURM_JOB_ID": 77, "SLURM_STEP_ID": 0, "SLURM_NODELIST": nodes}
-    return Started([sys.executable], host, {key: str(value) for key, value in variables.items()})
 
 
 LAUNCHES = {

@@ -40,6 +40,12 @@ class Started:
     environment: dict[str, str] = field(default_factory=dict)
 
 
+def by_srun(rank: int, *, host: int | None, nodes: str) -> Started:
+    variables = {"SLURM_PROCID": rank, "SLURM_NTASKS": 2, "SLURM_LOCALID": 0 if host is not None else rank}
+    variables |= {"SLURM_NODEID": host or 0, "SLURM_JOB_ID": 77, "SLURM_STEP_ID": 0, "SLURM_NODELIST": nodes}
+    return Started([sys.executable], host, {key: str(value) for key, value in variables.items()})
+
+
 @contextmanager
 def running(
     launch: Sequence[Started],

@@ -14,7 +14,7 @@ from finetune.architecture import attention
 from finetune.architecture.loss import put_loss_into_forward
 from finetune.strategies.pipeline.holding import Holding, place_stage
 from finetune.strategies.pipeline.layout import Parts, parts_of
-from finetune.strategies.pipeline.ranks import Place
+from finetune.strategies.pipeline.ranks import StagePlace
 from finetune.strategies.pipeline.stage import LayerRun, runs_of
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ class Chain:
         self.trained: list[dict[str, nn.Parameter]] = []
         runs: dict[int, LayerRun] = {}
         for stage, model in enumerate(self.models):
-            holding, trained = place_stage(model, model, self.parts, layers, Place(stage, count), CPU)
+            holding, trained = place_stage(model, model, self.parts, layers, StagePlace(stage, count), CPU)
             self.holdings.append(holding)
             self.trained.append(trained)
             own = range(stage, len(layers), count)

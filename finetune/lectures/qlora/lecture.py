@@ -57,13 +57,15 @@ WAYS_TO_TRAIN: dict[str, dict[str, Any]] = {
 ON_CPU = ("full", "LoRA", "QLoRA")  # a CPU has no paged memory
 PLAIN_NF4 = 0.5 + 4 / 64  # bytes a weight with a float32 scale for each block of 64
 # The rows of the table at full size; what a component of the plan is not named in is in the last.
-PARTS: dict[str, tuple[str, ...]] = {
+FULL_SIZE_PARTS: dict[str, tuple[str, ...]] = {
     "weights": (PARAMETERS, MASTERS),
     "16-bit copies": (CAST_WEIGHTS,),
     "gradients": (GRADIENTS, UNSHARDED_GRADIENTS),
     "optimizer states": (OPTIMIZER_STATE,),
 }
-PARTS["activations, all else"] = tuple(name for name in COMPONENTS if name not in sum(PARTS.values(), ()))
+FULL_SIZE_PARTS["activations, all else"] = tuple(
+    name for name in COMPONENTS if name not in sum(FULL_SIZE_PARTS.values(), ())
+)
 SMALL_PARTS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -82,9 +84,9 @@ class FullSize:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes of each of PARTS at the peak."""
+        """Bytes of each of FULL_SIZE_PARTS at the peak."""
         found = self.planned.peak[1].parts if self.planned else {}
-        return {name: sum(found.get(each, 0) for each in components) for name, components in PARTS.items()}
+        return {name: sum(found.get(each, 0) for each in components) for name, components in FULL_SIZE_PARTS.items()}
 
     @property
     def host(self) -> int:
@@ -176,7 +178,7 @@ def _planned(recipe: Recipe, full_size: Mapping[str, FullSize], gpus: Gpus | Non
     def row(title: str, figures: Mapping[str, int]) -> tuple[str, ...]:
         return title, *(f"{nbytes / GIB:.2f}" for nbytes in figures.values())
 
-    rows = [row(part, {name: full_size[name].parts[part] for name in planned}) for part in PARTS]
+    rows = [row(part, {name: full_size[name].parts[part] for name in planned}) for part in FULL_SIZE_PARTS]
     rows += [
         row("all tensors", {name: each.peak[1].nbytes for name, each in planned.items()}),
         row("in host memory", {name: full_size[name].host for name in planned}),

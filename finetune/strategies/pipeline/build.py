@@ -23,7 +23,7 @@ from finetune.recipe.strategy import Strategy
 from finetune.strategies.late_quantising import load_unquantised, taken
 from finetune.strategies.pipeline.holding import place_stage, run_with
 from finetune.strategies.pipeline.layout import Parts, parts_of
-from finetune.strategies.pipeline.ranks import Place
+from finetune.strategies.pipeline.ranks import StagePlace
 from finetune.strategies.pipeline.schedule import Pipeline
 from finetune.strategies.pipeline.split import layers_of_runs
 from finetune.strategies.pipeline.stage import runs_of
@@ -47,7 +47,7 @@ def staged(
     """
     pipelines, device = strategy.pipelines, accelerator.device
     assert pipelines is not None
-    place = Place.of(dist.get_rank(), dist.get_world_size(), pipelines.copies)
+    place = StagePlace.of(dist.get_rank(), dist.get_world_size(), pipelines.copies)
     unwrapped = build(recipe, torch.device("cpu"), **({"load": load_unquantised} if recipe.quantization else {}))
     late, decoder = taken(unwrapped), decoder_parts(unwrapped)
     plain_quantized_weights(unwrapped)

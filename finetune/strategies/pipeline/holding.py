@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from finetune.strategies.fsdp import Late, replace_tensor, ties_kept
 from finetune.strategies.pieces import Elsewhere, Piece
 from finetune.strategies.pipeline.layout import Parts
-from finetune.strategies.pipeline.ranks import Place, Stages
+from finetune.strategies.pipeline.ranks import StagePlace, Stages
 
 Thing = TypeVar("Thing")
 
@@ -29,7 +29,7 @@ class Holding:
 
     stages: Mapping[str, Stages]  # of each trained weight, in the model's order; tied ones have two
     aliases: Mapping[str, str]  # further names of tied weights, trained or not -> their first name
-    place: Place
+    place: StagePlace
 
     @property
     def stage(self) -> int:
@@ -88,7 +88,7 @@ def place_stage(
     decoder: PreTrainedModel,
     parts: Parts,
     layers: Sequence[range],
-    place: Place,
+    place: StagePlace,
     device: torch.device,
     late: Mapping[str, Late] | None = None,
 ) -> tuple[Holding, dict[str, nn.Parameter]]:

@@ -18,7 +18,7 @@ BUCKET_BYTES = 25 * 2**20  # gradients are sent together until they are so many,
 
 
 @dataclass(frozen=True)
-class Place:
+class StagePlace:
     """This rank's stage, of so many, in this copy of the pipeline, of so many."""
 
     stage: int
@@ -27,7 +27,7 @@ class Place:
     copies: int = 1
 
     @classmethod
-    def of(cls, rank: int, ranks: int, copies: int) -> Place:
+    def of(cls, rank: int, ranks: int, copies: int) -> StagePlace:
         """That of one of so many ranks."""
         copy, stage = divmod(rank, ranks // copies)
         return cls(stage, ranks // copies, copy, copies)
@@ -57,7 +57,7 @@ class GradientSums:
 
     def __init__(
         self,
-        place: Place,
+        place: StagePlace,
         stages_of: Mapping[str, Stages],
         own: Mapping[str, nn.Parameter],
         timeout: timedelta | None,

@@ -109,11 +109,11 @@ def test_a_way_that_a_recipe_cannot_take_is_a_line(
 
 
 def test_the_picture_has_a_bar_for_each_part(tmp_path: Path) -> None:
-    full = {name: dict.fromkeys(lecture.PARTS, 2**30) for name in lecture.WAYS_TO_TRAIN}
+    full = {name: dict.fromkeys(lecture.FULL_SIZE_PARTS, 2**30) for name in lecture.WAYS_TO_TRAIN}
     draw_parts(full, lecture.small_bars(small_sizes()), "a/model", parse_gpus("1x24GB"), tmp_path / "one.png")
     assert (tmp_path / "one.png").stat().st_size > 10_000
 
 
 def test_every_component_is_in_one_part() -> None:
-    named = [component for components in lecture.PARTS.values() for component in components]
+    named = [component for components in lecture.FULL_SIZE_PARTS.values() for component in components]
     assert sorted(named) == sorted(COMPONENTS)

@@ -10,7 +10,7 @@ from torch import nn
 
 from finetune.recipe.schema import Recipe
 from finetune.strategies.pipeline import ranks
-from finetune.strategies.pipeline.ranks import GradientSums, Place
+from finetune.strategies.pipeline.ranks import GradientSums, StagePlace
 from finetune.training.batch_plan import plan_batches
 from tests.support.recipes import least_recipe
 
@@ -18,7 +18,7 @@ from tests.support.recipes import least_recipe
 @pytest.mark.parametrize(("world", "copies"), [(2, 1), (4, 1), (4, 2), (6, 2), (6, 3), (16, 4)])
 def test_places(world: int, copies: int) -> None:
     """Each rank is one stage of one pipeline, and its batches are those of that place."""
-    places = [Place.of(rank, world, copies) for rank in range(world)]
+    places = [StagePlace.of(rank, world, copies) for rank in range(world)]
     stages = world // copies
     assert [(place.copy, place.stage) for place in places] == list(itertools.product(range(copies), range(stages)))
     for rank, place in enumerate(places):
@@ -55,7 +55,7 @@ def test_gradients_are_sent_in_portions(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(ranks.dist, "all_reduce", all_reduce)
     monkeypatch.setattr(ranks.dist, "new_group", lambda some, timeout: tuple(some))
     stages_of = dict.fromkeys(weights, (1,)) | {"another's": (0,)}
-    sums = GradientSums(Place.of(3, 4, 2), stages_of, weights, None)
+    sums = GradientSums(StagePlace.of(3, 4, 2), stages_of, weights, None)
     sums.add_up()
     single, half = torch.float32, torch.bfloat16
     assert sent == [(7, single), (20, single), (7, single), (2, half), (4, single)]
@@ -78,8 +78,8 @@ def test_one_pipeline_sums_what_two_stages_have(monkeypatch: pytest.MonkeyPatch)
     stages_of = {"embeddings": (0, 2), "first": (0,), "middle": (1,)}
     for copies, expected in ((1, [(0, 2)]), (2, [(0, 2, 3, 5), (0, 3), (1, 4)])):
         groups.clear()
-        last = GradientSums(Place.of(2, 3 * copies, copies), stages_of, {"embeddings": tied}, None)
+        last = GradientSums(StagePlace.of(2, 3 * copies, copies), stages_of, {"embeddings": tied}, None)
         assert groups == expected  # on every rank, its own or not
         assert last.counted_before == {id(tied)}
-        first = GradientSums(Place.of(0, 3 * copies, copies), stages_of, {"embeddings": tied}, None)
+        first = GradientSums(StagePlace.of(0, 3 * copies, copies), stages_of, {"embeddings": tied}, None)
         assert first.counted_before == set()
