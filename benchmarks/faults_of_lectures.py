@@ -26,7 +26,7 @@ OF_LECTURES = (
         "lectures/output.py",
         "not text.isdecimal() or int(text) < least:",
         "not text.isdecimal():",
-        "lectures/data_parallel -k wrong_setting",
+        "lectures/data_parallel/test_lecture.py -k wrong_setting",
     ),
     Fault(
         "int8 has 128 steps", "lectures/formats/bits.py", "scale = largest / ABSMAX", "scale = largest / 128", FORMATS
