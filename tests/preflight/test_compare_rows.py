@@ -100,7 +100,9 @@ def test_each_mistake_is_one_line_before_anything_runs(recipe: Path) -> None:
     (line,) = refused(recipe, "training.mixed_precision=fp17,no", strategies="ddp,fsdp2")
     assert line == "--vary: training.mixed_precision: is fp17; did you mean fp16? choose one of bf16, fp16, fp8, no"
     (line,) = refused(recipe, strategies="ddp,nonsense")
-    assert line.startswith("--strategies: accelerate_config: is nonsense; choose one of 1f1b, 1f1b_ddp2, cpu_2proc, ddp,")
+    assert line.startswith(
+        "--strategies: accelerate_config: is nonsense; choose one of 1f1b, 1f1b_ddp2, cpu_2proc, ddp,"
+    )
     (line,) = refused(recipe, "training.pure_bf16=true")
     assert line == "--vary: training.pure_bf16: pure_bf16 needs mixed_precision: bf16; set mixed_precision: bf16, or " \
         "pure_bf16: false"  # fmt: skip
