@@ -1,0 +1,56 @@
+"""The lecture `zero`: shares of what ranks hold, from a plan's parts; their table and their drawing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from finetune.errors import EnvironmentMismatch
+from finetune.lectures.zero.holders import Holding, holders_table, holding_of, sent_in_words
+from finetune.lectures.zero.holders_picture import draw_holders
+from finetune.measure.collectives import CollectiveStats
+from finetune.planner.constants import STEP_PHASES
+
+P = 1000  # bytes of the weights
+
+
+def plan(parts: dict[str, int], sent: dict[str, int]) -> Any:
+    """Equal in every phase."""
+    phase = SimpleNamespace(peak=SimpleNamespace(parts=parts))
+    collectives = {name: CollectiveStats(1, nbytes) for name, nbytes in sent.items()}
+    return SimpleNamespace(
+        phases=dict.fromkeys(STEP_PHASES, phase),
+        host=dict.fromkeys(STEP_PHASES, 500),
+        work=SimpleNamespace(collectives={"backward": collectives}),
+    )
+
+
+def test_shares_are_of_the_whole() -> None:
+    parts = {"parameters": 250, "gathered layers": 750, "gradients": 250, "unsharded gradients": 100}
+    parts |= {"optimizer state": 500, "masters": 250, "activations": 9000}
+    found = holding_of("any", plan(parts, {"all_gather": 1000, "all_reduce": 1000, "reduce": 4}), P)
+    assert found.own["step"] == {"weights": 0.25, "masters": 0.25, "gradients": 0.25, "moments": 0.25}
+    assert found.passing["step"] == {"weights": 0.75, "masters": 0, "gradients": 0.1, "moments": 0}
+    assert found.host == dict.fromkeys(STEP_PHASES, 0.5)
+    assert found.sent == {"forward": {}, "backward": {"all_gather": 1, "all_reduce": 2}, "step": {}}
+    assert sent_in_words(found, "backward") == "AG 1.00 AR 2.00"
+    assert sent_in_words(found, "step") == "-"
+
+
+def test_a_strategy_that_is_not_traced_is_a_line() -> None:
+    without = holding_of("zero1", EnvironmentMismatch("deepspeed is not installed"), P)
+    lines = holders_table([holding_of("ddp", plan({"parameters": P}, {}), P), without]).lines
+    assert "zero1: is not traced: deepspeed is not installed" in lines
+    assert any(line.split()[:3] == ["ddp", "1.00", "-"] for line in lines)
+    assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_the_drawing(number: int, tmp_path: Path) -> None:
+    parts = {"parameters": 250, "gathered layers": 750, "gradients": 250, "optimizer state": 500}
+    traced = [holding_of(f"row {each}", plan(parts, {"all_gather": P}), P) for each in range(number)]
+    draw_holders([*traced, Holding("zero1", "not here")], tmp_path / "holders.png")
+    assert (tmp_path / "holders.png").stat().st_size > 10_000
