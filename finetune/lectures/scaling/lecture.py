@@ -14,6 +14,7 @@ from finetune.lectures.scaling.plans import (
     HEAD,
     NODE,
     PUBLISHED,
+    PUBLISHED_LOSS,
     ROWS,
     STRATEGIES,
     TOKENS,
@@ -37,6 +38,7 @@ SHARDING_RANKS = 64  # of the notes' "64 GPUs: 1/64"
 WAYS_OF_COUNTING = {"16-bit weights": (2, 2, 12), "float32 weights": (4, 4, 8)}
 STAGES = {"DDP": "1", "ZeRO-1": "up to 4", "ZeRO-2": "up to 8", "ZeRO-3, FSDP": f"{SHARDING_RANKS}"}  # the notes' times
 SMALLEST, MIDDLE, LARGEST = PUBLISHED
+COMPARED = ("ddp", "fsdp2")  # the strategies of the published runs
 Cells = Mapping[tuple[str, str], Cell]
 
 
@@ -81,7 +83,8 @@ def _facts(cell: Cell) -> dict[str, Any]:
         "traced": traced,
         "needed_bytes": {str(ranks): needed for ranks, needed in cell.needed.items()},
         "teraflops": {str(ranks): cell.teraflops(ranks) for ranks in cell.times},
-        "loss": cell.loss,
+        "flops": cell.flops,
+        "loss": {"one_link": cell.loss(), "all_links": cell.loss(all_links=True)},
         "exposed_share": {str(ranks): time.exposed / time.seconds for ranks, time in cell.times.items()},
         "sent": {phase: _sent(cell, phase) for phase in STEP_PHASES},
     }
@@ -119,7 +122,10 @@ def _memory(cells: Cells, memory: int) -> Chapter:
     def shown(cell: Cell, ranks: int) -> str:
         return f"{cell.needed[ranks] / GIB:.1f}" + "!" * (cell.needed[ranks] > memory)
 
-    lines = [*_grid(cells, shown), f"HSDP shards within a machine of {NODE} and has a copy on each: it needs two of them."]
+    lines = [
+        *_grid(cells, shown),
+        f"HSDP shards within a machine of {NODE} and has a copy on each: it needs two of them.",
+    ]
     return Chapter(f"GiB of a GPU that has {memory / GIB:.1f} (! does not fit)", lines)
 
 
@@ -132,41 +138,60 @@ def _speed(cells: Cells, memory: int) -> Chapter:
     chip = CHIPS[GPU]
     lines = [
         *_grid(cells, shown),
-        f"A bound by makers' figures: {chip.half / 1e12:.0f} TFLOP/s, {chip.link / 1e9:.0f} GB/s to GPUs of the "
-        f"machine, {chip.between / 1e9:.0f} to others.",
+        f"By makers' figures: {chip.half / 1e12:.0f} TFLOP/s, {chip.link / 1e9:.0f} GB/s to GPUs of the machine. A ring "
+        f"between machines has one GPU's link, {chip.between / 1e9:.0f} GB/s.",
         "Without congestion and waiting for each other, which grow with the ranks; a collective's start costs nothing.",
+        "Products that are recomputed in backward count as work.",
     ]
-    return Chapter("TFLOP/s of a GPU at most, and the share of the step that waits for communication", lines)
+    return Chapter("Planned TFLOP/s of a GPU, and the share of the step that waits for communication", lines)
 
 
 def _beside(cells: Cells, memory: int) -> Chapter:
     """Each published statement beside the plan's figure."""
-    verdicts = []
-    for size in (MIDDLE, LARGEST):
-        traced = cells[size, "ddp"].traced
-        assert traced is not None
-        fits = "fits" if traced.fits else "does not fit"
-        verdicts.append(f"{size} {fits}: {traced.needed / GIB:.1f} of {memory / GIB:.1f} GiB, traced")
-    alike = [
-        f"{size}: FSDP2 has {100 * cells[size, 'fsdp2'].teraflops(NODE) / cells[size, 'ddp'].teraflops(NODE):.0f} % of "
-        f"DDP's TFLOP/s on {NODE} GPUs"
-        for size in (SMALLEST, MIDDLE)
-    ]
-    lost = {strategy: 100 * cells[LARGEST, strategy].loss for strategy in ("fsdp2", "hsdp")}
-    first, last = min(GPU_COUNTS), max(GPU_COUNTS)
-    losses = [
-        f"FSDP2 loses {lost['fsdp2']:.1f} % from {first} to {last} GPUs",
-        f"HSDP loses {lost['hsdp']:.1f} % from {2 * NODE} to {last}",
-    ]
     rows = [
-        ("DDP runs 2.28B and is out of memory at 11.3B", verdicts[0]),
-        ("", verdicts[1]),
-        ("FSDP and DDP are alike on 611M and 2.28B", alike[0]),
-        ("", alike[1]),
-        ("11.3B loses 7 % of TFLOP/s from 8 to 512 GPUs", losses[0]),
-        ("", losses[1]),
+        ("DDP runs 2.28B and is out of memory at 11.3B", _verdict(cells, MIDDLE, memory)),
+        ("", _verdict(cells, LARGEST, memory)),
+        ("FSDP and DDP are alike on 611M and 2.28B", _alike(cells, SMALLEST)),
+        ("", _alike(cells, MIDDLE)),
+        *zip((f"11.3B loses {PUBLISHED_LOSS} % of TFLOP/s from 8 to 512 GPUs", "", ""), _losses(cells), strict=True),
     ]
-    return Chapter("The published points beside the plan", columns(("published", "planned"), rows, left=2))
+    updates = [
+        100 * cells[SMALLEST, name].times[NODE].update / cells[SMALLEST, name].times[NODE].seconds for name in COMPARED
+    ]
+    lines = [
+        *columns(("published", "planned"), rows, left=2),
+        f"On {NODE} GPUs the update takes {updates[0]:.1f} % of DDP's step of {SMALLEST} and, divided among them, "
+        f"{updates[1]:.1f} % of FSDP2's.",
+        f"All links: a ring through the link of each GPU of a machine, {NODE} x {CHIPS[GPU].between / 1e9:.0f} GB/s "
+        f"instead of {CHIPS[GPU].between / 1e9:.0f}; then NVLink is the slowest.",
+    ]
+    return Chapter("The published points beside the plan", lines)
+
+
+def _verdict(cells: Cells, size: str, memory: int) -> str:
+    traced = cells[size, "ddp"].traced
+    assert traced is not None
+    fits = "fits" if traced.fits else "does not fit"
+    return f"{size} {fits}: {traced.needed / GIB:.1f} of {memory / GIB:.1f} GiB, traced"
+
+
+def _alike(cells: Cells, size: str) -> str:
+    ddp, fsdp = (cells[size, name].teraflops(NODE) for name in COMPARED)
+    return f"{size}: FSDP2 has {100 * fsdp / ddp:.0f} % of DDP's TFLOP/s on {NODE} GPUs"
+
+
+def _losses(cells: Cells) -> list[str]:
+    fsdp, hsdp = (cells[LARGEST, name] for name in ("fsdp2", "hsdp"))
+    first, last = min(GPU_COUNTS), max(GPU_COUNTS)
+    return [
+        f"FSDP2 {_loses(fsdp.loss())} from {first} to {last} GPUs",
+        f"FSDP2 {_loses(fsdp.loss(all_links=True))} with all links",
+        f"HSDP {_loses(hsdp.loss())} from {2 * NODE} to {last}",
+    ]
+
+
+def _loses(share: float) -> str:
+    return f"{'loses' if share > 0 else 'gains'} {abs(100 * share):.1f} %"
 
 
 def _traffic(cells: Cells, count: int) -> Chapter:

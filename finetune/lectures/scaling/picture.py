@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from finetune.lectures.scaling.plans import GPU, GPU_COUNTS, PUBLISHED, STRATEGIES, Cell
+from finetune.lectures.scaling.plans import GPU, GPU_COUNTS, PUBLISHED, PUBLISHED_LOSS, STRATEGIES, Cell
 from finetune.measure.units import GIB
 from finetune.report.pictures import COLOURS, new_figure
 
-LIMIT = "#a00000"
+LIMIT, LEGEND = "#a00000", "#555555"
+# Lines of equal figures lie on each other: a wide one below, a narrow one above, and each size's marker of its own size.
+LINES = dict(zip(STRATEGIES, ("-", "--", ":"), strict=True))
+MARKERS = dict(zip(STRATEGIES, "os^", strict=True))
+SIZES = {size: (COLOURS[place], 4 - place, 11 - 3 * place) for place, size in enumerate(PUBLISHED)}
+ALL_LINKS_LINE = "-."
 
 
 def draw_scaling(cells: Mapping[tuple[str, str], Cell], memory: int, file: Path) -> None:
     """A colour for each size, a line style for each strategy; speeds where the memory suffices."""
-    figure = new_figure(figsize=(9.5, 7.5))
+    figure = new_figure(figsize=(9.5, 8.5))
     top, bottom = figure.subplots(2, 1)
-    styles = dict(zip(STRATEGIES, ("o-", "s--", "^:"), strict=True))
-    colours = dict(zip(PUBLISHED, COLOURS, strict=False))
     for (size, strategy), cell in cells.items():
-        style = {"color": colours[size], "markersize": 5, "label": f"{size} {strategy}"}
-        top.plot(list(cell.needed), [each / GIB for each in cell.needed.values()], styles[strategy], **style)
+        top.plot(list(cell.needed), [each / GIB for each in cell.needed.values()], **_style(size, strategy))
         fitting = [ranks for ranks in cell.times if cell.needed[ranks] <= memory]
-        bottom.plot(fitting, [cell.teraflops(ranks) for ranks in fitting], styles[strategy], **style)
+        bottom.plot(fitting, [cell.teraflops(ranks) for ranks in fitting], **_style(size, strategy))
+    largest = list(PUBLISHED)[-1]
+    wide = cells[largest, "fsdp2"]
+    style = _style(largest, "fsdp2") | {"linestyle": ALL_LINKS_LINE, "markerfacecolor": "white"}
+    bottom.plot(GPU_COUNTS, [wide.teraflops(ranks, all_links=True) for ranks in GPU_COUNTS], **style)
+    _mark_published(bottom, wide)
     top.axhline(memory / GIB, color=LIMIT, linewidth=1)
     place = (GPU_COUNTS[-1], memory / GIB)
     words = f"{GPU}: {memory / GIB:.1f} GiB"
@@ -31,14 +39,43 @@ def draw_scaling(cells: Mapping[tuple[str, str], Cell], memory: int, file: Path)
     top.set_yticks((2, 5, 10, 20, 50, 100, 200), ("2", "5", "10", "20", "50", "100", "200"))
     top.minorticks_off()
     top.set_ylabel("GiB of a GPU")
-    bottom.set_ylabel("TFLOP/s of a GPU, at most")
-    for axes, title in ((top, "Memory by the plan"), (bottom, "Speed by the plan's bound, where it fits")):
+    bottom.set_ylabel("TFLOP/s of a GPU")
+    bottom.set_ylim(0, None)
+    for axes, title in ((top, "Memory by the plan"), (bottom, "Speed by the plan's model, where it fits")):
         axes.set_xscale("log", base=2)
         axes.set_xticks(GPU_COUNTS, [str(ranks) for ranks in GPU_COUNTS])
         axes.set_xlim(GPU_COUNTS[0] / 1.1, GPU_COUNTS[-1] * 1.1)
         axes.set_title(title, loc="left", fontsize=11)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
-    bottom.set_xlabel("GPUs")
-    top.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.0))
+        axes.set_xlabel("GPUs")
+    _legend(figure, top)
     figure.savefig(file)
+
+
+def _mark_published(axes: Any, cell: Cell) -> None:
+    """The published loss, from what is planned for one machine."""
+    place = (GPU_COUNTS[-1], cell.teraflops(GPU_COUNTS[0]) * (1 - PUBLISHED_LOSS / 100))
+    axes.plot(*place, "D", color=LEGEND, markersize=6)
+    words = f"published: {PUBLISHED_LOSS} % fewer than on {GPU_COUNTS[0]}"
+    axes.annotate(words, place, (-10, -10), textcoords="offset points", ha="right", va="center", color=LEGEND)
+
+
+def _style(size: str, strategy: str) -> dict[str, Any]:
+    colour, width, marker = SIZES[size]
+    return {
+        "color": colour,
+        "linewidth": width,
+        "markersize": marker,
+        "linestyle": LINES[strategy],
+        "marker": MARKERS[strategy],
+    }
+
+
+def _legend(figure: Any, axes: Any) -> None:
+    """Sizes by colour, strategies by line: nine rows for each pair would say the same."""
+    sizes = [axes.plot([], [], color=colour, linewidth=width)[0] for colour, width, _ in SIZES.values()]
+    lines = [axes.plot([], [], LINES[each], marker=MARKERS[each], color=LEGEND)[0] for each in STRATEGIES]
+    lines += axes.plot([], [], ALL_LINKS_LINE, marker="s", markerfacecolor="white", color=LEGEND)
+    names = [*SIZES, *STRATEGIES, "fsdp2, all links of a machine"]
+    figure.legend([*sizes, *lines], names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=10)

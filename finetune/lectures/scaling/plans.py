@@ -32,6 +32,10 @@ STRATEGIES = ("ddp", "fsdp2", "hsdp")
 # The three sizes of T5 that were published (Zhao et al., PyTorch FSDP, 2023, and the notes), as a decoder that the plan
 # knows: hidden size and layers are chosen, the MLP's width follows from the number of parameters.
 PUBLISHED = {"611M": (611e6, 1024, 36), "2.28B": (2.28e9, 2048, 36), "11.3B": (11.3e9, 4096, 40)}
+PUBLISHED_LOSS = 7  # % of a GPU's TFLOP/s, at 11.3B from 8 to 512 GPUs
+# The plan sends a ring's bytes from machine to machine over the link of one GPU. With a ring through each GPU's link, a
+# machine sends as fast as all of them together, unless NVLink is slower.
+ALL_LINKS = replace(CHIPS[GPU], between=NODE * CHIPS[GPU].between)
 STATE_PARTS = (PARAMETERS, MASTERS, GRADIENTS, OPTIMIZER_STATE)
 
 
@@ -42,17 +46,23 @@ class Cell:
     work: StepWork
     needed: Mapping[int, int]  # bytes of a GPU by ranks, by the closed form
     times: Mapping[int, StepTime]  # of an optimizer step, by ranks
+    all_links: Mapping[int, StepTime]  # the same, were a machine's rings to use the links of all its GPUs
     traced: Planned | None  # on one machine; HSDP has two or more
 
-    def teraflops(self, ranks: int) -> float:
-        """Of one GPU: matrix products and attention of forward and backward, over the seconds of the step."""
-        flops = sum(self.work.flops(phase, "product", "attention") for phase in ("forward", "backward"))
-        return flops * self.times[ranks].layout.micro_steps / self.times[ranks].seconds / 1e12
-
     @property
-    def loss(self) -> float:
+    def flops(self) -> int:
+        """Of a micro-step on one GPU: matrix products and attention of forward and backward, what is recomputed too."""
+        return sum(self.work.flops(phase, "product", "attention") for phase in ("forward", "backward"))
+
+    def teraflops(self, ranks: int, *, all_links: bool = False) -> float:
+        """TFLOP/s of one GPU over a whole step."""
+        time = (self.all_links if all_links else self.times)[ranks]
+        return self.flops * time.layout.micro_steps / time.seconds / 1e12
+
+    def loss(self, *, all_links: bool = False) -> float:
         """Share of a GPU's TFLOP/s that is lost from the fewest ranks to the most."""
-        return 1 - self.teraflops(max(self.times)) / self.teraflops(min(self.times))
+        first, last = (self.teraflops(ranks, all_links=all_links) for ranks in (min(self.times), max(self.times)))
+        return 1 - last / first
 
 
 def decoder_config_of(parameters: float, hidden: int, layers: int) -> dict[str, Any]:
@@ -111,9 +121,11 @@ def plan_size(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[tuple[str, 
             each: replace(planned.layout, ranks=each, rows=each, copies=each // NODE if hsdp else 1)
             for each in ranks
         }
-        chip = CHIPS[GPU]
-        times = {each: step_time(work, chip, layouts[each], planned.layout) for each in ranks}
-        yield strategy, Cell(work, needed, times, None if hsdp else planned)
+        times, all_links = (
+            {each: step_time(work, chip, layouts[each], planned.layout) for each in ranks}
+            for chip in (CHIPS[GPU], ALL_LINKS)
+        )
+        yield strategy, Cell(work, needed, times, all_links, None if hsdp else planned)
 
 
 def with_copies(work: StepWork) -> StepWork:

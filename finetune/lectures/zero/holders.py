@@ -107,7 +107,8 @@ def holding_of(strategy: str, planned: Planned | FinetuneError, weights: int) ->
         live = planned.phases[phase].peak.parts
         for kinds, shares in ((0, own), (1, passing)):
             shares[phase] = {
-                part: sum(live.get(each, 0) for each in names[kinds]) / (weights * (MOMENTS if part == "moments" else 1))
+                part: sum(live.get(each, 0) for each in names[kinds])
+                / (weights * (MOMENTS if part == "moments" else 1))
                 for part, names in PARTS.items()
             }
     host = {phase: planned.host.get(phase, 0) / weights for phase in STEP_PHASES}
