@@ -138,8 +138,8 @@ def _speed(cells: Cells, memory: int) -> Chapter:
     chip = CHIPS[GPU]
     lines = [
         *_grid(cells, shown),
-        f"By makers' figures: {chip.half / 1e12:.0f} TFLOP/s, {chip.link / 1e9:.0f} GB/s to GPUs of the machine. A ring "
-        f"between machines has one GPU's link, {chip.between / 1e9:.0f} GB/s.",
+        f"By makers' figures: {chip.half / 1e12:.0f} TFLOP/s, {chip.link / 1e9:.0f} GB/s to GPUs of the machine. "
+        f"A ring between machines has one GPU's link, {chip.between / 1e9:.0f} GB/s.",
         "Without congestion and waiting for each other, which grow with the ranks; a collective's start costs nothing.",
         "Products that are recomputed in backward count as work.",
     ]
@@ -155,9 +155,8 @@ def _beside(cells: Cells, memory: int) -> Chapter:
         ("", _alike(cells, MIDDLE)),
         *zip((f"11.3B loses {PUBLISHED_LOSS} % of TFLOP/s from 8 to 512 GPUs", "", ""), _losses(cells), strict=True),
     ]
-    updates = [
-        100 * cells[SMALLEST, name].times[NODE].update / cells[SMALLEST, name].times[NODE].seconds for name in COMPARED
-    ]
+    times = [cells[SMALLEST, name].times[NODE] for name in COMPARED]
+    updates = [100 * time.update / time.seconds for time in times]
     lines = [
         *columns(("published", "planned"), rows, left=2),
         f"On {NODE} GPUs the update takes {updates[0]:.1f} % of DDP's step of {SMALLEST} and, divided among them, "

@@ -11,7 +11,8 @@ from finetune.measure.units import GIB
 from finetune.report.pictures import COLOURS, new_figure
 
 LIMIT, LEGEND = "#a00000", "#555555"
-# Lines of equal figures lie on each other: a wide one below, a narrow one above, and each size's marker of its own size.
+# Lines of equal figures lie on each other: those of the smallest size are below, with the widest line and the largest
+# markers.
 LINES = dict(zip(STRATEGIES, ("-", "--", ":"), strict=True))
 MARKERS = dict(zip(STRATEGIES, "os^", strict=True))
 SIZES = {size: (COLOURS[place], 4 - place, 11 - 3 * place) for place, size in enumerate(PUBLISHED)}
@@ -41,7 +42,10 @@ def draw_scaling(cells: Mapping[tuple[str, str], Cell], memory: int, file: Path)
     top.set_ylabel("GiB of a GPU")
     bottom.set_ylabel("TFLOP/s of a GPU")
     bottom.set_ylim(0, None)
-    for axes, title in ((top, "Memory by the plan"), (bottom, "Speed by the plan's model, where it fits")):
+    for axes, title in (
+        (top, "Memory of a GPU by the plan"),
+        (bottom, "Speed of a GPU by the plan, where the memory suffices"),
+    ):
         axes.set_xscale("log", base=2)
         axes.set_xticks(GPU_COUNTS, [str(ranks) for ranks in GPU_COUNTS])
         axes.set_xlim(GPU_COUNTS[0] / 1.1, GPU_COUNTS[-1] * 1.1)

@@ -14,6 +14,8 @@ from finetune.lectures.output import Chapter, LectureRequest, columns
 from finetune.measure.collectives import WEIGHT, CollectiveStats
 from finetune.planner.command import plan_by_trace
 from finetune.planner.constants import (
+    BACKWARD_WORKSPACE,
+    COMMUNICATION_BUFFERS,
     GATHERED_LAYERS,
     GRADIENTS,
     MASTERS,
@@ -43,7 +45,13 @@ PARTS = {
     "gradients": ((GRADIENTS,), (UNSHARDED_GRADIENTS,)),
     "moments": ((OPTIMIZER_STATE,), ()),
 }
-MOMENTS = 2  # AdamW's, each as large as the weights
+# DeepSpeed's engine gathers weights into buffers of its own, and whole gradients are backward's until they are reduced.
+ENGINE = "zero"  # the beginning of its strategies' names
+ENGINE_PARTS = {
+    "weights": ((PARAMETERS,), (COMMUNICATION_BUFFERS,)),  # without what is there in every phase, to reduce with
+    "gradients": ((GRADIENTS,), (BACKWARD_WORKSPACE,)),
+}
+WHOLE = {"moments": 2}  # in units of P where it is not one: AdamW's two, each as large as the weights
 SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "reduce": "R", "broadcast": "B"}
 LEAST = 0.005  # of P: what is smaller is not shown (loss sums, norms, step counts)
 
@@ -103,14 +111,14 @@ def holding_of(strategy: str, planned: Planned | FinetuneError, weights: int) ->
         return Holding(strategy, str(planned))
     own: dict[str, dict[str, float]] = {}
     passing: dict[str, dict[str, float]] = {}
+    parts = PARTS | ENGINE_PARTS if strategy.startswith(ENGINE) else PARTS
+    always = min(planned.phases[phase].peak.parts.get(COMMUNICATION_BUFFERS, 0) for phase in STEP_PHASES)
     for phase in STEP_PHASES:
         live = planned.phases[phase].peak.parts
+        live = live | {COMMUNICATION_BUFFERS: live.get(COMMUNICATION_BUFFERS, 0) - always}
         for kinds, shares in ((0, own), (1, passing)):
-            shares[phase] = {
-                part: sum(live.get(each, 0) for each in names[kinds])
-                / (weights * (MOMENTS if part == "moments" else 1))
-                for part, names in PARTS.items()
-            }
+            held = {part: sum(live.get(each, 0) for each in names[kinds]) for part, names in parts.items()}
+            shares[phase] = {part: nbytes / (weights * WHOLE.get(part, 1)) for part, nbytes in held.items()}
     host = {phase: planned.host.get(phase, 0) / weights for phase in STEP_PHASES}
     sent = {phase: _sent(planned.work.collectives.get(phase, {}), weights) for phase in STEP_PHASES}
     return Holding(strategy, "", own, passing, host, sent)
@@ -132,7 +140,7 @@ def holders_table(holders: Sequence[Holding]) -> Chapter:
         rows.append((each.strategy, *kept, host, *(sent_in_words(each, phase) for phase in STEP_PHASES)))
     lines = [
         *columns(("a rank of 4", *PARTS, "on the host", *(f"{phase} sends" for phase in STEP_PHASES)), rows),
-        "Shares of all weights, gradients and moments at the update's peak; P, the weights' bytes, on the host and sent.",
+        "Shares of all weights, gradients, moments at the update's peak; on the host and sent: P, the weights' bytes.",
         "Sent by a micro-step (DDP's and ZeRO-1's gradients in the last alone): AG all_gather, RS reduce_scatter,",
         "AR all_reduce (counts twice), R reduce, B broadcast. hsdp: two machines of two GPUs.",
         *(f"{each.strategy}: is not traced: {each.reason}" for each in holders if each.reason),

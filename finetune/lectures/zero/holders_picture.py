@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from finetune.lectures.zero.holders import HOLDING_RANKS, LEAST, PARTS, Holding
+from finetune.lectures.zero.holders import ENGINE, HOLDING_RANKS, LEAST, PARTS, Holding
 from finetune.planner.constants import STEP_PHASES
 from finetune.report.pictures import COLOURS, new_figure
 
@@ -31,7 +31,8 @@ def draw_holders(holders: Sequence[Holding], file: Path) -> None:
         axes.set_title(phase, fontsize=12)
     patch = partial(grid[0][0].barh, [0], [0])
     patches = [patch(color="#777777"), patch(color="white", edgecolor="#777777", hatch="////"), patch(color=OTHERS)]
-    names = (f"rank 0 of {HOLDING_RANKS} holds", "for a moment, whole", "others hold, or the host")
+    names = (f"rank 0 of {HOLDING_RANKS} holds", "has whole for a while", "others hold, or the host")
+    figure.suptitle("P: bytes of the weights in float32", x=0.01, ha="left", fontsize=9)
     figure.legend(patches, names, loc="outside upper right", ncols=3, frameon=False, fontsize=9)
     figure.savefig(file)
 
@@ -39,7 +40,7 @@ def draw_holders(holders: Sequence[Holding], file: Path) -> None:
 def _cell(axes: Any, holding: Holding, phase: str) -> None:
     for place, part in enumerate(PARTS):
         own, passing = holding.own[phase][part], holding.passing[phase][part]
-        if part != "masters" or own >= LEAST:  # most strategies update the weights themselves
+        if part != "masters" or holding.strategy.startswith(ENGINE):  # the others update the weights themselves
             axes.barh(place, 1.0, 0.74, color=OTHERS)
         axes.barh(place, min(own, 1.0), 0.74, color=SHADES[part])
         left = min(own, 1.0)

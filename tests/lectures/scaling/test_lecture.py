@@ -66,7 +66,7 @@ def test_ddp_ends_between_two_and_eleven_billion() -> None:
 
 @pytest.mark.slow
 def test_what_a_step_sends() -> None:
-    """DDP 2 P; FSDP2 two gatherings in 16 bits and a reduction in float32, also 2 P; HSDP 2/8 P more between machines."""
+    """DDP 2 P; FSDP2 two gatherings in 16 bits and a reduction in float32, also 2 P; HSDP 2/8 P between machines."""
     found, counts = cells()
     for size, count in counts.items():
         sent = {strategy: sum(found[f"{size} {strategy}"]["sent"].values()) / (4 * count) for strategy in STRATEGIES}

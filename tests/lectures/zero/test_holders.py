@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finetune.errors import EnvironmentMismatch
-from finetune.lectures.zero.holders import Holding, holders_table, holding_of, sent_in_words
+from finetune.lectures.zero.holders import PARTS, Holding, holders_table, holding_of, sent_in_words
 from finetune.lectures.zero.holders_picture import draw_holders
 from finetune.measure.collectives import CollectiveStats
 from finetune.planner.constants import STEP_PHASES
@@ -38,6 +38,19 @@ def test_shares_are_of_the_whole() -> None:
     assert found.sent == {"forward": {}, "backward": {"all_gather": 1, "all_reduce": 2}, "step": {}}
     assert sent_in_words(found, "backward") == "AG 1.00 AR 2.00"
     assert sent_in_words(found, "step") == "-"
+
+
+def test_the_engines_buffers_are_gathered_weights_and_whole_gradients() -> None:
+    """What is there in every phase is a bucket, and no weight."""
+    parts = {"parameters": 250, "communication buffers": 400, "backward workspace": 1000}
+    phases = {phase: SimpleNamespace(peak=SimpleNamespace(parts=parts)) for phase in STEP_PHASES}
+    phases["forward"] = SimpleNamespace(peak=SimpleNamespace(parts=parts | {"communication buffers": 700}))
+    phases["load"] = SimpleNamespace(peak=SimpleNamespace(parts={}))
+    traced: Any = SimpleNamespace(phases=phases, host={}, work=SimpleNamespace(collectives={}))
+    under_zero, other = (holding_of(name, traced, P).passing for name in ("zero3", "fsdp2"))
+    assert [under_zero[phase]["weights"] for phase in STEP_PHASES] == [0.3, 0, 0]
+    assert [under_zero[phase]["gradients"] for phase in STEP_PHASES] == [1, 1, 1]
+    assert [other[phase][part] for phase in STEP_PHASES for part in PARTS] == [0] * 12
 
 
 def test_a_strategy_that_is_not_traced_is_a_line() -> None:

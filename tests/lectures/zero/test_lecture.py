@@ -71,7 +71,7 @@ def plans() -> list[PlannedRun]:
 
 def holders() -> list[Holding]:
     shares = dict.fromkeys(STEP_PHASES, dict.fromkeys(PARTS, 0.25))
-    host, sent = dict.fromkeys(STEP_PHASES, 0.0), dict.fromkeys(STEP_PHASES, {"all_gather": 1.0})
+    host, sent = dict.fromkeys(STEP_PHASES, 0.0), {phase: {"all_gather": 1.0} for phase in STEP_PHASES}
     return [Holding("fsdp2", "", shares, shares, host, sent)]
 
 
