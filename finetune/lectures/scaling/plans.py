@@ -50,7 +50,7 @@ class Cell:
     traced: Planned | None  # on one machine; HSDP has two or more
 
     @property
-    def flops(self) -> int:
+    def flops(self) -> float:
         """Of a micro-step on one GPU: matrix products and attention of forward and backward, what is recomputed too."""
         return sum(self.work.flops(phase, "product", "attention") for phase in ("forward", "backward"))
 

@@ -39,20 +39,20 @@ TRACED_ON = dict.fromkeys(
 ) | {"hsdp": f"2x{HOLDING_RANKS // 2}x24GB"}
 AT_ONCE = 2  # traces beside each other
 # What is held, as the plan's components: those of a rank's own, and those of full size that pass by.
-PARTS = {
+HELD_PARTS = {
     "weights": ((PARAMETERS,), (GATHERED_LAYERS,)),
     "masters": ((MASTERS,), ()),
     "gradients": ((GRADIENTS,), (UNSHARDED_GRADIENTS,)),
     "moments": ((OPTIMIZER_STATE,), ()),
 }
 # DeepSpeed's engine gathers weights into buffers of its own, and whole gradients are backward's until they are reduced.
-ENGINE = "zero"  # the beginning of its strategies' names
+ENGINE_PREFIX = "zero"  # the beginning of its strategies' names
 ENGINE_PARTS = {
     "weights": ((PARAMETERS,), (COMMUNICATION_BUFFERS,)),  # without what is there in every phase, to reduce with
     "gradients": ((GRADIENTS,), (BACKWARD_WORKSPACE,)),
 }
 WHOLE = {"moments": 2}  # in units of P where it is not one: AdamW's two, each as large as the weights
-SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "reduce": "R", "broadcast": "B"}
+COLLECTIVE_LETTERS = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "reduce": "R", "broadcast": "B"}
 LEAST = 0.005  # of P: what is smaller is not shown (loss sums, norms, step counts)
 
 
@@ -111,7 +111,7 @@ def holding_of(strategy: str, planned: Planned | FinetuneError, weights: int) ->
         return Holding(strategy, str(planned))
     own: dict[str, dict[str, float]] = {}
     passing: dict[str, dict[str, float]] = {}
-    parts = PARTS | ENGINE_PARTS if strategy.startswith(ENGINE) else PARTS
+    parts = HELD_PARTS | ENGINE_PARTS if strategy.startswith(ENGINE_PREFIX) else HELD_PARTS
     always = min(planned.phases[phase].peak.parts.get(COMMUNICATION_BUFFERS, 0) for phase in STEP_PHASES)
     for phase in STEP_PHASES:
         live = planned.phases[phase].peak.parts
@@ -135,11 +135,11 @@ def holders_table(holders: Sequence[Holding]) -> Chapter:
     for each in holders:
         if each.reason:
             continue
-        kept = [_share(each.own["step"][part]) for part in PARTS]
+        kept = [_share(each.own["step"][part]) for part in HELD_PARTS]
         host = _share(max(each.host.values()))
         rows.append((each.strategy, *kept, host, *(sent_in_words(each, phase) for phase in STEP_PHASES)))
     lines = [
-        *columns(("a rank of 4", *PARTS, "on the host", *(f"{phase} sends" for phase in STEP_PHASES)), rows),
+        *columns(("a rank of 4", *HELD_PARTS, "on the host", *(f"{phase} sends" for phase in STEP_PHASES)), rows),
         "Shares of all weights, gradients, moments at the update's peak; on the host and sent: P, the weights' bytes.",
         "Sent by a micro-step (DDP's and ZeRO-1's gradients in the last alone): AG all_gather, RS reduce_scatter,",
         "AR all_reduce (counts twice), R reduce, B broadcast. hsdp: two machines of two GPUs.",
@@ -154,7 +154,8 @@ def _share(share: float) -> str:
 
 def sent_in_words(holding: Holding, phase: str) -> str:
     """The collectives of a phase with what they send, as `AG 1.00 RS 1.00`."""
-    return " ".join(f"{SHORT.get(name, name)} {share:.2f}" for name, share in holding.sent[phase].items()) or "-"
+    sent = holding.sent[phase]
+    return " ".join(f"{COLLECTIVE_LETTERS.get(name, name)} {share:.2f}" for name, share in sent.items()) or "-"
 
 
 def holders_json(holders: Sequence[Holding]) -> list[dict[str, Any]]:

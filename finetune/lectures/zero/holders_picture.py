@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from finetune.lectures.zero.holders import ENGINE, HOLDING_RANKS, LEAST, PARTS, Holding
+from finetune.lectures.zero.holders import ENGINE_PREFIX, HELD_PARTS, HOLDING_RANKS, LEAST, Holding
 from finetune.planner.constants import STEP_PHASES
 from finetune.report.pictures import COLOURS, new_figure
 
 OTHERS = "#ececec"  # what other ranks hold
-SHADES = dict(zip(PARTS, (COLOURS[0], COLOURS[6], COLOURS[1], COLOURS[2]), strict=True))
+HELD_COLOURS = dict(zip(HELD_PARTS, (COLOURS[0], COLOURS[6], COLOURS[1], COLOURS[2]), strict=True))
 ROW_INCHES, WIDTH_INCHES = 1.12, 13.0
 
 
@@ -26,7 +26,7 @@ def draw_holders(holders: Sequence[Holding], file: Path) -> None:
         for axes, phase in zip(row, STEP_PHASES, strict=True):
             _cell(axes, holding, phase)
         row[0].set_ylabel(holding.strategy, rotation=0, ha="right", va="center", fontsize=11, labelpad=58)
-        row[0].set_yticks(range(len(PARTS)), list(PARTS), fontsize=8)
+        row[0].set_yticks(range(len(HELD_PARTS)), list(HELD_PARTS), fontsize=8)
     for axes, phase in zip(grid[0], STEP_PHASES, strict=True):
         axes.set_title(phase, fontsize=12)
     patch = partial(grid[0][0].barh, [0], [0])
@@ -38,15 +38,15 @@ def draw_holders(holders: Sequence[Holding], file: Path) -> None:
 
 
 def _cell(axes: Any, holding: Holding, phase: str) -> None:
-    for place, part in enumerate(PARTS):
+    for place, part in enumerate(HELD_PARTS):
         own, passing = holding.own[phase][part], holding.passing[phase][part]
-        if part != "masters" or holding.strategy.startswith(ENGINE):  # the others update the weights themselves
+        if part != "masters" or holding.strategy.startswith(ENGINE_PREFIX):  # the others update the weights themselves
             axes.barh(place, 1.0, 0.74, color=OTHERS)
-        axes.barh(place, min(own, 1.0), 0.74, color=SHADES[part])
+        axes.barh(place, min(own, 1.0), 0.74, color=HELD_COLOURS[part])
         left = min(own, 1.0)
         if passing >= LEAST and left < 1.0:
             width = min(passing, 1.0 - left)
-            axes.barh(place, width, 0.74, left, color="white", edgecolor=SHADES[part], hatch="////", linewidth=0)
+            axes.barh(place, width, 0.74, left, color="white", edgecolor=HELD_COLOURS[part], hatch="////", linewidth=0)
     for rank in range(1, HOLDING_RANKS):
         axes.axvline(rank / HOLDING_RANKS, color="white", linewidth=1)
     words = [f"{name} {share:.2f} P" for name, share in holding.sent[phase].items()]
@@ -54,7 +54,7 @@ def _cell(axes: Any, holding: Holding, phase: str) -> None:
         words.append(f"host: {holding.host[phase]:.2f} P")
     axes.text(1.04, 1.5, "\n".join(words), fontsize=9, va="center")
     axes.set_xlim(0, 1.75)
-    axes.set_ylim(len(PARTS) - 0.5, -0.5)
+    axes.set_ylim(len(HELD_PARTS) - 0.5, -0.5)
     axes.set_yticks([])
     axes.set_xticks([])
     axes.spines[["top", "right", "bottom", "left"]].set_visible(False)

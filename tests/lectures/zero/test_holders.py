@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finetune.errors import EnvironmentMismatch
-from finetune.lectures.zero.holders import PARTS, Holding, holders_table, holding_of, sent_in_words
+from finetune.lectures.zero.holders import HELD_PARTS, Holding, holders_table, holding_of, sent_in_words
 from finetune.lectures.zero.holders_picture import draw_holders
 from finetune.measure.collectives import CollectiveStats
 from finetune.planner.constants import STEP_PHASES
@@ -50,7 +50,7 @@ def test_the_engines_buffers_are_gathered_weights_and_whole_gradients() -> None:
     under_zero, other = (holding_of(name, traced, P).passing for name in ("zero3", "fsdp2"))
     assert [under_zero[phase]["weights"] for phase in STEP_PHASES] == [0.3, 0, 0]
     assert [under_zero[phase]["gradients"] for phase in STEP_PHASES] == [1, 1, 1]
-    assert [other[phase][part] for phase in STEP_PHASES for part in PARTS] == [0] * 12
+    assert [other[phase][part] for phase in STEP_PHASES for part in HELD_PARTS] == [0] * 12
 
 
 def test_a_strategy_that_is_not_traced_is_a_line() -> None:
