@@ -16,7 +16,7 @@ from finetune.lectures.scaling.plans import (
     PUBLISHED,
     PUBLISHED_LOSS,
     ROWS,
-    STRATEGIES,
+    SWEPT_STRATEGIES,
     TOKENS,
     Cell,
     bytes_a_parameter,
@@ -48,7 +48,7 @@ def scaling_lecture(asked: LectureRequest) -> LectureResult:
     cells: dict[tuple[str, str], Cell] = {}
     counts: dict[str, int] = {}
     for size, (parameters, hidden, layers) in PUBLISHED.items():
-        asked.note(f"planning {size} under {', '.join(STRATEGIES)}")
+        asked.note(f"planning {size} under {', '.join(SWEPT_STRATEGIES)}")
         config = decoder_config_of(parameters, hidden, layers)
         counts[size] = parameters_of(config)
         own = with_model(recipe, config, asked.folder / "models" / size)
@@ -198,7 +198,7 @@ def _loses(share: float) -> str:
 def _traffic(cells: Cells, count: int) -> Chapter:
     """Textbook bytes of one step in units of P, the bytes of the weights in float32."""
     rows = []
-    for strategy in STRATEGIES:
+    for strategy in SWEPT_STRATEGIES:
         each = [_sent(cells[SMALLEST, strategy], phase) / (FLOAT32 * count) for phase in STEP_PHASES]
         rows.append((strategy, *(f"{share:.2f}" for share in each), f"{sum(each):.2f}"))
     lines = [

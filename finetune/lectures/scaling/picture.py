@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.lectures.scaling.plans import GPU, GPU_COUNTS, PUBLISHED, PUBLISHED_LOSS, STRATEGIES, Cell
+from finetune.lectures.scaling.plans import GPU, GPU_COUNTS, PUBLISHED, PUBLISHED_LOSS, SWEPT_STRATEGIES, Cell
 from finetune.measure.units import GIB
 from finetune.report.pictures import COLOURS, new_figure
 
 LIMIT, LEGEND = "#a00000", "#555555"
 # Lines of equal figures lie on each other: those of the smallest size are below, with the widest line and the largest
 # markers.
-LINES = dict(zip(STRATEGIES, ("-", "--", ":"), strict=True))
-MARKERS = dict(zip(STRATEGIES, "os^", strict=True))
-SIZES = {size: (COLOURS[place], 4 - place, 11 - 3 * place) for place, size in enumerate(PUBLISHED)}
+STRATEGY_LINES = dict(zip(SWEPT_STRATEGIES, ("-", "--", ":"), strict=True))
+STRATEGY_MARKERS = dict(zip(SWEPT_STRATEGIES, "os^", strict=True))
+SIZE_STYLES = {size: (COLOURS[place], 4 - place, 11 - 3 * place) for place, size in enumerate(PUBLISHED)}
 ALL_LINKS_LINE = "-."
 
 
@@ -66,20 +66,23 @@ def _mark_published(axes: Any, cell: Cell) -> None:
 
 
 def _style(size: str, strategy: str) -> dict[str, Any]:
-    colour, width, marker = SIZES[size]
+    colour, width, marker = SIZE_STYLES[size]
     return {
         "color": colour,
         "linewidth": width,
         "markersize": marker,
-        "linestyle": LINES[strategy],
-        "marker": MARKERS[strategy],
+        "linestyle": STRATEGY_LINES[strategy],
+        "marker": STRATEGY_MARKERS[strategy],
     }
 
 
 def _legend(figure: Any, axes: Any) -> None:
     """Sizes by colour, strategies by line: nine rows for each pair would say the same."""
-    sizes = [axes.plot([], [], color=colour, linewidth=width)[0] for colour, width, _ in SIZES.values()]
-    lines = [axes.plot([], [], LINES[each], marker=MARKERS[each], color=LEGEND)[0] for each in STRATEGIES]
+    sizes = [axes.plot([], [], color=colour, linewidth=width)[0] for colour, width, _ in SIZE_STYLES.values()]
+    lines = [
+        axes.plot([], [], STRATEGY_LINES[each], marker=STRATEGY_MARKERS[each], color=LEGEND)[0]
+        for each in SWEPT_STRATEGIES
+    ]
     lines += axes.plot([], [], ALL_LINKS_LINE, marker="s", markerfacecolor="white", color=LEGEND)
-    names = [*SIZES, *STRATEGIES, "fsdp2, all links of a machine"]
+    names = [*SIZE_STYLES, *SWEPT_STRATEGIES, "fsdp2, all links of a machine"]
     figure.legend([*sizes, *lines], names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=10)

@@ -28,7 +28,7 @@ GPU, NODE = "A100", 8  # of the published runs: 80 GB, eight on a machine
 VOCABULARY, HEAD = 32_128, 128  # T5's; numbers of a head, as in T5 11B
 GPU_COUNTS = (8, 16, 64, 128, 512)
 ROWS, TOKENS = 8, 512  # of a micro-batch, one on each rank: the batch grows with the ranks
-STRATEGIES = ("ddp", "fsdp2", "hsdp")
+SWEPT_STRATEGIES = ("ddp", "fsdp2", "hsdp")
 # The three sizes of T5 that were published (Zhao et al., PyTorch FSDP, 2023, and the notes), as a decoder that the plan
 # knows: hidden size and layers are chosen, the MLP's width follows from the number of parameters.
 PUBLISHED = {"611M": (611e6, 1024, 36), "2.28B": (2.28e9, 2048, 36), "11.3B": (11.3e9, 4096, 40)}
@@ -107,9 +107,9 @@ def gpus_of_ranks(ranks: int) -> Gpus:
 def plan_size(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[tuple[str, Cell]]:
     """The cells of one size, by strategy. Raises EnvironmentMismatch where the planner cannot trace."""
     traced = {}
-    for strategy in STRATEGIES[:2]:
+    for strategy in SWEPT_STRATEGIES[:2]:
         traced[strategy] = plan_by_trace(changed(recipe, {"accelerate_config": strategy}), gpus_of_ranks(NODE))
-    for strategy in STRATEGIES:
+    for strategy in SWEPT_STRATEGIES:
         variant = changed(recipe, {"accelerate_config": strategy})
         hsdp = strategy == "hsdp"
         planned = traced["fsdp2" if hsdp else strategy]

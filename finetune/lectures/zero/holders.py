@@ -57,7 +57,7 @@ LEAST = 0.005  # of P: what is smaller is not shown (loss sums, norms, step coun
 
 
 @dataclass(frozen=True)
-class Holding:
+class RankHolding:
     """One strategy on one of its ranks, in the phases of a step; every share is of what DDP holds whole."""
 
     strategy: str
@@ -68,7 +68,7 @@ class Holding:
     sent: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by phase and collective, in units of P
 
 
-def trace_holders(asked: LectureRequest, model: Path) -> list[Holding]:
+def trace_holders(asked: LectureRequest, model: Path) -> list[RankHolding]:
     """A trace of each strategy on the model of a folder. P, the bytes of the weights, is DDP's."""
     recipe = _small(load_recipe(asked.recipe, asked.overrides).recipe, model)
     plans: dict[str, Planned | FinetuneError] = {}
@@ -105,10 +105,10 @@ def _plan(recipe: Recipe, strategy: str) -> Planned | FinetuneError:
         return error
 
 
-def holding_of(strategy: str, planned: Planned | FinetuneError, weights: int) -> Holding:
+def holding_of(strategy: str, planned: Planned | FinetuneError, weights: int) -> RankHolding:
     """Shares of a plan; `weights` are the bytes of all of them."""
     if isinstance(planned, FinetuneError):
-        return Holding(strategy, str(planned))
+        return RankHolding(strategy, str(planned))
     own: dict[str, dict[str, float]] = {}
     passing: dict[str, dict[str, float]] = {}
     parts = HELD_PARTS | ENGINE_PARTS if strategy.startswith(ENGINE_PREFIX) else HELD_PARTS
@@ -121,7 +121,7 @@ def holding_of(strategy: str, planned: Planned | FinetuneError, weights: int) ->
             shares[phase] = {part: nbytes / (weights * WHOLE.get(part, 1)) for part, nbytes in held.items()}
     host = {phase: planned.host.get(phase, 0) / weights for phase in STEP_PHASES}
     sent = {phase: _sent(planned.work.collectives.get(phase, {}), weights) for phase in STEP_PHASES}
-    return Holding(strategy, "", own, passing, host, sent)
+    return RankHolding(strategy, "", own, passing, host, sent)
 
 
 def _sent(collectives: Mapping[str, CollectiveStats], weights: int) -> dict[str, float]:
@@ -129,7 +129,7 @@ def _sent(collectives: Mapping[str, CollectiveStats], weights: int) -> dict[str,
     return {name: share for name, share in found.items() if share >= LEAST}
 
 
-def holders_table(holders: Sequence[Holding]) -> Chapter:
+def holders_table(holders: Sequence[RankHolding]) -> Chapter:
     """What a rank keeps, and what it sends in each phase."""
     rows = []
     for each in holders:
@@ -152,11 +152,11 @@ def _share(share: float) -> str:
     return f"{share:.2f}" if share >= LEAST else "-"
 
 
-def sent_in_words(holding: Holding, phase: str) -> str:
+def sent_in_words(holding: RankHolding, phase: str) -> str:
     """The collectives of a phase with what they send, as `AG 1.00 RS 1.00`."""
     sent = holding.sent[phase]
     return " ".join(f"{COLLECTIVE_LETTERS.get(name, name)} {share:.2f}" for name, share in sent.items()) or "-"
 
 
-def holders_json(holders: Sequence[Holding]) -> list[dict[str, Any]]:
+def holders_json(holders: Sequence[RankHolding]) -> list[dict[str, Any]]:
     return [vars(each) for each in holders]

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from finetune.lectures.zero.holders import ENGINE_PREFIX, HELD_PARTS, HOLDING_RANKS, LEAST, Holding
+from finetune.lectures.zero.holders import ENGINE_PREFIX, HELD_PARTS, HOLDING_RANKS, LEAST, RankHolding
 from finetune.planner.constants import STEP_PHASES
 from finetune.report.pictures import COLOURS, new_figure
 
@@ -16,7 +16,7 @@ HELD_COLOURS = dict(zip(HELD_PARTS, (COLOURS[0], COLOURS[6], COLOURS[1], COLOURS
 ROW_INCHES, WIDTH_INCHES = 1.12, 13.0
 
 
-def draw_holders(holders: Sequence[Holding], file: Path) -> None:
+def draw_holders(holders: Sequence[RankHolding], file: Path) -> None:
     """Write the picture. A bar is all of the weights, masters, gradients or moments; filled is what rank 0 has of it at
     the phase's peak, hatched what it has for a moment, the rest is with the other ranks or in host memory."""
     traced = [each for each in holders if not each.reason]
@@ -24,7 +24,7 @@ def draw_holders(holders: Sequence[Holding], file: Path) -> None:
     grid = figure.subplots(len(traced), len(STEP_PHASES), squeeze=False, sharex=True)
     for row, holding in zip(grid, traced, strict=True):
         for axes, phase in zip(row, STEP_PHASES, strict=True):
-            _cell(axes, holding, phase)
+            draw_holding(axes, holding, phase)
         row[0].set_ylabel(holding.strategy, rotation=0, ha="right", va="center", fontsize=11, labelpad=58)
         row[0].set_yticks(range(len(HELD_PARTS)), list(HELD_PARTS), fontsize=8)
     for axes, phase in zip(grid[0], STEP_PHASES, strict=True):
@@ -37,7 +37,8 @@ def draw_holders(holders: Sequence[Holding], file: Path) -> None:
     figure.savefig(file)
 
 
-def _cell(axes: Any, holding: Holding, phase: str) -> None:
+def draw_holding(axes: Any, holding: RankHolding, phase: str) -> None:
+    """One strategy in one phase: a bar of each part, its filled and its hatched share, and the collectives in words."""
     for place, part in enumerate(HELD_PARTS):
         own, passing = holding.own[phase][part], holding.passing[phase][part]
         if part != "masters" or holding.strategy.startswith(ENGINE_PREFIX):  # the others update the weights themselves

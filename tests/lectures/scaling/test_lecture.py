@@ -13,7 +13,7 @@ from finetune.lectures.scaling.plans import (
     GPU_COUNTS,
     PUBLISHED,
     PUBLISHED_LOSS,
-    STRATEGIES,
+    SWEPT_STRATEGIES,
     bytes_a_parameter,
     decoder_config_of,
     parameters_of,
@@ -40,7 +40,7 @@ def test_a_decoder_of_the_published_size(size: str) -> None:
 def cells() -> tuple[dict[str, dict[str, Any]], dict[str, int]]:
     facts = held("scaling").facts
     assert facts["gpu_bytes"] == pytest.approx(A100_BYTES, rel=1e-6)
-    assert list(facts["cells"]) == [f"{size} {strategy}" for size in PUBLISHED for strategy in STRATEGIES]
+    assert list(facts["cells"]) == [f"{size} {strategy}" for size in PUBLISHED for strategy in SWEPT_STRATEGIES]
     return facts["cells"], facts["parameters"]
 
 
@@ -70,7 +70,9 @@ def test_what_a_step_sends() -> None:
     """DDP 2 P; FSDP2 two gatherings in 16 bits and a reduction in float32, also 2 P; HSDP 2/8 P between machines."""
     found, counts = cells()
     for size, count in counts.items():
-        sent = {strategy: sum(found[f"{size} {strategy}"]["sent"].values()) / (4 * count) for strategy in STRATEGIES}
+        sent = {
+            strategy: sum(found[f"{size} {strategy}"]["sent"].values()) / (4 * count) for strategy in SWEPT_STRATEGIES
+        }
         assert sent["ddp"] == pytest.approx(2, rel=0.01)
         assert sent["fsdp2"] == pytest.approx(2, rel=0.03)
         assert sent["hsdp"] - sent["fsdp2"] == pytest.approx(2 / 8, rel=0.03)

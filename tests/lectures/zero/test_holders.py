@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from finetune.errors import EnvironmentMismatch
-from finetune.lectures.zero.holders import HELD_PARTS, Holding, holders_table, holding_of, sent_in_words
-from finetune.lectures.zero.holders_picture import draw_holders
+from finetune.lectures.zero.holders import HELD_PARTS, RankHolding, holders_table, holding_of, sent_in_words
+from finetune.lectures.zero.holders_picture import draw_holders, draw_holding
 from finetune.measure.collectives import CollectiveStats
 from finetune.planner.constants import STEP_PHASES
+from finetune.report.pictures import new_figure
 
 P = 1000  # bytes of the weights
 
@@ -65,5 +66,19 @@ def test_a_strategy_that_is_not_traced_is_a_line() -> None:
 def test_the_drawing(number: int, tmp_path: Path) -> None:
     parts = {"parameters": 250, "gathered layers": 750, "gradients": 250, "optimizer state": 500}
     traced = [holding_of(f"row {each}", plan(parts, {"all_gather": P}), P) for each in range(number)]
-    draw_holders([*traced, Holding("zero1", "not here")], tmp_path / "holders.png")
+    draw_holders([*traced, RankHolding("zero1", "not here")], tmp_path / "holders.png")
     assert (tmp_path / "holders.png").stat().st_size > 10_000
+
+
+def test_a_bar_is_filled_as_far_as_rank_0_has_it() -> None:
+    parts = {"parameters": 250, "gathered layers": 500, "gradients": 500, "optimizer state": 2000}
+    axes = new_figure().subplots()
+    draw_holding(axes, holding_of("fsdp2", plan(parts, {"all_gather": P}), P), "backward")
+    bars = [(bar.get_y() + 0.37, bar.get_x(), bar.get_width(), bool(bar.get_hatch())) for bar in axes.patches]
+    drawn = [tuple(round(float(each), 3) for each in bar) for bar in bars if bar[2] not in (0, 1) or bar[3]]
+    weights, gradients = (list(HELD_PARTS).index(part) for part in ("weights", "gradients"))
+    assert drawn == [(weights, 0, 0.25, 0), (weights, 0.25, 0.5, 1), (gradients, 0, 0.5, 0)]
+    moments = [bar for bar in axes.patches if round(bar.get_y() + 0.37, 3) == list(HELD_PARTS).index("moments")]
+    assert [bar.get_width() for bar in moments] == [1, 1]
+    assert len({bar.get_facecolor() for bar in moments}) == 2, "all of it, over what others would have"
+    assert "all_gather 1.00 P" in axes.texts[0].get_text()

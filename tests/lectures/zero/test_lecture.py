@@ -15,7 +15,7 @@ from finetune.lectures.command import LECTURES
 from finetune.lectures.output import LectureRequest
 from finetune.lectures.zero import lecture
 from finetune.lectures.zero import planned as planned_rows
-from finetune.lectures.zero.holders import HELD_PARTS, Holding
+from finetune.lectures.zero.holders import HELD_PARTS, RankHolding
 from finetune.lectures.zero.measured import Measured, MeasuredRun, memory_by_step
 from finetune.lectures.zero.notes import HOMEWORK
 from finetune.lectures.zero.picture import draw_zero
@@ -69,10 +69,10 @@ def plans() -> list[PlannedRun]:
     ]
 
 
-def holders() -> list[Holding]:
+def holders() -> list[RankHolding]:
     shares = dict.fromkeys(STEP_PHASES, dict.fromkeys(HELD_PARTS, 0.25))
     host, sent = dict.fromkeys(STEP_PHASES, 0.0), {phase: {"all_gather": 1.0} for phase in STEP_PHASES}
-    return [Holding("fsdp2", "", shares, shares, host, sent)]
+    return [RankHolding("fsdp2", "", shares, shares, host, sent)]
 
 
 def in_one_line(text: str) -> str:
