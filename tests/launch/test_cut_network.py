@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,13 @@ from finetune.files import read_lines
 from tests.support.cut_network import CUT
 from tests.support.launching import Started, by_srun, running, said, wait_all
 from tests.support.soak_resume import fingerprint, write_resume_recipe
-from tests.support.two_hosts import Host, two_hosts, why_not
+from tests.support.two_hosts import Host
 
 pytestmark = pytest.mark.slow
 TIMEOUT = 15  # timeout_seconds of the recipe
 STEPS = 8  # saved after 3 and 6, evaluated after 4 and 8
 MOMENTS = ["load", "forward:5", "backward:5", "step:5", "evaluate:4", "save:6", "end"]
 SRUN = [by_srun(rank, host=rank, nodes="10.77.0.[1-2]") for rank in range(2)]
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[Host, ...]]:
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
-    with two_hosts() as pair:
-        yield pair
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +56,6 @@ def test_both_hosts_end_and_the_run_goes_on(
     finally:
         subprocess.run(["ip", "-n", hosts[1].namespace, "link", "set", "cable", "up"], check=True)
     assert [line["phase"] for line in read_lines(cut) if "cut" in line] == [moment.partition(":")[0]]
-    print(moment, codes, took, [said(run_dir, index).splitlines()[-4:] for index in range(2)])
     assert took < TIMEOUT + 20
     state = json.loads((run_dir / "run_state.json").read_text())
     if moment != "end":

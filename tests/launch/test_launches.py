@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tests.support.launching import (
     wait_all,
 )
 from tests.support.soak_resume import write_resume_recipe
-from tests.support.two_hosts import Host, two_hosts, why_not
+from tests.support.two_hosts import Host
 
 pytestmark = pytest.mark.slow
 FIRST, PORT = "10.77.0.1", "29511"
@@ -50,15 +50,6 @@ LAUNCHES = {
     "torchrun on two hosts": [by_torchrun(machine) for machine in range(2)],
     "srun on two hosts": [by_srun(rank, host=rank, nodes="10.77.0.[1-2]") for rank in range(2)],
 }
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[Host, ...]]:
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
-    with two_hosts() as pair:
-        yield pair
 
 
 @pytest.fixture(scope="module")

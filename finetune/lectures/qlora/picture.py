@@ -38,7 +38,7 @@ def draw_parts(full_size: Bars, small_size: Pairs, model: str, gpus: Gpus | None
     right.set_xticks(range(len(small_size)), [f"{name}\nplanned | tracked" for name in small_size])
     for axes, unit, title in (
         (left, "GiB", f"{model.split('/')[-1]}, planned: at the peak"),
-        (right, "MiB", "a small Llama, the peak of each part: planned, tracked (hatched)"),
+        (right, "MiB", "a small Llama: the peak of each part"),
     ):
         axes.set_ylabel(unit)
         axes.set_title(title, loc="left", fontsize=11)

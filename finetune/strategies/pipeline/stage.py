@@ -50,7 +50,7 @@ class LayerRun(nn.Module):
     ) -> None:
         """
         Args:
-            decoder: With its loss in the forward; what other stages hold is on meta, and `leave_out` was called.
+            decoder: With its loss in the forward; what other stages hold is on meta, and `_leave_out` was called.
             layers: Those of each run.
             dtype: Of the hidden states between runs.
         """
