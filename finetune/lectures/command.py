@@ -52,6 +52,10 @@ LECTURES: dict[str, Lecture] = {
         "Full, LoRA and QLoRA: which part of the memory does each of them save?",
         "llama3_qlora.yaml",
     ),
+    "scaling": Lecture(
+        "Which sizes run on how many GPUs under DDP, FSDP and HSDP, and what is lost on the way to 512?",
+        "llama3_full.yaml",
+    ),
     "overlap": Lecture(
         "What does training.non_blocking win?",
         "llama3_8b_lora_1x24gb.yaml",
@@ -108,6 +112,10 @@ def lecture_function(name: str) -> Callable[[LectureRequest], LectureResult]:
             from finetune.lectures.qlora.lecture import qlora_lecture
 
             return qlora_lecture
+        case "scaling":
+            from finetune.lectures.scaling.lecture import scaling_lecture
+
+            return scaling_lecture
         case "overlap":
             from finetune.lectures.overlap import overlap_lecture
 

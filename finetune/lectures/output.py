@@ -44,6 +44,8 @@ class LectureResult:
     sections: Sequence[Chapter]
     facts: Mapping[str, Any]  # the same figures, in full precision; bytes are integers
     draw: Callable[[Path], None] = field(repr=False)  # writes the picture
+    # Further pictures, by what follows the lecture's name in their files'.
+    more: Mapping[str, Callable[[Path], None]] = field(default_factory=dict, repr=False)
 
     def text(self) -> str:
         """The sections with an empty line between them."""
@@ -65,11 +67,14 @@ def columns(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
 
 
 def write_lecture(name: str, result: LectureResult, folder: Path) -> list[Path]:
-    """The picture and the facts as files of `folder`; returns both."""
-    picture, facts = folder / f"{name}.png", folder / f"{name}.json"
-    result.draw(picture)
+    """The pictures and the facts as files of `folder`; returns them, the facts last."""
+    pictures = {folder / f"{name}.png": result.draw}
+    pictures |= {folder / f"{name}_{each}.png": draw for each, draw in result.more.items()}
+    for picture, draw in pictures.items():
+        draw(picture)
+    facts = folder / f"{name}.json"
     write_json(facts, {"lecture": name, **result.facts})
-    return [picture, facts]
+    return [*pictures, facts]
 
 
 def whole_number(settings: Mapping[str, str], name: str, *, least: int = 1) -> int:

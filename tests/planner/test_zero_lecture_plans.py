@@ -11,6 +11,8 @@ import pytest
 
 from finetune.cli.main import main
 from finetune.lectures.command import LECTURES
+from finetune.lectures.output import LectureRequest
+from finetune.lectures.zero.holders import HOLDING_RANKS, TRACED_ON, trace_holders
 from finetune.lectures.zero.notes import HOMEWORK
 from finetune.lectures.zero.planned import identity_of, kept_plans, plan_row
 from finetune.paths import CHECKOUT
@@ -54,6 +56,38 @@ def test_a_kept_plan_is_what_the_planner_says() -> None:
 
 
 @pytest.mark.slow
+def test_who_holds_what_is_as_each_strategy_says(recipe: Path, tiny_llama: Path, tmp_path: Path) -> None:
+    """All of the weights, gradients and moments, or a rank's share of them; and what moves: DDP sums 2 P of gradients,
+    ZeRO-2 reduces 1 P, whole shards gather the weights before forward and before backward."""
+    pytest.importorskip("deepspeed")
+    asked = LectureRequest(recipe, ("training.mixed_precision=no",), {}, tmp_path, lambda _: None)
+    found = {each.strategy: each for each in trace_holders(asked, tiny_llama)}
+    assert {name: each.reason for name, each in found.items()} == dict.fromkeys(TRACED_ON, "")
+    one, shard = 1.0, 1 / HOLDING_RANKS
+    expected = {  # weights, gradients, moments of the update
+        "ddp": (one, one, one),
+        "zero1": (one, None, shard),
+        "zero2": (one, None, shard),
+        "zero3": (shard, None, shard),
+        "fsdp2": (shard, shard, shard),
+        "fsdp2_grad_op": (None, shard, shard),
+        "hsdp": (2 * shard, 2 * shard, 2 * shard),
+    }
+    for name, shares in expected.items():
+        own = found[name].own["step"]
+        for part, share in zip(("weights", "gradients", "moments"), shares, strict=True):
+            assert share is None or own[part] == pytest.approx(share, rel=0.03), (name, part)
+    for name in ("zero2_offload", "zero3_offload", "fsdp2_offload"):
+        assert found[name].own["step"]["moments"] == 0
+        assert found[name].host["step"] >= 2 * shard
+    assert found["ddp"].sent["backward"] == {"all_reduce": pytest.approx(2, rel=0.01)}
+    assert found["zero2"].sent["backward"] == {"reduce": pytest.approx(1, rel=0.01)}
+    assert found["fsdp2"].sent["forward"] == {"all_gather": pytest.approx(1, rel=0.03)}
+    assert found["fsdp2"].sent["backward"]["reduce_scatter"] == pytest.approx(1, rel=0.03)
+    assert "all_gather" not in found["fsdp2_grad_op"].sent["backward"]
+
+
+@pytest.mark.slow
 def test_the_whole_lecture(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("deepspeed")
     folder = tmp_path / "held"
@@ -70,4 +104,6 @@ def test_the_whole_lecture(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFi
         runs["zero3"]["in_weights"]["forward"] / 2, rel=0.01
     )
     assert (folder / "zero.png").is_file()
+    assert (folder / "zero_holders.png").is_file()
+    assert [each["strategy"] for each in facts["holders"]] == list(TRACED_ON)
     assert (folder / "measured" / "compare.json").is_file()

@@ -9,7 +9,9 @@ from typing import Any
 
 from finetune.lectures.output import Chapter, LectureRequest, LectureResult, columns
 from finetune.lectures.zero import words
-from finetune.lectures.zero.measured import EVERY_TENTH, MICRO_STEPS_HERE, Measured, measure
+from finetune.lectures.zero.holders import holders_json, holders_table, trace_holders
+from finetune.lectures.zero.holders_picture import draw_holders
+from finetune.lectures.zero.measured import EVERY_TENTH, MICRO_STEPS_HERE, SMALL_MODEL, Measured, measure
 from finetune.lectures.zero.notes import HOMEWORK, LOGGED_STEPS
 from finetune.lectures.zero.picture import draw_zero
 from finetune.lectures.zero.planned import PlannedRun, named_gpus, plan_rows
@@ -26,12 +28,14 @@ _MIB = 2**20
 
 
 def zero_lecture(asked: LectureRequest) -> LectureResult:
-    """Six plans, six jobs, and the notes' figures where the model is the homework's. Raises FinetuneError."""
+    """Six plans, six jobs, a trace of each strategy, and the notes' figures where the model is the homework's. Raises
+    FinetuneError."""
     named_gpus(asked)  # a mistake is told before anything takes time
     homework = load_recipe(asked.recipe, asked.overrides).recipe.model.name_or_path == str(HOMEWORK_MODEL)
     planned = plan_rows(asked)
     measured = measure(asked)
-    sections = [_memory_here(measured), _traffic_here(measured), *_planned(asked, planned)]
+    holders = trace_holders(asked, asked.folder / SMALL_MODEL)
+    sections = [_memory_here(measured), _traffic_here(measured), holders_table(holders), *_planned(asked, planned)]
     if homework:
         sections += [_memory_of_the_notes(planned), _seconds_of_the_notes()]
     sections.append(Chapter("Why the rows differ", [*words.differences(measured, planned, homework=homework)]))
@@ -46,10 +50,12 @@ def zero_lecture(asked: LectureRequest) -> LectureResult:
             "micro_steps": MICRO_STEPS_HERE,
             "runs": [run.as_json() for run in measured.runs],
         },
+        "holders": holders_json(holders),
         "planned": [run.as_json() for run in planned],
         "notes": _facts_of_the_notes() if homework else None,
     }
-    return LectureResult(sections, facts, partial(draw_zero, measured, planned, asked.settings["gpus"], homework))
+    draw = partial(draw_zero, measured, planned, asked.settings["gpus"], homework)
+    return LectureResult(sections, facts, draw, {"holders": partial(draw_holders, holders)})
 
 
 def _memory_here(measured: Measured) -> Chapter:

@@ -22,6 +22,7 @@ from finetune.recipe.schema import Recipe
 
 EVERY_TENTH = (10, 20)  # every tenth
 MICRO_STEPS_HERE = 4  # of a rank in an optimizer step here; 32 would take eight times as long and show the same
+SMALL_MODEL = "model"  # its folder in the lecture's
 _TOKENS = 64  # of a row
 
 
@@ -63,7 +64,7 @@ def measure(asked: LectureRequest) -> Measured:
     recipe = load_recipe(asked.recipe, asked.overrides).recipe
     section = recipe.model
     with silenced():
-        small = shrink_model(section.name_or_path, section.revision, recipe.data, asked.folder / "model")
+        small = shrink_model(section.name_or_path, section.revision, recipe.data, asked.folder / SMALL_MODEL)
     rows = [AskedRow(row.name, tuple(row.settings.items()), "--lecture zero") for row in HOMEWORK]
     comparison = _planned(asked, recipe, small.folder, rows)
 

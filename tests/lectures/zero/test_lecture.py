@@ -15,6 +15,7 @@ from finetune.lectures.command import LECTURES
 from finetune.lectures.output import LectureRequest
 from finetune.lectures.zero import lecture
 from finetune.lectures.zero import planned as planned_rows
+from finetune.lectures.zero.holders import HELD_PARTS, RankHolding
 from finetune.lectures.zero.measured import Measured, MeasuredRun, memory_by_step
 from finetune.lectures.zero.notes import HOMEWORK
 from finetune.lectures.zero.picture import draw_zero
@@ -66,6 +67,12 @@ def plans() -> list[PlannedRun]:
         planned("zero3 + offload", 1.0, communication=96.0, exposed=16.0, copies=1.5, host=3.0),
         PlannedRun("zero3 + fp16", "not on this GPU"),
     ]
+
+
+def holders() -> list[RankHolding]:
+    shares = dict.fromkeys(STEP_PHASES, dict.fromkeys(HELD_PARTS, 0.25))
+    host, sent = dict.fromkeys(STEP_PHASES, 0.0), {phase: {"all_gather": 1.0} for phase in STEP_PHASES}
+    return [RankHolding("fsdp2", "", shares, shares, host, sent)]
 
 
 def in_one_line(text: str) -> str:
@@ -124,6 +131,7 @@ def test_memory_is_the_highest_of_ranks_at_every_tenth_step() -> None:
 def held(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, gpus: str = "8xA100") -> Any:
     monkeypatch.setattr(lecture, "measure", lambda _: measured())
     monkeypatch.setattr(lecture, "plan_rows", lambda _: plans())
+    monkeypatch.setattr(lecture, "trace_holders", lambda *_: holders())
     return lecture.zero_lecture(LectureRequest(recipe, (), {"gpus": gpus}, tmp_path, lambda _: None))
 
 
@@ -139,6 +147,7 @@ def test_the_tables(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     text = in_one_line(result.text())
     assert "zero3 + fp16: did not run: no such thing here" in text
     assert "zero3 + fp16: is not planned: not on this GPU" in text
+    assert "fsdp2 0.25 0.25 0.25 0.25 - AG 1.00 AG 1.00 AG 1.00" in text
     assert "zero2 2.50 0.00 (5) 4.00 (7) 1.00 (0) 5.00" in text
     assert "zero2 + offload 280.0 60.0 160.0 10.0 40.0 10.0" in text  # 20 steps of 14 s
     assert "notes" not in text
