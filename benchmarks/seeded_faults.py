@@ -33,7 +33,7 @@ from benchmarks.faults_of_settings import FAULTS_OF_SETTINGS
 from benchmarks.faults_of_strangers import FAULTS_OF_STRANGERS
 from benchmarks.faults_of_updates import FAULTS_OF_UPDATES
 
-COPIED = ("finetune", "tests", "benchmarks", "recipes", "accelerate_configs", "data", "pyproject.toml")
+COPIED = ("finetune", "tests", "benchmarks", "recipes", "accelerate_configs", "data", "docs", "pyproject.toml")
 RECEIPT = "strategies/test_receipt.py"
 FAULTS = (
     Fault(

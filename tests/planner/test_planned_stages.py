@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,8 +14,10 @@ from typing import Any
 import pytest
 
 from finetune.cli.main import main
+from finetune.planner import plan_recipe as plan_module
+from finetune.planner.depth import trace_to_depth
 from finetune.planner.memory_table import plan_json
-from finetune.planner.plan_recipe import plan_recipe
+from finetune.planner.plan_recipe import Planned, plan_recipe
 from finetune.planner.roofline_report import roofline_json
 from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.sections.pipelines import SCHEDULES
@@ -171,3 +175,52 @@ def test_how_many_stages_there_are_has_to_be_said(
     assert "4 micro-batches a step are fewer than the 8 stages" in capsys.readouterr().err
     assert main(["plan", page]) == 4
     assert "accelerate_config: 1f1b: how many stages? add --gpus 2x24GB" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "gpus", "lora"),
+    [("1f1b", 2, {"r": 4}), ("naive", 2, None), ("interleaved_1f1b", 2, None), ("1f1b_ddp2", 4, None)],
+)
+def test_a_step_of_many_micro_batches_is_planned_from_few(
+    strategy: str, gpus: int, lora: dict[str, int] | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte, and with the same messages, as the trace of all sixteen (eight in each of two pipelines).
+
+    What a step does once, however many there are, is spread over fewer of them, so that times are not quite equal.
+    """
+    training = {"global_batch_size": 16, "per_device_batch_size": 1, "activation_checkpointing": False}
+    content: dict[str, Any] = {"accelerate_config": strategy, "lora": lora, "training": training}
+    recipe = least_recipe(folder / "untied", data={"max_length": 64}, **content)
+    traced, trace_few = [], trace_to_depth._of_few_micro_batches
+
+    def noted(request: Any, place: Path, few: int, more: int) -> Any:
+        traced.append((few, more, len(request.batches)))
+        return trace_few(request, place, few, more)
+
+    monkeypatch.setattr(trace_to_depth, "_of_few_micro_batches", noted)
+    monkeypatch.setattr(plan_module, "run_in_forks", in_this_process)
+    of_few = plan_recipe(recipe, parse_gpus(f"{gpus}xRTX4090"))
+    assert len(traced) == 2
+    assert all(more < count for _, more, count in traced)
+    monkeypatch.setattr(trace_to_depth, "_fewer_micro_batches", lambda _: None)
+    of_all = plan_recipe(recipe, parse_gpus(f"{gpus}xRTX4090"))
+    for few, every in zip(of_few.stages, of_all.stages, strict=True):
+        assert memory(few) == memory(every)
+        assert few.host == every.host
+        assert few.work.collectives == every.work.collectives
+        assert few.reserved == pytest.approx(every.reserved, rel=0.02)
+    time_of_few, time_of_all = (roofline_json(plan)["pipeline"] for plan in (of_few, of_all))
+    assert time_of_few.pop("schedule") == time_of_all.pop("schedule")
+    assert time_of_few.keys() == time_of_all.keys()
+    for name, value in time_of_few.items():
+        assert value == pytest.approx(time_of_all[name], rel=0.01), name
+
+
+def memory(plan: Planned) -> dict[str, tuple[dict[str, int], int]]:
+    return {name: (phase.peak.parts, phase.end_bytes) for name, phase in plan.phases.items()}
+
+
+@contextmanager
+def in_this_process(functions: Mapping[int, Callable[[], Any]]) -> Iterator[Callable[[int], Any]]:
+    yield lambda name: functions[name]()

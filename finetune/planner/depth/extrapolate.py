@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,27 @@ def _extrapolated_parts(shallow: dict[str, int], deep: dict[str, int], times: in
         name: shallow.get(name, 0) + times * (deep.get(name, 0) - shallow.get(name, 0)) for name in COMPONENTS
     }
     return {name: nbytes for name, nbytes in extrapolated.items() if nbytes}
+
+
+def with_more_of_the_same(
+    phases: Mapping[str, PhaseMemory],
+    first: Mapping[str, PhaseMemory],
+    second: Mapping[str, PhaseMemory],
+    times: float,
+) -> dict[str, PhaseMemory]:
+    """Phases to whose peaks and ends is added, `times` times, what those of `second` have beyond those of `first`."""
+
+    def added(name: str, parts_of: Callable[[PhaseMemory], dict[str, int]]) -> dict[str, int]:
+        base, few, more = (parts_of(each[name]) for each in (phases, first, second))
+        sums = {part: base.get(part, 0) + round(times * (more.get(part, 0) - few.get(part, 0))) for part in COMPONENTS}
+        return {part: nbytes for part, nbytes in sums.items() if nbytes}
+
+    result = {}
+    for name, phase in phases.items():
+        parts = added(name, lambda each: each.peak.parts)
+        peak = replace(phase.peak, nbytes=sum(parts.values()), parts=parts)
+        result[name] = PhaseMemory(peak, added(name, lambda each: each.end))
+    return result
 
 
 def with_layers(recipe: Recipe, config: Mapping[str, Any], layers: int, folder: Path) -> Recipe:

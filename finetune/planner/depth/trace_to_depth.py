@@ -1,9 +1,10 @@
-"""A rank's trace at full depth: of a shallow model, extrapolated, or of all layers."""
+"""A rank's trace at full depth: of a shallow model, extrapolated, or of all layers; of a pipeline's stage with all
+layers and few micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,24 @@ import torch
 from finetune.errors import DoesNotFit
 from finetune.launch.gpu_environment import expands_segments
 from finetune.planner.depth.caching_allocator import NoMemory, replay
-from finetune.planner.depth.extrapolate import depths, extrapolate, layers_kept_gathered, with_layers
+from finetune.planner.depth.extrapolate import (
+    depths,
+    extrapolate,
+    layers_kept_gathered,
+    with_layers,
+    with_more_of_the_same,
+)
 from finetune.planner.depth.fork import run_in_forks
 from finetune.planner.depth.layer_kinds import kinds_of_layers, period_and_depth
 from finetune.planner.depth.repeat_layers import StorageChange, repeat_layers
 from finetune.planner.trace.fake_device import DEVICE_NAME
-from finetune.planner.trace.flops import StepWork, per_step, work_at_depth
+from finetune.planner.trace.flops import StepWork, per_step, with_more_sent, work_at_depth
 from finetune.planner.trace.timeline import PhaseMemory, Timeline
 from finetune.planner.trace.trace import STEPS, trace
 from finetune.recipe.schema import Recipe
+from finetune.recipe.sections.pipelines import RUNS
 from finetune.recipe.strategy import Strategy
+from finetune.strategies.pipeline.timeline import steps_alike
 from finetune.tokens.batches import MicroBatch
 
 
@@ -56,6 +65,8 @@ class DeepTrace:
 
 def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> DeepTrace:
     """Trace shallow models and extrapolate to this one's depth, or trace it at `full_depth`."""
+    if not full_depth and (counts := _fewer_micro_batches(request)) is not None:
+        return _of_few_micro_batches(request, folder, *counts)
     config = request.config
     layers, period = int(config["num_hidden_layers"]), max(1, request.recipe.training.recompute_every)
     period, shallow = period_and_depth(kinds_of_layers(config), period)
@@ -94,6 +105,37 @@ def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> 
             return DeepTrace(phases, work_at_depth(work, layers), host, reserved_share=reserved_share)
         done = phases, work_at_depth(work, layers), host, changes_of(needed[0])
         return DeepTrace(*done, stage_layers=held.get(layers, ()))
+
+
+def _fewer_micro_batches(request: TraceRequest) -> tuple[int, int] | None:
+    """Two numbers of micro-batches to trace, instead of all of a pipeline's step."""
+    schedule, lora = request.strategy.schedule, request.recipe.lora
+    if schedule is None or (lora and lora.names_single_layers):  # a model of few layers may lack those that it names
+        return None
+    return steps_alike(schedule, request.strategy.stage_count(request.ranks), len(request.batches))
+
+
+def _of_few_micro_batches(request: TraceRequest, folder: Path, few: int, more: int) -> DeepTrace:
+    """The trace of a stage with all its layers and `few` micro-batches, and what each of the others adds to it: its own
+    tensors, and a buffer for each of its messages. That does not depend on depth, so it is seen in a thin model, whose
+    runs have one layer each."""
+    layers = request.strategy.stage_count(request.ranks) * RUNS.get(request.strategy.schedule or "", 1)
+    some = {count: replace(request, batches=request.batches[:count]) for count in (few, more)}
+    functions: dict[int, Callable[[], Any]] = {0: partial(trace_to_depth, some[few], folder, full_depth=False)}
+    for count, fewer in some.items():
+        functions[count] = partial(_trace_shallow, fewer, layers, folder / f"micro-batches-{count}")
+    with run_in_forks(functions) as traced:
+        deep: DeepTrace = traced(0)
+        (thin, sent, _), (thicker, more_sent, _) = traced(few), traced(more)
+    times = (len(request.batches) - few) / (more - few)
+    device = DEVICE_NAME if request.on_gpu else "cpu"
+    phases = with_more_of_the_same(deep.phases, thin.phases(device), thicker.phases(device), times)
+    first, second = thin.phases("cpu"), thicker.phases("cpu")
+    host = {
+        name: nbytes + round(times * (second[name].peak.nbytes - first[name].peak.nbytes))
+        for name, nbytes in deep.host.items()
+    }
+    return replace(deep, phases=phases, host=host, work=with_more_sent(deep.work, sent, more_sent, times))
 
 
 def _trace_shallow(request: TraceRequest, layers: int, folder: Path) -> tuple[Timeline, StepWork, tuple[range, ...]]:

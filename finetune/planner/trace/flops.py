@@ -232,12 +232,17 @@ def per_step(
     times |= {"backward": steps} if reduces_once else {}
     sent = {
         phase: {
-            name: CollectiveStats(*(round(n / times[phase]) for n in astuple(each))) for name, each in stats.items()
+            name: CollectiveStats(*(_nearest(n / times[phase]) for n in astuple(each))) for name, each in stats.items()
         }
         for phase, stats in collectives.items()
         if phase in times
     }
     return StepWork(done, sent, compiles)
+
+
+def _nearest(number: float) -> int:
+    """The nearest integer; half a message, of one that the first of two steps alone sends, is none."""
+    return math.ceil(number - 0.5)
 
 
 def with_ddp_reductions(work: StepWork, gradient_bytes: int) -> StepWork:
@@ -267,6 +272,23 @@ def work_at_depth(work: Mapping[int, StepWork], layers: int) -> StepWork:
     return StepWork(operations, collectives, deep.compiles)
 
 
+def with_more_sent(work: StepWork, first: StepWork, second: StepWork, times: float) -> StepWork:
+    """The work with, `times` times, the collectives that `second` has beyond those of `first`."""
+    collectives, none = dict[str, Mapping[str, CollectiveStats]](), CollectiveStats()
+    for phase, more in second.collectives.items():
+        base, few = (each.collectives.get(phase, {}) for each in (work, first))
+        collectives[phase] = {
+            name: _sum(base.get(name, none), few.get(name, none), each, times) for name, each in more.items()
+        }
+    return replace(work, collectives=collectives)
+
+
 def _line(start: CollectiveStats, end: CollectiveStats, times: float) -> CollectiveStats:
     """Each figure of `start`, and `times` times what `end` has in addition."""
-    return CollectiveStats(*(round(a + times * (b - a)) for a, b in zip(astuple(start), astuple(end), strict=True)))
+    return _sum(start, start, end, times)
+
+
+def _sum(base: CollectiveStats, start: CollectiveStats, end: CollectiveStats, times: float) -> CollectiveStats:
+    """Each figure of `base`, and `times` times what `end` has beyond `start`."""
+    figures = zip(astuple(base), astuple(start), astuple(end), strict=True)
+    return CollectiveStats(*(round(given + times * (more - few)) for given, few, more in figures))

@@ -84,6 +84,19 @@ def alive_at_most(schedule: str, stage: int, stages: int, micro_batches: int) ->
     return most
 
 
+def steps_alike(schedule: str, stages: int, micro_batches: int) -> tuple[int, int] | None:
+    """Two smaller numbers of micro-batches with which each stage does, and holds at once, what it does with so many;
+    None: there are none. Each further micro-batch adds its own tensors and messages, and nothing else.
+
+    With as many as these a stage that holds most goes on to a forward after a backward, whose gradients are there.
+    """
+    few, more = {"1f1b": (stages + 2, stages + 3), "naive": (3, 4)}.get(schedule, (micro_batches, micro_batches))
+    if schedule == "interleaved_1f1b" and micro_batches >= stages:
+        at_once = micro_batches // (micro_batches // stages)
+        few, more = 2 * at_once, 3 * at_once
+    return (few, more) if more < micro_batches else None
+
+
 def planned_spans(
     schedule: str, forward: Sequence[float], backward: Sequence[float], micro_batches: int, sending: float = 0.0
 ) -> list[Computation]:
