@@ -69,6 +69,20 @@ def test_runs_that_take_turns_are_the_model(family: str, recomputed: bool) -> No
     assert {name.split(".")[2] for name in held if "layers" in name} == {"0", "3", "4"}
 
 
+def test_a_layer_that_is_called_with_no_run_around_it_computes() -> None:
+    """Releases of transformers whose checkpoint wraps a layer's call do so in backward (5.24's wraps its forward)."""
+    runs = [range(1), range(1, 3), range(3, 5), range(5, 6)]
+    stage = Chain(lambda: model_of("llama", layers=6), runs, stages=2).models[0]
+    whole, batch = taught(model_of("llama", layers=6)), flat_batch((5,))
+    hidden = torch.randn(1, 5, whole.config.hidden_size)
+    positions = whole.get_submodule("model.rotary_emb")(hidden, batch["position_ids"])
+    ends = {"cu_seq_lens": batch["cu_seq_lens"], "document_lengths": batch["document_lengths"]}
+    expected, found = (
+        model.get_submodule("model.layers.3")(hidden, position_embeddings=positions, **ends) for model in (whole, stage)
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_each_run_of_a_stage_draws_numbers_of_its_own() -> None:
     """Of two runs and three micro-batches, in any order of the two; the last forward has the last micro-batch's number,
     by which seeds.py sees whether a model draws at all."""
