@@ -26,7 +26,7 @@ FAULTS_OF_FOREIGN_TEXT = (
         "data/readers.py",
         "        start = len(BYTE_ORDER_MARK) if head.startswith(BYTE_ORDER_MARK) else 0\n",
         "        start = 0\n",
-        "data/test_sources.py",
+        BAD_DATA,
     ),
     Fault(
         "a row's key may stand twice",

@@ -140,3 +140,11 @@ def test_values_of_secret_variables_are_known(name: str, monkeypatch: pytest.Mon
     assert not {"false", str(tmp_path)} & known_secrets()
     monkeypatch.setenv(name, value[1:])
     assert value[1:] not in known_secrets()
+
+
+def test_tokens_that_the_hub_stores_are_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files = {"HF_TOKEN_PATH": "token-in-use\n", "HF_STORED_TOKENS_PATH": "[work]\nhf_token = token-of-work\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", str(tmp_path / name))
+    assert known_secrets() >= {"token-in-use", "token-of-work"}

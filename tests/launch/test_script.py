@@ -143,6 +143,13 @@ def test_slurm_gets_one_task_a_node(strategy: str, nodes: int, gpus: int, tmp_pa
     assert str(RECIPE) in words
 
 
+def test_ranks_may_save_until_shortly_before_the_jobs_time_ends(tmp_path: Path) -> None:
+    """Slurm signals 300 s before the end; torchrun, which passes the signal on, has to end before that too."""
+    text = text_for("slurm", "ddp", 1, 2)
+    (seconds,) = said_by(text, tmp_path, **{"BASH_FUNC_srun%%": "() { printenv TORCH_ELASTIC_SHUTDOWN_TIMEOUT; }"})
+    assert 200 < int(seconds) < 300
+
+
 def test_slurm_and_a_plain_srun_choose_the_same_port() -> None:
     text = text_for("slurm", "ddp", 2, 1)
     line = next(line for line in text.splitlines() if line.startswith("MASTER_PORT="))

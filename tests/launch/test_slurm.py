@@ -52,6 +52,8 @@ def test_a_task_of_srun() -> None:
         "MASTER_ADDR": "gpu08",
         "MASTER_PORT": "22979",
     }
+    alone_on_the_last_node = {"SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}
+    assert slurm_ranks(TASK | alone_on_the_last_node)["LOCAL_WORLD_SIZE"] == "1"
 
 
 def test_the_step_wins_over_the_job() -> None:

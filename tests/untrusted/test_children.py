@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from finetune.untrusted import children
 from finetune.untrusted.children import refused
 from finetune.untrusted.programs import is_simple, refuse_slow_patterns, template_problem
 
-LIMITS = {"seconds": 1, "mebibytes": 64}
+LIMITS: dict[str, Any] = {"seconds": 1, "mebibytes": 64}
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +73,15 @@ def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path: Path, monkeypatc
 
 
 def test_a_template_without_jinja_starts_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children.subprocess, "run", lambda *_, **__: pytest.fail("a child"))
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("a child"))
     assert template_problem("plain") is None
     refuse_slow_patterns("lora", ["q_proj", r".*\.layers\.\d+\.mlp.*"], ["a.b"])
+
+
+@pytest.mark.parametrize("when", ["add_generation_prompt", "tools", "messages|length > 2", "messages|length < 2"])
+def test_a_template_is_tried_with_every_kind_of_chat(when: str) -> None:
+    large = "{{ (messages[0].role * 2**29)|length }}"
+    assert template_problem(f"{{% if {when} %}}{large}{{% endif %}}") == "needs more than 256 MiB"
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,11 @@ def test_others_are_shown(text: str) -> None:
         assert "\N{REPLACEMENT CHARACTER}" in stream.getvalue()  # type: ignore[union-attr]
 
 
+def test_words_of_any_length_take_one_short_line() -> None:
+    assert one_line("ab\n" * 9, 10) == "ab ab a..."
+    assert one_line("ab\n" * 9, 26) == "ab ab ab ab ab ab ab ab ab"
+
+
 def test_streams_are_given_back() -> None:
     before = sys.stdout, sys.stderr
     with plain_output():
