@@ -38,6 +38,15 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     raise OSError(errno.EINVAL, _KINDS.get(kind, "is not a file"), str(path))
 
 
+def read_regular(path: str | os.PathLike[str], most: int) -> bytes:
+    """A file's bytes. Raises OSError as `open_regular` does, and where there are more than `most`."""
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"is larger than {most / 2**20:,.0f} MiB", str(path))
+    return content
+
+
 def leaves_folder(path: Path, folder: Path) -> bool:
     """Whether a path inside `folder` is a link, or goes through one, that leads out of it."""
     return not path.resolve().is_relative_to(folder.resolve())

@@ -14,6 +14,7 @@ from finetune.data.columns import REASONING_COLUMNS, RowLayout, in_yaml
 from finetune.data.messages import (
     ToldOnce,
     check_inside,
+    checked_name,
     checked_text,
     is_learned,
     json_text,
@@ -23,6 +24,7 @@ from finetune.data.messages import (
     with_our_role,
 )
 from finetune.data.readers import BadRow, json_kind
+from finetune.output_stream import printable
 from finetune.recipe.cross_checks import OF_CHATS, ROW_COLUMNS, TEMPLATE_ARGUMENTS
 
 SHAREGPT_ROLES = {
@@ -30,6 +32,7 @@ SHAREGPT_ROLES = {
     "model": "assistant", "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
     "function_call": "assistant",
 }  # fmt: skip
+SPEAKERS = ("human", "gpt", "system", "function_call", "observation")  # those that messages name
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +151,11 @@ def _sharegpt_turn(turn: Any, where: str, layout: RowLayout) -> dict[str, Any]:
             raise BadRow(f"{where}: {key!r} is missing; " + (f"{near!r} is there: rename it" if near else "add it"))
     speaker, roles = turn["from"], {**SHAREGPT_ROLES, **layout.roles}
     if not isinstance(speaker, str) or speaker not in roles:
-        near = nearest(str(speaker), roles)
-        known = f"did you mean {near!r}?" if near else "known are human, gpt, system, function_call, observation;"
-        line = in_yaml({str(speaker): roles[near] if near else "user"})
-        raise ToldOnce(f"{where}: unknown speaker {speaker!r}; {known} or add roles: {line}", str(speaker))
+        checked_name(speaker, f"{where}: the speaker", SPEAKERS)
+        near = nearest(speaker, roles)
+        known = f"did you mean {near!r}?" if near else f"known are {', '.join(SPEAKERS)};"
+        line = in_yaml({printable(speaker): roles[near] if near else "user"})
+        raise ToldOnce(f"{where}: unknown speaker {speaker!r}; {known} or add roles: {line}", speaker)
     message = {name: value for name, value in turn.items() if name not in ("from", "value")}
     message |= {"role": roles[speaker], "content": turn["value"]}
     if speaker == "function_call" and speaker not in layout.roles:

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 from finetune.data.readers import BadRow, json_kind, parse_json
+from finetune.output_stream import printable
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
@@ -18,6 +19,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 # Columns, keys of messages and kinds of content parts that hold no text.
 MEDIA = ("image", "images", "image_url", "video", "videos", "video_url", "audio", "audios", "audio_url", "input_audio")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING)
+LONGEST_NAME = 100  # characters of a role
 COMPARED_KEYS = 20  # of a message: unknown keys that may be misspelt ones of ours
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -97,11 +99,20 @@ def _role(message: Mapping[str, Any], where: str) -> str:
         raise BadRow(f"{where}: 'role' is missing; {hint}")
     role = message["role"]
     if not isinstance(role, str) or role not in ROLES:
-        near = OTHER_ROLES.get(str(role).lower()) or nearest(str(role), ROLES)
+        checked_name(role, f"{where}: the role", ROLES)
+        near = OTHER_ROLES.get(role.lower()) or nearest(role, ROLES)
         known = f"did you mean {near!r}?" if near else f"known are {', '.join(ROLES)};"
-        shown = json.dumps(role, ensure_ascii=False)
+        shown = printable(json.dumps(role, ensure_ascii=False))
         raise ToldOnce(f"{where}: unknown role {shown}; {known} or add roles: {{{shown}: {near or 'user'}}}", shown)
     return role
+
+
+def checked_name(value: Any, what: str, known: Iterable[str]) -> None:
+    """Raises BadRow for what cannot be the name of a role or speaker: no text, or another field's."""
+    if not isinstance(value, str):
+        raise BadRow(f"{what} must be text, this is {json_kind(value)}; write one of {', '.join(known)}")
+    if len(value) > LONGEST_NAME:
+        raise BadRow(f"{what} is a text of {len(value):,} characters; write one of {', '.join(known)}")
 
 
 def with_our_role(message: Any, roles: Mapping[str, str]) -> Any:

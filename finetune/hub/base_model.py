@@ -13,6 +13,7 @@ import yaml
 from finetune.errors import FinetuneError
 from finetune.model.packaged import PREFIX, in_hub_cache, read_origin, resolve_model_path
 from finetune.recipe.schema import ModelSection
+from finetune.recipe.yaml_text import yaml_value
 from finetune.untrusted.json_files import read_bounded, read_object
 
 if TYPE_CHECKING:
@@ -89,8 +90,8 @@ def _licence_in(card: Path) -> dict[str, str]:
         return {}
     head = re.match(r"\A---\r?\n(.*?)\r?\n---", text, re.DOTALL)
     try:
-        values = yaml.safe_load(head[1]) if head else None
-    except (yaml.YAMLError, ValueError, RecursionError):
+        values = yaml_value(head[1]) if head else None
+    except yaml.YAMLError:
         values = None
     return _licence_of(values if isinstance(values, dict) else {})
 

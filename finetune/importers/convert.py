@@ -17,9 +17,10 @@ from finetune.importers.foreign_config import ForeignConfig, LeftOut
 from finetune.importers.left_out import reason_for
 from finetune.importers.recipe_writer import page, written
 from finetune.importers.shared import best_model, fit_quantization
+from finetune.paths import read_regular
 from finetune.recipe.foreign_keys import TOOL_TITLES, Tool, tool_of
 from finetune.recipe.gpus import budget_of, parse_gpus
-from finetune.recipe.loader import load_recipe
+from finetune.recipe.loader import MAX_MISTAKES, load_recipe
 from finetune.recipe.schema import Budget
 from finetune.recipe.yaml_text import MAX_BYTES, parse
 
@@ -90,14 +91,14 @@ def known_tool(name: str | None) -> Tool | None:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        if file.stat().st_size > MAX_BYTES:
-            raise RecipeError([f"{file}: is larger than 1 MiB; name a tool's configuration"])
-        parsed = parse(file.read_text("utf-8-sig"))
+        parsed = parse(read_regular(file, MAX_BYTES).decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise RecipeError([f"{file}: {reason}; name a tool's configuration"]) from None
     if parsed.flaws:
-        raise RecipeError([f"{file}:{flaw.place.line}:{flaw.place.column}: {flaw.problem}" for flaw in parsed.flaws])
+        shown, more = parsed.flaws[:MAX_MISTAKES], len(parsed.flaws) - MAX_MISTAKES
+        mistakes = [f"{file}:{flaw.place.line}:{flaw.place.column}: {flaw.problem}" for flaw in shown]
+        raise RecipeError([*mistakes, *([f"{file}: and {more} more mistakes"] if more > 0 else [])])
     if not isinstance(parsed.value, dict):
         raise RecipeError([f"{file}: is not a mapping of key: value; name a tool's configuration"])
     return {key: _interpolated(value, parsed.value) for key, value in parsed.value.items()}

@@ -9,6 +9,8 @@ from typing import Any
 from finetune.importers import hf_trainer
 from finetune.importers.foreign_config import ForeignConfig, as_count
 from finetune.importers.shared import data_set, held_out, named_template, remote_code, renamed, unused
+from finetune.paths import read_regular
+from finetune.untrusted.json_files import MOST_JSON_BYTES
 
 _NAMES = {
     "llama3": "llama3",
@@ -162,7 +164,7 @@ def _as_text(row: dict[str, Any]) -> dict[str, Any]:
 def _known_sets(foreign: ForeignConfig, folder: str) -> Mapping[str, Any] | None:
     for path in (foreign.folder / folder, foreign.folder.parent.parent / folder):
         try:
-            entries = json.loads((path / "dataset_info.json").read_text("utf-8"))
+            entries = json.loads(read_regular(path / "dataset_info.json", MOST_JSON_BYTES))
         except (OSError, ValueError):
             continue
         return entries if isinstance(entries, Mapping) else None

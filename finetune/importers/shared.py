@@ -10,10 +10,12 @@ from typing import Any, get_args
 
 from finetune.importers.foreign_config import ForeignConfig, as_count, recipe_default
 from finetune.importers.templates import TEMPLATES
+from finetune.paths import read_regular
 from finetune.recipe.cross_checks import SCHEDULER_ARGUMENTS
 from finetune.recipe.optimizers import DEFAULT, OPTIMIZER_NAMES, for_shards
 from finetune.recipe.schema import Scheduler
 from finetune.recipe.strategy import Strategy, read_strategy
+from finetune.untrusted.json_files import MOST_JSON_BYTES
 from finetune.wording import counted
 
 _SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -175,7 +177,7 @@ def _json_near(folder: Path, name: str) -> Mapping[str, Any] | None:
     for path in (folder / name, Path(name)):
         if name and path.is_file():
             try:
-                settings = json.loads(path.read_text("utf-8"))
+                settings = json.loads(read_regular(path, MOST_JSON_BYTES))
             except (OSError, ValueError):
                 return None
             return settings if isinstance(settings, Mapping) else None

@@ -21,6 +21,8 @@ import yaml
 
 from finetune.errors import EnvironmentMismatch
 from finetune.output_stream import one_line
+from finetune.paths import read_regular
+from finetune.recipe.yaml_text import MAX_BYTES, yaml_value
 
 PARENT_AT_START = os.getppid()
 
@@ -124,7 +126,7 @@ def _on_cpu(environment: Mapping[str, str], config: str | None) -> bool:
     if environment.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes"):
         return True
     try:
-        settings = yaml.safe_load(Path(config).read_text("utf-8")) if config else None
+        settings = yaml_value(read_regular(config, MAX_BYTES).decode("utf-8")) if config else None
     except (OSError, ValueError, yaml.YAMLError):
         return False  # the launcher could read it: its path is relative to another folder
     return isinstance(settings, dict) and settings.get("use_cpu") is True

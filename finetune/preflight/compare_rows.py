@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import FinetuneError, RecipeError
+from finetune.paths import read_regular
 from finetune.recipe.loader import COMMAND_LINE, load_recipe
 from finetune.recipe.schema import Recipe, Training
 from finetune.recipe.strategy import read_strategy
-from finetune.recipe.yaml_text import parse, shorten
+from finetune.recipe.yaml_text import MAX_BYTES, parse, shorten
 
 STRATEGY, STRATEGY_KEY = "strategy", "accelerate_config"
 PLACE_KEY = "output_dir"  # beside it is the comparison's folder, where -o names none
@@ -150,7 +151,7 @@ def _label(key: str, name: str, value: str) -> str:
 def rows_of_file(file: Path) -> list[AskedRow]:
     """The rows that a YAML file names: a list of `name: [key=value, ...]`. Raises FinetuneError."""
     try:
-        parsed = parse(file.read_text("utf-8-sig"))
+        parsed = parse(read_regular(file, MAX_BYTES).decode("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise FinetuneError(f"--rows: {file}: cannot be read ({reason}); name a YAML file of rows") from None

@@ -23,6 +23,7 @@ from finetune.paths import PACKAGE
 from finetune.preflight.disk import folders, free_bytes, may_write, need_of
 from finetune.preflight.process_pair import pair_test
 from finetune.recipe.schema import Recipe
+from finetune.recipe.yaml_text import yaml_value
 from finetune.redaction import redact, variables
 from finetune.wording import counted
 
@@ -237,7 +238,7 @@ def check_accelerate() -> Iterator[Finding]:
         yield Finding("accelerate", "ok", "no default config in the cache")
         return
     try:
-        config = yaml.safe_load(path.read_text("utf-8"))
+        config = yaml_value(path.read_text("utf-8"))
         processes = counted(int(config.get("num_processes", 1)), "process", "processes")
         kind = f"{config.get('distributed_type', 'NO')}, {processes}"
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from finetune.errors import RecipeError
-from finetune.paths import CHECKOUT
+from finetune.paths import CHECKOUT, read_regular
 from finetune.recipe.sections.engine_keys import ENGINE_KEYS, OTHER_PLACES, Where, engine_mistakes, engine_settings
 from finetune.recipe.sections.pipelines import Pipelines, pipelines_named
-from finetune.recipe.yaml_text import parse
+from finetune.recipe.yaml_text import MAX_BYTES, parse, yaml_value
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
@@ -237,8 +237,8 @@ def read_strategy(name_or_path: str, *, strict: bool = True) -> Strategy:
     if not path.is_file():
         path = Path(name_or_path)
     try:
-        text = path.read_text(encoding="utf-8")
-        settings = yaml.safe_load(text)
+        text = read_regular(path, MAX_BYTES).decode("utf-8")
+        settings = yaml_value(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise RecipeError([f"accelerate_config: {path}: cannot be read: {reason}; name an existing file"]) from error

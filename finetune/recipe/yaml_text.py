@@ -107,6 +107,17 @@ def parse(text: str) -> Parsed:
     return parsed
 
 
+def yaml_value(text: str) -> Any:
+    """The value of a file in YAML 1.1, which other programs read too. Raises YAMLError, also for what the constructors
+    of tags answer with errors of half a dozen kinds."""
+    try:
+        return yaml.safe_load(text)
+    except (ValueError, AttributeError, TypeError, OverflowError) as error:
+        raise yaml.YAMLError("a value is none of the kind that it is written as") from error
+    except RecursionError as error:
+        raise yaml.YAMLError("it is nested too deeply") from error
+
+
 def dotted(path: Path) -> str:
     """`data.train.0.path`."""
     return ".".join(map(str, path))

@@ -137,6 +137,8 @@ def look_at_adapter(folder: Path) -> dict[str, Any]:
     config = read_object(path)
     if (kind := config.get("peft_type")) != "LORA":
         raise unreadable(path, f"is of an adapter of kind {one_line(kind, 40)}", "name a LoRA adapter")
+    if config.get("alora_invocation_tokens") is not None:  # where documents share a row, peft finds one start alone
+        raise unreadable(path, "is of an adapter that begins at certain tokens (aLoRA)", "name a LoRA adapter")
     for names, kinds, words in ADAPTER_KINDS:
         for name in names:
             if name in config and (not isinstance(config[name], kinds) or type(config[name]) is bool):

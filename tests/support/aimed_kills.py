@@ -65,7 +65,8 @@ def draw_aim(draw: random.Random, schedule: Schedule, newest: int) -> Aim:
     step = draw.choice([step for step in schedule.steps_with(place) if step > newest])
     if place != "save":
         return Aim(rank, place, step, seconds)
-    rank = rank if draw.random() < 0.3 else 0  # rank 0 writes most of a checkpoint
+    # Rank 0 writes most of a checkpoint, and under DDP all of it.
+    rank = rank if draw.random() < 0.3 and schedule.calls[rank] else 0
     return Aim(rank, place, step, call=draw.randrange(schedule.calls[rank]), before=draw.random() < 0.7)
 
 
