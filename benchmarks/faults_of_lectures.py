@@ -11,7 +11,7 @@ COMMAND, PIPELINE = "lectures/test_command.py", "lectures/pipeline/test_lecture.
 FORMATS, ZERO_TIMES = "lectures/test_formats.py", "lectures/zero/test_times.py"
 STAGES, TIMELINE = "strategies/pipeline/test_stages.py", "strategies/pipeline/test_timeline.py"
 REQUIRED, PLANNED = "strategies/pipeline/test_requirements.py", "planner/test_planned_stages.py"
-KEYS = "recipe/test_engine_keys.py"
+KEYS, TO_DEPTH = "recipe/test_engine_keys.py", "planner/test_trace_to_depth.py"
 
 OF_LECTURES = (
     Fault(
@@ -200,42 +200,42 @@ OF_PIPELINES = (
         "planner/plan_recipe.py",
         "worst = max(stages, key=lambda",
         "worst = min(stages, key=lambda",
-        PLANNED,
+        f"{PLANNED} -k deep_model",
     ),
     Fault(
         "a stage is planned by a shallow model",
         "planner/depth/trace_to_depth.py",
         "if request.strategy.schedule or (",
         "if (",
-        "planner/test_repeat_layers.py",
+        f"{PLANNED} -k deep_model",
     ),
     Fault(
         "adapters of single layers are planned by a shallow model",
         "planner/depth/trace_to_depth.py",
         "(request.recipe.lora and request.recipe.lora.names_single_layers)",
         "False",
-        "planner/test_repeat_layers.py",
+        TO_DEPTH,
     ),
     Fault(
         "layers that ZeRO-3 keeps gathered are not traced",
         "planner/depth/trace_to_depth.py",
         "    if not request.strategy.layers_repeat:\n        shallow",
         "    if False:\n        shallow",
-        "planner/test_repeat_layers.py",
+        TO_DEPTH,
     ),
     Fault(
         "a weight in 4 bits is as wide as its container",
         "planner/depth/trace_to_depth.py",
         "return 2 * int(getattr(",
         "return 1 * int(getattr(",
-        "planner/test_repeat_layers.py",
+        TO_DEPTH,
     ),
     Fault(
         "a run of its own batches is planned by shallow models",
         "planner/depth/trace_to_depth.py",
         "(layers,) if full_depth or layers <= more else",
         "(layers,) if layers <= more else",
-        "planner/test_repeat_layers.py",
+        TO_DEPTH,
     ),
 )
 

@@ -9,6 +9,7 @@ from benchmarks.common import Fault
 
 RANKS, REQUIRED = "strategies/pipeline/test_ranks.py", "strategies/pipeline/test_requirements.py"
 STAGES, TIMELINE = "strategies/pipeline/test_stages.py", "strategies/pipeline/test_timeline.py"
+FROM_FEW = "planner/test_planned_stages.py -k stage_of_many_micro_batches"
 
 FAULTS_OF_PIPELINES = (
     Fault(
@@ -122,5 +123,33 @@ FAULTS_OF_PIPELINES = (
         "run_with(parts.place(name), layers) % place.stages)",
         "run_with(parts.place(name), layers))",
         STAGES,
+    ),
+    Fault(
+        "1f1b is planned from as many micro-batches as stages",
+        "strategies/pipeline/timeline.py",
+        "(stages + 2, stages + 3)",
+        "(stages, stages + 1)",
+        TIMELINE,
+    ),
+    Fault(
+        "runs in turn are planned from one round of micro-batches",
+        "strategies/pipeline/timeline.py",
+        "few, more = 2 * at_once, 3 * at_once",
+        "few, more = at_once, 2 * at_once",
+        TIMELINE,
+    ),
+    Fault(
+        "one of the micro-batches that are not traced is not added",
+        "planner/depth/trace_to_depth.py",
+        "(len(request.batches) - few) / (more - few)",
+        "(len(request.batches) - more) / (more - few)",
+        FROM_FEW,
+    ),
+    Fault(
+        "messages of micro-batches that are not traced do not count",
+        "planner/depth/trace_to_depth.py",
+        "work=with_more_sent(deep.work, sent, more_sent, times)",
+        "work=deep.work",
+        FROM_FEW,
     ),
 )

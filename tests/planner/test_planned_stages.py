@@ -23,6 +23,7 @@ from finetune.recipe.gpus import parse_gpus
 from finetune.recipe.sections.pipelines import SCHEDULES
 from tests.support.planned import Case, differences, models, planned, tracked_on_each_rank
 from tests.support.recipes import least, least_recipe, write_recipe
+from tests.support.tiny import save_tiny
 
 LAYERS = 5  # three and two of them, or one to two
 BACKWARD = "backward"  # the phase of forwards and backwards, which alternate
@@ -144,6 +145,21 @@ def test_a_plan_of_runs_in_turn_and_of_pipelines_beside_each_other(
     assert ("in either of its runs of layers" in text) == interleaved
 
 
+def test_of_a_deep_model_each_stage_has_its_layers_and_the_largest_is_the_plan(tmp_path: Path) -> None:
+    """Seven layers are more than the five at most that are traced where layers repeat."""
+    recipe = least_recipe(
+        save_tiny(tmp_path, num_hidden_layers=7),
+        accelerate_config="gpipe",
+        lora=None,
+        data={"max_length": 64},
+        training={"global_batch_size": 2, "per_device_batch_size": 1},
+    )
+    plan = plan_recipe(recipe, None, ranks=2)
+    assert [each.stage_layers for each in plan.stages] == [(range(4),), (range(4, 7),)]
+    needed = [each.needed for each in plan.stages]
+    assert plan.needed == needed[plan.stage or 0] == max(needed) > min(needed)
+
+
 def test_the_verb_prints_each_stage_and_the_bubble(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +193,20 @@ def test_how_many_stages_there_are_has_to_be_said(
     assert "accelerate_config: 1f1b: how many stages? add --gpus 2x24GB" in capsys.readouterr().err
 
 
+def test_a_stage_of_many_micro_batches_is_planned_from_few(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte, and with the same messages, as the trace of all five."""
+    training = {"global_batch_size": 5, "per_device_batch_size": 1, "activation_checkpointing": False}
+    content: dict[str, Any] = {"accelerate_config": "naive", "lora": None, "training": training}
+    recipe = least_recipe(folder / "untied", data={"max_length": 64}, **content)
+    traced = note_few(monkeypatch)
+    of_few = plan_recipe(recipe, None, ranks=2, stage=1)
+    assert traced == [(3, 4, 5)]
+    monkeypatch.setattr(trace_to_depth, "_fewer_micro_batches", lambda _: None)
+    of_all = plan_recipe(recipe, None, ranks=2, stage=1)
+    assert memory(of_few) == memory(of_all)
+    assert of_few.work.collectives == of_all.work.collectives
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "gpus", "lora"),
@@ -192,13 +222,7 @@ def test_a_step_of_many_micro_batches_is_planned_from_few(
     training = {"global_batch_size": 16, "per_device_batch_size": 1, "activation_checkpointing": False}
     content: dict[str, Any] = {"accelerate_config": strategy, "lora": lora, "training": training}
     recipe = least_recipe(folder / "untied", data={"max_length": 64}, **content)
-    traced, trace_few = [], trace_to_depth._of_few_micro_batches
-
-    def noted(request: Any, place: Path, few: int, more: int) -> Any:
-        traced.append((few, more, len(request.batches)))
-        return trace_few(request, place, few, more)
-
-    monkeypatch.setattr(trace_to_depth, "_of_few_micro_batches", noted)
+    traced = note_few(monkeypatch)
     monkeypatch.setattr(plan_module, "run_in_forks", in_this_process)
     of_few = plan_recipe(recipe, parse_gpus(f"{gpus}xRTX4090"))
     assert len(traced) == 2
@@ -215,6 +239,18 @@ def test_a_step_of_many_micro_batches_is_planned_from_few(
     assert time_of_few.keys() == time_of_all.keys()
     for name, value in time_of_few.items():
         assert value == pytest.approx(time_of_all[name], rel=0.01), name
+
+
+def note_few(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """The two numbers of micro-batches that are traced from now on, and of how many."""
+    noted, trace_few = list[tuple[int, int, int]](), trace_to_depth._of_few_micro_batches
+
+    def traced(request: Any, place: Path, few: int, more: int) -> Any:
+        noted.append((few, more, len(request.batches)))
+        return trace_few(request, place, few, more)
+
+    monkeypatch.setattr(trace_to_depth, "_of_few_micro_batches", traced)
+    return noted
 
 
 def memory(plan: Planned) -> dict[str, tuple[dict[str, int], int]]:

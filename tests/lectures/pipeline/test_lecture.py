@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image, ImageColor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from finetune.cli.main import main
-from finetune.lectures.pipeline.picture import Timelines, draw_timelines
-from finetune.strategies.pipeline.timeline import Computation, order_of, planned_spans
+from finetune.lectures.pipeline import played
+from finetune.lectures.pipeline.picture import SHADES, Timelines, draw_timelines
+from finetune.strategies.pipeline.timeline import BACKWARD, FORWARD, Computation, order_of, planned_spans
 from tests.support.lectures import held
+from tests.support.stages import Chain
+from tests.support.tiny import flat_batch
 
 STAGES, MICRO_BATCHES = 4, 4
 LONGER = "ms=1200"  # a busy machine adds milliseconds to each forward, however long it sleeps
@@ -88,6 +95,28 @@ def test_wrong_settings_are_a_line(
 
 
 def test_the_picture_has_a_bar_for_each_span(tmp_path: Path) -> None:
+    """By its pixels: backwards, which take twice as long, cover twice as much."""
     spans = planned_spans("1f1b", [1.0] * 2, [2.0] * 2, 3)
     draw_timelines([Timelines("1f1b", spans, spans), Timelines("gpipe", spans, spans)], 2, tmp_path / "one.png")
-    assert (tmp_path / "one.png").stat().st_size > 10_000
+    pixels = np.asarray(Image.open(tmp_path / "one.png").convert("RGB"))
+    covered = {kind: (pixels == ImageColor.getrgb(shade)).all(axis=-1).sum() for kind, shade in SHADES.items()}
+    assert covered[FORWARD] > 0.05 * pixels[..., 0].size
+    assert covered[BACKWARD] == pytest.approx(2 * covered[FORWARD], rel=0.15)
+
+
+def test_a_stage_sleeps_as_long_as_it_is_told_and_twice_as_long_in_backward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stages of one layer each; how long is noted, and none sleeps."""
+    played.save_model(tmp_path, 2)
+
+    def made() -> PreTrainedModel:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tmp_path)
+        return model
+
+    chain, slept = Chain(made, [range(1), range(1, 2)]), list[float]()
+    monkeypatch.setattr(played, "time", SimpleNamespace(sleep=slept.append))
+    for model in chain.models:
+        played.let_layers_sleep(model, 3.0)
+    chain.forward_and_backward(flat_batch(vocabulary=played.VOCABULARY))
+    assert slept == [3.0, 3.0, 6.0, 6.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from finetune.strategies.pipeline.timeline import (
     can_interleave,
     order_of,
     planned_spans,
+    steps_alike,
 )
 
 SIZES = [(2, 1), (2, 2), (2, 8), (3, 5), (4, 4), (4, 8), (4, 32), (8, 8)]
@@ -51,6 +53,22 @@ def test_micro_batches_alive(stages: int, micro_batches: int) -> None:
     for stage in range(stages):
         alive = {each: alive_at_most(each, stage, stages, micro_batches) for each in ("gpipe", "1f1b", "naive")}
         assert alive == {"gpipe": micro_batches, "1f1b": stages - stage, "naive": 1}
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 8), (3, 12), (4, 32), (8, 36)])
+@pytest.mark.parametrize("schedule", ["1f1b", "naive", "interleaved_1f1b"])
+def test_steps_of_few_micro_batches_are_like_the_whole(schedule: str, stages: int, micro_batches: int) -> None:
+    """Each stage holds as many at once, and does so again after its first backward, which makes the gradients."""
+    counts = steps_alike(schedule, stages, micro_batches)
+    assert counts is not None
+    assert counts[0] < counts[1] < micro_batches
+    for stage, count in itertools.product(range(stages), counts):
+        steps = [1 if work.kind == FORWARD else -1 for work in order_of(schedule, stage, stages, count)]
+        alive = list(itertools.accumulate(steps))
+        most = alive_at_most(schedule, stage, stages, micro_batches)
+        assert max(alive) == max(alive[steps.index(-1) :]) == most
+    assert steps_alike(schedule, stages, counts[1]) is None
+    assert steps_alike("gpipe", stages, micro_batches) is None  # it holds all of them
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "naive"])
