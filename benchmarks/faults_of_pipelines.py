@@ -148,8 +148,15 @@ FAULTS_OF_PIPELINES = (
     Fault(
         "messages of micro-batches that are not traced do not count",
         "planner/depth/trace_to_depth.py",
-        "work=with_more_sent(deep.work, sent, more_sent, times)",
+        "work=with_more_micro_steps(deep.work, first.work, second.work, (few, more, len(request.batches)))",
         "work=deep.work",
+        FROM_FEW,
+    ),
+    Fault(
+        "what a step does once is done for each of few micro-batches",
+        "planner/trace/flops.py",
+        "(1 / wanted - 1 / few) / (1 / more - 1 / few)",
+        "0.0",
         FROM_FEW,
     ),
 )

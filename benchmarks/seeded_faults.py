@@ -3,13 +3,14 @@
     python benchmarks/seeded_faults.py [NAME ...] [--jobs 2]
 
 A fault is a file of the package, a text in it (found exactly once), what replaces it, and the tests that must notice.
-The same tests have to be green without a fault. With all faults it writes benchmarks/results/seeded_faults.json;
-with NAMEs, parts of faults' names or files, it runs those alone and writes nothing.
+The same tests have to be green without a fault. It writes benchmarks/results/seeded_faults.json; with NAMEs, parts of
+faults' names or files, it runs those alone and keeps what the file has of the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(ROOT := Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import Fault, write_result
+from benchmarks.common import RESULTS, Fault, write_result
 from benchmarks.faults_of_families import FAULTS_OF_FAMILIES
 from benchmarks.faults_of_foreign_text import FAULTS_OF_FOREIGN_TEXT
 from benchmarks.faults_of_gpus import FAULTS_OF_GPUS
@@ -279,8 +280,11 @@ def main() -> int:
             print(f"{'red' if red else 'NOT NOTICED'}  {seconds:5.1f} s  {fault.name}: {line}", flush=True)
             seen = {"fault": fault.name, "file": fault.file, "tests": fault.tests, "noticed": red}
             rows.append(seen | {"by": line.removeprefix("FAILED ").partition(" - ")[0]})
-    if not options.names:
-        write_result("seeded_faults", {"faults": rows})
+    if not any(red for red, _, _ in unseeded):
+        file = RESULTS / "seeded_faults.json"
+        kept = json.loads(file.read_text("utf-8"))["faults"] if options.names and file.is_file() else []
+        found = {row["fault"]: row for row in [*kept, *rows]}
+        write_result("seeded_faults", {"faults": [found[fault.name] for fault in FAULTS if fault.name in found]})
     return 0 if all(row["noticed"] for row in rows) and not any(red for red, _, _ in unseeded) else 1
 
 

@@ -194,7 +194,7 @@ def test_how_many_stages_there_are_has_to_be_said(
 
 
 def test_a_stage_of_many_micro_batches_is_planned_from_few(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the byte, and with the same messages, as the trace of all five."""
+    """To the byte, and with the same messages and operations, as the trace of all five."""
     training = {"global_batch_size": 5, "per_device_batch_size": 1, "activation_checkpointing": False}
     content: dict[str, Any] = {"accelerate_config": "naive", "lora": None, "training": training}
     recipe = least_recipe(folder / "untied", data={"max_length": 64}, **content)
@@ -205,6 +205,7 @@ def test_a_stage_of_many_micro_batches_is_planned_from_few(folder: Path, monkeyp
     of_all = plan_recipe(recipe, None, ranks=2, stage=1)
     assert memory(of_few) == memory(of_all)
     assert of_few.work.collectives == of_all.work.collectives
+    assert of_few.work.operations == pytest.approx(of_all.work.operations)
 
 
 @pytest.mark.slow
@@ -215,10 +216,8 @@ def test_a_stage_of_many_micro_batches_is_planned_from_few(folder: Path, monkeyp
 def test_a_step_of_many_micro_batches_is_planned_from_few(
     strategy: str, gpus: int, lora: dict[str, int] | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the byte, and with the same messages, as the trace of all sixteen (eight in each of two pipelines).
-
-    What a step does once, however many there are, is spread over fewer of them, so that times are not quite equal.
-    """
+    """To the byte, and with the same messages and operations, as the trace of all sixteen (eight in each of two
+    pipelines). Adapters, which are cast once a step, are those of a thin model, and times not quite equal."""
     training = {"global_batch_size": 16, "per_device_batch_size": 1, "activation_checkpointing": False}
     content: dict[str, Any] = {"accelerate_config": strategy, "lora": lora, "training": training}
     recipe = least_recipe(folder / "untied", data={"max_length": 64}, **content)
@@ -238,7 +237,7 @@ def test_a_step_of_many_micro_batches_is_planned_from_few(
     assert time_of_few.pop("schedule") == time_of_all.pop("schedule")
     assert time_of_few.keys() == time_of_all.keys()
     for name, value in time_of_few.items():
-        assert value == pytest.approx(time_of_all[name], rel=0.01), name
+        assert value == pytest.approx(time_of_all[name], rel=5e-3 if lora else 1e-6), name
 
 
 def note_few(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:

@@ -3,7 +3,7 @@ layers and few micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +25,10 @@ from finetune.planner.depth.fork import run_in_forks
 from finetune.planner.depth.layer_kinds import kinds_of_layers, period_and_depth
 from finetune.planner.depth.repeat_layers import StorageChange, repeat_layers
 from finetune.planner.trace.fake_device import DEVICE_NAME
-from finetune.planner.trace.flops import StepWork, per_step, with_more_sent, work_at_depth
+from finetune.planner.trace.flops import StepWork, per_step, with_more_micro_steps, work_at_depth
 from finetune.planner.trace.timeline import PhaseMemory, Timeline
 from finetune.planner.trace.trace import STEPS, trace
+from finetune.probe.layers import with_layers_alone
 from finetune.recipe.schema import Recipe
 from finetune.recipe.sections.pipelines import RUNS
 from finetune.recipe.strategy import Strategy
@@ -116,26 +117,31 @@ def _fewer_micro_batches(request: TraceRequest) -> tuple[int, int] | None:
 
 
 def _of_few_micro_batches(request: TraceRequest, folder: Path, few: int, more: int) -> DeepTrace:
-    """The trace of a stage with all its layers and `few` micro-batches, and what each of the others adds to it: its own
-    tensors, and a buffer for each of its messages. That does not depend on depth, so it is seen in a thin model, whose
-    runs have one layer each."""
-    layers = request.strategy.stage_count(request.ranks) * RUNS.get(request.strategy.schedule or "", 1)
-    some = {count: replace(request, batches=request.batches[:count]) for count in (few, more)}
-    functions: dict[int, Callable[[], Any]] = {0: partial(trace_to_depth, some[few], folder, full_depth=False)}
-    for count, fewer in some.items():
-        functions[count] = partial(_trace_shallow, fewer, layers, folder / f"micro-batches-{count}")
-    with run_in_forks(functions) as traced:
-        deep: DeepTrace = traced(0)
-        (thin, sent, _), (thicker, more_sent, _) = traced(few), traced(more)
-    times = (len(request.batches) - few) / (more - few)
-    device = DEVICE_NAME if request.on_gpu else "cpu"
-    phases = with_more_of_the_same(deep.phases, thin.phases(device), thicker.phases(device), times)
-    first, second = thin.phases("cpu"), thicker.phases("cpu")
-    host = {
-        name: nbytes + round(times * (second[name].peak.nbytes - first[name].peak.nbytes))
-        for name, nbytes in deep.host.items()
+    """The trace of a stage with `few` micro-batches, and what each of the others adds to it: its own tensors, and a
+    buffer for each of its messages. That does not depend on depth, so it is seen in a thin model, whose runs have one
+    layer each; but for training in full, which casts the weights of all layers once a step."""
+    thin, depth = request, int(request.config["num_hidden_layers"])
+    if request.recipe.lora:
+        runs = request.strategy.stage_count(request.ranks) * RUNS.get(request.strategy.schedule or "", 1)
+        thin = replace(request, config=with_layers_alone(request.config, depth, range(runs)))
+    asked = {0: (request, few), 1: (thin, few), 2: (thin, more)}
+    if thin is request:
+        del asked[1]
+    functions = {
+        key: partial(trace_to_depth, replace(each, batches=each.batches[:count]), folder / f"{key}", full_depth=False)
+        for key, (each, count) in asked.items()
     }
-    return replace(deep, phases=phases, host=host, work=with_more_sent(deep.work, sent, more_sent, times))
+    with run_in_forks(functions) as traced:
+        deep, second = traced(0), traced(2)
+        first = deep if thin is request else traced(1)
+    times = (len(request.batches) - few) / (more - few)
+    host = {name: nbytes + round(times * (second.host[name] - first.host[name])) for name, nbytes in deep.host.items()}
+    return replace(
+        deep,
+        phases=with_more_of_the_same(deep.phases, first.phases, second.phases, times),
+        host=host,
+        work=with_more_micro_steps(deep.work, first.work, second.work, (few, more, len(request.batches))),
+    )
 
 
 def _trace_shallow(request: TraceRequest, layers: int, folder: Path) -> tuple[Timeline, StepWork, tuple[range, ...]]:

@@ -272,15 +272,26 @@ def work_at_depth(work: Mapping[int, StepWork], layers: int) -> StepWork:
     return StepWork(operations, collectives, deep.compiles)
 
 
-def with_more_sent(work: StepWork, first: StepWork, second: StepWork, times: float) -> StepWork:
-    """The work with, `times` times, the collectives that `second` has beyond those of `first`."""
+def with_more_micro_steps(work: StepWork, first: StepWork, second: StepWork, counts: tuple[int, int, int]) -> StepWork:
+    """The work of a step of as many micro-steps as the last of `counts`, from that of one with the first of them.
+
+    `first` and `second`, of as many as the first and the second of `counts`, say what is once a step: of an operation,
+    which counts for a micro-step, a smaller share the more there are; of collectives, which count for a step, what does
+    not grow.
+    """
+    few, more, wanted = counts
+    share, times = (1 / wanted - 1 / few) / (1 / more - 1 / few), (wanted - few) / (more - few)
+    operations = dict(work.operations)
+    for op in {**first.operations, **second.operations}:
+        once = second.operations.get(op, 0.0) - first.operations.get(op, 0.0)
+        operations[op] = operations.get(op, 0.0) + share * once
     collectives, none = dict[str, Mapping[str, CollectiveStats]](), CollectiveStats()
-    for phase, more in second.collectives.items():
-        base, few = (each.collectives.get(phase, {}) for each in (work, first))
+    for phase, sent in second.collectives.items():
+        base, fewer = (each.collectives.get(phase, {}) for each in (work, first))
         collectives[phase] = {
-            name: _sum(base.get(name, none), few.get(name, none), each, times) for name, each in more.items()
+            name: _sum(base.get(name, none), fewer.get(name, none), each, times) for name, each in sent.items()
         }
-    return replace(work, collectives=collectives)
+    return replace(work, operations=operations, collectives=collectives)
 
 
 def _line(start: CollectiveStats, end: CollectiveStats, times: float) -> CollectiveStats:
