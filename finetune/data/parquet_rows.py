@@ -45,7 +45,7 @@ def _schema_problem(schema: Any, most_depth: int) -> str | None:
     """Two columns of one name, of which a row would hold the last; values within values without end."""
     twice = [name for name, count in Counter(schema.names).items() if count > 1]
     if twice:
-        return f"the column {twice[0]!r} appears twice; rename one"
+        return f"the column {one_line(repr(twice[0]), 60)} appears twice; rename one"
     level, depth = [field.type for field in schema], 1
     while level := [kind.field(index).type for kind in level for index in range(kind.num_fields)]:
         depth += 1

@@ -25,6 +25,7 @@ from finetune.untrusted.json_files import depth_of
 from finetune.untrusted.kinds import not_rows
 from finetune.wording import counted
 
+LONGEST_MISTAKE = 800  # characters
 MAX_ROW_BYTES = 16 * 2**20  # a chat of 16 MiB is some 4 million tokens: surely a file without line ends
 MAX_ROW_DEPTH = 64
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -44,7 +45,10 @@ class SourceRow(NamedTuple):
 
 
 class BadRow(ValueError):
-    """What is wrong with a row; remedy. The reader adds the place."""
+    """What is wrong with a row; remedy, in one short line whatever it quotes. The reader adds the place."""
+
+    def __init__(self, mistake: str) -> None:
+        super().__init__(mistake if len(mistake) <= LONGEST_MISTAKE else one_line(mistake, LONGEST_MISTAKE))
 
 
 def read_rows(file: Path, kind: str) -> Iterator[SourceRow]:
@@ -162,7 +166,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise BadRow(f"the key {twice!r} appears twice in one object; keep one")
+        raise BadRow(f"the key {one_line(repr(twice), 60)} appears twice in one object; keep one")
     return values
 
 
@@ -259,7 +263,7 @@ def _csv_lines(stream: IO[bytes], offset: int) -> Iterator[str]:
 def _check_header(names: list[str]) -> str | None:
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
-        return f"the column {twice[0]!r} appears twice in the header; rename one"
+        return f"the column {one_line(repr(twice[0]), 60)} appears twice in the header; rename one"
     if len(names) == 1 and (separator := next((mark for mark in ";\t|" if mark in names[0]), None)):
         return f"the columns are separated by {separator!r}; save the file with commas"
     if not all(name.strip() for name in names):

@@ -46,11 +46,12 @@ def held_out_figures(run: FinishedRun, device: torch.device) -> dict[str, Any]:
     }
     for name, model in models_of(run, device, with_loss=True):
         with fitting(device), _arithmetic(recipe.training.mixed_precision, device):
-            loss = evaluate(accelerator, model, prepared.eval, plan)["loss"]
-        if not math.isfinite(loss):
-            raise NotFinite(
-                f"{run.folder}: not finite: the held-out loss of the {name} model is {loss}; look at its weights"
-            )
+            try:
+                loss = evaluate(accelerator, model, prepared.eval, plan)["loss"]
+            except NotFinite:
+                raise NotFinite(
+                    f"{run.folder}: not finite: the held-out loss of the {name} model; look at its weights"
+                ) from None
         figures[name] = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
     exported = read_run(run.folder, recipe).exported_eval()
     return figures | {"recorded": exported["loss"] if exported else None}

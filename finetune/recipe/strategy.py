@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from finetune.errors import RecipeError
+from finetune.output_stream import printable
 from finetune.paths import CHECKOUT, read_regular
 from finetune.recipe.sections.engine_keys import ENGINE_KEYS, OTHER_PLACES, Where, engine_mistakes, engine_settings
 from finetune.recipe.sections.pipelines import Pipelines, pipelines_named
-from finetune.recipe.yaml_text import MAX_BYTES, parse, yaml_value
+from finetune.recipe.yaml_text import MAX_BYTES, parse, shorten, yaml_value
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
+MOST_SHOWN = 20  # mistakes of a file
 CONFIG_FOLDER = CHECKOUT / "accelerate_configs"
 
 Kind = Literal["single", "ddp", "fsdp", "deepspeed", "pipeline"]
@@ -251,7 +253,11 @@ def read_strategy(name_or_path: str, *, strict: bool = True) -> Strategy:
     mistakes = list(_mistakes(settings, kind)) if strict else []
     if mistakes:
         lines = {".".join(map(str, key)): f":{place.line}" for key, place in parse(text).keys.items()}
-        places = [f"{path}{lines.get(key, '')}: {key}: {problem}" for key, problem in mistakes]
+        places = [
+            f"{path}{lines.get(key, '')}: {printable(shorten(key, 100))}: {problem}"
+            for key, problem in mistakes[:MOST_SHOWN]
+        ]
+        places += [f"{path}: and {more} more"] if (more := len(mistakes) - MOST_SHOWN) > 0 else []
         raise RecipeError([f"accelerate_config: {mistake}" for mistake in places])
     return Strategy(
         name=path.stem,
@@ -292,7 +298,7 @@ def _in_section(
         elif values and (isinstance(value, (dict, list)) or value not in values):
             yield (
                 f"{prefix}{key}",
-                f"{value!r}: " + (_REASONS.get(key) or f"one of {_listed(values)} works here; set it"),
+                f"{shorten(repr(value), 60)}: " + (_REASONS.get(key) or f"one of {_listed(values)} works here; set it"),
             )
 
 

@@ -172,7 +172,7 @@ def _scripts(reader: RowReader, encoder: Encoder, mistakes: Mistakes) -> Iterato
     for row, read, problem in reader.rows():
         try:
             if read is None:
-                raise RowError(problem)
+                raise RowError(problem or "")
             scripts = [encoder.script(example) for example in encoder.examples(read)]
         except OmittedFromHistory as error:
             left_out.append(f"{row.place}: {error}")

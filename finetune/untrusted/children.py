@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.files import cache_folder
+from finetune.output_stream import one_line
 from finetune.wording import counted
 
 WALL_SECONDS = 120  # of a child that neither computes nor ends, on a machine where many wait for the processor
@@ -76,7 +77,7 @@ def _tried(key: str, program: str, asked: dict[str, Any], seconds: int, mebibyte
     if process.returncode == 0 and word[0] == "ok":
         trust(key)
         return None
-    return word[0] or _ended(process, seconds, mebibytes)
+    return one_line(word[0]) or _ended(process, seconds, mebibytes)
 
 
 def _ended(process: subprocess.CompletedProcess[str], seconds: int, mebibytes: int) -> str | None:
