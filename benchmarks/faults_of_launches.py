@@ -174,7 +174,7 @@ OF_COMPARISONS_AND_ROWS = (
         "finished_run/weight_files.py",
         "if not merged.isfinite().all():",
         "if False:",
-        "finished_run/test_merge.py",
+        "corpus/test_corpus.py -k alpha_beyond_in_merge",
     ),
 )
 
