@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,11 +120,19 @@ _NUMBERS = tuple(
     "step epoch loss grad_norm learning_rate supervised_tokens tokens step_seconds tokens_per_second "
     "data_wait_fraction peak_memory_gib peak_gib allocated_gib seconds perplexity".split()
 )
-_NEEDED = {"train": ("step", "tokens", "step_seconds", "peak_memory_gib"), "eval": ("step",), "phase": ("peak_gib",)}
+_NEEDED = {
+    "train": ("step", "tokens", "step_seconds", "peak_memory_gib"),
+    "eval": ("step", "loss", "perplexity"),
+    "phase": ("peak_gib",),
+}
+    "train": ("step", "tokens", "step_seconds", "peak_memory_gib"),
+    "eval": ("step", "loss", "perplexity"),
+    "phase": ("peak_gib",),
+}
 
 
 def is_as_written(line: Mapping[str, Any]) -> bool:
-    """Whether a line of metrics or samples has the values that a run writes, so that it can be drawn."""
+    """Whether a line of metrics has the values that a run writes, so that it can be drawn."""
     kind = line.get("kind")
     needed = _NEEDED.get(kind, ()) if isinstance(kind, str) else ("kind",) * ("kind" in line)
     values = (value for key, value in line.items() if key in _NUMBERS or key.endswith("_loss"))
@@ -134,6 +142,10 @@ def is_as_written(line: Mapping[str, Any]) -> bool:
     took_time = took is None or (isinstance(took, int | float) and took > 0)
     whole = took_time and type(step) is int and 0 <= step < 2**53 and isinstance(line.get("phase", ""), str)
     return numbers and whole and all(line.get(key) is not None for key in needed) and kind in (None, *_NEEDED)
+
+
+def _is_sample(line: Mapping[str, Any]) -> bool:
+    return all(isinstance(line.get(key), str) for key in ("when", "prompt", "answer"))
 
 
 def _unusable(metrics: Path) -> int:
@@ -150,17 +162,17 @@ def read_run(run_dir: Path, recipe: Recipe, *, merged: bool = False) -> RunFacts
         path = run_dir / name
         return read_object(path, MOST_RECORD_BYTES) if path.is_file() else {}
 
-    def lines(name: str) -> list[dict[str, Any]]:
+    def lines(name: str, as_written: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
         path = run_dir / name
-        return [line for line in read_lines(path) if is_as_written(line)] if path.is_file() else []
+        return [line for line in read_lines(path) if as_written(line)] if path.is_file() else []
 
     pictures = [name for name in ("loss.png", "memory.png") if (run_dir / name).is_file()]
     return RunFacts(
         recipe,
         document("receipt.json"),
         document("environment.json"),
-        lines("metrics.jsonl"),
-        lines("samples.jsonl"),
+        lines("metrics.jsonl", is_as_written),
+        lines("samples.jsonl", _is_sample),
         pictures,
         document("run_state.json"),
         document("merged/merge.json") if merged else {},

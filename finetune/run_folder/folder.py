@@ -218,12 +218,17 @@ def _rename_previous(run_dir: Path) -> Path:
 
 def _refuse_another_run(run_dir: Path, previous: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     if differing := _differing(previous, now):
-        lines = [f"  {key}: {previous.get(key, _UNSET)} there, {now.get(key, _UNSET)} now" for key in differing]
+        lines = [
+            f"  {one_line(key, 80)}: {one_line(previous.get(key, _UNSET))} there, {one_line(now.get(key, _UNSET))} now"
+            for key in differing[:MOST_DIFFERENCES]
+        ]
+        lines += [f"  and {len(differing) - MOST_DIFFERENCES} more"] if len(differing) > MOST_DIFFERENCES else []
         remedy = f"  set them back, choose another output_dir, or start over: {_START_OVER}"
         raise FinetuneError("\n".join([f"{run_dir}: holds a run of another recipe:", *lines, remedy]))
 
 
 _UNSET = "(not set)"
+MOST_DIFFERENCES = 40  # that are told
 
 
 def _differing(previous: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

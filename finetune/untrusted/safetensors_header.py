@@ -59,7 +59,9 @@ def read_header(path: Path) -> dict[str, TensorFacts]:
     header = parse_document(path, content, unique=True)
     if not isinstance(header, dict):
         raise _no_safetensors(path, "has a header that is not a JSON object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _no_safetensors(path, "has __metadata__ that is not texts by name")
     ranges = [_range(path, name, entry) for name, entry in header.items()]
     _refuse_gaps(path, ranges, size - LENGTH_BYTES - length)
     return {name: TensorFacts(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
