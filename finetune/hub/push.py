@@ -20,6 +20,7 @@ from finetune.recipe.loader import recipe_from_resolved
 from finetune.recipe.schema import Recipe
 from finetune.redaction import hide_secrets, known_secrets
 from finetune.run_folder.facts import read_run
+from finetune.untrusted.library_words import in_one_line, words_of
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, HfApi
@@ -102,7 +103,9 @@ def prepare_upload(run_dir: Path, to: Destination, *, api: HfApi | None = None) 
     recipe = recipe_from_resolved(run_dir / "recipe.yaml")
     base = read_base(recipe.model, repository=to.base and check_repository(to.base, "--base"))
     base = ask_licence(base, api) if api is not None else base
-    text = card_text(to.repo_id, read_run(run_dir, recipe, merged=to.merged), base)
+    facts = read_run(run_dir, recipe, merged=to.merged)
+    with in_one_line(lambda error: FinetuneError(f"{run_dir}: its files are not those of a run: {words_of(error)}")):
+        text = card_text(to.repo_id, facts, base)
     files, left_out = collect(run_dir, recipe, base=base.name, card=text, merged=to.merged)
     check_no_secrets(files, known_secrets())
     card = next(file for file in files if file.path == "README.md").read().decode()

@@ -18,7 +18,8 @@ def render_page(template: str, **values: object) -> str:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {"svg": _svg, "shortened": _shortened}
-    return environment.get_template(template).render(values)
+    page = environment.get_template(template).render(values)
+    return page.encode("utf-8", "replace").decode("utf-8")  # half a letter, of a run's own samples
 
 
 def _svg(chart: Chart, size: Size) -> object:

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.files import read_lines, torn_lines
 from finetune.recipe.schema import Recipe
-from finetune.untrusted.json_files import read_object
+from finetune.untrusted.json_files import kind_of_value, read_object, unreadable
 from finetune.wording import counted
 
 # What a run handed over at other steps: its folder in the run's, what is copied into it, and its own record.
@@ -115,16 +115,14 @@ def lost_lines(run_dir: Path, step: int) -> Iterator[str]:
         yield f"{run_dir}: {lost}; the report shows where"
 
 
+# Of a receipt and an environment.
+_SECTIONS = frozenset("parameters dtypes export batch optimizer data versions".split())
 # What a line of each kind holds: numbers, which may be missing from an earlier release's, or null where not finite.
 _NUMBERS = tuple(
     "step epoch loss grad_norm learning_rate supervised_tokens tokens step_seconds tokens_per_second "
     "data_wait_fraction peak_memory_gib peak_gib allocated_gib seconds perplexity".split()
 )
 _NEEDED = {
-    "train": ("step", "tokens", "step_seconds", "peak_memory_gib"),
-    "eval": ("step", "loss", "perplexity"),
-    "phase": ("peak_gib",),
-}
     "train": ("step", "tokens", "step_seconds", "peak_memory_gib"),
     "eval": ("step", "loss", "perplexity"),
     "phase": ("peak_gib",),
@@ -160,7 +158,12 @@ def read_run(run_dir: Path, recipe: Recipe, *, merged: bool = False) -> RunFacts
 
     def document(name: str) -> dict[str, Any]:
         path = run_dir / name
-        return read_object(path, MOST_RECORD_BYTES) if path.is_file() else {}
+        content = read_object(path, MOST_RECORD_BYTES) if path.is_file() else {}
+        for key in _SECTIONS & content.keys():
+            if not isinstance(content[key], dict):
+                what = f"{key} is {kind_of_value(content[key])}, where a run writes a section"
+                raise unreadable(path, what, "take the file of the run itself")
+        return content
 
     def lines(name: str, as_written: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
         path = run_dir / name
