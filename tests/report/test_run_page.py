@@ -107,7 +107,10 @@ def test_the_page_says_what_the_files_say(tmp_path: Path) -> None:
 
 def test_each_evaluation_set_has_its_curve(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "one", steps=5)
-    sets = [{"kind": "eval", "step": step, "loss": 2.0, "chat_loss": 3.0 - step, "sql_loss": 1.0} for step in (0, 4)]
+    sets = [
+        {"kind": "eval", "step": step, "loss": 2.0, "perplexity": 7.4, "chat_loss": 3.0 - step, "sql_loss": 1.0}
+        for step in (0, 4)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in sets), "utf-8")
     by_set = {chart.title: chart for chart in curves(read_runs([folder]))}["Held-out loss by data set"]
     assert [(each.name, list(each.points)) for each in by_set.series] == [
