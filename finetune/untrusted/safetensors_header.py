@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.output_stream import one_line
+from finetune.output_stream import has_controls, one_line
 from finetune.paths import open_regular
 from finetune.untrusted.json_files import parse_document, unreadable
 from finetune.untrusted.kinds import kind_by_head
@@ -85,6 +85,8 @@ def _cut_off(size: int, length: int) -> str:
 def _range(path: Path, name: str, entry: Any) -> tuple[int, int]:
     """(begin, end) of a tensor's bytes in the data, which its format and shape determine too."""
     shown = one_line(name, 80)
+    if has_controls(name):  # it would come back in messages, and in the files that are written
+        raise _no_safetensors(path, f"has a tensor whose name a terminal would obey, {shown}")
     if not isinstance(entry, Mapping) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _no_safetensors(path, f"has a header in which {shown} has no dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
