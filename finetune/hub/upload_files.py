@@ -117,7 +117,7 @@ def refuse_links(run_dir: Path, product: Path) -> None:
     out = [path.relative_to(run_dir) for path in paths if leaves_folder(path, run_dir)]
     if out:
         lines = [f"{path}: is a link out of the run's folder; put the file itself here" for path in map(str, out)]
-        raise FinetuneError("\n".join(["nothing was pushed:", *lines]))
+        raise FinetuneError("\n".join([f"nothing was pushed of {run_dir}:", *lines]))
 
 
 def _matching(folder: Path, patterns: Iterable[str]) -> list[str]:

@@ -79,6 +79,9 @@ try:
             raise
         except Exception:  # of letters that it does not know: of a row, its own line
             continue
+    for token in json.load(open(asked["path"], encoding="utf-8")).get("added_tokens") or []:
+        if not all(key.isprintable() for key in token):  # a library prints what it does not know as it is
+            answer("has an added token with a key that no program writes")
 except MemoryError:
     answer(f"needs more than {asked['mebibytes']} MiB")
 except BaseException as error:  # a file that cannot be read; a panic

@@ -33,14 +33,32 @@ FAMILIAR = (*HOSTILE_TEXTS, *HOSTILE)
 
 
 def dumped(value: Any) -> str:
-    """As JSON, with what is Raw as it is; half letters are escaped, as a file in UTF-8 cannot hold them."""
-    if isinstance(value, Raw):
-        return str(value)
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{dumped(str(key))}: {dumped(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(dumped, value)) + "]"
+    """As JSON, with what is Raw as it is; half letters are escaped, as a file in UTF-8 cannot hold them.
+
+    Without recursion: values may be nested deeper than Python calls.
+    """
+    parts, left = list[str](), [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, Raw):
+            parts.append(str(each))
+        elif isinstance(each, dict):
+            inside = [[Raw(f"{_leaf(str(key))}: "), item] for key, item in each.items()]
+            left += reversed(_joined("{", inside, "}"))
+        elif isinstance(each, list):
+            left += reversed(_joined("[", [[item] for item in each], "]"))
+        else:
+            parts.append(_leaf(each))
+    return "".join(parts)
+
+
+def _leaf(value: Any) -> str:
     return json.dumps(value, ensure_ascii=isinstance(value, str) and not value.isprintable())
+
+
+def _joined(begin: str, items: list[list[Any]], end: str) -> list[Any]:
+    between = [piece for item in items for piece in (Raw(", "), *item)][1:]
+    return [Raw(begin), *between, Raw(end)]
 
 
 def changed(draw: Random, value: Any, times: int = 1) -> Any:
