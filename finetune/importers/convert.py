@@ -139,6 +139,11 @@ def _title(file: Path, tool: Tool, machine: str) -> list[str]:
 
 def _check(file: Path, text: str, foreign: ForeignConfig) -> None:
     """The recipe must be valid and hold what was carried; a refused value is reported by the tool's own key."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise RecipeError([f"{file}: a value holds half a character ({half}); write the character itself"]) from None
     with tempfile.TemporaryDirectory(prefix="finetune-import-") as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(text, "utf-8")
