@@ -143,7 +143,7 @@ def _check(file: Path, text: str, foreign: ForeignConfig) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         half = f"\\u{ord(text[error.start]):04x}"
-        raise RecipeError([f"{file}: a value holds half a character ({half}); write the character itself"]) from None
+        raise RecipeError([f"{file}: a key holds half a character ({half}); write the character itself"]) from None
     with tempfile.TemporaryDirectory(prefix="finetune-import-") as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(text, "utf-8")
