@@ -30,7 +30,7 @@ from tests.support.model_shapes import shape_of
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SCHEMA = ROOT / "finetune" / "recipe.schema.json"
-COUNT = 40
+COUNT = 41
 SCHEME = re.compile(
     r"(?P<family>llama3|qwen3(?:\.5)?|mistral|smollm2|gemma3|phi4|gpt_oss)(?:_(?P<size>[\d.]+[bm])(?:_(?P<active>a\d+b))?)?"
     r"_(?P<method>full|lora|qlora|int8)"
@@ -52,7 +52,7 @@ PLAIN = {
 }
 # GPUs, GB of one, nodes: the budgets that there is a recipe for.
 BUDGETS = {(0, 0, 1), (1, 8, 1), (1, 16, 1), (1, 24, 1), (1, 48, 1), (1, 80, 1), (1, 141, 1)}
-BUDGETS |= {(2, 12, 1), (2, 24, 1), (4, 24, 1), (8, 80, 1), (8, 80, 2)}
+BUDGETS |= {(2, 12, 1), (2, 24, 1), (4, 24, 1), (8, 80, 1), (2, 24, 2), (8, 80, 2)}
 LLAMAS = {"Llama-3.2-1B-Instruct", "Llama-3.2-3B-Instruct", "Llama-3.1-8B-Instruct", "Llama-3.3-70B-Instruct"}
 FAMILIES = {"llama3", "qwen3", "qwen3.5", "mistral", "smollm2", "gemma3", "phi4", "gpt", "quickstart"}
 NO_SIZE = ("microsoft/phi-4",)  # in the model's name
