@@ -154,7 +154,7 @@ FAULTS_OF_PIPELINES = (
     ),
     Fault(
         "what a step does once is done for each of few micro-batches",
-        "planner/trace/flops.py",
+        "planner/trace/step_work.py",
         "(1 / wanted - 1 / few) / (1 / more - 1 / few)",
         "0.0",
         FROM_FEW,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def counted(count: int, noun: str, plural: str = "") -> str:
     """The number and its noun; `plural` where that is not the noun and an s."""
@@ -18,3 +20,8 @@ def recomputation_in_words(setting: bool | int | str) -> str:
     if isinstance(setting, str):
         return setting
     return "none" if not setting else "all layers" if int(setting) == 1 else f"one layer of {int(setting)}"
+
+
+def first_lines(lines: Sequence[str], most: int) -> list[str]:
+    """The first of a message's lines, and how many more there are."""
+    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]

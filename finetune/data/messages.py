@@ -19,7 +19,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 # Columns, keys of messages and kinds of content parts that hold no text.
 MEDIA = ("image", "images", "image_url", "video", "videos", "video_url", "audio", "audios", "audio_url", "input_audio")
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING)
-LONGEST_NAME = 100  # characters of a role
+LONGEST_ROLE = 100  # characters of a role
 COMPARED_KEYS = 20  # of a message: unknown keys that may be misspelt ones of ours
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -111,7 +111,7 @@ def checked_name(value: Any, what: str, known: Iterable[str]) -> None:
     """Raises BadRow for what cannot be the name of a role or speaker: no text, or another field's."""
     if not isinstance(value, str):
         raise BadRow(f"{what} must be text, this is {json_kind(value)}; write one of {', '.join(known)}")
-    if len(value) > LONGEST_NAME:
+    if len(value) > LONGEST_ROLE:
         raise BadRow(f"{what} is a text of {len(value):,} characters; write one of {', '.join(known)}")
 
 

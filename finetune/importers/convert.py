@@ -23,6 +23,7 @@ from finetune.recipe.gpus import budget_of, parse_gpus
 from finetune.recipe.loader import MAX_MISTAKES, load_recipe
 from finetune.recipe.schema import Budget
 from finetune.recipe.yaml_text import MAX_BYTES, parse
+from finetune.wording import first_lines
 
 TOOLS = get_args(Tool)
 _CONVERT: dict[Tool, Callable[[ForeignConfig], None]] = {
@@ -96,9 +97,8 @@ def _read(file: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise RecipeError([f"{file}: {reason}; name a tool's configuration"]) from None
     if parsed.flaws:
-        shown, more = parsed.flaws[:MAX_MISTAKES], len(parsed.flaws) - MAX_MISTAKES
-        mistakes = [f"{file}:{flaw.place.line}:{flaw.place.column}: {flaw.problem}" for flaw in shown]
-        raise RecipeError([*mistakes, *([f"{file}: and {more} more mistakes"] if more > 0 else [])])
+        mistakes = [f"{file}:{flaw.place.line}:{flaw.place.column}: {flaw.problem}" for flaw in parsed.flaws]
+        raise RecipeError(first_lines(mistakes, MAX_MISTAKES))
     if not isinstance(parsed.value, dict):
         raise RecipeError([f"{file}: is not a mapping of key: value; name a tool's configuration"])
     return {key: _interpolated(value, parsed.value) for key, value in parsed.value.items()}

@@ -21,7 +21,7 @@ from finetune.planner.depth.least_room import least_room
 from finetune.planner.depth.repeat_layers import StorageChange, add_unlayered_storage
 from finetune.planner.depth.trace_to_depth import TraceRequest, trace_to_depth
 from finetune.planner.roofline import Layout
-from finetune.planner.trace.flops import StepWork, with_ddp_reductions
+from finetune.planner.trace.step_work import StepWork, with_ddp_reductions
 from finetune.planner.trace.timeline import Peak, PhaseMemory
 from finetune.planner.trace.worst_batches import worst_batches
 from finetune.recipe.gpus import Gpus

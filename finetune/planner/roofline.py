@@ -21,7 +21,8 @@ from typing import Any
 
 from finetune.measure.collectives import WEIGHT, CollectiveStats
 from finetune.planner.constants import STEP_PHASES
-from finetune.planner.trace.flops import COPY, ON_DEVICE, ON_HOST, StepWork
+from finetune.planner.trace.flops import COPY, ON_DEVICE, ON_HOST
+from finetune.planner.trace.step_work import StepWork
 
 NVLINK_MACHINE = 50e9  # bytes/s a GPU to other machines: 400 Gbit/s each
 PCIE_MACHINE = 12.5e9 / 8  # 100 Gbit/s a machine of eight

@@ -10,7 +10,8 @@ from finetune.measure.collectives import CollectiveStats
 from finetune.planner.constants import STEP_PHASES
 from finetune.planner.plan_recipe import Planned
 from finetune.planner.roofline import CHIPS, HOST_MEMORY, Chip, StepTime, compute_seconds, scaled_step_times, step_time
-from finetune.planner.trace.flops import COPY, ON_HOST, StepWork
+from finetune.planner.trace.flops import COPY, ON_HOST
+from finetune.planner.trace.step_work import StepWork
 from finetune.strategies.pipeline.timeline import bubble, bubble_of_equal_stages, planned_spans
 from finetune.wording import counted
 

@@ -20,11 +20,11 @@ from finetune.paths import CHECKOUT, read_regular
 from finetune.recipe.sections.engine_keys import ENGINE_KEYS, OTHER_PLACES, Where, engine_mistakes, engine_settings
 from finetune.recipe.sections.pipelines import Pipelines, pipelines_named
 from finetune.recipe.yaml_text import MAX_BYTES, parse, shorten, yaml_value
+from finetune.wording import first_lines
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
-MOST_SHOWN = 20  # mistakes of a file
 CONFIG_FOLDER = CHECKOUT / "accelerate_configs"
 
 Kind = Literal["single", "ddp", "fsdp", "deepspeed", "pipeline"]
@@ -239,8 +239,7 @@ def read_strategy(name_or_path: str, *, strict: bool = True) -> Strategy:
     if not path.is_file():
         path = Path(name_or_path)
     try:
-        text = read_regular(path, MAX_BYTES).decode("utf-8")
-        settings = yaml_value(text)
+        settings = yaml_value(text := read_regular(path, MAX_BYTES).decode("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise RecipeError([f"accelerate_config: {path}: cannot be read: {reason}; name an existing file"]) from error
@@ -250,15 +249,10 @@ def read_strategy(name_or_path: str, *, strict: bool = True) -> Strategy:
         raise RecipeError([f"accelerate_config: {path}: distributed_type is not one of {known}; correct that file"])
     if kind == "ddp" and pipelines_named(path.stem):
         kind = "pipeline"
-    mistakes = list(_mistakes(settings, kind)) if strict else []
-    if mistakes:
+    if mistakes := list(_mistakes(settings, kind)) if strict else []:
         lines = {".".join(map(str, key)): f":{place.line}" for key, place in parse(text).keys.items()}
-        places = [
-            f"{path}{lines.get(key, '')}: {printable(shorten(key, 100))}: {problem}"
-            for key, problem in mistakes[:MOST_SHOWN]
-        ]
-        places += [f"{path}: and {more} more"] if (more := len(mistakes) - MOST_SHOWN) > 0 else []
-        raise RecipeError([f"accelerate_config: {mistake}" for mistake in places])
+        named = [(f"{path}{lines.get(key, '')}: {printable(shorten(key, 100))}", problem) for key, problem in mistakes]
+        raise RecipeError(first_lines([f"accelerate_config: {place}: {problem}" for place, problem in named], 20))
     return Strategy(
         name=path.stem,
         path=path,

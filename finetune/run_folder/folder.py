@@ -32,7 +32,9 @@ from finetune.run_folder.checkpoint import Checkpoint, newest_valid
 from finetune.run_folder.facts import lost_lines
 from finetune.run_folder.longer import HANDED_OVER, LENGTH_KEYS, Asked, go_on, set_aside
 from finetune.untrusted.json_files import read_object
+from finetune.wording import first_lines
 
+_UNSET = "(not set)"
 STATE = "run_state.json"
 STATE_KINDS: dict[str, type] = {"state": str, "step": int, "command": str, "identity": dict}
 LOCK = ".lock"
@@ -218,17 +220,10 @@ def _rename_previous(run_dir: Path) -> Path:
 
 def _refuse_another_run(run_dir: Path, previous: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     if differing := _differing(previous, now):
-        lines = [
-            f"  {one_line(key, 80)}: {one_line(previous.get(key, _UNSET))} there, {one_line(now.get(key, _UNSET))} now"
-            for key in differing[:MOST_DIFFERENCES]
-        ]
-        lines += [f"  and {len(differing) - MOST_DIFFERENCES} more"] if len(differing) > MOST_DIFFERENCES else []
+        values = ((key, *(one_line(facts.get(key, _UNSET)) for facts in (previous, now))) for key in differing)
+        lines = [f"  {one_line(key, 80)}: {there} there, {here} now" for key, there, here in values]
         remedy = f"  set them back, choose another output_dir, or start over: {_START_OVER}"
-        raise FinetuneError("\n".join([f"{run_dir}: holds a run of another recipe:", *lines, remedy]))
-
-
-_UNSET = "(not set)"
-MOST_DIFFERENCES = 40  # that are told
+        raise FinetuneError("\n".join([f"{run_dir}: holds a run of another recipe:", *first_lines(lines, 40), remedy]))
 
 
 def _differing(previous: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

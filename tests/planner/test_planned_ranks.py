@@ -10,7 +10,7 @@ import pytest
 
 from finetune.files import read_lines
 from finetune.planner.plan_recipe import plan_recipe
-from finetune.planner.trace.flops import StepWork
+from finetune.planner.trace.step_work import StepWork
 from finetune.planner.trace.trace import STEPS, trace
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.strategy import read_strategy

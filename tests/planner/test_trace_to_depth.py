@@ -11,7 +11,7 @@ import pytest
 from finetune.measure.live_tensors import NONE
 from finetune.planner.depth import trace_to_depth as module
 from finetune.planner.depth.trace_to_depth import TraceRequest, trace_to_depth
-from finetune.planner.trace.flops import StepWork
+from finetune.planner.trace.step_work import StepWork
 from finetune.planner.trace.timeline import Event, Timeline
 from finetune.recipe.strategy import read_strategy
 from tests.support.recipes import least_recipe

@@ -23,7 +23,8 @@ from unittest import mock
 from finetune.model.known_configs import full_config
 from finetune.planner.depth.extrapolate import with_layers
 from finetune.planner.trace import flops
-from finetune.planner.trace.flops import Operation, StepWork, per_step
+from finetune.planner.trace.flops import Operation
+from finetune.planner.trace.step_work import StepWork, per_step
 from finetune.planner.trace.trace import STEPS, trace
 from finetune.planner.trace.worst_batches import worst_batches
 from finetune.recipe.schema import Data, DataSet, Lora, ModelSection, Quantization, Recipe, Training

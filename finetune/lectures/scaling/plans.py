@@ -19,7 +19,7 @@ from finetune.planner.command import plan_by_trace
 from finetune.planner.constants import GRADIENTS, MASTERS, OPTIMIZER_STATE, PARAMETERS
 from finetune.planner.plan_recipe import Planned
 from finetune.planner.roofline import CHIPS, StepTime, step_time
-from finetune.planner.trace.flops import StepWork
+from finetune.planner.trace.step_work import StepWork
 from finetune.planner.variants import changed
 from finetune.recipe.gpus import Gpus, parse_gpus
 from finetune.recipe.schema import Recipe

@@ -25,7 +25,7 @@ from finetune.planner.depth.fork import run_in_forks
 from finetune.planner.depth.layer_kinds import kinds_of_layers, period_and_depth
 from finetune.planner.depth.repeat_layers import StorageChange, repeat_layers
 from finetune.planner.trace.fake_device import DEVICE_NAME
-from finetune.planner.trace.flops import StepWork, per_step, with_more_micro_steps, work_at_depth
+from finetune.planner.trace.step_work import StepWork, per_step, with_more_micro_steps, work_at_depth
 from finetune.planner.trace.timeline import PhaseMemory, Timeline
 from finetune.planner.trace.trace import STEPS, trace
 from finetune.probe.layers import with_layers_alone

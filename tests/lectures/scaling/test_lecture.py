@@ -20,7 +20,7 @@ from finetune.lectures.scaling.plans import (
     with_copies,
 )
 from finetune.measure.collectives import CollectiveStats
-from finetune.planner.trace.flops import StepWork
+from finetune.planner.trace.step_work import StepWork
 from tests.support.lectures import held
 
 A100_BYTES = 0.99 * 81_920 * 2**20  # of nvidia-smi's total; the driver keeps the rest
