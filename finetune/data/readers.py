@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 
 from finetune.data.json_array import JsonArray
 from finetune.data.parquet_rows import parquet_rows
-from finetune.output_stream import one_line
+from finetune.output_stream import one_line, without_controls
 from finetune.paths import open_regular
 from finetune.untrusted.json_files import depth_of
 from finetune.untrusted.kinds import not_rows
@@ -45,10 +45,11 @@ class SourceRow(NamedTuple):
 
 
 class BadRow(ValueError):
-    """What is wrong with a row; remedy, in one short line whatever it quotes. The reader adds the place."""
+    """What is wrong with a row; remedy, short and printable whatever it quotes. The reader adds the place."""
 
     def __init__(self, mistake: str) -> None:
-        super().__init__(mistake if len(mistake) <= LONGEST_MISTAKE else one_line(mistake, LONGEST_MISTAKE))
+        short = mistake if len(mistake) <= LONGEST_MISTAKE else mistake[:LONGEST_MISTAKE] + "..."
+        super().__init__(without_controls(short))
 
 
 def read_rows(file: Path, kind: str) -> Iterator[SourceRow]:

@@ -21,6 +21,7 @@ LENGTH_BYTES = 8
 # experts would need between 16 and 32 MiB (a test counts them). safetensors itself takes 100 MB.
 MOST_HEADER = 32 * 2**20
 MOST_DIMENSIONS = 16
+MOST_LETTERS = 500  # of a name
 # Bits of one element, by the format's name in files.
 BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -85,8 +86,8 @@ def _cut_off(size: int, length: int) -> str:
 def _range(path: Path, name: str, entry: Any) -> tuple[int, int]:
     """(begin, end) of a tensor's bytes in the data, which its format and shape determine too."""
     shown = one_line(name, 80)
-    if has_controls(name):  # it would come back in messages, and in the files that are written
-        raise _no_safetensors(path, f"has a tensor whose name a terminal would obey, {shown}")
+    if has_controls(name) or len(name) > MOST_LETTERS:  # it would come back in messages and in what is written
+        raise _no_safetensors(path, f"has a tensor whose name is no module's, {shown}")
     if not isinstance(entry, Mapping) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _no_safetensors(path, f"has a header in which {shown} has no dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
