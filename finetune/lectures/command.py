@@ -30,7 +30,11 @@ LECTURES: dict[str, Lecture] = {
     "memory": Lecture(
         "How many bytes does training take for each parameter, and is it 20 times the weights?",
         "smollm2_1.7b_full_text_1x48gb.yaml",
-        ("model.name_or_path=meta-llama/Llama-3.2-1B", "budget.gpu_memory_gb=80"),
+        (
+            "model.name_or_path=meta-llama/Llama-3.2-1B",
+            "budget.gpu_memory_gb=80",
+            "training.activation_checkpointing=true",
+        ),
     ),
     "formats": Lecture(
         "What is a number in fp32, fp16, bf16 and int8, and which of a model's numbers does each format keep?",

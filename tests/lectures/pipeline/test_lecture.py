@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from finetune.cli.main import main
 from finetune.lectures.pipeline import played
 from finetune.lectures.pipeline.picture import SHADES, Timelines, draw_timelines
-from finetune.strategies.pipeline.timeline import BACKWARD, FORWARD, Computation, order_of, planned_spans
+from finetune.strategies.pipeline.timeline import BACKWARD, FORWARD, Computation, Work, order_of, planned_spans
 from tests.support.lectures import held
 from tests.support.stages import Chain
 from tests.support.tiny import flat_batch
@@ -64,9 +64,8 @@ def test_stages_compute_in_the_planned_order_and_as_long() -> None:
         spans = [Computation(*span) for span in each["measured_spans"]]
         for stage in range(STAGES):
             mine = sorted((span for span in spans if span.stage == stage), key=lambda span: span.begin)
-            assert [(span.kind, span.micro_batch) for span in mine] == order_of(
-                schedule, stage, STAGES, MICRO_BATCHES
-            ), schedule
+            done = [Work(span.kind, span.micro_batch, span.run) for span in mine]
+            assert done == order_of(schedule, stage, STAGES, MICRO_BATCHES), schedule
         for span in spans:
             assert span.end - span.begin >= facts["ms"] / 1000 * (2 if span.kind == "backward" else 1)
 
