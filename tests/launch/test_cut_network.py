@@ -54,7 +54,8 @@ def test_both_hosts_end_and_the_run_goes_on(
             codes = wait_all(processes, run_dir, TIMEOUT + 60)
             took = time.time() - cut.stat().st_mtime
     finally:
-        subprocess.run(["ip", "-n", hosts[1].namespace, "link", "set", "cable", "up"], check=True)
+        for host in hosts:
+            subprocess.run(["ip", "-n", host.namespace, "link", "set", "cable", "up"], check=True)
     assert [line["phase"] for line in read_lines(cut) if "cut" in line] == [moment.partition(":")[0]]
     assert took < TIMEOUT + 20
     state = json.loads((run_dir / "run_state.json").read_text())
