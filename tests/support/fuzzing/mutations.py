@@ -83,11 +83,12 @@ def _change_at(draw: Random, place: Any, key: Any, holder: dict[str, Any]) -> No
     value = place[key]
     kinds: list[Callable[[], Any]] = [lambda: draw.choice(HOSTILE), lambda: draw.choice(FAMILIAR)]
     kinds += [lambda: _near(draw, value)] * 3 + [lambda: [value], lambda: {"a": value}]
-    kinds += [lambda: copy.deepcopy(_elsewhere(draw, holder))]
+    kinds += [lambda: _elsewhere(draw, holder)]
     if place is not holder and draw.random() < 0.4:
         _change_keys(draw, place, key)
         return
-    place[key] = draw.choice(kinds)()
+    # A copy: what is hostile stays as it is, and nothing comes to hold itself.
+    place[key] = copy.deepcopy(draw.choice(kinds)())
 
 
 def _elsewhere(draw: Random, holder: dict[str, Any]) -> Any:
@@ -126,7 +127,7 @@ def _change_keys(draw: Random, place: Any, key: Any) -> None:
         case "twice":  # the writer puts the text after a key as it is
             place[key] = Raw(f"{dumped(value)}, {dumped(key)}: {dumped(draw.choice([value, *HOSTILE]))}")
         case "added":
-            place |= {key: value, draw.choice(HOSTILE_TEXTS): draw.choice(FAMILIAR)}
+            place |= {key: value, draw.choice(HOSTILE_TEXTS): copy.deepcopy(draw.choice(FAMILIAR))}
 
 
 BEGINNINGS = (
