@@ -85,11 +85,11 @@ def _read(source: Source, *, by_turns: bool) -> _Texts:
             parts = (
                 list(_parts(example.messages)) if isinstance(example, Chat) else [example.prompt + example.completion]
             )
-            text = "\n".join(parts)
-            found.nbytes.append(len(text.encode(errors="replace")))
+            text = "\n".join(parts).encode(errors="replace")  # half a letter may be in a key that is not learned
+            found.nbytes.append(len(text))
             found.messages.append(len(parts) if isinstance(example, Chat) else 0)
             if len(found.sample) < SAMPLED:
-                found.sample.append(text)
+                found.sample.append(text.decode())
     return found
 
 
