@@ -54,7 +54,10 @@ def adapted_parameters(
             continue
         own = [each for each, _ in module.named_parameters(recurse=False)]
         wrapped = [each for each in own if any(ends_of([f"{path}.{each}"], target) for target in targets)]
-        parameter = wrapped[len(wrapped) - 1 - name.count(WRAPPED)]
+        place = len(wrapped) - 1 - name.count(WRAPPED)
+        if not 0 <= place < len(wrapped):  # no parameter with an adapter: missing there too
+            continue
+        parameter = wrapped[place]
         shape = tuple(getattr(module, parameter).shape)
         transposed = bool(getattr(module, "is_transposed", False))
         found[name] = AdaptedParameter(f"{path}.{parameter}", shape, transposed, keys)
