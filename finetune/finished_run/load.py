@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from finetune.architecture.attention import use_librarys
 from finetune.architecture.families import refuse_unsuitable
-from finetune.architecture.lora_linear import compute_adapters
+from finetune.architecture.own_layers import compute_layers
 from finetune.errors import DoesNotFit, FinetuneError, NotFinite
 from finetune.model.adapters import silenced_peft, take_new_rows_into_loss
 from finetune.model.build import load_base
@@ -94,7 +94,7 @@ def load_adapted(run: FinishedRun, device: torch.device, *, with_loss: bool = Fa
     _refuse_lacking(run, adapted)
     if with_loss:
         take_new_rows_into_loss(adapted.get_base_model())
-        compute_adapters(adapted, unpacked_weight)
+        compute_layers(adapted, unpacked_weight)
     return adapted
 
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.families import router_coefficient
-from finetune.architecture.lora_linear import compute_adapters
+from finetune.architecture.own_layers import compute_layers
 from finetune.architecture.recomputation.layers import checkpoint_layers
 from finetune.errors import FinetuneError
 from finetune.model.build import build_model, decoder_parts
@@ -239,7 +239,7 @@ def kits_model(recipe: Recipe, small: SmallModel, device: torch.device) -> nn.Mo
     """The small model as the recipe builds and computes its own, in float32, without quantisation and dropout."""
     section = recipe.model.model_copy(update={"name_or_path": str(small.folder), "revision": "main", "adapter": None})
     model = build_model(recipe.model_copy(update={"model": section, "quantization": None}), device, dtype=torch.float32)
-    compute_adapters(model, unpacked_weight)
+    compute_layers(model, unpacked_weight)
     return without_dropout(model.float())
 
 

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from finetune.architecture.lora_linear import compute_adapters
+from finetune.architecture.own_layers import compute_layers
 from finetune.errors import FinetuneError
 from finetune.launch.launcher import Launch
 from finetune.launch.rendezvous import collective_timeout
@@ -107,7 +107,7 @@ def assemble(
         unwrapped, pipeline, optimizer = staged(recipe, strategy, accelerator, build, parts)
         return Assembled(pipeline, unwrapped, accelerator.prepare(optimizer), pipeline=pipeline)
     unwrapped = build(recipe, accelerator.device)
-    compute_adapters(unwrapped, unpacked_weight)
+    compute_layers(unwrapped, unpacked_weight)
     model, optimizer = prepare_silenced(accelerator, unwrapped, make_optimizer(unwrapped, recipe))
     return Assembled(model, unwrapped, optimizer)
 
@@ -122,7 +122,7 @@ def _sharded(
     decoder = decoder_parts(unwrapped)
     late = taken(decoder)
     plain_quantized_weights(unwrapped)
-    compute_adapters(unwrapped, unpacked_weight)
+    compute_layers(unwrapped, unpacked_weight)
     decoder.generation_config = _broadcast_from_rank_0(getattr(decoder, "generation_config", None))
     compute = COMPUTE[recipe.training.mixed_precision]
     shard_model(decoder, strategy, mesh, accelerator.device, compute, late)
@@ -162,7 +162,7 @@ def _under_zero(
     else:
         unwrapped = build(recipe, accelerator.device, dtype=dtype)
     inside = f"{strategy.name} gathers weights inside of it" if strategy.shards_parameters else None
-    compute_adapters(unwrapped, unpacked_weight, by_peft=inside)
+    compute_layers(unwrapped, unpacked_weight, adapters_by_peft=inside)
     optimizer = make_optimizer(unwrapped, recipe)
     if isinstance(optimizer, RoundedAdamW):
         of = places_of(optimizer)

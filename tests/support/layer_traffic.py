@@ -97,12 +97,12 @@ def _by_name() -> Iterator[dict[str, list[int]]]:
         latest = name
         return measured(func, name, *rest)
 
-    def noting_bytes(phase: str, kind: str, flop: int, nbytes: int, itemsize: int) -> Operation:
+    def noting_bytes(phase: str, kind: str, flop: int, nbytes: int, itemsize: int, place: int = 0) -> Operation:
         if kind == "other" and phase in ("forward", "backward"):
             entry = tally.setdefault(latest, [0, 0])
             entry[0] += 1
             entry[1] += nbytes
-        return Operation(phase, kind, flop, nbytes, itemsize)
+        return Operation(phase, kind, flop, nbytes, itemsize, place)
 
     with mock.patch.object(flops, "_bytes", noting_name), mock.patch.object(flops, "Operation", noting_bytes):
         yield tally

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from finetune.architecture.families import router_coefficient
-from finetune.architecture.lora_linear import compute_adapters
+from finetune.architecture.own_layers import compute_layers
 from finetune.errors import FinetuneError
 from finetune.launch.rendezvous import collective_timeout
 from finetune.model.build import decoder_parts, structure_alone
@@ -64,7 +64,7 @@ def staged(
     of = places_of(make_optimizer(unwrapped, recipe)) if recipe.training.pure_bf16 else {}
     places = {name: of[id(weight)] for name, weight in unwrapped.named_parameters() if id(weight) in of}
     holding, trained = place_stage(unwrapped, decoder, parts, layers, place, device, late)
-    compute_adapters(unwrapped, unpacked_weight)
+    compute_layers(unwrapped, unpacked_weight)
     own = range(place.stage, len(layers), place.stages)
     runs = runs_of(decoder, parts, layers, own, accelerator.autocast, dtype or embedded)
     timeout = collective_timeout(recipe)

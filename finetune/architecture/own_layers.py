@@ -1,0 +1,14 @@
+"""The parts of a decoder layer that the kit computes by its own autograd: adapters, norms, gates."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from finetune.architecture.lora_linear import Unpack, compute_adapters
+from finetune.architecture.norm_and_gate import compute_norms_and_gates
+
+
+def compute_layers(model: nn.Module, unpack: Unpack, *, adapters_by_peft: str | None = None) -> None:
+    """Have them computed here, wherever a layer allows it. The arguments are those of `compute_adapters`."""
+    compute_adapters(model, unpack, by_peft=adapters_by_peft)
+    compute_norms_and_gates(model)
