@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from finetune.output_stream import has_controls, one_line
 from finetune.paths import open_regular
 from finetune.untrusted.json_files import parse_document, unreadable
@@ -65,7 +67,17 @@ def read_header(path: Path) -> dict[str, TensorFacts]:
         raise _no_safetensors(path, "has __metadata__ that is not texts by name")
     ranges = [_range(path, name, entry) for name, entry in header.items()]
     _refuse_gaps(path, ranges, size - LENGTH_BYTES - length)
+    _refuse_what_safetensors_does(path)
     return {name: TensorFacts(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+
+
+def _refuse_what_safetensors_does(path: Path) -> None:
+    """Its JSON is not quite Python's: half a letter (`\\ud800`) in a text is an error there."""
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise _no_safetensors(path, f"cannot be read by safetensors: {one_line(error, 200)}") from None
 
 
 def _no_safetensors(path: Path, what: str) -> Exception:
