@@ -52,7 +52,13 @@ def _runs_as(module: nn.Module, original: type[nn.Module]) -> bool:
 
 
 def _instructions(code: CodeType) -> tuple[Any, ...]:
-    return code.co_code, code.co_names, code.co_consts[1:], code.co_argcount, code.co_flags  # the first is its docstring
+    return (
+        code.co_code,
+        code.co_names,
+        code.co_consts[1:],
+        code.co_argcount,
+        code.co_flags,
+    )  # the first is its docstring
 
 
 def _norm(module: Any, hidden: Tensor) -> Tensor:
@@ -97,6 +103,7 @@ class _Norm(torch.autograd.Function):
         wide = inner.float().mul_(hidden) if inner.dtype != torch.float32 else inner * hidden
         along = wide.sum(-1, keepdim=True).mul_(root).mul_(root).div_(-hidden.shape[-1])  # [..., 1] float32
         torch.addcmul(inner, hidden, along, out=wide)
+        del inner  # before the result is there
         return _times(wide, root, like=hidden), grad_weight, None
 
 
@@ -113,7 +120,8 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         grad_up = F.silu(gate).mul_(slope)
-        return torch.ops.aten.silu_backward(slope * up, gate), grad_up
+        grad_gate = slope * up
+        return torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate), grad_up
 
 
 def _times(values: Tensor, factor: Tensor, like: Tensor | None = None) -> Tensor:

@@ -1,7 +1,7 @@
 """The bytes of one decoder layer, step by step: what each step saves for backward, and what is allocated while it runs.
 
-Written from transformers (models/llama/modeling_llama.py: LlamaDecoderLayer, LlamaRMSNorm, LlamaMLP,
-apply_rotary_pos_emb), architecture/lora_linear.py, bitsandbytes (autograd/_functions.py: MatMul4Bit) and CUDA's
+Written from transformers (models/llama/modeling_llama.py: LlamaDecoderLayer, apply_rotary_pos_emb),
+architecture/norm_and_gate.py, architecture/lora_linear.py, bitsandbytes (autograd/_functions.py: MatMul4Bit) and CUDA's
 autocast lists (ATen/autocast_mode.h). tests/planner/test_closed_form.py compares it with the trace, which runs them.
 Shapes: T tokens, h hidden, f inner, q = heads x head size, k = key-value heads x head size, r rank.
 
@@ -81,7 +81,7 @@ def _attention_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep
     keys_values = HALF * tokens * 2 * shape.key_size  # [T, k] bfloat16 each
     log_sums = FLOAT32 * tokens * shape.heads  # [heads, T] float32: logsumexp of each row of scores
 
-    yield _rms_norm("norm1", shape, numerics, users="qkv", layer_input=0)
+    yield _rms_norm("norm1", shape, numerics, users="qkv")  # rank.py counts its input, the layer's
     projected = 0  # [T, q] and [T, k] bfloat16, as far as they are computed; backward has their gradients instead
     for name in "qkv":
         # Backward: two more [T, h], the gradient of the norm's output and what this projection adds to it.
@@ -113,17 +113,14 @@ def _attention_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep
 def _norm_of_heads(shape: Shape, numerics: LayerNumerics, forward_live: int, backward_live: int) -> LayerStep:
     """Qwen3's RMSNorm over each head's queries and keys."""
     tokens = numerics.tokens
-    saved = FLOAT32 * tokens * (shape.query_size + shape.key_size)  # [T, q + k] float32: the norms' inputs
-    saved += FLOAT32 * tokens * (shape.heads + shape.key_value_heads)  # [T, heads] float32: one root a head
-    if numerics.base_trained:
-        # [T, q + k] bfloat16: the normed heads, for the gradients of the norms' weights
-        saved += HALF * tokens * (shape.query_size + shape.key_size)
     return LayerStep(
         "norm of heads",
-        saved_for_backward=saved,
-        # Of the queries [T, q]: two float32 and one bfloat16 forward, five float32 backward.
-        forward_transient=forward_live + (2 * FLOAT32 + HALF) * tokens * shape.query_size,
-        backward_transient=backward_live + 5 * FLOAT32 * tokens * shape.query_size,
+        # The norms' inputs [T, q + k] bfloat16, and a root for each head, [T, heads] float32.
+        saved_for_backward=HALF * tokens * (shape.query_size + shape.key_size)
+        + FLOAT32 * tokens * (shape.heads + shape.key_value_heads),
+        forward_transient=forward_live,  # where the outputs take the place of the inputs
+        # Of the queries [T, q]: what their gradient is times the weight, in bfloat16, and one float32.
+        backward_transient=backward_live + (HALF + FLOAT32) * tokens * shape.query_size,
     )
 
 
@@ -131,18 +128,17 @@ def _mlp_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep]:
     residual = _residual(shape, numerics)
     residual_gradient = residual  # [T, h], which bypasses the MLP
     inner = HALF * numerics.tokens * shape.inner  # [T, f] bfloat16
-    mlp_input = residual  # [T, h], which is added to the MLP's output
     norm_output_saved = _norm_output_saved(shape, numerics, ("gate", "up"))
-    live = mlp_input + (0 if norm_output_saved else residual)  # from the norm to the MLP's end
+    live = 0 if norm_output_saved else residual  # from the norm to the MLP's end
 
-    yield _rms_norm("norm2", shape, numerics, users=("gate", "up"), layer_input=residual)
+    norm = _rms_norm("norm2", shape, numerics, users=("gate", "up"))
+    # Its input [T, h], which is added to the MLP's output.
+    yield replace(norm, saved_for_backward=norm.saved_for_backward + residual)
     # Backward: the gradient of the norm's output [T, h] besides what bypasses the MLP, and gate's gradient [T, f].
     yield _linear(shape.linears["gate"], numerics, live, 2 * residual_gradient + inner)
-    # Saves gate's output [T, f], makes silu(gate) [T, f]; backward: the gradients of both.
-    yield LayerStep("silu", inner, forward_transient=live + inner, backward_transient=2 * residual_gradient + 2 * inner)
-    # Backward: gradients of up's output and of silu(gate), [T, f] each.
+    # Forward: gate's output [T, f] besides. Backward: gradients of up's output and of gate's, [T, f] each.
     yield _linear(shape.linears["up"], numerics, live + inner, residual_gradient + 2 * inner)
-    # Saves silu(gate) and up's output, makes their product [T, f]; backward: the gradients of all three.
+    # Saves both outputs, makes silu(gate) * up [T, f]; backward: the gradients of all three.
     yield LayerStep(
         "product", 2 * inner, forward_transient=live + inner, backward_transient=residual_gradient + 3 * inner
     )
@@ -160,26 +156,19 @@ def _mlp_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep]:
     )
 
 
-def _rms_norm(
-    name: str, shape: Shape, numerics: LayerNumerics, *, users: tuple[str, ...] | str, layer_input: int
-) -> LayerStep:
-    """LlamaRMSNorm: x * rsqrt(mean(x^2)) in float32, cast to bfloat16, times the weight.
+def _rms_norm(name: str, shape: Shape, numerics: LayerNumerics, *, users: tuple[str, ...] | str) -> LayerStep:
+    """x * rsqrt(mean(x^2)), rounded to bfloat16, times the weight; without its input x.
 
-    `users`: the linears that take its output. `layer_input`: [T, h] that is live besides the norm's own tensors.
+    `users`: the linears that take its output.
     """
-    residual, float32 = _residual(shape, numerics), FLOAT32 * numerics.tokens * shape.hidden  # [T, h]
-    saved = float32 + FLOAT32 * numerics.tokens  # the input [T, h] and rsqrt [T, 1], in float32
-    if numerics.base_trained:
-        saved += residual  # [T, h]: the normed input, for the weight's gradient
-    output_saved = _norm_output_saved(shape, numerics, users)
-    forward = layer_input + float32  # [T, h] float32: the normed input before its cast
-    forward += 0 if numerics.base_trained else residual  # [T, h]: that cast; saved where the weight is trained
-    # Backward: five [T, h] float32 at once, and the gradient [T, h] that bypasses the norm. Its output and the normed
-    # input, where they were saved, are freed by then.
-    backward = 5 * float32 + residual - (residual if numerics.base_trained else 0)
-    if output_saved:
-        return LayerStep(name, saved + residual, forward_transient=forward, backward_transient=backward - residual)
-    return LayerStep(name, saved, forward_transient=forward + residual, backward_transient=backward)
+    residual = _residual(shape, numerics)  # [T, h]
+    saved = FLOAT32 * numerics.tokens  # rsqrt [T, 1] float32
+    # Backward: the gradient of the output, the same times the weight, one [T, h] float32 (or that and the result), and
+    # the gradient that bypasses the norm.
+    backward = 3 * residual + FLOAT32 * numerics.tokens * shape.hidden
+    if _norm_output_saved(shape, numerics, users):  # which is freed before this step's backward
+        return LayerStep(name, saved + residual, backward_transient=backward - residual)
+    return LayerStep(name, saved, forward_transient=residual, backward_transient=backward)
 
 
 def _norm_output_saved(shape: Shape, numerics: LayerNumerics, users: tuple[str, ...] | str) -> bool:

@@ -63,9 +63,9 @@ def _forward(rank: RankSizes) -> Iterator[Bytes]:
         buffers = HALF * shape.embedding_weights + layer
         yield live.plus({c.GATHERED_LAYERS: layer + rank.unresharded_bytes(0), c.COMMUNICATION_BUFFERS: buffers})
     saved, cast = rank.saved_by_layers(last)
-    # The layer's input [T, h], and the embeddings' output [T, h], to which the model's forward refers unless
-    # checkpointing saves it.
-    saved += residual * (1 if rank.recompute_period else 2)
+    # The layer's input [T, h], and the embeddings' output [T, h], to which the model's forward refers where neither
+    # checkpointing nor the first norm saves it.
+    saved += residual * (1 if rank.recompute_period or rank.base_trained else 2)
     live = _before_backward(rank, activations=saved, casts=cast)
     if rank.sharded:
         live = live.plus({c.GATHERED_LAYERS: layer + rank.unresharded_bytes(last), c.COMMUNICATION_BUFFERS: layer})
@@ -151,9 +151,8 @@ def _at_the_beginning(rank: RankSizes) -> Iterator[Bytes]:
         cast = FLOAT32 * shape.embedding_weights * rank.casts_once  # [vocabulary, h] float32
         yield at_head.plus({c.LOGITS_AND_LOSS: rank.head_gradient_bytes, c.BACKWARD_WORKSPACE: cast})
     at_norm = _with_head_gradient(rank, live).plus({c.COMMUNICATION_BUFFERS: rank.reduction_buffer_bytes(0)})
-    # As in LayerStep of a norm: five [T, h] float32; its output [T, h], saved for its weight, is freed by then.
-    workspace = 5 * FLOAT32 * rank.tokens * shape.hidden
-    yield at_norm.plus({c.ACTIVATIONS: -residual * rank.base_trained, c.BACKWARD_WORKSPACE: workspace})
+    # As in LayerStep of a norm: the gradient of its output, the same times the weight, and one [T, h] float32.
+    yield at_norm.plus({c.BACKWARD_WORKSPACE: 2 * residual + FLOAT32 * rank.tokens * shape.hidden})
 
 
 def _reducing_table(rank: RankSizes, live: Bytes) -> Bytes:
@@ -183,7 +182,7 @@ def _with_head_gradient(rank: RankSizes, live: Bytes) -> Bytes:
 def _in_layer(rank: RankSizes, layer: int) -> Iterator[Bytes]:
     """Recomputation, where there is one, and backward, step by step."""
     activations, casts = rank.saved_by_layers(layer)
-    activations += rank.residual_bytes * rank.recomputed(layer)  # its input [T, h]
+    activations += rank.residual_bytes  # its input [T, h]
     finished = rank.shape.layers - 1 - layer  # layers whose backward is over
     reduced = rank.trained_weight_bytes * rank.reduced_weights(finished)
     gradients = rank.gradient_bytes if rank.gradients_exist else reduced

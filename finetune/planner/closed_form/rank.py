@@ -108,8 +108,8 @@ class RankSizes:
 
     @cached_property
     def last_norm_bytes(self) -> int:
-        """The last norm saves its input [T, h] and roots [T, 1] in float32, and its output [T, h] if it is trained."""
-        return FLOAT32 * self.tokens * (self.shape.hidden + 1) + self.residual_bytes * self.base_trained
+        """The last norm saves its input [T, h], and roots [T, 1] in float32."""
+        return self.residual_bytes + FLOAT32 * self.tokens
 
     @cached_property
     def trained_layer_weights(self) -> int:
@@ -124,12 +124,14 @@ class RankSizes:
         """Bytes of activations and of cast weights that the first `layers` layers leave for backward."""
         recomputed = -(-layers // self.recompute_period) if self.recompute_period else 0
         others = layers - recomputed
-        # Of a recomputed layer only its input [T, hidden], and its products where it keeps them.
-        activations = recomputed * (self.residual_bytes + self.kept_layer_bytes) + others * self.saved_layer_bytes
+        # Of each layer its input [T, hidden]; of a recomputed one its products besides, where it keeps them.
+        activations = (
+            layers * self.residual_bytes + recomputed * self.kept_layer_bytes + others * self.saved_layer_bytes
+        )
         if layers and not self.base_trained and not self.recompute_period:
             # The first layer's input needs no gradient where the embeddings are frozen, so its norm saves nothing:
             # neither [T, hidden] nor [T, 1] float32.
-            activations -= FLOAT32 * self.tokens * (self.shape.hidden + 1)
+            activations -= self.residual_bytes + FLOAT32 * self.tokens
         return activations, others * self.cast_layer_bytes
 
     # Weights of this rank.
