@@ -52,13 +52,7 @@ def _runs_as(module: nn.Module, original: type[nn.Module]) -> bool:
 
 
 def _instructions(code: CodeType) -> tuple[Any, ...]:
-    return (
-        code.co_code,
-        code.co_names,
-        code.co_consts[1:],
-        code.co_argcount,
-        code.co_flags,
-    )  # the first is its docstring
+    return code.co_code, code.co_names, code.co_consts[1:], code.co_argcount  # the first constant is its docstring
 
 
 def _norm(module: Any, hidden: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.architecture.lora_linear import OWN, computed_by
+from finetune.architecture.norm_and_gate import norms_and_gates
 from finetune.architecture.recomputation.layers import keeps_products
 from finetune.errors import EnvironmentMismatch
 from finetune.model.adapter_reach import adapted_paths, describe_reach, reach
@@ -78,6 +79,7 @@ def write_receipt(recipe: Recipe, accelerator: Accelerator, parts: Assembled, st
         "quantized_layers": dict(Counter(type(layer).__name__ for layer in quantized_layers(model))),
         "adapted_layers": len(adapted_paths(model)),
         "adapters_computed": dict(Counter(computed_by(model, cast=cast_to is not None))),
+        "own_norms_and_gates": norms_and_gates(model),
         **reach(model, decoder_parts(model), full_numel),
         "float8": float8_facts(model),
         "layers": len(layers),

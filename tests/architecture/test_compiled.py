@@ -18,8 +18,8 @@ from finetune.architecture.by_document import Mixer, run_by_document
 from finetune.architecture.compiled import choice
 from finetune.architecture.compiled.choice import CACHE_VARIABLE, check_compiling, compile_as_asked, keep_graphs
 from finetune.architecture.compiled.layers import CompiledLayers, compile_layers, why_not_compiled
-from finetune.architecture.lora_linear import compute_adapters
 from finetune.architecture.loss import put_loss_into_forward
+from finetune.architecture.own_layers import compute_layers
 from finetune.architecture.recomputation.layers import checkpoint_layers
 from finetune.architecture.varlen_kernel import attend_on_cuda
 from finetune.errors import EnvironmentMismatch, FinetuneError
@@ -61,7 +61,7 @@ def built(
         # As after some training: as large as peft draws them, float32's own rounding would be 2e-5 of a gradient.
         for weight in (each for name, each in model.named_parameters() if ".lora_B." in name):
             nn.init.normal_(weight, std=0.02)
-        compute_adapters(model, lambda *_: pytest.fail("no layer is packed"))
+    compute_layers(model, lambda *_: pytest.fail("no layer is packed"))
     model.train()
     if recomputed:
         checkpoint_layers(base, 1)

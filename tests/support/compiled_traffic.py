@@ -28,8 +28,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.architecture import attention
 from finetune.architecture.compiled.layers import CompiledLayers, compile_layers
-from finetune.architecture.lora_linear import compute_adapters
 from finetune.architecture.loss import put_loss_into_forward
+from finetune.architecture.own_layers import compute_layers
 from finetune.architecture.recomputation.layers import checkpoint_layers
 from finetune.model.known_configs import full_config
 from finetune.recipe.schema import Lora
@@ -149,7 +149,7 @@ def _one_layer(method: str, recomputed: bool, shape: Mapping[str, Any]) -> tuple
     if method == "lora":
         lora = Lora()
         model = get_peft_model(base, LoraConfig(r=lora.r, lora_alpha=lora.lora_alpha, target_modules="all-linear"))
-        compute_adapters(model, lambda *_: None)
+    compute_layers(model, lambda *_: None)
     model.train()
     if recomputed:
         checkpoint_layers(base, 1)
