@@ -16,7 +16,7 @@ from tests.support.corpus import read_case
 from tests.support.corpus_starts import make_starts
 from tests.support.fuzzing.inputs import INPUTS, case_of
 from tests.support.fuzzing.judged import Verdict, judged, judged_apart
-from tests.support.fuzzing.mutations import Raw, changed, dumped
+from tests.support.fuzzing.mutations import MOST_LETTERS, Raw, changed, dumped
 
 # Tokenizers are looked at in a child, half a second each, and reports are drawn.
 CASES = {"recipe": 25, "rows": 20, "config": 10, "tokenizer": 4, "safetensors": 20, "index": 20, "manifests": 25}
@@ -92,6 +92,13 @@ def test_what_is_found(raised: Exception | str, problem: str, tmp_path: Path, mo
     verdict = judged(_with(act, monkeypatch), tmp_path / "case", {})
     assert verdict.problem.startswith(problem)
     assert bool(verdict.problem) == bool(problem)
+
+
+def test_what_is_repeated_over_and_over_is_cut_off() -> None:
+    value: Any = "a"
+    for _ in range(5):
+        value = [value] * 1_000
+    assert MOST_LETTERS <= len(dumped(value)) < 2 * MOST_LETTERS
 
 
 def _spin(case: Mapping[str, Any], folder: Path, starts: Mapping[str, Path]) -> Verdict:

@@ -30,25 +30,26 @@ HOSTILE: tuple[Any, ...] = (
     Raw("'a'"), Raw(""), Raw("01"),
 )  # fmt: skip
 FAMILIAR = (*HOSTILE_TEXTS, *HOSTILE)
+MOST_LETTERS = 2**22  # of a file
 
 
 def dumped(value: Any) -> str:
     """As JSON, with what is Raw as it is; half letters are escaped, as a file in UTF-8 cannot hold them.
 
-    Without recursion: values may be nested deeper than Python calls.
+    Without recursion: values may be nested deeper than Python calls. Cut off where it is long enough: a list that is
+    repeated a thousand times, in one that is repeated two hundred times, would fill the memory.
     """
-    parts, left = list[str](), [value]
-    while left:
+    parts, left, length = list[str](), [value], 0
+    while left and length < MOST_LETTERS:
         each = left.pop()
-        if isinstance(each, Raw):
-            parts.append(str(each))
-        elif isinstance(each, dict):
+        if isinstance(each, dict):
             inside = [[Raw(f"{_leaf(str(key))}: "), item] for key, item in each.items()]
             left += reversed(_joined("{", inside, "}"))
         elif isinstance(each, list):
             left += reversed(_joined("[", [[item] for item in each], "]"))
         else:
-            parts.append(_leaf(each))
+            parts.append(str(each) if isinstance(each, Raw) else _leaf(each))
+            length += len(parts[-1])
     return "".join(parts)
 
 
