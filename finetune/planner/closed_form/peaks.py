@@ -146,7 +146,8 @@ def _at_the_beginning(rank: RankSizes) -> Iterator[Bytes]:
     if rank.gathered_head_bytes:
         gradient = HALF * shape.embedding_weights * rank.base_trained  # [vocabulary, h] bfloat16
         yield at_head.plus({c.GATHERED_LAYERS: rank.gathered_head_bytes, c.UNSHARDED_GRADIENTS: gradient})
-        yield _reducing_table(rank, at_head)
+        # By then the head is resharded, but not before the last micro-batch where weights are kept.
+        yield _reducing_table(rank, at_head).plus({c.GATHERED_LAYERS: rank.gathered_head_bytes * rank.weights_kept})
     elif not shape.tied:  # added to the gradient that exists, or becomes it
         cast = FLOAT32 * shape.embedding_weights * rank.casts_once  # [vocabulary, h] float32
         yield at_head.plus({c.LOGITS_AND_LOSS: rank.head_gradient_bytes, c.BACKWARD_WORKSPACE: cast})
@@ -249,6 +250,10 @@ def _at_the_end(rank: RankSizes) -> Iterator[Bytes]:
     table = HALF * shape.embedding_weights  # [vocabulary, h] bfloat16
     if rank.sharded:
         yield from _sharded_embeddings(rank, live, workspace, table)
+        if rank.weights_kept:  # of a micro-batch before the last
+            everything = rank.unresharded_bytes(rank.shape.layers) + rank.gathered_head_bytes
+            kept = live.plus({c.GATHERED_LAYERS: everything})
+            yield from _sharded_embeddings(rank, kept, workspace, table)
         return
     live = live.plus({c.LOGITS_AND_LOSS: rank.head_gradient_bytes * shape.tied})
     private = rank.ddp_private_gradient_bytes(0)
