@@ -93,6 +93,7 @@ def _problem(code: int, text: str, place: Place) -> str:
         return "no place in the message"
     if not REMEDY.search(text):
         return "no remedy in the message"
+    lines = [line for line in lines if line.startswith("error: ")] or lines  # a preview shows good rows before
     if len(lines) > MOST_LINES or max(map(len, lines)) > LONGEST_LINE:
         return f"a message of {len(lines)} lines, the longest of more than {max(map(len, lines)) // 100}00 characters"
     return ""
