@@ -22,7 +22,7 @@ class EveryRecipe:
     name: str  # of the results
     what: str  # the results say of themselves
     run: Callable[[Path], Row]  # with `ok` and `seconds`
-    stands: Callable[[Row | None, Path], bool]  # whether a result is of the recipe's present text, and went well
+    stands: Callable[[Row | None, Path], bool]  # whether a result is of what the recipe says now, and went well
     last_words: Callable[[Row], str]
 
     def main(self, description: str) -> int:

@@ -2,7 +2,7 @@
 
 python benchmarks/plan_recipes.py [--all] [--table] [RECIPE ...]       (ten seconds each)
 
-What stands in the results for the present text of a recipe is not planned again, unless --all says so. --table plans
+What stands in the results for the recipe as it is now is not planned again, unless --all says so. --table plans
 nothing and writes the table alone. tests/planner/test_recipe_plans.py holds the three to each other.
 """
 

@@ -2,7 +2,7 @@
 
 python benchmarks/rehearse_all.py [--all] [--jobs 2] [RECIPE ...]        (under a minute each)
 
-What stands in the results for the present text of a recipe, went well and was quick enough is not done again, unless
+What stands in the results for the recipe as it is now, went well and was quick enough is not done again, unless
 --all says so. Results are written after each recipe, so that an interrupted call goes on where it was. Seconds are of
 a machine that does nothing else but --jobs rehearsals.
 """

@@ -3,7 +3,7 @@
 python benchmarks/train_recipes.py [--all] [--jobs 2] [RECIPE ...]        (half a minute each)
 
 A rehearsal proves the machinery on shrunken settings; this proves the settings. What stands in the results for the
-present text of a recipe and went well is not done again, unless --all says so. Results are written after each recipe.
+recipe as it is now and went well is not done again, unless --all says so. Results are written after each recipe.
 tests/proofs/test_as_written.py holds them to the recipes.
 """
 

@@ -13,6 +13,7 @@ from finetune.recipe.strategy import Strategy, read_strategy
 from tests.support.model_shapes import Shape, shape_of
 
 GB = 1e9
+HALF = 2  # bytes of a number between two layers, and within one
 CHUNK = 2 * 256 * 2**20  # a chunk of float32 logits and its logarithms: loss.py
 # Bytes that a layer of gated delta rules keeps of a token for each of its values, by transformers' own code: 84.3 was
 # counted by torch's hooks on saved tensors, of one layer of Qwen3.5-4B over 256 and 512 tokens.
@@ -29,7 +30,7 @@ def parts(recipe: Recipe) -> dict[str, float]:
     found = weights | _gathered(recipe, strategy, shape) | _activations(recipe, strategy, shape)
     if strategy.pipelines:
         found = _of_a_stage(recipe, strategy, shape, found)
-    found["loss"] = CHUNK + _stream(recipe, strategy) * _tokens(recipe) * shape.hidden
+    found["loss"] = CHUNK + HALF * _tokens(recipe) * shape.hidden
     if recipe.lora is None:
         found["loss"] += 8 * shape.table  # the head's float32 gradient, and one product and one copy in bf16
     if not recipe.budget.gpus:
@@ -48,7 +49,7 @@ def _of_a_stage(recipe: Recipe, strategy: Strategy, shape: Shape, whole: dict[st
     assert pipelines is not None
     assert (pipelines.schedule, pipelines.copies, recipe.lora is None, shape.tied) == ("1f1b", 1, False, False)
     stages = strategy.stage_count(recipe.budget.gpus * recipe.budget.nodes)
-    message = _stream(recipe, strategy) * _tokens(recipe) * shape.hidden
+    message = HALF * _tokens(recipe) * shape.hidden
     table = 2.0 * shape.table
     return whole | {
         "base": (whole["base"] - 2 * table) / stages + table,
@@ -84,16 +85,6 @@ def _shards(recipe: Recipe, strategy: Strategy) -> int:
 
 def _tokens(recipe: Recipe) -> int:
     return recipe.training.per_device_batch_size * recipe.data.max_length
-
-
-def _autocast_from_float32(recipe: Recipe, strategy: Strategy) -> bool:
-    """Whether float32 weights are cast at each use: sharding engines and pure_bf16 bring them in 16 bits."""
-    return strategy.kind in ALONE and recipe.lora is None and not recipe.training.pure_bf16
-
-
-def _stream(recipe: Recipe, strategy: Strategy) -> int:
-    """Bytes of a number between two layers."""
-    return 4 if _autocast_from_float32(recipe, strategy) else 2
 
 
 def _trained_whole(recipe: Recipe, strategy: Strategy, shape: Shape) -> dict[str, float]:
@@ -184,16 +175,20 @@ def _sub_group(recipe: Recipe, strategy: Strategy, shape: Shape) -> float:
 
 def _activations(recipe: Recipe, strategy: Strategy, shape: Shape) -> dict[str, float]:
     """What backward needs of forward, and the gradients of one layer's activations."""
-    tokens, stream, inner = _tokens(recipe), _stream(recipe, strategy), shape.active * shape.inner
-    saved = 16 * shape.hidden + 4 * shape.queries + 4 * shape.keys + 4 * shape.heads + 8 * inner + 8
-    # Casts at each use are kept too: half as much again (float32 adapters under peft, float32 weights).
-    whole_layer = tokens * saved * (1.5 if strategy.kind in ALONE and not recipe.training.pure_bf16 else 1)
+    tokens, inner = _tokens(recipe), shape.active * shape.inner
+    # Norms: their input and output. Where transformers computes them also the input in float32, and the normed input.
+    saved = (8 if shape.own_norms else 16) * shape.hidden
+    saved += 4 * shape.queries + 4 * shape.keys + 4 * shape.heads
+    # Gate, up, and their product. Where transformers computes it also the gate's activation.
+    saved += (6 if shape.own_gates else 8) * inner + 8
+    # Casts at each use are kept too: half as much again (float32 adapters under peft).
+    whole_layer = tokens * saved * (1.5 if strategy.kind in ALONE and recipe.lora is not None else 1)
     whole_layer += tokens * RECURRENT * shape.recurrent_out
     working = tokens * (6.0 * inner + 8 * shape.hidden)
     every = recipe.training.recompute_every
     if not every:
         return {"activations": shape.layers * whole_layer + working}
-    kept = tokens * stream * shape.hidden * -(-shape.layers // every)
+    kept = HALF * tokens * shape.hidden * -(-shape.layers // every)
     not_recomputed = shape.layers - -(-shape.layers // every)
     return {"activations": kept + not_recomputed * whole_layer, "recomputed": whole_layer + working}
 

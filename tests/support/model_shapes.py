@@ -13,6 +13,11 @@ FUSED = ("phi3",)  # q, k and v are one matrix, and so are gate and up
 ROUTED = ("num_experts", "num_local_experts")
 
 
+# Families whose norms, and whose gates, are written as Llama's.
+OWN_GATES = {"llama", "mistral", "qwen3"}
+OWN_NORMS = OWN_GATES | {"phi3", "qwen3_moe"}
+
+
 @dataclass(frozen=True)
 class Shape:
     """The sizes of a decoder; counts are of weights. Norms, biases and convolutions but Llama's are left out."""
@@ -32,6 +37,8 @@ class Shape:
     recurrent_in: tuple[int, ...] = ()  # widths of such a layer's matrices from the stream
     recurrent_out: int = 0  # and of the one back to it
     gated: bool = False  # q is as wide again, for a gate
+    own_norms: bool = False  # computed by architecture/norm_and_gate.py
+    own_gates: bool = False
 
     @property
     def _attention(self) -> tuple[tuple[int, int], ...]:
@@ -111,6 +118,8 @@ def shape_of(recipe: Recipe) -> Shape:
         experts=experts,
         active=config["num_experts_per_tok"] if experts else 1,
         gated=bool(config.get("attn_output_gate")),
+        own_norms=config["model_type"] in OWN_NORMS,
+        own_gates=config["model_type"] in OWN_GATES,
         **_recurrent_layers(config),
     )
 
