@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.compiled_traffic import Kernel, by_column, compiled_kernels
-from tests.support.layer_traffic import TOKENS, layer_step, recipe_of
+from tests.support.layer_traffic import TOKENS, largest_operations, layer_step, recipe_of
 
 H, KV, INNER = 4096, 1024, 14336  # Llama 3.1 8B: hidden size, keys' and values', MLP's
 # Kernels, and bytes a token outside of matrix products and attention. A step that needs fewer lowers its row.
@@ -20,6 +20,14 @@ def test_no_more_kernels_and_bytes_than_there_were(method: str) -> None:
     # A whole layer was counted: forward, the gradient of the input, and of the weights where they are trained.
     products = 2 * TOKENS * (2 * H * H + 2 * H * KV + 3 * H * INNER) * (3 if method == "full" else 2)
     assert found["product TFLOP"] * 1e12 == pytest.approx(products, rel=0.02)
+
+
+def test_the_largest_operations_are_of_these_bytes() -> None:
+    recipe = recipe_of("lora", recomputed=False)
+    every = largest_operations(recipe, count=1_000)
+    assert sum(gigabytes for _, gigabytes in every.values()) == pytest.approx(layer_step(recipe)["other GB"], abs=0.02)
+    assert list(every)[0] == "mul"
+    assert list(largest_operations(recipe, count=3)) == list(every)[:3]
 
 
 SMALL = {

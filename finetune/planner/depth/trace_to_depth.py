@@ -73,6 +73,10 @@ def trace_to_depth(request: TraceRequest, folder: Path, *, full_depth: bool) -> 
     period, shallow = period_and_depth(kinds_of_layers(config), period)
     if not request.strategy.layers_repeat:
         shallow += layers_kept_gathered(config, _weights_an_element(request.recipe))
+    elif request.strategy.uses_engine:
+        # ZeRO-1 and 2 reduce by buckets whose size follows what is trained, and make the buffer of a rank's gradients
+        # with the first of its part of the weights: in a shallow model the embeddings', in a deep one a layer's.
+        shallow = layers
     if request.strategy.schedule or (request.recipe.lora and request.recipe.lora.names_single_layers):
         shallow = layers  # a stage has some of them; or adapters differ, so that no layer stands for another
     few, more = depths(layers, period, shallow)
