@@ -66,10 +66,14 @@ def _norm(module: Any, hidden: Tensor) -> Tensor:
 
 def _gated(module: Any, hidden: Tensor) -> Tensor:
     """[..., width] to [..., width]."""
-    gate, up = module.gate_proj(hidden), module.up_proj(hidden)
-    product = module.act_fn(gate) * up if torch.compiler.is_compiling() else _Gate.apply(gate, up)  # type: ignore[no-untyped-call]
-    result: Tensor = module.down_proj(product)
-    return result
+    if torch.compiler.is_compiling():
+        result: Tensor = type(module).forward(module, hidden)
+        return result
+    # No name for the factors: they would live on beside the product of a layer that keeps nothing.
+    product: Tensor = module.down_proj(
+        _Gate.apply(module.gate_proj(hidden), module.up_proj(hidden))  # type: ignore[no-untyped-call]
+    )
+    return product
 
 
 class _Norm(torch.autograd.Function):

@@ -25,6 +25,8 @@ from dataclasses import dataclass, replace
 from finetune.planner.closed_form.shape import QUANTISED_BLOCK, Linear, Shape
 from finetune.planner.constants import FLASH_BLOCK, FLOAT32, HALF, rounded_up
 
+NORMS = ("norm1", "norm2")  # the steps with which a half of a layer begins
+
 
 @dataclass(frozen=True)
 class LayerNumerics:
@@ -81,7 +83,7 @@ def _attention_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep
     keys_values = HALF * tokens * 2 * shape.key_size  # [T, k] bfloat16 each
     log_sums = FLOAT32 * tokens * shape.heads  # [heads, T] float32: logsumexp of each row of scores
 
-    yield _rms_norm("norm1", shape, numerics, users="qkv")  # rank.py counts its input, the layer's
+    yield _rms_norm(NORMS[0], shape, numerics, users="qkv")  # rank.py counts its input, the layer's
     projected = 0  # [T, q] and [T, k] bfloat16, as far as they are computed; backward has their gradients instead
     for name in "qkv":
         # Backward: two more [T, h], the gradient of the norm's output and what this projection adds to it.
@@ -131,7 +133,7 @@ def _mlp_half(shape: Shape, numerics: LayerNumerics) -> Iterator[LayerStep]:
     norm_output_saved = _norm_output_saved(shape, numerics, ("gate", "up"))
     live = 0 if norm_output_saved else residual  # from the norm to the MLP's end
 
-    norm = _rms_norm("norm2", shape, numerics, users=("gate", "up"))
+    norm = _rms_norm(NORMS[1], shape, numerics, users=("gate", "up"))
     # Its input [T, h], which is added to the MLP's output.
     yield replace(norm, saved_for_backward=norm.saved_for_backward + residual)
     # Backward: the gradient of the norm's output [T, h] besides what bypasses the MLP, and gate's gradient [T, f].

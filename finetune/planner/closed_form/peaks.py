@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from finetune.planner import constants as c
-from finetune.planner.closed_form.layer import LayerStep
+from finetune.planner.closed_form.layer import NORMS, LayerStep
 from finetune.planner.closed_form.rank import Bytes, RankSizes
 from finetune.planner.constants import FLOAT32, HALF, SORTED_TOKENS, loss_chunk_rows
 
@@ -70,12 +70,15 @@ def _forward(rank: RankSizes) -> Iterator[Bytes]:
     if rank.sharded:
         live = live.plus({c.GATHERED_LAYERS: layer + rank.unresharded_bytes(last), c.COMMUNICATION_BUFFERS: layer})
         yield live.plus({c.COMMUNICATION_BUFFERS: layer})  # its all-gather's output, besides that of the layer before
-    saved_in_layer = casts = kept_in_layer = 0
+    saved_in_layer = casts = kept_in_layer = of_norm = 0
     for step in rank.layer_steps:
         saved_in_layer, casts = saved_in_layer + step.saved_for_backward, casts + step.cast_weights
-        # Of a recomputed layer this is approximate: a step's tensors live a little longer than the step, and of what
-        # it keeps q, k and v are counted twice up to attention. Its recomputation takes more in any case.
-        alive = step.saved_for_backward + kept_in_layer if rank.recomputed(last) else saved_in_layer
+        # Of a recomputed layer this is approximate: a step's tensors live a little longer than the step, a norm's (the
+        # stream beside it, and its output) up to the next one, and of what it keeps q, k and v are counted twice up to
+        # attention. Its recomputation takes more in any case.
+        of_norm = 0 if step.name in NORMS else of_norm
+        alive = step.saved_for_backward + of_norm + kept_in_layer if rank.recomputed(last) else saved_in_layer
+        of_norm = step.saved_for_backward if step.name in NORMS else of_norm
         kept_in_layer += step.kept_when_selective * rank.keeps_products
         in_layer = live.plus(
             {c.ACTIVATIONS: alive, c.CAST_WEIGHTS: step.cast_weights if rank.recomputed(last) else casts}
