@@ -1,4 +1,5 @@
-"""Faults in an update of the weights: how bfloat16 is rounded, and what its random bits are made of.
+"""Faults in an update of the weights (how bfloat16 is rounded, and what its random bits are made of), and in the
+gradients of norms and gates.
 
 `python benchmarks/seeded_faults.py` seeds them; each names the tests that must notice.
 """
@@ -12,8 +13,65 @@ ITS_TESTS = "model/test_rounded_adamw.py"
 COPIES = "training/step/cast_weights.py"
 BLOCKS, BLOCKWISE = "model/optimizers/blocks.py", "model/optimizers/blockwise_adamw.py"
 BLOCKS_TESTS = "model/test_blockwise_adamw.py"
+LAYERS, LAYERS_TESTS = "architecture/norm_and_gate.py", "architecture/test_norm_and_gate.py"
 
 FAULTS_OF_UPDATES = (
+    Fault(
+        "a norm's gradient leaves out what its root depends on",
+        LAYERS,
+        "torch.addcmul(inner, hidden, along, out=wide)",
+        "wide.copy_(inner)",
+        LAYERS_TESTS,
+    ),
+    Fault(
+        "a norm's root is that of a sum, not of a mean, in its gradient",
+        LAYERS,
+        ".div_(-hidden.shape[-1])",
+        ".neg_()",
+        LAYERS_TESTS,
+    ),
+    Fault(
+        "the gradient of a norm's weight is that of its input as it came",
+        LAYERS,
+        "(_times(hidden, root) * slope)",
+        "(hidden * slope)",
+        LAYERS_TESTS,
+    ),
+    Fault(
+        "a norm rounds before it multiplies by the root",
+        LAYERS,
+        "return torch.mul(values, factor, out=torch.empty_like(values if like is None else like))",
+        "return values * factor.to(values.dtype) if like is None else (values * factor).to(like.dtype)",
+        LAYERS_TESTS,
+    ),
+    Fault(
+        "a gate passes the gradient of its sigmoid alone",
+        LAYERS,
+        "grad_gate = slope * up",
+        "grad_gate = slope.clone()",
+        LAYERS_TESTS,
+    ),
+    Fault(
+        "any gate is taken for SwiGLU",
+        LAYERS,
+        " and isinstance(module.act_fn, SILU)",
+        "",
+        LAYERS_TESTS,
+    ),
+    Fault(
+        "a norm is known by its constants alone",
+        LAYERS,
+        "code.co_code, code.co_names, code.co_consts[1:]",
+        "code.co_code, code.co_consts[1:]",
+        LAYERS_TESTS,
+    ),
+    Fault(
+        "a norm is known by its instructions without their constants",
+        LAYERS,
+        "code.co_names, code.co_consts[1:], code.co_argcount",
+        "code.co_names, code.co_argcount",
+        LAYERS_TESTS,
+    ),
     Fault(
         "bfloat16 weights are cut off and not rounded at random",
         ROUNDED,

@@ -34,8 +34,10 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback
 
 from benchmarks.common import prepare_silenced, run_ours, scratch, tiny_recipe, version_of, write_result
+from finetune.architecture.own_layers import compute_layers
 from finetune.files import append_lines
 from finetune.model.build import build_model
+from finetune.model.quantization import unpacked_weight
 from finetune.recipe.schema import Recipe
 from finetune.tokens.batches import micro_batches
 from finetune.tokens.dataset import Prepared
@@ -103,6 +105,7 @@ class Arms:
 
     def bare_ours(self, stamp: Stamp) -> None:
         model = build_model(self.recipe, torch.device("cpu"))
+        compute_layers(model, unpacked_weight)
         bare_loop(model, self.batches, lambda loss: loss / TOKENS, stamp)
 
     def ours(self, stamp: Stamp) -> None:
