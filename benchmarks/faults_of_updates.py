@@ -13,7 +13,7 @@ ITS_TESTS = "model/test_rounded_adamw.py"
 COPIES = "training/step/cast_weights.py"
 BLOCKS, BLOCKWISE = "model/optimizers/blocks.py", "model/optimizers/blockwise_adamw.py"
 BLOCKS_TESTS = "model/test_blockwise_adamw.py"
-LAYERS, LAYERS_TESTS = "architecture/norm_and_gate.py", "architecture/test_norm_and_gate.py"
+LAYERS, LAYERS_TESTS = "architecture/own_layers/norm_and_gate.py", "architecture/test_norm_and_gate.py"
 
 FAULTS_OF_UPDATES = (
     Fault(

@@ -34,7 +34,7 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback
 
 from benchmarks.common import prepare_silenced, run_ours, scratch, tiny_recipe, version_of, write_result
-from finetune.architecture.own_layers import compute_layers
+from finetune.architecture.own_layers.compute import compute_layers
 from finetune.files import append_lines
 from finetune.model.build import build_model
 from finetune.model.quantization import unpacked_weight

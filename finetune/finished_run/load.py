@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from finetune.architecture.attention import use_librarys
 from finetune.architecture.families import refuse_unsuitable
-from finetune.architecture.own_layers import compute_layers
+from finetune.architecture.own_layers.compute import compute_layers
 from finetune.errors import DoesNotFit, FinetuneError, NotFinite
 from finetune.model.adapters import silenced_peft, take_new_rows_into_loss
 from finetune.model.build import load_base

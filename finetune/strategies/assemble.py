@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from finetune.architecture.own_layers import compute_layers
+from finetune.architecture.own_layers.compute import compute_layers
 from finetune.errors import FinetuneError
 from finetune.launch.launcher import Launch
 from finetune.launch.rendezvous import collective_timeout

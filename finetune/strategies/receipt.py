@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune.architecture.lora_linear import OWN, computed_by
-from finetune.architecture.norm_and_gate import norms_and_gates
+from finetune.architecture.own_layers.lora_linear import OWN, computed_by
+from finetune.architecture.own_layers.norm_and_gate import norms_and_gates
 from finetune.architecture.recomputation.layers import keeps_products
 from finetune.errors import EnvironmentMismatch
 from finetune.model.adapter_reach import adapted_paths, describe_reach, reach

@@ -19,7 +19,7 @@ from finetune.architecture.compiled import choice
 from finetune.architecture.compiled.choice import CACHE_VARIABLE, check_compiling, compile_as_asked, keep_graphs
 from finetune.architecture.compiled.layers import CompiledLayers, compile_layers, why_not_compiled
 from finetune.architecture.loss import put_loss_into_forward
-from finetune.architecture.own_layers import compute_layers
+from finetune.architecture.own_layers.compute import compute_layers
 from finetune.architecture.recomputation.layers import checkpoint_layers
 from finetune.architecture.varlen_kernel import attend_on_cuda
 from finetune.errors import EnvironmentMismatch, FinetuneError

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from finetune.architecture.lora_linear import OWN, compute_adapters, computed_by
+from finetune.architecture.own_layers.lora_linear import OWN, compute_adapters, computed_by
 from finetune.model.quantization import unpacked_weight
 
 INPUTS, INNER, RANK = 64, 128, 4  # whole blocks of 4-bit weights, which bitsandbytes needs on a CPU

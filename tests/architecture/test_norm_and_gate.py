@@ -20,7 +20,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3MLP, Phi3RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
-from finetune.architecture.norm_and_gate import compute_norms_and_gates, norms_and_gates
+from finetune.architecture.own_layers.norm_and_gate import compute_norms_and_gates, norms_and_gates
 from tests.support.tiny import tiny_model
 
 ROWS, TOKENS, WIDTH, INNER = 3, 17, 64, 96

@@ -26,7 +26,7 @@ def test_the_largest_operations_are_of_these_bytes() -> None:
     recipe = recipe_of("lora", recomputed=False)
     every = largest_operations(recipe, count=1_000)
     assert sum(gigabytes for _, gigabytes in every.values()) == pytest.approx(layer_step(recipe)["other GB"], abs=0.02)
-    assert list(every)[0] == "mul"
+    assert "mul_" in list(every)[:2]
     assert list(largest_operations(recipe, count=3)) == list(every)[:3]
 
 

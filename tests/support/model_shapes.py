@@ -37,7 +37,7 @@ class Shape:
     recurrent_in: tuple[int, ...] = ()  # widths of such a layer's matrices from the stream
     recurrent_out: int = 0  # and of the one back to it
     gated: bool = False  # q is as wide again, for a gate
-    own_norms: bool = False  # computed by architecture/norm_and_gate.py
+    own_norms: bool = False  # computed by architecture/own_layers/norm_and_gate.py
     own_gates: bool = False
 
     @property

@@ -1,8 +1,9 @@
 """The bytes of one decoder layer, step by step: what each step saves for backward, and what is allocated while it runs.
 
 Written from transformers (models/llama/modeling_llama.py: LlamaDecoderLayer, apply_rotary_pos_emb),
-architecture/norm_and_gate.py, architecture/lora_linear.py, bitsandbytes (autograd/_functions.py: MatMul4Bit) and CUDA's
-autocast lists (ATen/autocast_mode.h). tests/planner/test_closed_form.py compares it with the trace, which runs them.
+architecture/own_layers/ (lora_linear.py, norm_and_gate.py), bitsandbytes (autograd/_functions.py: MatMul4Bit) and
+CUDA's autocast lists (ATen/autocast_mode.h). tests/planner/test_closed_form.py compares it with the trace, which runs
+them.
 Shapes: T tokens, h hidden, f inner, q = heads x head size, k = key-value heads x head size, r rank.
 
 To add a tensor: find the step that makes it, and write one line with its shape, times HALF or FLOAT32 bytes.

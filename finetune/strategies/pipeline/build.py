@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from finetune.architecture.families import router_coefficient
-from finetune.architecture.own_layers import compute_layers
+from finetune.architecture.own_layers.compute import compute_layers
 from finetune.errors import FinetuneError
 from finetune.launch.rendezvous import collective_timeout
 from finetune.model.build import decoder_parts, structure_alone

@@ -1,11 +1,11 @@
-"""The parts of a decoder layer that the kit computes by its own autograd: adapters, norms, gates."""
+"""Have all of it computed here, wherever a layer allows it."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from finetune.architecture.lora_linear import Unpack, compute_adapters
-from finetune.architecture.norm_and_gate import compute_norms_and_gates
+from finetune.architecture.own_layers.lora_linear import Unpack, compute_adapters
+from finetune.architecture.own_layers.norm_and_gate import compute_norms_and_gates
 
 
 def compute_layers(model: nn.Module, unpack: Unpack, *, adapters_by_peft: str | None = None) -> None:
