@@ -112,11 +112,11 @@ def test_adapters_as_peft_counts_them() -> None:
 
 
 def test_what_a_layer_leaves_for_backward() -> None:
-    """In bfloat16 throughout: T (16h + 4q + 4kv + 4n + 8f + 8) bytes, as can be counted by hand."""
+    """In bfloat16 throughout: T (8h + 4q + 4kv + 4n + 6f + 8) bytes, as can be counted by hand."""
     job = recipe(lora=None, training={"pure_bf16": True})
     h, q, kv, heads, inner, tokens = 4096, 4096, 1024, 32, 14336, 4096
-    saved_layer_bytes = RankSizes(job, full_config(job.model.name_or_path)[0], parse_gpus("80GB")).saved_layer_bytes
-    assert saved_layer_bytes == tokens * (16 * h + 4 * q + 4 * kv + 4 * heads + 8 * inner + 8)
+    rank = RankSizes(job, full_config(job.model.name_or_path)[0], parse_gpus("80GB"))
+    assert rank.saved_by_layers(1)[0] == tokens * (8 * h + 4 * q + 4 * kv + 4 * heads + 6 * inner + 8)
 
 
 @pytest.mark.parametrize("adapters", [False, True])

@@ -6,8 +6,8 @@ same operations would run again. Norms, RoPE and SwiGLU are cheap beside the pro
 
 torch's own pair, create_selective_checkpoint_contexts, is not used for three reasons. It keeps the last product of a
 layer, [tokens, hidden], which backward does not need. A product to which another is added in place, as in
-own_layers/lora_linear.py, it either refuses or, with allow_cache_entry_mutation, returns with whatever was written to it
-since. And torch 2.11 asks its policy again in backward, which a policy that looks at what came before cannot answer.
+own_layers/lora_linear.py, it either refuses or, with allow_cache_entry_mutation, returns with whatever was written to
+it since. And torch 2.11 asks its policy again in backward, which a policy that looks at what came before cannot answer.
 """
 
 from __future__ import annotations
