@@ -48,11 +48,9 @@ def test_it_is_the_default() -> None:
     assert Training().recompute_every == 1  # unless it is resolved
 
 
-def test_each_needs_less_than_the_one_before_but_every_second_layer() -> None:
+def test_each_needs_less_than_the_one_before() -> None:
     none, selective, second, every = map(upper, RECOMPUTATIONS)
-    assert none > second > every
-    assert none > selective > every
-    assert selective == pytest.approx(second, rel=0.02)
+    assert none > selective > second > every
 
 
 @pytest.mark.parametrize(
@@ -61,7 +59,7 @@ def test_each_needs_less_than_the_one_before_but_every_second_layer() -> None:
         (upper(False), False),
         (upper(False) - 1, "selective"),
         (upper("selective"), "selective"),
-        (min(upper("selective"), upper(2)) - 1, True),
+        (upper(2) - 1, True),
         (upper(True), True),
         (upper(True) - 1, True),
     ],
@@ -88,9 +86,9 @@ def test_the_line_says_why() -> None:
     assert choose_recomputation(recipe(), with_memory(80 * gib)).line == (
         f"activation checkpointing: none, because the plan needs at most {upper(False) / gib:.1f} of 80.0 GiB"
     )
-    assert choose_recomputation(recipe(), with_memory(40 * gib)).line == (
+    assert choose_recomputation(recipe(), with_memory(38 * gib)).line == (
         f"activation checkpointing: selective, because the plan needs at most {upper('selective') / gib:.1f} "
-        f"of 40.0 GiB, and {upper(False) / gib:.1f} with none"
+        f"of 38.0 GiB, and {upper(False) / gib:.1f} with none"
     )
     assert choose_recomputation(recipe(), with_memory(25 * gib)).line == (
         f"activation checkpointing: all layers, because the plan needs at most {upper(True) / gib:.1f} of 25.0 GiB, "
