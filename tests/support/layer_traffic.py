@@ -97,7 +97,7 @@ def _by_name() -> Iterator[dict[str, list[int]]]:
         latest = name
         return measured(func, name, *rest)
 
-    def noting_bytes(phase: str, kind: str, flop: int, nbytes: int, itemsize: int, place: int = 0) -> Operation:
+    def noting_bytes(phase: str, kind: str, flop: int, nbytes: int, itemsize: int, place: str) -> Operation:
         if kind == "other" and phase in ("forward", "backward"):
             entry = tally.setdefault(latest, [0, 0])
             entry[0] += 1

@@ -1,4 +1,4 @@
-"""Have all of it computed here, wherever a layer allows it."""
+"""The one call that has a model's adapters, norms and gates computed here."""
 
 from __future__ import annotations
 
