@@ -12,25 +12,34 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers import Gemma3TextConfig, LlamaConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralMLP, MistralRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3MLP, Phi3RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 from finetune.architecture.own_layers.norm_and_gate import compute_norms_and_gates, norms_and_gates
 from tests.support.tiny import tiny_model
 
 ROWS, TOKENS, WIDTH, INNER = 3, 17, 64, 96
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
+KINDS: list[Any] = [LlamaRMSNorm, Olmo2RMSNorm, Gemma3RMSNorm]  # one as each is written
+ACTIVATIONS = ["silu", "swish", "gelu", "gelu_pytorch_tanh"]
 
 
 def norm(dtype: torch.dtype = torch.float32, kind: Any = LlamaRMSNorm) -> nn.Module:
     made: nn.Module = kind(WIDTH, eps=1e-5)
-    made.weight.data = drawn(WIDTH).abs().add(0.1).to(dtype)  # type: ignore[union-attr,operator]
+    made.weight.data = drawn(WIDTH).abs().add(0.1 - offset_of(made)).to(dtype)  # type: ignore[union-attr,operator]
     return made
+
+
+def offset_of(made: nn.Module) -> int:
+    return int(type(made) in (Gemma3RMSNorm, Qwen3_5RMSNorm))
 
 
 def gate(dtype: torch.dtype = torch.float32, kind: Any = LlamaMLP, act: str = "silu") -> nn.Module:
@@ -59,10 +68,12 @@ def learned(module: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, 
     return found | {name: weight.grad for name, weight in module.named_parameters() if weight.grad is not None}
 
 
-def by_hand(weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+def by_hand(of: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """A norm's output and gradients in float64, from its formula."""
+    weight: Tensor = of.weight.detach()  # type: ignore[operator,assignment]
     hidden, slope = (2 * drawn(ROWS, TOKENS, WIDTH)).to(dtype).double(), drawn(ROWS, TOKENS, WIDTH, seed=2)
-    slope, weight = slope.to(torch.result_type(hidden.to(dtype), weight)).double(), weight.double()
+    given = torch.result_type(hidden.to(dtype), weight) if type(of) is LlamaRMSNorm else dtype
+    slope, weight = slope.to(given).double(), weight.double() + offset_of(of)
     root = (hidden.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     along = (slope * weight * hidden).mean(-1, keepdim=True)
     return {
@@ -77,16 +88,20 @@ def error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float
     return {name: float((found[name].double() - each).norm() / each.norm()) for name, each in exact.items()}
 
 
-def test_a_norm_is_its_formula() -> None:
-    own = owned(norm())
-    assert max(error(learned(own), by_hand(own.weight.detach(), torch.float32)).values()) < 1e-6  # type: ignore[operator]
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_norm_is_its_formula(kind: Any) -> None:
+    own = owned(norm(kind=kind))
+    assert max(error(learned(own), by_hand(own, torch.float32)).values()) < 1e-6
 
 
 @pytest.mark.parametrize("weights", FORMATS)
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_a_norm_is_no_further_from_its_formula_than_transformers(dtype: torch.dtype, weights: torch.dtype) -> None:
-    theirs = norm(weights)
-    exact = by_hand(theirs.weight.detach(), dtype)  # type: ignore[operator]
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_norm_is_no_further_from_its_formula_than_transformers(
+    kind: Any, dtype: torch.dtype, weights: torch.dtype
+) -> None:
+    theirs = norm(weights, kind)
+    exact = by_hand(theirs, dtype)
     found, librarys = learned(owned(theirs), dtype), learned(theirs, dtype)
     assert {name: each.dtype for name, each in found.items()} == {name: each.dtype for name, each in librarys.items()}
     margin = 2e-8  # a float32 sum in another order
@@ -94,24 +109,27 @@ def test_a_norm_is_no_further_from_its_formula_than_transformers(dtype: torch.dt
     assert all(errors[name] <= 1.01 * limits[name] + margin for name in exact), (errors, limits)
 
 
-def test_in_bfloat16_a_norm_has_transformers_bits() -> None:
-    theirs = norm(torch.bfloat16)
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_bfloat16_a_norm_has_transformers_bits(kind: Any) -> None:
+    theirs = norm(torch.bfloat16, kind)
     found, librarys = learned(owned(theirs), torch.bfloat16), learned(theirs, torch.bfloat16)
     for name, expected in librarys.items():
         assert (found[name] != expected).double().mean() < 0.002, name
 
 
+@pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", FORMATS)
-def test_a_gate_has_transformers_bits(dtype: torch.dtype) -> None:
-    theirs = gate(dtype)
+def test_a_gate_has_transformers_bits(dtype: torch.dtype, act: str) -> None:
+    theirs = gate(dtype, act=act)
     found, librarys = learned(owned(theirs), dtype), learned(theirs, dtype)
     assert found.keys() == librarys.keys()
     assert all(torch.equal(found[name], expected) for name, expected in librarys.items())
     assert len(librarys) == 2 + 3
+    assert norms_and_gates(owned(theirs)) == {"norms": 0, "gates": 1}
 
 
 def test_under_autocast_too() -> None:
-    for theirs in (norm(torch.bfloat16), gate(torch.bfloat16)):
+    for theirs in (*(norm(torch.bfloat16, kind) for kind in KINDS), gate(torch.bfloat16)):
         with torch.autocast("cpu", torch.bfloat16):
             found, librarys = learned(owned(theirs), torch.bfloat16), learned(theirs, torch.bfloat16)
         for name, expected in librarys.items():
@@ -119,14 +137,20 @@ def test_under_autocast_too() -> None:
             assert (found[name] != expected).double().mean() < 0.002, name
 
 
-@pytest.mark.parametrize("kind", [LlamaRMSNorm, MistralRMSNorm, Qwen3RMSNorm, Phi3RMSNorm])
+@pytest.mark.parametrize("kind", [*KINDS, MistralRMSNorm, Qwen3RMSNorm, Phi3RMSNorm, GptOssRMSNorm, Qwen3_5RMSNorm])
 def test_norms_of_these_classes_are(kind: Any) -> None:
-    assert norms_and_gates(owned(norm(kind=kind))) == {"norms": 1, "gates": 0}
+    made = norm(kind=kind) if kind is not Qwen3_5RMSNorm else kind(WIDTH, eps=1e-5)
+    assert norms_and_gates(owned(made)) == {"norms": 1, "gates": 0}
 
 
 @pytest.mark.parametrize("kind", [LlamaMLP, MistralMLP, Qwen3MLP])
 def test_gates_of_these_classes_are(kind: Any) -> None:
     assert norms_and_gates(owned(gate(kind=kind))) == {"norms": 0, "gates": 1}
+
+
+def test_gemmas_gate_is() -> None:
+    made = Gemma3MLP(Gemma3TextConfig(hidden_size=WIDTH, intermediate_size=INNER))  # type: ignore[no-untyped-call]
+    assert norms_and_gates(owned(made)) == {"norms": 0, "gates": 1}
 
 
 class Doubled(LlamaRMSNorm):
@@ -157,11 +181,19 @@ class OfItsOwn(LlamaRMSNorm):
         return self.weight * x.to(kind)
 
 
+class OfAnotherRoot(Gemma3RMSNorm):
+    """Its forward is the one it inherits."""
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + self.eps)
+
+
 def test_instructions_decide_and_no_name() -> None:
     assert norms_and_gates(owned(OfItsOwn(WIDTH))) == {"norms": 1, "gates": 0}
-    for other in (Doubled, Narrower, Gemma3RMSNorm, Olmo2RMSNorm):
+    for other in (Doubled, Narrower, OfAnotherRoot, Gemma3nRMSNorm):
         assert norms_and_gates(owned(other(WIDTH))) == {"norms": 0, "gates": 0}, other  # type: ignore[arg-type]
-    others = [gate(act="gelu"), Phi3MLP(LlamaConfig(hidden_size=WIDTH, intermediate_size=INNER))]  # type: ignore[arg-type]
+    others = [gate(act="gelu_new"), gate(act="gelu_python"), gate(act="gelu_python_tanh"), gate(act="relu")]
+    others += [Phi3MLP(LlamaConfig(hidden_size=WIDTH, intermediate_size=INNER))]  # type: ignore[arg-type]
     assert all(norms_and_gates(owned(other)) == {"norms": 0, "gates": 0} for other in others)
 
 
@@ -183,8 +215,9 @@ def kept() -> Iterator[list[Tensor]]:
         yield found
 
 
-def test_a_norm_keeps_its_input_as_it_came_and_a_root_for_each_token() -> None:
-    own, hidden = owned(norm(torch.bfloat16)), drawn(ROWS, TOKENS, WIDTH).bfloat16().requires_grad_()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_norm_keeps_its_input_as_it_came_and_a_root_for_each_token(kind: Any) -> None:
+    own, hidden = owned(norm(torch.bfloat16, kind)), drawn(ROWS, TOKENS, WIDTH).bfloat16().requires_grad_()
     with kept() as tensors:
         own(hidden)
     assert [each.data_ptr() for each in tensors[:2]] == [hidden.data_ptr(), own.weight.data_ptr()]  # type: ignore[operator]
@@ -205,11 +238,13 @@ def test_a_gate_keeps_its_two_factors() -> None:
     assert sum(each.shape == (ROWS, TOKENS, INNER) for each in tensors) == 2
 
 
-def test_a_models_loss_and_gradients_are_the_librarys() -> None:
-    theirs = tiny_model("qwen3")
+@pytest.mark.parametrize(("family", "of_a_layer"), [("qwen3", 4), ("gemma3_text", 6)])
+def test_a_models_loss_and_gradients_are_the_librarys(family: str, of_a_layer: int) -> None:
+    theirs = tiny_model(family)
     own = copy.deepcopy(theirs)
     compute_norms_and_gates(own)
-    assert norms_and_gates(own) == {"norms": 2 * 4 + 1, "gates": 2}
+    assert norms_and_gates(own) == {"norms": 2 * of_a_layer + 1, "gates": 2}
+    own = copy.deepcopy(own)  # as peft copies what it trains in full
     ids = torch.arange(2 * TOKENS).reshape(2, TOKENS) * 7 % 512
     found = {}
     for name, model in (("own", own), ("library's", theirs)):
@@ -220,7 +255,11 @@ def test_a_models_loss_and_gradients_are_the_librarys() -> None:
     assert max(error(found["own"], exact).values()) < 2e-6
 
 
-@pytest.mark.parametrize("module", [norm(torch.bfloat16), gate(torch.bfloat16)], ids=["norm", "gate"])
+@pytest.mark.parametrize(
+    "module",
+    [norm(torch.bfloat16), norm(torch.bfloat16, Gemma3RMSNorm), gate(torch.bfloat16)],
+    ids=["norm", "Gemma's", "gate"],
+)
 def test_recomputed_they_have_the_same_bits(module: nn.Module) -> None:
     own = owned(module)
     plain = learned(own, torch.bfloat16)
@@ -234,7 +273,8 @@ def test_recomputed_they_have_the_same_bits(module: nn.Module) -> None:
     assert all(torch.equal(plain[name], each) for name, each in recomputed.items())
 
 
-def test_in_float64_a_norm_is_transformers_own() -> None:
-    theirs = norm(torch.float64)
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_float64_a_norm_is_transformers_own(kind: Any) -> None:
+    theirs = norm(torch.float64, kind)
     found, librarys = learned(owned(theirs), torch.float64), learned(theirs, torch.float64)
     assert all(torch.equal(found[name], each) for name, each in librarys.items())

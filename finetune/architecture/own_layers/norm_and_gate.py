@@ -1,39 +1,78 @@
-"""RMSNorm and SwiGLU as one step of autograd each: fewer passes over memory, and less kept for backward.
+"""RMSNorm and gated MLPs as one step of autograd each: fewer passes over memory, and less kept for backward.
 
 transformers writes both one operation after another. Of a norm autograd then keeps the input in float32, and the normed
-input where the weight is trained; of the gate silu(g) besides g and u. Here the input is kept as it came, which is the
-residual stream and is there anyway, and silu(g) is computed once more. Forward rounds where transformers does, so in 16
+input where the weight is trained; of a gate act(g) besides g and u. Here the input is kept as it came, which is the
+residual stream and is there anyway, and act(g) is computed once more. Forward rounds where transformers does, so in 16
 bits it returns the same bits but where a mean square, summed in another order, is on the edge between two.
 
-Only instances change, and only those of a class whose forward is LlamaRMSNorm's or LlamaMLP's, instruction by
-instruction: two thirds of transformers' norms are. A compiled layer runs as it is written, torch's compiler fuses both.
+Only instances change, and only those of a class whose forward is, instruction by instruction, that of a norm in
+WRITTEN or of LlamaMLP: five of six RMSNorms of transformers are. A compiled layer runs as it is written, torch's
+compiler fuses both.
 """
 
 from __future__ import annotations
 
-from types import CodeType, MethodType
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16)
-SILU = (nn.SiLU, type(ACT2FN["silu"]))
+
+
+class Written(NamedTuple):
+    """How a norm of transformers is written."""
+
+    original: type[nn.Module]
+    epsilon: str  # the attribute
+    offset: float | None  # what is added to the weight, and the product rounded once; None: as Llama's, before it
+
+
+WRITTEN = (
+    Written(LlamaRMSNorm, "variance_epsilon", None),
+    Written(Olmo2RMSNorm, "variance_epsilon", 0.0),
+    Written(GemmaRMSNorm, "eps", 1.0),
+)
+
+
+class Activation(NamedTuple):
+    """What a gate's first factor goes through."""
+
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[..., Tensor]  # of the gradient and the input, into `grad_input`
+
+
+def _gelu(approximate: str) -> Activation:
+    backward = partial(torch.ops.aten.gelu_backward.grad_input, approximate=approximate)
+    return Activation(partial(F.gelu, approximate=approximate), backward)
+
+
+ACTIVATIONS = {
+    "silu": Activation(F.silu, torch.ops.aten.silu_backward.grad_input),
+    "gelu": _gelu("none"),
+    "gelu_tanh": _gelu("tanh"),
+}
 
 
 def compute_norms_and_gates(model: nn.Module) -> None:
-    """Have every RMSNorm and SwiGLU of `model` that is written as Llama's computed by this module."""
+    """Have every RMSNorm and gated MLP of `model` that is written as one that is known here computed by this module."""
     for module in model.modules():
         if "forward" in vars(module):
             continue
-        if _runs_as(module, LlamaRMSNorm):
-            module.forward = MethodType(_norm, module)
-        elif _runs_as(module, LlamaMLP) and isinstance(module.act_fn, SILU):
-            module.forward = MethodType(_gated, module)
+        known: Any = module
+        if (written := next((each for each in WRITTEN if _runs_as(module, each.original)), None)) is not None:
+            known.finetune_norm, known.forward = written, MethodType(_norm, module)
+        elif _runs_as(module, LlamaMLP) and (activation := _activation(known.act_fn)) is not None:
+            known.finetune_activation, known.forward = activation, MethodType(_gated, module)
 
 
 def norms_and_gates(model: nn.Module) -> dict[str, int]:
@@ -42,17 +81,37 @@ def norms_and_gates(model: nn.Module) -> dict[str, int]:
     return {"norms": own.count(_norm), "gates": own.count(_gated)}
 
 
+def _activation(module: Any) -> str | None:
+    """Its name among ACTIVATIONS; None: it is none of them."""
+    if isinstance(module, (nn.SiLU, type(ACT2FN["silu"]))):
+        return "silu"
+    computed = getattr(module, "act", None)  # transformers has the formula in Python too, which rounds otherwise
+    if isinstance(module, type(ACT2FN["gelu"])) and computed is F.gelu:
+        return "gelu"
+    if isinstance(module, type(ACT2FN["gelu_pytorch_tanh"])) and isinstance(computed, partial):
+        return "gelu_tanh"
+    return None
+
+
 def _runs_as(module: nn.Module, original: type[nn.Module]) -> bool:
-    """Whether a module's forward has the instructions of another class's, whatever its variables are called."""
-    forward = type(module).forward
-    code = getattr(forward, "__code__", None)
-    if code is None or _instructions(code) != _instructions(original.forward.__code__):
+    """Whether a module's forward has the instructions of another class's, whatever its variables are called, and so
+    has what that forward calls of its own class."""
+    names = [name for name in ("forward", "_norm") if hasattr(original, name)]
+    return all(_same_instructions(getattr(type(module), name, None), getattr(original, name)) for name in names)
+
+
+def _same_instructions(function: Any, original: Any) -> bool:
+    if getattr(function, "__code__", None) is None or _instructions(function) != _instructions(original):
         return False
-    return forward.__closure__ is None and forward.__globals__.get("torch", torch) is torch
+    return function.__closure__ is None and function.__globals__.get("torch", torch) is torch
 
 
-def _instructions(code: CodeType) -> tuple[Any, ...]:
-    return code.co_code, code.co_names, code.co_consts[1:], code.co_argcount  # the first constant is its docstring
+def _instructions(function: Any) -> tuple[Any, ...]:
+    code = function.__code__
+    constants = code.co_consts
+    if constants and constants[0] is function.__doc__:
+        constants = constants[1:]
+    return code.co_code, code.co_names, constants, code.co_argcount
 
 
 def _norm(module: Any, hidden: Tensor) -> Tensor:
@@ -60,7 +119,9 @@ def _norm(module: Any, hidden: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or hidden.dtype not in FORMATS:
         result: Tensor = type(module).forward(module, hidden)
         return result
-    normed: Tensor = _Norm.apply(hidden, module.weight, module.variance_epsilon)  # type: ignore[no-untyped-call]
+    written: Written = module.finetune_norm
+    epsilon = getattr(module, written.epsilon)
+    normed: Tensor = _Norm.apply(hidden, module.weight, epsilon, written.offset)  # type: ignore[no-untyped-call]
     return normed
 
 
@@ -71,55 +132,70 @@ def _gated(module: Any, hidden: Tensor) -> Tensor:
         return result
     # No name for the factors: they would live on beside the product of a layer that keeps nothing.
     product: Tensor = module.down_proj(
-        _Gate.apply(module.gate_proj(hidden), module.up_proj(hidden))  # type: ignore[no-untyped-call]
+        _Gate.apply(  # type: ignore[no-untyped-call]
+            module.gate_proj(hidden), module.up_proj(hidden), module.finetune_activation
+        )
     )
     return product
 
 
 class _Norm(torch.autograd.Function):
-    """w * round(x * r), r = 1 / sqrt(mean(x^2) + epsilon) in float32; `round` to the number format of x."""
+    """x * r * w, r = 1 / sqrt(mean(x^2) + epsilon), in float32, rounded to the number format of x. Without an offset,
+    x * r is rounded before it is multiplied by w."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, epsilon: float, offset: float | None) -> Tensor:
         length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True, dtype=torch.float32)
         root = length.square_().div_(hidden.shape[-1]).add_(epsilon).rsqrt_()  # [..., 1] float32
         ctx.save_for_backward(hidden, weight, root)
+        ctx.offset = offset
+        if offset is not None:
+            wide, factor = hidden * root, _wide(weight, offset)
+            return wide.mul_(factor) if wide.dtype == hidden.dtype else _times(wide, factor, like=hidden)
         normed = _times(hidden, root)
         return normed.mul_(weight) if normed.dtype == torch.result_type(normed, weight) else normed * weight
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight, root = ctx.saved_tensors
-        of_hidden, of_weight, _ = ctx.needs_input_grad
+        of_hidden, of_weight, *_ = ctx.needs_input_grad
         grad_weight = None
         if of_weight:
-            grad_weight = (_times(hidden, root) * slope).flatten(0, -2).sum(0).to(weight.dtype)
+            normed = _times(hidden, root) if ctx.offset is None else hidden * root
+            grad_weight = (normed * slope).flatten(0, -2).sum(0).to(weight.dtype)
+            del normed
         if not of_hidden:
-            return None, grad_weight, None
-        inner = (slope * weight).to(hidden.dtype)
+            return None, grad_weight, None, None
+        inner = (slope * weight).to(hidden.dtype) if ctx.offset is None else slope * _wide(weight, ctx.offset)
         wide = inner.float().mul_(hidden) if inner.dtype != torch.float32 else inner * hidden
         along = wide.sum(-1, keepdim=True).mul_(root).mul_(root).div_(-hidden.shape[-1])  # [..., 1] float32
         torch.addcmul(inner, hidden, along, out=wide)
         del inner  # before the result is there
-        return _times(wide, root, like=hidden), grad_weight, None
+        return _times(wide, root, like=hidden), grad_weight, None, None
+
+
+def _wide(weight: Tensor, offset: float) -> Tensor:
+    return weight.float() + offset if offset else weight.float()
 
 
 class _Gate(torch.autograd.Function):
-    """silu(g) * u."""
+    """act(g) * u."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, name: str) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        ctx.name = name
+        return ACTIVATIONS[name].forward(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        grad_up = F.silu(gate).mul_(slope)
+        activation = ACTIVATIONS[ctx.name]
+        grad_up = activation.forward(gate).mul_(slope)
         grad_gate = slope * up
-        return torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate), grad_up
+        return activation.backward(grad_gate, gate, grad_input=grad_gate), grad_up, None
 
 
 def _times(values: Tensor, factor: Tensor, like: Tensor | None = None) -> Tensor:
