@@ -33,8 +33,36 @@ FAULTS_OF_UPDATES = (
     Fault(
         "the gradient of a norm's weight is that of its input as it came",
         LAYERS,
-        "(_times(hidden, root) * slope)",
+        "(normed * slope)",
         "(hidden * slope)",
+        LAYERS_TESTS,
+    ),
+    Fault(
+        "the gradient of a norm's input leaves out what is added to its weight",
+        LAYERS,
+        "else slope * _wide(weight, ctx.offset)",
+        "else slope * weight.float()",
+        LAYERS_TESTS,
+    ),
+    Fault(
+        "a norm that rounds once is rounded before its weight",
+        LAYERS,
+        "wide, factor = hidden * root, _wide(weight, offset)",
+        "wide, factor = _times(hidden, root).float(), _wide(weight, offset)",
+        LAYERS_TESTS,
+    ),
+    Fault(
+        "a norm is known by its forward, whatever that calls",
+        LAYERS,
+        'for name in ("forward", "_norm") if',
+        'for name in ("forward",) if',
+        LAYERS_TESTS,
+    ),
+    Fault(
+        "GELU's gradient is that of its other formula",
+        LAYERS,
+        "partial(torch.ops.aten.gelu_backward.grad_input, approximate=approximate)",
+        'partial(torch.ops.aten.gelu_backward.grad_input, approximate="none")',
         LAYERS_TESTS,
     ),
     Fault(
@@ -54,21 +82,23 @@ FAULTS_OF_UPDATES = (
     Fault(
         "any gate is taken for SwiGLU",
         LAYERS,
-        " and isinstance(module.act_fn, SILU)",
-        "",
+        """        return "gelu_tanh"
+    return None""",
+        """        return "gelu_tanh"
+    return "silu\"""",
         LAYERS_TESTS,
     ),
     Fault(
         "a norm is known by its constants alone",
         LAYERS,
-        "code.co_code, code.co_names, code.co_consts[1:]",
-        "code.co_code, code.co_consts[1:]",
+        "code.co_code, code.co_names, constants",
+        "code.co_code, constants",
         LAYERS_TESTS,
     ),
     Fault(
         "a norm is known by its instructions without their constants",
         LAYERS,
-        "code.co_names, code.co_consts[1:], code.co_argcount",
+        "code.co_names, constants, code.co_argcount",
         "code.co_names, code.co_argcount",
         LAYERS_TESTS,
     ),

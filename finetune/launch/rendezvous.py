@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import psutil
@@ -17,6 +17,7 @@ import torch
 
 from finetune.errors import EnvironmentMismatch, NoRendezvous
 from finetune.launch.launcher import Launch
+from finetune.launch.signals import ended_by_interrupt
 from finetune.recipe.schema import Recipe
 from finetune.wording import counted
 
@@ -105,7 +106,8 @@ def collective_timeout(recipe: Recipe) -> timedelta:
 
 @contextmanager
 def rendezvous(launch: Launch) -> Iterator[None]:
-    """Around the creation of the process group: prints after a minute which address it waits for.
+    """Around the creation of the process group: prints after a minute which address it waits for. Ctrl-C ends a rank of
+    several at once.
 
     Raises:
         NoRendezvous: the ranks did not find each other; the message names rank, address, reason and what to check.
@@ -116,7 +118,8 @@ def rendezvous(launch: Launch) -> Iterator[None]:
     if launch.world_size > 1 and launch.local_rank == 0:
         hint.start()
     try:
-        yield
+        with ended_by_interrupt() if launch.world_size > 1 else nullcontext():
+            yield
     except (RuntimeError, ValueError) as error:
         another = isinstance(error, ValueError) and "rendezvous" not in str(error)
         if another or launch.world_size == 1 or torch.distributed.is_initialized():

@@ -77,6 +77,20 @@ def stopped_by_signals() -> Iterator[None]:
 
 
 @contextmanager
+def ended_by_interrupt() -> Iterator[None]:
+    """Within, SIGINT ends this process at once, as SIGTERM does: a rank that waits for the others inside a library runs
+    none of Python's handlers, and the launcher would kill it after 30 s, or nobody would."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def stop_on_signals(request: StopRequest, *, announce: bool = True) -> Iterator[None]:
     """Turns the signals of STOPPING into a flag while the block runs; afterwards the earlier handlers are restored.
 

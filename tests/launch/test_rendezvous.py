@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -16,6 +20,7 @@ from finetune.errors import EnvironmentMismatch, NoRendezvous
 from finetune.launch import rendezvous as rendezvous_module
 from finetune.launch.launcher import Launch
 from finetune.launch.rendezvous import check_world, collective_timeout, interface_towards, rendezvous
+from tests.support.cells import free_ports
 from tests.support.launching import ALONE
 from tests.support.recipes import least_recipe
 
@@ -61,6 +66,39 @@ def test_a_long_wait_gets_a_hint(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         with rendezvous(quiet):
             time.sleep(0.1)
     assert capsys.readouterr().err == ""
+
+
+WAITS = """
+import torch
+from datetime import timedelta
+from finetune.launch.launcher import read_launch
+from finetune.launch.rendezvous import rendezvous
+with rendezvous(read_launch()):
+    print("waits", flush=True)
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
+"""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_interrupt_ends_a_rank_that_waits_for_another(rank: str) -> None:
+    (port,) = free_ports(1)
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = [sys.executable, "-c", WAITS]
+    with subprocess.Popen(words, env=os.environ | ranks | place, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        time.sleep(1)  # until it is inside of torch
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == -signal.SIGINT
+
+
+def test_afterwards_an_interrupt_is_pythons_again() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    for launch, within in ((TWO_HOSTS, signal.SIG_DFL), (ALONE, before)):
+        with rendezvous(launch):
+            assert signal.getsignal(signal.SIGINT) == within
+        assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_the_interface_that_leads_there() -> None:
