@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import Gemma3TextConfig, LlamaConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm
-from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralMLP, MistralRMSNorm
@@ -28,7 +28,7 @@ from tests.support.tiny import tiny_model
 
 ROWS, TOKENS, WIDTH, INNER = 3, 17, 64, 96
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
-KINDS: list[Any] = [LlamaRMSNorm, Olmo2RMSNorm, Gemma3RMSNorm]  # one as each is written
+KINDS: list[Any] = [LlamaRMSNorm, Olmo2RMSNorm, Gemma3RMSNorm, Gemma4RMSNorm]  # one as each is written
 ACTIVATIONS = ["silu", "swish", "gelu", "gelu_pytorch_tanh"]
 
 
@@ -190,9 +190,10 @@ class OfAnotherRoot(Gemma3RMSNorm):
 
 def test_instructions_decide_and_no_name() -> None:
     assert norms_and_gates(owned(OfItsOwn(WIDTH))) == {"norms": 1, "gates": 0}
-    for other in (Doubled, Narrower, OfAnotherRoot, Gemma3nRMSNorm):
+    for other in (Doubled, Narrower, OfAnotherRoot):
         assert norms_and_gates(owned(other(WIDTH))) == {"norms": 0, "gates": 0}, other  # type: ignore[arg-type]
-    others = [gate(act="gelu_new"), gate(act="gelu_python"), gate(act="gelu_python_tanh"), gate(act="relu")]
+    others = [Gemma4RMSNorm(WIDTH, with_scale=False)]
+    others += [gate(act="gelu_new"), gate(act="gelu_python"), gate(act="gelu_python_tanh"), gate(act="relu")]
     others += [Phi3MLP(LlamaConfig(hidden_size=WIDTH, intermediate_size=INNER))]  # type: ignore[arg-type]
     assert all(norms_and_gates(owned(other)) == {"norms": 0, "gates": 0} for other in others)
 

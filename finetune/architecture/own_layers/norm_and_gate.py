@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
@@ -41,6 +42,7 @@ WRITTEN = (
     Written(LlamaRMSNorm, "variance_epsilon", None),
     Written(Olmo2RMSNorm, "variance_epsilon", 0.0),
     Written(GemmaRMSNorm, "eps", 1.0),
+    Written(Gemma3nRMSNorm, "eps", 0.0),  # Gemma 4's too
 )
 
 
@@ -69,7 +71,8 @@ def compute_norms_and_gates(model: nn.Module) -> None:
         if "forward" in vars(module):
             continue
         known: Any = module
-        if (written := next((each for each in WRITTEN if _runs_as(module, each.original)), None)) is not None:
+        written = next((each for each in WRITTEN if _runs_as(module, each.original)), None)
+        if written is not None and isinstance(getattr(module, "weight", None), Tensor):  # some have none
             known.finetune_norm, known.forward = written, MethodType(_norm, module)
         elif _runs_as(module, LlamaMLP) and (activation := _activation(known.act_fn)) is not None:
             known.finetune_activation, known.forward = activation, MethodType(_gated, module)
