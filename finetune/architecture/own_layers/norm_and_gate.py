@@ -6,7 +6,7 @@ residual stream and is there anyway, and act(g) is computed once more. Forward r
 bits it returns the same bits but where a mean square, summed in another order, is on the edge between two.
 
 Only instances change, and only those of a class whose forward is, instruction by instruction, that of a norm in
-WRITTEN or of LlamaMLP: five of six RMSNorms of transformers are. A compiled layer runs as it is written, torch's
+WRITTEN or of LlamaMLP: seven of eight RMSNorms of transformers are. A compiled layer runs as it is written, torch's
 compiler fuses both.
 """
 
