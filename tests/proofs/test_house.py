@@ -1,11 +1,10 @@
-"""The house rules that a machine can hold: import order, sizes, names that shadow nothing."""
+"""The house rules that a machine can check: import order, names that shadow nothing."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
 import importlib.metadata
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -48,9 +47,6 @@ lectures.command lectures.output
 planner.audit planner.command planner.explain planner.pick planner.remedies planner.run_planner planner.variants
 """.split()
 SLOW_TO_IMPORT = {"torch", "transformers", "accelerate", "peft", "datasets"}
-MOST_MODULES = 12  # of one folder, besides its __init__
-LONGEST_FILE = 300
-LONGEST_FUNCTION = 60
 
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text())
@@ -234,7 +230,6 @@ def test_every_folder_says_what_it_is_for() -> None:
         words = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
         assert words, folder
         assert folder == PACKAGE or "May import: " in words, folder
-        assert len([path for path in folder.glob("*.py") if path.stem != "__init__"]) <= MOST_MODULES, folder
 
 
 @pytest.mark.slow
@@ -267,26 +262,6 @@ def test_a_public_name_means_one_thing() -> None:
             defined_twice = {name: owner[name] for name in public_names(module) if name in owner}
             assert not defined_twice, f"{module} defines {defined_twice} once more"
             owner |= dict.fromkeys(public_names(module), module)
-
-
-def functions() -> list[tuple[int, str]]:
-    result = []
-    for module, tree in MODULES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert node.end_lineno is not None
-                result.append((node.end_lineno - node.lineno + 1, f"{module}.{node.name}"))
-    return result
-
-
-def test_functions_and_files_are_short() -> None:
-    lengths = functions()
-    sizes = sorted(size for size, _ in lengths)
-    assert len(sizes) > 50
-    assert statistics.median(sizes) <= 12
-    assert sizes[int(0.9 * (len(sizes) - 1))] <= 35
-    assert not [name for size, name in lengths if size > LONGEST_FUNCTION]
-    assert not [path for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > LONGEST_FILE]
 
 
 def test_no_conflict_is_left_in_a_file() -> None:
