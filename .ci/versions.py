@@ -1,6 +1,6 @@
 """Install the lowest or the newest supported versions in an environment of their own, and run the tests there.
 
-    python .ci/versions.py lowest                        every lower bound of pyproject.toml; the tests that CI runs there
+    python .ci/versions.py lowest                        every lower bound of pyproject.toml; CI runs its tests
     python .ci/versions.py newest                        the newest that pyproject.toml allows; the default suite
     python .ci/versions.py lowest tests/model -k loss    other tests: everything after the name goes to pytest
     python .ci/versions.py lowest --requirements         print what would be installed

@@ -64,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_recipe(loaded: LoadedRecipe) -> int:
     """Train to the end, or to a signal; returns 0 or 130. Raises FinetuneError."""
+    from finetune.launch.signals import StopRequest, die_with_launcher
+
+    die_with_launcher()  # before torch is imported: a hundred ranks need minutes for that
     for library in ("bitsandbytes", "torchao"):  # log missing optional kernels when they are imported
         logging.getLogger(library).setLevel(logging.ERROR)
     from finetune.launch.cpu_memory import bound_libraries
@@ -74,7 +77,6 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     from finetune.hub.around_training import check_before_training, push_after_training, refuse_secrets
     from finetune.hub.start_adapter import find_start_adapter
     from finetune.launch.launcher import continue_command, read_launch, under_launcher
-    from finetune.launch.signals import StopRequest, die_with_launcher
     from finetune.launch.slurm import slurm_ranks
 
     if not under_launcher():
@@ -102,7 +104,6 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     idle = engine_notes(strategy.section("deepspeed_config"), recipe.training.mixed_precision)
     for note in (*launch_notes(launch), *idle, *check_before_training(recipe)) if launch.is_main else ():
         print(note, file=sys.stderr)
-    die_with_launcher()
     tokenizer = load_tokenizer(recipe)
     chosen = _chosen_recomputation(recipe, launch)
     recipe = chosen.recipe

@@ -18,15 +18,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from finetune.errors import STOPPED, EnvironmentMismatch, RankLost, Stopped
+import psutil
+
+from finetune.errors import STOPPED, EnvironmentMismatch, FinetuneError, RankLost, Stopped
 from finetune.launch.launcher import BY_TRAIN_VERB, under_launcher
 from finetune.launch.script import LaunchPlan, line_of_machine
 from finetune.launch.signals import BROKEN_OFF, STOPPING
 from finetune.launch.slurm import slurm_ranks
+from finetune.wording import counted
 
 PATIENCE_SECONDS = 10.0  # for rank 0 to say what happened, after another rank failed
 KILL_AFTER_SECONDS = 30.0  # from the SIGTERM that follows to SIGKILL; torchrun's
 _POLL_SECONDS = 0.05
+MOST_CPU_RANKS = 64  # gloo connects every pair of ranks
+RANK_BYTES = 500 * 10**6  # torch, transformers and accelerate as imported
 _COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 
 
@@ -70,6 +75,19 @@ def count_gpus() -> int:
     """The GPUs that torch sees here, asked in another process: this one stays light, and holds no GPU."""
     asked = subprocess.run([sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True)
     return int(asked.stdout) if asked.returncode == 0 and asked.stdout.strip().isdigit() else 0
+
+
+def check_rank_count(count: int, *, gpus: int) -> None:
+    """Refuse more ranks than this machine holds. `gpus`: how many it has; 0 runs on the CPU. Raises FinetuneError."""
+    if gpus:
+        most, why = gpus, f"this machine has {counted(gpus, 'GPU', 'GPUs')}"
+    else:
+        most = max(2, min(MOST_CPU_RANKS, psutil.virtual_memory().available // RANK_BYTES))
+        why = "each needs 0.5 GB of host memory before it has a model"
+    if count > most:
+        raise FinetuneError(
+            f"--processes: {count} is more than the {most} that can run here: {why}; name at most {most}"
+        )
 
 
 def run_ranks(command: Sequence[str], count: int, *, on_cpu: bool) -> int:

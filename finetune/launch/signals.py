@@ -16,10 +16,8 @@ So only a second SIGINT ends the process at once; further SIGTERMs change nothin
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -35,11 +33,11 @@ from finetune.launch.launcher import (
     launcher_words,
     under_launcher,
 )
+from finetune.launch.with_parent import die_with_parent
 
 # SIGUSR1 is Slurm's warning before the end of a job's time, SIGQUIT what Ctrl-\\ sends.
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 BROKEN_OFF = "broken off without saving"
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 @dataclass
@@ -150,13 +148,6 @@ def die_with_launcher() -> bool:
     if _launcher_is_gone():  # the launcher died before prctl() took effect
         os.kill(os.getpid(), signal.SIGTERM)
     return True
-
-
-def die_with_parent(number: signal.Signals) -> bool:
-    """Asks the kernel to send this signal when the parent process dies; returns whether the kernel agreed."""
-    if sys.platform != "linux":
-        return False
-    return bool(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) == 0)
 
 
 def _launcher_is_gone() -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import FinetuneError
 from finetune.files import write_json
-from finetune.launch.signals import die_with_parent
+from finetune.launch.with_parent import die_with_parent
 from finetune.model.known_configs import planned_config
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe

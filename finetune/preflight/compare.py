@@ -19,6 +19,8 @@ from typing import Any
 
 from finetune.errors import FinetuneError
 from finetune.files import read_lines, remove_folder, write_json
+from finetune.launch.local_ranks import check_rank_count
+from finetune.launch.with_parent import with_parent
 from finetune.measure.units import PHASES
 from finetune.paths import TRAIN_SCRIPT
 from finetune.preflight.compare_rows import AskedRow, ComparedRow, check_compared
@@ -78,6 +80,8 @@ def plan_comparison(
     if folder.exists() and any(folder.iterdir()) and not (folder / "compare.json").is_file():
         raise FinetuneError(f"{folder}: is not a comparison's folder and not empty; name another folder with -o")
     device, count = _devices()
+    if processes is not None:
+        check_rank_count(processes, gpus=0 if device == "cpu" else count)
     return Comparison(recipe, tuple(overrides), tuple(rows), steps, processes or count, device, folder)
 
 
@@ -138,7 +142,9 @@ def _run(comparison: Comparison, compared: ComparedRow, progress: StepCallback) 
     with open(log, "w", encoding="utf-8") as output:
         command = job_command(comparison, compared)
         environment = os.environ | {"PYTHONWARNINGS": "ignore", PLANNER_SWITCH: "off"}  # no planner among what is timed
-        with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process:
+        with subprocess.Popen(
+            with_parent(command), stdout=output, stderr=subprocess.STDOUT, env=environment
+        ) as process:
             while (code := _wait(process)) is None:
                 progress(compared.name, _steps_done(folder))
     row: Row = _facts(comparison, compared) | {"ok": code == 0, "reason": None, "log": str(log)}

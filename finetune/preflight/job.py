@@ -18,6 +18,7 @@ import psutil
 
 from finetune.files import read_lines
 from finetune.launch.launcher import environment_for_child
+from finetune.launch.with_parent import with_parent
 from finetune.paths import TRAIN_SCRIPT
 from finetune.preflight.job_failure import failure_reason
 from finetune.recipe.strategy import CONFIG_FOLDER
@@ -84,7 +85,8 @@ def started(job: TrainingJob) -> Iterator[subprocess.Popen[bytes]]:
     if not job.on_gpus:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with open(job.log, "wb") as log:
-        process = subprocess.Popen(job.command(), env=environment, stdout=log, stderr=log, start_new_session=True)
+        command = with_parent(job.command())
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
         yield process
     finally:

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from finetune.errors import FinetuneError
 from finetune.files import remove_folder
+from finetune.launch.local_ranks import check_rank_count
 from finetune.output_stream import silenced
 from finetune.preflight.changes import SAVED_AFTER, STEPS, changes, layers_of, overrides, processes_of
 from finetune.preflight.job import (
@@ -80,6 +81,7 @@ def rehearse(
     """
     loaded = load_recipe(recipe, words).recipe
     strategy = read_strategy(loaded.accelerate_config)
+    check_rank_count(processes, gpus=0)
     ranks = processes_of(strategy, processes)
     checklist, began = Checklist(log), time.monotonic()
     report: dict[str, Any] = {"recipe": str(recipe), "strategy": strategy.name, "processes": ranks, "differs": []}

@@ -131,7 +131,7 @@ def test_without_a_launcher_the_parents_death_is_nothing(tmp_path: Path, script:
 def test_a_launcher_that_died_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setattr(signals, "PARENT_AT_START", 1 if os.getppid() != 1 else 2)
-    monkeypatch.setattr(signals.ctypes, "CDLL", lambda *_, **__: type("C", (), {"prctl": lambda *_: 0}))
+    monkeypatch.setattr(signals, "die_with_parent", lambda _: True)
     stop = StopRequest()
     with stop_on_signals(stop, announce=False):
         assert die_with_launcher()

@@ -35,6 +35,7 @@ LIGHT = """
 errors output_stream paths redaction wording files train untrusted
 recipe data importers preflight cli planner.closed_form
 launch.cpu_memory launch.gpu_environment launch.launcher launch.local_ranks launch.script launch.signals launch.slurm
+launch.with_parent
 measure.units
 model.known_configs model.packaged
 tokens.assistant_spans tokens.cache tokens.chat_template tokens.dataset tokens.encoder tokens.estimate tokens.marks
