@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +29,7 @@ from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.paths import open_regular
 
 TEMPORARY_PREFIX = ".tmp-"
+MOST_SEALED_BYTES = 64 * 2**20  # a cache's facts have some kB
 
 
 def cache_folder() -> Path:
@@ -49,6 +52,33 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: object) -> None:
     """Like write_text; NaN and infinity are refused, since JSON has no such numbers."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_sealed(path: Path, value: object) -> None:
+    """Like write_json, with a digest of the value beside it, for `read_sealed`."""
+    write_json(path, {"digest": _digest_of(value), "value": value})
+
+
+def read_sealed(path: Path) -> Any:
+    """The value that `write_sealed` wrote. None without the file, and with one that was changed or torn, which is told
+    in a line: a cache is made again."""
+    try:
+        with open_regular(path) as file:
+            content = json.loads(file.read(MOST_SEALED_BYTES))
+        if content["digest"] == _digest_of(content["value"]):
+            return content["value"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        pass
+    print(f"{path}: is not what was written there; it is made again", file=sys.stderr, flush=True)
+    return None
+
+
+def _digest_of(value: object) -> str:
+    """Of the value as JSON reads it back: keys of objects are text."""
+    text = json.dumps(json.loads(json.dumps(value)), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def sync(path: Path) -> None:

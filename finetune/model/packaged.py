@@ -27,6 +27,7 @@ from filelock import FileLock
 from finetune.errors import EnvironmentMismatch, FinetuneError
 from finetune.files import cache_folder
 from finetune.output_stream import one_line
+from finetune.untrusted.json_files import read_object
 
 PREFIX = "package:"
 CONVERSION = 1  # part of the cache key: raise it when the folder's content would change
@@ -125,9 +126,14 @@ def tokenizer_file(name: str, revision: str) -> Path | None:
 
 
 def read_origin(model_path: str | Path) -> dict[str, Any] | None:
-    """origin.json of a folder made here; None for any other model."""
+    """origin.json of a folder made here; None for any other model. Raises FinetuneError where it was changed."""
     file = Path(model_path, "origin.json")
-    return json.loads(file.read_text("utf-8")) if file.is_file() else None
+    if not file.exists():
+        return None
+    try:
+        return read_object(file)
+    except FinetuneError as error:
+        raise FinetuneError(f"{error}, or remove the folder {file.parent}: it is made again") from None
 
 
 def _find(package: str) -> tuple[Path, Origin]:

@@ -1,7 +1,7 @@
 """What the probe found, kept in the cache folder under all that it follows from.
 
-A file that cannot be read, or is not what was written, is as good as none; a folder that cannot be written costs the
-next start the same seconds again.
+A file that is not what was written is told in a line and made again. A folder that cannot be written costs the next
+start the same seconds again.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import torch
 from filelock import FileLock
 
 from finetune.errors import FinetuneError
-from finetune.files import cache_folder, write_json
+from finetune.files import cache_folder, read_sealed, write_sealed
 from finetune.model.build import attention_name
 from finetune.paths import PACKAGE
 from finetune.probe.shrink import NOT_OF_STRUCTURE
 from finetune.recipe.schema import Recipe
 from finetune.tokens.cache import content_key
 
-REMEMBERED_FORMAT = 2  # 1 says nothing of padding
+REMEMBERED_FORMAT = 3  # 1 says nothing of padding, 2 has no digest
 # Whose code computes; kernels that transformers takes where they are installed. None is written for those that are not.
 COMPUTES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "triton", "kernels")
 KERNELS = (
@@ -95,19 +95,16 @@ def device_kind(device: torch.device) -> str:
 
 
 def recall(key: str) -> dict[str, Any] | None:
-    """What was found; None where nothing is kept that can be read."""
-    with suppress(OSError, ValueError):
-        content = json.loads(_file(key).read_text("utf-8"))
-        if isinstance(content, dict) and content.get("key") == key:
-            return content
-    return None
+    """What was found; None where nothing is kept that is as it was written."""
+    content: dict[str, Any] | None = read_sealed(_file(key))
+    return content if content is not None and content.get("key") == key else None
 
 
 def remember(key: str, found: dict[str, Any]) -> None:
     """Keep what was found, where the cache folder can be written."""
     with suppress(OSError, FinetuneError):
         _file(key).parent.mkdir(parents=True, exist_ok=True)
-        write_json(_file(key), found | {"key": key})
+        write_sealed(_file(key), found | {"key": key})
 
 
 @contextmanager

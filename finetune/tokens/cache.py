@@ -28,7 +28,8 @@ from finetune.data.readers import SourceRow
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import Source
 from finetune.errors import DataError, EnvironmentMismatch
-from finetune.files import cache_folder
+from finetune.files import cache_folder, read_sealed, write_sealed
+from finetune.paths import open_regular
 from finetune.recipe.schema import Data
 from finetune.tokens.encoder import IGNORE, REMARKS, Document, Encoder, RowError, Script
 from finetune.tokens.marks import OmittedFromHistory
@@ -110,10 +111,13 @@ def _open_or_build(folder: Path, source: Source, data: Data, encoder: Encoder) -
 
 def _open(folder: Path, names: tuple[str, ...]) -> StoredDocuments | None:
     """The folder's arrays, or None when anything about them is not as it was written."""
+    facts = read_sealed(folder / "facts.json")
+    if facts is None:
+        return None
     try:
-        facts = json.loads((folder / "facts.json").read_text("utf-8"))
         arrays = {name: read_array(folder / f"{name}.npy", facts["digests"][name]) for name in ARRAYS}
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError) as error:
+        print(f"{folder}: {error}; the rows are tokenised again", file=sys.stderr, flush=True)
         return None
     offsets = np.concatenate([[0], np.cumsum(arrays.pop("lengths"))]).astype(np.int64)
     return StoredDocuments(offsets=offsets, names=names, facts=facts["facts"], **arrays)
@@ -135,7 +139,10 @@ def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
                     writer.add(place, fitted)
         mistakes.raise_if_any()
         writer.close(reader.facts(encoder.template_reads))
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder)
+        else:  # a file that somebody put there
+            folder.unlink(missing_ok=True)
         aside.rename(folder)
     finally:
         writer.abandon()
@@ -245,7 +252,7 @@ class _Writer:
         """Finish the arrays; facts.json, written last, vouches for them. `of_rows`: the reader's facts."""
         digests = {name: array.close() for name, array in self._arrays.items()}
         facts = {"digests": digests, "facts": {**self.counts, "rows": of_rows}}
-        (self._folder / "facts.json").write_text(json.dumps(facts), "utf-8")
+        write_sealed(self._folder / "facts.json", facts)
 
 
 _HEADER_BYTES = 128  # numpy pads the header of a one-dimensional array to this, whatever its length
@@ -270,12 +277,14 @@ class ArrayWriter:
         self._length += len(piece)
 
     def close(self) -> str:
-        """Finish the file; returns the digest that `read_array` asks for."""
+        """Finish the file; returns the digest that `read_array` asks for: of the values, then of the header."""
         self._stream.seek(0)
         described = {"descr": npy.dtype_to_descr(self._dtype), "fortran_order": False, "shape": (self._length,)}
         npy.write_array_header_1_0(self._stream, described)
         assert self._stream.tell() == _HEADER_BYTES, "numpy's header has another size"
         self._stream.close()
+        with open(self._stream.name, "rb") as written:
+            self._digest.update(written.read(_HEADER_BYTES))
         return self._digest.hexdigest()
 
     def abandon(self) -> None:
@@ -285,13 +294,14 @@ class ArrayWriter:
 
 def read_array(file: Path, digest: str) -> np.ndarray:
     """The array, memory-mapped and read-only. Raises OSError or ValueError when it is not what was written."""
-    with file.open("rb") as stream:
-        stream.seek(_HEADER_BYTES)
+    with open_regular(file) as stream:
+        header = stream.read(_HEADER_BYTES)
         actual = hashlib.blake2b(digest_size=16)
         while piece := stream.read(2**20):
             actual.update(piece)
+    actual.update(header)
     if actual.hexdigest() != digest:
-        raise ValueError(f"{file} is not what was written")
+        raise ValueError(f"{file.name} is not what was written")
     if file.stat().st_size == _HEADER_BYTES:  # an empty file cannot be mapped
         empty: np.ndarray = np.load(file)
         return empty

@@ -11,8 +11,10 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from datasets import ReadInstruction
 
 from finetune.data.sources import Source, resolve
+from finetune.data.splits import read_split
 from finetune.errors import DataError
 from finetune.recipe.schema import DataSet
 
@@ -92,6 +94,17 @@ def test_folders(tmp_path: Path) -> None:
 def test_slices(tmp_path: Path, split: str, words: str) -> None:
     file = write(tmp_path / "a.jsonl", *"0123456789")
     assert "".join(texts(source(path=str(file), split=split))) == words
+
+
+SHARES = ["[:33%]", "[33%:66%]", "[66%:]", "[:1%]", "[99%:]", "[-33%:]", "[:-7%]", "[12%:-3%]", "[:100%]", "[-1:]"]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 10, 97, 150, 199, 1001])
+@pytest.mark.parametrize("part", SHARES)
+def test_a_share_takes_the_rows_that_datasets_takes(rows: int, part: str) -> None:
+    (theirs,) = ReadInstruction.from_spec(f"train{part}").to_absolute({"train": rows})
+    ours = read_split(f"train{part}").bounds(rows)
+    assert range(*ours) == range(theirs.from_ or 0, rows if theirs.to is None else theirs.to)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +65,47 @@ def test_a_refusal_is_remembered_too_and_code_that_changes_is_tried_anew(tmp_pat
     assert len(built) == 2
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"key": "another", "facts": {}}', "\x00"])
-def test_a_file_that_is_not_what_was_written_is_as_none(tiny_llama: Path, own_cache: Path, content: str) -> None:
-    key = remembered.probe_key(least_recipe(tiny_llama), {}, [], CPU)
+DAMAGED = ["", "{", "[]", "7", "null", "{}", '{"value": {}}', '{"key": "another", "facts": {}}', "[" * 100_000, "\0"]
+
+
+@pytest.mark.parametrize("content", [*DAMAGED, *(f'{{"digest": "0", "value": {each}}}' for each in DAMAGED)])
+def test_a_file_that_is_not_what_was_written_is_as_none(
+    tiny_llama: Path, own_cache: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, file = kept(tiny_llama, own_cache)
+    file.write_text(content, "utf-8")
+    assert remembered.recall(key) is None
+    assert capsys.readouterr().err == f"{file}: is not what was written there; it is made again\n"
+
+
+@pytest.mark.parametrize(
+    "change", [("architecture", "parts"), ('"x"', "null"), ('"x"', "{}"), ('"facts"', '"refusal"')]
+)
+def test_a_field_that_was_changed_is_not_believed(tiny_llama: Path, own_cache: Path, change: tuple[str, str]) -> None:
+    key, file = kept(tiny_llama, own_cache)
+    text = file.read_text("utf-8")
+    assert change[0] in text
+    file.write_text(text.replace(*change), "utf-8")
+    assert remembered.recall(key) is None
+
+
+def test_a_pipe_in_the_place_of_a_file_does_not_hang(tiny_llama: Path, own_cache: Path) -> None:
+    key, file = kept(tiny_llama, own_cache)
+    file.unlink()
+    os.mkfifo(file)
+    assert remembered.recall(key) is None
+    remembered.remember(key, {"facts": {}})
+    assert remembered.recall(key) is not None
+
+
+def kept(model: Path, cache: Path) -> tuple[str, Path]:
+    """A result that is remembered: its key and its file."""
+    key = remembered.probe_key(least_recipe(model), {}, [], CPU)
     remembered.remember(key, {"facts": {"architecture": "x"}})
     found = remembered.recall(key)
     assert found is not None
     assert found["facts"] == {"architecture": "x"}
-    (own_cache / "probes" / f"{key}.json").write_text(content, "utf-8")
-    assert remembered.recall(key) is None
+    return key, cache / "probes" / f"{key}.json"
 
 
 def test_a_cache_that_cannot_be_written_costs_the_probe_again(
@@ -95,6 +128,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "adapters": {"lora": {"r": 3}},
     "no adapters": {"lora": None},
     "quantised": {"quantization": {"load_in_4bit": True}},
+    "double quantised": {"quantization": {"load_in_4bit": True, "bnb_4bit_use_double_quant": False}},
+    "router": {"model": {"router_aux_loss_coef": 0.02}},
+    "another router": {"model": {"router_aux_loss_coef": 0.01}},
+    "all in 16 bits": {"lora": None, "training": {"pure_bf16": True}},
 }
 
 

@@ -112,8 +112,17 @@ def test_what_is_told_of_the_rows_is_told_from_the_cache_too(rows: Path, builds:
     assert store(rows, chat_template=reading)[1].facts["rows"]["unused_message_keys"] == []
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "missing", "facts", "empty_folder"])
-def test_a_damaged_cache_is_made_again(rows: Path, builds: list[Path], damage: str) -> None:
+FACTS = {"facts": "{", "deep": "[" * 100_000, "list": "[1]", "number": "7", "empty": "{}", "null": "null",
+         "true": "true", "no digest": '{"value": {}}', "text": '"digest"', "long": "1" * 5000}  # fmt: skip
+HEADERS = {"dtype": (b"<i4", b"<f4"), "wider": (b"<i4", b"<i8"), "order": (b"False", b"True "), "length": (b"(", b"(1")}
+
+
+@pytest.mark.parametrize(
+    "damage", ["cut", "flip", "missing", "empty_folder", "file", "pipe", "pipe of facts", "link", *FACTS, *HEADERS]
+)
+def test_a_damaged_cache_is_made_again(
+    rows: Path, builds: list[Path], damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     key, stored = store(rows)
     tokens = stored.tokens.tolist()
     del stored
@@ -128,13 +137,34 @@ def test_a_damaged_cache_is_made_again(rows: Path, builds: list[Path], damage: s
             file.write_bytes(content)
         case "missing":
             (folder / "learned.npy").unlink()
-        case "facts":
-            (folder / "facts.json").write_text("{")
         case "empty_folder":
             shutil.rmtree(folder)
             folder.mkdir()
+        case "file":
+            shutil.rmtree(folder)
+            folder.write_text("not a folder")
+        case "pipe":
+            file.unlink()
+            os.mkfifo(file)
+        case "pipe of facts":
+            (folder / "facts.json").unlink()
+            os.mkfifo(folder / "facts.json")
+        case "link":
+            shutil.rmtree(folder)
+            folder.symlink_to(folder / "itself")
+        case _ if damage in FACTS:
+            (folder / "facts.json").write_text(FACTS[damage])
+        case _:
+            before, after = HEADERS[damage]
+            assert before in content[:128]
+            file.write_bytes(content[:128].replace(before, after)[:128] + content[128:])
+    capsys.readouterr()
     assert store(rows)[1].tokens.tolist() == tokens
     assert len(builds) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) <= 1
+    assert all("made again" in line or "tokenised again" in line for line in said)
+    assert said or damage in ("empty_folder", "file", "link")  # as if nothing had been there
 
 
 def test_what_a_killed_process_left_is_no_hindrance(rows: Path, builds: list[Path]) -> None:

@@ -13,7 +13,7 @@ from finetune.errors import FinetuneError
 from finetune.finished_run.export_step import export_step
 from finetune.finished_run.load import finished_run
 from finetune.train import main as train
-from finetune.untrusted.model_code import CONSENT, trust_code
+from finetune.untrusted.model_code import CONSENT, refuse_unknown_code, trust_code
 from tests.support.own_model import save_own_model
 from tests.support.recipes import least, tiny_lora, write_recipe
 from tests.support.tiny import tiny_tokenizer, write_chats
@@ -105,3 +105,23 @@ def test_an_export_reads_the_recipe_by_the_same_rule(
     monkeypatch.setattr("finetune.finished_run.export_step._checkpoint_at", lambda *_: None)
     with pytest.raises(FinetuneError, match=STRANGER):
         export_step(run, 1)
+
+
+@pytest.mark.parametrize(
+    ("consented", "asked"),
+    [
+        (("owner/model", "main"), ("owner/model", "v2")),
+        (("owner/model", "v2"), ("owner/model", "main")),
+        (("owner/model", "a" * 40), ("owner/model", "b" * 40)),
+        (("owner/model", "main"), ("owner/model2", "main")),
+        (("owner/model", "main"), ("other/model", "main")),
+    ],
+)
+def test_consent_covers_one_revision_of_one_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, consented: tuple[str, str], asked: tuple[str, str]
+) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    trust_code(*consented)
+    refuse_unknown_code(tmp_path, *consented)
+    with pytest.raises(FinetuneError, match=STRANGER):
+        refuse_unknown_code(tmp_path, *asked)
