@@ -67,6 +67,8 @@ def main(words: list[str]) -> int:
         print(f"the {kind} supported versions cannot be installed: pip ended with {error.returncode}", file=sys.stderr)
         return 4
     options = options or [f"tests/{folder}" for folder in TESTS[kind]]
+    if kind == "lowest":  # old libraries beside the newest ones that they depend on: all deprecate something
+        options = ["-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning", *options]
     # The environment's own programs first: tests start `accelerate` and `finetune` by name.
     environment = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     print(f"tests with the {kind} supported versions: pytest {' '.join(options)}", flush=True)

@@ -19,12 +19,14 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
+from packaging.version import Version
 
 from finetune.errors import EnvironmentMismatch
 from finetune.recipe.optimizers import DEFAULT
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 
+OLDEST_ENGINE = Version("0.19.8")  # 0.19.0 looks for infinite gradients under fp16 alone
 OLD_LOCK = 20.0  # seconds; who finds it all compiled holds torch's lock for milliseconds
 
 
@@ -62,6 +64,12 @@ def require_engine(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise _missing(strategy, "DeepSpeed is not installed", "DS_BUILD_OPS=0 pip install 'finetune[deepspeed]'")
+    if Version(version("deepspeed")) < OLDEST_ENGINE:
+        raise _missing(
+            strategy,
+            f"DeepSpeed {version('deepspeed')} is installed, which lets a step that is not finite into ZeRO-3's weights",
+            f"DS_BUILD_OPS=0 pip install 'deepspeed>={OLDEST_ENGINE}'",
+        )
     for reason in unsuitable_for_engine(recipe, strategy, on_cpu):
         raise EnvironmentMismatch(reason)
 

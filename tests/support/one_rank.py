@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -57,10 +58,17 @@ def as_before() -> Iterator[None]:
             dist.destroy_process_group()
         AcceleratorState._reset_state(reset_partial_state=True)
         unset_hf_deepspeed_config()
+        forget_world_group()
         # torch remembers what an operation on shards gives by their mesh, of whose groups none is left; no public way.
         debug._clear_sharding_prop_cache()
         os.environ.clear()
         os.environ.update(environment)
+
+
+def forget_world_group() -> None:
+    """DeepSpeed 0.19.0 keeps the process group of the first training; newer ones let go of a destroyed one."""
+    if groups := sys.modules.get("deepspeed.utils.groups"):
+        groups._WORLD_GROUP = None
 
 
 def let_deepspeed_choose_the_cpu() -> None:

@@ -154,6 +154,7 @@ def pretended_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] 
         "get_device_name": "Card 0",
         "get_device_properties": properties,
         "is_bf16_supported": True,
+        "is_current_stream_capturing": False,
         "mem_get_info": (MEMORY, MEMORY),
         "memory_allocated": 1 << 30,
         "max_memory_allocated": 2 << 30,
