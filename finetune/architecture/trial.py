@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -220,6 +221,15 @@ def _leave_first(module: nn.Module, layers: int) -> None:
             setattr(module, name, child[:layers])
 
 
+class _CountsOnMeta(TorchFunctionMode):
+    """transformers 5.17 counts the tokens of each expert by torch.bincount, which torch 2.11 does not have on meta."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.bincount and args[0].is_meta:
+            return args[0].new_zeros((kwargs or {}).get("minlength", 0))
+        return func(*args, **(kwargs or {}))
+
+
 def experts_chosen(kind: Architecture, config: PreTrainedConfig) -> int:
     """How many experts a token goes to. Raises Unsuitable where transformers has no auxiliary loss for this
     architecture, or one of other sizes than the choice among the logits of each router."""
@@ -231,7 +241,7 @@ def experts_chosen(kind: Architecture, config: PreTrainedConfig) -> int:
     model: Any = _structure(kind, config, TRIED)
     if not hasattr(config.get_text_config(), "output_router_logits"):
         raise Unsuitable("has no router of experts")
-    with torch.no_grad(), Watching():
+    with torch.no_grad(), Watching(), _CountsOnMeta():
         output = model(**_batch(), use_cache=False, output_router_logits=True)
     if not isinstance(getattr(output, "aux_loss", None), Tensor):
         raise Unsuitable("has no auxiliary loss of its router")

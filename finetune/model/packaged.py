@@ -30,7 +30,7 @@ from finetune.output_stream import one_line
 from finetune.untrusted.json_files import read_object
 
 PREFIX = "package:"
-CONVERSION = 1  # part of the cache key: raise it when the folder's content would change
+CONVERSION = 2  # part of the cache key: raise it when the folder's content would change
 
 # float16, not bfloat16, for the converted weights. A 4-bit GGUF holds d * q + m with d and m in float16, of which
 # only float32 keeps every bit. Measured on SmolLM2-135M Q4_1: float16 is off by 1.9e-4 (relative RMS; KL of the next
@@ -222,7 +222,13 @@ def _save_tokenizer(gguf_path: Path, folder: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name, local_files_only=True)
-    field = GGUFReader(gguf_path).get_field("tokenizer.ggml.pre")
+    fields = GGUFReader(gguf_path)
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
+        # transformers 5.17 reads none of them: its end of a text was SmolLM2's beginning of a turn.
+        field = fields.get_field(f"tokenizer.ggml.{key}_token_id")
+        if field is not None:
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))
+    field = fields.get_field("tokenizer.ggml.pre")
     if field is not None and field.contents() == "smollm":
         # transformers ignores this field: without splitting digits, "a  1" becomes other tokens than in pretraining.
         split = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune.architecture.recomputation.layers import checkpoint_layers
 from finetune.measure.collectives import CollectiveStats
 from finetune.measure.phases import Phases
 from finetune.planner import roofline
@@ -32,7 +33,7 @@ def model(layers: int = 3, *, recompute: bool = False, frozen: bool = False) -> 
     )  # fmt: skip
     made: Any = AutoModelForCausalLM.from_config(config)
     if recompute:
-        made.activation_checkpointing_enable()
+        checkpoint_layers(made, 1)
     for parameter in made.parameters():
         parameter.requires_grad_(not frozen)
     if frozen:
