@@ -67,7 +67,7 @@ def require_engine(recipe: Recipe, strategy: Strategy, *, on_cpu: bool) -> None:
     if Version(version("deepspeed")) < OLDEST_ENGINE:
         raise _missing(
             strategy,
-            f"DeepSpeed {version('deepspeed')} is installed, which lets a step that is not finite into ZeRO-3's weights",
+            f"DeepSpeed {version('deepspeed')} lets a step that is not finite into the weights of ZeRO-3",
             f"DS_BUILD_OPS=0 pip install 'deepspeed>={OLDEST_ENGINE}'",
         )
     for reason in unsuitable_for_engine(recipe, strategy, on_cpu):
