@@ -15,7 +15,9 @@ import math
 import os
 import re
 import shutil
+import stat
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +28,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.paths import open_regular
+from finetune.output_stream import one_line
+from finetune.paths import kind_of_file, open_regular
 
 TEMPORARY_PREFIX = ".tmp-"
 MOST_SEALED_BYTES = 64 * 2**20  # a cache's facts have some kB
@@ -83,7 +86,7 @@ def _digest_of(value: object) -> str:
 
 def sync(path: Path) -> None:
     """fsync of a file, or of a folder's list of names: without it a rename can outlive its file's content."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
     try:
         os.fsync(descriptor)
     finally:
@@ -100,7 +103,7 @@ def publish_folder(temporary: Path, target: Path) -> None:
         sync(path)
     sync(temporary)
     old = target.with_name(f"{TEMPORARY_PREFIX}old-{target.name}")
-    if target.exists():
+    if os.path.lexists(target):
         remove_folder(old)
         os.rename(target, old)
     os.rename(temporary, target)
@@ -109,12 +112,18 @@ def publish_folder(temporary: Path, target: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Deletes a folder; a crash midway leaves only a `.tmp-` name, never half a folder under its own name."""
-    if not path.exists():
+    """Deletes a folder; a crash midway leaves only a `.tmp-` name, never half a folder under its own name.
+
+    A link, a pipe or a file in its place is deleted alone.
+    """
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
         return
     if not path.name.startswith(TEMPORARY_PREFIX):
         temporary = path.with_name(f"{TEMPORARY_PREFIX}gone-{path.name}")
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_folder(temporary)  # rmtree would open a pipe and wait for a writer
         os.rename(path, temporary)
         path = temporary
     shutil.rmtree(path)
@@ -127,6 +136,38 @@ def clear_leftovers(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def check_output(path: Path, option: str, *, folder: bool = False) -> None:
+    """Refuse, before any work, a place where a file or a folder cannot be written. Raises FinetuneError.
+
+    Args:
+        option: What named the path, for the message: `--output`.
+        folder: The output is a folder; what is in it already is the caller's question.
+    """
+    kind = "folder" if folder else "file"
+    try:
+        if "\0" in str(path):
+            raise ValueError("a name has no null character")
+        there = path.stat() if path.exists() or path.is_symlink() else None
+        if there is not None and not (stat.S_ISDIR if folder else stat.S_ISREG)(there.st_mode):
+            what = "is a folder" if stat.S_ISDIR(there.st_mode) else kind_of_file(there.st_mode)
+            raise FinetuneError(f"{option}: {one_line(path, 200)} {what}; name a {kind} that may be written")
+        above = next(parent for parent in (path, *path.parents) if parent.exists())
+        if above != path and not above.is_dir():
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        place = above if above.is_dir() else above.parent
+        with tempfile.TemporaryFile(dir=place):  # /proc, a read-only disk: no right tells
+            pass
+        # Names that are to be made; the file system alone knows how long they may be.
+        for part in path.parts:
+            if len(os.fsencode(part)) + len(TEMPORARY_PREFIX) + 12 > os.pathconf(place, "PC_NAME_MAX"):
+                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+    except (OSError, ValueError) as error:  # the latter of a name with a null character
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise FinetuneError(
+            f"{option}: {one_line(path, 200)} cannot be written: {reason}; name another {kind}"
+        ) from None
 
 
 def refuse_other_kinds(folder: Path, names: Iterable[str]) -> None:

@@ -20,6 +20,11 @@ _KINDS = {
 }
 
 
+def kind_of_file(mode: int) -> str:
+    """What a path is that is neither file nor folder: `is a pipe, not a file`."""
+    return _KINDS.get(stat.S_IFMT(mode), "is not a file")
+
+
 def in_home(text: str) -> str:
     """`~/models/x` with the user's home folder, which no shell puts in for a recipe; other texts stay as they are."""
     return os.path.expanduser(text) if text.startswith("~") and "{" not in text else text
@@ -35,7 +40,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     os.close(descriptor)
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.EINVAL, _KINDS.get(kind, "is not a file"), str(path))
+    raise OSError(errno.EINVAL, kind_of_file(kind), str(path))
 
 
 def read_regular(path: str | os.PathLike[str], most: int) -> bytes:

@@ -10,6 +10,7 @@ import typer
 
 from finetune.cli.app import AsJson, run_verb, user_path
 from finetune.errors import FinetuneError
+from finetune.files import check_output
 
 if TYPE_CHECKING:
     from finetune.preflight.compare_rows import AskedRow
@@ -69,6 +70,8 @@ def compare(
         from finetune.preflight.compare import plan_comparison
         from finetune.preflight.compare_report import run_and_report
 
+        if folder is not None:
+            check_output(folder, "--output", folder=True)
         asked = _asked_rows(strategies, vary or [], rows)
         comparison = plan_comparison(recipe, overrides, asked, steps=steps or STEPS, processes=processes, folder=folder)
         return {"ok": True, **run_and_report(comparison, quiet=as_json)}

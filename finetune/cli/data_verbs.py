@@ -9,7 +9,7 @@ import typer
 
 from finetune.cli.app import AsJson, Overrides, RecipeFile, run_verb, user_path
 from finetune.errors import EnvironmentMismatch
-from finetune.files import write_text
+from finetune.files import check_output, write_text
 from finetune.output_stream import rich_console
 from finetune.recipe.loader import load_recipe
 
@@ -26,6 +26,8 @@ def preview(
     """What will be learned? Rows as the model sees them, and findings over all data. Exit code 2 if refused."""
 
     def work() -> dict[str, Any]:
+        if html is not None:
+            check_output(html, "--html")
         loaded = load_recipe(recipe, overrides or [], here=True).recipe
         from finetune.report.preview import preview as look
         from finetune.report.preview_views import as_page, print_preview
@@ -62,6 +64,8 @@ def import_recipe(
         from finetune.importers.convert import convert, known_tool, write_recipe
         from finetune.importers.recipe_writer import listed
 
+        if output is not None:
+            check_output(output, "--output")
         imported = convert(config, tool=known_tool(tool), gpus=gpus)
         if output is not None:
             write_recipe(output, imported.text)

@@ -14,6 +14,7 @@ import typer
 from finetune import __version__
 from finetune.cli import compare_verb, data_verbs, run_verbs, train_verb
 from finetune.cli.app import AsJson, Overrides, RecipeFile, app, run_verb, user_path
+from finetune.files import check_output
 from finetune.launch.cpu_memory import bound_libraries
 from finetune.output_stream import plain_output
 
@@ -192,6 +193,8 @@ def plan(
         from finetune.planner.audit import audit_in_words
         from finetune.planner.command import PlanOptions, pick_in_words, plan_in_words
 
+        if file is not None:
+            check_output(file, "--output")
         options, note = PlanOptions(gpus, nodes, largest, explain), partial(typer.echo, err=True)
         if audit:
             result, text = audit_in_words([user_path(word) for word in words or []])
@@ -225,6 +228,8 @@ def launch(
     def work() -> dict[str, Any]:
         from finetune.launch.script import plan_launch, script, write_script
 
+        if file is not None:
+            check_output(file, "--output")
         plan = plan_launch(recipe, overrides or [], launcher=on, nodes=nodes, gpus_per_node=gpus_per_node)
         text = script(plan)
         if file is not None:

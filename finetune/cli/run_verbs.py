@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from finetune.cli.app import AsJson, AtStep, RunFolder, one_of, run_verb, user_path
+from finetune.files import check_output
 
 
 def chat(
@@ -68,8 +69,10 @@ def report(
         from finetune.report.curves import read_runs, summary
         from finetune.report.run_page import PAGE_NAME, PICTURES, write_pictures, write_report
 
-        reported = read_runs(runs)
         folder = output or (runs[0] if len(runs) == 1 else Path("report"))
+        if output is not None or len(runs) > 1:
+            check_output(folder, "--output", folder=True)
+        reported = read_runs(runs)
         folder.mkdir(parents=True, exist_ok=True)
         write_report(reported, folder / PAGE_NAME)
         write_pictures(reported, folder)
@@ -204,6 +207,8 @@ def export(
     def work() -> dict[str, Any]:
         from finetune.finished_run.export_step import describe_export, export_step
 
+        if folder is not None:
+            check_output(folder, "--to", folder=True)
         facts = export_step(run, step, folder)
         if not as_json:
             typer.echo(describe_export(facts))

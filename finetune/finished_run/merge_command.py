@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from finetune.errors import FinetuneError
-from finetune.files import TEMPORARY_PREFIX, publish_folder, remove_folder, write_json
+from finetune.files import TEMPORARY_PREFIX, check_output, publish_folder, remove_folder, write_json
 from finetune.finished_run.agreement import (
     Agreement,
     ComparedDocument,
@@ -54,6 +54,9 @@ def merge_run(
         DoesNotFit: a whole model, which comparing needs, does not fit on the GPU.
     """
     run = finished_run(run_dir)
+    if (run_dir / "merged").is_symlink():
+        raise FinetuneError(f"{run_dir / 'merged'}: is a link, through which nothing is written; remove it")
+    check_output(run_dir / "merged", "merge", folder=True)
     device = best_device()
     merge = plan_merge(run.recipe, run_dir, device)
     chosen: Dtype = dtype or run.recipe.model.dtype

@@ -16,7 +16,6 @@ import importlib.util
 import io
 import json
 import re
-import shutil
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 from filelock import FileLock
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.files import cache_folder
+from finetune.files import cache_folder, remove_folder
 from finetune.output_stream import one_line
 from finetune.untrusted.json_files import read_object
 
@@ -184,7 +183,7 @@ def _convert(gguf_path: Path, origin: Origin, folder: Path) -> None:
         raise EnvironmentMismatch(f"{place}: {gguf_path} is not the file that was installed; {remedy}")
     print(f"converting {origin.file} once into {folder}", file=sys.stderr, flush=True)
     aside = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed
+    remove_folder(aside)  # left by a process that was killed
     aside.mkdir()
     with contextlib.redirect_stderr(io.StringIO()):  # the progress bars: 300 lines where there is no terminal
         _save_model(gguf_path, aside)

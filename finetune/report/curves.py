@@ -46,7 +46,10 @@ def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
 
 def _jobs(folder: Path) -> list[Path]:
     if (folder / "compare.json").is_file():
-        return sorted(job for job in (folder / "jobs").iterdir() if (job / "metrics.jsonl").is_file())
+        found = sorted(job for job in folder.glob("jobs/*") if (job / "metrics.jsonl").is_file())
+        if not found:
+            raise FinetuneError(f"{folder}: a comparison none of whose jobs has a step in jobs/; run it again")
+        return found
     if not (folder / "recipe.yaml").is_file():
         raise FinetuneError(f"{folder}: not a run folder (recipe.yaml is missing); name a run's output_dir")
     return [folder]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import sys
 import time
 from collections import Counter
@@ -28,7 +27,7 @@ from finetune.data.readers import SourceRow
 from finetune.data.row_reader import RowReader
 from finetune.data.sources import Source
 from finetune.errors import DataError, EnvironmentMismatch
-from finetune.files import cache_folder, read_sealed, write_sealed
+from finetune.files import cache_folder, read_sealed, remove_folder, write_sealed
 from finetune.paths import open_regular
 from finetune.recipe.schema import Data
 from finetune.tokens.encoder import IGNORE, REMARKS, Document, Encoder, RowError, Script
@@ -126,7 +125,7 @@ def _open(folder: Path, names: tuple[str, ...]) -> StoredDocuments | None:
 def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
     _check_variables(source, encoder)
     aside = folder.with_suffix(".partial")  # the lock makes it ours; its content is left from a killed process
-    shutil.rmtree(aside, ignore_errors=True)
+    remove_folder(aside)
     aside.mkdir()
     writer = _Writer(aside, source)
     try:
@@ -139,14 +138,11 @@ def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
                     writer.add(place, fitted)
         mistakes.raise_if_any()
         writer.close(reader.facts(encoder.template_reads))
-        if folder.is_dir() and not folder.is_symlink():
-            shutil.rmtree(folder)
-        else:  # a file that somebody put there
-            folder.unlink(missing_ok=True)
+        remove_folder(folder)
         aside.rename(folder)
     finally:
         writer.abandon()
-        shutil.rmtree(aside, ignore_errors=True)
+        remove_folder(aside)
 
 
 def _tokenised(

@@ -288,6 +288,24 @@ def test_what_cannot_be_merged_is_one_line(tmp_path: Path, bases: dict[str, Path
     assert not (other / "merged").exists()
 
 
+@pytest.mark.parametrize("kind", ["file", "pipe", "link", "lost link"])
+def test_a_target_that_is_no_folder_is_refused_before_any_work(run: Path, kind: str) -> None:
+    target, said = run / "merged", []
+    shutil.rmtree(target, ignore_errors=True)  # of another test
+    match kind:
+        case "file":
+            target.write_text("mine")
+        case "pipe":
+            os.mkfifo(target)
+        case _:
+            target.symlink_to(run if kind == "link" else run / "nowhere")
+    with pytest.raises(FinetuneError, match="merged") as caught:
+        merge_run(run, dtype=None, base=None, prompts=0, log=said.append)
+    assert "\n" not in str(caught.value)
+    assert said == []
+    target.unlink()
+
+
 def test_agreement_by_hand() -> None:
     expected = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
     actual = torch.tensor([[0.0, 0.0], [0.5, 1.0]])

@@ -345,3 +345,29 @@ def test_load_optimizer_refuses_what_does_not_fit(key: str, value: torch.Tensor,
 def test_an_optimizer_of_another_model_is_our_own_bug() -> None:
     with pytest.raises(AssertionError, match="not the model's"):
         optimizer_tensors(torch.nn.Linear(2, 2), torch.optim.AdamW(torch.nn.Linear(2, 2).parameters()))
+
+
+@pytest.mark.parametrize(
+    "name", [".tmp-step-00000003", "step-00000003", ".tmp-old-step-00000003", ".tmp-gone-step-00000001"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "link", "lost link", "file"])
+def test_what_is_in_the_place_of_a_checkpoint_does_not_stop_a_run(tmp_path: Path, name: str, kind: str) -> None:
+    write_checkpoint(tmp_path, 1, simple(1), {}, keep=1)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("kept")
+    path = tmp_path / "checkpoints" / name
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "file":
+            path.write_text("")
+        case "link":
+            path.symlink_to(elsewhere)
+        case _:
+            path.symlink_to(tmp_path / "nowhere")
+    write_checkpoint(tmp_path, 3, simple(3), {}, keep=1)
+    assert newest_step(tmp_path) == 3
+    assert step_folder(tmp_path, 3).is_dir()
+    assert not step_folder(tmp_path, 3).is_symlink()
+    assert (elsewhere / "kept").read_text() == "kept"
