@@ -9,12 +9,25 @@ from typing import Any
 
 from finetune.output_stream import one_line
 from finetune.paths import open_regular
+from finetune.wording import counted
 
 
-def parquet_rows(file: Path, most_depth: int) -> Iterator[tuple[int, dict[str, Any] | None, str | None]]:
+def repetitions(rows: int, file: Path) -> str:
+    """What is wrong with a small file of very many rows: only equal rows take less than a byte each, compressed."""
+    size = counted(file.stat().st_size, "byte")
+    return f"{counted(rows, 'row')} in {size} are the same few again and again; write each row once"
+
+
+def parquet_rows(
+    file: Path, most_depth: int, most_repetitions: int
+) -> Iterator[tuple[int, dict[str, Any] | None, str | None]]:
     """(number, values, None) of each row from 1, or (number, None, what is wrong), with which the file ends.
 
-    Raises OSError where the file cannot be read; `most_depth`: levels of values within values.
+    Raises OSError where the file cannot be read.
+
+    Args:
+        most_depth: Levels of values within values.
+        most_repetitions: Rows that a file of fewer bytes may have.
     """
     import pyarrow.parquet  # type: ignore[import-untyped]
 
@@ -23,6 +36,10 @@ def parquet_rows(file: Path, most_depth: int) -> Iterator[tuple[int, dict[str, A
         with open_regular(file) as stored, pyarrow.parquet.ParquetFile(stored) as table:
             if problem := _schema_problem(table.schema_arrow, most_depth):
                 yield 1, None, problem
+                return
+            rows = table.metadata.num_rows
+            if rows >= most_repetitions and rows > file.stat().st_size:
+                yield 1, None, repetitions(rows, file)
                 return
             for batch in table.iter_batches(batch_size=1000):
                 for values in batch.to_pylist():

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
 from finetune.data.json_array import JsonArray
-from finetune.data.parquet_rows import parquet_rows
+from finetune.data.parquet_rows import parquet_rows, repetitions
 from finetune.output_stream import one_line, without_controls
 from finetune.paths import open_regular
 from finetune.untrusted.json_files import depth_of
@@ -28,6 +28,7 @@ from finetune.wording import counted
 LONGEST_MISTAKE = 800  # characters
 MAX_ROW_BYTES = 16 * 2**20  # a chat of 16 MiB is some 4 million tokens: surely a file without line ends
 MAX_ROW_DEPTH = 64
+MOST_REPETITIONS = 1_000_000  # rows of a file that has fewer bytes: read in seconds
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -59,6 +60,9 @@ def read_rows(file: Path, kind: str) -> Iterator[SourceRow]:
     try:
         for row in readers[kind](file):
             count += 1
+            if count == MOST_REPETITIONS and file.stat().st_size < count:
+                yield SourceRow(str(file), count, None, repetitions(count, file))
+                return
             yield row
     except OSError as error:
         yield SourceRow(str(file), count + 1, None, f"cannot be read: {error.strerror or error}; check the file")
@@ -294,5 +298,5 @@ def _strip_nulls(value: Any) -> Any:
 
 
 def _read_parquet(file: Path) -> Iterator[SourceRow]:
-    for number, values, problem in parquet_rows(file, MAX_ROW_DEPTH):
+    for number, values, problem in parquet_rows(file, MAX_ROW_DEPTH, MOST_REPETITIONS):
         yield SourceRow(str(file), number, None if values is None else without_filled_nulls(values), problem)

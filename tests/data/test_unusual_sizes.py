@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterable
 from pathlib import Path
 
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet
 import pytest
 
-from finetune.data import check, messages
+from finetune.data import check, messages, readers
 from finetune.data.check import check_rows
 from finetune.data.columns import in_quotes
 from finetune.data.row_reader import RowReader, notes_of
@@ -89,3 +92,37 @@ def test_a_check_that_takes_long_says_how_far_it_is(
 def test_a_short_check_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check_rows(data_of(tmp_path, *[{"messages": [ASKED, ANSWERED]}] * 30))
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("kind", ["parquet", "parquet of chats", "jsonl.gz", "csv.gz", "json.gz"])
+def test_a_small_file_of_very_many_rows_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The same row again and again takes no room in a compressed file."""
+    monkeypatch.setattr(readers, "MOST_REPETITIONS", 20_000)
+    rows = 50_000
+    file = tmp_path / f"rows.{kind.partition(' ')[0]}"
+    match kind:
+        case "parquet":
+            words = pa.DictionaryArray.from_arrays(pa.repeat(pa.scalar(0, pa.int32()), rows), ["hello"])
+            pyarrow.parquet.write_table(pa.table({"text": words}), file)
+        case "parquet of chats":
+            pyarrow.parquet.write_table(pa.table({"messages": [[ASKED, ANSWERED]] * rows}), file)
+        case "csv.gz":
+            file.write_bytes(gzip.compress(b"text\n" + b"hello\n" * rows))
+        case "jsonl.gz":
+            file.write_bytes(gzip.compress(b'{"text": "hello"}\n' * rows))
+        case _:
+            file.write_bytes(gzip.compress(b"[" + b",".join([b'{"text": "hello"}'] * rows) + b"]"))
+    assert file.stat().st_size < 20_000
+    builder = {"csv.gz": "csv", "parquet": "parquet"}.get(kind.partition(" ")[0], "json")
+    data = Data.model_validate({"train": [{"path": builder, "data_files": str(file)}]})
+    with pytest.raises(DataError, match="are the same few again and again; write each row once") as caught:
+        check_rows(data)
+    assert len(caught.value.mistakes) == 1
+
+
+def test_many_rows_that_differ_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "MOST_REPETITIONS", 2_000)
+    file = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pa.table({"text": [f"text {number}" for number in range(5_000)]}), file)
+    data = Data.model_validate({"train": [{"path": "parquet", "data_files": str(file)}]})
+    assert check_rows(data) == {str(file): 5_000}
