@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
 import shlex
+import string
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
+
+import numpy as np
 
 from finetune.errors import FinetuneError
 from finetune.paths import leaves_folder
 from finetune.recipe.schema import Data, Recipe
-from finetune.redaction import find_secret
+from finetune.redaction import find_secret, hide_secrets
 from finetune.untrusted.json_files import read_object
 from finetune.untrusted.safetensors_header import read_header
 
@@ -62,14 +69,76 @@ class Outgoing:
         return self.content if isinstance(self.content, bytes) else self.content.read_bytes()
 
     def text(self) -> str:
-        """The text to search: everything, a safetensors file's header, nothing of a picture."""
+        """The text to search: everything, a safetensors file's header, what a picture holds besides its pixels."""
         if self.path.endswith(".png"):
-            return ""
+            return "\n".join(_png_texts(self.read()))
         if isinstance(self.content, Path) and self.path.endswith(".safetensors"):
             read_header(self.content)
             with self.content.open("rb") as file:
                 return file.read(int.from_bytes(file.read(SHARD_HEADER), "little")).decode(errors="replace")
         return self.read().decode("utf-8", errors="replace")
+
+    def readings(self) -> Iterator[str]:
+        """The text in other ways that somebody reads it: UTF-16, escapes of JSON, HTML and addresses, lines joined;
+        and the letters between a tensor's bytes."""
+        if isinstance(self.content, Path) and self.path.endswith(".safetensors"):
+            yield from _long_words(self.content)
+            return
+        text = self.text()
+        if "\0" in text:
+            yield text.replace("\0", "")
+        plain = html.unescape(unquote(_ESCAPED.sub(lambda match: chr(int(match[1] or match[2], 16)), text)))
+        if plain != text:
+            yield plain
+        if self.path not in VOCABULARIES:  # where each line is a word of its own
+            yield _LINE_END.sub("", plain)
+
+
+_ESCAPED = re.compile(r"\\u([0-9A-Fa-f]{4})|\\x([0-9A-Fa-f]{2})")
+_LINE_END = re.compile(r"[ \t\"']*\\?[ \t]*\r?\n[ \t\"']*")  # of a text that goes on in the next line, in quotes or not
+_PNG_HEAD = 8  # bytes
+_MOST_TEXT = 2**24  # bytes of a picture's compressed text
+_WINDOW = 2**24  # bytes of tensors searched at once
+_WORD = 16  # letters: no secret that a pattern knows is shorter
+_AROUND = 4096  # bytes read before and after such a word
+_PRINTABLE = bytes(code if 32 <= code < 127 else 32 for code in range(256))
+_LETTER = np.isin(np.arange(256), list(b"+-./=_" + string.ascii_letters.encode() + string.digits.encode()))
+
+
+def _png_texts(content: bytes) -> Iterator[str]:
+    """Every chunk of a PNG but its pixels, and what stands behind its end; compressed texts as they read."""
+    at = _PNG_HEAD
+    while at + 8 <= len(content):
+        size, kind = int.from_bytes(content[at : at + 4], "big"), content[at + 4 : at + 8]
+        chunk = content[at + 8 : at + 8 + size]
+        if kind != b"IDAT":
+            yield chunk.decode("latin-1")
+        if kind in (b"zTXt", b"iTXt"):
+            for start in (match.end() for match in re.finditer(rb"\0", chunk)):
+                with suppress(zlib.error):
+                    packed = chunk[start + (kind == b"zTXt") :]  # zTXt names its way of packing first
+                    yield zlib.decompressobj().decompress(packed, _MOST_TEXT).decode("latin-1")
+        at += size + 12
+        if kind == b"IEND":
+            break
+    yield content[at:].decode("latin-1")
+
+
+def _long_words(file: Path) -> Iterator[str]:
+    """What stands around each run of letters in a file of numbers, which of these practically never make one."""
+    with file.open("rb") as stream:
+        before = b""
+        while window := stream.read(_WINDOW):
+            content = before + window
+            runs = _LETTER[np.frombuffer(content, np.uint8)]
+            for shift in (1, 2, 4, 8):  # true where a run of _WORD letters begins
+                runs = runs[:-shift] & runs[shift:]
+            last = -_AROUND
+            for place in np.flatnonzero(runs).tolist():
+                if place >= last:
+                    yield content[max(0, place - _AROUND) : place + _AROUND].translate(_PRINTABLE).decode("ascii")
+                    last = place + _AROUND // 2
+            before = content[-_AROUND:]
 
 
 def product_folder(run_dir: Path, *, merged: bool = False) -> Path:
@@ -167,10 +236,17 @@ def check_no_secrets(files: Iterable[Outgoing], known: Iterable[str]) -> None:
     """Raises FinetuneError that names each file and line with a secret or a path of somebody's home in it."""
     mistakes = []
     for file in files:
+        if (named := find_secret(file.path, known)) is not None:
+            name = hide_secrets(file.path, known)
+            mistakes.append(f"{name}: its name holds {named[1]}; rename the file, and revoke it if it was ever shown")
+            continue
         text = file.text()
         if (secret := find_secret(text, known)) is not None:
             line, kind = secret
             mistakes.append(f"{file.path}:{line}: holds {kind}; remove it, and revoke it if it was ever shown")
+        elif hidden := next(filter(None, (find_secret(reading, known) for reading in file.readings())), None):
+            how = "among the bytes of its tensors" if file.path.endswith(".safetensors") else "in escapes or pieces"
+            mistakes.append(f"{file.path}: holds {hidden[1]}, {how}; remove it, and revoke it if it was ever shown")
         elif file.path not in (*VOCABULARIES, *QUOTING) and (home := SOMEBODYS_HOME.search(text)) is not None:
             line = text.count("\n", 0, home.start()) + 1
             mistakes.append(
