@@ -79,7 +79,7 @@ def check(
     from finetune.recipe.loader import load_recipe
     from finetune.recipe.resolved import resolved_yaml
     from finetune.recipe.sections.engine_keys import engine_notes
-    from finetune.recipe.strategy import read_strategy
+    from finetune.recipe.strategy import strategy_of
     from finetune.redaction import hide_in, hide_secrets, known_secrets
 
     if schema:
@@ -93,8 +93,11 @@ def check(
 
     def work() -> dict[str, Any]:
         loaded = load_recipe(recipe, overrides or [], here=True)
-        strategy = read_strategy(loaded.recipe.accelerate_config)
-        notes = [*engine_notes(strategy.section("deepspeed_config"), loaded.recipe.training.mixed_precision)]
+        strategy = strategy_of(loaded.recipe)
+        notes = [
+            *strategy.notes,
+            *engine_notes(strategy.section("deepspeed_config"), loaded.recipe.training.mixed_precision),
+        ]
         batches: dict[str, Any] = {}
         if data:
             from finetune.data.check import check_rows

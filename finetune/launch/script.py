@@ -19,7 +19,7 @@ from finetune.output_stream import printable
 from finetune.paths import TRAIN_SCRIPT
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import LoadedRecipe
-from finetune.recipe.strategy import CONFIG_FOLDER, Strategy, read_strategy
+from finetune.recipe.strategy import CONFIG_FOLDER, Strategy, strategy_of
 from finetune.wording import counted
 
 Launcher = Literal["slurm", "torchrun", "accelerate"]
@@ -65,7 +65,7 @@ def plan_launch(
     if launcher not in LAUNCHERS:
         raise FinetuneError(f"--on: {printable(launcher)} is not one of {', '.join(LAUNCHERS)}")
     loaded = load_recipe(recipe, overrides)
-    budget, strategy = loaded.recipe.budget, read_strategy(loaded.recipe.accelerate_config)
+    budget, strategy = loaded.recipe.budget, strategy_of(loaded.recipe)
     machines = {"nodes": nodes or budget.nodes, "gpus": budget.gpus if gpus_per_node is None else gpus_per_node}
     # The trainer checks the launch against the recipe's budget, so the command overrides what differs from it.
     changed = [f"budget.{key}={value}" for key, value in machines.items() if value != getattr(budget, key)]

@@ -86,7 +86,12 @@ def test_a_published_folder_takes_no_mode_from_what_was_there(tmp_path: Path, um
             (tmp_path / name / file).chmod(mode)
     publish_folder(tmp_path / ".tmp-target", tmp_path / "target")
     assert wrong_modes(tmp_path / "target", umask) == {}
-    assert sorted(path.name for path in (tmp_path / "target").rglob("*")) == ["code.py", "config.json", "inside", "weights"]
+    assert sorted(path.name for path in (tmp_path / "target").rglob("*")) == [
+        "code.py",
+        "config.json",
+        "inside",
+        "weights",
+    ]
     assert (tmp_path / "target" / "weights").read_text() == ".tmp-target"
 
 
@@ -95,4 +100,3 @@ def test_a_file_that_is_written_again(tmp_path: Path, umask: int) -> None:
     (tmp_path / "record.json").chmod(0o600)
     write_text(tmp_path / "record.json", "{}\n")
     assert wrong_modes(tmp_path / "record.json", umask) == {}
-
