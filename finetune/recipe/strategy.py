@@ -15,7 +15,7 @@ import yaml
 
 from finetune.errors import RecipeError
 from finetune.output_stream import printable
-from finetune.paths import CHECKOUT, read_regular
+from finetune.paths import SHIPPED, read_regular
 from finetune.recipe.accelerate_file import meaning_of, type_of
 from finetune.recipe.sections.engine_keys import ENGINE_KEYS, Where, engine_settings
 from finetune.recipe.sections.pipelines import Pipelines, pipelines_named
@@ -25,7 +25,7 @@ from finetune.wording import first_lines
 if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
-CONFIG_FOLDER = CHECKOUT / "accelerate_configs"
+CONFIG_FOLDER = SHIPPED / "accelerate_configs"
 
 Kind = Literal["single", "ddp", "fsdp", "deepspeed", "pipeline"]
 KIND_OF_TYPE: dict[str, Kind] = {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed"}

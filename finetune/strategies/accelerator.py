@@ -27,6 +27,7 @@ from finetune.model.float8.requirements import check_float8
 from finetune.model.optimizer import check_optimizer
 from finetune.model.packaged import weights_are_here
 from finetune.model.quantization import check_sharded_quantization
+from finetune.paths import from_here
 from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import CONFIG_FOLDER, KIND_OF_TYPE, Strategy, read_strategy, strategy_of
 from finetune.strategies.fsdp import weights_kept
@@ -110,7 +111,7 @@ def _check_same_strategy(recipe: Recipe, recipe_side: Strategy, launch_side: Str
 def _options_for(recipe: Recipe, strategy: Strategy, launch: Launch) -> str:
     """Options of `accelerate launch` with which it starts the recipe's strategy on this machine."""
     if _computes_on_cpu(launch) and strategy.needs_ranks:
-        return f"--config_file {CONFIG_FOLDER / 'cpu_2proc.yaml'}"
+        return f"--config_file {from_here(CONFIG_FOLDER / 'cpu_2proc.yaml')}"
     if strategy.num_processes is not None:
         return f"--config_file {strategy.path}"
     ranks = max(launch.world_size, recipe.budget.gpus * recipe.budget.nodes, 2 if strategy.needs_ranks else 1)
@@ -128,7 +129,7 @@ def _right_number_of_processes(recipe: Recipe, strategy: Strategy, launch: Launc
         raise EnvironmentMismatch(
             f"accelerate_config: {strategy.name} runs on several processes, the launcher started one; start it by "
             f"`finetune train`, or by `accelerate launch --multi_gpu --num_processes {processes}`, on a CPU with "
-            "`--config_file accelerate_configs/cpu_2proc.yaml`, or set accelerate_config=single"
+            f"`--config_file {from_here(CONFIG_FOLDER / 'cpu_2proc.yaml')}`, or set accelerate_config=single"
         )
 
 
