@@ -20,7 +20,6 @@ from finetune.recipe.yaml_text import shorten
 if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
-Section = Mapping[str, Any]
 UNREADABLE: Any = object()
 _TRUE, _FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")  # Accelerate's str_to_bool
 # Strategies by the number that torch's ShardingStrategy has for them.
@@ -101,7 +100,7 @@ _TOP: dict[str, AccelerateKey] = {
         "enable_cpu_affinity debug distributed_type".split(),
         _launcher(),
     ),
-    "num_processes": _launcher(_whole, remedy="write a whole number"),
+    "num_processes": AccelerateKey(_whole, same=-1, remedy="write a whole number"),  # -1: the launcher says it
     "num_machines": _launcher(_whole, remedy="write a whole number"),
     "use_cpu": _launcher(_truth, works=(True, False)),
     "compute_environment": _launcher(_text, works=("LOCAL_MACHINE",)),
@@ -241,13 +240,13 @@ class Meaning:
     notes: list[str] = field(default_factory=list)  # what the recipe says instead
 
 
-def type_of(file: Section) -> str:
+def type_of(file: Mapping[str, Any]) -> str:
     """The `distributed_type`; YAML reads an unquoted NO as false."""
     value = file.get("distributed_type", "NO")
     return "NO" if value is False else str(value)
 
 
-def meaning_of(file: Section, recipe: Recipe | None = None) -> Meaning:
+def meaning_of(file: Mapping[str, Any], recipe: Recipe | None = None) -> Meaning:
     """Reads a file key by key. Without a recipe a value that a recipe owns is a mistake, unless it is the default."""
     found, kind = Meaning(), type_of(file)
     top = {name: value for name, value in file.items() if name not in SECTIONS}
@@ -273,7 +272,9 @@ def meaning_of(file: Section, recipe: Recipe | None = None) -> Meaning:
     return found
 
 
-def _read_keys(found: Meaning, prefix: str, section: Section, table: _Table, recipe: Recipe | None) -> dict[str, Any]:
+def _read_keys(
+    found: Meaning, prefix: str, section: Mapping[str, Any], table: _Table, recipe: Recipe | None
+) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for written, raw in section.items():
         name = written if written in table.keys else f"{table.prefix}{written}"
@@ -310,18 +311,18 @@ def _compare_with_owner(
     if recipe is None:
         found.mistakes.append((place, f"{raw!r}: the recipe owns it: {key.owner_key}; remove the line"))
     elif own != value:
-        word = {True: "true", 0.0: "null"}.get(value, value)  # no clipping is 0 there and null here
+        word = "true" if value is True else value or "null"  # no clipping is 0 there and null here
         text = f"the recipe owns it: {key.owner_key} is {own}; remove the line, or set {key.owner_key}={word}"
         found.mistakes.append((place, f"{raw!r}: {text}"))
 
 
-def _not_in_float8(file: Section, recipe: Recipe | None) -> str | None:
+def _not_in_float8(file: Mapping[str, Any], recipe: Recipe | None) -> str | None:
     if recipe is not None and not recipe.training.float8:
         return f"training.mixed_precision is {recipe.training.mixed_precision}"
     return None if str(file.get("mixed_precision")).lower() == "fp8" else "mixed_precision is not fp8"
 
 
-def _read_together(found: Meaning, file: Section) -> None:
+def _read_together(found: Meaning, file: Mapping[str, Any]) -> None:
     """What several keys say together."""
     settings, kind = found.settings, type_of(file)
     if kind in _REQUIRED:
@@ -330,7 +331,7 @@ def _read_together(found: Meaning, file: Section) -> None:
         names = (key, key.removeprefix(SECTIONS[name].prefix))
         if not isinstance(section, dict) or not any(section.get(each) is not None for each in names):
             found.mistakes.append((f"{name}.{key}", "is missing; add it"))
-        elif kind == "DEEPSPEED":
+        elif kind == "DEEPSPEED" and key in settings.get(name, {}):
             wrong = engine_mistakes(settings.get(name, {}))
             found.mistakes += [(f"{name}.{key}", problem) for key, problem in wrong]
     if zero := settings.get("deepspeed_config"):

@@ -131,7 +131,9 @@ def test_verbs_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_slower_verbs_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     run = (installed, tmp_path)
-    picked = finetune(*run, "plan", "--pick", "--model", "llama-3.2-1b", "--gpus", "1x24GB", "-o", "mine.yaml")
+    picked = finetune(
+        *run, "plan", "--pick", "--model", "meta-llama/Llama-3.2-1B", "--gpus", "1x24GB", "-o", "mine.yaml"
+    )
     assert "accelerate_config" in picked
     assert finetune(*run, "check", "mine.yaml", "data.train=[{path: a/b}]").startswith("mine.yaml: right")
     assert "quickstart" in finetune(*run, "plan", "quickstart", "smollm2_135m_full_cpu")

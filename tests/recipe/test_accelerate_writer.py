@@ -24,7 +24,7 @@ from finetune.cli.main import main
 from finetune.errors import FinetuneError, RecipeError
 from finetune.launch.launcher import Launch
 from finetune.recipe.schema import Recipe
-from finetune.recipe.strategy import CONFIG_FOLDER, read_strategy
+from finetune.recipe.strategy import read_strategy
 from finetune.strategies.accelerator import check_launch
 from tests.support.launching import ALONE
 from tests.support.recipes import least, least_recipe, merged, write_recipe
@@ -283,6 +283,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[tuple[str, Callable[[dict[str, Any
         ],
         "zero2",
     ),
+    "zero2, the default clipping beside another": (
+        zero(ZERO2 | {"gradient_clipping": 0}),
+        [("gradient_clipping: 0: the recipe owns it", drop("deepspeed_config.gradient_clipping"))],
+        "zero2",
+    ),
     "zero2, accumulation": (
         zero(ZERO2 | {"gradient_accumulation_steps": 4}),
         [
@@ -326,7 +331,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[tuple[str, Callable[[dict[str, Any
 
 
 def test_how_many_files() -> None:
-    assert len(ACCEPTED) + len(REFUSED) == 36
+    assert len(ACCEPTED) + len(REFUSED) == 37
 
 
 def written(file: dict[str, Any], path: Path) -> Path:
@@ -382,7 +387,9 @@ def test_any_other_is_refused_and_its_remedies_work(name: str, tmp_path: Path) -
                 assert line.startswith(f"{route}: {file}:")
         else:  # another kind of strategy: the message says how to launch the recipe's own
             assert name == "fsdp1, not sharded"
-            assert f"--config_file {CONFIG_FOLDER}" in str(caught.value)
+            assert "set accelerate_config=" not in str(caught.value), "it would be refused"
+            (other,) = re.findall(r"launch with --config_file (\S+)", str(caught.value))
+            check_launch(recipe_with(strategy, {}), launch_of(case, Path(other)))
     changed = yaml.safe_load(file.read_text())
     for _, follow in lines:
         follow(changed)
@@ -392,7 +399,33 @@ def test_any_other_is_refused_and_its_remedies_work(name: str, tmp_path: Path) -
         check_launch(recipe_with(strategy, {}), launch_of(case, config))
 
 
-@pytest.mark.parametrize("name", ["another precision", "zero2, other clipping"])
+@pytest.mark.parametrize("stray", [False, True])
+@pytest.mark.parametrize(("mine", "recipes"), [("zero2", "zero3"), ("fsdp2, offload", "fsdp2"), ("multi-GPU", "fsdp2")])
+def test_each_remedy_of_another_strategy_works(
+    mine: str, recipes: str, stray: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = ACCEPTED[mine]
+    file = written(case.file, tmp_path / "mine.yaml")
+    launch = launch_of(case, None if stray else file)
+    if stray:
+        monkeypatch.setattr(config_args, "default_config_file", str(file))
+    with pytest.raises(FinetuneError) as caught:
+        check_launch(recipe_with(recipes, {}), launch)
+    (other,) = re.findall(r"--config_file (\S+?)(?:,|$)", str(caught.value))
+    check_launch(recipe_with(recipes, {}), replace(launch, config_file=Path(other)))
+    named = re.findall(r"set accelerate_config=(\S+)$", str(caught.value))
+    assert len(named) == (not stray)
+    for strategy in named:
+        check_launch(recipe_with(strategy, {}), launch)
+    if stray:
+        assert f"move {file} away" in str(caught.value)
+        file.unlink()
+        check_launch(recipe_with(recipes, {}), launch)
+
+
+@pytest.mark.parametrize(
+    "name", ["another precision", "zero2, other clipping", "zero2, the default clipping beside another"]
+)
 def test_the_other_remedy_works_too(name: str, tmp_path: Path) -> None:
     """`remove the line, or set training.x=y`: the recipe may follow the file."""
     content, _, same_as = REFUSED[name]
@@ -435,6 +468,11 @@ SPELLINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "an older key": (fsdp(FSDP2 | {"fsdp_sharding_strategy": "FULL_SHARD"}), fsdp()),
     "null": (zero(ZERO2 | {"offload_optimizer_device": None, "zero3_init_flag": None}), zero(ZERO2)),
     "no path": (zero(ZERO2 | {"offload_param_nvme_path": "none"}), zero(ZERO2)),
+    "a launcher's number": (
+        {"distributed_type": "NO", "num_processes": -1},
+        {"distributed_type": "NO", "num_processes": None},
+    ),
+    "a number in quotes": ({"distributed_type": "MULTI_GPU", "num_processes": "2"}, {"distributed_type": "MULTI_GPU"}),
     "capitals": (zero(ZERO2 | {"offload_optimizer_device": "CPU"}), zero(ZERO2 | {"offload_optimizer_device": "cpu"})),
     "a mesh of ones": (fsdp(parallelism_config=mesh(dp_replicate=1)), fsdp()),
     "no mesh": (fsdp(parallelism_config=None), fsdp()),
@@ -450,6 +488,7 @@ def test_spellings_of_one_meaning(name: str, tmp_path: Path) -> None:
         file.write_text(yaml.safe_dump(MACHINE | content))
     first, second = read_strategy(str(one)), read_strategy(str(other))
     assert first.plugin_settings(2, 2) == second.plugin_settings(2, 2)
+    assert first.num_processes == second.num_processes
     assert (first.kind, first.replicates) == (second.kind, second.replicates)
 
 
