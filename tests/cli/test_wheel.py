@@ -137,7 +137,7 @@ def test_the_slower_verbs_in_an_empty_folder(installed: Path, tmp_path: Path) ->
     assert "accelerate_config" in picked
     assert finetune(*run, "check", "mine.yaml", "data.train=[{path: a/b}]").startswith("mine.yaml: right")
     assert "quickstart" in finetune(*run, "plan", "quickstart", "smollm2_135m_full_cpu")
-    words = ["training.max_steps=2", "eval_steps=2", "save_steps=2", "data.max_length=64", "samples=null"]
+    words = ["training.max_steps=2", "eval_steps=2", "save_steps=2", "data.max_length=64", "samples.max_new_tokens=2"]
     finetune(*run, "train", "quickstart", *words, "data.truncation=right")
     folder = tmp_path / "runs" / "quickstart"
     assert json.loads((folder / "receipt.json").read_text("utf-8"))
