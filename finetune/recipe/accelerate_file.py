@@ -146,7 +146,7 @@ _FSDP: dict[str, AccelerateKey] = {
     ),
     "fsdp_auto_wrap_policy": AccelerateKey(_upper, works=("TRANSFORMER_BASED_WRAP",), drops=True),
     "fsdp_transformer_layer_cls_to_wrap": AccelerateKey(
-        _one_class, drops=True, remedy="a unit is a decoder layer here; name its class alone, or remove the line"
+        _one_class, remedy="a unit is a decoder layer here; name its class alone, or remove the line"
     ),
     **dict.fromkeys(("fsdp_min_num_params", "fsdp_ignored_modules"), _ABSENT),
     "fsdp_state_dict_type": AccelerateKey(_upper, works=("SHARDED_STATE_DICT",), drops=True),

@@ -148,6 +148,12 @@ class Strategy:
         return bool(self.section("fsdp_config").get("fsdp_reshard_after_forward", True))
 
     @property
+    def unit_class(self) -> str | None:
+        """FSDP2: the class of decoder layers that the file names as units; None: the model's own, whatever it is."""
+        named = self.section("fsdp_config").get("fsdp_transformer_layer_cls_to_wrap")
+        return None if named is None else str(named)
+
+    @property
     def replicates(self) -> bool:
         """HSDP: whether there are several copies of the sharded model, whose gradients are reduced over the copies."""
         mesh = self.settings.get("parallelism_config")
