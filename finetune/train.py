@@ -100,7 +100,7 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     strategy = check_launch(recipe, launch)
     check_trackers(recipe)
     idle = [*strategy.notes, *engine_notes(strategy.section("deepspeed_config"), recipe.training.mixed_precision)]
-    for note in (*launch_notes(launch), *idle, *check_before_training(recipe)) if launch.is_main else ():
+    for note in (*launch_notes(launch, strategy), *idle, *check_before_training(recipe)) if launch.is_main else ():
         print(note, file=sys.stderr)
     die_with_launcher()
     tokenizer = load_tokenizer(recipe)

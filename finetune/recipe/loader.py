@@ -133,8 +133,9 @@ def find_recipe(path: str | os.PathLike[str]) -> pathlib.Path:
     """The file of that path; of a bare name that is no file, the recipe of that name that comes with the package."""
     file = pathlib.Path(path).expanduser()
     shipped = RECIPES / f"{file.name}.yaml"
-    is_name = file.parts == (file.name,) and not os.path.exists(file) and len(file.name) < 200
-    return shipped if is_name and shipped.is_file() else file
+    is_name = file.parts == (file.name,) and len(file.name) < 200  # a longer one is no file's
+    is_file = os.path.exists(file) and not os.path.isdir(file)
+    return shipped if is_name and not is_file and shipped.is_file() else file
 
 
 def _is_shipped(file: pathlib.Path) -> bool:

@@ -63,10 +63,14 @@ def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
     return strategy
 
 
-def launch_notes(launch: Launch) -> list[str]:
-    """Notes about settings that affect this launch although the command line does not name them."""
+def launch_notes(launch: Launch, strategy: Strategy | None = None) -> list[str]:
+    """Notes about settings that affect this launch although the command line does not name them, or that do not."""
     path = None if launch.config_file else _default_config(launch)
-    return [f"launch: no --config_file, so `accelerate launch` read {path}"] if path else []
+    notes = [f"launch: no --config_file, so `accelerate launch` read {path}"] if path else []
+    if strategy is not None and strategy.num_processes not in (None, launch.world_size):
+        stated = f"num_processes: {strategy.num_processes} changes nothing"
+        notes.append(f"accelerate_config: {strategy.path}: {stated}: {launch.world_size} were launched")
+    return notes
 
 
 def _default_config(launch: Launch) -> Path | None:

@@ -204,6 +204,8 @@ def test_a_copy_of_it_is_ones_own(elsewhere: Path) -> None:
 
 
 def test_a_file_of_that_name_wins(elsewhere: Path) -> None:
+    (elsewhere / "smollm2_hub").mkdir()  # a run's folder, say
+    assert load_recipe("smollm2_hub").path == RECIPES / "smollm2_hub.yaml"
     (elsewhere / "quickstart").write_text("model: {name_or_path: a/b}\ndata: {train: [{path: c/d}]}\n")
     assert load_recipe("quickstart").recipe.model.name_or_path == "a/b"
 
