@@ -96,10 +96,13 @@ def sync(path: Path) -> None:
 def publish_folder(temporary: Path, target: Path) -> None:
     """Rename the folder `temporary` to `target`; a folder of that name is renamed first, then deleted.
 
-    A folder cannot be renamed over one with files, so between the two renames none has the name: callers only replace
-    what can be made again.
+    Every file gets the mode of a new file here. A folder cannot be renamed over one with files, so between the two
+    renames none has the name: callers only replace what can be made again.
     """
+    mode = _mode_of_a_new_file(temporary)
     for path in sorted(temporary.rglob("*")):
+        if path.is_file() and not path.is_symlink() and stat.S_IMODE(path.stat().st_mode) != mode:
+            path.chmod(mode)
         sync(path)
     sync(temporary)
     old = target.with_name(f"{TEMPORARY_PREFIX}old-{target.name}")
@@ -109,6 +112,22 @@ def publish_folder(temporary: Path, target: Path) -> None:
     os.rename(temporary, target)
     sync(target.parent)
     remove_folder(old)
+
+
+def _mode_of_a_new_file(folder: Path) -> int:
+    """0666 less the umask, or what the folder's default ACL makes of it.
+
+    Libraries write files of other modes: safetensors 0.8 renames a temporary file of mode 0600, and transformers copies
+    a model's code with its mode. Only another new file shows the mode: reading the umask means setting it, and in that
+    moment other threads would write files for everybody.
+    """
+    probe = folder / f"{TEMPORARY_PREFIX}mode"
+    descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        return stat.S_IMODE(os.fstat(descriptor).st_mode)
+    finally:
+        os.close(descriptor)
+        probe.unlink()
 
 
 def remove_folder(path: Path) -> None:

@@ -9,7 +9,10 @@ from io import BufferedReader
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
-CHECKOUT = PACKAGE.parent  # recipes/, accelerate_configs/ and data/ are here, unless the package was installed alone
+CHECKOUT = PACKAGE.parent  # what PYTHONPATH needs for `import finetune`; in a checkout docs/ is here too
+# recipes/, accelerate_configs/ and data/: a wheel carries them (setup.py), in a checkout they stand at its top.
+SHIPPED = PACKAGE / "shipped" if (PACKAGE / "shipped").is_dir() else CHECKOUT
+RECIPES = SHIPPED / "recipes"
 TRAIN_SCRIPT = PACKAGE / "train.py"  # what `accelerate launch` is given
 
 _KINDS = {
@@ -28,6 +31,12 @@ def kind_of_file(mode: int) -> str:
 def in_home(text: str) -> str:
     """`~/models/x` with the user's home folder, which no shell puts in for a recipe; other texts stay as they are."""
     return os.path.expanduser(text) if text.startswith("~") and "{" not in text else text
+
+
+def from_here(path: Path) -> str:
+    """Relative to the current folder where it is inside, so that a script works in another machine's copy too."""
+    absolute, folder = path.absolute(), Path.cwd()
+    return str(absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute)
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:

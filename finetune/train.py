@@ -101,8 +101,8 @@ def run_recipe(loaded: LoadedRecipe) -> int:
     command = continue_command(launch, resume=recipe.training.resume)
     strategy = check_launch(recipe, launch)
     check_trackers(recipe)
-    idle = engine_notes(strategy.section("deepspeed_config"), recipe.training.mixed_precision)
-    for note in (*launch_notes(launch), *idle, *check_before_training(recipe)) if launch.is_main else ():
+    idle = [*strategy.notes, *engine_notes(strategy.section("deepspeed_config"), recipe.training.mixed_precision)]
+    for note in (*launch_notes(launch, strategy), *idle, *check_before_training(recipe)) if launch.is_main else ():
         print(note, file=sys.stderr)
     tokenizer = load_tokenizer(recipe)
     chosen = _chosen_recomputation(recipe, launch)

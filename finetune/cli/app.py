@@ -27,7 +27,10 @@ def user_path(text: str) -> Path:
 
 
 RecipeFile = Annotated[
-    Path, typer.Argument(parser=user_path, metavar="RECIPE", help="A recipe file.", show_default=False)
+    Path,
+    typer.Argument(
+        parser=user_path, metavar="RECIPE", help="A recipe file, or a name of `finetune list`.", show_default=False
+    ),
 ]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Win over the recipe.", show_default=False)

@@ -65,7 +65,10 @@ def list_recipes(
 @app.command()
 def check(
     recipe: Annotated[
-        Path | None, typer.Argument(parser=user_path, metavar="RECIPE", help="A recipe file.", show_default=False)
+        Path | None,
+        typer.Argument(
+            parser=user_path, metavar="RECIPE", help="A recipe file, or a name of `finetune list`.", show_default=False
+        ),
     ] = None,
     overrides: Overrides = None,
     resolved: Annotated[bool, typer.Option(help="Print every value and where it came from.")] = False,
@@ -80,22 +83,26 @@ def check(
     from finetune.recipe.loader import load_recipe
     from finetune.recipe.resolved import resolved_yaml
     from finetune.recipe.sections.engine_keys import engine_notes
-    from finetune.recipe.strategy import read_strategy
+    from finetune.recipe.strategy import strategy_of
     from finetune.redaction import hide_in, hide_secrets, known_secrets
 
-    if schema:
-        from finetune.recipe.reference import write_generated
-
-        for path in write_generated():
-            typer.echo(path)
-        return
-    if recipe is None:
+    if recipe is None and not schema:
         raise typer.BadParameter("name a recipe", param_hint="RECIPE")
 
     def work() -> dict[str, Any]:
+        if recipe is None or schema:
+            from finetune.recipe.reference import write_generated
+
+            written = [str(path) for path in write_generated()]
+            if not as_json:
+                typer.echo("\n".join(written))
+            return {"ok": True, "files": written}
         loaded = load_recipe(recipe, overrides or [], here=True)
-        strategy = read_strategy(loaded.recipe.accelerate_config)
-        notes = [*engine_notes(strategy.section("deepspeed_config"), loaded.recipe.training.mixed_precision)]
+        strategy = strategy_of(loaded.recipe)
+        notes = [
+            *strategy.notes,
+            *engine_notes(strategy.section("deepspeed_config"), loaded.recipe.training.mixed_precision),
+        ]
         batches: dict[str, Any] = {}
         if data:
             from finetune.data.check import check_rows

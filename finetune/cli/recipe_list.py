@@ -1,4 +1,4 @@
-"""The recipes of this checkout, and which of them fit the GPUs one has."""
+"""The recipes that come with the package, and which of them fit the GPUs one has."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from typing import Any
 
 from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.model.packaged import ONLINE_REPOSITORIES, PREFIX
-from finetune.paths import CHECKOUT
+from finetune.paths import RECIPES
 from finetune.recipe.gpus import budget_of, parse_gpus
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Budget, Recipe
 from finetune.wording import counted
-
-RECIPE_FOLDER = CHECKOUT / "recipes"
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Found:
     hint: str = ""  # where no recipe was found: which there are
 
 
-def find_recipes(gpus: str | None = None, model: str | None = None, folder: Path = RECIPE_FOLDER) -> Found:
+def find_recipes(gpus: str | None = None, model: str | None = None, folder: Path = RECIPES) -> Found:
     """The recipes of a folder that fit into `gpus` and are of `model`, whose name or size is enough.
 
     Those with GPUs to fit into come nearest first, which is largest first; others smallest first. Raises FinetuneError
@@ -63,8 +61,8 @@ def find_recipes(gpus: str | None = None, model: str | None = None, folder: Path
 def _read_all(folder: Path) -> tuple[list[Listed], list[str]]:
     if not folder.is_dir():
         raise EnvironmentMismatch(
-            f"recipes: not beside the installed package ({folder}); they come with a checkout: clone the repository "
-            "and install it with pip install -e ."
+            f"recipes: not beside the installed package ({folder}); install it again: pip install --force-reinstall "
+            "--no-deps finetune, or pip install -e . in a checkout"
         )
     every, left_out = [], []
     for path in sorted(folder.glob("*.yaml")):

@@ -18,7 +18,9 @@ import torch
 from finetune.errors import EnvironmentMismatch, NoRendezvous
 from finetune.launch.launcher import Launch
 from finetune.launch.signals import ended_by_interrupt
+from finetune.paths import from_here
 from finetune.recipe.schema import Recipe
+from finetune.recipe.strategy import CONFIG_FOLDER
 from finetune.wording import counted
 
 _TIMEOUT_SECONDS = 1800  # gloo's default; NCCL's is 600
@@ -33,7 +35,7 @@ def check_world(recipe: Recipe, launch: Launch, requested: int | None) -> None:
     if requested is not None and requested > 1 and launch.world_size == 1:
         raise EnvironmentMismatch(
             f"launch: {requested} processes were asked for, but the launcher started one training of one process; on a "
-            "CPU use: accelerate launch --config_file accelerate_configs/cpu_2proc.yaml"
+            f"CPU use: accelerate launch --config_file {from_here(CONFIG_FOLDER / 'cpu_2proc.yaml')}"
         )
     if requested is not None and requested != launch.world_size:
         machines = counted(launch.nodes, "machine")

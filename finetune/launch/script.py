@@ -16,10 +16,10 @@ from typing import Literal, get_args
 from finetune.errors import FinetuneError
 from finetune.files import write_text
 from finetune.output_stream import printable
-from finetune.paths import TRAIN_SCRIPT
+from finetune.paths import TRAIN_SCRIPT, from_here
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.resolved import LoadedRecipe
-from finetune.recipe.strategy import CONFIG_FOLDER, Strategy, read_strategy
+from finetune.recipe.strategy import CONFIG_FOLDER, Strategy, strategy_of
 from finetune.wording import counted
 
 Launcher = Literal["slurm", "torchrun", "accelerate"]
@@ -65,7 +65,7 @@ def plan_launch(
     if launcher not in LAUNCHERS:
         raise FinetuneError(f"--on: {printable(launcher)} is not one of {', '.join(LAUNCHERS)}")
     loaded = load_recipe(recipe, overrides)
-    budget, strategy = loaded.recipe.budget, read_strategy(loaded.recipe.accelerate_config)
+    budget, strategy = loaded.recipe.budget, strategy_of(loaded.recipe)
     machines = {"nodes": nodes or budget.nodes, "gpus": budget.gpus if gpus_per_node is None else gpus_per_node}
     # The trainer checks the launch against the recipe's budget, so the command overrides what differs from it.
     changed = [f"budget.{key}={value}" for key, value in machines.items() if value != getattr(budget, key)]
@@ -79,7 +79,7 @@ def plan_launch(
         nodes=machines["nodes"],
         gpus=machines["gpus"],
         ranks=ranks,
-        words=(_from_here(TRAIN_SCRIPT), str(recipe), *overrides, *changed),
+        words=(from_here(TRAIN_SCRIPT), str(recipe), *overrides, *changed),
         verb_arguments=shlex.join([str(recipe), "--on", launcher, *options, *overrides]),
     )
     for problem in _misfits(plan):
@@ -178,7 +178,7 @@ def _starter(plan: LaunchPlan, *, machine: str = "", first: str = "", port: str 
 
 def _accelerate(plan: LaunchPlan, machine: str, first: str, port: str) -> str:
     on_cpu = not plan.gpus and not plan.alone
-    config = _from_here(CONFIG_FOLDER / "cpu_2proc.yaml" if on_cpu else plan.strategy.path)
+    config = from_here(CONFIG_FOLDER / "cpu_2proc.yaml" if on_cpu else plan.strategy.path)
     options = f"--config_file {shlex.quote(config)} --num_processes {plan.world}"
     if plan.nodes > 1:
         options += f" --num_machines {plan.nodes} --machine_rank {machine}"
@@ -257,9 +257,3 @@ def _slurm_again() -> list[str]:
         "fi",
         'exit "$code"',
     ]
-
-
-def _from_here(path: Path) -> str:
-    """Relative to the current folder where it is inside, so that the file works in another machine's copy too."""
-    absolute, folder = path.absolute(), Path.cwd()
-    return str(absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute)

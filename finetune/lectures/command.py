@@ -11,7 +11,7 @@ from typing import Any
 from finetune.errors import FinetuneError
 from finetune.files import write_json
 from finetune.lectures.output import LectureRequest, LectureResult, write_lecture
-from finetune.paths import CHECKOUT, PACKAGE
+from finetune.paths import PACKAGE, RECIPES
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def run_lecture(
             f"{recipe or overrides[0]}: the lecture {name} has no recipe; it takes {takes or 'nothing'}"
         )
     if recipe is None:
-        recipe, overrides = CHECKOUT / "recipes" / lecture.recipe, (*lecture.overrides, *overrides)
+        recipe, overrides = RECIPES / lecture.recipe, (*lecture.overrides, *overrides)
     folder.mkdir(parents=True, exist_ok=True)
     is_new = not facts.exists()
     if is_new:  # one that is stopped leaves it, and the next one takes its folder

@@ -24,7 +24,7 @@ from typing import Any
 from filelock import FileLock
 
 from finetune.errors import EnvironmentMismatch, FinetuneError
-from finetune.files import cache_folder, remove_folder
+from finetune.files import cache_folder, publish_folder, remove_folder
 from finetune.output_stream import one_line
 from finetune.untrusted.json_files import read_object
 
@@ -189,7 +189,7 @@ def _convert(gguf_path: Path, origin: Origin, folder: Path) -> None:
         _save_model(gguf_path, aside)
         _save_tokenizer(gguf_path, aside)
     Path(aside, "origin.json").write_text(json.dumps(asdict(origin), indent=2) + "\n", "utf-8")
-    aside.rename(folder)
+    publish_folder(aside, folder)
 
 
 def _save_model(gguf_path: Path, folder: Path) -> None:

@@ -26,7 +26,7 @@ from finetune.planner.trace.timeline import Peak, PhaseMemory
 from finetune.planner.trace.worst_batches import worst_batches
 from finetune.recipe.gpus import Gpus
 from finetune.recipe.schema import Recipe
-from finetune.recipe.strategy import Strategy, read_strategy
+from finetune.recipe.strategy import Strategy, strategy_of
 from finetune.strategies.accelerator import check_combination
 from finetune.strategies.pipeline.requirements import require_stages
 from finetune.tokens.batches import MicroBatch
@@ -101,7 +101,7 @@ def plan_recipe(
         stage: Plan this one of a pipeline alone, from 0 on.
         must_fit: Raise DoesNotFit as soon as it is certain, after about half of a plan's time.
     """
-    strategy = read_strategy(recipe.accelerate_config)
+    strategy = strategy_of(recipe)
     check_combination(recipe, strategy, on_cpu=gpus is None)
     if strategy.schedule and stage is None:
         count = _ranks_of(strategy, gpus, ranks)

@@ -109,11 +109,11 @@ def _fits_by(estimated: int, recipe: Recipe, gpus: Gpus) -> bool:
     """Whether the estimate is clear, and the trainer would not refuse the recipe, as a plan says by an error."""
     if estimated > (1 - EDGE) * gpus.memory:
         return False
-    from finetune.recipe.strategy import read_strategy
+    from finetune.recipe.strategy import strategy_of
     from finetune.strategies.accelerator import check_combination  # imports torch
 
     try:
-        check_combination(recipe, read_strategy(recipe.accelerate_config), on_cpu=False)
+        check_combination(recipe, strategy_of(recipe), on_cpu=False)
     except FinetuneError:
         return False
     return True

@@ -68,10 +68,10 @@ def planned(request: PlanRequest) -> tuple[dict[str, Any] | None, str | None, in
 def plan_run(request: PlanRequest) -> Planned:
     """Plan rank 0 of the run, on the batches of its worst step. Raises what `plan_recipe` raises."""
     from finetune.planner.plan_recipe import plan_recipe
-    from finetune.recipe.strategy import read_strategy
+    from finetune.recipe.strategy import strategy_of
 
     recipe = Recipe.model_validate_json(request.recipe)
-    batches, stage = batches_of(request), 0 if read_strategy(recipe.accelerate_config).schedule else None
+    batches, stage = batches_of(request), 0 if strategy_of(recipe).schedule else None
     if request.device == "cpu":
         ranks = request.nodes * request.ranks_of_node
         return plan_recipe(recipe, None, batches=batches, ranks=ranks, node=request.ranks_of_node, stage=stage)

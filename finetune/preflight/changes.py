@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from finetune.data.sources import resolve
-from finetune.paths import CHECKOUT
+from finetune.paths import SHIPPED
 from finetune.preflight.shrink import LAYERS, Shrunk
 from finetune.recipe.optimizers import OPTIMIZERS
 from finetune.recipe.schema import DataSet, Recipe, Training
@@ -26,7 +26,7 @@ STEPS, SAVED_AFTER = 4, 2
 LONGEST_ROW = 384  # tokens
 FEW_ROWS = 400  # of each data set
 MICRO_STEPS = 2  # so that accumulation is rehearsed
-SAMPLE_CHAT = CHECKOUT / "data" / "sample_chat.jsonl"
+SAMPLE_CHAT = SHIPPED / "data" / "sample_chat.jsonl"
 RESUMES_ON_A_GPU = (
     "training.deterministic: a CPU's kernels sum in one order, so the resumed run is compared bitwise; on a GPU its "
     "state is bitwise, its losses are to rounding, unless this is true"

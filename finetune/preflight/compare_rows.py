@@ -17,7 +17,7 @@ from finetune.errors import FinetuneError, RecipeError
 from finetune.paths import read_regular
 from finetune.recipe.loader import COMMAND_LINE, load_recipe
 from finetune.recipe.schema import Recipe, Training
-from finetune.recipe.strategy import read_strategy
+from finetune.recipe.strategy import strategy_of
 from finetune.recipe.yaml_text import MAX_BYTES, parse, shorten
 
 STRATEGY, STRATEGY_KEY = "strategy", "accelerate_config"
@@ -199,7 +199,7 @@ def check_compared(recipe: Path, overrides: Sequence[str], asked: Sequence[Asked
         try:
             shortened = _shortened(load_recipe(recipe, words).recipe.training, steps)
             read = load_recipe(recipe, [*words, *shortened]).recipe
-            read_strategy(read.accelerate_config)
+            strategy_of(read)
         except RecipeError as error:
             mistakes += _of_row(error, row)
             continue

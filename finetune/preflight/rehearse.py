@@ -38,7 +38,7 @@ from finetune.preflight.load_back import load_back
 from finetune.preflight.shrink import shrink_model
 from finetune.recipe.loader import load_recipe
 from finetune.recipe.schema import Recipe
-from finetune.recipe.strategy import read_strategy
+from finetune.recipe.strategy import strategy_of
 from finetune.wording import counted
 
 ROUNDING_OF_FLOAT32, ROUNDING_OF_HALF = 1e-4, 1e-2  # relative; bfloat16 rounds by 2^-9 = 2e-3, each sum of many
@@ -80,7 +80,7 @@ def rehearse(
     The report's `exit_code` is 0, or that of the step that failed. Raises RecipeError for a wrong recipe.
     """
     loaded = load_recipe(recipe, words).recipe
-    strategy = read_strategy(loaded.accelerate_config)
+    strategy = strategy_of(loaded)
     check_rank_count(processes, gpus=0)
     ranks = processes_of(strategy, processes)
     checklist, began = Checklist(log), time.monotonic()

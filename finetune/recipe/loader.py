@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from finetune.errors import RecipeError
 from finetune.output_stream import printable
-from finetune.paths import in_home, open_regular
+from finetune.paths import RECIPES, SHIPPED, in_home, open_regular
 from finetune.recipe.adapter_config import folder_mistakes
 from finetune.recipe.foreign_keys import refuse_configuration_of_a_tool
 from finetune.recipe.mistakes import IN_QUOTES, Mistake, explain_mistake
@@ -99,10 +99,11 @@ class _Source:
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, here: bool = False) -> LoadedRecipe:
     """Read a recipe; `overrides` are `dotted.key=value` and win over the file. `here`: folders that it names are here.
 
+    `path` may also be the name of a recipe that comes with the package; files that such a recipe names come with it.
     Raises RecipeError with every mistake, each as `file:line:column: key: what is wrong; remedy`, its source line and
     a caret; those of overrides as `command line: key: ...`.
     """
-    source = _Source(file := pathlib.Path(path).expanduser(), text := _read(file), parse(text))
+    source = _Source(file := find_recipe(path), text := _read(file), parse(text))
     for flaw in source.parsed.flaws:
         source.add(flaw.place, flaw.key, flaw.problem)
     value = source.parsed.value if isinstance(source.parsed.value, dict) else {}
@@ -117,6 +118,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
             source.add(source.parsed.values.get((), Place(1, 1)), "", problem)
         raise source.error()
     _rename_aliases(source, value)  # an override may be a whole section
+    if "data" in value and _is_shipped(file):
+        value["data"] = _with_shipped_files(value["data"], ("data",), source.overridden)
     recipe = _validate(source, value)
     for key, problem in folder_mistakes(recipe) if recipe is not None and here else ():
         source.report(key, problem, at_key=False)
@@ -124,6 +127,38 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = (), *, 
         raise source.error()
     recipe = recipe if recipe.output_dir else recipe.model_copy(update={"output_dir": f"runs/{file.stem}"})
     return LoadedRecipe(recipe, _origins(source, recipe), file)
+
+
+def find_recipe(path: str | os.PathLike[str]) -> pathlib.Path:
+    """The file of that path; of a bare name that is no file, the recipe of that name that comes with the package."""
+    file = pathlib.Path(path).expanduser()
+    shipped = RECIPES / f"{file.name}.yaml"
+    is_name = file.parts == (file.name,) and len(file.name) < 200  # a longer one is no file's
+    is_file = os.path.exists(file) and not os.path.isdir(file)
+    return shipped if is_name and not is_file and shipped.is_file() else file
+
+
+def _is_shipped(file: pathlib.Path) -> bool:
+    return file.resolve().parent == RECIPES.resolve()
+
+
+def _with_shipped_files(value: Any, key: Path, overridden: set[Path]) -> Any:
+    """A section of a recipe that comes with the package: a file that the package has is named by its whole path.
+
+    What was overridden is as the user typed it. In a checkout's own folder the path stays as the recipe has it.
+    """
+    if any(key[: len(over)] == over for over in overridden):
+        return value
+    if isinstance(value, dict):
+        return {name: _with_shipped_files(inner, (*key, name), overridden) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_shipped_files(inner, (*key, index), overridden) for index, inner in enumerate(value)]
+    if not isinstance(value, str) or os.path.isabs(value):
+        return value
+    shipped = os.path.join(SHIPPED, value)
+    if not os.path.isfile(shipped) or (os.path.exists(value) and os.path.samefile(value, shipped)):
+        return value
+    return shipped
 
 
 def _read(file: pathlib.Path) -> str:
@@ -135,7 +170,8 @@ def _read(file: pathlib.Path) -> str:
             raise RecipeError([f"{file}: is larger than 1 MiB; a recipe is a page, data are named by data.train"])
         return read.decode("utf-8-sig")
     except FileNotFoundError:
-        recipes = {path.stem: path for folder in ("recipes", file.parent) for path in _recipes_in(folder)}
+        recipes: dict[str, object] = {path.stem: path.stem for path in _recipes_in(RECIPES)}
+        recipes |= {path.stem: path for folder in ("recipes", file.parent) for path in _recipes_in(folder)}
         close = difflib.get_close_matches(file.stem, recipes, 1, 0.5)
         hint = f"did you mean {recipes[close[0]]}?" if close else "name a recipe file"
         raise RecipeError([f"{file}: no such recipe; {hint}"]) from None

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from finetune.errors import EnvironmentMismatch
 from finetune.paths import CHECKOUT, PACKAGE
 from finetune.recipe.foreign_keys import RENAMED, REPLACED, answer_for
 from finetune.recipe.mistakes import section_models
@@ -97,8 +98,9 @@ def _written(value: Any) -> str:
 
 
 def write_generated() -> list[Path]:
-    """Write both files again; returns their paths."""
+    """Write both files again; returns their paths. Raises EnvironmentMismatch where the package is installed alone."""
+    if not REFERENCE_FILE.parent.is_dir():
+        raise EnvironmentMismatch(f"--schema: {REFERENCE_FILE.parent} is not there; run it in a checkout")
     for path, text in ((SCHEMA_FILE, json_schema()), (REFERENCE_FILE, reference_page())):
-        path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return [SCHEMA_FILE, REFERENCE_FILE]

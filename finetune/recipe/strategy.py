@@ -1,13 +1,12 @@
 """A strategy as an Accelerate config file states it, read strictly: a misspelt key is an error.
 
 Accelerate itself ignores unknown keys inside `fsdp_config` and `deepspeed_config`, and several that it knows have no
-effect under FSDP2. So a key that has no effect here is refused.
+effect under FSDP2. So a key that has no effect here is refused, unless it says what holds anyway.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,8 +15,9 @@ import yaml
 
 from finetune.errors import RecipeError
 from finetune.output_stream import printable
-from finetune.paths import CHECKOUT, read_regular
-from finetune.recipe.sections.engine_keys import ENGINE_KEYS, OTHER_PLACES, Where, engine_mistakes, engine_settings
+from finetune.paths import SHIPPED, read_regular
+from finetune.recipe.accelerate_file import meaning_of, type_of
+from finetune.recipe.sections.engine_keys import ENGINE_KEYS, Where, engine_settings
 from finetune.recipe.sections.pipelines import Pipelines, pipelines_named
 from finetune.recipe.yaml_text import MAX_BYTES, parse, shorten, yaml_value
 from finetune.wording import first_lines
@@ -25,57 +25,11 @@ from finetune.wording import first_lines
 if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
-CONFIG_FOLDER = CHECKOUT / "accelerate_configs"
+CONFIG_FOLDER = SHIPPED / "accelerate_configs"
 
 Kind = Literal["single", "ddp", "fsdp", "deepspeed", "pipeline"]
 KIND_OF_TYPE: dict[str, Kind] = {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
-
-# The keys that a file may have, by section; where a set is given, the value must be in it.
-# `accelerate config` writes some that say what is so anyway; they may stay.
-_LAUNCH_KEYS = (
-    "compute_environment distributed_type num_processes num_machines machine_rank main_process_ip main_process_port "
-    "main_training_function gpu_ids rdzv_backend same_network enable_cpu_affinity use_cpu debug fsdp_config "
-    "deepspeed_config parallelism_config"
-).split()
-ANY: frozenset[Any] = frozenset()
-_TOP: dict[str, frozenset[Any]] = dict.fromkeys(_LAUNCH_KEYS, ANY) | {
-    "mixed_precision": frozenset({None}),
-    "dynamo_backend": frozenset({"no", "NO", False}),
-    "downcast_bf16": frozenset({"no", False}),
-    "tpu_env": ANY,
-    "tpu_use_cluster": frozenset({False}),
-    "tpu_use_sudo": frozenset({False}),
-}
-_BOOLEAN = frozenset({True, False})
-_FSDP: dict[str, frozenset[Any]] = {
-    "fsdp_version": frozenset({2}),
-    "fsdp_reshard_after_forward": _BOOLEAN,
-    "fsdp_offload_params": _BOOLEAN,
-    "fsdp_cpu_ram_efficient_loading": frozenset({True}),
-    "fsdp_auto_wrap_policy": frozenset({"TRANSFORMER_BASED_WRAP"}),
-    "fsdp_state_dict_type": frozenset({"SHARDED_STATE_DICT"}),
-    "fsdp_activation_checkpointing": frozenset({False}),
-}
-_ZERO: dict[str, frozenset[Any]] = {
-    "zero_stage": frozenset({1, 2, 3}),
-    "offload_optimizer_device": frozenset({"none", "cpu", "nvme"}),
-    "offload_param_device": frozenset({"none", "cpu", "nvme"}),
-    "offload_optimizer_nvme_path": ANY,
-    "offload_param_nvme_path": ANY,
-    "zero3_init_flag": _BOOLEAN,
-    "zero3_save_16bit_model": frozenset({False}),
-    "gradient_accumulation_steps": frozenset({1}),
-    "deepspeed_multinode_launcher": frozenset({"standard"}),
-} | dict.fromkeys(ENGINE_KEYS, ANY)
-_MESH: dict[str, frozenset[Any]] = {"parallelism_config_dp_replicate_size": ANY}
-_SECTIONS = {"fsdp_config": _FSDP, "deepspeed_config": _ZERO, "parallelism_config": _MESH}
-_REQUIRED = {"fsdp": ("fsdp_config", "fsdp_version"), "deepspeed": ("deepspeed_config", "zero_stage")}
-_REASONS = {  # why a value is refused, where the key alone does not show it
-    "mixed_precision": "the recipe owns it: training.mixed_precision; remove the line",
-    "fsdp_version": "this kit shards by FSDP2; set fsdp_version: 2",
-    "fsdp_activation_checkpointing": "the recipe owns it: training.activation_checkpointing; set false",
-    "gradient_accumulation_steps": "the recipe owns it: training.global_batch_size; remove the line",
-}
+_OTHER_TYPES = {"MULTI_CPU": "for ranks on a CPU write distributed_type: MULTI_GPU and use_cpu: true"}
 
 
 @dataclass(frozen=True)
@@ -91,7 +45,8 @@ class Strategy:
     kind: Kind
     only_where: bool  # says where to run (two CPU ranks), not how: agrees with any strategy
     num_processes: int | None
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # what is decisive, by Accelerate's names: recipe/accelerate_file.py
+    notes: tuple[str, ...] = ()  # what the file says although the recipe owns it
 
     @property
     def pipelines(self) -> Pipelines | None:
@@ -193,9 +148,18 @@ class Strategy:
         return bool(self.section("fsdp_config").get("fsdp_reshard_after_forward", True))
 
     @property
+    def unit_class(self) -> str | None:
+        """FSDP2: the class of decoder layers that the file names as units; None: the model's own, whatever it is."""
+        named = self.section("fsdp_config").get("fsdp_transformer_layer_cls_to_wrap")
+        return None if named is None else str(named)
+
+    @property
     def replicates(self) -> bool:
         """HSDP: whether there are several copies of the sharded model, whose gradients are reduced over the copies."""
-        return "parallelism_config" in self.settings
+        mesh = self.settings.get("parallelism_config")
+        return (
+            self.shards_modules and mesh is not None and (mesh == {} or "parallelism_config_dp_replicate_size" in mesh)
+        )
 
     def rank_count(self, processes: int) -> int:
         """Ranks where `processes` could run."""
@@ -220,20 +184,34 @@ class Strategy:
         copies = self.replica_count(ranks, per_node)
         return copies > 1 and ranks % copies == 0 and ranks > copies
 
-    def plugin_settings(self) -> dict[str, Any]:
-        """The settings that decide how the weights are distributed: `section.key` -> value."""
-        named = {"the schedule, its name": self.name} if self.schedule else {}
-        return named | {f"{name}.{key}": value for name in _SECTIONS for key, value in self.section(name).items()}
+    def plugin_settings(self, ranks: int, per_node: int) -> dict[str, Any]:
+        """The settings that decide how the weights are distributed: `section.key` -> value, defaults filled in."""
+        if self.schedule:
+            return {"the schedule, its name": self.name}
+        if self.shards_modules:
+            return {
+                "fsdp_config.fsdp_reshard_after_forward": self.reshard_after_forward,
+                "fsdp_config.fsdp_offload_params": self.offloaded,
+                "parallelism_config.parallelism_config_dp_replicate_size": self.replica_count(ranks, per_node),
+            }
+        section = self.section("deepspeed_config")
+        engine = {name: key.read(section[name]) for name, key in ENGINE_KEYS.items() if name in section}
+        devices = {f"offload_{what}_device": device for what, device in self.offload_devices.items()}
+        paths = {key: value for key, value in section.items() if key.endswith("_nvme_path")}
+        stage = {"zero_stage": self.zero_stage} if self.uses_engine else {}
+        named = (stage | devices | paths | engine).items() if stage else ()
+        return {f"deepspeed_config.{key}": value for key, value in named}
 
     def section(self, name: str) -> Mapping[str, Any]:
         """A section of the file, as `fsdp_config`; empty where the file has none."""
         return self.settings.get(name) or {}
 
 
-def read_strategy(name_or_path: str, *, strict: bool = True) -> Strategy:
+def read_strategy(name_or_path: str, *, recipe: Recipe | None = None, strict: bool = True) -> Strategy:
     """Read a file of accelerate_configs/ by name, or any Accelerate config by path.
 
-    Raises RecipeError naming the file and, when strict, every key that is unknown or has no effect here.
+    With a recipe the file may also say what the recipe says where the recipe owns it. Raises RecipeError naming the
+    file and, when strict, every key that is unknown, has no effect here or contradicts the recipe.
     """
     path = CONFIG_FOLDER / f"{name_or_path}.yaml"
     if not path.is_file():
@@ -243,58 +221,34 @@ def read_strategy(name_or_path: str, *, strict: bool = True) -> Strategy:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise RecipeError([f"accelerate_config: {path}: cannot be read: {reason}; name an existing file"]) from error
-    kind = KIND_OF_TYPE.get(str(settings.get("distributed_type", "NO")) if isinstance(settings, dict) else "")
+    distributed_type = type_of(settings) if isinstance(settings, dict) else ""
+    kind = KIND_OF_TYPE.get(distributed_type)
     if kind is None:
+        remedy = _OTHER_TYPES.get(distributed_type, "correct that file")
         known = ", ".join(KIND_OF_TYPE)
-        raise RecipeError([f"accelerate_config: {path}: distributed_type is not one of {known}; correct that file"])
+        raise RecipeError([f"accelerate_config: {path}: distributed_type is not one of {known}; {remedy}"])
     if kind == "ddp" and pipelines_named(path.stem):
         kind = "pipeline"
-    if mistakes := list(_mistakes(settings, kind)) if strict else []:
+    meaning = meaning_of(settings, recipe)
+    if strict and meaning.mistakes:
         lines = {".".join(map(str, key)): f":{place.line}" for key, place in parse(text).keys.items()}
-        named = [(f"{path}{lines.get(key, '')}: {printable(shorten(key, 100))}", problem) for key, problem in mistakes]
+        named = [
+            (f"{path}{lines.get(key, '')}: {printable(shorten(key, 100))}", problem)
+            for key, problem in meaning.mistakes
+        ]
         raise RecipeError(first_lines([f"accelerate_config: {place}: {problem}" for place, problem in named], 20))
     return Strategy(
         name=path.stem,
         path=path,
         kind=kind,
-        only_where=bool(settings.get("use_cpu")),
-        num_processes=settings.get("num_processes"),
-        settings=settings,
+        # Sharded and offloaded training is told how, not only where.
+        only_where=bool(meaning.settings.get("use_cpu")) and kind in ("single", "ddp"),
+        num_processes=meaning.settings.get("num_processes"),
+        settings=meaning.settings,
+        notes=tuple(meaning.notes),
     )
 
 
-def _mistakes(settings: Mapping[str, Any], kind: Kind) -> Iterator[tuple[str, str]]:
-    """Each key that is wrong, from the top, and what is wrong with it."""
-    yield from _in_section("", settings, _TOP)
-    for name, allowed in _SECTIONS.items():
-        section = settings.get(name)
-        if isinstance(section, dict):
-            yield from _in_section(f"{name}.", section, allowed)
-        elif section is not None and section != {}:
-            yield name, "is not a section; write its keys below it"
-    if kind in _REQUIRED:
-        section, key = _REQUIRED[kind]
-        if not isinstance(settings.get(section), dict) or key not in settings[section]:
-            yield f"{section}.{key}", "is missing; add it"
-        elif kind == "deepspeed":
-            yield from ((f"{section}.{wrong}", problem) for wrong, problem in engine_mistakes(settings[section]))
-
-
-def _in_section(
-    prefix: str, section: Mapping[str, Any], allowed: Mapping[str, frozenset[Any]]
-) -> Iterator[tuple[str, str]]:
-    for key, value in section.items():
-        values = allowed.get(key)
-        if values is None:
-            near = difflib.get_close_matches(str(key), allowed, n=1)
-            remedy = OTHER_PLACES.get(key) or (f"did you mean {near[0]}?" if near else "remove it")
-            yield f"{prefix}{key}", f"has no effect here; {remedy}"
-        elif values and (isinstance(value, (dict, list)) or value not in values):
-            yield (
-                f"{prefix}{key}",
-                f"{shorten(repr(value), 60)}: " + (_REASONS.get(key) or f"one of {_listed(values)} works here; set it"),
-            )
-
-
-def _listed(values: frozenset[Any]) -> str:
-    return ", ".join(sorted(yaml.safe_dump(value).split("\n")[0] for value in values))
+def strategy_of(recipe: Recipe) -> Strategy:
+    """The recipe's strategy. Raises RecipeError as `read_strategy` does."""
+    return read_strategy(recipe.accelerate_config, recipe=recipe)

@@ -276,7 +276,8 @@ class Watchdog:
         """True for one rank of each machine: each machine has its own terminal."""
         host = re.sub(r"[^\w.-]", "_", os.uname().nodename)
         try:
-            os.close(os.open(heartbeat_file(self._run_dir, 0).with_name(f"said-{host}"), os.O_CREAT | os.O_EXCL))
+            said = heartbeat_file(self._run_dir, 0).with_name(f"said-{host}")
+            os.close(os.open(said, os.O_CREAT | os.O_EXCL, 0o666))  # 0777, an executable, unless told otherwise
         except FileExistsError:
             return False
         except OSError:

@@ -20,15 +20,16 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 
 from finetune.architecture.compiled.choice import check_compiling
-from finetune.errors import EnvironmentMismatch
+from finetune.errors import EnvironmentMismatch, RecipeError
 from finetune.launch.launcher import Launch
 from finetune.launch.rendezvous import check_world, collective_timeout
 from finetune.model.float8.requirements import check_float8
 from finetune.model.optimizer import check_optimizer
 from finetune.model.packaged import weights_are_here
 from finetune.model.quantization import check_sharded_quantization
+from finetune.paths import from_here
 from finetune.recipe.schema import Recipe
-from finetune.recipe.strategy import KIND_OF_TYPE, Strategy, read_strategy
+from finetune.recipe.strategy import CONFIG_FOLDER, KIND_OF_TYPE, Strategy, read_strategy, strategy_of
 from finetune.strategies.fsdp import weights_kept
 from finetune.strategies.gpu_needs import check_gpus, go_around_peers
 from finetune.strategies.loss_scaling import scale_losses_on_cpu
@@ -47,24 +48,29 @@ def check_launch(recipe: Recipe, launch: Launch) -> Strategy:
 
     Returns the strategy. Raises EnvironmentMismatch naming what was asked, what runs, and the remedy.
     """
-    strategy = read_strategy(recipe.accelerate_config)
+    strategy = strategy_of(recipe)
     config = launch.config_file or _default_config(launch)
-    if config is not None:
-        _agree(strategy, read_strategy(str(config), strict=False), config, stray=launch.config_file is None)
     requested = launch.asked_processes
-    if requested is None and config is not None:
-        requested = read_strategy(str(config), strict=False).num_processes
+    if config is not None:
+        launched = read_strategy(str(config), strict=False)
+        _check_same_strategy(recipe, strategy, launched, launch)
+        requested = launched.num_processes if requested is None else requested
     _right_device(recipe, launch)
     check_world(recipe, launch, requested)
     _right_number_of_processes(recipe, strategy, launch)
+    _right_mesh(strategy, launch)
     _supported_here(recipe, strategy, launch)
     return strategy
 
 
-def launch_notes(launch: Launch) -> list[str]:
-    """Notes about settings that affect this launch although the command line does not name them."""
+def launch_notes(launch: Launch, strategy: Strategy | None = None) -> list[str]:
+    """Notes about settings that affect this launch although the command line does not name them, or that do not."""
     path = None if launch.config_file else _default_config(launch)
-    return [f"launch: no --config_file, so `accelerate launch` read {path}"] if path else []
+    notes = [f"launch: no --config_file, so `accelerate launch` read {path}"] if path else []
+    if strategy is not None and strategy.num_processes not in (None, launch.world_size):
+        stated = f"num_processes: {strategy.num_processes} changes nothing"
+        notes.append(f"accelerate_config: {strategy.path}: {stated}: {launch.world_size} were launched")
+    return notes
 
 
 def _default_config(launch: Launch) -> Path | None:
@@ -75,25 +81,45 @@ def _default_config(launch: Launch) -> Path | None:
     return path if launch.by_accelerate and path.is_file() else None
 
 
-def _agree(recipe_side: Strategy, launch_side: Strategy, path: Path, *, stray: bool) -> None:
-    """The recipe names the strategy; a file given to the launcher may say the same or only where to run."""
-    if launch_side.only_where:
-        return
-    launched, configured = launch_side.plugin_settings(), recipe_side.plugin_settings()
-    differing = [key for key in {**configured, **launched} if launched.get(key) != configured.get(key)]
-    if launch_side.kind == recipe_side.kind and not differing:
-        return
-    remedy = (
-        f"move {path} away, or pass --config_file {recipe_side.path}"
-        if stray
-        else f"launch with --config_file {recipe_side.path}, or set accelerate_config={path}"
-    )
-    sides = [f"{configured.get(key)} there, {launched.get(key)} here for {key}" for key in differing]
-    same_kind = f": {'; '.join(sides)}" if launch_side.kind == recipe_side.kind else ""
-    raise EnvironmentMismatch(
-        f"accelerate_config: the recipe asks for {recipe_side.kind} ({recipe_side.path}), the launcher for "
-        f"{launch_side.kind} ({path}{', a default config in the cache' if stray else ''}){same_kind}; {remedy}"
-    )
+def _check_same_strategy(recipe: Recipe, recipe_side: Strategy, launch_side: Strategy, launch: Launch) -> None:
+    """The recipe names the strategy; a file given to the launcher may say the same or only where to run.
+
+    Raises EnvironmentMismatch where it says something else, RecipeError with each key that contradicts the recipe.
+    """
+    path, stray = launch_side.path, launch.config_file is None
+    of_launcher = f"{path}{', a default config in the cache' if stray else ''}"
+    try:
+        read_strategy(str(path), recipe=recipe)
+        mistakes: list[str] = []
+    except RecipeError as error:
+        mistakes = [line.replace("accelerate_config: ", "--config_file: ", 1) for line in error.mistakes]
+    if not launch_side.only_where:
+        ranks = (launch.world_size, launch.local_world_size)
+        launched, configured = launch_side.plugin_settings(*ranks), recipe_side.plugin_settings(*ranks)
+        differing = [key for key in {**configured, **launched} if launched.get(key) != configured.get(key)]
+        if launch_side.kind != recipe_side.kind or (differing and not mistakes):
+            sides = [f"{configured.get(key)} there, {launched.get(key)} here for {key}" for key in differing]
+            same_kind = f": {'; '.join(sides)}" if launch_side.kind == recipe_side.kind else ""
+            remedies = [f"move {path} away"] if stray else []
+            remedies.append(f"launch with {_options_for(recipe, recipe_side, launch)}")
+            remedies += [] if stray or mistakes else [f"set accelerate_config={path}"]
+            raise EnvironmentMismatch(
+                f"accelerate_config: the recipe asks for {recipe_side.kind} ({recipe_side.path}), the launcher for "
+                f"{launch_side.kind} ({of_launcher}){same_kind}; {', or '.join(remedies)}"
+            )
+    if mistakes:
+        where = [f"--config_file: {path} is the default config in the cache; move it away, or correct it"]
+        raise RecipeError([*(where if stray else []), *mistakes])
+
+
+def _options_for(recipe: Recipe, strategy: Strategy, launch: Launch) -> str:
+    """Options of `accelerate launch` with which it starts the recipe's strategy on this machine."""
+    if _computes_on_cpu(launch) and strategy.needs_ranks:
+        return f"--config_file {from_here(CONFIG_FOLDER / 'cpu_2proc.yaml')}"
+    if strategy.num_processes is not None:
+        return f"--config_file {strategy.path}"
+    ranks = max(launch.world_size, recipe.budget.gpus * recipe.budget.nodes, 2 if strategy.needs_ranks else 1)
+    return f"--config_file {strategy.path} --num_processes {ranks}"
 
 
 def _right_number_of_processes(recipe: Recipe, strategy: Strategy, launch: Launch) -> None:
@@ -107,7 +133,18 @@ def _right_number_of_processes(recipe: Recipe, strategy: Strategy, launch: Launc
         raise EnvironmentMismatch(
             f"accelerate_config: {strategy.name} runs on several processes, the launcher started one; start it by "
             f"`finetune train`, or by `accelerate launch --multi_gpu --num_processes {processes}`, on a CPU with "
-            "`--config_file accelerate_configs/cpu_2proc.yaml`, or set accelerate_config=single"
+            f"`--config_file {from_here(CONFIG_FOLDER / 'cpu_2proc.yaml')}`, or set accelerate_config=single"
+        )
+
+
+def _right_mesh(strategy: Strategy, launch: Launch) -> None:
+    shards = strategy.section("parallelism_config").get("parallelism_config_dp_shard_size")
+    copies = strategy.replica_count(launch.world_size, launch.local_world_size)
+    if shards is not None and shards * copies != launch.world_size:
+        raise EnvironmentMismatch(
+            f"accelerate_config: {strategy.path}: parallelism_config_dp_shard_size is {shards}, but "
+            f"{launch.world_size} ranks in {counted(copies, 'copy', 'copies')} are "
+            f"{launch.world_size // copies} each; launch {shards * copies}, or remove the line"
         )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from finetune.model.packaged import resolve_model_path
 from finetune.recipe.schema import Recipe
-from finetune.recipe.strategy import read_strategy
+from finetune.recipe.strategy import strategy_of
 from finetune.tokens.dataset import Prepared
 from finetune.tokens.estimate import RowCounts, estimated_rows
 from finetune.training.batch_plan import BatchPlan, plan_batches
@@ -58,7 +58,7 @@ def notes_before_launch(recipe: Recipe, prepared: Prepared | None = None, ranks:
         why = "not counted: the data are on the Hub, or large; `finetune preview` counts them"
         return {"rows": None, "notes": [f"data: {why}", *far_rate(recipe)]}
     budget = recipe.budget
-    strategy = read_strategy(recipe.accelerate_config)
+    strategy = strategy_of(recipe)
     ranks = strategy.data_rank_count(ranks or strategy.rank_count(max(1, budget.gpus * budget.nodes)))
     plan = plan_batches(recipe, counts.rows, world_size=ranks, rank=0, flat=True)
     notes = batch_notes(recipe, prepared, plan) if prepared else size_notes(recipe, counts, plan)

@@ -102,6 +102,13 @@ def test_a_stray_default_config_is_named(no_default_config: Path) -> None:
     assert launch_notes(replace(ALONE, words=("python",))) == []
 
 
+def test_a_number_of_processes_that_was_not_launched_is_named() -> None:
+    two = read_strategy("cpu_2proc")
+    (note,) = launch_notes(ALONE, two)
+    assert "num_processes: 2 changes nothing: 1 were launched" in note
+    assert launch_notes(TWO, two) == launch_notes(ALONE, read_strategy("ddp")) == []
+
+
 def test_an_unreadable_strategy_is_a_recipe_error(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="accelerate_config"):
         read_strategy(str(tmp_path / "missing.yaml"))

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -44,6 +45,18 @@ def look(rank: OneRank) -> None:
 def gathered(rank: OneRank) -> list[str]:
     """The parameters that are whole now, and not those of the optimizer."""
     return [name for name, tensor in rank.parts.unwrapped_model.named_parameters() if not isinstance(tensor, DTensor)]
+
+
+@pytest.mark.parametrize("name", ["LlamaDecoderLayer", "BertLayer", None])
+def test_a_file_may_name_the_models_own_layers(tiny_llama: Path, tmp_path: Path, name: str | None) -> None:
+    file = tmp_path / "mine.yaml"
+    section = {"fsdp_version": 2} | ({} if name is None else {"fsdp_transformer_layer_cls_to_wrap": name})
+    file.write_text(yaml.safe_dump({"distributed_type": "FSDP", "fsdp_config": section}))
+    words = r"BertLayer: the model's layers are LlamaDecoderLayer; write that, or remove the line"
+    refused = pytest.raises(EnvironmentMismatch, match=words) if name == "BertLayer" else nullcontext()
+    with refused, one_rank(half_recipe(tiny_llama, tmp_path, str(file))) as rank:
+        assert read_strategy(str(file)).unit_class == name
+        assert any(isinstance(tensor, DTensor) for tensor in rank.parts.unwrapped_model.parameters())
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from finetune.planner.plan_recipe import Planned
 from finetune.planner.trace.trace import STEPS
 from finetune.planner.trace.worst_batches import worst_batches
 from finetune.recipe.schema import Recipe
-from finetune.recipe.strategy import read_strategy
+from finetune.recipe.strategy import strategy_of
 from finetune.strategies.accelerator import build_accelerator
 from finetune.strategies.assemble import assemble
 from finetune.training.step.cast_weights import cast_weights
@@ -78,7 +78,7 @@ def planned_parts(planned: Planned) -> PartBytes:
 def tracked_parts(recipe: Recipe) -> PartBytes:
     """Train two steps of the largest micro-batch: gradients and states are counted one by one on the tensors
     themselves, the rest by the bytes of live tensors."""
-    strategy = read_strategy(recipe.accelerate_config)
+    strategy = strategy_of(recipe)
     accelerator = build_accelerator(recipe, strategy, Launch((), None, None, True, 1, 0, on_cpu=True))
     batches = worst_batches(recipe, 1)
     phases = Phases(accelerator.device, enabled=True)

@@ -10,7 +10,7 @@ import torch
 from finetune.architecture import attention
 from finetune.model.build import attention_name
 from finetune.recipe.schema import Recipe
-from finetune.recipe.strategy import read_strategy
+from finetune.recipe.strategy import strategy_of
 from finetune.tokens.batches import MicroBatch
 
 
@@ -23,7 +23,7 @@ def worst_batches(recipe: Recipe, ranks: int) -> list[MicroBatch]:
     for a padded one: masks take memory in every layer.
     """
     rows, tokens = recipe.training.per_device_batch_size, recipe.data.max_length
-    strategy = read_strategy(recipe.accelerate_config)
+    strategy = strategy_of(recipe)
     micro_steps = math.ceil(recipe.training.global_batch_size / (rows * strategy.data_rank_count(ranks)))
     count = micro_steps if strategy.schedule else min(micro_steps, 3 if strategy.gathers_once else 2)
     ids = torch.full((rows, tokens), 3)

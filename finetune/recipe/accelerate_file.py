@@ -1,0 +1,350 @@
+"""What an Accelerate config file means: each key as Accelerate would take it, and whether this kit does the same.
+
+`accelerate config` writes every key that it knows, and one thing in several ways: `'no'`, `false`, `null`, or no line.
+So a file is read key by key: a value becomes what Accelerate makes of it, and a key that says what holds anyway is
+dropped. Two files that mean the same then have the same settings.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from finetune.recipe.sections.engine_keys import ENGINE_KEYS, OTHER_PLACES, engine_mistakes
+from finetune.recipe.yaml_text import shorten
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Recipe
+
+UNREADABLE: Any = object()
+_TRUE, _FALSE = ("y", "yes", "t", "true", "on", "1"), ("n", "no", "f", "false", "off", "0")  # Accelerate's str_to_bool
+# Strategies by the number that torch's ShardingStrategy has for them.
+_SHARDING = ("", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_RESHARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
+
+
+def _text(value: Any) -> Any:
+    return value if isinstance(value, str) else str(value) if isinstance(value, (int, float)) else UNREADABLE
+
+
+def _word(value: Any) -> Any:
+    """A choice: Accelerate takes any case. YAML reads an unquoted `no` as false."""
+    return "no" if value is False else value.lower() if isinstance(value, str) else UNREADABLE
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, str) and value.strip().lstrip("-").isdecimal() and len(value) < 20:
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else UNREADABLE
+
+
+def _number(value: Any) -> Any:
+    try:
+        return UNREADABLE if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return UNREADABLE
+
+
+def _truth(value: Any) -> Any:
+    word = str(value).lower() if isinstance(value, (bool, int, str)) else ""
+    return word in _TRUE if word in _TRUE + _FALSE else UNREADABLE
+
+
+def _reshard(value: Any) -> Any:
+    """true or false under FSDP2; FSDP1 has one of five strategies there, by its name or number."""
+    name = str(value).upper()
+    if not isinstance(value, bool) and name.isdecimal() and 1 < int(name) < len(_SHARDING):
+        name = _SHARDING[int(name)]
+    return _RESHARD.get(name, name if name in _SHARDING[1:] else _truth(value))
+
+
+def _upper(value: Any) -> Any:
+    return str(value).upper() if isinstance(value, (str, int)) else UNREADABLE
+
+
+def _one_class(value: Any) -> Any:
+    return value if isinstance(value, str) and "," not in value else UNREADABLE
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class AccelerateKey:
+    """One key of a section."""
+
+    read: Callable[[Any], Any] = _as_it_is
+    works: tuple[Any, ...] = ()  # the values with which this kit does what the file says; empty: every one
+    same: Any = None  # the value that says what holds without the key, in Accelerate and here
+    remedy: str = ""  # for other values; empty: the values that work
+    keeps: bool = False  # also stays in the settings when it says what holds anyway
+    drops: bool = False  # never gets into the settings: this kit has one way to do it
+    owner: Callable[[Recipe], Any] | None = None  # the recipe's value, where the recipe owns it
+    owner_key: str = ""  # where a recipe writes it
+
+
+def _launcher(read: Callable[[Any], Any] = _as_it_is, **options: Any) -> AccelerateKey:
+    return AccelerateKey(read, keeps=True, **options)
+
+
+_COMPILING = "the recipe owns it: training.compile; set 'no'"
+_ABSENT = AccelerateKey(lambda _: UNREADABLE, remedy="has no effect here; remove it")
+_TOP: dict[str, AccelerateKey] = {
+    **dict.fromkeys(
+        "main_process_ip main_process_port machine_rank main_training_function gpu_ids rdzv_backend same_network "
+        "enable_cpu_affinity debug distributed_type".split(),
+        _launcher(),
+    ),
+    "num_processes": AccelerateKey(_whole, same=-1, remedy="write a whole number"),  # -1: the launcher says it
+    "num_machines": _launcher(_whole, remedy="write a whole number"),
+    "use_cpu": _launcher(_truth, works=(True, False)),
+    "compute_environment": _launcher(_text, works=("LOCAL_MACHINE",)),
+    "mixed_precision": AccelerateKey(
+        _word,
+        works=("no", "fp16", "bf16", "fp8"),
+        same="no",
+        owner=lambda recipe: recipe.training.mixed_precision,
+        owner_key="training.mixed_precision",
+    ),
+    "fp16": AccelerateKey(
+        _truth, works=(False,), remedy="the recipe owns it: training.mixed_precision; remove the line"
+    ),
+    "dynamo_backend": AccelerateKey(_word, works=("no",), same="no", remedy=_COMPILING),
+    "downcast_bf16": AccelerateKey(_truth, works=(False,), same=False, remedy="is for TPUs; set 'no'"),
+    "tpu_use_cluster": AccelerateKey(_truth, works=(False,), same=False),
+    "tpu_use_sudo": AccelerateKey(_truth, works=(False,), same=False),
+    **dict.fromkeys("tpu_env tpu_name tpu_zone tpu_vm command_file commands".split(), _ABSENT),
+    **dict.fromkeys(("megatron_lm_config", "mpirun_config"), _ABSENT),
+}
+_FSDP: dict[str, AccelerateKey] = {
+    "fsdp_version": AccelerateKey(
+        _whole, works=(2,), keeps=True, remedy="this kit shards by FSDP2; set fsdp_version: 2"
+    ),
+    "fsdp_reshard_after_forward": AccelerateKey(_reshard, works=(True, False), same=True),
+    "fsdp_sharding_strategy": AccelerateKey(
+        _reshard,
+        works=(True,),
+        drops=True,
+        remedy="has no effect here: FSDP2 takes fsdp_reshard_after_forward, which is false for SHARD_GRAD_OP; write "
+        "that instead",
+    ),
+    "fsdp_offload_params": AccelerateKey(_truth, works=(True, False), same=False),
+    "fsdp_cpu_ram_efficient_loading": AccelerateKey(_truth, works=(True,), same=True),
+    "fsdp_sync_module_states": AccelerateKey(_truth, works=(True,), same=True),
+    "fsdp_use_orig_params": AccelerateKey(_truth, works=(True,), same=True),
+    "fsdp_forward_prefetch": AccelerateKey(_truth, works=(False,), same=False, remedy="has no effect here; remove it"),
+    "fsdp_backward_prefetch": AccelerateKey(
+        _upper,
+        works=("BACKWARD_PRE", "1"),
+        drops=True,
+        remedy="has no effect here: FSDP2 always gathers the next weights in backward; remove it",
+    ),
+    "fsdp_auto_wrap_policy": AccelerateKey(_upper, works=("TRANSFORMER_BASED_WRAP",), drops=True),
+    "fsdp_transformer_layer_cls_to_wrap": AccelerateKey(
+        _one_class, remedy="a unit is a decoder layer here; name its class alone, or remove the line"
+    ),
+    **dict.fromkeys(("fsdp_min_num_params", "fsdp_ignored_modules"), _ABSENT),
+    "fsdp_state_dict_type": AccelerateKey(_upper, works=("SHARDED_STATE_DICT",), drops=True),
+    "fsdp_activation_checkpointing": AccelerateKey(
+        _truth,
+        works=(True, False),
+        same=False,
+        owner=lambda recipe: recipe.training.activation_checkpointing,
+        owner_key="training.activation_checkpointing",
+    ),
+    "fsdp_activation_checkpointing_offload": AccelerateKey(_truth, works=(False,), same=False),
+}
+_DEVICES = ("none", "cpu", "nvme")
+_ZERO: dict[str, AccelerateKey] = {
+    "zero_stage": AccelerateKey(_whole, works=(1, 2, 3), keeps=True),
+    "offload_optimizer_device": AccelerateKey(_word, works=_DEVICES, same="none"),
+    "offload_param_device": AccelerateKey(_word, works=_DEVICES, same="none"),
+    "offload_optimizer_nvme_path": AccelerateKey(_text),
+    "offload_param_nvme_path": AccelerateKey(_text),
+    "zero3_init_flag": AccelerateKey(_truth, works=(True, False), drops=True),
+    "zero3_save_16bit_model": AccelerateKey(_truth, works=(False,), same=False),
+    "gradient_accumulation_steps": AccelerateKey(
+        _whole, works=(1,), same=1, remedy="the recipe owns it: training.global_batch_size; remove the line"
+    ),
+    "gradient_clipping": AccelerateKey(
+        _number,
+        remedy="write a number, or remove the line",
+        owner=lambda recipe: recipe.training.max_grad_norm or 0.0,
+        owner_key="training.max_grad_norm",
+    ),
+    **dict.fromkeys(
+        (f"deepspeed_{name}" for name in ("hostfile", "exclusion_filter", "inclusion_filter", "moe_layer_cls_names")),
+        _ABSENT,
+    ),
+    "deepspeed_multinode_launcher": AccelerateKey(_word, works=("standard",), same="standard"),
+    **dict.fromkeys(ENGINE_KEYS, AccelerateKey(keeps=True)),
+}
+_ONE = AccelerateKey(_whole, works=(1,), same=1, remedy="there is no such parallelism here; set 1")
+_OF_LARGER_SIZES = (
+    "cp_backend cp_comm_strategy sp_backend sp_seq_length sp_seq_length_is_variable sp_attn_implementation"
+)
+_MESH: dict[str, AccelerateKey] = {
+    "parallelism_config_dp_replicate_size": AccelerateKey(_whole, same=1, remedy="write a whole number"),
+    "parallelism_config_dp_shard_size": AccelerateKey(_whole, remedy="write a whole number"),
+    **dict.fromkeys((f"parallelism_config_{name}_size" for name in ("tp", "cp", "sp")), _ONE),
+    **dict.fromkeys((f"parallelism_config_{name}" for name in _OF_LARGER_SIZES), AccelerateKey(drops=True)),
+}
+_DYNAMO: dict[str, AccelerateKey] = {
+    "dynamo_backend": AccelerateKey(_word, works=("no",), same="no", remedy=_COMPILING),
+    # Settings of a backend: without one they say nothing.
+    **dict.fromkeys(
+        (f"dynamo_{name}" for name in "mode use_fullgraph use_dynamic use_regional_compilation".split()),
+        AccelerateKey(drops=True),
+    ),
+}
+_FLOAT8: dict[str, AccelerateKey] = {
+    "fp8_backend": AccelerateKey(_upper, works=("AO",), drops=True, remedy="float8 is torchao's here; set AO"),
+    "fp8_enable_fsdp_float8_all_gather": AccelerateKey(_truth, works=(False,), drops=True),
+    "fp8_pad_inner_dim": AccelerateKey(_truth, works=(True, False), drops=True),
+}
+
+
+@dataclass(frozen=True)
+class _Table:
+    keys: Mapping[str, AccelerateKey]
+    prefix: str = ""  # `accelerate launch` puts it before a key that lacks it
+    read_under: str = ""  # the distributed_type under which Accelerate reads the section; empty: every one
+
+
+SECTIONS = {
+    "fsdp_config": _Table(_FSDP, "fsdp_", "FSDP"),
+    "deepspeed_config": _Table(_ZERO, "", "DEEPSPEED"),
+    "parallelism_config": _Table(_MESH, "", "FSDP"),
+    "dynamo_config": _Table(_DYNAMO, "dynamo_"),
+    "fp8_config": _Table(_FLOAT8, "fp8_"),
+}
+_REQUIRED = {"FSDP": ("fsdp_config", "fsdp_version"), "DEEPSPEED": ("deepspeed_config", "zero_stage")}
+_OTHER_SHARDING = {
+    "NO_SHARD": "is DDP; set distributed_type: MULTI_GPU and remove fsdp_config",
+    "HYBRID_SHARD": "keeps copies of the sharded model; set true, and add parallelism_config: {}",
+    "HYBRID_SHARD_ZERO2": "keeps copies of the sharded model; set false, and add parallelism_config: {}",
+}
+
+
+@dataclass
+class Meaning:
+    """A file's settings by Accelerate's own names, without those that change nothing; and what is wrong in it."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    mistakes: list[tuple[str, str]] = field(default_factory=list)  # the key as the file has it, and the problem
+    notes: list[str] = field(default_factory=list)  # what the recipe says instead
+
+
+def type_of(file: Mapping[str, Any]) -> str:
+    """The `distributed_type`; YAML reads an unquoted NO as false."""
+    value = file.get("distributed_type", "NO")
+    return "NO" if value is False else str(value)
+
+
+def meaning_of(file: Mapping[str, Any], recipe: Recipe | None = None) -> Meaning:
+    """Reads a file key by key. Without a recipe a value that a recipe owns is a mistake, unless it is the default."""
+    found, kind = Meaning(), type_of(file)
+    top = {name: value for name, value in file.items() if name not in SECTIONS}
+    found.settings = _read_keys(found, "", top, _Table(_TOP), recipe) | {"distributed_type": kind}
+    for name, table in SECTIONS.items():
+        section = file.get(name)
+        if not isinstance(section, dict):
+            if section is not None:
+                found.mistakes.append((name, "is not a section; write its keys below it"))
+            continue
+        if section and table.read_under not in ("", kind):
+            text = f"has no effect under distributed_type: {kind}; remove it, or set {table.read_under} there"
+            found.mistakes.append((name, text))
+            continue
+        if name == "fp8_config" and section and (reason := _not_in_float8(file, recipe)):
+            found.mistakes.append((name, f"has no effect: {reason}; remove it"))
+            continue
+        settings = _read_keys(found, f"{name}.", section, table, recipe)
+        # An empty parallelism_config asks for HSDP; one of sizes that are all 1 asks for nothing.
+        if settings or (section == {} and name == "parallelism_config" and kind == "FSDP"):
+            found.settings[name] = settings
+    _read_together(found, file)
+    return found
+
+
+def _read_keys(
+    found: Meaning, prefix: str, section: Mapping[str, Any], table: _Table, recipe: Recipe | None
+) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for written, raw in section.items():
+        name = written if written in table.keys else f"{table.prefix}{written}"
+        key, place = table.keys.get(name), f"{prefix}{written}"
+        if key is None:
+            near = difflib.get_close_matches(str(written), [*table.keys, *([] if prefix else SECTIONS)], n=1)
+            remedy = OTHER_PLACES.get(written) or (f"did you mean {near[0]}?" if near else "remove it")
+            found.mistakes.append((place, f"has no effect here; {remedy}"))
+            continue
+        if name not in ENGINE_KEYS and (raw in (None, "", [], {}) or str(raw).lower() == "none"):
+            continue  # no value: what holds without the key
+        value = key.read(raw)
+        if value is UNREADABLE or (key.works and value not in key.works):
+            works = f"one of {_listed(key.works)} works here; set it"
+            problem = _OTHER_SHARDING.get(value) if isinstance(value, str) else None
+            found.mistakes.append((place, f"{shorten(repr(raw), 60)}: {problem or key.remedy or works}"))
+        elif key.owner is not None:
+            _compare_with_owner(found, place, raw, key, value, recipe)
+        elif not key.drops and (key.keeps or value != key.same):
+            settings[name] = value
+    return settings
+
+
+def _compare_with_owner(
+    found: Meaning, place: str, raw: Any, key: AccelerateKey, value: Any, recipe: Recipe | None
+) -> None:
+    """The recipe's value holds: the file may say the same, or what Accelerate takes where it says nothing."""
+    assert key.owner is not None
+    own = None if recipe is None else key.owner(recipe)
+    if value == key.same:
+        if key.owner_key == "training.mixed_precision" and own not in (None, value):
+            found.notes.append(f"accelerate_config: {place}: {raw!r} changes nothing: {key.owner_key} is {own}")
+        return
+    if recipe is None:
+        found.mistakes.append((place, f"{raw!r}: the recipe owns it: {key.owner_key}; remove the line"))
+    elif own != value:
+        word = "true" if value is True else value or "null"  # no clipping is 0 there and null here
+        text = f"the recipe owns it: {key.owner_key} is {own}; remove the line, or set {key.owner_key}={word}"
+        found.mistakes.append((place, f"{raw!r}: {text}"))
+
+
+def _not_in_float8(file: Mapping[str, Any], recipe: Recipe | None) -> str | None:
+    if recipe is not None and not recipe.training.float8:
+        return f"training.mixed_precision is {recipe.training.mixed_precision}"
+    return None if str(file.get("mixed_precision")).lower() == "fp8" else "mixed_precision is not fp8"
+
+
+def _read_together(found: Meaning, file: Mapping[str, Any]) -> None:
+    """What several keys say together."""
+    settings, kind = found.settings, type_of(file)
+    if kind in _REQUIRED:
+        name, key = _REQUIRED[kind]
+        section = file.get(name)
+        names = (key, key.removeprefix(SECTIONS[name].prefix))
+        if not isinstance(section, dict) or not any(section.get(each) is not None for each in names):
+            found.mistakes.append((f"{name}.{key}", "is missing; add it"))
+        elif kind == "DEEPSPEED" and key in settings.get(name, {}):
+            wrong = engine_mistakes(settings.get(name, {}))
+            found.mistakes += [(f"{name}.{key}", problem) for key, problem in wrong]
+    if zero := settings.get("deepspeed_config"):
+        for what in ("optimizer", "param"):
+            if zero.get(f"offload_{what}_device") != "nvme":
+                zero.pop(f"offload_{what}_nvme_path", None)
+    mesh, ranks = settings.get("parallelism_config", {}), settings.get("num_processes")
+    shards, copies = (mesh.get(f"parallelism_config_dp_{what}_size") for what in ("shard", "replicate"))
+    if shards is not None and ranks is not None and shards * (copies or 1) != ranks:
+        place = "parallelism_config.parallelism_config_dp_shard_size"
+        text = f"{shards}: {copies or 1} x {shards} ranks are not num_processes: {ranks}; remove the line"
+        found.mistakes.append((place, text))
+
+
+def _listed(values: tuple[Any, ...]) -> str:
+    return ", ".join(sorted(yaml.safe_dump(value).split("\n")[0] for value in values))
