@@ -233,7 +233,7 @@ class SpanFinder:
         own = chat.marked.first.get(index)
         if own is None:
             raise self._no_header(chat, begin, index)
-        matched = min(_common(tail, chat.text, begin), own - begin)
+        matched = min(self._agreement(tail, chat.text, begin), own - begin)
         thought, start = "", begin + matched
         unsaid = tail[matched:]
         block = _BLOCK.search(tail)
@@ -321,14 +321,14 @@ class SpanFinder:
         except BadRow:  # a template that wants something after it
             return self._unended(whole, tools, index, prompt)
         own = whole.marked.last.get(index, 0) if whole.marked else 0
-        if text.startswith(prompt) and whole.text.startswith(text[:own]):  # then what is marked there is also here
-            beginning_alone = _Chat(beginning, text, None, [])
-            token = self._stop(beginning_alone, text, whole.literals, len(prompt), own, tools)
+        if text.startswith(prompt) and own <= len(text) and whole.text.startswith(text[:own]):
+            token = self._stop(_Chat(beginning, text, None, []), text, whole.literals, len(prompt), own, tools)
             if whole.text.startswith(text[: token.end()]):
-                self._check_alone(whole, index, (len(prompt), token.end()))
                 return (len(prompt), token.end()), True, token.group()
         alone = self._chat(beginning, tools, text=text)
         answer = self._answer(alone, tools, prompt)
+        if answer.is_plain and whole.text.startswith(text[: answer.stop]):
+            return (answer.prompt, answer.stop), True, answer.token
         return self._in_history(whole, alone, answer, tools, index), False, answer.token
 
     def _in_history(self, whole: _Chat, alone: _Chat, answer: _Answer, tools: Tools, index: int) -> Span:
@@ -341,7 +341,7 @@ class SpanFinder:
         if own is None or index not in alone.marked.last:
             raise self._no_header(whole, begin, index)
         tail = answer.text[answer.begin : answer.prompt]
-        matched = min(_common(tail, whole.text, begin), own - begin)
+        matched = min(self._agreement(tail, whole.text, begin), own - begin)
         start, block = begin + matched, _BLOCK.search(tail)
         if matched == len(tail):
             pass
@@ -369,6 +369,15 @@ class SpanFinder:
             if not text.startswith(token, length):
                 break
             length += len(token)
+        return length
+
+    def _agreement(self, tail: str, text: str, begin: int) -> int:
+        """Length of the common prefix of `tail` and text[begin:], which ends inside no control token."""
+        length = _common(tail, text, begin)
+        for written, start in ((tail, 0), (text, begin)):
+            for token in self.special.finditer(written, start, start + length + 40):
+                if token.start() < start + length < token.end():
+                    length = token.start() - start
         return length
 
     def _unended(self, whole: _Chat, tools: Tools, index: int, prompt: str) -> tuple[Span, bool, str]:

@@ -165,7 +165,7 @@ class Encoder:
             chosen = [index for index in chosen if index == answers[-1]]
         if not chosen:
             return Script("", [], [])
-        if self._data.train_on != "all":  # what follows the last learned answer teaches nothing
+        if self._data.train_on == "completion":  # what follows the answer teaches nothing, and may change how it is written
             chat = replace(chat, messages=chat.messages[: chosen[-1] + 1])
         wanted = answers if self._data.train_on == "all" else chosen
         messages = self._as_read_by_template(chat.messages)
