@@ -7,6 +7,7 @@ with it, up to the token on which the model stops. Nothing here is computed by t
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -312,6 +313,28 @@ def verdict(family: Family, row: str, mode: str, encoder: Encoder) -> tuple[str,
     else:
         good = assistant_verdict(reference, *made[0])
     return ("right" if good else "wrong"), "\n".join(text for text, _ in made)
+
+
+def assert_rows_are_independent(family: Family, mode: str) -> None:
+    """Each row has the text, mask and remarks that it has alone, whichever rows one encoder has read before it."""
+
+    def all_masks(rows: list[str], *, fresh: bool) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        encoder = Encoder(family.tokenizer(), data_section(train_on=mode))
+        for row in rows:
+            if fresh:
+                encoder = Encoder(family.tokenizer(), data_section(train_on=mode))
+            try:
+                found[row] = masks(encoder, row)
+            except RowError as error:
+                found[row] = str(error)
+        return found
+
+    rows = list(ROWS)
+    alone = all_masks(rows, fresh=True)
+    assert all_masks(rows[::-1], fresh=False) == alone
+    random.Random(1).shuffle(rows)
+    assert all_masks(rows, fresh=False) == alone
 
 
 def table(name: str, family: Family) -> Counter[str]:

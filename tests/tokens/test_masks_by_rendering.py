@@ -6,14 +6,9 @@ pytest -s.
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
 import pytest
 
-from finetune.tokens.encoder import Encoder, RowError
-from tests.support.masks import data_section
-from tests.support.rendered_reference import MODES, ROWS, masks, table
+from tests.support.rendered_reference import MODES, ROWS, assert_rows_are_independent, table
 from tests.support.shipped_templates import shipped
 
 if not shipped():
@@ -38,22 +33,4 @@ def test_all_templates_were_seen() -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", shipped())
 def test_a_row_does_not_depend_on_the_rows_before_it(name: str, mode: str) -> None:
-    tokenizer = shipped()[name].tokenizer()
-
-    def all_masks(rows: list[str], *, fresh: bool) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        encoder = Encoder(tokenizer, data_section(train_on=mode))
-        for row in rows:
-            if fresh:
-                encoder = Encoder(tokenizer, data_section(train_on=mode))
-            try:
-                found[row] = masks(encoder, row)
-            except RowError as error:
-                found[row] = str(error)
-        return found
-
-    rows = list(ROWS)
-    alone = all_masks(rows, fresh=True)
-    assert all_masks(rows[::-1], fresh=False) == alone
-    random.Random(1).shuffle(rows)
-    assert all_masks(rows, fresh=False) == alone
+    assert_rows_are_independent(shipped()[name], mode)

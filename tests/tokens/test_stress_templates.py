@@ -8,7 +8,7 @@ from finetune.data.columns import RowLayout
 from finetune.data.formats import read_row
 from finetune.tokens.encoder import Encoder
 from tests.support.masks import data_section, shown
-from tests.support.rendered_reference import Family, table
+from tests.support.rendered_reference import MODES, Family, assert_rows_are_independent, table
 
 _CONTROL = ("<s>", "<|eos|>", "<|user|>", "<|bot|>", "<|system|>", "<|tool|>", "<|end|>", "<|stop|>", "<|think|>",
             "<|/think|>", "<|call|>", "<|args|>", "<|/call|>", "<|result|>")  # fmt: skip
@@ -151,6 +151,13 @@ def test_every_row_is_right_or_refused(name: str) -> None:
     counts = table(name, TEMPLATES[name])
     assert bool(counts["right"]) == (name not in NONE_RIGHT)
     assert counts["right"] >= 24 or name in NONE_RIGHT
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["the tail depends on the answer before", "history has no thoughts",
+                                  "turns with calls end in another way", "the last answer ends in another way"])  # fmt: skip
+def test_a_row_does_not_depend_on_the_rows_before_it(name: str, mode: str) -> None:
+    assert_rows_are_independent(TEMPLATES[name], mode)
 
 
 def test_there_are_templates_for_each_rule() -> None:
