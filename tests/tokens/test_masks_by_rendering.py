@@ -15,7 +15,10 @@ if not shipped():
     pytest.skip("the installed TRL ships no chat templates", allow_module_level=True)
 
 
-@pytest.mark.parametrize("more", [False, True], ids=["usual", "more control tokens"])
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param(False, id="usual"), pytest.param(True, id="more control tokens", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", shipped())
 def test_every_row_is_right_or_refused(name: str, more: bool) -> None:
     family = shipped()[name].with_more_control_tokens() if more else shipped()[name]
@@ -30,7 +33,9 @@ def test_all_templates_were_seen() -> None:
     assert cases >= 4_000
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [mode if mode == "assistant" else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
+)
 @pytest.mark.parametrize("name", shipped())
 def test_a_row_does_not_depend_on_the_rows_before_it(name: str, mode: str) -> None:
     assert_rows_are_independent(shipped()[name], mode)
