@@ -65,7 +65,7 @@ OF_ROWS = (
     Fault(
         "an answer is learned without its reasoning",
         "tokens/encoder.py",
-        "_check_reasoning(chat.messages, index, rendered)",
+        "self._check_reasoning(chat, index, rendered)",
         "pass",
         VARIABLES,
     ),

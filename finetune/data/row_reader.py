@@ -107,7 +107,9 @@ class RowReader:
                     raise BadRow(f"unknown column {name!r}; did you mean {near!r}? rename it, or add columns: {line}")
 
     def _note(self, read: Chat | Passage) -> None:
-        texts = [each["content"] for each in read.messages] if isinstance(read, Chat) else [read.prompt + read.completion]
+        texts = (
+            [each["content"] for each in read.messages] if isinstance(read, Chat) else [read.prompt + read.completion]
+        )
         if begun := next((begun for text in texts if (begun := _BEGIN_OF_TEXT.match(text))), None):
             self._begun = [self._begun[0] + 1, self._begun[1] or begun[1]]
         elif written := next((written for text in texts if (written := _written_token(text))), None):
@@ -174,8 +176,8 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
     count, token = facts["written_tokens"]
     if count:
         yield (
-            f"{name}: rows that write control tokens themselves, the first {token}: {count:,}; a row's texts are read as "
-            'characters; give chats as {"messages": [{"role": "user", "content": "..."}, ...]}, then the chat template '
+            f"{name}: rows that write control tokens themselves, the first {token}: {count:,}; a row's texts are read "
+            'as characters; give chats as {"messages": [{"role": "user", "content": "..."}, ...]}, then the chat template '
             "writes the tokens"
         )
     if count := facts["run_together"]:

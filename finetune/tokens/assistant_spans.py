@@ -2,9 +2,9 @@
 
 Three renderings say what the model writes in turn i, because they are what happens at inference:
 
-    prompt = render(messages[:i], add_generation_prompt=True)      <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n
-    turn   = render(messages[:i + 1])                              the same and Hello<|im_end|>\\n
-    whole  = render(messages)                                      what a row's tokens are made of
+    prompt = render(messages[:i], add_generation_prompt=True)   what the model is given
+    turn   = render(messages[:i + 1])                           the same and the answer
+    whole  = render(messages)                                   what a row's tokens are made of
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
     `------------------- prompt ------------------´`--- learned --´
@@ -13,8 +13,9 @@ The answer is the part of `turn` after `prompt`, up to and with the token on whi
 token of the turn. What a template writes at the end of every document (Phi-3: another end-of-text token) is not the
 turn's. A token that also stands between two calls of one answer is not one on which the model stops.
 
-The last learned answer always follows its very prompt. Where the template begins a finished turn in another way than
-its prompt ends (DeepSeek-R1's prompt opens a thinking block), the answer is put after the prompt, or the row is refused.
+The last message's answer always follows its very prompt. Where the template begins a finished turn in another way than
+its prompt ends (DeepSeek-R1's prompt opens a thinking block), the answer is put after the prompt, or the row is
+refused.
 
 An earlier answer lies in `whole`. If `whole` begins with its turn, its place is known. Otherwise the template writes
 history in another way (Qwen3 drops reasoning): then marks, private characters around each message's texts, show where
@@ -27,9 +28,9 @@ from one row for another: a row's tokens and mask depend on that row alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from finetune.data.messages import REASONING, reasoning_of
 from finetune.data.readers import BadRow
@@ -203,7 +204,7 @@ class SpanFinder:
     def _stop(
         self, chat: _Chat, text: str, literals: Collection[Span], start: int, own: int, tools: Tools
     ) -> re.Match[str]:
-        """The token on which the model stops: it ends text[start:], after the answer's own texts, which end at `own`."""
+        """The token on which the model stops: it ends text[start:], after the answer's own texts (up to `own`)."""
         habits, number = self._habits(tools), len(chat.messages)
         has_calls = bool(chat.messages[-1].get("tool_calls"))
         for end in dict.fromkeys([text.removesuffix(habits.closing), text]):
@@ -296,8 +297,8 @@ class SpanFinder:
 
     def _no_header(self, chat: _Chat, at: int, index: int) -> BadRow:
         return BadRow(
-            f"cannot find where the chat template's header ends before {chat.text[at : at + 40]!r} in turn {index + 1}; "
-            "give data.chat_template one whose generation prompt is how its assistant turns begin"
+            f"cannot find where the chat template's header ends before {chat.text[at : at + 40]!r} in turn {index + 1};"
+            " give data.chat_template one whose generation prompt is how its assistant turns begin"
         )
 
     def _begin(self, chat: _Chat, index: int) -> int:
@@ -447,7 +448,8 @@ class SpanFinder:
         return self._habits_of[has_tools]
 
     def _find_habits(self, tools: Tools) -> _Habits:
-        question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}
+        question: dict[str, Any] = {"role": "user", "content": "a"}
+        answer: dict[str, Any] = {"role": "assistant", "content": _PROBE}
         stop, closing, between = None, "", frozenset[str]()
         try:
             ended = self._render([question, answer], tools).rpartition(_PROBE)[2]

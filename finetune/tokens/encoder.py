@@ -123,7 +123,8 @@ class Encoder:
 
     def token_ids(self, tokens: Iterable[str]) -> list[int]:
         """The numbers of some control tokens, in order."""
-        return sorted(self._tokenizer.convert_tokens_to_ids(token) for token in tokens)
+        ids = self._tokenizer.convert_tokens_to_ids([*tokens])
+        return sorted(ids) if isinstance(ids, list) else [ids]
 
     def identity(self) -> dict[str, str]:
         """What else than data and settings decides tokens and masks, each as a digest."""
@@ -165,7 +166,9 @@ class Encoder:
             chosen = [index for index in chosen if index == answers[-1]]
         if not chosen:
             return Script("", [], [])
-        if self._data.train_on == "completion":  # what follows the answer teaches nothing, and may change how it is written
+        if (
+            self._data.train_on == "completion"
+        ):  # what follows the answer teaches nothing, and may change how it is written
             chat = replace(chat, messages=chat.messages[: chosen[-1] + 1])
         wanted = answers if self._data.train_on == "all" else chosen
         messages = self._as_read_by_template(chat.messages)
@@ -175,9 +178,7 @@ class Encoder:
         for index in chosen:
             self._check_reasoning(chat, index, rendered)
         remarks, stops = self._remarks(chat, chosen, rendered), tuple(sorted(rendered.stops))
-        return Script(
-            rendered.text, self._learned(chosen, rendered), rendered.literals, remarks=remarks, stops=stops
-        )
+        return Script(rendered.text, self._learned(chosen, rendered), rendered.literals, remarks=remarks, stops=stops)
 
     def _rendered(self, messages: list[dict[str, Any]], chat: Chat, wanted: list[int]) -> Rendered:
         """The chat in the form in which the template takes it. Raises RowError."""

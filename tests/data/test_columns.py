@@ -357,7 +357,14 @@ def test_a_begin_of_text_in_the_rows_is_told(column: str, token: str, tmp_path: 
 
 @pytest.mark.parametrize(
     "text",
-    ["a <b>bold</b> word <br/>", "x |> f <| y", "if a<|b and c|>d", "a[0] [INSTALL]", "The end.<|endoftext|>", "Map<a|b>"],
+    [
+        "a <b>bold</b> word <br/>",
+        "x |> f <| y",
+        "if a<|b and c|>d",
+        "a[0] [INSTALL]",
+        "The end.<|endoftext|>",
+        "Map<a|b>",
+    ],
 )
 def test_texts_with_other_brackets_are_not_told(text: str, tmp_path: Path) -> None:
     assert checked(tmp_path, {"text": text}) == []

@@ -1,7 +1,7 @@
 """What is learned of a chat, as the library's own renderings say, and rows of every kind to compare by.
 
-The prompt for an answer is the chat before it with add_generation_prompt=True; the answer is the rest of the chat that ends
-with it, up to the token on which the model stops. Nothing here is computed by the package.
+The prompt for an answer is the chat before it with add_generation_prompt=True; the answer is the rest of the chat that
+ends with it, up to the token on which the model stops. Nothing here is computed by the package.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "reasoning": [user("Ask one."), says("Reply one.", "Thought one.")],
     "reasoning, several turns": [user("Ask one."), says("Reply one.", "Thought one."), user("Ask two."),
                                  says("Reply two.", "Thought two.")],
-    "reasoning, then none": [user("Ask one."), says("Reply one.", "Thought one."), user("Ask two."), says("Reply two.")],
+    "reasoning, then none": [user("Ask one."), says("Reply one.", "Thought one."), user("Ask two."),
+                             says("Reply two.")],
     "reasoning before a call": [user("Ask one."), calls({"limit": 5}, thought="Thought one."), result("Result."),
                                 says("Reply two.", "Thought two.")],
     "reasoning before a call alone": [user("Ask one."), calls({"limit": 5}, thought="Thought one."), result("Result."),
@@ -160,8 +161,6 @@ ROWS |= {
 
 def tools_of(row: str) -> list[dict[str, Any]] | None:
     return TOOLS if row in WITH_TOOLS or row == "system" else None
-
-
 
 
 class Reference:
@@ -263,7 +262,7 @@ def assistant_verdict(reference: Reference, text: str, remarks: tuple[str, ...])
     marked, at, exact, is_history_alike = "", 0, True, True
     for index, turn in turns.items():
         assert turn is not None
-        prompt, answer, rest, _ = turn
+        prompt, answer, _, _ = turn
         if answer is None or not whole.startswith(prompt + answer):
             exact, is_history_alike = False, is_history_alike and index == last
             continue

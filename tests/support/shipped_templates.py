@@ -1,7 +1,7 @@
 """The chat templates that TRL ships, and facts about the models that use them.
 
-The facts are written by hand, from the models' own generation settings: on which token each stops, and in which form its
-template wants arguments, contents and reasoning.
+The facts are written by hand, from the models' own generation settings: on which token each stops, and in which form
+its template wants arguments, contents and reasoning.
 """
 
 from __future__ import annotations

@@ -13,9 +13,7 @@ from tests.support.rendered_reference import MODES, Family, assert_rows_are_inde
 _CONTROL = ("<s>", "<|eos|>", "<|user|>", "<|bot|>", "<|system|>", "<|tool|>", "<|end|>", "<|stop|>", "<|think|>",
             "<|/think|>", "<|call|>", "<|args|>", "<|/call|>", "<|result|>")  # fmt: skip
 _TOOLS = "{% if tools %}{{ '<|system|>' + tools | tojson + '<|end|>' }}{% endif %}"
-_OTHERS = (
-    "{% if m.role in ('user', 'system', 'tool') %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endif %}"
-)
+_OTHERS = "{% if m.role in ('user', 'system', 'tool') %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endif %}"
 _CALLS = (
     "{% for c in m.tool_calls or [] %}"
     "{{ '<|call|>' + c.function.name + '<|args|>' + c.function.arguments | tojson + '<|/call|>' }}{% endfor %}"
@@ -133,7 +131,8 @@ TEMPLATES: dict[str, Family] = {
                  + "{{ '<|end|>' }}{% else %}" + _PLAIN.replace(_CALLS, "") + "{% endif %}"), ("<|end|>",) * 2,
             {"text_arguments": True, "null_content": True}),
         "contents are lists of parts": (
-            chat(_PLAIN.replace("m.content", "m.content[0].text"), others=_OTHERS.replace("m.content", "m.content[0].text"))
+            chat(_PLAIN.replace("m.content", "m.content[0].text"),
+                 others=_OTHERS.replace("m.content", "m.content[0].text"))
             .replace("m.content[0].text }}" + _CALLS, "(m.content or [{'text': ''}])[0].text }}" + _CALLS),
             ("<|end|>",) * 2, {"parts": True}),
         "contents are JSON": (
@@ -154,8 +153,15 @@ def test_every_row_is_right_or_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["the tail depends on the answer before", "history has no thoughts",
-                                  "turns with calls end in another way", "the last answer ends in another way"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "the tail depends on the answer before",
+        "history has no thoughts",
+        "turns with calls end in another way",
+        "the last answer ends in another way",
+    ],
+)
 def test_a_row_does_not_depend_on_the_rows_before_it(name: str, mode: str) -> None:
     assert_rows_are_independent(TEMPLATES[name], mode)
 
