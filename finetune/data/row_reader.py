@@ -177,7 +177,7 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
     if count:
         yield (
             f"{name}: rows that write control tokens themselves, the first {token}: {count:,}; a row's texts are read "
-            'as characters; give chats as {"messages": [{"role": "user", "content": "..."}, ...]}, then the chat template '
+            'as characters; give chats as {"messages": [{"role": "user", "content": "..."}, ...]}, and the template '
             "writes the tokens"
         )
     if count := facts["run_together"]:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from finetune.data.messages import REASONING, reasoning_of
 from finetune.data.readers import BadRow
@@ -410,9 +410,12 @@ class SpanFinder:
         if whole.marked is None:
             written = "".join(whole.text.split()).casefold()
             for index in wanted:
-                said = "".join(whole.messages[index]["content"].split()).casefold()
+                message = whole.messages[index]
+                said = "".join(message["content"].split()).casefold()
                 if said not in written:
                     raise self._left_out(whole.messages, index, "the text")
+                if any(call["function"]["name"] not in whole.text for call in message.get("tool_calls", ())):
+                    raise self._left_out(whole.messages, index, "a tool call")
             return
         absent = absent_part(whole.messages, whole.marked, wanted)
         if absent is None:
@@ -464,8 +467,14 @@ class SpanFinder:
         try:
             calls = [question, {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL, _PROBE_CALL]}]
             prompt = self._render(calls[:1], tools, generation_prompt=True)
-            tokens = self.special.findall(self._render(calls, tools)[len(prompt) :].removesuffix(closing))
-            between = frozenset(tokens[:-1]) - {stop}
+            header = prompt[_common(self._render(calls[:1], tools), prompt, 0) :].strip()
+            text = self._render(calls, tools)[len(prompt) :].removesuffix(closing)
+            # A token before another header ends a turn: such templates write each call as a turn of its own.
+            between = frozenset(
+                token.group()
+                for token in [*self.special.finditer(text)][:-1]
+                if not header or not text[token.end() :].lstrip().startswith(header)
+            ) - {stop}
         except BadRow:
             pass
         return _Habits(stop, closing if self.special.search(closing) or closing.strip() else "", between)

@@ -66,6 +66,10 @@ TEMPLATES: dict[str, Family] = {
                  "{{ '' if loop.first else '<|bot|>' }}"
                  "{{ '<|call|>' + c.function.name + c.function.arguments | tojson }}"
                  "{{ '' if loop.last else '<|end|>' }}{% endfor %}{{ '<|end|>' }}"), ("<|end|>",) * 2, {}),
+        "each call is a turn with an end of its own": (
+            chat("{% if m.tool_calls %}{% for c in m.tool_calls %}{{ '<|bot|>' }}" + _THOUGHT + "{{ m.content }}"
+                 "{{ '<|call|>' + c.function.name + c.function.arguments | tojson + '<|/call|>' }}{% endfor %}"
+                 "{% else %}" + _PLAIN + "{% endif %}"), ("<|end|>", "<|/call|>"), {}),
         "the prompt ends with an empty thought": (chat(_PLAIN, "<|bot|><|think|><|/think|>"), ("<|end|>",) * 2, {}),
         "the prompt ends with words": (chat(_PLAIN, "<|bot|>[fast] "), ("<|end|>",) * 2, {}),
         "the prompt ends with a line break": (chat(_PLAIN, "<|bot|>\\n"), ("<|end|>",) * 2, {}),
