@@ -34,7 +34,7 @@ from finetune.tokens.encoder import IGNORE, REMARKS, Document, Encoder, RowError
 from finetune.tokens.marks import OmittedFromHistory
 from finetune.wording import counted
 
-VERSION = 4
+VERSION = 5
 CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; memory holds this many rows
 ARRAYS = {"tokens": "<i4", "learned": "|b1", "lengths": "<i8", "supervised": "<i8", "digests": "<u8", "lines": "<i8",
           "files": "<i4", "rows": "<i8"}  # fmt: skip

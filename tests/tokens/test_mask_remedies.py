@@ -49,7 +49,7 @@ REASONING: dict[str, tuple[str, str | None]] = {
             + _BLOCK
             + "{% endif %}{{ m.content }}"
         ),
-        "write it as reasoning_content",
+        "write it into the content as <think>...</think>",  # transformers 5.24 fills in the other key itself
     ),
     "after a closed block": (
         template("{% if m.reasoning_content %}" + _BLOCK + "{% endif %}{{ m.content }}", "<|bot|><think></think>"),
