@@ -9,6 +9,7 @@ from benchmarks.common import Fault
 
 COLUMNS, SOURCES = "data/test_columns.py", "data/test_sources.py"
 VARIABLES, NOTES = "tokens/test_template_variables.py", "training/test_batch_notes.py"
+STRESS, REMEDIES = "tokens/test_stress_templates.py", "tokens/test_mask_remedies.py"
 RANKS, EXPORT = "launch/test_local_ranks.py", "finished_run/test_export_step.py"
 
 OF_ROWS = (
@@ -65,7 +66,7 @@ OF_ROWS = (
     Fault(
         "an answer is learned without its reasoning",
         "tokens/encoder.py",
-        "_check_reasoning(chat.messages, index, rendered)",
+        "self._check_reasoning(chat, index, rendered)",
         "pass",
         VARIABLES,
     ),
@@ -219,4 +220,105 @@ OF_STARTS_AND_ENDS = (
     ),
 )
 
-FAULTS_OF_SETTINGS = OF_ROWS + OF_STARTS_AND_ENDS
+OF_MASKS = (
+    Fault(
+        "an answer ends with its first control token",
+        "tokens/assistant_spans.py",
+        "            return tokens[-1]\n",
+        "            return tokens[0]\n",
+        STRESS,
+    ),
+    Fault(
+        "a token between two calls ends an answer",
+        "tokens/assistant_spans.py",
+        "if has_calls and tokens[-1].group() in habits.between:",
+        "if False:",
+        STRESS,
+    ),
+    Fault(
+        "the end of a document is the end of its last turn",
+        "tokens/assistant_spans.py",
+        "dict.fromkeys([text.removesuffix(habits.closing), text])",
+        "[text]",
+        STRESS,
+    ),
+    Fault(
+        "an answer may go on after the token on which the model stops",
+        "tokens/assistant_spans.py",
+        "            if inside:\n",
+        "            if False:\n",
+        STRESS,
+    ),
+    Fault(
+        "an answer does not follow its prompt's last words",
+        "tokens/assistant_spans.py",
+        "return prompt + thought + chat.text[start:], literals",
+        "return chat.text[:start] + thought + chat.text[start:], literals",
+        STRESS,
+    ),
+    Fault(
+        "a shortened answer of history is learned",
+        "tokens/marks.py",
+        "is_kept = content in marked.ended and (content in marked.begun",
+        "is_kept = content in marked.ended or (content in marked.begun",
+        STRESS,
+    ),
+    Fault(
+        "an answer of history holds other messages",
+        "tokens/assistant_spans.py",
+        "if message != index and start < position < stop:",
+        "if False:",
+        "tokens/test_masks_by_rendering.py -k gemma4",
+    ),
+    Fault(
+        "calls are given as objects alone",
+        "tokens/chat_template.py",
+        "for text_arguments in (False, True)",
+        "for text_arguments in (False,)",
+        REMEDIES,
+    ),
+    Fault(
+        "arguments are written as Python writes an object",
+        "tokens/chat_template.py",
+        " and str(arguments) not in text:",
+        ":",
+        REMEDIES,
+    ),
+    Fault(
+        "a remedy is told without being tried",
+        "tokens/encoder.py",
+        "if change != message and self._works(replace(chat, messages=messages), index):",
+        "if change != message:",
+        REMEDIES,
+    ),
+    Fault(
+        "any control token is taken for the end of a turn",
+        "report/preview.py",
+        'unfinished(store, store.facts["stops"], data.max_length)',
+        "unfinished(store, range(100_000), data.max_length)",
+        REMEDIES,
+    ),
+    Fault(
+        "an edited template file trains on old tokens",
+        "tokens/encoder.py",
+        "repr(self._data.chat_template and read_source(self._data.chat_template))",
+        "repr(self._data.chat_template)",
+        "tokens/test_cache.py",
+    ),
+    Fault(
+        "a developer's turn and the system column are two system turns",
+        "data/formats.py",
+        'not in ("system", "developer"):',
+        'not in ("system",):',
+        COLUMNS,
+    ),
+    Fault(
+        "rendered chats in texts are not told",
+        "data/row_reader.py",
+        "self._written[0] + 1, self._written[1] or written",
+        "0, written",
+        COLUMNS,
+    ),
+)
+
+FAULTS_OF_SETTINGS = OF_ROWS + OF_MASKS + OF_STARTS_AND_ENDS

@@ -5,6 +5,7 @@ Checking, tokenising and previewing read rows here, so that none of them takes a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -19,6 +20,13 @@ from finetune.recipe.cross_checks import OPTIONAL_COLUMNS
 READ_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)  # of messages, by templates or our checks
 MOST_NAMES = 1000  # columns, and keys of messages, that are noted by name; an identifier may be the key of each row
 HEAD = 50  # rows from which the layout is found; a column that is mapped must be in one of them
+# How tokenizers spell the tokens that chat templates write, and those that begin a text. A row's own texts are read as
+# characters, so a chat that is rendered already would be split into them.
+_WRITTEN_TOKEN = re.compile(
+    r"<[|｜][^\s<>]{1,40}[|｜]>|<\|[a-z_]{1,40}>|<[a-z_]{1,40}\|>|<(?:start|end)_of_(?:turn|utterance)>"
+    r"|\[/?INST\]|\[/?TOOL_\w+\]|<</?SYS>>"
+)
+_BEGIN_OF_TEXT = re.compile(r"\s*(<s>|<bos>|<BOS_TOKEN>|<\|begin_of_text\|>|<\|startoftext\|>|<｜begin▁of▁sentence｜>)")
 
 
 class ReadRow(NamedTuple):
@@ -44,6 +52,8 @@ class RowReader:
         self._told: set[str] = set()  # unknown roles, and what holds images
         self._unanswered = 0
         self._run_together = 0
+        self._written: list[Any] = [0, ""]  # rows whose texts write the tokens of a chat template; the first of these
+        self._begun: list[Any] = [0, ""]  # the same of rows that begin with a begin-of-text token
 
     def rows(self) -> Iterator[ReadRow]:
         """Every row; a data set whose columns are not known ends with that one mistake."""
@@ -97,6 +107,13 @@ class RowReader:
                     raise BadRow(f"unknown column {name!r}; did you mean {near!r}? rename it, or add columns: {line}")
 
     def _note(self, read: Chat | Passage) -> None:
+        texts = (
+            [each["content"] for each in read.messages] if isinstance(read, Chat) else [read.prompt + read.completion]
+        )
+        if begun := next((begun for text in texts if (begun := _BEGIN_OF_TEXT.match(text))), None):
+            self._begun = [self._begun[0] + 1, self._begun[1] or begun[1]]
+        elif written := next((written for text in texts if (written := _written_token(text))), None):
+            self._written = [self._written[0] + 1, self._written[1] or written]
         if isinstance(read, Chat):
             self._unanswered += read.messages[-1]["role"] != "assistant"
             keys = (key for each in read.messages for key in each if key not in READ_KEYS)
@@ -115,7 +132,18 @@ class RowReader:
             "unused_message_keys": [key for key in self._message_keys if not is_read(key)],
             "unanswered": self._unanswered,
             "run_together": self._run_together,
+            "written_tokens": self._written,
+            "begins_of_text": self._begun,
         }
+
+
+def _written_token(text: str) -> str | None:
+    """A token of chat templates that a text writes itself. One alone at the very end is an end of text, which people
+    add by hand."""
+    if "<" not in text and "[" not in text:
+        return None
+    found = _WRITTEN_TOKEN.search(text)
+    return None if found is None or not text[found.end() :].strip() else found.group()
 
 
 def _is_media(value: Any) -> bool:
@@ -139,6 +167,19 @@ def notes_of(name: str, facts: dict[str, Any]) -> Iterator[str]:
         yield f"{name}: keys of messages that the template does not read: {_listed(facts['unused_message_keys'])}"
     if count := facts["unanswered"]:
         yield f"{name}: dialogues that end without an answer: {count:,}; nothing is learned from their last turn"
+    count, token = facts["begins_of_text"]
+    if count:
+        yield (
+            f"{name}: rows that begin with {token}: {count:,}; it is read as characters, and the tokenizer or the chat "
+            "template writes the token itself; remove it from the rows"
+        )
+    count, token = facts["written_tokens"]
+    if count:
+        yield (
+            f"{name}: rows that write control tokens themselves, the first {token}: {count:,}; a row's texts are read "
+            'as characters; give chats as {"messages": [{"role": "user", "content": "..."}, ...]}, and the template '
+            "writes the tokens"
+        )
     if count := facts["run_together"]:
         yield (
             f"{name}: prompts that run into their completion without a space or line break: {count:,}; end them with "

@@ -93,7 +93,7 @@ def preview(recipe: Recipe, rows: int, batches: Callable[[Prepared], dict[str, A
     lengths = prepared.pool.lengths[trained]
     order = np.argsort(-lengths, kind="stable")[:LONGEST]
     trains = batches(prepared) if batches else {"notes": []}
-    oddities = find_oddities(prepared, recipe.data, begin=tokenizer.bos_token_id, special=encoder.texts.special_ids)
+    oddities = find_oddities(prepared, recipe.data, begin=tokenizer.bos_token_id)
     return Preview(
         examples,
         [*oddities, *(Oddity("warning", note) for note in trains["notes"][1:])],
@@ -196,30 +196,23 @@ class Oddity:
         return asdict(self) | {"places": list(self.places)}
 
 
-def find_oddities(prepared: Prepared, data: Data, *, begin: int | None, special: Collection[int]) -> list[Oddity]:
-    """Findings over all data sets.
-
-    Args:
-        begin: The tokenizer's begin-of-text token, if it has one.
-        special: Its control tokens, one of which ends each answer.
-    """
+def find_oddities(prepared: Prepared, data: Data, *, begin: int | None) -> list[Oddity]:
+    """Findings over all data sets; `begin`: the tokenizer's begin-of-text token, if it has one."""
     pool, oddities = prepared.pool, []
     for index, store in enumerate(pool.stores):
-        odd = dict(_by_store(store, data, begin, special))
+        odd = dict(_by_store(store, data, begin))
         oddities += [_warning(pool, index, members, text) for text, members in odd.items() if len(members)]
     oddities += list(_copies(prepared))
     oddities += [Oddity("note", note) for note in prepared.notes]
     return oddities
 
 
-def _by_store(
-    store: StoredDocuments, data: Data, begin: int | None, special: Collection[int]
-) -> Iterator[tuple[str, np.ndarray]]:
+def _by_store(store: StoredDocuments, data: Data, begin: int | None) -> Iterator[tuple[str, np.ndarray]]:
     """(what is odd, which documents of the data set)"""
     if begin is not None:
         yield "two begin-of-text tokens at the start; remove the text's own from the row", doubled_begin(store, begin)
     if data.train_on != "all":  # then every last line break is learned, and ends nothing
-        truncated, silent = unfinished(store, special, data.max_length)
+        truncated, silent = unfinished(store, store.facts["stops"], data.max_length)
         yield "an answer truncated at data.max_length teaches no end; raise it, or set truncation: drop", truncated
         yield "an answer whose end of turn is not learned: the model would not stop; look at the template", silent
 
@@ -233,8 +226,9 @@ def doubled_begin(store: StoredDocuments, begin: int) -> np.ndarray:
     return doubled
 
 
-def unfinished(store: StoredDocuments, special: Collection[int], max_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Documents whose last learned stretch does not end in a control token: truncated ones, and all others.
+def unfinished(store: StoredDocuments, stops: Collection[int], max_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Documents whose last learned stretch does not end in a token with which the model stops: truncated ones, and all
+    others. Other control tokens, as those around a call, end no turn.
 
     An earlier one may end without: the template ends it there by a token that the model does not write.
     """
@@ -242,7 +236,7 @@ def unfinished(store: StoredDocuments, special: Collection[int], max_length: int
     ends = learned.copy()
     ends[:-1] &= ~learned[1:]
     ends[store.offsets[1:] - 1] |= learned[store.offsets[1:] - 1]  # the next token belongs to another document
-    where = np.flatnonzero(ends & ~np.isin(store.tokens, list(special)))
+    where = np.flatnonzero(ends & ~np.isin(store.tokens, list(stops)))
     last = np.flatnonzero(ends)[np.searchsorted(np.flatnonzero(ends), store.offsets[1:]) - 1]  # of each document
     where = np.intersect1d(where, last)
     documents = np.searchsorted(store.offsets, where, side="right") - 1

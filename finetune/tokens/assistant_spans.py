@@ -1,48 +1,61 @@
 """Which parts of a rendered chat are trained on, for any chat template, found by rendering.
 
-Templates with generation marks are rare, and wrong ones not, so marks are not used. Instead each message's texts are
-wrapped in private characters, the chat is rendered once more, and the characters show where every text went:
+Three renderings say what the model writes in turn i, because they are what happens at inference:
 
-    <|im_start|>user\\n[Hi]<|im_end|>\\n<|im_start|>assistant\\n[Hello]<|im_end|>\\n
-                         `------------- tail -------------´`---------------´  learned: answer and end of turn
+    prompt = render(messages[:i], add_generation_prompt=True)   what the model is given
+    turn   = render(messages[:i + 1])                           the same and the answer
+    whole  = render(messages)                                   what a row's tokens are made of
 
-The tail, from the end of the message before to where an answer begins, is what the template writes as its generation
-prompt: what the model is given at inference. What it writes itself is learned, up to and with the first special token
-after the answer. When marked and plain rendering differ (a template that looks at its texts), prefixes of the chat
-are rendered instead.
+    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
+    `------------------- prompt ------------------´`--- learned --´
 
-Templates for reasoning write an answer otherwise once others follow it, and prompt for one with more than they write
-before a finished one. So the last answer follows the prompt itself, and an earlier answer's end of turn is learned only
-if the model ends its own turn with it.
+The answer is the part of `turn` after `prompt`, up to and with the token on which the model stops: the last control
+token of the turn. What a template writes at the end of every document (Phi-3: another end-of-text token) is not the
+turn's. A token that also stands between two calls of one answer is not one on which the model stops.
+
+The last message's answer always follows its very prompt. Where the template begins a finished turn in another way than
+its prompt ends (DeepSeek-R1's prompt opens a thinking block), the answer is put after the prompt, or the row is
+refused.
+
+An earlier answer lies in `whole`. If `whole` begins with its turn, its place is known. Otherwise the template writes
+history in another way (Qwen3 drops reasoning): then marks, private characters around each message's texts, show where
+the turn is (marks.py), and its closing text is compared with that of `turn`.
+
+Marks also show what a template leaves out, and which control tokens are only spelt in the texts. Nothing is remembered
+from one row for another: a row's tokens and mask depend on that row alone.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from finetune.data.messages import reasoning_of
+from finetune.data.messages import REASONING, reasoning_of
 from finetune.data.readers import BadRow
 from finetune.tokens.marks import (
     Marked,
     Marks,
     Messages,
     OmittedFromHistory,
+    ReasoningAfterClosedBlock,
     Span,
     Tools,
     absent_part,
     any_of,
-    contradiction,
-    free_block,
-    mark_message,
     texts_of,
 )
 
-MOST_SHAPES = 4096  # of chats whose endings are remembered
 # What a generation prompt may end with and a finished turn not have: a thinking block, opened, or empty and closed.
 _BLOCK = re.compile(r"<think>\s*(</think>\s*)?\Z")
+_OWN_BLOCK = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
+_PROBE = "\U000f0000"  # a text that stands nowhere else
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
+}
+_PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"at": "a"}}}
 
 
 class Renderer(Protocol):
@@ -59,232 +72,412 @@ class Rendered:
     turns: dict[int, Span]  # index of the assistant's message -> characters that the model writes
     literals: list[Span]
     otherwise: Collection[int] = ()  # turns that are written otherwise when they are the last, or prompted otherwise
+    stops: Collection[str] = ()  # the control tokens that end these turns
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """A chat, or the beginning of one, as the template writes it."""
+
+    messages: Messages
+    text: str
+    marked: Marked | None  # None: marks change what the template writes
+    literals: list[Span]
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The last turn of a chat after the prompt for it."""
+
+    text: str
+    begin: int  # end of the texts of the message before it
+    prompt: int  # characters of the prompt
+    stop: int  # end of the token on which the model stops
+    token: str  # which one
+    literals: list[Span]
+    is_plain: bool  # whether the template itself writes this text
+
+
+@dataclass(frozen=True, slots=True)
+class _Habits:
+    """What a template always does; found by rendering chats of its own, not the rows'."""
+
+    stop: str | None  # the token on which an answer in words ends
+    closing: str  # what is written after the last turn of a document
+    between: frozenset[str]  # tokens between the calls of one answer
 
 
 class SpanFinder:
-    """Finds the assistant's spans with one template; remembers the tails and the endings that it has seen."""
+    """Finds the assistant's spans with one template."""
 
     def __init__(self, render: Renderer, special_tokens: Collection[str]) -> None:
         self._render = render
         self.special = any_of(special_tokens)
-        self._ends_of_headers = tuple(special_tokens)
-        self._tails: dict[tuple[str, bool], str] = {}
-        self._endings: dict[Hashable, str | None] = {}
-        self._writes_tools: bool | None = None  # not known before the first row that has tools
+        self._habits_of: dict[bool, _Habits] = {}  # by whether there are tools
 
     def find(self, messages: Messages, tools: Tools, wanted: Collection[int]) -> Rendered:
         """Render a chat and find what its assistant wrote in the messages `wanted`, by index.
 
         Raises BadRow when the template cannot be followed.
         """
-        text = self._render(messages, tools)
-        marked = self._mark_and_render(messages, tools)
-        followed = marked is not None and marked.text == text
-        if not followed:
-            self._refuse_literals(messages, tools)
-        if tools:
-            self._check_tools_kept(messages, tools, text)
-        if marked is not None and followed:
-            self._check_kept(messages, tools, wanted, marked)
-            return self._by_marks(messages, tools, wanted, marked)
-        return Rendered(text, {index: self._turn_by_prefix(messages, tools, index, text) for index in wanted}, [])
-
-    def _by_marks(self, messages: Messages, tools: Tools, wanted: Collection[int], marked: Marked) -> Rendered:
-        turns, otherwise, unsaid = {}, set(), ""
-        for index in wanted:
-            turns[index], unsaid = self._turn(messages, tools, index, marked)
-            if index + 1 < len(messages):
-                turns[index], is_same = self._as_last(messages, tools, index, marked.text, turns[index])
-                if unsaid or not is_same:
-                    otherwise.add(index)
-        rendered = Rendered(marked.text, turns, marked.literals, otherwise)
-        return self._after_prompt(messages, tools, rendered, unsaid) if len(messages) - 1 in turns else rendered
-
-    def _check_kept(self, messages: Messages, tools: Tools, wanted: Collection[int], marked: Marked) -> None:
-        absent = absent_part(messages, marked, wanted)
-        if absent is None:
-            return
-        index, what = absent
-        alone = self._mark_and_render(messages[: index + 1], tools) if index in wanted else None
-        if alone is not None and absent_part(messages[: index + 1], alone, [index]) is None:
-            raise OmittedFromHistory(what, index)
-        raise BadRow(
-            f"the chat template leaves out {what} of turn {index + 1} ({messages[index]['role']}); "
-            "remove the turn, or give data.chat_template one that writes it"
-        )
-
-    def _check_tools_kept(self, messages: Messages, tools: Tools, text: str) -> None:
-        if self._writes_tools is None:
-            self._writes_tools = self._render(messages, None) != text
-        if not self._writes_tools:
-            raise BadRow(
-                "the chat template does not write the row's tools; remove them, or give data.chat_template one"
-            )
+        whole = self._chat(messages, tools)
+        self._check_tools_kept(whole, tools)
+        self._check_kept(whole, tools, wanted)
+        last, turns, otherwise, stops = len(messages) - 1, {}, set(), set()
+        for index in sorted(wanted):
+            if index == last:
+                continue
+            turns[index], is_same, stop = self._earlier(whole, tools, index)
+            stops.add(stop)
+            if not is_same:
+                otherwise.add(index)
+        if last not in wanted:
+            return Rendered(whole.text, turns, whole.literals, otherwise, stops)
+        answer = self._answer(whole, tools, self._render(messages[:-1], tools, generation_prompt=True))
+        text, literals, span = answer.text, answer.literals, (answer.prompt, answer.stop)
+        if turns and not text.startswith(whole.text[: turns[max(turns)][1]]):
+            # The prompt for the last answer writes earlier turns in another way than the finished chat, in which they
+            # are learned. Keep the finished chat's history, and put what the prompt adds to it before the answer.
+            begin = self._begin(whole, last)
+            shift = begin - answer.begin
+            text = whole.text[:begin] + text[answer.begin :]
+            literals = [at for at in whole.literals if at[1] <= begin]
+            literals += [(first + shift, end + shift) for first, end in answer.literals if first >= answer.begin]
+            span = (span[0] + shift, span[1] + shift)
+        turns[last] = span
+        return Rendered(text, turns, literals, otherwise, stops | {answer.token})
 
     def find_literals(self, messages: Messages, tools: Tools, prompt: str) -> list[Span]:
         """Texts in a rendered prompt that only look like control tokens. Raises BadRow."""
-        if not any(self.special.search(part) for part in texts_of([messages, tools])):
+        if not self._spelt(messages, tools):
             return []
         marked = self._mark_and_render(messages, tools, generation_prompt=True)
         if marked is None or marked.text != prompt:
             self._refuse_literals(messages, tools)
         return marked.literals if marked else []
 
+    # -- rendering ---------------------------------------------------------------------------------------------------
+
+    def _chat(self, messages: Messages, tools: Tools, *, generation_prompt: bool = False, text: str = "") -> _Chat:
+        """The chat plain (`text`, if that is known already) and with marks."""
+        text = text or self._render(messages, tools, generation_prompt=generation_prompt)
+        marked = self._mark_and_render(messages, tools, generation_prompt=generation_prompt)
+        if marked is None or marked.text != text:
+            self._refuse_literals(messages, tools)
+            return _Chat(messages, text, None, [])
+        return _Chat(messages, text, marked, marked.literals)
+
+    def _mark_and_render(self, messages: Messages, tools: Tools, *, generation_prompt: bool = False) -> Marked | None:
+        marks = Marks(messages, tools, self.special)
+        with_marks, marked_tools = marks.around_messages(), marks.around_tools(tools)
+        try:
+            rendered = self._render(with_marks, marked_tools, generation_prompt=generation_prompt)
+        except BadRow:  # the plain texts rendered, so it is the marks that the template does not take
+            return None
+        return marks.take_out(rendered)
+
+    def _spelt(self, messages: Messages, tools: Tools) -> re.Match[str] | None:
+        return next((token for part in texts_of([messages, tools]) if (token := self.special.search(part))), None)
+
     def _refuse_literals(self, messages: Messages, tools: Tools) -> None:
-        spelt = next((token for part in texts_of([messages, tools]) if (token := self.special.search(part))), None)
-        if spelt:
+        if spelt := self._spelt(messages, tools):
             raise BadRow(
                 f"the text spells the control token {spelt.group()!r}, and the chat template changes it on its way; "
                 "remove it from the row"
             )
 
-    def _mark_and_render(self, messages: Messages, tools: Tools, *, generation_prompt: bool = False) -> Marked | None:
-        marks = Marks(messages, tools, self.special)
-        with_marks, fenced_tools = marks.around_messages(), marks.around_literals(tools)
-        try:
-            rendered = self._render(with_marks, fenced_tools, generation_prompt=generation_prompt)
-        except BadRow:  # the plain texts rendered, so it is the marks that the template does not take
-            return None
-        return marks.take_out(rendered)
+    # -- the last turn -----------------------------------------------------------------------------------------------
 
-    def _turn(self, messages: Messages, tools: Tools, index: int, marked: Marked) -> tuple[Span, str]:
-        """Characters that the assistant writes in its turn, answer and end-of-turn token; and what its prompt has more
-        than the text before them."""
-        if index not in marked.last or index - 1 not in marked.last:
-            return self._turn_by_prefix(messages, tools, index, marked.text, marked.literals), ""
-        start, unsaid = self._start(messages, tools, index, marked)
-        return (start, self._end(marked.text, marked.last[index], marked.first.get(index + 1))), unsaid
+    def _answer(self, chat: _Chat, tools: Tools, prompt: str) -> _Answer:
+        """The chat's last turn after the prompt for it. Raises BadRow."""
+        index = len(chat.messages) - 1
+        if chat.text.startswith(prompt):
+            begin, own = (chat.marked.last.get(at, 0) if chat.marked else 0 for at in (index - 1, index))
+            token = self._stop(chat, chat.text, chat.literals, len(prompt), own, tools)
+            return _Answer(chat.text, begin, len(prompt), token.end(), token.group(), chat.literals, is_plain=True)
+        before = self._chat(chat.messages[:-1], tools, generation_prompt=True, text=prompt)
+        begin = self._begin(before, index)
+        text, literals, own = self._after_prompt(before, chat, tools)
+        token = self._stop(chat, text, literals, len(prompt), own, tools)
+        return _Answer(text, begin, len(prompt), token.end(), token.group(), literals, is_plain=False)
 
-    def _start(self, messages: Messages, tools: Tools, index: int, marked: Marked) -> tuple[int, str]:
-        before, own = marked.last[index - 1], marked.first[index]
-        key = (messages[index - 1]["role"], bool(tools))
-        tail, matched = self._tails.get(key), 0
-        if tail is not None:
-            matched = _common(tail, marked.text, before)
-        if tail is None or matched < min(len(tail), own - before):  # not all of the header: the row has another tail
-            tail = self._tails[key] = self._tail(messages, tools, index)
-            matched = _common(tail, marked.text, before)
-        if matched == len(tail):  # an answer may begin with the prompt's end, as <think> written into the content
-            return min(before + matched, marked.last[index]), ""
-        # The generation prompt continues where a finished turn does not (DeepSeek-R1 opens a thinking block there), so
-        # the header is what they share, unless there is more text before the answer that is not the answer's own.
+    def _stop(
+        self, chat: _Chat, text: str, literals: Collection[Span], start: int, own: int, tools: Tools
+    ) -> re.Match[str]:
+        """The token on which the model stops: it ends text[start:], after the answer's own texts (up to `own`)."""
+        habits, number = self._habits(tools), len(chat.messages)
+        has_calls = bool(chat.messages[-1].get("tool_calls"))
+        for end in dict.fromkeys([text.removesuffix(habits.closing), text]):
+            tokens = [token for token in self.special.finditer(end, start) if token.span() not in literals]
+            if not tokens or end[tokens[-1].end() :].strip() or tokens[-1].start() < own:
+                continue
+            if has_calls and tokens[-1].group() in habits.between:
+                continue
+            inside = {token.group() for token in tokens[:-1]} & {tokens[-1].group(), habits.stop}
+            if inside:
+                raise BadRow(
+                    f"the chat template writes {inside.pop()}, on which the model stops, inside turn {number}; change "
+                    "the turn, or give data.chat_template one that writes it at the end alone"
+                )
+            return tokens[-1]
+        raise BadRow(
+            "the chat template writes no end-of-turn token after the assistant's text, so the model would not "
+            f"learn to stop (turn {number}); give data.chat_template one that does, for example {{{{ eos_token }}}}"
+        )
+
+    def _after_prompt(self, before: _Chat, chat: _Chat, tools: Tools) -> tuple[str, list[Span], int]:
+        """The last turn after a prompt with which its finished form does not begin: (text, literals, end of its own
+        texts). Raises BadRow."""
+        index, message = len(chat.messages) - 1, chat.messages[-1]
+        prompt, tail, begin = before.text, before.text[self._begin(before, index) :], self._begin(chat, index)
+        assert chat.marked is not None
+        own = chat.marked.first.get(index)
+        if own is None:
+            raise self._no_header(chat, begin, index)
+        matched = min(self._agreement(tail, chat.text, begin), own - begin)
+        thought, start = "", begin + matched
+        unsaid = tail[matched:]
         block = _BLOCK.search(tail)
-        if block and matched >= block.start():
-            if not marked.text.startswith("<think>", before + block.start()):
-                return min(before + block.start(), own), block.group()
-            if "</think>" in block.group():
-                raise contradiction(index)
-            return min(before + matched, own), tail[matched:]
-        start = min(before + matched, own)
-        is_own = index not in marked.opened and marked.text[:start].endswith(self._ends_of_headers)
-        if marked.text[start:own].strip() and not is_own:
-            raise BadRow(
-                f"cannot find where the chat template's header ends before {marked.text[own : own + 40]!r}; "
-                "give data.chat_template one whose generation prompt is how its assistant turns begin"
-            )
-        return start, tail[matched:]
-
-    def _tail(self, messages: Messages, tools: Tools, index: int) -> str:
-        """What the template writes after message index-1 when it asks for an answer."""
-        mark = chr(free_block([messages, tools], 2))
-        last = mark_message(messages[index - 1], lambda text, _: f"{text.rstrip()}{mark}{text[len(text.rstrip()) :]}")
-        prompt = self._prompt([*messages[: index - 1], last], tools)
-        return prompt[prompt.rfind(mark) + 1 :]
-
-    def _prompt(self, head: Messages, tools: Tools) -> str:
-        """The text that asks for an answer to `head`: with the generation prompt, or with the header that a template
-        without one writes before an answer."""
-        prompt = self._render(head, tools, generation_prompt=True)
-        if prompt != self._render(head, tools):
-            return prompt
-        mark = chr(free_block([head, tools], 2) + 1)
-        answered = self._render([*head, {"role": "assistant", "content": mark}], tools)
-        header = answered[len(prompt) : answered.find(mark)] if answered.startswith(prompt) else ""
-        return prompt + header if header.strip() else prompt
-
-    def _end(self, text: str, after: int, limit: int | None) -> int:
-        match = self.special.search(text, after)
-        if match is None or (limit is not None and match.start() >= limit):
-            raise BadRow(
-                "the chat template writes no end-of-turn token after the assistant's text, so the model would not "
-                "learn to stop; give data.chat_template one that does, for example {{ eos_token }}"
-            )
-        return match.end()
-
-    def _turn_by_prefix(
-        self, messages: Messages, tools: Tools, index: int, text: str, literals: Sequence[Span] = ()
-    ) -> Span:
-        """From the end of the prompt for an answer to the last special token of the chat that ends with it."""
-        prompt, turn = self._prompt(messages[:index], tools), self._render(messages[: index + 1], tools)
-        if not (text.startswith(prompt) and text.startswith(turn)):
-            raise BadRow(
-                f"cannot find turn {index + 1} in the chat template's text; "
-                "change the row, or give data.chat_template another"
-            )
-        closing = [match.end() for match in self.special.finditer(turn, len(prompt)) if match.span() not in literals]
-        return len(prompt), closing[-1] if closing else self._end(text, len(turn), None)
-
-    def _as_last(self, messages: Messages, tools: Tools, index: int, text: str, span: Span) -> tuple[Span, bool]:
-        """An earlier turn without an end of turn that the model does not write, and whether the template writes all up
-        to there in the same way when nothing follows. Chats of the same shape are taken to be alike."""
-        key = (index, bool(tools), *map(_shape, messages))
-        if key not in self._endings:
-            if len(self._endings) == MOST_SHAPES:
-                self._endings.clear()
-            self._endings[key] = self._ending(messages[: index + 1], tools, text[: span[1]])
-        ending = self._endings[key]
-        if ending is None or text.endswith(ending, 0, span[1]):
-            return span, ending is None
-        *_, end = self.special.finditer(text, *span)
-        return (span[0], end.start()), False
-
-    def _ending(self, messages: Messages, tools: Tools, followed: str) -> str | None:
-        """The token that ends the last of these turns; None where their text begins as when others follow."""
-        try:
-            if self._render(messages, tools).startswith(followed):
-                return None
-        except BadRow:  # a template that wants something after it: there is nothing to compare with
-            return None
-        marked = self._mark_and_render(messages, tools)
-        if marked is None or len(messages) - 1 not in marked.last:
-            return ""
-        end = self.special.search(marked.text, marked.last[len(messages) - 1])
-        return end.group() if end else ""
-
-    def _after_prompt(self, messages: Messages, tools: Tools, rendered: Rendered, unsaid: str) -> Rendered:
-        """The chat with its last answer after the very text that asks for it.
-
-        A thinking block that the prompt opens, and that the template does not write into finished turns, is closed by
-        the model: reasoning, if there is any, </think>, and the answer.
-        """
-        index = len(messages) - 1
-        start, end = rendered.turns[index]
-        prompt, literals = rendered.text[:start], [span for span in rendered.literals if span[0] < start]
-        if list(rendered.turns) == [index] and any(message["role"] == "assistant" for message in messages[:-1]):
-            prompt = self._prompt(messages[:-1], tools)
-            literals = self.find_literals(messages[:-1], tools, prompt)
-            prompt = prompt.removesuffix(unsaid)
-        thought = ""
-        if not unsaid.strip() or _BLOCK.match(unsaid):
-            prompt += unsaid
-        if _BLOCK.match(unsaid) and "</think>" not in unsaid:
-            thought = f"{reasoning_of(messages[index]).strip()}\n</think>\n\n"
-        if prompt == rendered.text[:start]:
-            return rendered
-        answer = rendered.text[start:]
-        if thought:
-            answer = answer.lstrip("\n")
-        shift = len(prompt) + len(thought) + len(answer) - len(rendered.text)
+        if not unsaid:  # the prompt only writes the history in another way
+            pass
+        elif block and matched >= block.start():
+            closed, at = "</think>" in block.group(), begin + block.start()
+            own_block = _OWN_BLOCK.match(chat.text, at)
+            if closed and reasoning_of(message).strip():
+                raise ReasoningAfterClosedBlock(index)
+            if own_block is None:
+                start = at
+                if not closed:  # the model closes the block
+                    thought = f"{reasoning_of(message).strip()}\n</think>\n\n"
+                    start += len(chat.text[at:]) - len(chat.text[at:].lstrip("\n"))
+            elif closed:
+                start = own_block.end()
+            else:
+                start = at + len("<think>")
+                start += len(chat.text[start:]) - len(chat.text[start:].lstrip())
+        elif (opened := self._as_reasoning(before, chat, tools)) is not None:
+            return opened
+        elif not chat.text[start:own].strip() and index in chat.marked.opened:
+            start = own
+        else:
+            start = self._header_end(chat, tools, begin, matched, index)
+        shift = len(prompt) + len(thought) - start
+        literals = [*before.literals]
         literals += [(len(prompt) + at.start(), len(prompt) + at.end()) for at in self.special.finditer(thought)]
-        literals += [(first + shift, last + shift) for first, last in rendered.literals if first >= start]
-        turns = rendered.turns | {index: (len(prompt), end + shift)}
-        return Rendered(prompt + thought + answer, turns, literals, rendered.otherwise)
+        literals += [(first + shift, last + shift) for first, last in chat.literals if first >= start]
+        return prompt + thought + chat.text[start:], literals, chat.marked.last[index] + shift
 
+    def _as_reasoning(self, before: _Chat, chat: _Chat, tools: Tools) -> tuple[str, list[Span], int] | None:
+        """The turn with an empty thought, where the prompt ends as the template begins a thought."""
+        index, message = len(chat.messages) - 1, chat.messages[-1]
+        if reasoning_of(message).strip():
+            return None
+        for key in REASONING:
+            try:
+                thinks = self._chat([*chat.messages[:-1], message | {key: _PROBE}], tools)
+            except BadRow:
+                continue
+            at = thinks.text.find(_PROBE)
+            if thinks.marked is None or not thinks.text.startswith(before.text) or at < len(before.text):
+                continue
+            shifted = [(first - (first > at), last - (first > at)) for first, last in thinks.literals]
+            return thinks.text.replace(_PROBE, "", 1), shifted, thinks.marked.last[index] - 1
+        return None
 
-def _shape(message: dict[str, Any]) -> Hashable:
-    """What of a message may decide how templates write others."""
-    has_text = bool(message["content"].strip())
-    return message["role"], has_text, bool(reasoning_of(message).strip()), len(message.get("tool_calls", ()))
+    def _header_end(self, chat: _Chat, tools: Tools, begin: int, matched: int, index: int) -> int:
+        """Where the header of a turn ends: as before an answer in words, if the prompt has all of its text."""
+        follows = [{"role": "user", "content": "a"}] if index + 1 < len(chat.messages) else []
+        words = self._chat([*chat.messages[:index], {"role": "assistant", "content": "a"}, *follows], tools)
+        if words.marked is None or index not in words.marked.first:
+            raise self._no_header(chat, begin + matched, index)
+        header = words.text[self._begin(words, index) : words.marked.first[index]]
+        if not chat.text.startswith(header, begin) or header[matched:].strip():
+            raise self._no_header(chat, begin + matched, index)
+        return begin + len(header)
+
+    def _no_header(self, chat: _Chat, at: int, index: int) -> BadRow:
+        return BadRow(
+            f"cannot find where the chat template's header ends before {chat.text[at : at + 40]!r} in turn {index + 1};"
+            " give data.chat_template one whose generation prompt is how its assistant turns begin"
+        )
+
+    def _begin(self, chat: _Chat, index: int) -> int:
+        """Where the texts before message `index` end in a chat; 0 where that is not marked."""
+        if chat.marked is None:
+            raise BadRow(
+                f"cannot find turn {index + 1} in the chat template's text; change the row, or give "
+                "data.chat_template another"
+            )
+        return chat.marked.last.get(index - 1, 0)
+
+    # -- earlier turns -----------------------------------------------------------------------------------------------
+
+    def _earlier(self, whole: _Chat, tools: Tools, index: int) -> tuple[Span, bool, str]:
+        """A turn that others follow: its characters in the whole chat, whether the template writes and asks for it in
+        the same way when it is the last, and the token on which it ends. Raises BadRow."""
+        beginning = whole.messages[: index + 1]
+        prompt = self._render(beginning[:-1], tools, generation_prompt=True)
+        try:
+            text = self._render(beginning, tools)
+        except BadRow:  # a template that wants something after it
+            return self._unended(whole, tools, index, prompt)
+        own = whole.marked.last.get(index, 0) if whole.marked else 0
+        if text.startswith(prompt) and own <= len(text) and whole.text.startswith(text[:own]):
+            token = self._stop(_Chat(beginning, text, None, []), text, whole.literals, len(prompt), own, tools)
+            if whole.text.startswith(text[: token.end()]):
+                return (len(prompt), token.end()), True, token.group()
+        alone = self._chat(beginning, tools, text=text)
+        answer = self._answer(alone, tools, prompt)
+        if answer.is_plain and whole.text.startswith(text[: answer.stop]):
+            return (answer.prompt, answer.stop), True, answer.token
+        return self._in_history(whole, alone, answer, tools, index), False, answer.token
+
+    def _in_history(self, whole: _Chat, alone: _Chat, answer: _Answer, tools: Tools, index: int) -> Span:
+        """Where the whole chat has a turn that the template writes in another way when it is the last."""
+        begin = self._begin(whole, index)
+        self._begin(alone, index)
+        assert whole.marked is not None
+        assert alone.marked is not None
+        own = whole.marked.first.get(index)
+        if own is None or index not in alone.marked.last:
+            raise self._no_header(whole, begin, index)
+        tail = answer.text[answer.begin : answer.prompt]
+        matched = min(self._agreement(tail, whole.text, begin), own - begin)
+        start, block = begin + matched, _BLOCK.search(tail)
+        if matched == len(tail):
+            pass
+        elif block and matched >= block.start():  # history has no block, or closes it otherwise than the prompt
+            if not whole.text.startswith("<think>", begin + block.start()):
+                start = begin + block.start()
+        elif index in whole.marked.opened and not whole.text[start:own].strip():
+            start = own
+        else:
+            start = self._header_end(whole, tools, begin, matched, index)
+        start = min(start, own)
+        shift = len(answer.text) - len(alone.text)
+        closing = answer.text[alone.marked.last[index] + shift : answer.stop]
+        last = whole.marked.last[index]
+        stop = last + len(closing)
+        if not whole.text.startswith(closing, last):  # the template ends it by a token that the model does not write
+            stop = last + self._common_pieces(closing, whole.text[last:])
+        self._check_alone(whole, index, (start, stop))
+        return start, stop
+
+    def _common_pieces(self, closing: str, text: str) -> int:
+        """Characters in which two texts agree, in whole control tokens."""
+        length = 0
+        for token in re.split(f"({self.special.pattern})", closing):
+            if not text.startswith(token, length):
+                break
+            length += len(token)
+        return length
+
+    def _agreement(self, tail: str, text: str, begin: int) -> int:
+        """Length of the common prefix of `tail` and text[begin:], which ends inside no control token."""
+        length = _common(tail, text, begin)
+        for written, start in ((tail, 0), (text, begin)):
+            for token in self.special.finditer(written, start, start + length + 40):
+                if token.start() < start + length < token.end():
+                    length = token.start() - start
+        return length
+
+    def _unended(self, whole: _Chat, tools: Tools, index: int, prompt: str) -> tuple[Span, bool, str]:
+        """A turn without which the template writes no chat: it ends with the token that ends an answer in words."""
+        stop = self._habits(tools).stop
+        if whole.marked is None or not whole.text.startswith(prompt) or stop is None:
+            raise self._no_header(whole, len(prompt), index)
+        last = max(len(prompt), whole.marked.last.get(index, 0))
+        token = self.special.search(whole.text, last)
+        if token is None or token.group() != stop:
+            raise self._no_header(whole, len(prompt), index)
+        span = (len(prompt), token.end())
+        self._check_alone(whole, index, span)
+        return span, True, stop
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
+    def _check_alone(self, whole: _Chat, index: int, span: Span) -> None:
+        """Raises where a span holds other messages' texts, or not all of its own."""
+        start, stop = span
+        for position, message in whole.marked.places if whole.marked else ():
+            if message == index and not start <= position <= stop:
+                raise OmittedFromHistory("writes in several places", index)
+            if message != index and start < position < stop:
+                raise OmittedFromHistory("writes other messages inside", index)
+
+    def _check_kept(self, whole: _Chat, tools: Tools, wanted: Collection[int]) -> None:
+        """Raises where the template leaves out a message's text or call."""
+        if whole.marked is None:
+            written = "".join(whole.text.split()).casefold()
+            for index in wanted:
+                message = whole.messages[index]
+                said = "".join(message["content"].split()).casefold()
+                if said not in written:
+                    raise self._left_out(whole.messages, index, "the text")
+                if any(call["function"]["name"] not in whole.text for call in message.get("tool_calls", ())):
+                    raise self._left_out(whole.messages, index, "a tool call")
+            return
+        absent = absent_part(whole.messages, whole.marked, wanted)
+        if absent is None:
+            return
+        index, what = absent
+        if index in wanted and index + 1 < len(whole.messages):
+            alone = self._mark_and_render(whole.messages[: index + 1], tools)
+            if alone is not None and absent_part(whole.messages[: index + 1], alone, [index]) is None:
+                raise OmittedFromHistory(f"leaves out {what} of", index)
+        raise self._left_out(whole.messages, index, what)
+
+    def _left_out(self, messages: Messages, index: int, what: str) -> BadRow:
+        beside_call = what == "the text" and messages[index].get("tool_calls")
+        return BadRow(
+            f"the chat template leaves out {what} of turn {index + 1} ({messages[index]['role']}); "
+            f"remove {'that text' if beside_call else 'the turn'}, or give data.chat_template one that writes it"
+        )
+
+    def _check_tools_kept(self, whole: _Chat, tools: Tools) -> None:
+        if not tools or (whole.marked and whole.marked.has_tools):
+            return
+        if self._render(whole.messages, None) == whole.text:
+            raise BadRow(
+                "the chat template does not write the row's tools; remove them, or give data.chat_template one"
+            )
+
+    # -- what the template always does -------------------------------------------------------------------------------
+
+    def _habits(self, tools: Tools) -> _Habits:
+        has_tools = bool(tools)
+        if has_tools not in self._habits_of:
+            self._habits_of[has_tools] = self._find_habits([_PROBE_TOOL] if has_tools else None)
+        return self._habits_of[has_tools]
+
+    def _find_habits(self, tools: Tools) -> _Habits:
+        question: dict[str, Any] = {"role": "user", "content": "a"}
+        answer: dict[str, Any] = {"role": "assistant", "content": _PROBE}
+        stop, closing, between = None, "", frozenset[str]()
+        try:
+            ended = self._render([question, answer], tools).rpartition(_PROBE)[2]
+            tokens = self.special.findall(ended)
+            stop = tokens[-1] if tokens else None
+            followed = self._render([question, answer, question], tools).rpartition(_PROBE)[2]
+            turn = ended[: self._common_pieces(ended, followed)]
+            if own := [*self.special.finditer(turn)]:  # else the model ends the last turn by a token of its own
+                stop, closing = own[-1].group(), ended[own[-1].end() :]
+        except BadRow:  # a template that wants another chat
+            pass
+        try:
+            calls = [question, {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL, _PROBE_CALL]}]
+            prompt = self._render(calls[:1], tools, generation_prompt=True)
+            header = prompt[_common(self._render(calls[:1], tools), prompt, 0) :].strip()
+            text = self._render(calls, tools)[len(prompt) :].removesuffix(closing)
+            # A token before another header ends a turn: such templates write each call as a turn of its own.
+            between = frozenset(
+                token.group()
+                for token in [*self.special.finditer(text)][:-1]
+                if not header or not text[token.end() :].lstrip().startswith(header)
+            ) - {stop}
+        except BadRow:
+            pass
+        return _Habits(stop, closing if self.special.search(closing) or closing.strip() else "", between)
 
 
 def _common(tail: str, text: str, start: int) -> int:

@@ -34,7 +34,7 @@ from finetune.tokens.encoder import IGNORE, REMARKS, Document, Encoder, RowError
 from finetune.tokens.marks import OmittedFromHistory
 from finetune.wording import counted
 
-VERSION = 4
+VERSION = 6
 CHUNK_ROWS = 256  # rows tokenised by one call: enough to spread its fixed cost; memory holds this many rows
 ARRAYS = {"tokens": "<i4", "learned": "|b1", "lengths": "<i8", "supervised": "<i8", "digests": "<u8", "lines": "<i8",
           "files": "<i4", "rows": "<i8"}  # fmt: skip
@@ -130,14 +130,14 @@ def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
     writer = _Writer(aside, source)
     try:
         mistakes, reader = Mistakes(), RowReader(source)
-        for places, documents in _tokenised(source, reader, encoder, mistakes, writer.counts):
+        for places, documents in _tokenised(source, reader, encoder, mistakes, writer):
             for place, document in zip(places, documents, strict=True):
                 if isinstance(document, RowError):
                     mistakes.add(f"{place.place}: {document}")
                 elif (fitted := _fit(document, place, data, mistakes, writer.counts)) and not mistakes.count:
                     writer.add(place, fitted)
         mistakes.raise_if_any()
-        writer.close(reader.facts(encoder.template_reads))
+        writer.close(reader.facts(encoder.template_reads), encoder.token_ids(writer.stops))
         remove_folder(folder)
         aside.rename(folder)
     finally:
@@ -146,7 +146,7 @@ def _build(folder: Path, source: Source, data: Data, encoder: Encoder) -> None:
 
 
 def _tokenised(
-    source: Source, reader: RowReader, encoder: Encoder, mistakes: Mistakes, counts: Counter[str]
+    source: Source, reader: RowReader, encoder: Encoder, mistakes: Mistakes, writer: _Writer
 ) -> Iterator[tuple[list[SourceRow], list[Document | RowError]]]:
     """Rows and their documents, a chunk at a time."""
     scripts = _scripts(reader, encoder, mistakes)
@@ -156,8 +156,9 @@ def _tokenised(
         if time.monotonic() - last_said > SECONDS_BETWEEN_NOTES:
             last_said = time.monotonic()
             print(f"tokenising {source.name}: {counted(rows, 'row')}", file=sys.stderr, flush=True)
-        counts["control_token_texts"] += sum(bool(script.literals) for _, script in chunk)
-        counts.update(remark for _, script in chunk for remark in script.remarks)
+        writer.counts["control_token_texts"] += sum(bool(script.literals) for _, script in chunk)
+        writer.counts.update(remark for _, script in chunk for remark in script.remarks)
+        writer.stops.update(token for _, script in chunk for token in script.stops)
         yield [row for row, _ in chunk], encoder.texts.tokenise([script for _, script in chunk])
 
 
@@ -213,6 +214,7 @@ class _Writer:
 
     def __init__(self, folder: Path, source: Source) -> None:
         self.counts = Counter(dict.fromkeys(COUNTS, 0))
+        self.stops: set[str] = set()
         self._row: SourceRow | None = None
         self._folder = folder
         self._arrays = {name: ArrayWriter(folder / f"{name}.npy", dtype) for name, dtype in ARRAYS.items()}
@@ -244,10 +246,11 @@ class _Writer:
         for array in self._arrays.values():
             array.abandon()
 
-    def close(self, of_rows: dict[str, Any]) -> None:
-        """Finish the arrays; facts.json, written last, vouches for them. `of_rows`: the reader's facts."""
+    def close(self, of_rows: dict[str, Any], stops: list[int]) -> None:
+        """Finish the arrays; facts.json, written last, vouches for them. `of_rows`: the reader's facts; `stops`: the
+        tokens with which a model ends what is learned here."""
         digests = {name: array.close() for name, array in self._arrays.items()}
-        facts = {"digests": digests, "facts": {**self.counts, "rows": of_rows}}
+        facts = {"digests": digests, "facts": {**self.counts, "rows": of_rows, "stops": stops}}
         write_sealed(self._folder / "facts.json", facts)
 
 

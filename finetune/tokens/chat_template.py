@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -20,8 +22,48 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_TEMPLATE_BYTES = 2**20  # of a template; the longest that is known has 20 kB
+MOST_FORMS = 64  # remembered; rows may each have variables of their own
 _HALF = re.compile("[\ud800-\udfff]")
 _FORMAT = re.compile(r"""["']([^"'\n]*%[a-zA-Z-][^"'\n]*)["']""")
+
+
+# What the probes of `forms` say: words that a template writes as they are, and that no template has itself.
+_ASKED, _SAID, _NAME, _VALUE = "xqasked", "xqsaid", "xqlook", "xqvalue"
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": _NAME, "description": "Look.", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a template takes what messages hold."""
+
+    parts: bool = False  # contents are lists of parts, as templates with images want them
+    text_arguments: bool = False  # arguments of calls are JSON text, as in OpenAI's responses
+    null_content: bool = False  # the content beside calls is None, not ""
+
+    def of(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages in this form."""
+        return [self._message(message) for message in messages] if self != DEFAULT_FORM else list(messages)
+
+    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
+        result, calls = dict(message), message.get("tool_calls")
+        if calls and self.text_arguments:
+            result["tool_calls"] = [
+                call | {"function": call["function"] | {
+                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)
+                }}
+                for call in calls
+            ]  # fmt: skip
+        if calls and self.null_content and not message["content"]:
+            result["content"] = None
+        elif self.parts:
+            result["content"] = [{"type": "text", "text": message["content"]}]
+        return result
+
+
+DEFAULT_FORM = Form()
 
 
 class ChatTemplate:
@@ -38,6 +80,7 @@ class ChatTemplate:
                  "data of format text or prompt_completion"]
             )  # fmt: skip
         self._pinned: dict[bool, str] = {}
+        self._forms: dict[tuple[str, bool], list[Form]] = {}
 
     def source(self, *, tools: bool = False) -> str:
         """The template's text with the date pinned; some tokenizers have another one for rows with tools."""
@@ -72,21 +115,61 @@ class ChatTemplate:
     def _mentions(self, pattern: str) -> bool:
         return any(re.search(pattern, self.source(tools=tools)) for tools in (False, True))
 
+    def forms(self, variables: Mapping[str, Any], *, tools: bool) -> list[Form]:
+        """The form in which the template takes messages, found by rendering a chat of this program's own; all that
+        there are, for a chat with calls to be tried in, where the template does not render that one."""
+        key = (json.dumps(variables, sort_keys=True, default=str), tools)
+        if key not in self._forms:
+            if len(self._forms) >= MOST_FORMS:
+                self._forms.clear()
+            self._forms[key] = self._find_forms(variables, [_PROBE_TOOL] if tools else None)
+        return self._forms[key]
+
+    def _find_forms(self, variables: Mapping[str, Any], tools: list[dict[str, Any]] | None) -> list[Form]:
+        question: dict[str, Any] = {"role": "user", "content": _ASKED}
+
+        def written(form: Form, answer: dict[str, Any]) -> str:
+            try:
+                return self.render([question, {"role": "assistant", **answer}], tools, variables=variables, form=form)
+            except BadRow:
+                return ""
+
+        plain = {"content": _SAID}
+        as_text = written(DEFAULT_FORM, plain)
+        parts = _SAID not in as_text and _SAID in written(Form(parts=True), plain)
+        arguments = {"at": {_VALUE: [None, True]}, "of": _VALUE}
+        call = {"id": "call00001", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+        forms = [
+            Form(parts, text_arguments, null_content)
+            for null_content in (False, True)
+            for text_arguments in (False, True)
+        ]
+        for form in forms:
+            text = written(form, {"content": "", "tool_calls": [call]})
+            # A template that joins arguments to text by `~` writes an object as Python does, which is no JSON.
+            if _NAME in text and text.count(_VALUE) >= 2 and str(arguments) not in text:
+                return [form]
+        return forms
+
     def render(
         self,
         messages: Sequence[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         *,
+        form: Form = DEFAULT_FORM,
         generation_prompt: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """The text of a chat; `variables` are the template's own. Raises BadRow with the template's own words."""
+        """The text of a chat; `variables` are the template's own. Raises BadRow with the template's own words.
+
+        `form`: what the template takes; the messages are in the default one.
+        """
         from jinja2 import TemplateError, TemplateSyntaxError
 
         source = self.source(tools=bool(tools))  # refused as a whole, not for this row
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages),
+                form.of(messages),
                 tools=None if tools is None else [*tools],
                 chat_template=source,
                 add_generation_prompt=generation_prompt,

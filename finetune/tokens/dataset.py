@@ -44,7 +44,10 @@ class Prepared:
             "dropped": ("document", "dropped: longer than data.max_length, or without a supervised token"),
             "truncated": ("document", "truncated at data.max_length"),
             "eval_duplicates_left_out": ("held-out document", "left out: identical ones are trained on"),
-            "control_token_texts": ("text", "with control tokens spelt out; they stay text"),
+            "control_token_texts": (
+                "text",
+                "with control tokens spelt out; they stay text, and the template writes its own",
+            ),
         }
         counts = {name: int(self.facts[name]) for name in notes}
         told = [f"{counted(counts[name], noun)} {done}" for name, (noun, done) in notes.items() if counts[name]]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,8 @@ from finetune.data.messages import REASONING, reasoning_of
 from finetune.data.readers import BadRow
 from finetune.recipe.schema import Data
 from finetune.tokens.assistant_spans import Rendered, SpanFinder
-from finetune.tokens.chat_template import ChatTemplate, read_source
-from finetune.tokens.marks import OmittedFromHistory, Span, contradiction, texts_of
+from finetune.tokens.chat_template import ChatTemplate, Form, read_source
+from finetune.tokens.marks import OmittedFromHistory, ReasoningAfterClosedBlock, Span, texts_of
 from finetune.tokens.tokenizer import IGNORE, Document, Script, TextTokenizer
 
 if TYPE_CHECKING:
@@ -37,6 +37,17 @@ RowError = BadRow
 REMARKS = (OTHERWISE, UNREASONED) = ("otherwise", "unreasoned")
 _EMPTY_BLOCK = re.compile(r"\s*<think>\s*</think>\s*")
 _SWITCHES = ("/no_think", "/nothink")  # in a message: this chat does not think, whatever the template's variables say
+
+
+class ReasoningLeftOut(RowError):
+    """A learned turn without the reasoning that its row has."""
+
+    def __init__(self, index: int, remedy: str = "remove it from the row") -> None:
+        self.index = index
+        super().__init__(
+            f"the chat template leaves out the reasoning of turn {index + 1}, which is learned; {remedy}, or give "
+            "data.chat_template one that writes it"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +68,7 @@ class Encoder:
         self._data = data
         self.texts = TextTokenizer(tokenizer)
         self._template: ChatTemplate | None = None
-        self._finders: dict[str, SpanFinder] = {}  # by the template's variables
+        self._finders: dict[tuple[str, Form], SpanFinder] = {}  # by the template's variables
         self._asks: dict[str, bool] = {}  # by the same: whether the template asks for reasoning
         self._reasoning_keys: list[str] | None = None  # that the template reads; None: not looked for yet
         self._splits_content = False  # whether the template takes a thinking block out of the content itself
@@ -84,8 +95,9 @@ class Encoder:
     def prompt_ids(self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Tokens of a chat up to where the assistant answers. Raises RowError."""
         variables = self._data.chat_template_kwargs
-        finder = self._finder(variables)
-        text = self.template.render(messages, tools, generation_prompt=True, variables=variables)
+        form = self.template.forms(variables, tools=bool(tools))[0]
+        finder = self._finder(variables, form)
+        text = self.template.render(messages, tools, generation_prompt=True, variables=variables, form=form)
         document = self.texts.tokenise_cut(Script(text, [], finder.find_literals(messages, tools, text)))
         return document.input_ids
 
@@ -109,6 +121,11 @@ class Encoder:
         reference = self.texts.decode(ids[start:end].tolist(), skip_special_tokens=True)
         return SamplePrompt(prompt, self.texts.decode(prompt), reference)
 
+    def token_ids(self, tokens: Iterable[str]) -> list[int]:
+        """The numbers of some control tokens, in order."""
+        ids = self._tokenizer.convert_tokens_to_ids([*tokens])
+        return sorted(ids) if isinstance(ids, list) else [ids]
+
     def identity(self) -> dict[str, str]:
         """What else than data and settings decides tokens and masks, each as a digest."""
         self.texts.call([""])  # brings the backend's truncation and padding, which are part of its text, into one state
@@ -131,25 +148,88 @@ class Encoder:
         if self._data.train_on == "all":
             learned = [(0, len(text))]
         literals = self.texts.literals(text)
-        return Script(text, learned, literals, affixes=True)
+        return Script(text, learned, literals, affixes=True, stops=(end,))
 
     def _chat(self, chat: Chat) -> Script:
+        """Raises RowError with a remedy that was tried."""
+        try:
+            return self._scripted(chat)
+        except ReasoningAfterClosedBlock as error:
+            raise ReasoningAfterClosedBlock(error.index, self._remedy(chat, error.index)) from None
+        except ReasoningLeftOut as error:
+            raise ReasoningLeftOut(error.index, self._remedy(chat, error.index)) from None
+
+    def _scripted(self, chat: Chat) -> Script:
         answers = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
         chosen = [index for index in answers if chat.learned[index]]
         if self._data.train_on == "completion":
             chosen = [index for index in chosen if index == answers[-1]]
         if not chosen:
             return Script("", [], [])
-        finder = self._finder(chat.template_kwargs)
+        if (
+            self._data.train_on == "completion"
+        ):  # what follows the answer teaches nothing, and may change how it is written
+            chat = replace(chat, messages=chat.messages[: chosen[-1] + 1])
         wanted = answers if self._data.train_on == "all" else chosen
         messages = self._as_read_by_template(chat.messages)
-        rendered = finder.find(messages, chat.tools, wanted)
+        rendered = self._rendered(messages, chat, wanted)
         if twice := [index for index in chosen if _has_two_blocks(rendered, index)]:
-            rendered = finder.find(_without_empty_blocks(messages, twice), chat.tools, wanted)
+            rendered = self._rendered(_without_empty_blocks(messages, twice), chat, wanted)
         for index in chosen:
-            _check_reasoning(chat.messages, index, rendered)
-        remarks = self._remarks(chat, chosen, rendered)
-        return Script(rendered.text, self._learned(chosen, rendered), rendered.literals, remarks=remarks)
+            self._check_reasoning(chat, index, rendered)
+        remarks, stops = self._remarks(chat, chosen, rendered), tuple(sorted(rendered.stops))
+        return Script(rendered.text, self._learned(chosen, rendered), rendered.literals, remarks=remarks, stops=stops)
+
+    def _rendered(self, messages: list[dict[str, Any]], chat: Chat, wanted: list[int]) -> Rendered:
+        """The chat in the form in which the template takes it. Raises RowError."""
+        refused: RowError | None = None
+        has_calls = any(message.get("tool_calls") for message in messages)
+        forms = self.template.forms(chat.template_kwargs, tools=bool(chat.tools))
+        for form in forms if has_calls else forms[:1]:
+            try:
+                return self._finder(chat.template_kwargs, form).find(messages, chat.tools, wanted)
+            except RowError as error:
+                refused = refused or error
+        assert refused is not None
+        raise refused
+
+    def _check_reasoning(self, chat: Chat, index: int, rendered: Rendered) -> None:
+        """Raises RowError where a turn is learned without the reasoning that its row has."""
+        if _has_thought(chat.messages[index], rendered, index):
+            return
+        if index + 1 < len(chat.messages):  # templates write the last turn's alone, as at inference
+            alone = replace(chat, messages=chat.messages[: index + 1], learned=[*chat.learned[:index], True])
+            if self._works(alone, index):
+                raise OmittedFromHistory("leaves out the reasoning of", index)
+        raise ReasoningLeftOut(index)
+
+    def _remedy(self, chat: Chat, index: int) -> str:
+        """What to do with a turn whose reasoning cannot be learned: the first change with which it can."""
+        message = chat.messages[index]
+        others = {key: value for key, value in message.items() if key not in REASONING}
+        thought, answer = reasoning_of(message), message["content"]
+        if not any(message.get(key) for key in REASONING):
+            answer = answer.partition("</think>")[2].lstrip()
+        for change, remedy in (
+            (others | {"content": f"<think>\n{thought}\n</think>\n\n{answer}"},
+             "write it into the content as <think>...</think>"),
+            (others | {"content": answer, REASONING[0]: thought}, f"write it as {REASONING[0]}"),
+            (others | {"content": answer}, "remove it from the row"),
+        ):  # fmt: skip
+            messages = [*chat.messages[:index], change, *chat.messages[index + 1 :]]
+            if change != message and self._works(replace(chat, messages=messages), index):
+                return remedy
+        if self._works(replace(chat, template_kwargs={**chat.template_kwargs, "enable_thinking": True}), index):
+            return "set chat_template_kwargs: {enable_thinking: true}"
+        return "remove the row"
+
+    def _works(self, chat: Chat, index: int) -> bool:
+        """Whether a turn of this chat can be learned, with all that is in it."""
+        try:
+            self._scripted(replace(chat, learned=[at == index for at in range(len(chat.messages))]))
+        except RowError:
+            return False
+        return True
 
     def _remarks(self, chat: Chat, chosen: list[int], rendered: Rendered) -> tuple[str, ...]:
         remarks = [OTHERWISE] if any(index in rendered.otherwise for index in chosen) else []
@@ -168,7 +248,10 @@ class Encoder:
             question = [{"role": "user", "content": "a"}]
             both = [variables, {**variables, "enable_thinking": False}]
             try:
-                prompts = [self.template.render(question, generation_prompt=True, variables=each) for each in both]
+                form = self.template.forms(variables, tools=False)[0]
+                prompts = [
+                    self.template.render(question, generation_prompt=True, variables=each, form=form) for each in both
+                ]
             except BadRow:  # a template that wants more than a question
                 prompts = []
             self._asks[key] = len(set(prompts)) == 2
@@ -209,15 +292,16 @@ class Encoder:
             if token := next((part for part in texts_of(value) if self.texts.literals(part)), None):
                 raise RowError(f"chat_template_kwargs: {name} spells a control token in {token[:40]!r}; remove it")
 
-    def _finder(self, variables: Mapping[str, Any]) -> SpanFinder:
+    def _finder(self, variables: Mapping[str, Any], form: Form) -> SpanFinder:
         """Finds spans in what the template renders with these variables."""
-        key = json.dumps(variables, sort_keys=True, default=str)
+        key = json.dumps(variables, sort_keys=True, default=str), form
         if key not in self._finders:
             self.check_variables(variables)
             if len(self._finders) == MOST_FINDERS:
                 self._finders.clear()
                 self._asks.clear()
-            self._finders[key] = SpanFinder(partial(self.template.render, variables=variables), self.texts.special)
+            render = partial(self.template.render, variables=variables, form=form)
+            self._finders[key] = SpanFinder(render, self.texts.special)
         return self._finders[key]
 
     def _as_read_by_template(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -265,22 +349,12 @@ def _without_empty_blocks(messages: list[dict[str, Any]], indices: Sequence[int]
         content = messages[index]["content"]
         block = _EMPTY_BLOCK.match(content)
         if block is None or reasoning_of(messages[index]).strip():
-            raise contradiction(index)
+            raise ReasoningAfterClosedBlock(index)
         changed[index] = messages[index] | {"content": content[block.end() :]}
     return changed
 
 
-def _check_reasoning(messages: list[dict[str, Any]], index: int, rendered: Rendered) -> None:
-    """Raises BadRow where a turn is learned without the reasoning that its row has."""
-    thought = reasoning_of(messages[index])
+def _has_thought(message: dict[str, Any], rendered: Rendered, index: int) -> bool:
+    """Whether the reasoning of a turn is in what is learned of it."""
     start, end = rendered.turns[index]
-    if "".join(thought.split()) in "".join(rendered.text[start:end].split()):
-        return
-    if index in rendered.otherwise:  # templates write the last turn's alone, as at inference
-        raise OmittedFromHistory("the reasoning", index)
-    own_key = any(messages[index].get(key) for key in REASONING)
-    instead = "write it into the content as <think>...</think>" if own_key else "remove it from the row"
-    raise RowError(
-        f"the chat template leaves out the reasoning of turn {index + 1}, which is learned; {instead}, or give "
-        "data.chat_template one that writes it"
-    )
+    return "".join(reasoning_of(message).split()) in "".join(rendered.text[start:end].split())

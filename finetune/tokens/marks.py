@@ -18,7 +18,7 @@ from finetune.data.readers import BadRow
 _PLANES = (0x100000, 0xF0000)  # Unicode's private planes 16 and 15; icon fonts use the latter
 _PLANE_SIZE = 0xFFFE
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
-FENCES = 2  # codes around a text that spells a control token; those of messages follow
+FENCES = 3  # codes around a text that spells a control token, and one for tools; those of messages follow
 ELSE, CONTENT, CALLS = 0, 1, 2  # parts of a message; CALLS and up are those of its calls
 Span = tuple[int, int]
 Part = tuple[int, int]  # message, and which of its texts
@@ -27,21 +27,25 @@ Tools = list[dict[str, Any]] | None
 
 
 class OmittedFromHistory(BadRow):
-    """A learned turn of which the template leaves out something because others follow: told once for each data set."""
+    """A learned turn that the template does not write completely because others follow: told once for each data set."""
 
-    def __init__(self, what: str, index: int) -> None:
+    def __init__(self, does: str, index: int) -> None:
+        """`does`: what the template does to the turn, as in "leaves out the text of"."""
         super().__init__(
-            f"the chat template leaves out {what} of turn {index + 1}, which is learned; set data.train_on: "
+            f"the chat template {does} turn {index + 1}, which is learned; set data.train_on: "
             "each_turn (every answer an example of its own) or completion, or weight 0 on that turn"
         )
 
 
-def contradiction(index: int) -> BadRow:
-    """The refusal of a turn that thinks after a prompt that says not to."""
-    return BadRow(
-        f"turn {index + 1} has reasoning, and the chat template's prompt for it holds a closed thinking block; remove "
-        "the reasoning, or set chat_template_kwargs: {enable_thinking: true}"
-    )
+class ReasoningAfterClosedBlock(BadRow):
+    """A turn that thinks after a prompt that says not to."""
+
+    def __init__(self, index: int, remedy: str = "remove the reasoning") -> None:
+        self.index = index
+        super().__init__(
+            f"turn {index + 1} has reasoning, and the chat template's prompt for it holds a closed thinking block; "
+            f"{remedy}"
+        )
 
 
 @dataclass(slots=True)
@@ -52,8 +56,11 @@ class Marked:
     first: dict[int, int] = field(default_factory=dict)
     opened: set[int] = field(default_factory=set)  # messages whose text is there from its beginning
     last: dict[int, int] = field(default_factory=dict)
-    parts: set[Part] = field(default_factory=set)  # of which there is anything
+    begun: set[Part] = field(default_factory=set)  # parts of which the beginning is there
+    ended: set[Part] = field(default_factory=set)  # parts of which the end is there
+    has_tools: bool = False
     literals: list[Span] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)  # (position, message) of each mark, in order
 
 
 class Marks:
@@ -79,9 +86,16 @@ class Marks:
             for calls in [len(message.get("tool_calls", ()))]
         ]
 
-    def around_literals(self, tools: Tools) -> Tools:
-        """The tools with fences around what spells a control token."""
-        return tools and map_texts(tools, self._fenced)
+    def around_tools(self, tools: Tools) -> Tools:
+        """The tools with a mark after each one's name, and fences around what spells a control token."""
+        if not tools:
+            return tools
+        fenced: list[dict[str, Any]] = map_texts(tools, self._fenced)
+        for tool in fenced:
+            function = tool.get("function", tool)
+            if isinstance(function, dict) and isinstance(function.get("name"), str):
+                function["name"] += chr(self._block + 2)
+        return fenced
 
     def _fenced(self, text: str) -> str:
         return self._special.sub(chr(self._block) + r"\g<0>" + chr(self._block + 1), text)
@@ -106,6 +120,8 @@ class Marks:
                 fence_from = position
             elif code == 1:
                 result.literals.append((fence_from, position))
+            elif code == 2:
+                result.has_tools = True
             elif self._parts[(code - FENCES) // 2][1] < CALLS or code not in seen:
                 seen.add(code)
                 self._note(result, code - FENCES, position)
@@ -114,22 +130,26 @@ class Marks:
 
     def _note(self, result: Marked, code: int, position: int) -> None:
         index, part = self._parts[code // 2]
-        result.parts.add((index, part))
+        (result.ended if code % 2 else result.begun).add((index, part))
         result.first.setdefault(index, position)
         if code % 2 == 0 and result.first[index] == position:
             result.opened.add(index)
         result.last[index] = position
+        result.places.append((position, index))
 
 
 def absent_part(messages: Messages, marked: Marked, wanted: Collection[int]) -> tuple[int, str] | None:
     """The first message of which a text or a call is not there (of those not `wanted`: nothing of it), and which."""
     for index, message in enumerate(messages):
-        is_kept = (index, CONTENT) in marked.parts if index in wanted else index in marked.last
+        is_kept = index in marked.last
+        if index in wanted:  # all of it; a thought at its beginning may be written elsewhere
+            content = (index, CONTENT)
+            is_kept = content in marked.ended and (content in marked.begun or "</think>" in message["content"])
         if message["content"].strip() and not is_kept:
             return index, "the text"
         names = [call["function"]["name"].strip() for call in message.get("tool_calls", ())]
         for call, name in enumerate(names):
-            if name and (index, CALLS + call) not in marked.parts:
+            if name and (index, CALLS + call) not in marked.ended:
                 return index, f"tool call {call + 1}" if names[1:] else "the tool call"
     return None
 

@@ -258,8 +258,14 @@ def test_a_system_column_beside_a_system_turn(tmp_path: Path) -> None:
     (chat,) = read(tmp_path, {"system": "Be brief. ", "messages": [BRIEF, *TURNS]})
     assert isinstance(chat, Chat)
     assert chat.messages == [BRIEF, *TURNS]
-    (answer,) = answers(tmp_path, {"system": "Be long.", "messages": [BRIEF, *TURNS]})
-    assert "'system' and the system turn of the messages differ; keep one" in answer
+    for role in ("system", "developer"):  # which templates write in the same place
+        first = BRIEF | {"role": role}
+        (chat,) = read(tmp_path, {"system": "Be brief.", "messages": [first, *TURNS]})
+        assert isinstance(chat, Chat)
+        assert chat.messages == [first, *TURNS]
+        assert chat.learned == [False, False, True]
+        (answer,) = answers(tmp_path, {"system": "Be long.", "messages": [first, *TURNS]})
+        assert "'system' and the system turn of the messages differ; keep one" in answer
 
 
 def test_history_is_earlier_turns(tmp_path: Path) -> None:
@@ -314,3 +320,51 @@ def test_what_is_odd_is_told_with_its_count(tmp_path: Path) -> None:
     rows = [{"prompt": prompt, "completion": "So."} for prompt in ("Why?", "Why? ", "Why?\n", "", "なぜ")]
     (note,) = checked(tmp_path, *rows)
     assert note.startswith("prompts that run into their completion without a space or line break: 1; end them with one")
+
+
+CHATML = "<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"
+RENDERED: list[tuple[dict[str, Any], str]] = [
+    ({"text": CHATML}, "<|im_start|>"),
+    ({"prompt": CHATML[:61], "completion": "Hello!<|im_end|>"}, "<|im_start|>"),
+    ({"text": "[INST] Hi [/INST] Hello"}, "[INST]"),
+    ({"text": "<start_of_turn>user\nHi<end_of_turn>\n"}, "<start_of_turn>"),
+    ({"text": "<|turn>user\nHi<turn|>\n<|turn>model\nHello<turn|>"}, "<|turn>"),
+    ({"text": "<｜User｜>Hi<｜Assistant｜>Hello"}, "<｜User｜>"),
+    ({"text": "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"}, "<|start_header_id|>"),
+    ({"instruction": CHATML, "output": "Hello!"}, "<|im_start|>"),
+    ({"messages": [{"role": "user", "content": CHATML}, ANSWERED]}, "<|im_start|>"),
+]
+
+
+@pytest.mark.parametrize(("row", "token"), RENDERED, ids=lambda value: value if isinstance(value, str) else "")
+def test_chats_that_are_rendered_already_are_told(row: dict[str, Any], token: str, tmp_path: Path) -> None:
+    notes = checked(tmp_path, row, row)
+    assert f"rows that write control tokens themselves, the first {token}: 2; " in " ".join(notes)
+    remedy = next(note for note in notes if token in note)
+    assert 'give chats as {"messages": [{"role": "user", "content": "..."}, ...]}' in remedy
+    assert checked(tmp_path, {"messages": TURNS}) == []  # the remedy, followed
+
+
+@pytest.mark.parametrize("token", ["<s>", "<bos>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<BOS_TOKEN>"])
+@pytest.mark.parametrize("column", ["text", "prompt"])
+def test_a_begin_of_text_in_the_rows_is_told(column: str, token: str, tmp_path: Path) -> None:
+    rest = {"completion": " b"} if column == "prompt" else {}
+    (note,) = checked(tmp_path, {column: f"{token}a", **rest})
+    assert note.startswith(f"rows that begin with {token}: 1; ")
+    assert note.endswith("remove it from the rows")
+    assert checked(tmp_path, {column: "a", **rest}) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a <b>bold</b> word <br/>",
+        "x |> f <| y",
+        "if a<|b and c|>d",
+        "a[0] [INSTALL]",
+        "The end.<|endoftext|>",
+        "Map<a|b>",
+    ],
+)
+def test_texts_with_other_brackets_are_not_told(text: str, tmp_path: Path) -> None:
+    assert checked(tmp_path, {"text": text}) == []

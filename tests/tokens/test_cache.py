@@ -97,13 +97,27 @@ def test_the_address_covers_everything_that_tokens_follow_from(rows: Path, build
     assert store(rows, packing=False)[0] == keys[-1]  # packing is laid over the tokens, it does not change them
 
 
+def test_an_edited_template_file_makes_other_tokens(rows: Path, builds: list[Path], tmp_path: Path) -> None:
+    """The file keeps its name; another one of the same text makes the same."""
+    mine = tmp_path / "mine.jinja"
+    mine.write_text(LLAMA3)
+    key, documents = store(rows, chat_template=str(mine))
+    mine.write_text(LLAMA3.replace("<|end_header_id|>", "<|end_header_id|>!"))
+    edited_key, edited = store(rows, chat_template=str(mine))
+    assert edited_key != key
+    assert len(edited.tokens) > len(documents.tokens)
+    mine.write_text(LLAMA3)
+    assert store(rows, chat_template=str(mine))[0] == key
+    assert len(builds) == 2
+
+
 def test_what_is_told_of_the_rows_is_told_from_the_cache_too(rows: Path, builds: list[Path]) -> None:
     more = {"role": "user", "id": 7, "content": "?"}
     told = [{"source": "x", "messages": [*row["messages"], more]} for row in ROWS]
     rows.write_text("".join(json.dumps(row) + "\n" for row in told))
     expected = {
         "read_as": None, "unused_columns": ["source"], "unused_message_keys": ["id"], "unanswered": 9,
-        "run_together": 0,
+        "run_together": 0, "written_tokens": [0, ""], "begins_of_text": [0, ""],
     }  # fmt: skip
     assert [store(rows)[1].facts["rows"] for _ in range(2)] == [expected] * 2
     assert len(builds) == 1

@@ -333,7 +333,7 @@ def test_a_second_tool_call_that_the_template_leaves_out_is_refused() -> None:
 def test_text_beside_a_tool_call_that_the_template_leaves_out_is_refused() -> None:
     messages = [user("W?"), answer("I ask.", tool_calls=CALL), {"role": "tool", "content": "sun"}, answer("Sunny.")]
     read = read_row({"messages": messages}, RowLayout("messages"))
-    with pytest.raises(RowError, match=r"leaves out the text of turn 2 \(assistant\); remove the turn, or give"):
+    with pytest.raises(RowError, match=r"leaves out the text of turn 2 \(assistant\); remove that text, or give"):
         Encoder(tokenizer_of("llama31"), data_section()).document(read)
     assert "⟦I ask.\n<tool_call>" in mask("qwen3", messages, variables=OFF)
     # gpt-oss has it as the analysis before the call, until a final answer follows.

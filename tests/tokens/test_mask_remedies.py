@@ -1,0 +1,192 @@
+"""What a refused row is told to do works when it is done; and the form in which each template takes calls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.data.columns import RowLayout
+from finetune.data.formats import read_row
+from finetune.recipe.schema import Recipe
+from finetune.report.preview import find_oddities
+from finetune.tokens.dataset import prepare
+from finetune.tokens.encoder import Encoder, RowError
+from tests.support.masks import data_section, shown
+from tests.support.rendered_reference import Family, calls, result, says, user
+from tests.support.shipped_templates import shipped
+from tests.support.thinking_families import thinking_tokenizer
+
+_CONTROL = ("<|eos|>", "<|user|>", "<|bot|>", "<|tool|>", "<|end|>", "<|stop|>")
+_OTHERS = "{% if m.role != 'assistant' %}{{ '<|user|>' + m.content + '<|end|>' }}{% else %}"
+_BLOCK = "{{ '<think>' + m.reasoning_content + '</think>' }}"
+
+
+def template(answer: str, prompt: str = "<|bot|>") -> str:
+    return (
+        f"{{% for m in messages %}}{_OTHERS}{{{{ '<|bot|>' }}}}{answer}{{{{ '<|end|>' }}}}{{% endif %}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{{{{ '{prompt}' }}}}{{% endif %}}"
+    )
+
+
+# how a template treats reasoning -> what the refusal tells to do
+REASONING: dict[str, tuple[str, str | None]] = {
+    "none is written": (template("{{ m.content.split('</think>')[-1] }}"), "remove it from the row"),
+    "only a block in the content": (template("{{ m.content }}"), "write it into the content as <think>...</think>"),
+    "a key that is looked at and not written": (
+        template("{% if m.reasoning_content %}{% endif %}{{ m.content.split('</think>')[-1] }}"),
+        "remove it from the row",
+    ),
+    "a key beside calls alone": (
+        template("{% if m.tool_calls and m.reasoning_content %}" + _BLOCK + "{% endif %}{{ m.content }}"),
+        "write it into the content as <think>...</think>",
+    ),
+    "another key of two": (
+        template(
+            "{% if m.thinking and m.tool_calls %}{{ m.thinking }}{% endif %}{% if m.reasoning_content %}"
+            + _BLOCK
+            + "{% endif %}{{ m.content }}"
+        ),
+        "write it into the content as <think>...</think>",  # transformers 5.24 fills in the other key itself
+    ),
+    "after a closed block": (
+        template("{% if m.reasoning_content %}" + _BLOCK + "{% endif %}{{ m.content }}", "<|bot|><think></think>"),
+        "remove it from the row",
+    ),
+}
+DONE: dict[str, dict[str, Any]] = {
+    "remove it from the row": says("Hi"),
+    "write it into the content as <think>...</think>": says("<think>\nHm\n</think>\n\nHi"),
+    "write it as reasoning_content": says("Hi", "Hm"),
+}
+
+
+def mask(family: Family, messages: list[dict[str, Any]], **settings: Any) -> str:
+    read = read_row({"messages": messages}, RowLayout("messages"))
+    encoder = Encoder(family.tokenizer(), data_section(**settings))
+    return shown(encoder.document(encoder.examples(read)[-1]), family.tokenizer())
+
+
+@pytest.mark.parametrize("name", REASONING)
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "in the content"])
+def test_what_is_told_of_reasoning_works(name: str, key: str) -> None:
+    source, remedy = REASONING[name]
+    family = Family(source, _CONTROL, "<|eos|>", ("<|end|>",) * 2)
+    answer = DONE["write it into the content as <think>...</think>"] if key == "in the content" else says("Hi")
+    answer = answer if key == "in the content" else answer | {key: "Hm"}
+    try:
+        text = mask(family, [user("Hello"), answer])
+    except RowError as error:
+        told = str(error)
+        assert remedy is not None
+        assert "turn 2" in told
+        done = next(message for words, message in DONE.items() if f"; {words}" in told)
+        assert done != answer
+        assert "Hi<|end|>⟧" in mask(family, [user("Hello"), done])
+        assert ("Hm" in mask(family, [user("Hello"), done])) == (done != DONE["remove it from the row"])
+    else:
+        assert "Hm" in text.partition("⟦")[2]
+
+
+def test_the_expected_remedies_are_told() -> None:
+    told = {}
+    for name, (source, remedy) in REASONING.items():
+        family = Family(source, _CONTROL, "<|eos|>", ("<|end|>",) * 2)
+        try:
+            told[name] = "Hm" in mask(family, [user("Hello"), says("Hi") | {"thinking": "Hm"}]).partition("⟦")[2]
+        except RowError as error:
+            told[name] = f"; {remedy}" in str(error)
+    assert told == dict.fromkeys(REASONING, True)
+
+
+@pytest.mark.parametrize("name", [name for name in shipped() if "gemma4" in name or name in ("gptoss", "qwen3")])
+@pytest.mark.parametrize("form", ["key", "block"])
+def test_reasoning_that_a_shipped_template_leaves_out(name: str, form: str) -> None:
+    """Each refusal of reasoning, followed until the row is taken: no circle."""
+    family = shipped()[name]
+    row = [
+        user("Hello"),
+        says("Hi", "Hm") if form == "key" else DONE["write it into the content as <think>...</think>"],
+    ]
+    for _ in range(2):
+        try:
+            text = mask(family, row)
+        except RowError as error:
+            told = str(error)
+            row = [row[0], next(message for words, message in DONE.items() if f"; {words}" in told)]
+        else:
+            assert "Hi" in text.partition("⟦")[2]
+            return
+    pytest.fail(f"{name}: two remedies, and the row is still refused")
+
+
+@pytest.mark.parametrize("train_on", ["each_turn", "completion"])
+def test_what_is_told_of_history_works(train_on: str) -> None:
+    """Also where a question follows that nobody answers."""
+    tokenizer = thinking_tokenizer("qwen3")
+    row = [user("Hello"), says("Hi", "Hm"), user("And?")]
+    read = read_row({"messages": row}, RowLayout("messages"))
+    with pytest.raises(RowError, match=r"set data\.train_on: each_turn .* or completion, or weight 0"):
+        Encoder(tokenizer, data_section()).document(read)
+    encoder = Encoder(tokenizer, data_section(train_on=train_on))
+    (example,) = encoder.examples(read)
+    assert "⟦<think>\nHm\n</think>\n\nHi<|im_end|>⟧" in shown(encoder.document(example), tokenizer)
+
+
+# -- the form of calls -------------------------------------------------------------------------------------------------
+
+OPENAI = [
+    user("Ask."),
+    {"role": "assistant", "content": None, "tool_calls": calls({"city": "Paris", "near": None})["tool_calls"]},
+    result("Result."),
+    says("Sunny."),
+]
+WRITTEN = '{"city": "Paris", "near": null}'
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+@pytest.mark.parametrize("joined", ["'C' + c.function.arguments", "'C' ~ c.function.arguments",
+                                    "'C' + (c.function.arguments | tojson)", "c.function.arguments | safe",
+                                    "'C%s' | format(c.function.arguments)",
+                                    "['C', c.function.arguments] | join(' ')"])  # fmt: skip
+def test_each_template_gets_arguments_in_the_form_that_it_can_write(joined: str, as_object: bool) -> None:
+    source = template(f"{{{{ m.content }}}}{{% for c in m.tool_calls or [] %}}{{{{ c.function.name }}}}"
+                      f"{{{{ {joined} }}}}{{% endfor %}}")  # fmt: skip
+    family = Family(source, _CONTROL, "<|eos|>", ("<|end|>",) * 2)
+    rows = json.loads(json.dumps(OPENAI))
+    if as_object:
+        function = rows[1]["tool_calls"][0]["function"]
+        function["arguments"] = json.loads(function["arguments"])
+    text = mask(family, rows)
+    assert text.count(WRITTEN) == 1
+    assert "{'city'" not in text
+    assert text.count("⟦") == 2
+
+
+@pytest.mark.skipif("deepseekv3" not in shipped(), reason="the installed TRL ships no chat templates")
+def test_a_row_of_openais_is_taken_by_a_template_that_joins_texts() -> None:
+    text = mask(shipped()["deepseekv3"], OPENAI)
+    assert f"```json\n{WRITTEN}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>⟧" in text
+
+
+# -- the finding of an end that is not learned ------------------------------------------------------------------------
+
+
+def test_an_end_that_is_not_the_turns_own_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss ends earlier answers with a control token that the model does not write."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    rows = [
+        [user("Hello"), says("Hi")],
+        [user("Hello"), says("Hi"), user("And?"), says("So.") | {"weight": 0}],
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    data = {"train": [{"path": "json", "data_files": str(file)}], "max_length": 256}
+    recipe = Recipe.model_validate({"model": {"name_or_path": "none"}, "data": data})
+    prepared = prepare(recipe, thinking_tokenizer("gpt_oss"))
+    found = [
+        odd for odd in find_oddities(prepared, recipe.data, begin=None) if "end of turn is not learned" in odd.text
+    ]
+    assert [odd.places for odd in found] == [(f"{file}:2",)]
