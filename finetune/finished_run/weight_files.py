@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from finetune.errors import FinetuneError
 from finetune.finished_run.load import takes_from_the_base
 from finetune.model.adapters import silenced_peft
-from finetune.model.packaged import in_hub_cache, resolve_model_path
+from finetune.model.packaged import base_file
 from finetune.model.text_part import PEFT_PREFIX, WholeNames
 from finetune.recipe.schema import ModelSection
 from finetune.recipe.sections.lora_checks import by_pattern
 from finetune.untrusted.config_sizes import read_config
 from finetune.untrusted.json_files import read_object
-from finetune.untrusted.library_words import in_one_line, not_loaded, words_of
+from finetune.untrusted.library_words import in_one_line, words_of
 from finetune.untrusted.model_folder import ADAPTER_CONFIG, MOST_INDEX, look_at_adapter, patterns_of, plain_names
 from finetune.untrusted.programs import refuse_slow_patterns
 
@@ -210,20 +210,3 @@ def read_settings(section: ModelSection, name: str) -> dict[str, Any] | None:
     if path is None:
         return None
     return read_config(path) if name == "config.json" else read_object(path)
-
-
-def base_file(section: ModelSection, name: str) -> Path | None:
-    """A file of the base on this machine, fetched where need be; None where the base has none of that name."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
-
-    folder = Path(resolve_model_path(section.name_or_path))
-    if folder.is_dir():
-        return folder / name if (folder / name).is_file() else None
-    cached = in_hub_cache(section.name_or_path, name, section.revision)
-    try:
-        return cached or Path(hf_hub_download(section.name_or_path, name, revision=section.revision))
-    except EntryNotFoundError:  # also offline, where the file was never fetched
-        return None
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise not_loaded(name, section.name_or_path, error) from error
