@@ -150,6 +150,14 @@ class BaseWeights:
 
     files: Mapping[str, Path]
     shapes: Mapping[str, tuple[int, ...]]
+    stored_as: Mapping[str, str] = field(default_factory=dict)  # of tensors that have another name in their file
+
+    def renamed(self, old: str, new: str) -> BaseWeights:
+        """The same with one tensor under another name."""
+        names = {name: new if name == old else name for name in self.files}
+        files = {names[name]: path for name, path in self.files.items()}
+        shapes = {names[name]: shape for name, shape in self.shapes.items()}
+        return BaseWeights(files, shapes, {**self.stored_as, new: old})
 
     def layer(self, path: str, names: WholeNames) -> str:
         """What a layer of the trained model is called here."""
@@ -158,7 +166,7 @@ class BaseWeights:
     def read(self, name: str) -> torch.Tensor:
         """The tensor in the number format on disk; a view of the file, so whoever keeps it makes a copy."""
         with safe_open(self.files[name], framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
+            tensor: torch.Tensor = file.get_tensor(self.stored_as.get(name, name))
         return tensor
 
 

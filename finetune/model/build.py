@@ -149,7 +149,7 @@ def load_base(
     elif device.type == "cuda" and not is_deepspeed_zero3_enabled():  # which shards on the device what it reads
         options["device_map"] = {"": str(device)}  # each tensor straight from its file, none through host memory
     name, folder = path or section.name_or_path, path or resolve_model_path(section.name_or_path)
-    if path is None:
+    if path is None and folder_of(folder, section.revision) is not None:
         fetch_weights(section)  # they are asked for ties before the model is built
     if (files := folder_of(folder, section.revision)) is not None:
         look_at_model(files, whole=Path(folder).is_dir())

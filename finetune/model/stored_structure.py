@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import FinetuneError
 from finetune.model.packaged import base_file, folder_of, resolve_model_path
 from finetune.output_stream import one_line, silenced
-from finetune.recipe.schema import ModelSection
+from finetune.recipe.schema import ModelSection, Recipe
 from finetune.untrusted.json_files import read_object
 from finetune.untrusted.library_words import in_one_line, not_loaded
 from finetune.untrusted.model_folder import INDEX, MOST_INDEX, SINGLE, plain_names, weight_files
@@ -43,6 +43,11 @@ class StoredStructure:
     tied: bool | None  # one matrix for head and embeddings; None: the architecture never ties, or has no such pair
     config_tied: bool  # as config.json says it, with the architecture's default
     problem: str  # what the files lack or have too much, as transformers names it; empty where they are complete
+
+    @property
+    def is_at_odds(self) -> bool:
+        """Whether config.json ties head and embeddings, and the files hold two different matrices."""
+        return self.config_tied and self.tied is False
 
 
 # By model.name_or_path and model.revision: what rank 0 has found, for ranks that may not see the files.
@@ -75,12 +80,10 @@ def fetch_weights(section: ModelSection) -> None:
     if Path(resolve_model_path(section.name_or_path)).is_dir():
         return
     with suppress(FinetuneError):
-        index = base_file(section, INDEX)
-        names = {SINGLE}
-        if index is not None:
-            names = {*plain_names(index, read_object(index, MOST_INDEX, unique=True).get("weight_map")).values()}
-        for name in sorted(names):
-            base_file(section, name)
+        if base_file(section, SINGLE) is None and (index := base_file(section, INDEX)) is not None:
+            names = plain_names(index, read_object(index, MOST_INDEX, unique=True).get("weight_map")).values()
+            for name in sorted({*names}):
+                base_file(section, name)
 
 
 def as_stored(config: PreTrainedConfig, section: ModelSection, path: str | None = None) -> PreTrainedConfig:
@@ -111,13 +114,23 @@ def unties(folder: Path, config: Mapping[str, Any]) -> bool:
         found = stored_structure(ModelSection(name_or_path=str(folder)))
     except FinetuneError:  # damaged files, or code that is not trusted: what loads them says so
         return False
-    return found is not None and found.config_tied and found.tied is False
+    return found is not None and found.is_at_odds
 
 
-def refuse_incomplete(section: ModelSection, found: StoredStructure | None) -> None:
-    """Raise FinetuneError where tensors of the architecture are missing, or others are there, or have other shapes."""
+def refuse_files(recipe: Recipe, found: StoredStructure | None) -> None:
+    """Raise FinetuneError where the files lack tensors, have others or have them in other shapes, and where an adapter
+    with new tokens would not load onto them.
+
+    peft 0.21 goes by config.json when it loads trained rows: a head of its own would get those of the embeddings.
+    """
+    name = one_line(recipe.model.name_or_path)
     if found is not None and found.problem:
-        raise FinetuneError(f"model.name_or_path: {one_line(section.name_or_path)}: {found.problem}")
+        raise FinetuneError(f"model.name_or_path: {name}: {found.problem}")
+    if found is not None and found.is_at_odds and recipe.lora and recipe.model.new_tokens:
+        raise FinetuneError(
+            f"model.add_tokens: {name} holds two matrices for head and embeddings, and its config.json ties them; peft "
+            "would load the new rows wrongly. Write tie_word_embeddings: false into its config.json"
+        )
 
 
 @lru_cache(maxsize=8)

@@ -26,8 +26,8 @@ from finetune.model.adapter_reach import describe_reach, reach
 from finetune.model.build import attention_name, decoder_parts, plain_structure, refuse_early
 from finetune.model.dtypes import dtype_name
 from finetune.model.known_configs import full_config
-from finetune.model.stored_structure import as_stored, refuse_incomplete, stored_structure
 from finetune.model.packaged import folder_of, resolve_model_path
+from finetune.model.stored_structure import as_stored, refuse_files, stored_structure
 from finetune.output_stream import silenced
 from finetune.probe.compare import NotFiniteHere
 from finetune.probe.judge import ANYWHERE, Differs, Judgement, judge, precision_on
@@ -181,7 +181,7 @@ def _configuration(recipe: Recipe) -> dict[str, Any]:
             revision=section.revision,
             trust_remote_code=section.trust_remote_code,
         )
-        refuse_incomplete(section, stored_structure(section))
+        refuse_files(recipe, stored_structure(section))
         content: dict[str, Any] = as_stored(config, section).to_dict()
         return content | {"code": getattr(config, "_commit_hash", None) if "auto_map" in content else None}
     except FinetuneError:

@@ -28,11 +28,11 @@ from finetune.model.stored_structure import (
     StoredStructure,
     agree,
     fetch_weights,
-    refuse_incomplete,
+    refuse_files,
     stored_structure,
 )
 from finetune.output_stream import one_line
-from finetune.recipe.schema import ModelSection, Recipe
+from finetune.recipe.schema import Recipe
 from finetune.recipe.strategy import Strategy
 from finetune.strategies.accelerator import cores_for
 from finetune.strategies.fsdp import gathered, gathered_by_forward, make_mesh, reshard, shard_model
@@ -132,10 +132,10 @@ def agree_on_structure(recipe: Recipe) -> None:
         found, refusal = None, ""
         if dist.get_rank() == 0:
             fetch_weights(section)
-            found, refusal = _structure_seen(section)
+            found, refusal = _structure_seen(recipe)
         asked, refusal = _broadcast_from_rank_0((found, refusal), group)
         if not refusal and dist.get_rank() != 0:
-            found, refusal = _structure_seen(section)
+            found, refusal = _structure_seen(recipe)
             if not refusal and None not in (found, asked) and found.digest != asked.digest:
                 refusal = (
                     f"model.name_or_path: {one_line(section.name_or_path)}: its files here have other tensors than "
@@ -152,11 +152,11 @@ def agree_on_structure(recipe: Recipe) -> None:
         agree(section, asked.tied)
 
 
-def _structure_seen(section: ModelSection) -> tuple[StoredStructure | None, str]:
+def _structure_seen(recipe: Recipe) -> tuple[StoredStructure | None, str]:
     """What this rank's files decide, or why they decide nothing."""
     try:
-        found = stored_structure(section)
-        refuse_incomplete(section, found)
+        found = stored_structure(recipe.model)
+        refuse_files(recipe, found)
     except FinetuneError as error:
         return None, str(error)
     return found, ""

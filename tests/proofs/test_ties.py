@@ -1,7 +1,7 @@
 """What the files hold decides whether head and embeddings are one matrix, under every strategy, and in what is written.
 
-A base whose config.json ties them, while the file has two different matrices, is trained with two: as plain transformers
-loads it.
+A base whose config.json ties them, while the file has two different matrices, is trained with two, as plain
+transformers loads it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.cells import launch
 from tests.support.curve_table import TOLERANCE, skip_where_missing, worst
-from tests.support.one_curve import LENGTHS, curve_of, documents, reference, write_curve_recipe
+from tests.support.one_curve import LENGTHS, curve_of, reference, write_curve_recipe
 from tests.support.tiny import save_tiny, write_chats
 
 RANKS = ("ddp", "fsdp2", "zero2", "zero3", "1f1b")
