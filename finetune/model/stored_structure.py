@@ -103,7 +103,8 @@ def as_stored(config: PreTrainedConfig, section: ModelSection, path: str | None 
 def unties(folder: Path, config: Mapping[str, Any]) -> bool:
     """Whether the files of a folder hold two matrices that its config.json ties. Imports no torch in most cases: only
     where several tensors have a row for each token."""
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
     if config.get("tie_word_embeddings") is False and text.get("tie_word_embeddings") is False:
         return False
     try:
@@ -145,12 +146,12 @@ def _without_engine() -> Iterator[None]:
     which it takes anew from an Accelerate plugin alone."""
     from transformers.integrations import deepspeed
 
-    handle = deepspeed._hf_deepspeed_config_weak_ref  # type: ignore[attr-defined]
+    handle = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()
     try:
         yield
     finally:
-        deepspeed._hf_deepspeed_config_weak_ref = handle  # type: ignore[attr-defined]
+        deepspeed._hf_deepspeed_config_weak_ref = handle
 
 
 def _decided(folder: str, files: tuple[str, ...], trusted: bool) -> StoredStructure:

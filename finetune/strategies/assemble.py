@@ -136,7 +136,7 @@ def agree_on_structure(recipe: Recipe) -> None:
         asked, refusal = _broadcast_from_rank_0((found, refusal), group)
         if not refusal and dist.get_rank() != 0:
             found, refusal = _structure_seen(recipe)
-            if not refusal and None not in (found, asked) and found.digest != asked.digest:
+            if not refusal and found is not None and asked is not None and found.digest != asked.digest:
                 refusal = (
                     f"model.name_or_path: {one_line(section.name_or_path)}: its files here have other tensors than "
                     "those that rank 0 sees; give all machines the same files"

@@ -32,6 +32,7 @@ from tests.support.hub import running_hub
 from tests.support.hub.server import TOKEN
 from tests.support.mixtures import MIXTURES, save_mixture
 from tests.support.multimodal import FAMILIES, answering, save_multimodal
+from tests.support.ties import EMBEDDINGS, HEAD, changed_base, head_alone
 from tests.support.tiny import save_tiny, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,6 +105,34 @@ def test_the_merged_model_is_the_base_with_its_adapter(
     assert agreed["largest_logit_difference"] < 1e-4
     assert facts["agreement"]["base"]["kl"] > 1e-4
     assert facts["agreement"]["held_out"]
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize(
+    "method", ["lora", "head in full", "embeddings in full", "embeddings adapted", "head in full, one matrix"]
+)
+def test_a_base_whose_files_and_configuration_disagree(tmp_path: Path, method: str) -> None:
+    """The merged model has the matrices that the files hold or the adapter makes, and its config.json says so."""
+    way, one, _ = method.partition(", one matrix")
+    base = changed_base(tmp_path / "base", tied=True, change=head_alone if one else bool)
+    run = finished_run(tmp_path, base, lora=METHODS[way])
+    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
+    assert facts["agreement"]["candidates"]["own"]["top1"] == 1.0
+    assert facts["agreement"]["candidates"]["own"]["largest_logit_difference"] < 1e-4
+    merged_model = plain(run / "merged")
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(run / "adapter")).eval()
+    torch.testing.assert_close(logits(merged_model), logits(adapted), rtol=1e-4, atol=1e-4)
+    assert merged_model.config.tie_word_embeddings is False
+    assert load_file(run / "merged" / "model.safetensors").keys() >= {HEAD, EMBEDDINGS}
+
+
+def test_a_base_with_one_matrix_under_the_heads_name(tmp_path: Path) -> None:
+    base = changed_base(tmp_path / "base", tied=True, change=head_alone)
+    run = finished_run(tmp_path, base)
+    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
+    assert facts["agreement"]["candidates"]["own"]["largest_logit_difference"] < 1e-4
+    merged_model = plain(run / "merged")
+    assert merged_model.lm_head.weight is merged_model.model.embed_tokens.weight
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,33 +24,15 @@ from finetune.recipe.schema import Recipe
 from tests.support.architectures import save_shaken
 from tests.support.multimodal import save_multimodal
 from tests.support.recipes import least_recipe
+from tests.support.ties import EMBEDDINGS, HEAD, Change, changed_base, equal_ones, head_alone, no_head, rewrite, say
 from tests.support.tiny import save_tiny
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
-Change = Callable[[dict[str, Tensor]], object]
 
 
 def recipe_of(base: Path, **sections: object) -> Recipe:
     plain = {"model": {"dtype": "float32"}, "training": {"mixed_precision": "no"}, "lora": None}
     return least_recipe(base, **{**plain, **sections})
-
-
-def say(folder: Path, tied: bool) -> Path:
-    """Have its config.json say so, of the text part too."""
-    file = folder / "config.json"
-    config = json.loads(file.read_text("utf-8"))
-    for section in (config, config.get("text_config", {})):
-        section["tie_word_embeddings"] = tied
-    file.write_text(json.dumps(config), "utf-8")
-    return folder
-
-
-def rewrite(folder: Path, change: Change) -> Path:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def with_a_head(base: Path) -> Path:
@@ -63,22 +44,6 @@ def with_a_head(base: Path) -> Path:
             tensors[HEAD] = embeddings.flip(0)
 
     return rewrite(base, change)
-
-
-def one_of_each(folder: Path, tied: bool, change: Change = bool) -> Path:
-    return say(rewrite(save_tiny(folder), change), tied)
-
-
-def head_alone(tensors: dict[str, Tensor]) -> None:
-    del tensors[EMBEDDINGS]
-
-
-def no_head(tensors: dict[str, Tensor]) -> None:
-    del tensors[HEAD]
-
-
-def equal_ones(tensors: dict[str, Tensor]) -> None:
-    tensors[HEAD] = tensors[EMBEDDINGS].clone()
 
 
 def equal_in_two_formats(tensors: dict[str, Tensor]) -> None:
@@ -118,7 +83,7 @@ def not_a_number(tensors: dict[str, Tensor]) -> None:
 )
 def test_a_configuration_that_ties(change: Change, tied: bool, tmp_path: Path) -> None:
     """With weights or without, the ends are what plain transformers makes of the files."""
-    base = one_of_each(tmp_path, True, change)
+    base = changed_base(tmp_path, tied=True, change=change)
     plain = AutoModelForCausalLM.from_pretrained(base)
     assert (plain.lm_head.weight is plain.model.embed_tokens.weight) is tied
     loaded = load_base(recipe_of(base), CPU)
@@ -172,7 +137,7 @@ def test_multimodal_ones(name: str, tmp_path: Path) -> None:
 def test_as_transformers_decides(name: str, tied: bool, tmp_path: Path) -> None:
     """Architectures with other names, prefixes and conversions; saved with and without a head of its own."""
     save_shaken(name, tmp_path)
-    say(tmp_path, tied)
+    say(tmp_path, tied=tied)
     found = stored_structure(recipe_of(tmp_path).model)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert found is not None
@@ -181,7 +146,7 @@ def test_as_transformers_decides(name: str, tied: bool, tmp_path: Path) -> None:
 
 
 def test_a_head_that_is_missing_and_its_remedy(tmp_path: Path) -> None:
-    base = one_of_each(tmp_path, False, no_head)
+    base = changed_base(tmp_path, tied=False, change=no_head)
     with pytest.raises(FinetuneError, match=r"have no lm_head.weight, .* write tie_word_embeddings: true") as refusal:
         refuse_files(recipe_of(base), stored_structure(recipe_of(base).model))
     assert (refusal.value.exit_code, str(refusal.value).count("\n")) == (2, 0)
@@ -205,14 +170,14 @@ def test_a_head_that_is_missing_and_its_remedy(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("tied", [False, True])
 def test_other_tensors_are_refused_without_reading_any(change: Change, words: str, tied: bool, tmp_path: Path) -> None:
-    base = one_of_each(tmp_path, tied, change)
+    base = changed_base(tmp_path, tied=tied, change=change)
     with pytest.raises(FinetuneError, match=words) as refusal:
         refuse_files(recipe_of(base), stored_structure(recipe_of(base).model))
     assert (refusal.value.exit_code, str(refusal.value).count("\n")) == (2, 0)
 
 
 def test_new_tokens_under_adapters_need_a_configuration_that_is_right(tmp_path: Path) -> None:
-    base = one_of_each(tmp_path, True)
+    base = changed_base(tmp_path, tied=True)
     recipe = least_recipe(base, model={"add_tokens": ["<|zap|>"]}, lora={"r": 4})
     with pytest.raises(FinetuneError, match=r"^model.add_tokens: .* tie_word_embeddings: false"):
         refuse_files(recipe, stored_structure(recipe.model))
@@ -222,8 +187,11 @@ def test_new_tokens_under_adapters_need_a_configuration_that_is_right(tmp_path: 
 
 def test_plans_count_both(tmp_path: Path) -> None:
     """The planner's configuration is that of the files, where they are at hand."""
-    assert full_config(str(one_of_each(tmp_path / "two", True)))[0]["tie_word_embeddings"] is False
-    assert full_config(str(one_of_each(tmp_path / "equal", True, equal_ones)))[0]["tie_word_embeddings"] is True
+    assert full_config(str(changed_base(tmp_path / "two", tied=True)))[0]["tie_word_embeddings"] is False
+    assert (
+        full_config(str(changed_base(tmp_path / "equal", tied=True, change=equal_ones)))[0]["tie_word_embeddings"]
+        is True
+    )
     part = with_a_head(say(save_multimodal("gemma3", tmp_path / "gemma3"), tied=True))
     assert full_config(str(part))[0]["tie_word_embeddings"] is False
     (tmp_path / "two" / "model.safetensors").unlink()
@@ -239,7 +207,7 @@ def test_under_zero_3_transformers_is_not_asked_to_shard(tmp_path: Path) -> None
         def is_zero3(self) -> bool:
             return True
 
-    engine, base = Config(), one_of_each(tmp_path, True)
+    engine, base = Config(), changed_base(tmp_path, tied=True)
     deepspeed.set_hf_deepspeed_config(engine)
     try:
         found = stored_structure(recipe_of(base).model)

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from tests.support.cells import launch
 from tests.support.curve_table import TOLERANCE, skip_where_missing, worst
 from tests.support.one_curve import LENGTHS, curve_of, reference, write_curve_recipe
-from tests.support.tiny import save_tiny, write_chats
+from tests.support.ties import changed_base
+from tests.support.tiny import write_chats
 
 RANKS = ("ddp", "fsdp2", "zero2", "zero3", "1f1b")
 SPLIT = {"data": {"packing": False}, "training": {"per_device_batch_size": 2}}
@@ -27,18 +28,6 @@ SPLIT = {"data": {"packing": False}, "training": {"per_device_batch_size": 2}}
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", LENGTHS)
-
-
-def say(folder: Path, **settings: object) -> Path:
-    """Write these settings into a model's config.json."""
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | settings), "utf-8")
-    return folder
-
-
-def at_odds(folder: Path) -> Path:
-    """Two different matrices beside a config.json that ties them."""
-    return say(save_tiny(folder), tie_word_embeddings=True)
 
 
 def trained(
@@ -72,10 +61,19 @@ def assert_the_export_says_what_it_holds(run: Path) -> None:
 def test_two_matrices_are_trained_as_two(strategies: tuple[str, ...], chats: Path, tmp_path: Path) -> None:
     for name in strategies:
         skip_where_missing(name)
-    base = at_odds(tmp_path / "base")
+    base = changed_base(tmp_path / "base", tied=True)
     plain = AutoModelForCausalLM.from_pretrained(base)
     assert plain.lm_head.weight is not plain.model.embed_tokens.weight
     expected = reference(base, chats, "full")
     for name, recipe in trained(tmp_path / "runs", base, chats, strategies, "full").items():
         assert worst(curve_of(recipe), expected) <= TOLERANCE, name
         assert_the_export_says_what_it_holds(tmp_path / "runs" / name / "run")
+
+
+@pytest.mark.slow
+def test_adapters_on_two_matrices(chats: Path, tmp_path: Path) -> None:
+    """Each strategy trains them on the same frozen base."""
+    base = changed_base(tmp_path / "base", tied=True)
+    expected = reference(base, chats, "lora")
+    for name, recipe in trained(tmp_path / "runs", base, chats, RANKS, "lora").items():
+        assert worst(curve_of(recipe), expected) <= TOLERANCE, name
