@@ -54,6 +54,7 @@ class Merge:
     two_in_files: bool  # they are two matrices there, although its config.json ties them
     device: torch.device
     deltas: ParameterDeltas  # of parameters that are not a layer's weight
+    names: WholeNames  # of the trained model in the whole one
 
     @property
     def changed(self) -> set[str]:
@@ -161,7 +162,7 @@ def plan_merge(recipe: Recipe, run_dir: Path, device: torch.device) -> Merge:
     layers = {layer: adapter.layers[path] for layer, path in paths.items()}
     replaced = {whole.in_file(name, base.files): key for name, key in adapter.replaced.items()}
     adapter = replace(adapter, layers=layers, replaced=replaced, trained_as=paths)
-    merge = Merge(recipe, base, adapter, quantized, embedding, head, tied, two_in_files, device, deltas)
+    merge = Merge(recipe, base, adapter, quantized, embedding, head, tied, two_in_files, device, deltas, whole)
     if missing := sorted(merge.changed - merge.shapes().keys()):
         tensors = counted(len(missing), "tensor")
         raise FinetuneError(

@@ -48,6 +48,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "head in full": {"modules_to_save": ["lm_head"]},
     "embeddings in full": {"modules_to_save": ["embed_tokens"]},
     "norms in full": {"modules_to_save": ["norm", "input_layernorm"]},
+    "pissa, embeddings adapted": {"init_lora_weights": "pissa", "target_modules": ["embed_tokens", "v_proj"]},
     "embeddings adapted": {"target_modules": ["embed_tokens", "v_proj"]},
     "by pattern": {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"layers.1.mlp.up_proj": 5}, "use_rslora": True},
 }
