@@ -33,7 +33,7 @@ from finetune.recipe.schema import Recipe
 from finetune.untrusted.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 PLAIN = "adapter-plain"  # in a run's folder
-RECORD = "plain.json"
+PLAIN_RECORD = "plain.json"
 
 
 def export_plain(run_dir: Path, to: Path | None = None) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def export_plain(run_dir: Path, to: Path | None = None) -> dict[str, Any]:
     """
     run, folder = finished_run(run_dir), to or run_dir / PLAIN
     _refuse(run_dir, run.recipe)
-    if (folder.exists() or folder.is_symlink()) and not (folder / RECORD).is_file():
+    if (folder.exists() or folder.is_symlink()) and not (folder / PLAIN_RECORD).is_file():
         raise FinetuneError(f"{folder}: is there and is not an earlier export; name another folder: --to FOLDER")
     merge = plan_merge(run.recipe, run_dir, torch.device("cpu"))
     tensors, settings = _plain(merge, run.product)
@@ -56,7 +56,7 @@ def export_plain(run_dir: Path, to: Path | None = None) -> dict[str, Any]:
             shutil.copytree(run.product, temporary, ignore=shutil.ignore_patterns(*NOT_THE_MODELS))
             save_file(tensors, temporary / ADAPTER_WEIGHTS, metadata={"format": "pt"})
             write_json(temporary / ADAPTER_CONFIG, settings)
-            write_json(temporary / RECORD, record)
+            write_json(temporary / PLAIN_RECORD, record)
             publish_folder(temporary, folder)
         finally:
             remove_folder(temporary)

@@ -191,6 +191,16 @@ def test_the_text_part_is_merged_into_the_whole_multimodal_model(tmp_path: Path,
     assert (folder / "preprocessor_config.json").is_file()
 
 
+def test_ranks_by_whole_paths_of_the_text_part_are_found_when_it_is_merged(tmp_path: Path) -> None:
+    """The pattern is of the trained part's paths, and the base's files have others."""
+    base = save_multimodal("gemma3", tmp_path / "base")
+    ranks = {"^model.layers.0.self_attn.q_proj": 2, "^model.layers.1.mlp.up_proj": 6}
+    scales = {"^model.layers.1.self_attn.v_proj": 3}
+    run = finished_run(tmp_path, base, lora={"rank_pattern": ranks, "alpha_pattern": scales})
+    facts = merge_run(run, dtype=None, base=None, prompts=3, log=print)
+    assert facts["agreement"]["candidates"]["own"]["largest_logit_difference"] < 1e-4
+
+
 @pytest.mark.parametrize("lora", [{}, {"target_modules": ["v_proj"]}, {"init_lora_weights": "olora"}], ids=str)
 @pytest.mark.parametrize("tied", ["untied", "tied"])
 def test_beside_a_4_bit_base_both_are_compared_and_the_nearer_is_taken(

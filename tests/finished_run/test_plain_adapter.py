@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,16 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from finetune.cli.main import main
 from finetune.errors import FinetuneError
 from finetune.finished_run.plain_adapter import export_plain
+from finetune.hub.base_model import BaseFacts
+from finetune.hub.model_card import card_text
+from finetune.recipe.loader import load_recipe
 from finetune.recipe.plain_lora import only_by_peft
 from finetune.recipe.sections.lora_checks import by_pattern
+from finetune.run_folder.facts import read_run
 from tests.support.finished import finished_run
 from tests.support.multimodal import save_multimodal
-from tests.support.recipes import least_recipe
-from tests.support.tiny import save_tiny
+from tests.support.recipes import least_recipe, tiny_lora, write_recipe
+from tests.support.tiny import save_tiny, write_chats
 
 PREFIX = "base_model.model."
 NF4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}
@@ -98,7 +103,8 @@ def test_the_base_with_the_product_added_is_the_trained_model(kind: str, tmp_pat
 def test_the_text_part_of_a_multimodal_model(tmp_path: Path) -> None:
     """On the text part and on the whole, by both names."""
     base = save_multimodal("gemma3", tmp_path / "base")
-    run = finished_run(tmp_path, base, lora={"r": 4, "init_lora_weights": "pissa"})
+    ranks = {"^model.layers.0.self_attn.q_proj": 2}
+    run = finished_run(tmp_path, base, lora={"r": 4, "init_lora_weights": "pissa", "rank_pattern": ranks})
     export_plain(run)
     whole = [
         logits(PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(base), str(run / name)))
@@ -154,3 +160,19 @@ def test_a_run_says_that_only_peft_loads_it(lora: dict[str, Any], verb: str) -> 
     line = only_by_peft(least_recipe(lora={"r": 4, **lora}), "RUN")
     assert line.endswith(verb)
     assert bool(line) is bool(verb)
+
+
+def test_the_last_lines_of_a_run_and_its_card_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And what the line names works."""
+    base, chats = save_tiny(tmp_path / "base"), write_chats(tmp_path / "chats.jsonl", [40] * 10)
+    place = {"output_dir": str(tmp_path / "run"), "lora": {"r": 4, "init_lora_weights": "pissa"}}
+    recipe = write_recipe(tmp_path, tiny_lora(base, chats, training={"max_steps": 2}, **place))
+    assert main(["train", str(recipe)]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "only peft loads it" in line]
+    assert len(said) == 1
+    words = shlex.split(said[0].partition("For vLLM and others: ")[2])
+    assert words == ["finetune", "export", str(tmp_path / "run"), "--plain"]
+    assert main(words[1:]) == 0
+    run = read_run(tmp_path / "run", load_recipe(tmp_path / "run" / "recipe.yaml").recipe)
+    card = card_text("a/b", run, BaseFacts("base", None, "main", {}))
+    assert "| loaded by | peft alone: pissa took a part of the base" in card
